@@ -1,0 +1,42 @@
+# Two commands on a fresh machine with Python >= 3.11: `make serve` and `make test`.
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PINNED := pyproject.toml constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: serve test test-fast test-gpu check clean
+
+serve: $(VENV)/installed
+	$(BIN)/specserve serve $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: check
+	$(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
+
+test-gpu: $(VENV)/installed-for-tests
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+check: $(VENV)/installed-for-tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict specserve
+	$(BIN)/lint-imports --no-cache
+
+# The stamps are older than the files that they depend on when something is to be installed anew.
+$(VENV)/installed: $(PINNED)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-for-tests: $(PINNED)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
+	touch $(VENV)/installed $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,7 @@
+"""`python -m specserve`."""
+
+from __future__ import annotations
+
+from specserve.cli import entry
+
+entry()

@@ -1,0 +1,207 @@
+"""The command line. Parses, calls, prints; the only place that prints. Exit codes: 0 done, 2 bad usage or config, 1 failure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from specserve import __version__
+from specserve.config import Config, load, override
+from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
+from specserve.request import Sampling
+
+if TYPE_CHECKING:
+    from specserve.llm import Output
+
+DEMO_PROMPT = "def read_lines(path):\n"
+EXAMPLES = """examples:
+  specserve generate --prompt 'def add(a, b):' --max-tokens 64 --temperature 0
+  specserve generate --prompt 'import os' --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --gamma 5
+  specserve generate --prompt 'import os' --seed 1 --json --set cache.page_size=32
+  specserve inflate --model specserve/demo/target --params 200M --out /tmp/target-200M
+"""
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class BadUsage(Exception):
+    """What argparse finds wrong with the arguments."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, instead of a line behind pages of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadUsage(f"{message} (see {self.prog} --help)")
+
+
+def entry() -> NoReturn:
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        options = _parser().parse_args(arguments)
+        command: Callable[[argparse.Namespace], None] = options.command
+        command(options)
+    except SystemExit as done:  # --help and --version
+        return 0 if done.code is None else int(done.code)
+    except (BadUsage, ConfigError, BadRequest, ModelError) as error:
+        return _complain(error, code=2)
+    except SpecserveError as error:
+        return _complain(error, code=1)
+    except KeyboardInterrupt:
+        return _complain("interrupted", code=1)
+    return 0
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Continues one prompt in this process."""
+    sampling = Sampling(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        speculation={"gamma": options.gamma, "verifier": options.verifier},
+    )
+    output = _continue(options.prompt, sampling, _config(options))
+    print(json.dumps(_described(output), indent=2) if options.json else output.text)
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Until there is a cluster to serve from, one completion shows that the pair works."""
+    config = _config(options)
+    print(
+        f"This version has no server yet; here is what {config.model} makes of {DEMO_PROMPT!r} instead of http://{config.http.host}:{config.http.port}."
+    )
+    output = _continue(DEMO_PROMPT, Sampling(max_tokens=96, temperature=0, echo=True), config)
+    print(output.text)
+
+
+def inflate(options: argparse.Namespace) -> None:
+    """Writes a widened copy of a model."""
+    from specserve.models.inflate import inflate as widen  # torch takes seconds to import; --help and bad usage do not wait for it
+
+    reached = widen(options.model, options.params, options.out)
+    print(f"{options.out} has {reached / 1e6:.0f}M parameters; it computes what {options.model} does, at the cost of a model of that size.")
+
+
+def _continue(prompt: str, sampling: Sampling, config: Config) -> Output:
+    from specserve.llm import LLM  # late for the same reason
+
+    with LLM.of(config) as llm:
+        (output,) = llm.generate(prompt, sampling)
+    return output
+
+
+def _described(output: Output) -> Mapping[str, object]:
+    assert output.stats is not None, "what has no error has stats"
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "prompt_token_ids": output.prompt_token_ids,
+        "finish_reason": output.finish_reason,
+        "stats": asdict(output.stats) | {"mean_accepted_length": output.stats.mean_accepted_length},
+    }
+
+
+def _config(options: argparse.Namespace) -> Config:
+    """The file, then `--set`, then the options that are keys of the config under a shorter name."""
+    short = {key: getattr(options, name, None) for name, key in SHORT_NAMES.items()}
+    return load(options.config, dict(options.set) | {key: value for key, value in short.items() if value is not None})
+
+
+SHORT_NAMES = {
+    "target": "target.path",
+    "draft": "draft.path",
+    "drafter": "draft.kind",
+    "tp": "target.tensor_parallel",
+    "host": "http.host",
+    "port": "http.port",
+}
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="specserve", description="Serves language models by distributed speculative decoding.", epilog=EXAMPLES, formatter_class=_Plain
+    )
+    parser.add_argument("--version", action="version", version=f"specserve {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands.add_parser("serve", help="serve the models over HTTP", formatter_class=_Plain))
+    _add_generate(commands.add_parser("generate", help="continue one prompt in this process", epilog=EXAMPLES, formatter_class=_Plain))
+    _add_inflate(commands.add_parser("inflate", help="write a widened copy that costs what a larger model costs", formatter_class=_Plain))
+    return parser
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel degree of the target")
+    parser.add_argument("--host", metavar="H")
+    parser.add_argument("--port", type=int, metavar="P")
+    parser.set_defaults(command=serve)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    _add_config(parser)
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
+    parser.add_argument("--seed", type=int, metavar="S", help="makes the text repeatable")
+    parser.add_argument("--gamma", type=_gamma, metavar="N", help="draft tokens a round; 0 is plain decoding, auto is the default")
+    parser.add_argument("--verifier", metavar="V", help="speculative, block, coupled or lenient")
+    parser.add_argument("--drafter", metavar="D", help="what drafts: neural or none")
+    parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
+    parser.set_defaults(command=generate)
+
+
+def _add_inflate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--params", type=count, required=True, metavar="N", help="such as 200M, 1B or 8e9")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.set_defaults(command=inflate)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML; see docs/architecture.md")
+    parser.add_argument("--target", metavar="M", help="a local directory or a hub name; the demo pair's by default")
+    parser.add_argument("--draft", metavar="M", help="likewise")
+    parser.add_argument(
+        "--set", type=_override, action="append", default=[], metavar="a.b=c", help="any key of the config, such as speculation.gamma=5"
+    )
+
+
+def count(text: str) -> int:
+    """200M, 1.5B, 8e9 as a number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"a number of parameters is written 200M, 1B or 8e9, not {text!r}")
+    return round(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _gamma(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a whole number or auto, not {text!r}") from None
+
+
+def _override(argument: str) -> tuple[str, object]:
+    try:
+        return override(argument)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _complain(error: object, *, code: int) -> int:
+    print(f"specserve: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+class _Plain(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the examples as they are."""

@@ -1,0 +1,241 @@
+"""The configuration: one frozen tree, parsed once at the edge from nested keys (YAML) or dotted ones. Refuses what it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from specserve.errors import ConfigError
+from specserve.settings import Rule, boolean, choice, group, items, labels, number, read_section, section, setting, text, unset_as, whole
+from specserve.types import VERIFIERS
+
+DEMO = Path(__file__).parent / "demo"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+ATTENTION = ("auto", "invariant", "sdpa", "flash")
+DRAFT_KINDS = (
+    "neural",
+    "max_gram",
+    "prompt_copy",
+    "bigram",
+    "unigram",
+    "random",
+    "vertical",
+    "horizontal",
+    "cascade",
+    "layer_skip",
+    "heads",
+    "none",
+)
+BUILT_KINDS = ("neural", "none")
+CASCADES = ("vertical", "horizontal", "cascade")
+
+
+def _device() -> Rule:
+    def read(value: object, key: str) -> str:
+        if isinstance(value, str) and (value in ("auto", "cpu", "cuda") or (value.startswith("cuda:") and value[5:].isdecimal())):
+            return value
+        raise ValueError
+
+    return Rule("auto, cpu, cuda or cuda:N", read)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that decides what is written. Left out, it is the demo pair's, with that pair's draft."""
+
+    path: str = setting("", text())
+    revision: str | None = setting(None, text())  # of a hub name
+    dtype: str = setting("auto", choice(*DTYPES))  # auto: bfloat16 where the processor has it, else float32
+    tensor_parallel: int = setting(1, whole(1, 64))
+    device: str = setting("auto", _device())
+    threads: int | None = setting(None, whole(1, 1024))  # of a CPU; None: torch's own choice
+    attention: str = setting("auto", choice(*ATTENTION))
+    label_selector: Mapping[str, str] = setting({}, labels())  # where Ray may place it
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One drafter of a cascade."""
+
+    kind: str = setting("neural", choice(*DRAFT_KINDS))
+    path: str | None = setting(None, text())
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What guesses."""
+
+    kind: str = setting("", choice(*DRAFT_KINDS))  # left out: neural if there is a path, else none
+    path: str | None = setting(None, text())
+    dtype: str = setting("auto", choice(*DTYPES))
+    device: str = setting("auto", _device())
+    threads: int | None = setting(None, whole(1, 1024))
+    num_gpus: float | None = setting(None, number(0, 64))
+    label_selector: Mapping[str, str] = setting({}, labels())
+    support: int = setting(64, whole(1, 4096))  # it samples from that many of its likeliest tokens
+    stages: tuple[Stage, ...] = setting((), items(section(Stage)))
+
+
+@dataclass(frozen=True, slots=True)
+class Anticipation:
+    enabled: bool = setting(False, boolean())
+    fanout: int = setting(3, whole(1, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How guesses are made and judged; a request may wish otherwise within `max_gamma`."""
+
+    verifier: str | None = setting(None, unset_as("auto", choice(*VERIFIERS)))
+    gamma: int | None = setting(None, unset_as("auto", whole(0, 64)))
+    max_gamma: int = setting(16, whole(0, 64))
+    anticipation: Anticipation = group(Anticipation)
+    lenience: float = setting(1.0, number(1, 1000))  # of the verifier `lenient` alone
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Pages of keys and values. With neither `pages` nor `memory_fraction` the engine takes what it can use."""
+
+    page_size: int = setting(16, whole(1, 1024))
+    memory_fraction: float | None = setting(None, number(0, 1, above=True))  # of what is free once the weights are there
+    pages: int | None = setting(None, whole(1, 2**31))
+    prefix_caching: bool = setting(True, boolean())
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_context: int | None = setting(None, whole(2, 2**31))  # None: the model's
+    max_running: int = setting(64, whole(1, 65536))
+    max_queued: int = setting(1024, whole(0, 2**31))
+    request_timeout_s: float = setting(600.0, number(0, 1e6, above=True))
+    max_body_bytes: int = setting(4 * 2**20, whole(1, 2**31))
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    min: int = setting(1, whole(0, 4096))
+    max: int = setting(1, whole(1, 4096))
+    target_ongoing_requests: float = setting(32.0, number(0, 1e6, above=True))
+    upscale_delay_s: float = setting(10.0, number(0, 1e6))
+    downscale_delay_s: float = setting(120.0, number(0, 1e6))
+
+
+@dataclass(frozen=True, slots=True)
+class Http:
+    host: str = setting("127.0.0.1", text())
+    port: int = setting(8000, whole(0, 65535))
+    api_keys_file: str | None = setting(None, text())
+    cors_origins: tuple[str, ...] = setting((), items(text()))
+    root_path: str = setting("", text(empty=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    round_deadline_s: float = setting(30.0, number(0, 1e6, above=True))
+    max_restarts: int = setting(3, whole(0, 1000))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The whole tree; its keys are those of the YAML file, of `--set`, and of `LLM(**overrides)`."""
+
+    model: str = setting("", text())  # left out: the last part of the target's path
+    target: Target = group(Target)
+    draft: Draft = group(Draft)
+    speculation: Speculation = group(Speculation)
+    cache: Cache = group(Cache)
+    limits: Limits = group(Limits)
+    replicas: Replicas = group(Replicas)
+    http: Http = group(Http)
+    faults: Faults = group(Faults)
+
+
+def parse(tree: Mapping[str, object], overrides: Mapping[str, object] | None = None) -> Config:
+    """The config of nested keys; `overrides`, whose keys may be dotted ("speculation.gamma"), win over them."""
+    given = _merged(_nested(tree), _nested(overrides or {}))
+    return _checked(_settled(read_section(Config, given)))
+
+
+def load(file: Path | None, overrides: Mapping[str, object] | None = None) -> Config:
+    """The config of a YAML file, or of the defaults, with `overrides`."""
+    if file is None:
+        return parse({}, overrides)
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {file} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the config file {file} is not YAML: {' '.join(str(error).split())}") from error
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"the config file {file} must hold keys and values, not {type(tree).__name__}")
+    return parse(tree or {}, overrides)
+
+
+def override(argument: str) -> tuple[str, object]:
+    """`a.b=c` as key and value; the value is read as YAML."""
+    key, equals, value = argument.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"an override is written key=value, such as speculation.gamma=5, not {argument!r}")
+    try:
+        return key.strip(), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {key.strip()} is not YAML: {value!r}") from error
+
+
+def _nested(keys: Mapping[str, object]) -> dict[str, object]:
+    """Dotted keys unfolded. Only at the top: labels have dots of their own."""
+    tree: dict[str, object] = {}
+    for key, value in keys.items():
+        *sections, name = str(key).split(".")
+        branch: dict[str, object] = {name: value}
+        for above in reversed(sections):
+            branch = {above: branch}
+        tree = _merged(tree, branch)
+    return tree
+
+
+def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
+    tree = dict(below)
+    for key, value in above.items():
+        under = tree.get(key)
+        tree[key] = _merged(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+    return tree
+
+
+def _settled(config: Config) -> Config:
+    """Fills in what was left out and follows from the rest."""
+    target, draft, model = config.target, config.draft, config.model
+    if not target.path:
+        target = replace(target, path=str(DEMO / "target"))
+        model = model or "demo"
+        if draft.path is None and draft.kind in ("", "neural"):
+            draft = replace(draft, path=str(DEMO / "draft"))
+    if not draft.kind:
+        draft = replace(draft, kind="neural" if draft.path else "none")
+    return replace(config, target=target, draft=draft, model=model or Path(target.path).name)
+
+
+def _checked(config: Config) -> Config:
+    """What no key can see alone."""
+    draft, speculation, cache, replicas = config.draft, config.speculation, config.cache, config.replicas
+    if draft.kind not in BUILT_KINDS:
+        raise ConfigError(f"draft.kind {draft.kind} is not available in this version; use one of {', '.join(BUILT_KINDS)}")
+    if draft.stages and draft.kind not in CASCADES:
+        raise ConfigError(f"draft.stages belongs to the kinds {', '.join(CASCADES)}, and draft.kind is {draft.kind}; leave it out")
+    if draft.kind == "neural" and draft.path is None:
+        raise ConfigError("draft.kind neural needs draft.path, the model that drafts")
+    if speculation.anticipation.enabled:
+        raise ConfigError("speculation.anticipation.enabled true is not available in this version; leave it out")
+    if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
+        raise ConfigError(
+            f"speculation.gamma {speculation.gamma} is above speculation.max_gamma {speculation.max_gamma}; lower the one or raise the other"
+        )
+    if cache.pages is not None and cache.memory_fraction is not None:
+        raise ConfigError("cache.pages and cache.memory_fraction say the same thing twice; give one of them")
+    if replicas.min > replicas.max:
+        raise ConfigError(f"replicas.min {replicas.min} is above replicas.max {replicas.max}; lower the one or raise the other")
+    return config

@@ -1,0 +1,178 @@
+"""Trains the demo pair on Python's own standard library: `python -m specserve.demo.train --out DIR`.
+
+A byte-level BPE, a target by next-token loss, and a draft distilled from that target. One file in fifty is held out, and
+what the model card states is measured there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sysconfig
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END = "<|endoftext|>"
+VOCAB, CONTEXT, BATCH = 4096, 1024, 4
+TARGET = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 4}
+DRAFT = {"hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    train: list[str]
+    held_out: list[str]
+
+
+def standard_library() -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    train, held_out = [], []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if {"site-packages", "test", "tests", "idle_test", "lib2to3"} & set(name.parts):
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        (held_out if zlib.crc32(str(name).encode()) % 50 == 0 else train).append(text)
+    return Corpus(train, held_out)
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    end = tokenizer.eos_token_id
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor([token for ids in encoded for token in (end, *ids)])  # [tokens]
+
+
+def new_model(sizes: dict[str, int], end: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=end, eos_token_id=end, **sizes
+    )
+    return LlamaForCausalLM(config)
+
+
+def windows(tokens: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(tokens) - CONTEXT - 1, (BATCH,), generator=generator)
+        yield torch.stack([tokens[start : start + CONTEXT + 1] for start in starts.tolist()])  # [batch, context + 1]
+
+
+def train(model: LlamaForCausalLM, batches: Iterator[torch.Tensor], loss_of: Callable[..., torch.Tensor], *, minutes: float, faster: bool, save: Callable[[], None]) -> None:
+    """Muon for the matrices inside the layers, AdamW for the rest; the rates follow the elapsed share of `minutes`."""
+    inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
+    ids = {id(p) for p in inside}
+    rest = [p for p in model.parameters() if id(p) not in ids]
+    optimizers = [
+        torch.optim.Muon(inside, lr=0.02, momentum=0.95, weight_decay=0.02, adjust_lr_fn="original"),
+        torch.optim.AdamW(rest, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    compiled = torch.compile(model) if faster else model
+    begun, saved, step = time.monotonic(), time.monotonic(), 0
+    while (progress := (time.monotonic() - begun) / (60 * minutes)) < 1:
+        rate = min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        for group, peak in zip(groups, peaks, strict=True):
+            group["lr"] = peak * rate
+        batch = next(batches)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(compiled, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0:
+            print(f"{progress:6.1%} step {step} loss {loss.item():.3f} {(step + 1) * BATCH * CONTEXT / (time.monotonic() - begun):.0f} tokens/s", flush=True)
+        if time.monotonic() - saved > 300:
+            save()
+            saved = time.monotonic()
+        step += 1
+    save()
+
+
+def next_token_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=batch[:, :-1]).logits  # [batch, context, vocab]
+    return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def distilled_from(teacher: LlamaForCausalLM) -> Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]:
+    """The draft learns the target's distribution, not the text: what counts for acceptance is how much the two overlap."""
+
+    def loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            p = F.log_softmax(teacher(input_ids=batch[:, :-1]).logits.float(), dim=-1)
+        q = F.log_softmax(model(input_ids=batch[:, :-1]).logits.float(), dim=-1)
+        return F.kl_div(q.flatten(0, 1), p.flatten(0, 1), reduction="batchmean", log_target=True)
+
+    return loss
+
+
+@torch.no_grad()
+def held_out_figures(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: torch.Tensor) -> dict[str, float]:
+    """Over held-out text: the target's loss, alpha = E[sum min(p, q)] at T = 1, and how often both would write the same token."""
+    loss = alpha = same = count = 0.0
+    for start in range(0, len(tokens) - CONTEXT - 1, CONTEXT):
+        window = tokens[start : start + CONTEXT + 1]
+        p = target(input_ids=window[None, :-1]).logits[0].float().softmax(-1)
+        q = draft(input_ids=window[None, :-1]).logits[0].float().softmax(-1)
+        loss += -p.gather(1, window[1:, None]).log().sum().item()
+        alpha += torch.minimum(p, q).sum().item()
+        same += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        count += CONTEXT
+    return {"loss": loss / count, "alpha": alpha / count, "agreement": same / count, "tokens": count}
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, where: Path) -> None:
+    shipped = LlamaForCausalLM(model.config).to(torch.bfloat16)
+    shipped.load_state_dict(model.state_dict())
+    shipped.save_pretrained(where)
+    tokenizer.save_pretrained(where)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=90.0, help="for the target; the draft takes a third of it on top")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="a fifth faster; needs a C++ compiler")
+    parser.add_argument("--only", choices=("target", "draft"), help="train one of the two; the other lies in --out already")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    corpus = standard_library()
+    target_dir, draft_dir = args.out / "target", args.out / "draft"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_dir) if args.only == "draft" else train_tokenizer(corpus.train)
+    text, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
+    print(f"{len(text)} tokens to learn from, {len(held_out)} held out", flush=True)
+    if args.only == "draft":
+        target = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    else:
+        target = new_model(TARGET, tokenizer.eos_token_id)
+        train(target, windows(text, seed=1), next_token_loss, minutes=args.minutes, faster=args.compile, save=lambda: save(target, tokenizer, target_dir))
+    if args.only == "target":
+        return
+    target.eval()
+    draft = new_model(DRAFT, tokenizer.eos_token_id)
+    train(draft, windows(text, seed=2), distilled_from(target), minutes=args.minutes / 3, faster=args.compile, save=lambda: save(draft, tokenizer, draft_dir))
+    print(held_out_figures(target, draft.eval(), held_out))
+
+
+if __name__ == "__main__":
+    main()

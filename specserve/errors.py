@@ -1,0 +1,73 @@
+"""Everything that specserve refuses, and why. Each class is one kind of refusal; its message is one sentence for the person who asked."""
+
+from __future__ import annotations
+
+
+class SpecserveError(Exception):
+    """Root of all errors that are meant to be read by users."""
+
+    param: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ConfigError(SpecserveError):
+    """A key or a value of the configuration that cannot be used."""
+
+
+class BadRequest(SpecserveError):
+    """A request that can never succeed as it stands."""
+
+
+class BadValue(BadRequest):
+    """A parameter outside its range; `param` names it."""
+
+
+class EmptyPrompt(BadRequest):
+    """A prompt without a single token."""
+
+
+class UnknownToken(BadRequest):
+    """A token id that the vocabulary does not have."""
+
+
+class TooLong(BadRequest):
+    """A prompt that leaves no room for a single new token."""
+
+
+class Overloaded(SpecserveError):
+    """The queue is full; the same request may succeed later."""
+
+
+class ModelError(SpecserveError):
+    """A checkpoint that cannot be served."""
+
+
+class ModelNotFound(ModelError):
+    """Neither a local checkpoint nor a hub name that can be reached."""
+
+
+class UnsupportedModel(ModelError):
+    """An architecture, or a combination of options with it, that is not supported."""
+
+
+class NoShardingPlan(UnsupportedModel):
+    """An architecture that cannot be split over the asked number of ranks."""
+
+
+class TokenizerMismatch(ModelError):
+    """A draft that does not speak the target's tokens."""
+
+
+class OutOfPages(SpecserveError):
+    """The cache has no room; nothing was changed."""
+
+
+class TooLittleMemory(SpecserveError):
+    """The memory budget does not hold a single sequence."""
+
+
+class WorkerLost(SpecserveError):
+    """A worker died or stopped answering."""

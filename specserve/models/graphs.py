@@ -1,0 +1,101 @@
+"""Captured CUDA graphs for the passes that recur: few rows a sequence, sequences and contexts rounded up to a handful of sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.models.attention import FEW_QUERIES, Layout, Writes
+from specserve.models.network import Network
+
+SMALLEST_CONTEXT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    seqs: int
+    queries: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    graph: torch.cuda.CUDAGraph
+    ids: Tensor
+    layout: Layout
+    wanted: Tensor
+    logits: Tensor
+
+
+def round_up(writes: Writes) -> Writes | None:
+    """The pass padded to a shape that recurs, if its sequences all write the same few rows; else None.
+
+    Sequences are padded by repeating the last one, which writes the same values to the same slots again.
+    """
+    queries = int(writes.counts[0])
+    if queries > FEW_QUERIES or (writes.counts != queries).any():
+        return None
+    seqs = 1 << (len(writes.counts) - 1).bit_length()
+    context = max(SMALLEST_CONTEXT, 1 << (int(writes.lengths.max()) - 1).bit_length())
+    rows = np.minimum(np.arange(seqs), len(writes.counts) - 1)
+    return Writes(writes.starts[rows], writes.counts[rows], writes.table[rows], context)
+
+
+class GraphedNetwork:
+    """Replays a captured pass where one fits, and runs the wrapped network where none does."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.captured: dict[Shape, Captured] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+        group = layout.groups[0]
+        if len(layout.groups) > 1 or group.rows is not None or not group.rounded:
+            return self.network.logits(ids, layout, wanted)
+        key = Shape(group.seqs, group.queries, group.context)
+        if key not in self.captured:
+            self.captured[key] = self._capture(ids, layout, wanted)
+        captured = self.captured[key]
+        _refill(captured, ids, layout, wanted)
+        captured.graph.replay()
+        return captured.logits.clone()  # the graph's own output is overwritten by its next replay
+
+    def _capture(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Captured:
+        """Two passes on a side stream warm the kernels up. They write what the replay writes again: a step is idempotent."""
+        ids, layout, wanted = ids.clone(), _cloned(layout), wanted.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.network.logits(ids, _unmasked(layout), wanted)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            logits = self.network.logits(ids, _unmasked(layout), wanted)
+        return Captured(graph, ids, layout, wanted, logits)
+
+
+def _tensors(layout: Layout) -> tuple[Tensor, ...]:
+    group = layout.groups[0]
+    return layout.positions, layout.slots, group.gather, group.pages, group.positions
+
+
+def _refill(captured: Captured, ids: Tensor, layout: Layout, wanted: Tensor) -> None:
+    captured.ids.copy_(ids)
+    captured.wanted.copy_(wanted)
+    for ours, theirs in zip(_tensors(captured.layout), _tensors(layout), strict=True):
+        ours.copy_(theirs)
+
+
+def _cloned(layout: Layout) -> Layout:
+    positions, slots, gather, pages, queries = (tensor.clone() for tensor in _tensors(layout))
+    return Layout(positions, slots, (replace(layout.groups[0], gather=gather, pages=pages, positions=queries),))
+
+
+def _unmasked(layout: Layout) -> Layout:
+    """The same tensors with no mask remembered: inside a graph the mask must be computed anew from the positions."""
+    return Layout(layout.positions, layout.slots, (replace(layout.groups[0], masks={}),))

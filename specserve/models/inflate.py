@@ -1,0 +1,187 @@
+"""Widened copies: a small model's function at a large model's cost, so that speed can be measured with real texts and a real alpha.
+
+Every gated MLP gets more columns. What they compute is real work, and their part of `down_proj` is zero, so nothing comes of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specserve.errors import BadValue, ModelError, ModelNotFound, UnsupportedModel
+
+SHARD_BYTES = 2_000_000_000
+MULTIPLE = 64  # of intermediate sizes; kernels like round ones
+STD = 0.02  # of the random columns: as large as trained ones, so that they cost the same
+INDEX = "model.safetensors.index.json"
+MLP = re.compile(r"\.mlp\.(gate|up|down)_proj\.(weight|bias)$")
+
+CARD = """# {name}, widened to {reached:,} parameters
+
+A copy of `{name}` ({own:,} parameters) for measuring speed: every MLP was widened from {before} to {after} columns whose part of
+`down_proj` is zero. It computes the same function as the original, no better, at the cost of a model of {reached:,} parameters.
+Figures measured with it must be labelled "widened". Made by `specserve inflate`; the licence is that of the original.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint on disk whose MLPs are all gated and of one width."""
+
+    directory: Path
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]  # by tensor name
+    files: dict[str, Path]  # by tensor name
+
+    @property
+    def width(self) -> int:
+        return int(self.config["intermediate_size"])
+
+    @property
+    def num_parameters(self) -> int:
+        """A tied head that is stored all the same is the embedding, and counts once."""
+        tied = self.config.get("tie_word_embeddings", False)
+        return sum(torch.Size(shape).numel() for name, shape in self.shapes.items() if not (tied and name == "lm_head.weight"))
+
+    @property
+    def column_parameters(self) -> int:
+        """What one more column in every MLP adds."""
+        sides = [shape[::-1] if "down_proj" in name else shape for name, shape in self.shapes.items() if _grows(name)]
+        return sum(torch.Size(shape[1:]).numel() for shape in sides)
+
+
+def inflate(model_dir: Path, params: int, out_dir: Path) -> int:
+    """Write a widened copy of about `params` parameters to `out_dir`, which must be new or empty; the number reached."""
+    source = _open(model_dir)
+    own = source.num_parameters
+    if params < own:
+        raise BadValue(f"params must be at least the model's own {own:,}, not {params:,}.", param="params")
+    if out_dir.exists() and any(out_dir.iterdir()):
+        raise BadValue(f"{out_dir} is not empty.", param="out")
+    width = _new_width(source, params)
+    reached = own + (width - source.width) * source.column_parameters
+    out_dir.mkdir(parents=True, exist_ok=True)
+    _write(_widened(source, width), out_dir)
+    (out_dir / "config.json").write_text(json.dumps({**source.config, "intermediate_size": width}, indent=2) + "\n")
+    (out_dir / "README.md").write_text(CARD.format(name=model_dir.resolve().name, own=own, reached=reached, before=source.width, after=width))
+    for path in _companions(model_dir):
+        shutil.copyfile(path, out_dir / path.name)
+    return reached
+
+
+def _open(directory: Path) -> Checkpoint:
+    if not (directory / "config.json").is_file():
+        raise ModelNotFound(f"{directory} is no model directory: it has no config.json.")
+    config = json.loads((directory / "config.json").read_text())
+    shapes: dict[str, tuple[int, ...]] = {}
+    files: dict[str, Path] = {}
+    for path in _weight_files(directory):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                shapes[name], files[name] = tuple(file.get_slice(name).get_shape()), path
+    checkpoint = Checkpoint(directory, config, shapes, files)
+    _refuse_others(checkpoint)
+    return checkpoint
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Those that the index names: beside them a checkpoint may hold the same weights again in another layout."""
+    if (directory / INDEX).is_file():
+        index = json.loads((directory / INDEX).read_text())
+        return [directory / name for name in sorted(set(index["weight_map"].values()))]
+    if not (directory / "model.safetensors").is_file():
+        raise ModelError(f"{directory} has no model.safetensors; other formats are not read.")
+    return [directory / "model.safetensors"]
+
+
+def _refuse_others(checkpoint: Checkpoint) -> None:
+    """A model is widened as a whole or not at all: half of it would neither compute the same nor cost what the card says."""
+    name = checkpoint.config.get("model_type", "this model")
+    layers = checkpoint.config.get("num_hidden_layers")
+    found = [MLP.search(tensor) for tensor in checkpoint.shapes]
+    gates = [match for match in found if match and match[1] == "gate" and match[2] == "weight"]
+    if not isinstance(checkpoint.config.get("intermediate_size"), int) or not gates or len(gates) != layers:
+        raise UnsupportedModel(f"{name} cannot be widened: only models whose every MLP has gate_proj, up_proj and down_proj can.")
+    if "quantization_config" in checkpoint.config:
+        raise UnsupportedModel(f"{name} cannot be widened: it is quantized.")
+    for tensor, shape in checkpoint.shapes.items():
+        if _grows(tensor) and shape[1 if "down_proj" in tensor else 0] != checkpoint.width:
+            raise UnsupportedModel(f"{name} cannot be widened: {tensor} does not have the configured intermediate size.")
+
+
+def _grows(name: str) -> bool:
+    """All of an MLP but the bias of its way down."""
+    match = MLP.search(name)
+    return match is not None and (match[1], match[2]) != ("down", "bias")
+
+
+def _new_width(source: Checkpoint, params: int) -> int:
+    """The multiple that comes nearest to `params`; none below what the model has."""
+    wanted = source.width + (params - source.num_parameters) / source.column_parameters
+    return max(round(wanted / MULTIPLE), -(-source.width // MULTIPLE)) * MULTIPLE
+
+
+def _widened(source: Checkpoint, width: int) -> Iterator[tuple[str, Tensor]]:
+    """One tensor after another, so that a model larger than the memory can be made."""
+    for name, path in source.files.items():
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        yield name, _widen(name, tensor, width) if _grows(name) else tensor
+
+
+def _widen(name: str, tensor: Tensor, width: int) -> Tensor:
+    if "down_proj" in name:
+        zeros = tensor.new_zeros(tensor.shape[0], width - tensor.shape[1])
+        return torch.cat([tensor, zeros], dim=1)
+    generator = torch.Generator().manual_seed(crc32(name.encode()))  # the same copy every time
+    fresh = tensor.new_empty(width - tensor.shape[0], *tensor.shape[1:]).normal_(0.0, STD, generator=generator)
+    return torch.cat([tensor, fresh])
+
+
+def _write(tensors: Iterator[tuple[str, Tensor]], out_dir: Path) -> None:
+    """In files of at most SHARD_BYTES or one tensor. Their names say how many there are, hence the renaming at the end."""
+    shards = [_save(shard, out_dir / f"part-{number}") for number, shard in enumerate(_shards(tensors), 1)]
+    if len(shards) == 1:
+        (out_dir / "part-1").rename(out_dir / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        (out_dir / f"part-{number}").rename(out_dir / file)
+        weight_map.update(dict.fromkeys(names, file))
+    (out_dir / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
+
+
+def _save(shard: dict[str, Tensor], path: Path) -> list[str]:
+    save_file(shard, path, metadata={"format": "pt"})
+    return list(shard)
+
+
+def _companions(directory: Path) -> list[Path]:
+    """Tokenizer, generation config and licence: all small files but those that are written anew."""
+    fresh = {"config.json", INDEX}
+    kinds = {".json", ".txt", ".model", ".jinja"}
+    return [path for path in sorted(directory.iterdir()) if (path.suffix in kinds and path.name not in fresh) or path.stem in ("LICENSE", "NOTICE")]

@@ -1,0 +1,64 @@
+"""Linear layers in the processor's own layout. On CPU in bf16, weights packed once read at the speed of memory; elsewhere plain."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LONG_INNER = 1024  # from about here on oneDNN sums a single row in another order
+
+
+class PackedLinear(nn.Module):
+    """x W^T + b. Row-invariant: a row's result does not depend on how many rows come with it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else bias.detach()
+        self.twice = self.in_features >= LONG_INNER
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        alone = self.twice and rows.shape[0] == 1
+        if alone:
+            rows = rows.expand(2, -1).contiguous()
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, self.weight, self.bias, "none", [], "")
+        return (out[:1] if alone else out).view(*x.shape[:-1], self.out_features)
+
+
+class PlainLinear(nn.Module):
+    """The same interface where packing does not apply."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:
+    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
+
+
+def pack(module: nn.Module) -> None:
+    """Replace every linear layer of a model that packs; the originals are freed one by one, so memory hardly grows."""
+    for name, child in list(module.named_children()):
+        weight = _weight(child)
+        if weight is None:
+            pack(child)
+            continue
+        packed = linear(weight, child.bias)  # type: ignore[arg-type]
+        if isinstance(packed, PackedLinear):
+            setattr(module, name, packed)
+
+
+def _weight(module: nn.Module) -> Tensor | None:  # [out, in]
+    """Of a linear layer, GPT-2's transposed kind included; None for any other module."""
+    if type(module) is nn.Linear:
+        return module.weight
+    return module.weight.t() if type(module).__name__ == "Conv1D" else None  # type: ignore[operator, union-attr, return-value]

@@ -1,0 +1,190 @@
+"""The forward pass, twice: through the library's own modelling code for any architecture, and fused for the Llama-shaped ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specserve.models.attention import Kernel, Layout, Rule, attend
+from specserve.models.cache import PagedCache
+from specserve.models.linear import PackedLinear, PlainLinear, linear, pack
+from specserve.models.load import Loaded
+from specserve.models.shard import Shard
+
+LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3")
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # the angle depends on the position alone, so that a table will do
+
+
+class Network(Protocol):
+    """Logits of the wanted rows; keys and values of all rows land in the cache."""
+
+    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor: ...  # [wanted, vocab]
+
+
+def network(loaded: Loaded, cache: PagedCache, *, kernel: Kernel, shard: Shard | None) -> Network:
+    if can_fuse(loaded):
+        return FusedNetwork(loaded, cache, kernel=kernel, shard=shard)
+    return LibraryNetwork(loaded, cache, kernel=kernel)
+
+
+def can_fuse(loaded: Loaded) -> bool:
+    config = loaded.config
+    rotary = getattr(config, "rope_parameters", None) or {}
+    return (
+        config.model_type in LLAMA_SHAPED
+        and config.hidden_act == "silu"
+        and rotary.get("rope_type", "default") in STATIC_ROTARY
+        and rotary.get("partial_rotary_factor", 1.0) == 1.0
+    )
+
+
+class LibraryNetwork:
+    """The library's modelling code over packed rows; only the attention is ours, and the linears are packed."""
+
+    def __init__(self, loaded: Loaded, cache: PagedCache, *, kernel: Kernel) -> None:
+        self.module = loaded.module
+        self.attention = PagedAttention(cache, kernel)
+        for part in self.module.modules():
+            if isinstance(getattr(part, "layer_idx", None), int):
+                part.paged_attention = self.attention  # type: ignore[assignment]
+        pack(self.module)
+
+    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+        self.attention.layout = layout
+        out = self.module(input_ids=ids[None], position_ids=layout.positions[None], use_cache=False, logits_to_keep=wanted)
+        return out.logits[0]  # type: ignore[no-any-return]
+
+
+class PagedAttention:
+    """What the attention modules of one model share: the cache, and the layout of the pass under way."""
+
+    def __init__(self, cache: PagedCache, kernel: Kernel) -> None:
+        self.cache, self.kernel = cache, kernel
+        self.layout: Layout | None = None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        assert self.layout is not None
+        return attend(self.layout, self.cache.keys[layer], self.cache.values[layer], q, k, v, rule=rule, kernel=self.kernel)
+
+
+def library_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, rows, dim]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The function that is registered with the library under the name "specserve"."""
+    rule = Rule(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return module.paged_attention(module.layer_idx, q, k, v, rule)[None], None  # type: ignore[operator]
+
+
+class FusedNetwork:
+    """Embedding, layers, norm, head. Same arithmetic as the library's, in some 25 operations a layer instead of 60."""
+
+    def __init__(self, loaded: Loaded, cache: PagedCache, *, kernel: Kernel, shard: Shard | None) -> None:
+        module, config, spec = loaded.module, loaded.config, loaded.spec
+        body = module.model
+        self.cache = cache
+        self.embedding = body.embed_tokens.weight.detach()
+        windows = [config.sliding_window if kind == "sliding_attention" else None for kind in _layer_types(config)]
+        self.layers = [
+            FusedLayer(layer, Heads(spec.num_heads, spec.kv_heads, spec.head_dim), window=window, kernel=kernel, shard=shard)
+            for layer, window in zip(body.layers, windows, strict=True)
+        ]
+        self.norm, self.eps = body.norm.weight.detach(), config.rms_norm_eps
+        pack(module.lm_head)  # of a rank's share; the whole head is a plain linear itself
+        self.head = linear(module.lm_head.weight, module.lm_head.bias) if isinstance(module.lm_head, nn.Linear) else module.lm_head
+        self.cos, self.sin = _rotary_table(body.rotary_emb, self.embedding, spec.max_context)
+
+    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+        x = F.embedding(ids, self.embedding)  # [rows, hidden]
+        cos = self.cos.index_select(0, layout.positions).unsqueeze(1)  # [rows, 1, head_dim]
+        sin = self.sin.index_select(0, layout.positions).unsqueeze(1)
+        for layer, keys, values in zip(self.layers, self.cache.keys, self.cache.values, strict=True):
+            x = layer.forward(x, cos, sin, layout, keys, values)
+        x = x.index_select(0, wanted)
+        return self.head(F.rms_norm(x, self.norm.shape, self.norm, self.eps))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    own: int  # query heads
+    shared: int  # key and value heads
+    dim: int
+
+
+class FusedLayer:
+    """One decoder layer: q, k and v in one product, gate and up in another."""
+
+    def __init__(self, layer: nn.Module, heads: Heads, *, window: int | None, kernel: Kernel, shard: Shard | None) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.heads, self.kernel, self.shard = heads, kernel, shard
+        self.rule = Rule(scaling=heads.dim**-0.5, window=window)
+        self.qkv = _joined(attention, "q_proj", "k_proj", "v_proj")
+        self.out = _moved(attention, "o_proj")
+        self.gate_up = _joined(mlp, "gate_proj", "up_proj")
+        self.down = _moved(mlp, "down_proj")
+        self.norm_in, self.norm_mlp = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
+        self.eps: float = layer.input_layernorm.variance_epsilon
+        self.norms_qk = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if hasattr(attention, "q_norm") else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, keys: Tensor, values: Tensor) -> Tensor:
+        x = x + self._attention(F.rms_norm(x, self.norm_in.shape, self.norm_in, self.eps), cos, sin, layout, keys, values)
+        gate, up = self.gate_up(F.rms_norm(x, self.norm_mlp.shape, self.norm_mlp, self.eps)).chunk(2, dim=-1)
+        return x + self._summed(self.down(F.silu(gate).mul_(up)))
+
+    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, keys: Tensor, values: Tensor) -> Tensor:
+        own, shared, dim = self.heads.own, self.heads.shared, self.heads.dim
+        qkv = self.qkv(x).view(-1, own + 2 * shared, dim)
+        qk, v = qkv[:, : own + shared], qkv[:, own + shared :]
+        if self.norms_qk is not None:
+            q = F.rms_norm(qk[:, :own], (dim,), self.norms_qk[0], self.eps)
+            qk = torch.cat([q, F.rms_norm(qk[:, own:], (dim,), self.norms_qk[1], self.eps)], dim=1)
+        qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)  # sin carries the sign of the rotated half
+        out = attend(layout, keys, values, qk[:, :own], qk[:, own:], v, rule=self.rule, kernel=self.kernel)
+        return self._summed(self.out(out.view(-1, own * dim)))
+
+    def _summed(self, x: Tensor) -> Tensor:
+        return x if self.shard is None else self.shard.sum(x)
+
+
+def _layer_types(config: object) -> list[str]:
+    kinds = getattr(config, "layer_types", None)
+    kind = "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
+    return list(kinds) if kinds is not None else [kind] * config.num_hidden_layers  # type: ignore[attr-defined]
+
+
+def _rotary_table(rotary: nn.Module, like: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, head_dim]; the first half of sin negative, so that a roll by half a head rotates."""
+    cos, sin = rotary(like, torch.arange(positions, device=like.device)[None])
+    sin = sin[0].clone()
+    sin[:, : sin.shape[1] // 2].neg_()
+    return cos[0].contiguous(), sin
+
+
+def _joined(parent: nn.Module, *names: str) -> PackedLinear | PlainLinear:
+    """Several linears of one input as one. The originals are dropped, so that memory holds the weights once."""
+    parts = [getattr(parent, name) for name in names]
+    weight = torch.cat([part.weight.detach() for part in parts])
+    bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
+    for name in names:
+        setattr(parent, name, None)
+    return linear(weight, bias)
+
+
+def _moved(parent: nn.Module, name: str) -> PackedLinear | PlainLinear:
+    part = getattr(parent, name)
+    setattr(parent, name, None)
+    return linear(part.weight, part.bias)

@@ -1,0 +1,117 @@
+"""From a checkpoint to a runner: device, number format, attention kernel and pages are settled here, once, before anything runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specserve.errors import ConfigError, TooLittleMemory
+from specserve.models.attention import Kernel, invariant, sdpa
+from specserve.models.cache import PagedCache, pages_for
+from specserve.models.flash import PAGE_MULTIPLE, flash, is_installed
+from specserve.models.graphs import GraphedNetwork, round_up
+from specserve.models.load import Architecture, load_model, register_attention
+from specserve.models.network import library_attention, network
+from specserve.models.runner import Runner
+from specserve.models.shard import Shard
+
+ATTENTION = "specserve"  # the name under which the library's modelling code finds ours
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where and how a model runs. `auto` leaves the choice to what the machine can do."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    attention: str = "auto"
+    page_size: int = 16
+    pages: int | None = None
+    memory_fraction: float = 0.9  # of what is free once the weights are there
+    prefix_caching: bool = True
+    max_context: int | None = None
+    max_sequences: int = 64  # no more pages than that many full contexts
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    runner: Runner
+    spec: Architecture
+    max_context: int
+
+
+def open_model(directory: Path, placement: Placement, *, shard: Shard | None = None) -> Opened:
+    """Raises ModelError for what cannot be served, TooLittleMemory when not one sequence fits."""
+    device = torch.device(_device(placement.device))
+    dtype = _dtype(placement.dtype, device)
+    register_attention(ATTENTION, library_attention)
+    loaded = load_model(directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION)
+    spec = loaded.spec
+    context = min(spec.max_context, placement.max_context or spec.max_context)
+    kernel, page_size = _kernel(placement, device)
+    cache = PagedCache(
+        num_layers=spec.num_layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        num_pages=_num_pages(placement, spec, context=context, page_size=page_size, dtype=dtype, device=device),
+        page_size=page_size,
+        dtype=dtype,
+        device=device,
+        prefix_caching=placement.prefix_caching,
+    )
+    with torch.inference_mode():
+        net = network(loaded, cache, kernel=kernel, shard=shard)
+    if device.type != "cuda" or shard is not None:
+        return Opened(Runner(net, cache, device=device), spec, context)
+    return Opened(Runner(GraphedNetwork(net), cache, device=device, round_up=round_up), spec, context)
+
+
+def _device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name} was asked for, and no CUDA device is visible; use device: cpu.")
+    return name
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _kernel(placement: Placement, device: torch.device) -> tuple[Kernel, int]:
+    """The attention kernel, and the page size that it wants. On CPU `auto` is the invariant one, on CUDA the fastest installed."""
+    name = placement.attention
+    if name == "auto":
+        name = "invariant" if device.type == "cpu" else "flash" if is_installed() else "sdpa"
+    if name == "flash":
+        if device.type != "cuda" or not is_installed():
+            raise ConfigError("attention: flash needs a CUDA device and the flash-attn package; use attention: auto.")
+        page_size = -(-placement.page_size // PAGE_MULTIPLE) * PAGE_MULTIPLE
+        return flash(page_size), page_size
+    return {"invariant": invariant, "sdpa": sdpa}[name], placement.page_size
+
+
+def _num_pages(placement: Placement, spec: Architecture, *, context: int, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    if placement.pages is not None:
+        pages = placement.pages
+    else:
+        budget = int(_free_memory(device) * placement.memory_fraction)
+        pages = pages_for(budget, num_layers=spec.num_layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim, dtype=dtype, page_size=page_size)
+        pages = min(pages, placement.max_sequences * -(-context // page_size))
+    if pages * page_size < 2:
+        raise TooLittleMemory(f"{pages} pages of {page_size} positions hold no sequence; raise cache.pages or cache.memory_fraction.")
+    return pages
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

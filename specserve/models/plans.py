@@ -1,0 +1,138 @@
+"""How a model divides among ranks, as data: the library's tensor-parallel plans, read, and ours for what it has none for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from specserve.errors import NoShardingPlan
+
+
+class Units(Enum):
+    """What must not be torn apart within a part of a dimension."""
+
+    ANY = "any"
+    HEADS = "heads"
+    KV_HEADS = "kv_heads"
+
+
+ANY, HEADS, KV_HEADS = Units
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A dimension, counted from the end, made of fused parts one behind the other; a rank holds its share of each."""
+
+    dim: int
+    parts: tuple[Units, ...] = (ANY,)
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What becomes of a module's weight and bias, or of a bare parameter (`weight`). `sums`: the ranks' outputs add up to the
+    module's, so its bias belongs to rank 0 alone. `once`: the same for a bare parameter."""
+
+    weight: Cut | None = None
+    bias: Cut | None = None
+    sums: bool = False
+    once: bool = False
+
+
+QKV = (HEADS, KV_HEADS, KV_HEADS)
+STYLES: Mapping[str, Style] = {
+    # the library's; other names of its (gathered outputs, sequence parallelism, latent attention) are refused
+    "colwise": Style(Cut(-2), Cut(-1)),
+    "packed_colwise": Style(Cut(-2, (ANY, ANY)), Cut(-1, (ANY, ANY))),
+    "rowwise": Style(Cut(-1), sums=True),
+    "moe_tp_experts": Style(sums=True),
+    "replicated_with_grad_allreduce": Style(),
+    "replicate": Style(),
+    # ours
+    "colwise_kv": Style(Cut(-2, (KV_HEADS,)), Cut(-1, (KV_HEADS,))),
+    "colwise_qkv": Style(Cut(-2, QKV), Cut(-1, QKV)),
+    "transposed_colwise_qkv": Style(Cut(-1, (HEADS, HEADS, HEADS)), Cut(-1, (HEADS, HEADS, HEADS))),
+    "transposed_colwise": Style(Cut(-1), Cut(-1)),
+    "transposed_rowwise": Style(Cut(-2), sums=True),
+    "last": Style(Cut(-1)),
+    "second_to_last": Style(Cut(-2)),
+    "once": Style(once=True),
+}
+
+OWN_PLANS: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {  # Conv1D keeps its weight transposed; no plan in the library
+        "h.*.attn.c_attn": "transposed_colwise_qkv",
+        "h.*.attn.c_proj": "transposed_rowwise",
+        "h.*.mlp.c_fc": "transposed_colwise",
+        "h.*.mlp.c_proj": "transposed_rowwise",
+    },
+    "phi3": {  # the library's plan gathers what is fused
+        "layers.*.self_attn.qkv_proj": "colwise_qkv",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    },
+    "gpt_oss": {  # gate and up columns alternate, so any even range of them holds pairs; no plan in the library
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.sinks": "last",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.experts.gate_up_proj": "last",
+        "layers.*.mlp.experts.gate_up_proj_bias": "last",
+        "layers.*.mlp.experts.down_proj": "second_to_last",
+        "layers.*.mlp.experts.down_proj_bias": "once",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
+}
+QUERY_NAMES = ("q_proj", "query_key_value", "qkv_proj", "c_attn")  # in a plan that divides attention by heads
+KV_NAMES = ("k_proj", "v_proj")
+INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads, of the whole model or of one rank."""
+
+    query: int
+    kv: int
+
+    @classmethod
+    def of(cls, config: Any) -> Heads:
+        query = config.num_attention_heads
+        return cls(query, getattr(config, "num_key_value_heads", None) or query)
+
+    def local(self, size: int) -> Heads:
+        """With fewer kv heads than ranks, several ranks hold the same one."""
+        return Heads(self.query // size, max(1, self.kv // size))
+
+
+def plan_for(config: Any) -> Mapping[str, str]:
+    """Module or parameter of the base model -> style; `*` stands for a layer's number."""
+    plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        raise NoShardingPlan(f"{config.model_type} models have no tensor-parallel plan; serve them with tensor_parallel 1")
+    unknown = sorted({style for style in plan.values() if style not in STYLES})
+    if unknown:
+        raise NoShardingPlan(f"the tensor-parallel plan of {config.model_type} models asks for {', '.join(unknown)}, which specserve does not do")
+    if not any(pattern.endswith(QUERY_NAMES) for pattern in plan):
+        raise NoShardingPlan(f"the tensor-parallel plan of {config.model_type} models leaves attention whole, which specserve does not do")
+    return {pattern: "colwise_kv" if style == "colwise" and pattern.endswith(KV_NAMES) else style for pattern, style in plan.items()}
+
+
+def check_plan(config: Any, size: int) -> None:
+    """Raises NoShardingPlan unless `size` ranks can share a model of this config. Needs no weights."""
+    if size == 1:
+        return
+    plan, heads = plan_for(config), Heads.of(config)
+    if heads.query % size != 0:
+        raise NoShardingPlan(f"{heads.query} attention heads cannot be shared evenly by {size} ranks")
+    cuts = [STYLES[style].weight for style in plan.values()]
+    can_repeat = size % heads.kv == 0 and any(cut is not None and KV_HEADS in cut.parts for cut in cuts)
+    if heads.kv % size != 0 and not can_repeat:
+        raise NoShardingPlan(f"{heads.kv} key and value heads can be neither shared evenly by {size} ranks nor repeated on them")
+    for name in INNER_SIZES:
+        inner = getattr(config, name, None)
+        if isinstance(inner, int) and inner % size != 0:
+            raise NoShardingPlan(f"{name} {inner} cannot be shared evenly by {size} ranks")

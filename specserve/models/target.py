@@ -1,0 +1,63 @@
+"""The target as the coordinator sees it: writes steps, warps what comes out, and judges the proposals. Logits never leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specserve.models.runner import Runner
+from specserve.sampling.distribution import History, WarpBatch, logprobs
+from specserve.sampling.drafts import Drafts
+from specserve.sampling.verify import Streams, judge
+from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
+
+
+class TargetModel:
+    """Rank 0 of a target, or the only one."""
+
+    def __init__(self, runner: Runner, info: ModelInfo) -> None:
+        self.runner, self.info = runner, info
+
+    def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        writes = [Step(step.seq_id, step.start, step.tokens + step.drafts) for step in steps]
+        logits = self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
+        decided = [step for step in steps if step.decide]
+        return self._verdicts(decided, logits[:, : self.info.vocab_size]) if decided else []
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        self.runner.release(seq_ids)
+
+    @torch.inference_mode()
+    def _verdicts(self, steps: Sequence[VerifyStep], logits: Tensor) -> list[Verdict]:
+        """logits [rows, vocab]: for each step a row for each draft token and one more."""
+        policies = [step.policy for step in steps]
+        warps = WarpBatch([policy.warp for policy in policies], [len(step.drafts) + 1 for step in steps], [self._history(step) for step in steps])
+        drafts = Drafts.of([step.drafts for step in steps], [step.q for step in steps], lenience=[p.lenience for p in policies], device=logits.device)
+        streams = Streams.of([policy.seed for policy in policies], [step.start + len(step.tokens) for step in steps])
+        outcome = judge(logits, warps, [policy.verifier for policy in policies], drafts, streams)
+        accepted, tokens = outcome.accepted.tolist(), outcome.next_token.tolist()
+        rows = _logprobs(steps, logits, accepted, tokens)
+        return [Verdict(step.seq_id, accepted[i], tokens[i], rows[i]) for i, step in enumerate(steps)]
+
+    def _history(self, step: VerifyStep) -> History | None:
+        if not step.policy.warp.has_penalties:
+            return None
+        written = self.runner.cache.tokens(step.seq_id)
+        return History(written[: len(written) - len(step.drafts)], step.policy.prompt_length, step.drafts)
+
+
+def _logprobs(steps: Sequence[VerifyStep], logits: Tensor, accepted: list[int], tokens: list[int]) -> list[tuple[Logprobs, ...] | None]:
+    """Of each committed token, whoever proposed it: its row is that of the target at its place."""
+    found: list[tuple[Logprobs, ...] | None] = []
+    row = 0
+    for step, stand, token in zip(steps, accepted, tokens, strict=True):
+        committed = (*step.drafts[:stand], token)
+        num_top = step.policy.logprobs
+        if num_top is None:
+            found.append(None)
+        else:
+            found.append(tuple(logprobs(logits[row : row + stand + 1], torch.tensor(committed, device=logits.device), num_top)))
+        row += len(step.drafts) + 1
+    return found

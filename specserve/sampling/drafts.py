@@ -1,0 +1,115 @@
+"""The draft tokens of a batch with what they were drawn from, padded to one width; the ragged shape of a round ends here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specserve.types import SparseRows
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Column j of a sequence judges its draft token j; the column past the last one has none, and q is 0 there.
+
+    Sequence i owns lengths[i] + 1 consecutive rows of p: a row for each draft token and one more. Width is the longest of these.
+    """
+
+    tokens: Tensor  # [seqs, width] int64; padding is 0
+    lengths: Tensor  # [seqs] int64
+    rows: Tensor  # [seqs, width] int64: the row of p; padding repeats the last
+    q_ids: Tensor  # [seqs, width, support] int64; padding is 0, with probability 0
+    q_probs: Tensor  # [seqs, width, support]
+    lenience: Tensor  # [seqs, 1]; l of rule 10, read by `lenient` alone
+    valid: Tensor  # [seqs, width] bool: there is a draft token
+    in_row: Tensor  # [seqs, width] bool: there is a row of p
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        q: Sequence[SparseRows | None],
+        *,
+        lenience: Sequence[float] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Drafts:
+        """From each sequence's tokens and their q (None: each was certain)."""
+        lengths = np.array([len(row) for row in tokens], dtype=np.int64)
+        columns = np.arange(lengths.max(initial=0) + 1)
+        valid = columns < lengths[:, None]
+        flat = np.array([token for row in tokens for token in row], dtype=np.int64)
+        padded = np.zeros(valid.shape, dtype=np.int64)
+        padded[valid] = flat
+        ids, probs = _support(flat, lengths, q)
+        q_ids = np.zeros((*valid.shape, ids.shape[-1]), dtype=np.int64)
+        q_probs = np.zeros(q_ids.shape, dtype=np.float32)
+        q_ids[valid], q_probs[valid] = ids, probs
+        first_rows = np.cumsum(lengths + 1) - lengths - 1
+        l_factor = np.ones(len(lengths), np.float32) if lenience is None else np.array(lenience, dtype=np.float32)
+        arrays = (
+            padded,
+            lengths,
+            first_rows[:, None] + np.minimum(columns, lengths[:, None]),
+            q_ids,
+            q_probs,
+            l_factor[:, None],
+            valid,
+            columns <= lengths[:, None],
+        )
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+
+    @property
+    def width(self) -> int:
+        return self.tokens.shape[1]
+
+    def select(self, index: NDArray[np.int64]) -> Drafts:
+        """Some of the sequences, in the same rows of the same p."""
+        where = torch.from_numpy(index).to(self.tokens.device)
+        return Drafts(
+            tokens=self.tokens[where],
+            lengths=self.lengths[where],
+            rows=self.rows[where],
+            q_ids=self.q_ids[where],
+            q_probs=self.q_probs[where],
+            lenience=self.lenience[where],
+            valid=self.valid[where],
+            in_row=self.in_row[where],
+        )
+
+    def p_at_tokens(self, p: Tensor) -> Tensor:
+        """p of each draft token: [seqs, width]."""
+        return p[self.rows, self.tokens]
+
+    def p_at_support(self, p: Tensor) -> Tensor:
+        """p on the support of q: [seqs, width, support]."""
+        return p[self.rows[:, :, None], self.q_ids]
+
+    def q_at_tokens(self) -> Tensor:
+        """q of each draft token, [seqs, width]; ids that repeat with probability 0 do no harm."""
+        return torch.where(self.q_ids == self.tokens[:, :, None], self.q_probs, 0).sum(-1)
+
+
+def _support(flat: NDArray[np.int64], lengths: NDArray[np.int64], q: Sequence[SparseRows | None]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """One support for each draft token, ids and probs [draft tokens, support]; a certain token has all of its own."""
+    given = [rows for rows in q if rows is not None]
+    width = max((rows.ids.shape[1] for rows in given), default=1)
+    ids = np.repeat(flat[:, None], width, axis=1)
+    probs = np.zeros(ids.shape, dtype=np.float32)
+    if len(given) < len(q):
+        probs[:, 0] = 1
+    if given:
+        drawn = np.repeat([rows is not None for rows in q], lengths)
+        ids[drawn] = np.concatenate([_widened(rows.ids, width) for rows in given])
+        probs[drawn] = np.concatenate([_widened(rows.probs, width) for rows in given])
+    return ids, probs
+
+
+def _widened(rows: NDArray[Any], width: int) -> NDArray[Any]:
+    missing = width - rows.shape[1]
+    return np.pad(rows, ((0, 0), (0, missing))) if missing else rows

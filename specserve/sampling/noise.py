@@ -1,0 +1,106 @@
+"""Counter-based noise: every draw is a pure function of its key, so nothing depends on batch composition or on history.
+
+Knows neither distributions nor verifiers. exactness.md, rule 5, says why the keys are made of what they are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+_SCRATCH = 1 << 15  # numbers
+_ALMOST_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
+
+
+class Purpose(IntEnum):
+    """What a draw is for. Draws for different purposes come from disjoint streams."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    NEXT = 2
+    COUPLED = 3
+
+
+def seed_array(seeds: Sequence[int]) -> NDArray[np.uint64]:
+    """Seeds as 64 bits each; negative ones wrap."""
+    return np.fromiter((seed & _MASK64 for seed in seeds), dtype=np.uint64, count=len(seeds))
+
+
+def row_keys(
+    seeds: NDArray[np.uint64] | Sequence[int],
+    rounds: NDArray[np.int64] | Sequence[int],
+    positions: NDArray[np.int64] | Sequence[int],
+    purpose: Purpose,
+    *,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """64-bit keys as two columns of int32, [..., 2]; the arguments broadcast. Rounds and positions lie below 2**31.
+
+    Coupled noise ignores the round: drafter and target must meet in the same noise, whenever each comes to that position.
+    """
+    seed = seeds if isinstance(seeds, np.ndarray) else seed_array(seeds)
+    started = np.zeros(1, np.uint64) if purpose is Purpose.COUPLED else np.asarray(rounds, dtype=np.uint64)
+    counter = (started << np.uint64(31)) | np.asarray(positions, dtype=np.uint64) | np.uint64(purpose << 62)
+    key = _mix64(_mix64(seed) ^ counter)
+    return torch.from_numpy(key[..., None].view(np.int32)).to(device)
+
+
+def uniform(keys: Tensor) -> Tensor:
+    """One float32 for each key, strictly inside (0, 1), fine near 0: keys [..., 2] -> [...]."""
+    unit = keys[..., 0].double().mul_(2.0**-32).add_(0.5 + 2.0**-33)
+    return unit.float().clamp_(max=_ALMOST_ONE)
+
+
+def exponential(keys: Tensor, ids: Tensor) -> Tensor:
+    """Standard exponential noise E(key, token id), float32: keys [rows, 2], ids [n] or [rows, n] -> [rows, n].
+
+    argmax(w / E) is then a draw from the weights w: the Gumbel-max trick with g = -log E. The logarithm is taken in float64,
+    so that devices whose logarithms differ in the last bit round to the same float32, and E is neither 0 nor infinite (2**-33 to 23).
+    """
+    noise = torch.empty((keys.shape[0], ids.shape[-1]), device=keys.device)
+    ids = ids.to(torch.int32).expand(noise.shape)
+    step = rows_at_once(noise)
+    for first in range(0, len(noise), step):
+        rows = slice(first, first + step)
+        minus_unit = _hash32(keys[rows], ids[rows]).double().mul_(-(2.0**-32)).sub_(0.5 + 2.0**-33)  # exact, in (-1, 0)
+        noise[rows] = minus_unit.log1p_().neg_()
+    return noise
+
+
+def rows_at_once(like: Tensor) -> int:
+    """How many rows of such a tensor to work on in one go: on a CPU so few that all of it stays in a core's cache."""
+    rows, width = like.shape
+    return max(1, _SCRATCH // width if like.device.type == "cpu" else rows)
+
+
+def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The splitmix64 step: a bijection that lets every bit of x touch every bit of the result."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return cast("NDArray[np.uint64]", x ^ (x >> np.uint64(31)))
+
+
+def _hash32(keys: Tensor, ids: Tensor) -> Tensor:
+    """32 bits for each (key, id): the two-round multiply-xorshift of hash-prospector, with half of the key put in before each round."""
+    x = ids ^ keys[:, :1]  # [rows, n], int32, wrapping
+    shifted = torch.empty_like(x)
+    _xor_shift(x, 16, shifted)
+    x.mul_(0x21F0AAAD)
+    _xor_shift(x, 15, shifted)
+    x.add_(keys[:, 1:]).mul_(0x735A2D97)
+    _xor_shift(x, 15, shifted)
+    return x
+
+
+def _xor_shift(x: Tensor, count: int, shifted: Tensor) -> None:
+    """x ^= x >> count, in place; the shift is logical, which torch's int32 does not have, hence the mask."""
+    torch.bitwise_right_shift(x, count, out=shifted)
+    x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - count)) - 1))

@@ -1,0 +1,121 @@
+"""Tiny checkpoints with random weights, one maker for each architecture that the tests cover. Written once, in a second or less."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCAB, CONTEXT, WINDOW = 289, 1024, 16  # an odd vocabulary: no number of ranks divides it
+PAD, BOS, EOS = 0, 1, 2
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+TOKENS = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+SIZES = {**TOKENS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SIZES, "num_key_value_heads": 2}
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {**GROUPED, "num_hidden_layers": 3, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "layer_types": ALTERNATING}
+GPT_OSS = {
+    **GROUPED,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "layer_types": ALTERNATING,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "llama_four_kv_heads": lambda: LlamaConfig(**SIZES, num_key_value_heads=4),
+    "qwen2": lambda: Qwen2Config(**GROUPED),
+    "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "gemma2": lambda: Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=20.0),
+    "gemma3": lambda: Gemma3TextConfig(**GEMMA),
+    "phi3": lambda: Phi3Config(**GROUPED, original_max_position_embeddings=CONTEXT),
+    "gpt2": lambda: GPT2Config(**SIZES),
+    "gpt_neox": lambda: GPTNeoXConfig(**SIZES),
+    "mixtral": lambda: MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    # the second layer is dense
+    "qwen3_moe": lambda: Qwen3MoeConfig(**GROUPED, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[1]),
+    "gpt_oss": lambda: GptOssConfig(**GPT_OSS),
+}
+ARCHITECTURES = tuple(name for name in CONFIGS if name != "llama_four_kv_heads")
+
+
+def make(name: str, directory: Path, *, seed: int = 0, shard_bytes: int | str = "1GB") -> Path:
+    """Write the checkpoint `name` of CONFIGS into `directory`, in fp32 safetensors; a small `shard_bytes` makes several files."""
+    return write(CONFIGS[name](), directory, seed=seed, shard_bytes=shard_bytes)
+
+
+def write(config: PreTrainedConfig, directory: Path, *, seed: int = 0, shard_bytes: int | str = "1GB") -> Path:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomise(model, torch.Generator().manual_seed(seed))
+    model.save_pretrained(directory, max_shard_size=shard_bytes)
+    return directory
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Weights large enough that logits are peaked, argmax ties do not occur, and each token shows in the text that follows."""
+    gemma = "gemma" in model.config.model_type  # its embedding is scaled up and tied to the head: the text would be one token repeated
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 1:
+            loud = gemma and ("post_" in name or name == "model.norm.weight")
+            parameter.add_(noise * 0.3 + (3.0 if loud else 0.0))
+        elif parameter is model.get_input_embeddings().weight:
+            parameter.copy_(noise * (0.15 if gemma else 0.4))
+        else:
+            fan_in = parameter.shape[0] if ".c_" in name else parameter.shape[-1]
+            parameter.copy_(noise * (3.0 if "lm_head" in name else 2.0) * fan_in**-0.5)
+
+
+def perturbed(directory: Path, out: Path, noise: float, *, seed: int = 1) -> Path:
+    """A copy whose weights are off by `noise` of their spread: a draft that agrees with the original in part."""
+    shutil.copytree(directory, out)
+    generator = torch.Generator().manual_seed(seed)
+    for path in sorted(out.glob("*.safetensors")):
+        weights = load_file(path)
+        for name in sorted(weights):
+            weight = weights[name]
+            if weight.numel() > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+        save_file(weights, path, metadata={"format": "pt"})
+    return out
+
+
+def add_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """One token a byte behind the four special ones; fits every checkpoint made here."""
+    alphabet = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, bos, eos, unknown = SPECIAL
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unknown, model_max_length=CONTEXT
+    )
+    fast.save_pretrained(directory)
+    return fast

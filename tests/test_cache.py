@@ -1,0 +1,473 @@
+"""The paged cache against a plain-list model: whatever is shared, copied or evicted, each sequence reads what it would have written alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+from collections.abc import Sequence
+from itertools import count
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from specserve.errors import OutOfPages, TooLittleMemory
+from specserve.models.cache import Fork, PagedCache, pages_for
+
+PAGE, LAYERS = 4, 2
+
+
+def content(prefix: Sequence[int]) -> float:
+    """What stands for the keys of a prefix's last position: like real ones, it follows from the whole prefix. Exact in float64."""
+    return float(crc32(array("q", prefix).tobytes()))
+
+
+def small_cache(num_pages: int = 24, *, prefix_caching: bool = True) -> PagedCache:
+    return PagedCache(
+        num_layers=LAYERS,
+        kv_heads=1,
+        head_dim=2,
+        v_head_dim=3,
+        num_pages=num_pages,
+        page_size=PAGE,
+        dtype=torch.float64,
+        device="cpu",
+        prefix_caching=prefix_caching,
+    )
+
+
+class Rig:
+    """A cache beside a plain dict of token lists. Every operation is done to both; `compare` reads the cache back."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        self.cache = cache
+        self.texts: dict[int, list[int]] = {}
+        self.refused = 0
+        self.ids = count(1000)
+
+    def write(self, seq_id: int, tokens: Sequence[int], *, match: bool = True) -> int:
+        """A worker's step: attach what is known, reserve, append, fill the slots. How many tokens were attached."""
+        text = self.texts.get(seq_id, [])
+        self.cache.truncate(seq_id, len(text))
+        found = self.cache.match(seq_id, tokens) if match else 0
+        assert found % PAGE == 0
+        assert found < len(tokens)
+        if found:
+            text = self.texts[seq_id] = text + list(tokens[:found])
+        if not self._reserve(seq_id, len(text) + len(tokens) - found):
+            return found
+        self.cache.append(seq_id, tokens[found:])
+        self.texts[seq_id] = text + list(tokens[found:])
+        self._fill(seq_id, len(text))
+        return found
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        self.cache.truncate(seq_id, length)
+        del self.texts[seq_id][length:]
+
+    def release(self, seq_id: int) -> None:
+        self.cache.release(seq_id)
+        self.texts.pop(seq_id, None)
+
+    def fork(self, forks: Sequence[Fork]) -> None:
+        before = self.state()
+        try:
+            self.cache.fork_many(forks)
+        except OutOfPages:
+            self.refused += 1
+            assert self.state() == before, "a refused fork changed something"
+            return
+        for fork in forks:
+            self.texts[fork.as_id] = self.texts[fork.seq_id][: fork.length]
+
+    def _reserve(self, seq_id: int, length: int) -> bool:
+        asked = sum(-(-len(text) // PAGE) for other, text in self.texts.items() if other != seq_id) + -(-length // PAGE)
+        possible, before = self.cache.can_reserve(seq_id, length), self.state()
+        assert possible or asked > self.cache.num_pages, "sequences that fit without any sharing are refused"
+        try:
+            self.cache.reserve(seq_id, length)
+        except OutOfPages:
+            self.refused += 1
+            assert not possible
+            assert self.state() == before, "a refused reservation changed something"
+            return False
+        assert possible
+        return True
+
+    def _fill(self, seq_id: int, start: int) -> None:
+        text = self.texts[seq_id]
+        slots = self.cache.slots(seq_id, start, len(text))
+        fresh = torch.tensor([content(text[: position + 1]) for position in range(start, len(text))], dtype=torch.float64)
+        for number, pool in self.pools():
+            pool[slots] = (fresh + number)[:, None, None]
+
+    def pools(self) -> list[tuple[int, torch.Tensor]]:
+        return list(enumerate([*self.cache.keys, *self.cache.values]))
+
+    def read(self, seq_id: int) -> torch.Tensor:  # [pools, length]
+        slots = self.cache.slots(seq_id, 0, self.cache.length(seq_id))
+        return torch.stack([pool[slots].amin((1, 2)) - number for number, pool in self.pools()])
+
+    def state(self) -> object:
+        lengths = {seq_id: self.cache.length(seq_id) for seq_id in self.texts}
+        width = self.cache.num_pages
+        return self.cache.num_free, lengths, self.cache.table(list(self.texts), width).tolist(), [pool.numpy().tobytes() for _, pool in self.pools()]
+
+    def compare(self) -> None:
+        self.cache.check()
+        for seq_id, text in self.texts.items():
+            assert self.cache.length(seq_id) == len(text)
+            assert self.cache.tokens(seq_id).tolist() == text
+            expected = [content(text[: position + 1]) for position in range(len(text))]
+            assert self.read(seq_id).tolist() == [expected] * (2 * LAYERS), f"sequence {seq_id} reads what it has not written"
+        assert self.cache.num_used <= sum(-(-len(text) // PAGE) for text in self.texts.values())
+
+
+def random_operation(rig: Rig, rng: random.Random) -> None:
+    known = list(rig.texts)
+    choice = rng.random()
+    if len(known) < 2 or (choice < 0.15 and len(known) < 12):
+        rig.write(next(rig.ids), rng.choices((0, 1), k=rng.randrange(1, 20)))  # two tokens only: prefixes repeat
+    elif choice < 0.55:
+        rig.write(rng.choice(known), rng.choices((0, 1), k=rng.randrange(1, 8)))
+    elif choice < 0.75:
+        seq_id = rng.choice(known)
+        rig.truncate(seq_id, rng.randint(0, len(rig.texts[seq_id])))
+    elif choice < 0.85 and len(known) < 12:
+        seq_ids = rng.choices(known, k=rng.randrange(1, 4))
+        rig.fork([Fork(seq_id, next(rig.ids), rng.randint(0, len(rig.texts[seq_id]))) for seq_id in seq_ids])
+    else:
+        rig.release(rng.choice(known))
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_ten_thousand_random_operations_leave_every_sequence_with_its_own_contents(prefix_caching: bool) -> None:
+    rig, rng = Rig(small_cache(prefix_caching=prefix_caching)), random.Random(11)
+    for number in range(10_000):
+        random_operation(rig, rng)
+        if number % 5 == 0:
+            rig.compare()
+    assert rig.refused > 500, "the pages never ran out: the test is too tame"
+    assert (rig.cache.prefix_hits > 1000) == prefix_caching
+    for seq_id in list(rig.texts):
+        rig.release(seq_id)
+    rig.cache.check()
+    assert rig.cache.num_free == rig.cache.num_pages
+    assert rig.cache.num_used == 0
+
+
+class Operations(RuleBasedStateMachine):
+    """The same, found and shrunk by hypothesis: few sequences on few pages."""
+
+    ids = st.integers(0, 5)
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+    parts = st.integers(0, 12)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig(small_cache(8))
+
+    @rule(seq_id=ids, tokens=tokens, match=st.booleans())
+    def write(self, seq_id: int, tokens: list[int], match: bool) -> None:
+        self.rig.write(seq_id, tokens, match=match)
+
+    @rule(seq_id=ids, length=parts)
+    def truncate(self, seq_id: int, length: int) -> None:
+        if seq_id in self.rig.texts:
+            self.rig.truncate(seq_id, min(length, len(self.rig.texts[seq_id])))
+
+    @rule(seq_id=ids, as_id=ids, length=parts)
+    def fork(self, seq_id: int, as_id: int, length: int) -> None:
+        if seq_id in self.rig.texts and as_id != seq_id:
+            self.rig.release(as_id)
+            self.rig.fork([Fork(seq_id, as_id, min(length, len(self.rig.texts[seq_id])))])
+
+    @rule(seq_id=ids)
+    def release(self, seq_id: int) -> None:
+        self.rig.release(seq_id)
+
+    @invariant()
+    def contents_are_right(self) -> None:
+        self.rig.compare()
+
+
+Operations.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestOperations = Operations.TestCase
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+def test_truncate_and_refill_equals_fresh() -> None:
+    rig = Rig(small_cache())
+    rig.write(1, text(18))
+    rig.truncate(1, 10)
+    rig.write(1, text(7, seed=1))
+    rig.write(2, text(10) + text(7, seed=1), match=False)
+    assert rig.read(1).equal(rig.read(2))
+
+
+def test_truncate_drops_whole_pages_at_once_and_only_those() -> None:
+    cache = small_cache(8)
+    cache.reserve(1, 4 * PAGE)
+    cache.append(1, text(4 * PAGE))
+    cache.truncate(1, 2 * PAGE + 1)
+    assert cache.num_used == 3
+    cache.truncate(1, 2 * PAGE)
+    assert cache.num_used == 2
+    cache.truncate(1, 2 * PAGE)
+    assert cache.num_used == 2
+    cache.truncate(1, 0)
+    assert cache.num_used == 0
+
+
+def test_truncate_gives_reserved_room_back_that_was_never_filled() -> None:
+    cache = small_cache(8)
+    cache.reserve(1, 4 * PAGE)
+    cache.append(1, text(2))
+    cache.truncate(1, 2)
+    assert cache.num_used == 1
+    cache.check()
+
+
+@pytest.mark.parametrize(("seq_id", "length"), [(1, 7), (1, -1), (2, 1)])
+def test_a_step_that_starts_past_what_is_held_is_refused_rather_than_leaving_a_hole(seq_id: int, length: int) -> None:
+    cache = small_cache()
+    cache.reserve(1, 6)
+    cache.append(1, text(6))
+    with pytest.raises(ValueError, match="cannot be truncated"):
+        cache.truncate(seq_id, length)
+    assert cache.length(1) == 6
+
+
+def test_appending_without_room_is_a_bug_of_the_caller() -> None:
+    cache = small_cache()
+    cache.reserve(1, 3)
+    with pytest.raises(AssertionError, match="append without reserve"):
+        cache.append(1, text(4))
+    assert cache.length(1) == 0
+
+
+def test_unknown_sequences_are_empty_and_may_be_released_and_truncated_to_nothing() -> None:
+    cache = small_cache()
+    cache.release(5)
+    cache.truncate(5, 0)
+    assert cache.length(5) == 0
+    cache.check()
+
+
+def test_a_fork_shares_full_pages_and_owns_its_last_one() -> None:
+    rig = Rig(small_cache())
+    rig.write(1, text(2 * PAGE + 3))
+    rig.fork([Fork(1, 2, 2 * PAGE + 1), Fork(1, 3, 2 * PAGE), Fork(1, 4, 0)])
+    first, second, third, empty = rig.cache.table([1, 2, 3, 4], 3).tolist()
+    assert first[:2] == second[:2] == third[:2]
+    assert first[2] != second[2]
+    assert third[2] == 0
+    assert empty == [0, 0, 0]
+    assert rig.cache.num_used == 4
+    rig.compare()
+
+
+def test_forks_do_not_disturb_one_another_after_cuts_into_shared_pages() -> None:
+    rig = Rig(small_cache(prefix_caching=False))
+    rig.write(1, text(3 * PAGE))
+    rig.fork([Fork(1, 2, 3 * PAGE), Fork(1, 3, 3 * PAGE)])
+    for seed, seq_id in enumerate((1, 2, 3), 1):
+        rig.truncate(seq_id, PAGE + 2)
+        rig.write(seq_id, text(PAGE, seed=seed))
+        rig.compare()
+    assert rig.cache.num_used == 4 + 3  # the first page is one; the last holder of the cut one needs no copy
+
+
+def test_a_fork_outlives_the_sequence_that_it_came_from() -> None:
+    rig = Rig(small_cache())
+    rig.write(1, text(11))
+    rig.fork([Fork(1, 2, 9)])
+    rig.release(1)
+    rig.write(3, text(40, seed=3))
+    rig.compare()
+
+
+def test_forks_are_made_all_or_none() -> None:
+    rig = Rig(small_cache(4))
+    rig.write(1, text(2 * PAGE + 1))
+    rig.fork([Fork(1, 2, PAGE + 1), Fork(1, 3, PAGE + 1)])
+    assert rig.refused == 1
+    assert list(rig.texts) == [1]
+    rig.fork([Fork(1, 2, PAGE + 1), Fork(1, 3, PAGE)])
+    assert list(rig.texts) == [1, 2, 3]
+    rig.compare()
+
+
+@pytest.mark.parametrize("forks", [[Fork(1, 1, 2)], [Fork(1, 2, 9)], [Fork(9, 2, 1)], [Fork(1, 2, 3), Fork(1, 2, 3)], [Fork(1, 2, 3), Fork(2, 3, 3)]])
+def test_a_fork_onto_a_living_sequence_or_past_the_end_is_refused(forks: list[Fork]) -> None:
+    cache = small_cache()
+    cache.reserve(1, 6)
+    cache.append(1, text(6))
+    with pytest.raises(ValueError, match="fork"):
+        cache.fork_many(forks)
+    cache.check()
+    assert cache.num_used == 2
+
+
+def test_sequences_that_fit_by_their_lengths_alone_never_run_out_of_pages() -> None:
+    """The scheduler counts pages by length: a copy on write must not need one more than that."""
+    rig = Rig(small_cache(2))
+    rig.write(1, text(2 * PAGE))
+    rig.truncate(1, 2 * PAGE)  # both pages are named now, and none is free
+    rig.truncate(1, PAGE + 1)
+    rig.write(1, text(3, seed=1))
+    assert rig.refused == 0
+    rig.compare()
+
+
+def test_a_reservation_beyond_the_whole_cache_changes_nothing() -> None:
+    cache = small_cache(3)
+    cache.reserve(1, 5)
+    with pytest.raises(OutOfPages, match="2 more pages are needed"):
+        cache.reserve(1, 3 * PAGE + 1)
+    with pytest.raises(OutOfPages, match="2 more pages are needed"):
+        cache.reserve(2, PAGE + 1)
+    assert not cache.can_reserve(2, PAGE + 1)
+    assert cache.can_reserve(2, PAGE)
+    assert cache.num_free == 1
+    cache.check()
+
+
+def test_a_known_prompt_is_attached_but_for_its_last_token() -> None:
+    rig = Rig(small_cache())
+    rig.write(1, text(3 * PAGE))
+    rig.truncate(1, 3 * PAGE)
+    assert rig.write(2, text(3 * PAGE)) == 2 * PAGE
+    assert rig.write(3, [*text(3 * PAGE), 7]) == 3 * PAGE
+    assert rig.write(4, [*text(2 * PAGE), *text(PAGE, seed=1)]) == 2 * PAGE
+    assert rig.write(5, [8, *text(3 * PAGE)]) == 0
+    assert rig.cache.prefix_queries == 3 * PAGE + 3 * PAGE + 3 * PAGE + 1 + 3 * PAGE + 3 * PAGE + 1
+    assert rig.cache.prefix_hits == 2 * PAGE + 3 * PAGE + 2 * PAGE
+    rig.compare()
+
+
+def test_a_prompt_in_chunks_is_attached_chunk_by_chunk() -> None:
+    rig = Rig(small_cache())
+    rig.write(1, text(5 * PAGE))
+    rig.truncate(1, 5 * PAGE)
+    assert rig.write(2, text(5 * PAGE)[: 2 * PAGE + 1]) == 2 * PAGE
+    rig.truncate(2, 2 * PAGE)
+    assert rig.write(2, text(5 * PAGE)[2 * PAGE :]) == 2 * PAGE
+    rig.compare()
+
+
+def test_the_same_tokens_behind_another_prefix_are_not_a_hit() -> None:
+    rig = Rig(small_cache())
+    rig.write(1, text(PAGE) + text(PAGE, seed=1))
+    rig.truncate(1, 2 * PAGE)
+    assert rig.write(2, text(PAGE, seed=2) + text(PAGE, seed=1) + [5]) == 0
+    assert rig.write(3, [*text(PAGE, seed=1), 5]) == 0
+
+
+def test_drafts_that_may_yet_be_refused_are_never_found_by_others() -> None:
+    cache = small_cache()
+    cache.reserve(1, 2 * PAGE)
+    cache.append(1, text(2 * PAGE))
+    assert cache.match(2, [*text(2 * PAGE), 1]) == 0, "nothing of it is known to be committed"
+    cache.truncate(1, PAGE + 1)
+    assert cache.match(3, [*text(2 * PAGE), 1]) == PAGE, "only what lay below the truncation is committed"
+
+
+def test_nothing_is_attached_within_a_page_or_behind_room_that_is_not_filled() -> None:
+    cache = small_cache()
+    cache.reserve(1, 2 * PAGE)
+    cache.append(1, text(2 * PAGE))
+    cache.truncate(1, 2 * PAGE)
+    for seq_id, reserved in ((2, 1), (3, PAGE)):
+        cache.reserve(seq_id, reserved)
+        cache.append(seq_id, text(2 * PAGE)[:1] if reserved == 1 else [])
+        assert cache.match(seq_id, text(2 * PAGE)) == 0
+    cache.check()
+
+
+def test_released_pages_stay_until_room_is_needed_and_the_oldest_go_first() -> None:
+    rig = Rig(small_cache(6))
+    for seq_id in (1, 2):
+        rig.write(seq_id, text(2 * PAGE, seed=seq_id))
+        rig.truncate(seq_id, 2 * PAGE)
+        rig.release(seq_id)
+    assert rig.cache.num_free == 6
+    rig.write(3, text(3 * PAGE, seed=3))  # two fresh pages and one of the oldest prefix, from its end
+    rig.release(3)
+    assert rig.write(4, [*text(2 * PAGE, seed=2), 9]) == 2 * PAGE
+    assert rig.write(5, [*text(2 * PAGE, seed=1), 9]) == PAGE
+    rig.compare()
+
+
+def test_without_prefix_caching_nothing_is_kept_or_counted() -> None:
+    rig = Rig(small_cache(prefix_caching=False))
+    rig.write(1, text(2 * PAGE))
+    rig.truncate(1, 2 * PAGE)
+    assert rig.write(2, [*text(2 * PAGE), 1]) == 0
+    assert rig.cache.prefix_queries == 0
+
+
+def test_the_table_pads_with_page_zero_however_wide_it_is_asked() -> None:
+    rig = Rig(small_cache(64))
+    for seq_id in range(40):  # more rows than the first table has
+        rig.write(seq_id, text(1 + seq_id % 5, seed=seq_id))
+    table = rig.cache.table([39, 0, 3], 50)
+    assert table.shape == (3, 50)
+    assert table.dtype == np.int64
+    for row, seq_id in zip(table, [39, 0, 3], strict=True):
+        length = rig.cache.length(seq_id)
+        slots = (row[: -(-length // PAGE), None] * PAGE + np.arange(PAGE)).reshape(-1)[:length]
+        assert slots.tolist() == rig.cache.slots(seq_id, 0, length).tolist()
+        assert not row[-(-length // PAGE) :].any()
+    rig.compare()
+
+
+def test_check_notices_a_page_that_is_lost_or_held_twice() -> None:
+    for row, index in ((1, 0), (0, 1)):
+        cache = small_cache()
+        for seq_id in (1, 2):
+            cache.reserve(seq_id, 2 * PAGE)
+        cache._table.pages[row, index] = 0
+        with pytest.raises(AssertionError):
+            cache.check()
+
+
+def test_pools_have_the_shapes_that_attention_writes_to() -> None:
+    cache = small_cache(6)
+    assert [tuple(pool.shape) for pool in cache.keys] == [(6 * PAGE, 1, 2)] * LAYERS
+    assert [tuple(pool.shape) for pool in cache.values] == [(6 * PAGE, 1, 3)] * LAYERS
+    assert all(pool.is_contiguous() and not pool.any() for pool in [*cache.keys, *cache.values])
+
+
+def test_pages_for_a_budget_really_take_that_much() -> None:
+    options = {"num_layers": 3, "kv_heads": 2, "head_dim": 8, "page_size": 16, "v_head_dim": 4}
+    num_pages = pages_for(100_000, dtype=torch.bfloat16, **options)
+    cache = PagedCache(num_pages=num_pages, dtype=torch.bfloat16, device="cpu", **options)
+    taken = sum(pool.numel() * pool.element_size() for pool in [*cache.keys, *cache.values])
+    assert taken <= 100_000 < taken * (num_pages + 1) / num_pages
+    with pytest.raises(TooLittleMemory, match="does not hold a single page"):
+        pages_for(taken // num_pages - 1, dtype=torch.bfloat16, **options)
+
+
+def test_a_decode_step_costs_microseconds() -> None:
+    cache = small_cache(4096)
+    cache.reserve(1, 100)
+    cache.append(1, range(100))
+    best, start = float("inf"), 100
+    for _ in range(10):
+        began = time.perf_counter()
+        for _ in range(500):
+            cache.truncate(1, start)
+            cache.reserve(1, start + 6)
+            cache.append(1, (1, 2, 3, 4, 5, 6))
+            start += 3
+        best = min(best, (time.perf_counter() - began) / 500)
+    assert best < 50e-6  # some 3 us when nothing else runs

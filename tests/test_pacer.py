@@ -1,0 +1,89 @@
+"""The pacer drafts as much as pays by its own measurements, and obeys who asks for a gamma."""
+
+from __future__ import annotations
+
+import pytest
+
+from specserve.engine.batch import Batch, Row
+from specserve.engine.pacer import Pacer
+from specserve.engine.sequence import Sequence
+from specserve.types import Policy, Proposal, Request, Speculation, Verdict, Warp
+
+
+def sequence(wish: int | None = None) -> Sequence:
+    request = Request((1, 2, 3), 1000, Warp(), seed=1, speculation=Speculation(gamma=wish))
+    return Sequence(1, request, Policy(Warp(), "block", 1, 3), context=9999, draft_limit=9999, end_ids=frozenset())
+
+
+def feed(pacer: Pacer, *, accepted: float, pass_seconds: float, rounds: int = 300) -> list[int]:
+    """Rounds in which a draft is accepted up to a fixed share of gamma, at 10 ms a verification; returns the gammas chosen."""
+    gammas, owed = [], 0.0
+    for _ in range(rounds):
+        (gamma,) = pacer.choose([sequence()])
+        owed += accepted * gamma
+        taken = min(gamma, int(owed))
+        owed -= taken
+        proposal = Proposal(1, 3, (5,) * gamma, None, 3) if gamma else None
+        batch = Batch([Row(sequence(), 3, decides=True, gamma=gamma, proposal=proposal)])
+        pacer.observe(batch, [Verdict(1, taken, 6, None)], draft_seconds=gamma * pass_seconds, verify_seconds=0.010)
+        gammas.append(gamma)
+    return gammas
+
+
+def test_a_requests_own_gamma_wins_over_the_servers_even_when_it_is_0():
+    wishes = [sequence(None), sequence(0), sequence(9)]
+    assert Pacer(5, max_gamma=16).choose(wishes) == [5, 0, 9]
+    assert Pacer(0, max_gamma=16).choose(wishes) == [0, 0, 9]
+    assert Pacer(None, max_gamma=16).choose(wishes)[1:] == [0, 9]
+
+
+def test_a_fixed_gamma_is_not_changed_by_what_is_measured():
+    assert set(feed(Pacer(3, max_gamma=16), accepted=0.0, pass_seconds=1.0)) == {3}
+
+
+def test_it_starts_out_hopeful():
+    assert Pacer(None, max_gamma=16).choose([sequence()])[0] > 0
+
+
+def test_a_cheap_and_good_draft_is_used_to_the_full():
+    assert feed(Pacer(None, max_gamma=8), accepted=1.0, pass_seconds=0.0001)[-1] == 8
+
+
+def test_a_dear_draft_is_asked_for_less_than_a_cheap_one():
+    cheap = feed(Pacer(None, max_gamma=16), accepted=0.6, pass_seconds=0.0005)[-1]
+    dear = feed(Pacer(None, max_gamma=16), accepted=0.6, pass_seconds=0.003)[-1]
+    assert 0 < dear < cheap
+
+
+def test_drafting_that_does_not_pay_is_given_up_but_for_short_trials():
+    gammas = feed(Pacer(None, max_gamma=16), accepted=0.0, pass_seconds=0.005, rounds=640)
+    assert gammas[-128:].count(0) >= 112
+    assert set(gammas[-128:]) == {0, 1}
+
+
+def test_drafting_is_resumed_when_it_pays_again():
+    pacer = Pacer(None, max_gamma=16)
+    feed(pacer, accepted=0.0, pass_seconds=0.005)
+    assert pacer.gamma in (0, 1)
+    assert feed(pacer, accepted=1.0, pass_seconds=0.0005, rounds=1500)[-1] > 2
+
+
+def test_alpha_counts_what_was_judged_not_what_lies_behind_a_refusal():
+    pacer = Pacer(4, max_gamma=4)
+    feed(pacer, accepted=0.25, pass_seconds=0.001, rounds=500)  # 1 of 4 each round: one accepted, one refused, two unknown
+    assert pacer.alpha == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_long_rest_does_not_wear_out_what_was_measured():
+    pacer = Pacer(0, max_gamma=4)
+    before = pacer.alpha
+    feed(pacer, accepted=0.0, pass_seconds=0.001, rounds=40_000)
+    assert pacer.alpha == before
+
+
+def test_rounds_with_prompts_say_nothing_about_seconds():
+    pacer = Pacer(None, max_gamma=4)
+    before = pacer.cost
+    batch = Batch([Row(sequence(), 3, decides=True, gamma=1, proposal=Proposal(1, 3, (5,), None, 3))], num_prompt_tokens=100)
+    pacer.observe(batch, [Verdict(1, 1, 6, None)], draft_seconds=9.0, verify_seconds=9.0)
+    assert pacer.cost == before

@@ -1,0 +1,142 @@
+"""A sequence grows by verdicts alone, stops where it must, and knows what each worker still lacks."""
+
+from __future__ import annotations
+
+import pytest
+
+from specserve.engine.sequence import Sequence
+from specserve.types import Finish, Logprobs, Origin, Policy, Proposal, Request, Speculation, Verdict, Warp
+
+EOS, STOP = 90, 91
+A, C, B, P = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS, Origin.PLAIN
+
+
+def make(prompt=(1, 2, 3), *, max_tokens=20, context=100, draft_limit=100, verifier="block", **request) -> Sequence:
+    request = Request(tuple(prompt), max_tokens, Warp(), seed=7, **request)
+    policy = Policy(Warp(), verifier, 7, len(prompt))
+    return Sequence(5, request, policy, context=context, draft_limit=draft_limit, end_ids=frozenset({EOS}))
+
+
+def commit(sequence: Sequence, drafts: tuple[int, ...], *, accepted: int, next_token: int, logprobs=None):
+    start = sequence.length
+    proposal = Proposal(5, start, drafts, None, held=start + max(0, len(drafts) - 1)) if drafts else None
+    return sequence.commit(Verdict(5, accepted, next_token, logprobs), proposal)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "tokens", "origins"),
+    [
+        ((), 0, (40,), (P,)),
+        ((10, 11, 12), 0, (40,), (C,)),
+        ((10, 11, 12), 2, (10, 11, 40), (A, A, C)),
+        ((10, 11, 12), 3, (10, 11, 12, 40), (A, A, A, B)),
+    ],
+)
+def test_a_round_commits_the_accepted_drafts_and_the_next_token_and_says_where_each_came_from(drafts, accepted, tokens, origins):
+    sequence = make()
+    chunk = commit(sequence, drafts, accepted=accepted, next_token=40)
+    assert (chunk.tokens, chunk.origins, chunk.finish, chunk.stats) == (tokens, origins, None, None)
+    assert sequence.committed == [1, 2, 3, *tokens]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "accepted", "next_token", "tokens", "origins"),
+    [
+        ((10, EOS, 12), 3, 40, (10, EOS), (A, A)),
+        ((10, 11), 1, EOS, (10, EOS), (A, C)),
+        ((10, STOP, EOS), 3, EOS, (10, STOP), (A, A)),
+        ((EOS, 11), 0, 40, (40,), (C,)),
+    ],
+)
+def test_the_first_committed_stop_ends_the_text_even_inside_an_accepted_prefix_and_a_refused_one_does_not(
+    drafts, accepted, next_token, tokens, origins
+):
+    sequence = make(stop_token_ids=frozenset({STOP}))
+    chunk = commit(sequence, drafts, accepted=accepted, next_token=next_token)
+    assert (chunk.tokens, chunk.origins) == (tokens, origins)
+    assert chunk.finish is (Finish.STOP if {EOS, STOP} & set(tokens) else None)
+    assert (chunk.stats is None) == (chunk.finish is None)
+
+
+def test_ignore_eos_ignores_the_models_end_but_not_the_requests_own_stops():
+    sequence = make(ignore_eos=True, stop_token_ids=frozenset({STOP}))
+    assert commit(sequence, (10, EOS), accepted=2, next_token=EOS).finish is None
+    assert commit(sequence, (10, STOP), accepted=2, next_token=3).tokens == (10, STOP)
+    assert sequence.finish is Finish.STOP
+
+
+def test_max_tokens_cuts_inside_an_accepted_prefix_and_the_cut_tokens_are_not_counted():
+    sequence = make(max_tokens=2)
+    chunk = commit(sequence, (10, 11, 12), accepted=3, next_token=40)
+    assert (chunk.tokens, chunk.origins, chunk.finish) == ((10, 11), (A, A), Finish.LENGTH)
+    assert (chunk.stats.drafted, chunk.stats.accepted, chunk.stats.rounds) == (3, 2, 1)
+
+
+def test_a_stop_on_the_last_allowed_token_is_a_stop_and_one_behind_it_is_not():
+    assert commit(make(max_tokens=2), (10, EOS), accepted=2, next_token=1).finish is Finish.STOP
+    assert commit(make(max_tokens=1), (10, EOS), accepted=2, next_token=1).finish is Finish.LENGTH
+
+
+def test_the_context_length_ends_the_text():
+    chunk = commit(make(context=5), (10, 11, 12), accepted=3, next_token=40)
+    assert (chunk.tokens, chunk.finish) == ((10, 11), Finish.LENGTH)
+
+
+def test_logprobs_are_cut_with_their_tokens():
+    logprobs = tuple(Logprobs(-float(i), (), ()) for i in range(4))
+    assert commit(make(max_tokens=2), (10, 11, 12), accepted=3, next_token=40, logprobs=logprobs).logprobs == logprobs[:2]
+
+
+def test_after_a_verdict_both_caches_hold_the_accepted_part_and_the_next_steps_carry_the_rest():
+    sequence = make()
+    commit(sequence, (10, 11, 12), accepted=1, next_token=40)  # 1 2 3 10 40
+    assert (sequence.target_held, sequence.draft_held) == (4, 4)
+    verify, draft = sequence.verify_step(stop=5, proposal=None), sequence.draft_step(stop=5, gamma=2)
+    assert (verify.start, verify.tokens, verify.drafts, verify.decide) == (4, (40,), (), True)
+    assert (draft.start, draft.tokens, draft.gamma) == (4, (40,), 2)
+
+
+def test_a_fully_accepted_proposal_leaves_the_last_draft_for_the_drafter_to_read():
+    sequence = make()
+    commit(sequence, (10, 11, 12), accepted=3, next_token=40)
+    assert (sequence.target_held, sequence.draft_held) == (6, 5)
+    assert sequence.draft_step(stop=7, gamma=1).tokens == (12, 40)
+
+
+def test_rounds_without_drafts_leave_a_hole_that_the_next_draft_step_fills():
+    sequence = make()
+    commit(sequence, (10,), accepted=1, next_token=20)
+    for token in (21, 22, 23):
+        commit(sequence, (), accepted=0, next_token=token)
+    step = sequence.draft_step(stop=sequence.length, gamma=4)
+    assert (step.start, step.tokens) == (3, (10, 20, 21, 22, 23))
+
+
+def test_a_chunk_of_the_prompt_moves_what_is_held_and_commits_nothing():
+    sequence = make(prompt=range(10))
+    step = sequence.verify_step(stop=4, proposal=None)
+    assert (step.tokens, step.decide) == ((0, 1, 2, 3), False)
+    sequence.read(stop=4, proposal=Proposal(5, 4, (), None, held=4))
+    assert (sequence.target_held, sequence.draft_held, sequence.pending, sequence.length) == (4, 4, 6, 10)
+    assert sequence.stats.target_passes == 1
+    assert sequence.stats.rounds == 0
+
+
+def test_no_more_is_drafted_than_can_be_used():
+    assert make(max_tokens=6).max_drafts == 5
+    assert make(max_tokens=50, context=10).max_drafts == 6
+    assert make(draft_limit=5).max_drafts == 2
+    assert make(max_tokens=1).max_drafts == 0
+    assert make(draft_limit=0).max_drafts < 0
+
+
+def test_only_lenient_is_reported_as_lossy():
+    assert [make(verifier=name).stats.lossless for name in ("speculative", "block", "coupled", "lenient")] == [True, True, True, False]
+
+
+def test_a_sequence_ended_from_outside_reports_its_statistics_and_brings_no_token():
+    sequence = make(speculation=Speculation(gamma=3))
+    commit(sequence, (10, 11), accepted=1, next_token=40)
+    chunk = sequence.end(Finish.ERROR, error="lost")
+    assert (chunk.tokens, chunk.origins, chunk.finish, chunk.error) == ((), (), Finish.ERROR, "lost")
+    assert (chunk.stats.rounds, chunk.stats.drafted, chunk.stats.accepted) == (1, 2, 1)
