@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -121,7 +120,7 @@ class Verdict:
     logprobs: tuple[Logprobs, ...] | None  # accepted + 1 of them
 
 
-class Origin(str, Enum):
+class Origin(StrEnum):
     """Where a token came from: of a round with drafts accepted, correction or bonus; else plain."""
 
     ACCEPTED = "accepted"
@@ -130,7 +129,7 @@ class Origin(str, Enum):
     PLAIN = "plain"
 
 
-class Finish(str, Enum):
+class Finish(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import checkpoints
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+
 from specserve.models.open import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.types import Step
-from torch import Tensor
 
 LENGTH, COMPANIONS = 150, 5
 # As in every released model: widths of whole vectors, and no product so small that torch's own loops would take it from oneDNN.

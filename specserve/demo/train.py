@@ -7,6 +7,7 @@ what the model card states is measured there.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import sysconfig
 import time
@@ -14,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -34,7 +36,8 @@ class Corpus:
 
 def standard_library() -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
-    train, held_out = [], []
+    train: list[str] = []
+    held_out: list[str] = []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if {"site-packages", "test", "tests", "idle_test", "lib2to3"} & set(name.parts):
@@ -50,7 +53,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
+    build: Any = PreTrainedTokenizerFast
+    fast: PreTrainedTokenizerFast = build(tokenizer_object=tokenizer, eos_token=END, model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
+    return fast
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
@@ -59,10 +64,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
     return torch.tensor([token for ids in encoded for token in (end, *ids)])  # [tokens]
 
 
-def new_model(sizes: dict[str, int], end: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=end, eos_token_id=end, **sizes
-    )
+def new_model(sizes: dict[str, Any], end: int) -> LlamaForCausalLM:
+    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=end, eos_token_id=end, **sizes)
     return LlamaForCausalLM(config)
 
 
@@ -73,7 +76,15 @@ def windows(tokens: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
         yield torch.stack([tokens[start : start + CONTEXT + 1] for start in starts.tolist()])  # [batch, context + 1]
 
 
-def train(model: LlamaForCausalLM, batches: Iterator[torch.Tensor], loss_of: Callable[..., torch.Tensor], *, minutes: float, faster: bool, save: Callable[[], None]) -> None:
+def train(
+    model: LlamaForCausalLM,
+    batches: Iterator[torch.Tensor],
+    loss_of: Callable[..., torch.Tensor],
+    *,
+    minutes: float,
+    faster: bool,
+    save: Callable[[], None],
+) -> None:
     """Muon for the matrices inside the layers, AdamW for the rest; the rates follow the elapsed share of `minutes`."""
     inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     ids = {id(p) for p in inside}
@@ -93,13 +104,16 @@ def train(model: LlamaForCausalLM, batches: Iterator[torch.Tensor], loss_of: Cal
         batch = next(batches)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(compiled, batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0:
-            print(f"{progress:6.1%} step {step} loss {loss.item():.3f} {(step + 1) * BATCH * CONTEXT / (time.monotonic() - begun):.0f} tokens/s", flush=True)
+            print(
+                f"{progress:6.1%} step {step} loss {loss.item():.3f} {(step + 1) * BATCH * CONTEXT / (time.monotonic() - begun):.0f} tokens/s",
+                flush=True,
+            )
         if time.monotonic() - saved > 300:
             save()
             saved = time.monotonic()
@@ -125,7 +139,7 @@ def distilled_from(teacher: LlamaForCausalLM) -> Callable[[LlamaForCausalLM, tor
 
 
 @torch.no_grad()
-def held_out_figures(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: torch.Tensor) -> dict[str, float]:
+def held_out_figures(target: Any, draft: Any, tokens: torch.Tensor) -> dict[str, float]:
     """Over held-out text: the target's loss, alpha = E[sum min(p, q)] at T = 1, and how often both would write the same token."""
     loss = alpha = same = count = 0.0
     for start in range(0, len(tokens) - CONTEXT - 1, CONTEXT):
@@ -139,9 +153,8 @@ def held_out_figures(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: 
     return {"loss": loss / count, "alpha": alpha / count, "agreement": same / count, "tokens": count}
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, where: Path) -> None:
-    shipped = LlamaForCausalLM(model.config).to(torch.bfloat16)
-    shipped.load_state_dict(model.state_dict())
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, where: Path) -> None:
+    shipped = copy.deepcopy(model).to(torch.bfloat16)
     shipped.save_pretrained(where)
     tokenizer.save_pretrained(where)
 
@@ -162,15 +175,29 @@ def main() -> None:
     text, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
     print(f"{len(text)} tokens to learn from, {len(held_out)} held out", flush=True)
     if args.only == "draft":
-        target = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+        target: Any = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
     else:
         target = new_model(TARGET, tokenizer.eos_token_id)
-        train(target, windows(text, seed=1), next_token_loss, minutes=args.minutes, faster=args.compile, save=lambda: save(target, tokenizer, target_dir))
+        train(
+            target,
+            windows(text, seed=1),
+            next_token_loss,
+            minutes=args.minutes,
+            faster=args.compile,
+            save=lambda: save(target, tokenizer, target_dir),
+        )
     if args.only == "target":
         return
     target.eval()
-    draft = new_model(DRAFT, tokenizer.eos_token_id)
-    train(draft, windows(text, seed=2), distilled_from(target), minutes=args.minutes / 3, faster=args.compile, save=lambda: save(draft, tokenizer, draft_dir))
+    draft: Any = new_model(DRAFT, tokenizer.eos_token_id)
+    train(
+        draft,
+        windows(text, seed=2),
+        distilled_from(target),
+        minutes=args.minutes / 3,
+        faster=args.compile,
+        save=lambda: save(draft, tokenizer, draft_dir),
+    )
     print(held_out_figures(target, draft.eval(), held_out))
 
 

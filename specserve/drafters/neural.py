@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from specserve.drafters.draws import Drawn, Draws
 from specserve.models.runner import Runner
-from specserve.sampling.distribution import History, WarpBatch, sample, to_sparse_rows, truncate
-from specserve.sampling.noise import Purpose, exponential, row_keys, seed_array
+from specserve.sampling.distribution import History
 from specserve.types import DraftStep, Proposal, SparseRows, Step
 
 
@@ -36,7 +35,7 @@ class _Draft:
 
 
 class NeuralDrafter:
-    """Drafts token by token. It samples from its `support` likeliest tokens, renormalised: that is then q by definition."""
+    """Drafts token by token, one pass for all sequences that still want one."""
 
     def __init__(
         self, runner: Runner, *, vocab_size: int, target_vocab_size: int, context: int, support: int, clock: Callable[[], float] = time.perf_counter
@@ -45,6 +44,7 @@ class NeuralDrafter:
         self.shared_vocab = min(vocab_size, target_vocab_size)  # padding of either embedding is never proposed
         self.lacks_tokens = vocab_size < target_vocab_size
 
+    @torch.inference_mode()
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """A sequence that does not fit, or whose step leaves a gap, gets an empty proposal that says what is held of it."""
         drafts = [_Draft(step) for step in steps]
@@ -71,54 +71,30 @@ class NeuralDrafter:
     def _draft(self, able: Sequence[_Draft], deadline: float) -> None:
         writes = [Step(draft.step.seq_id, draft.step.start, self._known(draft.step.tokens)) for draft in able]
         logits = self.runner.run(writes, [min(draft.step.gamma, 1) for draft in able])
-        drawing = [draft for draft in able if draft.step.gamma]
-        depth = 0
-        while drawing:
-            self._draw(drawing, logits, depth)
+        drafts = [draft for draft in able if draft.step.gamma]
+        if not drafts:
+            return
+        draws = Draws([draft.step for draft in drafts], support=self.support, device=self.runner.device)
+        drawing, depth = list(range(len(drafts))), 0
+        while True:
+            self._take(drafts, drawing, draws.draw(logits[:, : self.shared_vocab], drawing, depth, lambda i: self._history(drafts[i])))
             depth += 1
-            drawing = [draft for draft in drawing if draft.step.gamma > depth]
+            drawing = [i for i in drawing if drafts[i].step.gamma > depth]
             if not drawing or self.clock() > deadline:
                 return
-            logits = self.runner.run([Step(draft.step.seq_id, draft.stop + depth - 1, (draft.tokens[-1],)) for draft in drawing], [1] * len(drawing))
+            writes = [Step(drafts[i].step.seq_id, drafts[i].stop + depth - 1, (drafts[i].tokens[-1],)) for i in drawing]
+            logits = self.runner.run(writes, [1] * len(drawing))
 
-    @torch.inference_mode()
-    def _draw(self, drawing: Sequence[_Draft], logits: Tensor, depth: int) -> None:
-        """One more token for each sequence from its row of logits [drawing, vocab]."""
-        logits = logits[:, : self.shared_vocab]
-        warps = WarpBatch([draft.step.policy.warp for draft in drawing], [1] * len(drawing), [self._history(draft) for draft in drawing])
-        if warps.all_greedy:
-            for draft, token in zip(drawing, warps.greedy_tokens(logits).tolist(), strict=True):
-                draft.tokens.append(token)
-            return
-        ids, probs = truncate(warps.probabilities(logits), self.support)  # [drawing, support]
-        places = sample(probs, exponential(_keys(drawing, depth, device=logits.device), ids))
-        tokens = ids.gather(1, places[:, None])[:, 0].tolist()
-        rows = to_sparse_rows(ids, probs)
-        for i, draft in enumerate(drawing):
-            draft.tokens.append(tokens[i])
-            if draft.step.policy.warp.temperature > 0:
-                draft.q.append(SparseRows(rows.ids[i : i + 1], rows.probs[i : i + 1]))
+    def _take(self, drafts: Sequence[_Draft], drawing: Sequence[int], drawn: Drawn) -> None:
+        for row, i in enumerate(drawing):
+            draft = drafts[i]
+            draft.tokens.append(drawn.tokens[row])
+            if drawn.ids is not None and drawn.probs is not None and draft.step.policy.warp.temperature > 0:
+                draft.q.append(SparseRows(drawn.ids[row : row + 1], drawn.probs[row : row + 1]))
 
-    def _history(self, draft: _Draft) -> History | None:
-        policy = draft.step.policy
-        if not policy.warp.has_penalties:
-            return None
-        return History(self.runner.cache.tokens(draft.step.seq_id), policy.prompt_length)
+    def _history(self, draft: _Draft) -> History:
+        return History(self.runner.cache.tokens(draft.step.seq_id), draft.step.policy.prompt_length)
 
     def _known(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """A target with a larger padded embedding may, if hardly ever, commit an id that the draft has no row for."""
         return tuple(token if token < self.shared_vocab else 0 for token in tokens) if self.lacks_tokens else tokens
-
-
-def _keys(drawing: Sequence[_Draft], depth: int, *, device: torch.device) -> Tensor:
-    """Coupled sequences draw with the noise that the target will use; the others with noise that nothing else uses."""
-    seeds = seed_array([draft.step.policy.seed for draft in drawing])
-    rounds = np.fromiter((draft.stop for draft in drawing), np.int64, len(drawing))
-    coupled = [draft.step.policy.verifier == "coupled" for draft in drawing]
-    if all(coupled):
-        return row_keys(seeds, rounds, rounds + depth, Purpose.COUPLED, device=device)
-    keys = row_keys(seeds, rounds, rounds + depth, Purpose.DRAFT, device=device)
-    if any(coupled):
-        shared = row_keys(seeds, rounds, rounds + depth, Purpose.COUPLED, device=device)
-        keys = torch.where(torch.tensor(coupled, device=device)[:, None], shared, keys)
-    return keys

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from specserve.models.attention import Group, Kernel, Rule, invariant
+from specserve.models.attention import Kernel, Rule, invariant
+from specserve.models.layout import Group
 
 PAGE_MULTIPLE = 256  # its paged kernels want pages of so many slots
 
@@ -28,7 +29,7 @@ def flash(page_size: int) -> Kernel:
             keys.view(-1, page_size, kv_heads, keys.shape[2]),
             values.view(-1, page_size, kv_heads, values.shape[2]),
             cache_seqlens=(group.positions[:, 0] + group.queries).to(torch.int32),  # padding rows come last and are dropped later
-            block_table=group.pages.to(torch.int32),
+            block_table=group.pages.device_table.to(torch.int32),
             softmax_scale=rule.scaling,
             causal=True,
             window_size=(-1, -1) if rule.window is None else (rule.window - 1, 0),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.models.attention import FEW_QUERIES, Layout, Writes
+from specserve.models.layout import FEW_QUERIES, Layout, Pages, Writes
 from specserve.models.network import Network
 
 SMALLEST_CONTEXT = 256
@@ -30,7 +30,7 @@ class Captured:
     logits: Tensor
 
 
-def round_up(writes: Writes) -> Writes | None:
+def round_up(writes: Writes, *, page_size: int) -> Writes | None:
     """The pass padded to a shape that recurs, if its sequences all write the same few rows; else None.
 
     Sequences are padded by repeating the last one, which writes the same values to the same slots again.
@@ -41,7 +41,8 @@ def round_up(writes: Writes) -> Writes | None:
     seqs = 1 << (len(writes.counts) - 1).bit_length()
     context = max(SMALLEST_CONTEXT, 1 << (int(writes.lengths.max()) - 1).bit_length())
     rows = np.minimum(np.arange(seqs), len(writes.counts) - 1)
-    return Writes(writes.starts[rows], writes.counts[rows], writes.table[rows], context)
+    table = np.pad(writes.table[rows], ((0, 0), (0, max(0, context // page_size - writes.table.shape[1]))))  # any page will do, no query sees it
+    return Writes(writes.starts[rows], writes.counts[rows], table, context)
 
 
 class GraphedNetwork:
@@ -67,7 +68,7 @@ class GraphedNetwork:
     def _capture(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Captured:
         """Two passes on a side stream warm the kernels up. They write what the replay writes again: a step is idempotent."""
         ids, layout, wanted = ids.clone(), _cloned(layout), wanted.clone()
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -81,7 +82,7 @@ class GraphedNetwork:
 
 def _tensors(layout: Layout) -> tuple[Tensor, ...]:
     group = layout.groups[0]
-    return layout.positions, layout.slots, group.gather, group.pages, group.positions
+    return layout.positions, layout.slots, group.pages.gather, group.pages.device_table, group.positions
 
 
 def _refill(captured: Captured, ids: Tensor, layout: Layout, wanted: Tensor) -> None:
@@ -92,8 +93,9 @@ def _refill(captured: Captured, ids: Tensor, layout: Layout, wanted: Tensor) -> 
 
 
 def _cloned(layout: Layout) -> Layout:
-    positions, slots, gather, pages, queries = (tensor.clone() for tensor in _tensors(layout))
-    return Layout(positions, slots, (replace(layout.groups[0], gather=gather, pages=pages, positions=queries),))
+    positions, slots, gather, table, queries = (tensor.clone() for tensor in _tensors(layout))
+    pages = Pages(layout.groups[0].pages.table, table, gather)
+    return Layout(positions, slots, (replace(layout.groups[0], pages=pages, positions=queries),))
 
 
 def _unmasked(layout: Layout) -> Layout:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,12 +22,14 @@ class PackedLinear(nn.Module):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         alone = self.twice and rows.shape[0] == 1
         if alone:
             rows = rows.expand(2, -1).contiguous()
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, self.weight, self.bias, "none", [], "")
-        return (out[:1] if alone else out).view(*x.shape[:-1], self.out_features)
+        if alone:
+            out = out[:1]
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
 
 class PlainLinear(nn.Module):
@@ -41,24 +45,25 @@ class PlainLinear(nn.Module):
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:
-    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch._C._has_mkldnn
     return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
 
 
 def pack(module: nn.Module) -> None:
     """Replace every linear layer of a model that packs; the originals are freed one by one, so memory hardly grows."""
-    for name, child in list(module.named_children()):
+    children: list[tuple[str, Any]] = list(module.named_children())
+    for name, child in children:
         weight = _weight(child)
         if weight is None:
             pack(child)
             continue
-        packed = linear(weight, child.bias)  # type: ignore[arg-type]
+        packed = linear(weight, child.bias)
         if isinstance(packed, PackedLinear):
             setattr(module, name, packed)
 
 
-def _weight(module: nn.Module) -> Tensor | None:  # [out, in]
+def _weight(module: Any) -> Tensor | None:  # [out, in]
     """Of a linear layer, GPT-2's transposed kind included; None for any other module."""
     if type(module) is nn.Linear:
         return module.weight
-    return module.weight.t() if type(module).__name__ == "Conv1D" else None  # type: ignore[operator, union-attr, return-value]
+    return module.weight.t() if type(module).__name__ == "Conv1D" else None

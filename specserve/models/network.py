@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specserve.models.attention import Kernel, Layout, Rule, attend
+from specserve.models.attention import Kernel, Rule, attend
 from specserve.models.cache import PagedCache
+from specserve.models.layout import Layout
 from specserve.models.linear import PackedLinear, PlainLinear, linear, pack
 from specserve.models.load import Loaded
 from specserve.models.shard import Shard
@@ -94,8 +95,8 @@ class FusedNetwork:
     """Embedding, layers, norm, head. Same arithmetic as the library's, in some 25 operations a layer instead of 60."""
 
     def __init__(self, loaded: Loaded, cache: PagedCache, *, kernel: Kernel, shard: Shard | None) -> None:
-        module, config, spec = loaded.module, loaded.config, loaded.spec
-        body = module.model
+        module: Any = loaded.module
+        config, spec, body = loaded.config, loaded.spec, module.model
         self.cache = cache
         self.embedding = body.embed_tokens.weight.detach()
         windows = [config.sliding_window if kind == "sliding_attention" else None for kind in _layer_types(config)]
@@ -128,7 +129,7 @@ class Heads:
 class FusedLayer:
     """One decoder layer: q, k and v in one product, gate and up in another."""
 
-    def __init__(self, layer: nn.Module, heads: Heads, *, window: int | None, kernel: Kernel, shard: Shard | None) -> None:
+    def __init__(self, layer: Any, heads: Heads, *, window: int | None, kernel: Kernel, shard: Shard | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.heads, self.kernel, self.shard = heads, kernel, shard
         self.rule = Rule(scaling=heads.dim**-0.5, window=window)
@@ -142,31 +143,31 @@ class FusedLayer:
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, keys: Tensor, values: Tensor) -> Tensor:
         x = x + self._attention(F.rms_norm(x, self.norm_in.shape, self.norm_in, self.eps), cos, sin, layout, keys, values)
-        gate, up = self.gate_up(F.rms_norm(x, self.norm_mlp.shape, self.norm_mlp, self.eps)).chunk(2, dim=-1)
-        return x + self._summed(self.down(F.silu(gate).mul_(up)))
+        gate, up = self.gate_up.forward(F.rms_norm(x, self.norm_mlp.shape, self.norm_mlp, self.eps)).chunk(2, dim=-1)
+        return x + self._summed(self.down.forward(F.silu(gate).mul_(up)))
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, keys: Tensor, values: Tensor) -> Tensor:
         own, shared, dim = self.heads.own, self.heads.shared, self.heads.dim
-        qkv = self.qkv(x).view(-1, own + 2 * shared, dim)
+        qkv = self.qkv.forward(x).view(-1, own + 2 * shared, dim)
         qk, v = qkv[:, : own + shared], qkv[:, own + shared :]
         if self.norms_qk is not None:
             q = F.rms_norm(qk[:, :own], (dim,), self.norms_qk[0], self.eps)
             qk = torch.cat([q, F.rms_norm(qk[:, own:], (dim,), self.norms_qk[1], self.eps)], dim=1)
         qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)  # sin carries the sign of the rotated half
         out = attend(layout, keys, values, qk[:, :own], qk[:, own:], v, rule=self.rule, kernel=self.kernel)
-        return self._summed(self.out(out.view(-1, own * dim)))
+        return self._summed(self.out.forward(out.view(-1, own * dim)))
 
     def _summed(self, x: Tensor) -> Tensor:
         return x if self.shard is None else self.shard.sum(x)
 
 
-def _layer_types(config: object) -> list[str]:
+def _layer_types(config: Any) -> list[str]:
     kinds = getattr(config, "layer_types", None)
     kind = "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
-    return list(kinds) if kinds is not None else [kind] * config.num_hidden_layers  # type: ignore[attr-defined]
+    return list(kinds) if kinds is not None else [kind] * config.num_hidden_layers
 
 
-def _rotary_table(rotary: nn.Module, like: Tensor, positions: int) -> tuple[Tensor, Tensor]:
+def _rotary_table(rotary: Any, like: Tensor, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin [positions, head_dim]; the first half of sin negative, so that a roll by half a head rotates."""
     cos, sin = rotary(like, torch.arange(positions, device=like.device)[None])
     sin = sin[0].clone()
@@ -174,7 +175,7 @@ def _rotary_table(rotary: nn.Module, like: Tensor, positions: int) -> tuple[Tens
     return cos[0].contiguous(), sin
 
 
-def _joined(parent: nn.Module, *names: str) -> PackedLinear | PlainLinear:
+def _joined(parent: Any, *names: str) -> PackedLinear | PlainLinear:
     """Several linears of one input as one. The originals are dropped, so that memory holds the weights once."""
     parts = [getattr(parent, name) for name in names]
     weight = torch.cat([part.weight.detach() for part in parts])
@@ -184,7 +185,7 @@ def _joined(parent: nn.Module, *names: str) -> PackedLinear | PlainLinear:
     return linear(weight, bias)
 
 
-def _moved(parent: nn.Module, name: str) -> PackedLinear | PlainLinear:
+def _moved(parent: Any, name: str) -> PackedLinear | PlainLinear:
     part = getattr(parent, name)
     setattr(parent, name, None)
     return linear(part.weight, part.bias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -68,7 +69,7 @@ def open_model(directory: Path, placement: Placement, *, shard: Shard | None = N
         net = network(loaded, cache, kernel=kernel, shard=shard)
     if device.type != "cuda" or shard is not None:
         return Opened(Runner(net, cache, device=device), spec, context)
-    return Opened(Runner(GraphedNetwork(net), cache, device=device, round_up=round_up), spec, context)
+    return Opened(Runner(GraphedNetwork(net), cache, device=device, round_up=partial(round_up, page_size=page_size)), spec, context)
 
 
 def _device(name: str) -> str:
@@ -104,7 +105,15 @@ def _num_pages(placement: Placement, spec: Architecture, *, context: int, page_s
         pages = placement.pages
     else:
         budget = int(_free_memory(device) * placement.memory_fraction)
-        pages = pages_for(budget, num_layers=spec.num_layers, kv_heads=spec.kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim, dtype=dtype, page_size=page_size)
+        pages = pages_for(
+            budget,
+            num_layers=spec.num_layers,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            dtype=dtype,
+            page_size=page_size,
+        )
         pages = min(pages, placement.max_sequences * -(-context // page_size))
     if pages * page_size < 2:
         raise TooLittleMemory(f"{pages} pages of {page_size} positions hold no sequence; raise cache.pages or cache.memory_fraction.")

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.models.attention import Writes, key_block, lay_out
 from specserve.models.cache import PagedCache
+from specserve.models.layout import Geometry, Planner, Writes, key_block
 from specserve.models.network import Network
 from specserve.types import Step
 
@@ -19,9 +19,12 @@ from specserve.types import Step
 class Runner:
     """Owns a network and its cache. A step is idempotent: what lies past its start is dropped before anything is written."""
 
-    def __init__(self, network: Network, cache: PagedCache, *, device: torch.device, round_up: Callable[[Writes], Writes | None] | None = None) -> None:
+    def __init__(
+        self, network: Network, cache: PagedCache, *, device: torch.device, round_up: Callable[[Writes], Writes | None] | None = None
+    ) -> None:
         self.network, self.cache, self.device, self.round_up = network, cache, device, round_up
-        self.block = key_block(min(cache.keys[0].shape[2], cache.values[0].shape[2]))
+        block = key_block(min(cache.keys[0].shape[2], cache.values[0].shape[2]))
+        self.planner = Planner(Geometry(cache.page_size, cache.kv_heads, block, device))
 
     @torch.inference_mode()
     def run(self, steps: Sequence[Step], wanted: Sequence[int]) -> Tensor:
@@ -51,7 +54,7 @@ class Runner:
         return step
 
     def _writes(self, steps: Sequence[Step], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> Writes:
-        pages = -(-int((starts + counts).max()) // self.cache.page_size)
+        pages = self.planner.geometry.num_pages(int((starts + counts).max()))
         return Writes(starts, counts, self.cache.table([step.seq_id for step in steps], pages))
 
     def _forward(self, ids: NDArray[np.int64], writes: Writes, rows: NDArray[np.int64]) -> Tensor:
@@ -63,9 +66,7 @@ class Runner:
         return self._logits(ids, rounded, np.arange(len(ids))).index_select(0, self._tensor(rows))
 
     def _logits(self, ids: NDArray[np.int64], writes: Writes, rows: NDArray[np.int64]) -> Tensor:
-        cache = self.cache
-        layout = lay_out(writes, page_size=cache.page_size, kv_heads=cache.kv_heads, block=self.block, device=self.device)
-        return self.network.logits(self._tensor(ids), layout, self._tensor(rows))
+        return self.network.logits(self._tensor(ids), self.planner.lay_out(writes), self._tensor(rows))
 
     def _tensor(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -69,7 +69,8 @@ def exponential(keys: Tensor, ids: Tensor) -> Tensor:
     step = rows_at_once(noise)
     for first in range(0, len(noise), step):
         rows = slice(first, first + step)
-        minus_unit = _hash32(keys[rows], ids[rows]).double().mul_(-(2.0**-32)).sub_(0.5 + 2.0**-33)  # exact, in (-1, 0)
+        hashed = _hash32_on_cpu if noise.device.type == "cpu" else _hash32
+        minus_unit = hashed(keys[rows], ids[rows]).double().mul_(-(2.0**-32)).sub_(0.5 + 2.0**-33)  # exact, in (-1, 0)
         noise[rows] = minus_unit.log1p_().neg_()
     return noise
 
@@ -98,6 +99,19 @@ def _hash32(keys: Tensor, ids: Tensor) -> Tensor:
     x.add_(keys[:, 1:]).mul_(0x735A2D97)
     _xor_shift(x, 15, shifted)
     return x
+
+
+def _hash32_on_cpu(keys: Tensor, ids: Tensor) -> Tensor:
+    """The same bits. numpy shifts unsigned numbers as they are, and takes a third of the time on few tokens."""
+    key = keys.numpy().view(np.uint32)
+    x = ids.numpy().view(np.uint32) ^ key[:, :1]
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x21F0AAAD)
+    x ^= x >> np.uint32(15)
+    x += key[:, 1:]
+    x *= np.uint32(0x735A2D97)
+    x ^= x >> np.uint32(15)
+    return torch.from_numpy(x.view(np.int32))
 
 
 def _xor_shift(x: Tensor, count: int, shifted: Tensor) -> None:

@@ -1,0 +1,163 @@
+"""The layout of a pass: which positions its rows have, which slots they write, and which sequences attend together.
+
+Plain arithmetic on arrays, the same for every model. Knows pages and rows; no attention, no cache policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+DIRECT = 4096  # up to so many multiplications torch's own loops take a bf16 product over from oneDNN, and sum in another order
+FEW_QUERIES = 32  # up to here sequences are batched together; longer runs (prompts) attend one sequence at a time
+SMALL_CONTEXT = 8  # contexts up to 2**8 keys are all alike
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a layout must know of the cache and the model."""
+
+    page_size: int
+    kv_heads: int
+    block: int  # keys that one product sums over; contexts are padded to whole blocks
+    device: torch.device
+
+    def context(self, length: int) -> int:
+        return -(-length // self.block) * self.block
+
+    def num_pages(self, length: int) -> int:
+        return -(-self.context(length) // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """What a pass writes: `counts[i]` tokens at `starts[i]`, into the pages of `table[i]`."""
+
+    starts: Ints  # [seqs]
+    counts: Ints  # [seqs]
+    table: Ints  # [seqs, pages] wide enough for the longest context in whole blocks
+    context: int | None = None  # round every context up to this length, for shapes that recur
+
+    @property
+    def lengths(self) -> Ints:
+        return self.starts + self.counts
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pages of a group, as they were and as attention wants them."""
+
+    table: Ints  # [seqs, pages]
+    device_table: Tensor  # the same, for kernels that read pages where they lie
+    gather: Tensor  # [seqs * kv_heads * context] into a pool seen as [slots * kv_heads, dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences that attend in one batched product: each has `queries` rows and `context` keys, padded at the end."""
+
+    rows: Tensor | None  # [seqs * queries] the pass's row at each place, padding repeats a row; None: all rows in order
+    valid: Tensor | None  # [n] the places that are no padding; None: all
+    positions: Tensor  # [seqs, queries]
+    pages: Pages
+    seqs: int
+    queries: int
+    context: int  # a multiple of the block
+    block: int
+    rounded: bool = False  # padded up to a shape that recurs
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window; layers share them within a pass
+
+    def mask(self, window: int | None) -> Tensor:  # [seqs, 1, queries, 1, context], True where a key is out of sight
+        if window not in self.masks:
+            keys = torch.arange(self.context, device=self.positions.device)
+            distance = self.positions[:, :, None] - keys  # [seqs, queries, context]
+            hidden = distance < 0
+            if window is not None:
+                hidden |= distance >= window
+            self.masks[window] = hidden[:, None, :, None, :]
+        return self.masks[window]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    positions: Tensor  # [rows]
+    slots: Tensor  # [rows]
+    groups: tuple[Group, ...]
+
+
+class Planner:
+    """Lays passes out. Remembers the pages of the last one: those of a decoding batch seldom change from pass to pass."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+        self._last: tuple[Pages, ...] = ()
+
+    def lay_out(self, writes: Writes) -> Layout:
+        starts, counts, size = writes.starts, writes.counts, self.geometry.page_size
+        seqs = len(counts)
+        owner = np.repeat(np.arange(seqs), counts)  # [rows]
+        firsts = np.cumsum(counts) - counts
+        positions = np.arange(len(owner)) + (starts - firsts)[owner]
+        slots = writes.table[owner, positions // size] * size + positions % size
+        companies = _companies(writes.lengths, counts) if writes.context is None else [None]
+        groups = tuple(self._group(i, members, writes, firsts, positions) for i, members in enumerate(companies))
+        self._last = tuple(group.pages for group in groups)
+        return Layout(self._tensor(positions), self._tensor(slots), groups)
+
+    def _group(self, index: int, members: Ints | None, writes: Writes, firsts: Ints, positions: Ints) -> Group:
+        """`members` are the sequences of the group; None: all."""
+        everyone = members is None
+        counts, lengths, table = writes.counts, writes.lengths, writes.table
+        if members is not None:
+            counts, lengths, table, firsts = counts[members], lengths[members], table[members], firsts[members]
+        seqs, queries = len(counts), int(counts.max())
+        context = writes.context or self.geometry.context(int(lengths.max()))
+        columns = np.arange(queries)
+        ragged = bool((counts != queries).any())
+        places = np.minimum(columns, counts[:, None] - 1) + firsts[:, None]  # [seqs, queries], padding repeats the last
+        return Group(
+            rows=None if everyone and not ragged else self._tensor(places.reshape(-1)),
+            valid=self._tensor(np.flatnonzero(columns < counts[:, None])) if ragged else None,
+            positions=self._tensor(positions[places]),
+            pages=self._pages(index, table[:, : -(-context // self.geometry.page_size)], context),
+            seqs=seqs,
+            queries=queries,
+            context=context,
+            block=self.geometry.block,
+            rounded=writes.context is not None,
+        )
+
+    def _pages(self, index: int, table: Ints, context: int) -> Pages:
+        if index < len(self._last) and np.array_equal(self._last[index].table, table):
+            return self._last[index]
+        size, kv_heads = self.geometry.page_size, self.geometry.kv_heads
+        keys = (table[:, :, None] * size + np.arange(size)).reshape(len(table), -1)[:, :context]  # [seqs, context]
+        gather = keys[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]  # [seqs, kv_heads, context]
+        return Pages(table, self._tensor(np.ascontiguousarray(table)), self._tensor(gather.reshape(-1)))
+
+    def _tensor(self, array: Ints) -> Tensor:
+        return torch.from_numpy(array).to(self.geometry.device)
+
+
+def key_block(head_dim: int) -> int:
+    """How many keys one product sums over. Always the same number, and enough that a single query's product is oneDNN's."""
+    block = 128
+    while block * head_dim <= DIRECT:
+        block *= 2
+    return block
+
+
+def _companies(lengths: Ints, counts: Ints) -> list[Ints | None]:
+    """Who attends together: short runs whose contexts are within a factor of two, so that padding never doubles the work."""
+    if len(counts) == 1:
+        return [None]
+    size = np.maximum(np.ceil(np.log2(np.maximum(lengths, 1))), SMALL_CONTEXT).astype(np.int64)
+    key = np.where(counts <= FEW_QUERIES, size, -1 - np.arange(len(counts)))
+    kinds = np.unique(key)
+    return [None] if len(kinds) == 1 else [np.flatnonzero(key == kind) for kind in kinds]
