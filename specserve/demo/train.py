@@ -76,16 +76,18 @@ def windows(tokens: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
         yield torch.stack([tokens[start : start + CONTEXT + 1] for start in starts.tolist()])  # [batch, context + 1]
 
 
-def train(
-    model: LlamaForCausalLM,
-    batches: Iterator[torch.Tensor],
-    loss_of: Callable[..., torch.Tensor],
-    *,
-    minutes: float,
-    faster: bool,
-    save: Callable[[], None],
-) -> None:
-    """Muon for the matrices inside the layers, AdamW for the rest; the rates follow the elapsed share of `minutes`."""
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How long to train, and how hard."""
+
+    minutes: float
+    peak: float  # of the rates, as a share of the usual ones
+    compile: bool
+    seed: int  # of the windows
+
+
+def train(model: Any, text: torch.Tensor, loss_of: Callable[..., torch.Tensor], course: Course, *, save: Callable[[], None]) -> None:
+    """Muon for the matrices inside the layers, AdamW for the rest; the rates follow the elapsed share of the time."""
     inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     ids = {id(p) for p in inside}
     rest = [p for p in model.parameters() if id(p) not in ids]
@@ -93,27 +95,25 @@ def train(
         torch.optim.Muon(inside, lr=0.02, momentum=0.95, weight_decay=0.02, adjust_lr_fn="original"),
         torch.optim.AdamW(rest, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    compiled = torch.compile(model) if faster else model
-    begun, saved, step = time.monotonic(), time.monotonic(), 0
-    while (progress := (time.monotonic() - begun) / (60 * minutes)) < 1:
-        rate = min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
-        for group, peak in zip(groups, peaks, strict=True):
-            group["lr"] = peak * rate
-        batch = next(batches)
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    running = torch.compile(model) if course.compile else model
+    batches = windows(text, seed=course.seed)
+    begun = saved = time.monotonic()
+    step = 0
+    while (progress := (time.monotonic() - begun) / (60 * course.minutes)) < 1:
+        rate = course.peak * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        for group, usual in groups:
+            group["lr"] = usual * rate
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(compiled, batch)
+            loss = loss_of(running, next(batches))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0:
-            print(
-                f"{progress:6.1%} step {step} loss {loss.item():.3f} {(step + 1) * BATCH * CONTEXT / (time.monotonic() - begun):.0f} tokens/s",
-                flush=True,
-            )
+            pace = (step + 1) * BATCH * CONTEXT / (time.monotonic() - begun)
+            print(f"{progress:6.1%} step {step} loss {loss.item():.3f} {pace:.0f} tokens/s", flush=True)
         if time.monotonic() - saved > 300:
             save()
             saved = time.monotonic()
@@ -165,40 +165,26 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=90.0, help="for the target; the draft takes a third of it on top")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="a fifth faster; needs a C++ compiler")
-    parser.add_argument("--only", choices=("target", "draft"), help="train one of the two; the other lies in --out already")
+    parser.add_argument("--resume", action="store_true", help="go on from the target in --out, at half the rates and in another order")
+    parser.add_argument("--only", choices=("target", "draft"), help="train one of the two; for the draft, the target lies in --out already")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     corpus = standard_library()
     target_dir, draft_dir = args.out / "target", args.out / "draft"
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_dir) if args.only == "draft" else train_tokenizer(corpus.train)
+    there = args.resume or args.only == "draft"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_dir) if there else train_tokenizer(corpus.train)
     text, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
     print(f"{len(text)} tokens to learn from, {len(held_out)} held out", flush=True)
-    if args.only == "draft":
-        target: Any = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
-    else:
-        target = new_model(TARGET, tokenizer.eos_token_id)
-        train(
-            target,
-            windows(text, seed=1),
-            next_token_loss,
-            minutes=args.minutes,
-            faster=args.compile,
-            save=lambda: save(target, tokenizer, target_dir),
-        )
-    if args.only == "target":
-        return
-    target.eval()
-    draft: Any = new_model(DRAFT, tokenizer.eos_token_id)
-    train(
-        draft,
-        windows(text, seed=2),
-        distilled_from(target),
-        minutes=args.minutes / 3,
-        faster=args.compile,
-        save=lambda: save(draft, tokenizer, draft_dir),
-    )
-    print(held_out_figures(target, draft.eval(), held_out))
+    target: Any = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32) if there else new_model(TARGET, tokenizer.eos_token_id)
+    if args.only != "draft":
+        course = Course(args.minutes, peak=0.5 if args.resume else 1.0, compile=args.compile, seed=3 if args.resume else 1)
+        train(target, text, next_token_loss, course, save=lambda: save(target, tokenizer, target_dir))
+    if args.only != "target":
+        draft: Any = new_model(DRAFT, tokenizer.eos_token_id)
+        course = Course(args.minutes / 3, peak=1.0, compile=args.compile, seed=2)
+        train(draft, text, distilled_from(target.eval()), course, save=lambda: save(draft, tokenizer, draft_dir))
+        print(held_out_figures(target, draft.eval(), held_out))
 
 
 if __name__ == "__main__":

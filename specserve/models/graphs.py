@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.models.layout import FEW_QUERIES, Layout, Pages, Writes
+from specserve.models.layout import FEW_QUERIES, Geometry, Layout, Pages, Writes
 from specserve.models.network import Network
 
 SMALLEST_CONTEXT = 256
@@ -30,7 +30,7 @@ class Captured:
     logits: Tensor
 
 
-def round_up(writes: Writes, *, page_size: int) -> Writes | None:
+def round_up(writes: Writes, geometry: Geometry) -> Writes | None:
     """The pass padded to a shape that recurs, if its sequences all write the same few rows; else None.
 
     Sequences are padded by repeating the last one, which writes the same values to the same slots again.
@@ -39,9 +39,10 @@ def round_up(writes: Writes, *, page_size: int) -> Writes | None:
     if queries > FEW_QUERIES or (writes.counts != queries).any():
         return None
     seqs = 1 << (len(writes.counts) - 1).bit_length()
-    context = max(SMALLEST_CONTEXT, 1 << (int(writes.lengths.max()) - 1).bit_length())
+    context = geometry.context(max(SMALLEST_CONTEXT, 1 << (int(writes.lengths.max()) - 1).bit_length()))
     rows = np.minimum(np.arange(seqs), len(writes.counts) - 1)
-    table = np.pad(writes.table[rows], ((0, 0), (0, max(0, context // page_size - writes.table.shape[1]))))  # any page will do, no query sees it
+    missing = geometry.num_pages(context) - writes.table.shape[1]
+    table = np.pad(writes.table[rows], ((0, 0), (0, max(0, missing))))  # any page will do, no query sees it
     return Writes(writes.starts[rows], writes.counts[rows], table, context)
 
 

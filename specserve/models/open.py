@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,7 +68,7 @@ def open_model(directory: Path, placement: Placement, *, shard: Shard | None = N
         net = network(loaded, cache, kernel=kernel, shard=shard)
     if device.type != "cuda" or shard is not None:
         return Opened(Runner(net, cache, device=device), spec, context)
-    return Opened(Runner(GraphedNetwork(net), cache, device=device, round_up=partial(round_up, page_size=page_size)), spec, context)
+    return Opened(Runner(GraphedNetwork(net), cache, device=device, round_up=round_up), spec, context)
 
 
 def _device(name: str) -> str:

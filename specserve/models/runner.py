@@ -20,7 +20,7 @@ class Runner:
     """Owns a network and its cache. A step is idempotent: what lies past its start is dropped before anything is written."""
 
     def __init__(
-        self, network: Network, cache: PagedCache, *, device: torch.device, round_up: Callable[[Writes], Writes | None] | None = None
+        self, network: Network, cache: PagedCache, *, device: torch.device, round_up: Callable[[Writes, Geometry], Writes | None] | None = None
     ) -> None:
         self.network, self.cache, self.device, self.round_up = network, cache, device, round_up
         block = key_block(min(cache.keys[0].shape[2], cache.values[0].shape[2]))
@@ -58,7 +58,7 @@ class Runner:
         return Writes(starts, counts, self.cache.table([step.seq_id for step in steps], pages))
 
     def _forward(self, ids: NDArray[np.int64], writes: Writes, rows: NDArray[np.int64]) -> Tensor:
-        rounded = self.round_up(writes) if self.round_up is not None else None
+        rounded = self.round_up(writes, self.planner.geometry) if self.round_up is not None else None
         if rounded is None:
             return self._logits(ids, writes, rows if len(rows) else np.zeros(1, np.int64))
         last = ids[len(ids) - int(writes.counts[-1]) :]

@@ -1,0 +1,92 @@
+"""Watches an engine's passes from outside: how long each took, on how many rows, and what the target made of the drafts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from specserve.llm import LLM
+
+
+@dataclass(slots=True)
+class Passes:
+    """Seconds of each forward pass, by the number of rows whose logits were asked for."""
+
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+
+    def typical(self, rows: int) -> float:
+        return median(self.seconds[rows])
+
+    @property
+    def total(self) -> float:
+        return sum(map(sum, self.seconds.values()))
+
+
+@dataclass(slots=True)
+class Meter:
+    """Of one LLM, since `reset`."""
+
+    target: Passes = field(default_factory=Passes)
+    draft: Passes = field(default_factory=Passes)
+    judged: list[tuple[int, int]] = field(default_factory=list)  # of each round with drafts: how many, and how many accepted
+
+    def reset(self) -> None:
+        self.target.seconds.clear()
+        self.draft.seconds.clear()
+        self.judged.clear()
+
+    @property
+    def alpha(self) -> float:
+        """Acceptances among the draft tokens that were reached; those past a refusal were not."""
+        reached = sum(min(accepted + 1, drafted) for drafted, accepted in self.judged)
+        return sum(accepted for _, accepted in self.judged) / max(1, reached)
+
+
+def metered(llm: LLM) -> Meter:
+    """Puts a meter on an LLM in this process; it stays there."""
+    meter = Meter()
+    coordinator: Any = llm._coordinator
+    _time_passes(coordinator.target._model.runner.network, meter.target)
+    if coordinator.drafter is not None:
+        _time_passes(coordinator.drafter._model.runner.network, meter.draft)
+    _count_verdicts(coordinator.target._model, meter)
+    return meter
+
+
+def _time_passes(network: Any, passes: Passes) -> None:
+    forward = network.logits
+
+    def timed(ids: Any, layout: Any, wanted: Any) -> Any:
+        start = time.perf_counter()
+        logits = forward(ids, layout, wanted)
+        passes.seconds.setdefault(len(wanted), []).append(time.perf_counter() - start)
+        return logits
+
+    network.logits = timed
+
+
+def _count_verdicts(model: Any, meter: Meter) -> None:
+    verify = model.verify
+
+    def counted(steps: Any) -> Any:
+        verdicts = verify(steps)
+        deciding = [step for step in steps if step.decide]
+        meter.judged += [(len(step.drafts), v.accepted) for step, v in zip(deciding, verdicts, strict=True) if step.drafts]
+        return verdicts
+
+    model.verify = counted
+
+
+def read_bandwidth(*, megabytes: int = 1024, repeats: int = 7) -> float:
+    """Bytes a second that the threads of this process read from memory: the best of several sums over a buffer beyond any cache."""
+    buffer = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64)
+    best = 0.0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        buffer.sum()
+        best = max(best, buffer.nbytes / (time.perf_counter() - start))
+    return best

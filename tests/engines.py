@@ -1,0 +1,170 @@
+"""A whole engine over tiny checkpoints, in this process: what the tests of written texts have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from specserve.drafters.neural import NeuralDrafter
+from specserve.engine import Coordinator
+from specserve.engine.batch import Batch
+from specserve.engine.sequence import Sequence as Running
+from specserve.local import LocalDrafter, LocalTarget
+from specserve.models.open import Opened, Placement, open_model
+from specserve.models.shard import Shard
+from specserve.models.target import TargetModel
+from specserve.types import Chunk, Finish, ModelInfo, Origin, Request, Stats, Verdict, Warp
+
+PAGE_SIZE = 16
+GREEDY = Warp(temperature=0)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request got."""
+
+    tokens: tuple[int, ...] = ()
+    origins: tuple[Origin, ...] = ()
+    finish: Finish | None = None
+    stats: Stats | None = None
+    error: str | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        assert self.finish is None, "a chunk came after the last"
+        self.tokens += chunk.tokens
+        self.origins += chunk.origins
+        self.finish, self.stats, self.error = chunk.finish, chunk.stats, chunk.error
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run of an engine brought: an answer for each request, in their order."""
+
+    answers: list[Answer]
+    num_preempted: int = 0
+    num_rounds: int = 0
+    texts: list[tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.texts = [answer.tokens for answer in self.answers]
+
+    @property
+    def drafted(self) -> int:
+        return sum(answer.stats.drafted for answer in self.answers if answer.stats)
+
+    @property
+    def accepted(self) -> int:
+        return sum(answer.stats.accepted for answer in self.answers if answer.stats)
+
+
+class Pacing(Protocol):
+    """What a coordinator asks of its pacer."""
+
+    def choose(self, sequences: Sequence[Running]) -> list[int]: ...
+    def observe(self, batch: Batch, verdicts: Sequence[Verdict], *, draft_seconds: float, verify_seconds: float) -> None: ...
+
+
+class RandomPacer:
+    """Another gamma for each sequence in each round, 0 included."""
+
+    def __init__(self, *, max_gamma: int, seed: int = 0) -> None:
+        self.max_gamma, self.rng = max_gamma, np.random.default_rng(seed)
+
+    def choose(self, sequences: Sequence[Running]) -> list[int]:
+        return self.rng.integers(0, self.max_gamma + 1, len(sequences)).tolist()  # type: ignore[no-any-return]
+
+    def observe(self, batch: Batch, verdicts: Sequence[Verdict], *, draft_seconds: float, verify_seconds: float) -> None:
+        pass
+
+
+class Engine:
+    """A target, and perhaps a draft, opened once for many runs. Each run has a coordinator of its own and leaves no page behind."""
+
+    def __init__(
+        self,
+        target: Path,
+        draft: Path | None = None,
+        *,
+        pages: int = 400,
+        draft_pages: int | None = None,  # None: as many as the target's
+        dtype: str = "float32",
+        support: int = 64,
+        prefix_caching: bool = True,
+        shard: Shard | None = None,  # of the target
+    ) -> None:
+        self.target = opened_target(target, placement(dtype=dtype, pages=pages, prefix_caching=prefix_caching), shard=shard)
+        self.drafter: NeuralDrafter | None = None
+        if draft is not None:
+            beside = open_model(draft, placement(dtype=dtype, pages=draft_pages or pages, prefix_caching=prefix_caching))
+            self.drafter = opened_drafter(beside, self.target.info, support=support)
+
+    def run(self, requests: Sequence[Request], *, pacer: Pacing | None = None, drafts: bool = True, **options: Any) -> Run:
+        """All requests at once, to their ends. `options` are the coordinator's; `drafts` False leaves the drafter out."""
+        drafter = LocalDrafter(self.drafter) if drafts and self.drafter is not None else None
+        answers: dict[int, Answer] = {}
+
+        def emit(chunks: Sequence[Chunk]) -> None:
+            for chunk in chunks:
+                answers[chunk.seq_id].add(chunk)
+
+        coordinator = Coordinator(LocalTarget(self.target), drafter, info=self.target.info, emit=emit, **options)
+        if pacer is not None:
+            coordinator.pacer = pacer  # type: ignore[assignment]
+        for request in requests:
+            answers[coordinator.submit(request)] = Answer()
+        run = Run(list(answers.values()), num_rounds=asyncio.run(finish(coordinator)), num_preempted=coordinator.scheduler.num_preempted)
+        self.check_idle()
+        return run
+
+    def check_idle(self) -> None:
+        for model in (self.target, self.drafter):
+            if model is not None:
+                model.runner.cache.check()
+                assert model.runner.cache.num_used == 0
+
+
+async def finish(coordinator: Coordinator) -> int:
+    """Rounds until nothing is left to do; how many they were."""
+    num_rounds = 0
+    while coordinator.has_work:
+        await coordinator.round()
+        num_rounds += 1
+    return num_rounds
+
+
+def placement(*, dtype: str = "float32", pages: int = 400, prefix_caching: bool = True) -> Placement:
+    return Placement(dtype=dtype, device="cpu", page_size=PAGE_SIZE, pages=pages, prefix_caching=prefix_caching)
+
+
+def opened_target(directory: Path, where: Placement, *, shard: Shard | None = None) -> TargetModel:
+    opened = open_model(directory, where, shard=shard)
+    spec, cache = opened.spec, opened.runner.cache
+    info = ModelInfo(spec.vocab_size, opened.max_context, spec.end_ids, page_size=cache.page_size, num_pages=cache.num_pages)
+    return TargetModel(opened.runner, info)
+
+
+def opened_drafter(opened: Opened, info: ModelInfo, *, support: int) -> NeuralDrafter:
+    vocab_size = opened.spec.vocab_size
+    return NeuralDrafter(opened.runner, vocab_size=vocab_size, target_vocab_size=info.vocab_size, context=opened.max_context, support=support)
+
+
+def greedy(prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Request]:
+    return [Request(tuple(prompt), max_tokens, GREEDY, seed) for seed, prompt in enumerate(prompts)]
+
+
+def library_greedy(directory: Path, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[tuple[int, ...]]:
+    """What the library's own generate() writes, one prompt after the other."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return [_continued(model, torch.tensor([prompt]), max_tokens) for prompt in prompts]
+
+
+def _continued(model: Any, ids: torch.Tensor, max_tokens: int) -> tuple[int, ...]:
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return tuple(out[0, ids.shape[1] :].tolist())

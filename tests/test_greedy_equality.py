@@ -1,0 +1,218 @@
+"""Greedy text equals that of the library's generate(), token for token, in fp32, however it is batched, drafted, preempted or divided."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import checkpoints
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from engines import Engine, Pacing, RandomPacer, greedy, library_greedy, opened_target, placement
+from torch import Tensor
+from transformers import GenerationConfig
+
+from specserve.models.network import LLAMA_SHAPED, FusedNetwork, LibraryNetwork
+from specserve.models.runner import Runner
+from specserve.models.shard import Shard
+from specserve.types import Finish, Step
+
+LENGTHS = (1, 2, 5, 15, 16, 17, 31, 33, 48, 64, 100, 129, 180, 222, 256, 300)  # around pages, windows, and rounds of 512 tokens
+MAX_TOKENS = 32
+DRAFT_NOISE = 0.05  # of the weights: between a tenth and two thirds of the drafts are accepted
+FEW_PAGES = 26  # the longest text alone takes 21
+RANKS = 2
+SHARED_GAMMAS = (0, 5)
+Texts = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A checkpoint, a draft that agrees with it in part, and what the library writes with it."""
+
+    name: str
+    target: Path
+    draft: Path
+    texts: Texts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def pairs(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
+    root = tmp_path_factory.mktemp("greedy")
+    return {name: make_pair(root, name) for name in checkpoints.ARCHITECTURES}
+
+
+def make_pair(root: Path, name: str) -> Pair:
+    target = checkpoints.make(name, root / name)
+    draft = checkpoints.perturbed(target, draft_of(target), DRAFT_NOISE)
+    return Pair(name, target, draft, library_greedy(target, prompts(), max_tokens=MAX_TOKENS))
+
+
+def draft_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}_draft")
+
+
+def prompts() -> Texts:
+    rng = np.random.default_rng(0)
+    return [tuple(rng.integers(3, checkpoints.VOCAB, length).tolist()) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=checkpoints.ARCHITECTURES)
+def pair(request: pytest.FixtureRequest, pairs: Mapping[str, Pair]) -> Pair:
+    return pairs[request.param]
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    return Engine(pair.target, pair.draft)
+
+
+def test_the_library_s_texts_are_worth_comparing(pair: Pair) -> None:
+    """Texts of one token repeated, or that forget their prompt, would hide mistakes."""
+    assert len({token for text in pair.texts for token in text}) > 50
+    assert len({text[-8:] for text in pair.texts}) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+def test_texts_are_the_library_s_at_any_gamma(pair: Pair, engine: Engine, gamma: int) -> None:
+    run = engine.run(greedy(prompts(), max_tokens=MAX_TOKENS), gamma=gamma)
+    assert run.texts == pair.texts
+    assert 0 < run.accepted < run.drafted or gamma == 0
+
+
+def test_texts_are_the_library_s_when_gamma_changes_every_round(pair: Pair, engine: Engine) -> None:
+    run = engine.run(greedy(prompts(), max_tokens=MAX_TOKENS), pacer=RandomPacer(max_gamma=7))
+    assert run.texts == pair.texts
+    assert 0 < run.accepted < run.drafted
+
+
+@pytest.mark.parametrize("pacer", [None, RandomPacer(max_gamma=2)], ids=["plain", "random"])
+def test_texts_are_the_library_s_when_pages_run_out(pair: Pair, pacer: Pacing | None) -> None:
+    engine = Engine(pair.target, pair.draft, pages=FEW_PAGES, draft_pages=FEW_PAGES - 4)
+    run = engine.run(greedy(prompts(), max_tokens=MAX_TOKENS), pacer=pacer, drafts=pacer is not None, max_gamma=2)
+    assert run.texts == pair.texts
+    assert run.num_preempted > 0
+    assert pacer is None or 0 < run.accepted < run.drafted
+
+
+def test_texts_are_the_library_s_when_prompts_come_in_chunks_and_prefixes_from_the_cache(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.draft)
+    for _ in range(2):  # the second time, all full pages of the prompts are in the cache
+        run = engine.run(greedy(prompts(), max_tokens=MAX_TOKENS), gamma=3, max_batch_tokens=90)
+        assert run.texts == pair.texts
+    cache = engine.target.runner.cache
+    assert cache.prefix_hits >= sum((length - 1) // cache.page_size * cache.page_size for length in LENGTHS[:8])
+
+
+@pytest.mark.parametrize("gamma", [0, 5])
+def test_texts_end_at_the_end_tokens_where_the_library_s_do(pairs: Mapping[str, Pair], tmp_path: Path, gamma: int) -> None:
+    ends = sorted({text[i] for i, text in enumerate(pairs["qwen2"].texts) if len(text) > i})  # each text ends soon, at another place
+    target = checkpoints.make("qwen2", tmp_path / "qwen2")
+    GenerationConfig(eos_token_id=ends, pad_token_id=checkpoints.PAD).save_pretrained(target)
+    run = Engine(target, pairs["qwen2"].draft).run(greedy(prompts(), max_tokens=MAX_TOKENS), gamma=gamma)
+    assert run.texts == library_greedy(target, prompts(), max_tokens=MAX_TOKENS)
+    assert all(answer.finish is Finish.STOP for answer in run.answers)
+    assert len({len(text) for text in run.texts}) > 5
+
+
+# Two ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Fanned:
+    """The runner of rank 0: whatever it does, the other ranks do too."""
+
+    inner: Runner
+
+    @property
+    def cache(self) -> Any:
+        return self.inner.cache
+
+    def run(self, steps: Sequence[Step], wanted: Sequence[int]) -> Tensor:
+        dist.broadcast_object_list([("run", steps, wanted)], src=0)
+        return self.inner.run(steps, wanted)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        dist.broadcast_object_list([("release", seq_ids)], src=0)
+        self.inner.release(seq_ids)
+
+
+def follow(runner: Runner) -> None:
+    """The life of every other rank, until it hears None."""
+    while True:
+        order: list[Any] = [None]
+        dist.broadcast_object_list(order, src=0)
+        if order[0] is None:
+            return
+        name, *arguments = order[0]
+        getattr(runner, name)(*arguments)
+
+
+def rank_main(rank: int, root: str) -> None:
+    """Two ranks share each target in turn; rank 0 has the draft and the coordinator, and leaves the texts in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+    written = {}
+    for name in checkpoints.ARCHITECTURES:
+        for fused in (True, False) if name in LLAMA_SHAPED else (False,):
+            with network_of(fused=fused):
+                written[case(name, fused=fused)] = shared_texts(Path(root) / name, Shard(rank, RANKS), fused=fused)
+    if rank == 0:
+        Path(root, "texts.json").write_text(json.dumps(written))
+    dist.destroy_process_group()
+
+
+def case(name: str, *, fused: bool) -> str:
+    return f"{name}-{'fused' if fused else 'library'}"
+
+
+def network_of(*, fused: bool) -> AbstractContextManager[Any]:
+    return nullcontext() if fused else patch("specserve.models.network.can_fuse", return_value=False)
+
+
+def shared_texts(target: Path, shard: Shard, *, fused: bool) -> dict[int, Texts]:  # by gamma
+    if shard.rank > 0:
+        follow(opened_target(target, placement(), shard=shard).runner)
+        return {}
+    engine = Engine(target, draft_of(target), shard=shard)
+    assert isinstance(engine.target.runner.network, FusedNetwork if fused else LibraryNetwork)
+    engine.target.runner = Fanned(engine.target.runner)  # type: ignore[assignment]
+    texts = {gamma: engine.run(greedy(prompts(), max_tokens=MAX_TOKENS), gamma=gamma).texts for gamma in SHARED_GAMMAS}
+    dist.broadcast_object_list([None], src=0)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def texts_of_two_ranks(pairs: Mapping[str, Pair]) -> Mapping[str, Mapping[str, list[list[int]]]]:
+    root = pairs["llama"].target.parent
+    mp.spawn(rank_main, args=(str(root),), nprocs=RANKS)
+    return json.loads((root / "texts.json").read_text())  # type: ignore[no-any-return]
+
+
+CASES = [(name, fused) for name in checkpoints.ARCHITECTURES for fused in ((True, False) if name in LLAMA_SHAPED else (False,))]
+
+
+@pytest.mark.parametrize(("name", "fused"), CASES, ids=[case(name, fused=fused) for name, fused in CASES])
+@pytest.mark.parametrize("gamma", SHARED_GAMMAS)
+def test_two_ranks_write_the_library_s_texts(
+    pairs: Mapping[str, Pair], texts_of_two_ranks: Mapping[str, Mapping[str, list[list[int]]]], name: str, fused: bool, gamma: int
+) -> None:
+    texts = texts_of_two_ranks[case(name, fused=fused)][str(gamma)]
+    assert [tuple(text) for text in texts] == pairs[name].texts
