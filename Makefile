@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PINNED := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu check clean
+.PHONY: serve test test-fast test-gpu bench proofs check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -20,6 +20,13 @@ test-fast: check
 
 test-gpu: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# Slow, and not part of the tests: what they print stands in docs/, with date and machine.
+bench: $(VENV)/installed
+	$(BIN)/python -m specserve.bench.engine --out docs/engine-speed.md $(ARGS)
+
+proofs: $(VENV)/installed-for-tests
+	$(BIN)/python -m tests.proofs --out docs/proofs.md $(ARGS)
 
 check: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check .

@@ -145,10 +145,13 @@ class Planner:
         return torch.from_numpy(array).to(self.geometry.device)
 
 
-def key_block(head_dim: int) -> int:
-    """How many keys one product sums over. Always the same number, and enough that a single query's product is oneDNN's."""
+def key_block(width: int) -> int:
+    """How many keys one product sums over: always the same number, and enough that even one query's product is oneDNN's.
+
+    `width` is that of the narrower of all heads' keys and all heads' values together.
+    """
     block = 128
-    while block * head_dim <= DIRECT:
+    while block * width <= DIRECT:
         block *= 2
     return block
 

@@ -23,7 +23,7 @@ class Runner:
         self, network: Network, cache: PagedCache, *, device: torch.device, round_up: Callable[[Writes, Geometry], Writes | None] | None = None
     ) -> None:
         self.network, self.cache, self.device, self.round_up = network, cache, device, round_up
-        block = key_block(min(cache.keys[0].shape[2], cache.values[0].shape[2]))
+        block = key_block(cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2]))
         self.planner = Planner(Geometry(cache.page_size, cache.kv_heads, block, device))
 
     @torch.inference_mode()

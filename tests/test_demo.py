@@ -1,0 +1,80 @@
+"""The shipped pair: small, well matched, and the same text with and without speculation, bit for bit."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from specserve import LLM, Sampling
+from specserve.config import DEMO
+from specserve.demo.train import CONTEXT, encode, held_out_figures, standard_library
+
+PROMPTS, LENGTH, WRITTEN = 64, 64, 128
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
+    tokens = encode(tokenizer, standard_library().held_out).tolist()
+    stride = (len(tokens) - LENGTH) // PROMPTS
+    return [tokens[start : start + LENGTH] for start in range(0, stride * PROMPTS, stride)]
+
+
+def texts(llm: LLM, prompts: list[list[int]], sampling: list[Sampling], *, together: int) -> list[tuple[int, ...]]:
+    written = []
+    for first in range(0, len(prompts), together):
+        group = slice(first, first + together)
+        written += [output.token_ids for output in llm.generate(prompts[group], sampling[group])]
+    return written
+
+
+def test_both_models_together_take_at_most_16_megabytes() -> None:
+    assert sum(file.stat().st_size for file in DEMO.rglob("*.safetensors")) <= 16e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculative_text_is_plain_text_bit_for_bit_alone_and_in_a_batch(prompts: list[list[int]], temperature: float) -> None:
+    sampling = [Sampling(max_tokens=WRITTEN, temperature=temperature, seed=seed, ignore_eos=True) for seed in range(PROMPTS)]
+    keys: dict[str, object] = {"target.dtype": "bfloat16", "draft.dtype": "bfloat16", "target.threads": 1, "draft.threads": 1}
+    with LLM(**keys, **{"speculation.gamma": 0}) as llm:
+        plain = texts(llm, prompts, sampling, together=1)
+    with LLM(**keys, **{"speculation.gamma": 5}) as llm:
+        assert texts(llm, prompts, sampling, together=1) == plain
+        assert texts(llm, prompts, sampling, together=16) == plain
+
+
+@pytest.mark.slow
+def test_acceptance_on_held_out_text_is_that_of_a_useful_pair() -> None:
+    target, draft = (LlamaForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32).eval() for name in ("target", "draft"))
+    tokens = encode(AutoTokenizer.from_pretrained(DEMO / "target"), standard_library().held_out)
+    figures = held_out_figures(target, draft, tokens[: 12 * CONTEXT + 1])
+    assert 0.6 <= figures["alpha"] <= 0.85, figures
+
+
+def test_it_writes_plausible_python() -> None:
+    """Greedy continuations of beginnings that leave little choice can be parsed."""
+    with LLM(**{"target.threads": 1, "draft.threads": 1}) as llm:
+        (output,) = llm.generate("import os\nimport sys\n\ndef main():\n    ", Sampling(max_tokens=48, temperature=0))
+    lines = ("def main():\n    " + output.text).split("\n")
+    assert any(_parses("\n".join(lines[:end])) for end in range(3, len(lines) + 1)), output.text
+
+
+def _parses(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
