@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.errors import OutOfPages, TooLittleMemory
+from specserve.errors import OutOfPages
 from specserve.models.pages import Pages, PageTable, page_names
 
 
@@ -303,20 +303,3 @@ class PagedCache:
     def _open(self, seq_id: int) -> _Sequence:
         sequence = self._sequences[seq_id] = _Sequence(self._table.open())
         return sequence
-
-
-def pages_for(
-    memory_bytes: int,
-    *,
-    num_layers: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    page_size: int = 16,
-    v_head_dim: int | None = None,
-) -> int:
-    """How many pages of a cache with these options fit into a memory budget. Raises TooLittleMemory when not one does."""
-    page_bytes = num_layers * kv_heads * (head_dim + (v_head_dim or head_dim)) * page_size * dtype.itemsize
-    if memory_bytes < page_bytes:
-        raise TooLittleMemory(f"A cache of {memory_bytes} bytes does not hold a single page of {page_size} positions ({page_bytes} bytes).")
-    return memory_bytes // page_bytes

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from specserve.errors import ConfigError, TooLittleMemory
+from specserve.errors import ConfigError
 from specserve.models.attention import Kernel, invariant, sdpa
-from specserve.models.cache import PagedCache, pages_for
+from specserve.models.budget import free_memory, pages_for
+from specserve.models.cache import PagedCache
 from specserve.models.flash import PAGE_MULTIPLE, flash, is_installed
 from specserve.models.graphs import GraphedNetwork, round_up
 from specserve.models.load import Architecture, load_model, register_attention
@@ -58,7 +58,7 @@ def open_model(directory: Path, placement: Placement, *, shard: Shard | None = N
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
         v_head_dim=spec.v_head_dim,
-        num_pages=_num_pages(placement, spec, context=context, page_size=page_size, dtype=dtype, device=device),
+        num_pages=placement.pages or _num_pages(placement, spec, context=context, page_size=page_size, dtype=dtype, device=device),
         page_size=page_size,
         dtype=dtype,
         device=device,
@@ -100,26 +100,14 @@ def _kernel(placement: Placement, device: torch.device) -> tuple[Kernel, int]:
 
 
 def _num_pages(placement: Placement, spec: Architecture, *, context: int, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    if placement.pages is not None:
-        pages = placement.pages
-    else:
-        budget = int(_free_memory(device) * placement.memory_fraction)
-        pages = pages_for(
-            budget,
-            num_layers=spec.num_layers,
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            v_head_dim=spec.v_head_dim,
-            dtype=dtype,
-            page_size=page_size,
-        )
-        pages = min(pages, placement.max_sequences * -(-context // page_size))
-    if pages * page_size < 2:
-        raise TooLittleMemory(f"{pages} pages of {page_size} positions hold no sequence; raise cache.pages or cache.memory_fraction.")
-    return pages
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """What the memory holds, but no more than every sequence at its longest could fill."""
+    pages = pages_for(
+        int(free_memory(device) * placement.memory_fraction),
+        num_layers=spec.num_layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        dtype=dtype,
+        page_size=page_size,
+    )
+    return min(pages, placement.max_sequences * -(-context // page_size))
