@@ -62,6 +62,10 @@ class Acceptance:
         self.expected += float(beta.sum())
         self.variance += float((beta * (1 - beta)).sum())
 
+    def include(self, other: Acceptance) -> None:
+        self.rounds, self.accepted = self.rounds + other.rounds, self.accepted + other.accepted
+        self.expected, self.variance = self.expected + other.expected, self.variance + other.variance
+
     @property
     def measured_alpha(self) -> float:
         return self.accepted / self.rounds

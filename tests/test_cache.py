@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from specserve.errors import OutOfPages, TooLittleMemory
-from specserve.models.budget import pages_for
 from specserve.models.cache import Fork, PagedCache
+from specserve.models.memory import pages_for
 
 PAGE, LAYERS = 4, 2
 

