@@ -47,7 +47,7 @@ class Kind:
     pages: int = PAGES
 
 
-DRAFTERS = {"full": Kind(), "top 3": Kind(support=3, pages=PAGES // 2), "7 of 8 ids": Kind(vocab=7)}
+DRAFTERS = {"full": Kind(), "top 3": Kind(support=3, pages=PAGES * 3 // 4), "7 of 8 ids": Kind(vocab=7)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class Fit:
 
     @property
     def p_value(self) -> float:
-        return float(stats.chi2.sf(self.chi2, self.dof))
+        return float(stats.chi2.sf(self.chi2, self.dof)) if np.isfinite(self.chi2) else 0.0
 
     def add(self, counts: Ints, joint: Floats) -> None:
         """A count where nothing may be is infinitely far off."""

@@ -43,7 +43,7 @@ float64, by enumeration of all {VOCAB**COUNTED:,} continuations of each of {len(
 same prefixes: the sum of min(p, q), or, under `coupled`, the probability that two draws with the same Gumbel noise agree. (Under `block`
 with gamma > 1 later draft tokens have a say in the first, and there is no such formula.)
 
-- **drafters**: `full` draws from all ids, `top 3` from the three likeliest and has half of the pages, `7 of 8 ids` lacks an id of the
+- **drafters**: `full` draws from all ids, `top 3` from the three likeliest and has three quarters of the pages, `7 of 8 ids` lacks an id of the
   target, `none` drafts nothing.
 - **gamma**: `random` is another gamma from 0 to 4 for each sequence in each round.
 - **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at temperature 1, truncated, with penalties

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from specserve.bench.meters import metered, read_bandwidth
+from specserve.bench.meters import metered, read_bandwidth, shares
 from specserve.config import DEMO
 from specserve.demo.train import standard_library
 from specserve.llm import LLM
@@ -213,6 +213,9 @@ def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
     ]
     rows = ["| output tokens a second | median | spread |", "|---|---|---|", *map(str, samples.values()), ""]
     rows += ["| figure | value | goal |", "|---|---|---|", *(f"| {name} | {value} | {goal} |" for name, value, goal in figures)]
+    spent = shares(lambda: guessing.tokens([prompts[0]]))
+    rows += ["", f"| where the time of gamma {GAMMA} goes (torch.profiler, which slows Python down) | share |", "|---|---|"]
+    rows += [f"| {kind} | {share:.1%} |" for kind, share in spent.items()]
     return "\n".join(rows)
 
 

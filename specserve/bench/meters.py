@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from specserve.llm import LLM
 
@@ -79,6 +81,27 @@ def _count_verdicts(model: Any, meter: Meter) -> None:
         return verdicts
 
     model.verify = counted
+
+
+KINDS = {
+    "mkldnn::_linear_pointwise": "linear layers",
+    "aten::bmm": "attention's products",
+    "aten::index_select": "gathering keys, values, rows",
+    "aten::index_copy_": "writing keys and values",
+}
+
+
+def shares(run: Callable[[], object]) -> dict[str, float]:
+    """Where the time of a run goes, as shares of its wall time; what no operation accounts for is Python's."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        start = time.perf_counter()
+        run()
+        wall = time.perf_counter() - start
+    seconds: dict[str, float] = dict.fromkeys((*KINDS.values(), "other tensor operations"), 0.0)
+    for event in profiler.key_averages():
+        seconds[KINDS.get(event.key, "other tensor operations")] += event.self_cpu_time_total / 1e6
+    seconds["Python between them"] = wall - sum(seconds.values())
+    return {kind: spent / wall for kind, spent in seconds.items()}
 
 
 def read_bandwidth(*, megabytes: int = 1024, repeats: int = 7) -> float:

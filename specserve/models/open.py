@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from specserve.models.shard import Shard
 
 ATTENTION = "specserve"  # the name under which the library's modelling code finds ours
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KERNELS: Mapping[str, Kernel] = {"invariant": invariant, "sdpa": sdpa}  # those that run everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,13 @@ def open_model(directory: Path, placement: Placement, *, shard: Shard | None = N
     """Raises ModelError for what cannot be served, TooLittleMemory when not one sequence fits."""
     device = torch.device(_device(placement.device))
     dtype = _dtype(placement.dtype, device)
+    kernel, page_size = _kernel(placement, device)
     if device.type == "cpu":
         keep_freed_memory()
     register_attention(ATTENTION, library_attention)
     loaded = load_model(directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION)
     spec = loaded.spec
     context = min(spec.max_context, placement.max_context or spec.max_context)
-    kernel, page_size = _kernel(placement, device)
     cache = PagedCache(
         num_layers=spec.num_layers,
         kv_heads=spec.kv_heads,
@@ -98,7 +100,9 @@ def _kernel(placement: Placement, device: torch.device) -> tuple[Kernel, int]:
             raise ConfigError("attention: flash needs a CUDA device and the flash-attn package; use attention: auto.")
         page_size = -(-placement.page_size // PAGE_MULTIPLE) * PAGE_MULTIPLE
         return flash(page_size), page_size
-    return {"invariant": invariant, "sdpa": sdpa}[name], placement.page_size
+    if name not in KERNELS:
+        raise ConfigError(f"attention: {name} is none of {', '.join(('auto', 'flash', *KERNELS))}.")
+    return KERNELS[name], placement.page_size
 
 
 def _num_pages(placement: Placement, spec: Architecture, *, context: int, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
