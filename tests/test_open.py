@@ -9,6 +9,7 @@ from typing import Any
 import checkpoints
 import pytest
 import torch
+from transformers import Phi3Config
 
 from specserve.errors import ConfigError, NoShardingPlan, TooLittleMemory
 from specserve.models.attention import invariant, sdpa
@@ -88,6 +89,13 @@ def test_the_context_is_the_model_s_unless_a_shorter_one_is_asked_for(llama: Pat
     assert opened(llama).max_context == checkpoints.CONTEXT
     assert opened(llama, max_context=50).max_context == 50
     assert opened(llama, max_context=10**6).max_context == checkpoints.CONTEXT
+
+
+def test_the_context_ends_where_a_long_text_would_change_the_rotary_frequencies_of_all(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}  # one for each pair of a head's 16 dimensions
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    config = Phi3Config(**checkpoints.GROUPED, original_max_position_embeddings=64, rope_parameters=rope)
+    assert opened(checkpoints.write(config, tmp_path)).max_context == 64
 
 
 @pytest.mark.usefixtures("no_card")

@@ -154,10 +154,18 @@ def _architecture(directory: Path, config: Any, size: int) -> Architecture:
         v_head_dim=getattr(config, "v_head_dim", None) or head_dim,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        max_context=config.max_position_embeddings,
+        max_context=_context(config),
         end_ids=_end_ids(directory, config),
         tied=bool(config.tie_word_embeddings),
     )
+
+
+def _context(config: Any) -> int:
+    """Some rotary frequencies switch for all texts of a pass once one is long. Contexts end before, so that no text changes another's."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    switch: int | None = rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else None
+    longest: int = config.max_position_embeddings
+    return longest if switch is None else min(longest, switch)
 
 
 def _end_ids(directory: Path, config: Any) -> frozenset[int]:
