@@ -238,20 +238,3 @@ def test_catching_up_is_shared_so_that_no_draft_pass_grows_beyond_a_rounds_budge
     schedule = scheduler(max_batch_tokens=16, num_pages=1000)
     decoding(schedule, 10, 20, 30)
     assert [(len(step.tokens), step.gamma) for step in plan(schedule, gamma=3).draft_steps()] == [(13, 3), (5, 0), (1, 0)]
-
-
-def test_chunks_end_with_a_page_so_that_the_prefix_cache_can_go_on_looking():
-    schedule = scheduler(page_size=16, max_batch_tokens=90)
-    queue(schedule, *[200] * 3)
-    for _ in range(5):
-        batch = plan(schedule)
-        unfinished = [row for row in batch.rows if not row.decides]
-        assert all(row.stop % 16 == 0 for row in unfinished if row.stop - row.sequence.target_held >= 16)
-        play(batch)
-
-
-def test_a_chunk_smaller_than_a_page_still_makes_progress():
-    schedule = scheduler(page_size=64, max_batch_tokens=12)
-    (sequence,) = queue(schedule, 100)
-    play(plan(schedule))
-    assert sequence.target_held == 12

@@ -74,12 +74,6 @@ class Scheduler:
         num_prompt_tokens = sum(row.stop - row.sequence.target_held for row in chunks)
         return Batch(rows + chunks, num_prompt_tokens=num_prompt_tokens, num_caught_up=self._limit_drafter(rows + chunks))
 
-    def _whole_pages(self, sequence: Sequence, chunk: int) -> int:
-        """A chunk that is not its prompt's last ends with a page where it can: only from there on does the prefix cache look further."""
-        stop = sequence.target_held + chunk
-        past = stop % self._page_size
-        return chunk if chunk == sequence.pending or past >= chunk else chunk - past
-
     def _pages(self, length: int) -> int:
         return -(-length // self._page_size)
 
