@@ -52,7 +52,11 @@ class Peer:
 
     def __init__(self, target: Path, draft: Path) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        library: Any = logging
+        library.set_verbosity_error()
+        library.disable_progress_bar()
         load: Any = AutoModelForCausalLM.from_pretrained
         self.target = load(target, dtype=torch.bfloat16)
         self.draft = load(draft, dtype=torch.bfloat16)
@@ -73,7 +77,7 @@ class Ours:
     """One engine at a fixed gamma, with a meter on it."""
 
     def __init__(self, target: Path, draft: Path, *, gamma: int, threads: int) -> None:
-        keys: dict[str, object] = {"speculation.gamma": gamma, "cache.prefix_caching": False, "target.threads": threads, "draft.threads": threads}
+        keys: dict[str, object] = {"speculation.gamma": gamma, "cache.prefix_caching": False, "target.threads": threads, "draft.threads": 1}
         self.llm = LLM(target, draft, **keys)
         self.meter = metered(self.llm)
 
@@ -235,7 +239,7 @@ def main() -> None:
     text = f"{machine}; {work}.\n\n{table}\n"
     print(text)
     if args.out:
-        args.out.write_text(f"# The engine in one process\n\n`python -m specserve.bench.engine`\n\n{text}")
+        args.out.write_text(f"# The engine in one process\n\n`make bench`\n\n{text}")
 
 
 if __name__ == "__main__":
