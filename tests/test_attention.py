@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,14 +22,6 @@ LOOKED_AT = (100, 330, 1500)  # lengths: of one block, of a few, and of more key
 COMPANY = (40, 129, 256, 257, 383, 550, 2000)
 LENGTHS = (*LOOKED_AT, *COMPANY)
 MAX_LENGTH = 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,14 +13,6 @@ from specserve.config import DEMO
 from specserve.demo.train import CONTEXT, encode, held_out_figures, standard_library
 
 PROMPTS, LENGTH, WRITTEN = 64, 64, 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

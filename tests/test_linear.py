@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,14 +11,6 @@ from transformers.pytorch_utils import Conv1D
 from specserve.models.linear import PackedLinear, PlainLinear, linear, pack
 
 ROWS = 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def cancelling(rows: int, inner: int, outer: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -40,14 +40,6 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 LENGTHS = (1, 40, 150)
 TEXTS = [tuple(np.random.default_rng(length).integers(3, checkpoints.VOCAB, length).tolist()) for length in LENGTHS]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoints
 import numpy as np
 import pytest
-import torch
 
 from specserve.drafters.neural import NeuralDrafter
 from specserve.models.open import Placement, open_model
@@ -17,14 +15,6 @@ from specserve.types import DraftStep, Policy, Warp
 GREEDY, SAMPLED = Warp(temperature=0.0), Warp()
 PROMPT = tuple(range(20, 60))
 IN_TIME = float("inf")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

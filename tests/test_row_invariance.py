@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import checkpoints
 import numpy as np
 import pytest
@@ -18,14 +16,6 @@ LENGTH, COMPANIONS = 150, 5
 # As in every released model: widths of whole vectors, and no product so small that torch's own loops would take it from oneDNN.
 WIDTHS = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_local_experts": 64, "num_experts": 64}
 BF16 = Placement(dtype="bfloat16", device="cpu", pages=160, prefix_caching=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=checkpoints.ARCHITECTURES)

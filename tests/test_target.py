@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoints
@@ -16,14 +15,6 @@ from specserve.types import ModelInfo, Policy, Verdict, VerifyStep, Warp
 
 PROMPT = tuple(range(20, 60))
 INFO = ModelInfo(checkpoints.VOCAB, checkpoints.CONTEXT, frozenset(), 16, 64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
