@@ -26,7 +26,7 @@ bench: $(VENV)/installed
 	$(BIN)/python -m specserve.bench.engine --out docs/engine-speed.md $(ARGS)
 
 proofs: $(VENV)/installed-for-tests
-	$(BIN)/python -m tests.proofs --out docs/proofs.md $(ARGS)
+	$(BIN)/python tests/proofs.py $(ARGS)
 
 check: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check .

@@ -21,7 +21,9 @@ class Fit:
 
     @property
     def p_value(self) -> float:
-        return float(stats.chi2.sf(self.chi2, self.dof)) if np.isfinite(self.chi2) else 0.0
+        if not np.isfinite(self.chi2):
+            return 0.0
+        return float(stats.chi2.sf(self.chi2, self.dof)) if self.dof else 1.0
 
     def add(self, counts: Ints, joint: Floats) -> None:
         """A count where nothing may be is infinitely far off."""

@@ -5,18 +5,17 @@ Every draw follows from the requests' seeds, so these tests give the same figure
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
 from continuations import COUNTED, DRAFTERS, PROMPTS, VOCAB, WARPS, Case, Group, Pairs, sample
-from exact import Floats, agreement, overlap
+from exact import Floats, Ints, agreement, overlap
 from fit import Fit
 from proofs import Proof, all_cases, page, prove
 from torch import Tensor
 
-from specserve.sampling import verify
+from specserve.sampling import Purpose, exponential, row_keys, verify
+from specserve.sampling import sample as draw
 from specserve.sampling.drafts import Drafts
 from specserve.types import VERIFIERS, Warp
 
@@ -25,11 +24,8 @@ SEED = 1 << 40
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Pairs(tmp_path_factory.mktemp("proofs"))
-    torch.set_num_threads(before)
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return Pairs(tmp_path_factory.mktemp("proofs"))
 
 
 CASES = (
@@ -66,6 +62,29 @@ def test_measured_acceptance_is_what_the_two_models_say(pairs: Pairs, verifier: 
     assert 0.3 < acceptance.expected_alpha < 0.9
     assert acceptance.standard_error < 0.01
     assert abs(acceptance.errors_off) < 3
+
+
+def test_a_coupled_text_is_a_function_of_its_seed_and_the_target(pairs: Pairs) -> None:
+    """Draws straight from the exact p, with noise by seed and position: the same texts as through the engine, and, of many seeds, the right ones."""
+    case = Case("coupled", "top 3", 2)
+    result = sample(pairs, case, samples=300, first_seed=SEED)
+    fit = Fit()
+    for i, group in enumerate(result.counts):
+        seeds = SEED + np.arange(i, 300_000, len(result.counts))
+        drawn = coupled_texts(pairs, group, seeds)
+        assert (np.bincount(drawn[: 300 // len(result.counts)], minlength=VOCAB**COUNTED) == result.counts[group]).all()
+        fit.add(np.bincount(drawn, minlength=VOCAB**COUNTED), pairs.joint(group))
+    assert fit.p_value > 1e-3
+
+
+def coupled_texts(pairs: Pairs, group: Group, seeds: Ints) -> Ints:
+    """Each seed's continuation, as its number among all of them."""
+    texts = np.zeros(len(seeds), dtype=np.int64)
+    for depth, rows in enumerate(pairs.p(group).rows):
+        keys = row_keys(seeds.astype(np.uint64), [0], [len(group.prompt) + depth], Purpose.COUPLED)
+        tokens = draw(torch.from_numpy(rows[texts]).float(), exponential(keys, torch.arange(VOCAB)))
+        texts = texts * VOCAB + tokens.numpy()
+    return texts
 
 
 def test_a_lossy_rule_is_caught(pairs: Pairs) -> None:
@@ -135,7 +154,8 @@ def test_the_page_states_sizes_and_p_values(pairs: Pairs) -> None:
     chosen = [Case("speculative", "full", 1), Case("block", "full", 2), Case("coupled", "full", 1), Case("lenient", "full", 1)]
     chosen += [Case("each", "none", 0), Case("lenient", "full", 2, lenience=2.0)]
     proofs: list[Proof] = list(prove(pairs, enumerate(chosen), 300))
-    text = page(proofs, jobs=1, seconds=60)
+    text = page(proofs, [], jobs=1, seconds=60)
     assert "1,800 continuations" in text
     assert text.count("\n| speculative |") == 2
+    assert page(proofs, proofs[:1], jobs=1, seconds=60).count("\n| speculative |") == 3
     assert f"{proofs[0].fit.p_value:.3f}" in text

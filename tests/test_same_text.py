@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import checkpoints
 import numpy as np
 import pytest
-import torch
 from engines import Engine, RandomPacer, Run
 
 from specserve.types import VERIFIERS, Request, Speculation, Warp
@@ -46,13 +45,10 @@ class Engines:
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])  # through the fused network, and through the library's code with windows and softcap
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     written = make_checkpoints(request.param, tmp_path_factory.mktemp("same_text"))
     enough, few = opened(written, pages=ENOUGH), opened(written, pages=FEW)
-    yield Engines(enough, few, enough["close"].run(requests(), drafts=False, max_running=1).texts)
-    torch.set_num_threads(threads)
+    return Engines(enough, few, enough["close"].run(requests(), drafts=False, max_running=1).texts)
 
 
 def make_checkpoints(name: str, root: Path) -> Checkpoints:

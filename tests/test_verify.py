@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from specserve import types
-from specserve.sampling import VERIFIERS, Drafts, Purpose, Streams, WarpBatch, exponential, judge, row_keys, sample, to_sparse_rows, truncate
+from specserve.sampling import VERIFIERS, Drafts, Purpose, Streams, WarpBatch, agree, exponential, row_keys, sample, to_sparse_rows, truncate
 from specserve.sampling import verify as verifiers
 from specserve.sampling.verify import acceptance, block_acceptance, residual, verify
 from specserve.types import SparseRows, Warp
@@ -382,21 +382,11 @@ def test_the_greedy_shortcut_is_what_every_rule_makes_of_one_hot_p(name: str) ->
     q = [to_sparse_rows(ids, probs) if i % 2 else None for i, (ids, probs) in enumerate(near)]
     drafts, streams = Drafts.of(tokens, q), Streams.of(range(30), range(30))
     warps = WarpBatch([Warp(temperature=0)] * 30, [length + 1 for length in lengths])
-    shortcut = judge(logits, warps, [name] * 30, drafts, streams)
+    shortcut = agree(warps.greedy_tokens(logits).tolist(), tokens)
     full = verify([name] * 30, warps.probabilities(logits), drafts, streams)
-    assert torch.equal(shortcut.accepted, full.accepted)
-    assert torch.equal(shortcut.next_token, full.next_token)
-    assert shortcut.accepted.sum() > 10
-
-
-def test_judge_warps_and_verifies_a_sampled_batch() -> None:
-    p, tokens, q = random_round(8, [3, 2])
-    warps = WarpBatch([Warp(temperature=0.5), Warp(temperature=0)], [4, 3])
-    drafts, streams = Drafts.of(tokens, q), Streams.of([1, 2], [3, 4])
-    judged = judge(p.log(), warps, ["block", "coupled"], drafts, streams)
-    verified = verify(["block", "coupled"], warps.probabilities(p.log()), drafts, streams)
-    assert torch.equal(judged.next_token, verified.next_token)
-    assert torch.equal(judged.accepted, verified.accepted)
+    assert [stand for stand, _ in shortcut] == full.accepted.tolist()
+    assert [token for _, token in shortcut] == full.next_token.tolist()
+    assert sum(stand for stand, _ in shortcut) > 10
 
 
 def test_every_verifier_that_requests_may_name_is_there() -> None:

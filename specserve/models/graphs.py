@@ -26,7 +26,6 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     ids: Tensor
     layout: Layout
-    wanted: Tensor
     logits: Tensor
 
 
@@ -54,31 +53,31 @@ class GraphedNetwork:
         self.captured: dict[Shape, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
-    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
         group = layout.groups[0]
-        if len(layout.groups) > 1 or group.rows is not None or not group.rounded:
+        if wanted is not None or not group.rounded:
             return self.network.logits(ids, layout, wanted)
         key = Shape(group.seqs, group.queries, group.context)
         if key not in self.captured:
-            self.captured[key] = self._capture(ids, layout, wanted)
+            self.captured[key] = self._capture(ids, layout)
         captured = self.captured[key]
-        _refill(captured, ids, layout, wanted)
+        _refill(captured, ids, layout)
         captured.graph.replay()
         return captured.logits.clone()  # the graph's own output is overwritten by its next replay
 
-    def _capture(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Captured:
+    def _capture(self, ids: Tensor, layout: Layout) -> Captured:
         """Two passes on a side stream warm the kernels up. They write what the replay writes again: a step is idempotent."""
-        ids, layout, wanted = ids.clone(), _cloned(layout), wanted.clone()
+        ids, layout = ids.clone(), _cloned(layout)
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.network.logits(ids, _unmasked(layout), wanted)
+                self.network.logits(ids, _unmasked(layout), None)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            logits = self.network.logits(ids, _unmasked(layout), wanted)
-        return Captured(graph, ids, layout, wanted, logits)
+            logits = self.network.logits(ids, _unmasked(layout), None)
+        return Captured(graph, ids, layout, logits)
 
 
 def _tensors(layout: Layout) -> tuple[Tensor, ...]:
@@ -86,9 +85,8 @@ def _tensors(layout: Layout) -> tuple[Tensor, ...]:
     return layout.positions, layout.slots, group.pages.gather, group.pages.device_table, group.positions
 
 
-def _refill(captured: Captured, ids: Tensor, layout: Layout, wanted: Tensor) -> None:
+def _refill(captured: Captured, ids: Tensor, layout: Layout) -> None:
     captured.ids.copy_(ids)
-    captured.wanted.copy_(wanted)
     for ours, theirs in zip(_tensors(captured.layout), _tensors(layout), strict=True):
         ours.copy_(theirs)
 

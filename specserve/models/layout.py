@@ -99,39 +99,45 @@ class Planner:
         self._last: tuple[Pages, ...] = ()
 
     def lay_out(self, writes: Writes) -> Layout:
+        even = len(writes.counts) == 1 or bool((writes.counts == writes.counts[0]).all())
+        kinds = _kinds(writes) if writes.context is None and len(writes.counts) > 1 else None
+        layout = self._even(writes) if even and (kinds is None or (kinds == kinds[0]).all()) else self._uneven(writes, kinds)
+        self._last = tuple(group.pages for group in layout.groups)
+        return layout
+
+    def _even(self, writes: Writes) -> Layout:
+        """All sequences write as many tokens and attend together: a decoding round, or a prompt alone."""
+        size = self.geometry.page_size
+        queries = int(writes.counts[0])
+        positions = writes.starts[:, None] + np.arange(queries)  # [seqs, queries]
+        slots = np.take_along_axis(writes.table, positions // size, axis=1) * size + positions % size
+        own = self._tensor(positions)
+        return Layout(own.view(-1), self._tensor(slots.reshape(-1)), (self._group(0, writes, own),))
+
+    def _uneven(self, writes: Writes, kinds: Ints | None) -> Layout:
         starts, counts, size = writes.starts, writes.counts, self.geometry.page_size
-        seqs = len(counts)
-        owner = np.repeat(np.arange(seqs), counts)  # [rows]
+        owner = np.repeat(np.arange(len(counts)), counts)  # [rows]
         firsts = np.cumsum(counts) - counts
         positions = np.arange(len(owner)) + (starts - firsts)[owner]
         slots = writes.table[owner, positions // size] * size + positions % size
-        companies = _companies(writes.lengths, counts) if writes.context is None else [None]
-        groups = tuple(self._group(i, members, writes, firsts, positions) for i, members in enumerate(companies))
-        self._last = tuple(group.pages for group in groups)
-        return Layout(self._tensor(positions), self._tensor(slots), groups)
+        companies = [np.arange(len(counts))] if kinds is None else [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+        groups = []
+        for index, members in enumerate(companies):
+            columns = np.arange(counts[members].max())
+            own = counts[members, None]
+            places = np.minimum(columns, own - 1) + firsts[members, None]  # [seqs, queries], padding repeats the last
+            part = Writes(starts[members], counts[members], writes.table[members], writes.context)
+            ragged = bool((own != len(columns)).any())
+            valid = self._tensor(np.flatnonzero(columns < own)) if ragged else None
+            groups.append(self._group(index, part, self._tensor(positions[places]), rows=self._tensor(places.reshape(-1)), valid=valid))
+        return Layout(self._tensor(positions), self._tensor(slots), tuple(groups))
 
-    def _group(self, index: int, members: Ints | None, writes: Writes, firsts: Ints, positions: Ints) -> Group:
-        """`members` are the sequences of the group; None: all."""
-        everyone = members is None
-        counts, lengths, table = writes.counts, writes.lengths, writes.table
-        if members is not None:
-            counts, lengths, table, firsts = counts[members], lengths[members], table[members], firsts[members]
-        seqs, queries = len(counts), int(counts.max())
-        context = writes.context or self.geometry.context(int(lengths.max()))
-        columns = np.arange(queries)
-        ragged = bool((counts != queries).any())
-        places = np.minimum(columns, counts[:, None] - 1) + firsts[:, None]  # [seqs, queries], padding repeats the last
-        return Group(
-            rows=None if everyone and not ragged else self._tensor(places.reshape(-1)),
-            valid=self._tensor(np.flatnonzero(columns < counts[:, None])) if ragged else None,
-            positions=self._tensor(positions[places]),
-            pages=self._pages(index, table[:, : -(-context // self.geometry.page_size)], context),
-            seqs=seqs,
-            queries=queries,
-            context=context,
-            block=self.geometry.block,
-            rounded=writes.context is not None,
-        )
+    def _group(self, index: int, writes: Writes, positions: Tensor, *, rows: Tensor | None = None, valid: Tensor | None = None) -> Group:
+        seqs, queries = positions.shape
+        context = writes.context or self.geometry.context(int(writes.lengths.max()))
+        pages = self._pages(index, writes.table[:, : -(-context // self.geometry.page_size)], context)
+        rounded = writes.context is not None
+        return Group(rows, valid, positions, pages, seqs, queries, context, self.geometry.block, rounded)
 
     def _pages(self, index: int, table: Ints, context: int) -> Pages:
         if index < len(self._last) and np.array_equal(self._last[index].table, table):
@@ -156,11 +162,7 @@ def key_block(width: int) -> int:
     return block
 
 
-def _companies(lengths: Ints, counts: Ints) -> list[Ints | None]:
+def _kinds(writes: Writes) -> Ints:
     """Who attends together: short runs whose contexts are within a factor of two, so that padding never doubles the work."""
-    if len(counts) == 1:
-        return [None]
-    size = np.maximum(np.ceil(np.log2(np.maximum(lengths, 1))), SMALL_CONTEXT).astype(np.int64)
-    key = np.where(counts <= FEW_QUERIES, size, -1 - np.arange(len(counts)))
-    kinds = np.unique(key)
-    return [None] if len(kinds) == 1 else [np.flatnonzero(key == kind) for kind in kinds]
+    size = np.maximum(np.ceil(np.log2(np.maximum(writes.lengths, 1))), SMALL_CONTEXT).astype(np.int64)
+    return np.where(writes.counts <= FEW_QUERIES, size, -1 - np.arange(len(size)))

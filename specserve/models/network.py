@@ -21,9 +21,9 @@ STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # the angle depends on 
 
 
 class Network(Protocol):
-    """Logits of the wanted rows; keys and values of all rows land in the cache."""
+    """Logits of the wanted rows (None: of all); keys and values of all rows land in the cache."""
 
-    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor: ...  # [wanted, vocab]
+    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor: ...  # [wanted, vocab]
 
 
 def network(loaded: Loaded, cache: PagedCache, *, kernel: Kernel, shard: Shard | None) -> Network:
@@ -54,9 +54,9 @@ class LibraryNetwork:
                 part.paged_attention = self.attention  # type: ignore[assignment]
         pack(self.module)
 
-    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
         self.attention.layout = layout
-        out = self.module(input_ids=ids[None], position_ids=layout.positions[None], use_cache=False, logits_to_keep=wanted)
+        out = self.module(input_ids=ids[None], position_ids=layout.positions[None], use_cache=False, logits_to_keep=0 if wanted is None else wanted)
         return out.logits[0]  # type: ignore[no-any-return]
 
 
@@ -109,13 +109,14 @@ class FusedNetwork:
         self.head = linear(module.lm_head.weight, module.lm_head.bias) if isinstance(module.lm_head, nn.Linear) else module.lm_head
         self.cos, self.sin = _rotary_table(body.rotary_emb, self.embedding, spec.max_context)
 
-    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
         x = F.embedding(ids, self.embedding)  # [rows, hidden]
         cos = self.cos.index_select(0, layout.positions).unsqueeze(1)  # [rows, 1, head_dim]
         sin = self.sin.index_select(0, layout.positions).unsqueeze(1)
         for layer, keys, values in zip(self.layers, self.cache.keys, self.cache.values, strict=True):
             x = layer.forward(x, cos, sin, layout, keys, values)
-        x = x.index_select(0, wanted)
+        if wanted is not None:
+            x = x.index_select(0, wanted)
         return self.head(F.rms_norm(x, self.norm.shape, self.norm, self.eps))  # type: ignore[no-any-return]
 
 

@@ -7,11 +7,10 @@ from itertools import chain
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.models.cache import PagedCache
-from specserve.models.layout import Geometry, Planner, Writes, key_block
+from specserve.models.layout import Geometry, Ints, Planner, Writes, key_block
 from specserve.models.network import Network
 from specserve.types import Step
 
@@ -32,11 +31,12 @@ class Runner:
         for step in steps:  # all of them first: what one drops may be the room that another needs
             self.cache.truncate(step.seq_id, step.start)
         steps = [self._write(step, keep) for step, keep in zip(steps, wanted, strict=True)]
-        counts = np.fromiter((len(step.tokens) for step in steps), np.int64, len(steps))
-        starts = np.fromiter((step.start for step in steps), np.int64, len(steps))
-        ids = np.fromiter(chain.from_iterable(step.tokens for step in steps), np.int64, int(counts.sum()))
-        rows = _last(counts, np.asarray(wanted))
-        return self._forward(ids, self._writes(steps, starts, counts), rows)[: len(rows)]
+        counts = [len(step.tokens) for step in steps]
+        ids = np.fromiter(chain.from_iterable(step.tokens for step in steps), np.int64, sum(counts))
+        if counts == list(wanted):
+            return self._forward(ids, self._writes(steps, counts), None)
+        rows = _last(np.array(counts), np.array(wanted))
+        return self._forward(ids, self._writes(steps, counts), rows if len(rows) else np.zeros(1, np.int64))[: len(rows)]
 
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
@@ -53,26 +53,28 @@ class Runner:
         cache.append(step.seq_id, step.tokens)
         return step
 
-    def _writes(self, steps: Sequence[Step], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> Writes:
-        pages = self.planner.geometry.num_pages(int((starts + counts).max()))
-        return Writes(starts, counts, self.cache.table([step.seq_id for step in steps], pages))
+    def _writes(self, steps: Sequence[Step], counts: Sequence[int]) -> Writes:
+        pages = self.planner.geometry.num_pages(max(step.stop for step in steps))
+        starts = np.array([step.start for step in steps])
+        return Writes(starts, np.array(counts), self.cache.table([step.seq_id for step in steps], pages))
 
-    def _forward(self, ids: NDArray[np.int64], writes: Writes, rows: NDArray[np.int64]) -> Tensor:
+    def _forward(self, ids: Ints, writes: Writes, rows: Ints | None) -> Tensor:
+        """Logits of these rows of the pass; None: of all."""
         rounded = self.round_up(writes, self.planner.geometry) if self.round_up is not None else None
         if rounded is None:
-            return self._logits(ids, writes, rows if len(rows) else np.zeros(1, np.int64))
-        last = ids[len(ids) - int(writes.counts[-1]) :]
+            wanted = None if rows is None else self._tensor(rows)
+            return self.network.logits(self._tensor(ids), self.planner.lay_out(writes), wanted)
+        num_rows = len(ids)
+        last = ids[num_rows - int(writes.counts[-1]) :]
         ids = np.concatenate([ids, np.tile(last, len(rounded.counts) - len(writes.counts))])
-        return self._logits(ids, rounded, np.arange(len(ids))).index_select(0, self._tensor(rows))
+        logits = self.network.logits(self._tensor(ids), self.planner.lay_out(rounded), None)
+        return logits[:num_rows] if rows is None else logits.index_select(0, self._tensor(rows))
 
-    def _logits(self, ids: NDArray[np.int64], writes: Writes, rows: NDArray[np.int64]) -> Tensor:
-        return self.network.logits(self._tensor(ids), self.planner.lay_out(writes), self._tensor(rows))
-
-    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+    def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
 
-def _last(counts: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def _last(counts: Ints, wanted: Ints) -> Ints:
     """Row numbers of the last `wanted[i]` rows of each run of `counts[i]` rows."""
     offsets = np.arange(int(wanted.sum())) - np.repeat(np.cumsum(wanted) - wanted, wanted)
     return offsets + np.repeat(np.cumsum(counts) - wanted, wanted)

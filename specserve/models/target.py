@@ -10,7 +10,7 @@ from torch import Tensor
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import History, WarpBatch, logprobs
 from specserve.sampling.drafts import Drafts
-from specserve.sampling.verify import Streams, judge
+from specserve.sampling.verify import Streams, agree, verify
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
 
 
@@ -34,12 +34,13 @@ class TargetModel:
         """logits [rows, vocab]: for each step a row for each draft token and one more."""
         policies = [step.policy for step in steps]
         warps = WarpBatch([policy.warp for policy in policies], [len(step.drafts) + 1 for step in steps], [self._history(step) for step in steps])
-        drafts = Drafts.of([step.drafts for step in steps], [step.q for step in steps], lenience=[p.lenience for p in policies], device=logits.device)
-        streams = Streams.of([policy.seed for policy in policies], [step.start + len(step.tokens) for step in steps])
-        outcome = judge(logits, warps, [policy.verifier for policy in policies], drafts, streams)
-        accepted, tokens = outcome.accepted.tolist(), outcome.next_token.tolist()
-        rows = _logprobs(steps, logits, accepted, tokens)
-        return [Verdict(step.seq_id, accepted[i], tokens[i], rows[i]) for i, step in enumerate(steps)]
+        judged = (
+            agree(warps.greedy_tokens(logits).tolist(), [step.drafts for step in steps])
+            if warps.all_greedy
+            else _judged(steps, warps.probabilities(logits))
+        )
+        rows = _logprobs(steps, logits, judged)
+        return [Verdict(step.seq_id, *outcome, row) for step, outcome, row in zip(steps, judged, rows, strict=True)]
 
     def _history(self, step: VerifyStep) -> History | None:
         if not step.policy.warp.has_penalties:
@@ -48,11 +49,22 @@ class TargetModel:
         return History(written[: len(written) - len(step.drafts)], step.policy.prompt_length, step.drafts)
 
 
-def _logprobs(steps: Sequence[VerifyStep], logits: Tensor, accepted: list[int], tokens: list[int]) -> list[tuple[Logprobs, ...] | None]:
+def _judged(steps: Sequence[VerifyStep], p: Tensor) -> list[tuple[int, int]]:
+    """How many drafts of each sequence stand, and what follows."""
+    policies = [step.policy for step in steps]
+    drafts = Drafts.of(
+        [step.drafts for step in steps], [step.q for step in steps], lenience=[policy.lenience for policy in policies], device=p.device
+    )
+    streams = Streams.of([policy.seed for policy in policies], [step.start + len(step.tokens) for step in steps])
+    outcome = verify([policy.verifier for policy in policies], p, drafts, streams)
+    return list(zip(outcome.accepted.tolist(), outcome.next_token.tolist(), strict=True))
+
+
+def _logprobs(steps: Sequence[VerifyStep], logits: Tensor, judged: Sequence[tuple[int, int]]) -> list[tuple[Logprobs, ...] | None]:
     """Of each committed token, whoever proposed it: its row is that of the target at its place."""
     found: list[tuple[Logprobs, ...] | None] = []
     row = 0
-    for step, stand, token in zip(steps, accepted, tokens, strict=True):
+    for step, (stand, token) in zip(steps, judged, strict=True):
         committed = (*step.drafts[:stand], token)
         num_top = step.policy.logprobs
         if num_top is None:

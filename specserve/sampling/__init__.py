@@ -5,7 +5,7 @@ from __future__ import annotations
 from specserve.sampling.distribution import History, WarpBatch, from_sparse_rows, logprobs, sample, to_sparse_rows, truncate
 from specserve.sampling.drafts import Drafts
 from specserve.sampling.noise import Purpose, exponential, row_keys, seed_array, uniform
-from specserve.sampling.verify import VERIFIERS, Outcome, Streams, judge
+from specserve.sampling.verify import VERIFIERS, Outcome, Streams, agree
 
 __all__ = [
     "VERIFIERS",
@@ -15,9 +15,9 @@ __all__ = [
     "Purpose",
     "Streams",
     "WarpBatch",
+    "agree",
     "exponential",
     "from_sparse_rows",
-    "judge",
     "logprobs",
     "row_keys",
     "sample",

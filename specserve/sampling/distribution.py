@@ -34,15 +34,14 @@ class WarpBatch:
     """
 
     def __init__(self, warps: Sequence[Warp], num_rows: Sequence[int], histories: Sequence[History | None] | None = None) -> None:
-        knobs = np.array([(warp.temperature, warp.top_k, warp.top_p, warp.min_p) for warp in warps], dtype=np.float64)
-        temperature, top_k, top_p, min_p = knobs.reshape(-1, 4).repeat(num_rows, axis=0).T
-        self._temperature = temperature
-        self._top_k = top_k.astype(np.int64)
-        self._top_p = top_p
-        self._min_p = min_p
-        self._greedy = temperature == 0
-        self.all_greedy = bool(self._greedy.all())
+        self.all_greedy = all(warp.temperature == 0 for warp in warps)
         self._adjustments = _adjustments(warps, num_rows, histories or [None] * len(warps))
+        if self.all_greedy:  # nothing else will be asked
+            return
+        knobs = np.array([(warp.temperature, warp.top_k, warp.top_p, warp.min_p) for warp in warps], dtype=np.float64)
+        self._temperature, top_k, self._top_p, self._min_p = knobs.repeat(num_rows, axis=0).T
+        self._top_k = top_k.astype(np.int64)
+        self._greedy = self._temperature == 0
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
         """The likeliest token of each row, ties to the lowest id; all there is to do when `all_greedy`. [rows, vocab] -> [rows]."""
