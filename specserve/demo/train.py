@@ -70,6 +70,16 @@ def new_model(sizes: dict[str, Any], end: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def small_brother(target: Any) -> Any:
+    """A draft whose embedding starts as the target's, seen along its widest directions."""
+    draft: Any = new_model(DRAFT, target.config.eos_token_id)
+    width = DRAFT["hidden_size"]
+    embedding = target.get_input_embeddings().weight.detach()
+    left, spread, _ = torch.linalg.svd(embedding, full_matrices=False)
+    draft.get_input_embeddings().weight.data.copy_(left[:, :width] * spread[:width])
+    return draft
+
+
 def windows(tokens: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -182,9 +192,10 @@ def main() -> None:
         course = Course(args.minutes, peak=0.5 if args.resume else 1.0, compile=args.compile, seed=3 if args.resume else 1)
         train(target, text, next_token_loss, course, save=lambda: save(target, tokenizer, target_dir))
     if args.only != "target":
-        draft: Any = new_model(DRAFT, tokenizer.eos_token_id)
-        course = Course(args.minutes / 3, peak=1.0, compile=args.compile, seed=2)
-        train(draft, text, distilled_from(target.eval()), course, save=lambda: save(draft, tokenizer, draft_dir))
+        draft = small_brother(target)
+        for loss_of, minutes, seed in ((next_token_loss, args.minutes / 12, 4), (distilled_from(target.eval()), args.minutes / 4, 2)):
+            course = Course(minutes, peak=1.0, compile=args.compile, seed=seed)
+            train(draft, text, loss_of, course, save=lambda: save(draft, tokenizer, draft_dir))
         print(held_out_figures(target, draft.eval(), held_out))
 
 
