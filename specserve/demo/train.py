@@ -137,16 +137,27 @@ def next_token_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def distilled_from(teacher: LlamaForCausalLM) -> Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]:
+def distilled_from(target: Any, measure: Callable[..., torch.Tensor], *, faster: bool) -> Callable[..., torch.Tensor]:
     """The draft learns the target's distribution, not the text: what counts for acceptance is how much the two overlap."""
+    teacher = copy.deepcopy(target).eval().to(torch.bfloat16)
+    teacher = torch.compile(teacher) if faster else teacher
 
     def loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            p = F.log_softmax(teacher(input_ids=batch[:, :-1]).logits.float(), dim=-1)
-        q = F.log_softmax(model(input_ids=batch[:, :-1]).logits.float(), dim=-1)
-        return F.kl_div(q.flatten(0, 1), p.flatten(0, 1), reduction="batchmean", log_target=True)
+            log_p = F.log_softmax(teacher(input_ids=batch[:, :-1]).logits.float(), dim=-1)
+        return measure(log_p, F.log_softmax(model(input_ids=batch[:, :-1]).logits.float(), dim=-1))
 
     return loss
+
+
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p, q), whose gradient is strong from far away."""
+    return F.kl_div(log_q.flatten(0, 1), log_p.flatten(0, 1), reduction="batchmean", log_target=True)
+
+
+def refusal(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """1 - alpha, what the draft is for, once the two are near."""
+    return 1 - torch.minimum(log_p, log_q).exp().sum(-1).mean()
 
 
 @torch.no_grad()
@@ -170,14 +181,24 @@ def save(model: Any, tokenizer: PreTrainedTokenizerFast, where: Path) -> None:
     tokenizer.save_pretrained(where)
 
 
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a draft learns from, for which share of the target's minutes."""
+
+    loss_of: Callable[..., torch.Tensor]
+    share: float
+    peak: float
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=90.0, help="for the target; the draft takes a third of it on top")
+    parser.add_argument("--minutes", type=float, default=90.0, help="for the target; the draft takes half of it on top")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compile", action="store_true", help="a fifth faster; needs a C++ compiler")
     parser.add_argument("--resume", action="store_true", help="go on from the target in --out, at half the rates and in another order")
     parser.add_argument("--only", choices=("target", "draft"), help="train one of the two; for the draft, the target lies in --out already")
+    parser.add_argument("--lesson", choices=("text", "divergence", "refusal"), help="go on with the draft in --out, by this lesson alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -192,11 +213,17 @@ def main() -> None:
         course = Course(args.minutes, peak=0.5 if args.resume else 1.0, compile=args.compile, seed=3 if args.resume else 1)
         train(target, text, next_token_loss, course, save=lambda: save(target, tokenizer, target_dir))
     if args.only != "target":
-        draft = small_brother(target)
-        for loss_of, minutes, seed in ((next_token_loss, args.minutes / 12, 4), (distilled_from(target.eval()), args.minutes / 4, 2)):
-            course = Course(minutes, peak=1.0, compile=args.compile, seed=seed)
-            train(draft, text, loss_of, course, save=lambda: save(draft, tokenizer, draft_dir))
-        print(held_out_figures(target, draft.eval(), held_out))
+        draft: Any = LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32) if args.lesson else small_brother(target)
+        lessons = {
+            "text": Lesson(next_token_loss, share=1 / 12, peak=1.0),
+            "divergence": Lesson(distilled_from(target, divergence, faster=args.compile), share=1 / 4, peak=1.0),
+            "refusal": Lesson(distilled_from(target, refusal, faster=args.compile), share=1 / 8, peak=0.3),
+        }
+        for seed, (name, lesson) in enumerate(lessons.items(), start=4):
+            if args.lesson in (None, name):
+                course = Course(args.minutes * lesson.share, peak=lesson.peak, compile=args.compile, seed=seed)
+                train(draft, text, lesson.loss_of, course, save=lambda: save(draft, tokenizer, draft_dir))
+        print(held_out_figures(target.eval(), draft.eval(), held_out))
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def key_block(width: int) -> int:
 
     `width` is that of the narrower of all heads' keys and all heads' values together.
     """
-    block = 128
+    block = 256
     while block * width <= DIRECT:
         block *= 2
     return block

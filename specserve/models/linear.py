@@ -24,12 +24,21 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         alone = self.twice and rows.shape[0] == 1
-        if alone:
-            rows = rows.expand(2, -1).contiguous()
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, self.weight, self.bias, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(_doubled(rows) if alone else rows, self.weight, self.bias, "none", [], "")
         if alone:
             out = out[:1]
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + x W^T + b of rows [n, in], in one operation."""
+        if not (self.twice and x.shape[0] == 1):
+            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")  # type: ignore[no-any-return]
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(_doubled(x), _doubled(residual), self.weight, self.bias, "add")
+        return out[:1]
+
+
+def _doubled(row: Tensor) -> Tensor:
+    return row.expand(2, -1).contiguous()
 
 
 class PlainLinear(nn.Module):
@@ -42,6 +51,9 @@ class PlainLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + F.linear(x, self.weight, self.bias)
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:

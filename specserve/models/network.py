@@ -14,6 +14,7 @@ from specserve.models.cache import PagedCache
 from specserve.models.layout import Layout
 from specserve.models.linear import PackedLinear, PlainLinear, linear, pack
 from specserve.models.load import Loaded
+from specserve.models.norm import Norm
 from specserve.models.shard import Shard
 
 LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3")
@@ -104,7 +105,7 @@ class FusedNetwork:
             FusedLayer(layer, Heads(spec.num_heads, spec.kv_heads, spec.head_dim), window=window, kernel=kernel, shard=shard)
             for layer, window in zip(body.layers, windows, strict=True)
         ]
-        self.norm, self.eps = body.norm.weight.detach(), config.rms_norm_eps
+        self.norm = Norm(body.norm.weight, config.rms_norm_eps)
         pack(module.lm_head)  # of a rank's share; the whole head is a plain linear itself
         self.head = linear(module.lm_head.weight, module.lm_head.bias) if isinstance(module.lm_head, nn.Linear) else module.lm_head
         self.cos, self.sin = _rotary_table(body.rotary_emb, self.embedding, spec.max_context)
@@ -117,7 +118,7 @@ class FusedNetwork:
             x = layer.forward(x, cos, sin, layout, keys, values)
         if wanted is not None:
             x = x.index_select(0, wanted)
-        return self.head(F.rms_norm(x, self.norm.shape, self.norm, self.eps))  # type: ignore[no-any-return]
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,28 +139,28 @@ class FusedLayer:
         self.out = _moved(attention, "o_proj")
         self.gate_up = _joined(mlp, "gate_proj", "up_proj")
         self.down = _moved(mlp, "down_proj")
-        self.norm_in, self.norm_mlp = layer.input_layernorm.weight.detach(), layer.post_attention_layernorm.weight.detach()
-        self.eps: float = layer.input_layernorm.variance_epsilon
-        self.norms_qk = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if hasattr(attention, "q_norm") else None
+        eps = layer.input_layernorm.variance_epsilon
+        self.norm_in, self.norm_mlp = Norm(layer.input_layernorm.weight, eps), Norm(layer.post_attention_layernorm.weight, eps)
+        self.norms_qk = (Norm(attention.q_norm.weight, eps), Norm(attention.k_norm.weight, eps)) if hasattr(attention, "q_norm") else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, keys: Tensor, values: Tensor) -> Tensor:
-        x = x + self._attention(F.rms_norm(x, self.norm_in.shape, self.norm_in, self.eps), cos, sin, layout, keys, values)
-        gate, up = self.gate_up.forward(F.rms_norm(x, self.norm_mlp.shape, self.norm_mlp, self.eps)).chunk(2, dim=-1)
-        return x + self._summed(self.down.forward(F.silu(gate).mul_(up)))
+        x = self._plus(self.out, self._attention(self.norm_in(x), cos, sin, layout, keys, values), x)
+        gate, up = self.gate_up.forward(self.norm_mlp(x)).chunk(2, dim=-1)
+        return self._plus(self.down, F.silu(gate).mul_(up), x)
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, keys: Tensor, values: Tensor) -> Tensor:
         own, shared, dim = self.heads.own, self.heads.shared, self.heads.dim
         qkv = self.qkv.forward(x).view(-1, own + 2 * shared, dim)
         qk, v = qkv[:, : own + shared], qkv[:, own + shared :]
         if self.norms_qk is not None:
-            q = F.rms_norm(qk[:, :own], (dim,), self.norms_qk[0], self.eps)
-            qk = torch.cat([q, F.rms_norm(qk[:, own:], (dim,), self.norms_qk[1], self.eps)], dim=1)
+            qk = torch.cat([self.norms_qk[0](qk[:, :own]), self.norms_qk[1](qk[:, own:])], dim=1)
         qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)  # sin carries the sign of the rotated half
         out = attend(layout, keys, values, qk[:, :own], qk[:, own:], v, rule=self.rule, kernel=self.kernel)
-        return self._summed(self.out.forward(out.view(-1, own * dim)))
+        return out.view(-1, own * dim)
 
-    def _summed(self, x: Tensor) -> Tensor:
-        return x if self.shard is None else self.shard.sum(x)
+    def _plus(self, linear: PackedLinear | PlainLinear, x: Tensor, residual: Tensor) -> Tensor:
+        """A row-wise layer and what it is added to; between the two stands the sum over the ranks."""
+        return linear.plus(x, residual) if self.shard is None else residual + self.shard.sum(linear.forward(x))
 
 
 def _layer_types(config: Any) -> list[str]:
