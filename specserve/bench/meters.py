@@ -105,11 +105,11 @@ def shares(run: Callable[[], object]) -> dict[str, float]:
 
 
 def read_bandwidth(*, megabytes: int = 1024, repeats: int = 7) -> float:
-    """Bytes a second that the threads of this process read from memory: the best of several sums over a buffer beyond any cache."""
+    """Bytes a second that the threads of this process read from memory: the median of several sums over a buffer beyond any cache."""
     buffer = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64)
-    best = 0.0
+    rates = []
     for _ in range(repeats):
         start = time.perf_counter()
         buffer.sum()
-        best = max(best, buffer.nbytes / (time.perf_counter() - start))
-    return best
+        rates.append(buffer.nbytes / (time.perf_counter() - start))
+    return median(rates)
