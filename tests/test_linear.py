@@ -105,3 +105,14 @@ def test_packing_leaves_a_model_in_fp32_alone() -> None:
     pack(model)
     assert isinstance(model.first, nn.Linear)
     assert isinstance(model.inner[0], Conv1D)
+
+
+@pytest.mark.parametrize("inner", [64, 1024, 2048, 8192])
+def test_a_row_with_its_residual_has_the_same_bits_alone_and_in_company(inner: int) -> None:
+    x, weight = cancelling(ROWS, inner, 128)
+    residual = torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(3)).mul_(1e-6).bfloat16()
+    layer = linear(weight)
+    together = layer.plus(x, residual)
+    alone = torch.cat([layer.plus(x[i : i + 1], residual[i : i + 1]) for i in range(ROWS)])
+    assert differing(alone, together) == 0
+    assert differing(together, layer(x)) > 0  # the residual shows
