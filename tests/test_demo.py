@@ -52,9 +52,7 @@ def test_acceptance_on_held_out_text_is_that_of_a_useful_pair() -> None:
     target, draft = (LlamaForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32).eval() for name in ("target", "draft"))
     tokens = encode(AutoTokenizer.from_pretrained(DEMO / "target"), standard_library().held_out)
     figures = held_out_figures(target, draft, tokens)
-    assert 0.57 <= figures["alpha"] <= 0.85, (
-        figures
-    )  # 0.597 on the library of Python 3.11.7, as the model card states; other versions differ a little
+    assert 0.6 <= figures["alpha"] <= 0.85, figures  # 0.615 on the library of Python 3.11.7, as the model card states; others differ a little
 
 
 def test_it_writes_plausible_python() -> None:
