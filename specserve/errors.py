@@ -37,8 +37,20 @@ class TooLong(BadRequest):
     """A prompt that leaves no room for a single new token."""
 
 
+class NotServed(BadRequest):
+    """A model by a name that is not served here."""
+
+
 class Overloaded(SpecserveError):
     """The queue is full; the same request may succeed later."""
+
+
+class Unavailable(SpecserveError):
+    """Starting or stopping; the same request may succeed later."""
+
+
+class TimedOut(SpecserveError):
+    """A request that took longer than `limits.request_timeout_s`."""
 
 
 class ModelError(SpecserveError):
@@ -71,3 +83,7 @@ class TooLittleMemory(SpecserveError):
 
 class WorkerLost(SpecserveError):
     """A worker died or stopped answering."""
+
+
+class BadFrame(SpecserveError):
+    """A message that is not ours, or of another version."""

@@ -11,7 +11,8 @@ from reprlib import repr as shortened
 from types import TracebackType
 from typing import Any
 
-from specserve.api.text import Text, TextStream
+from specserve.api.continuation import Continuation, Piece
+from specserve.api.text import Text
 from specserve.config import Config, parse
 from specserve.engine import Coordinator
 from specserve.errors import BadRequest, BadValue, Overloaded, SpecserveError, WorkerLost
@@ -58,22 +59,11 @@ class LLM:
         return llm
 
     def _start(self, parts: Parts, config: Config) -> None:
-        speculation = config.speculation
         self._text = parts.text
         self._vocab_size = parts.info.vocab_size
-        self._live: dict[int, _Continuation] = {}
-        self._coordinator: Coordinator | None = Coordinator(
-            parts.target,
-            parts.drafter,
-            info=parts.info,
-            emit=self._receive,
-            max_running=config.limits.max_running,
-            max_queued=config.limits.max_queued,
-            gamma=speculation.gamma,
-            max_gamma=speculation.max_gamma,
-            default_verifier=speculation.verifier or "block",
-            lenience=speculation.lenience,
-            draft_context=parts.draft_context,
+        self._live: dict[int, _Wanted] = {}
+        self._coordinator: Coordinator | None = Coordinator.of(
+            config, parts.target, parts.drafter, info=parts.info, emit=self._receive, draft_context=parts.draft_context
         )
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Output]:
@@ -104,14 +94,14 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _continuations(self, prompt: object, sampling: Sampling) -> list[_Continuation]:
+    def _continuations(self, prompt: object, sampling: Sampling) -> list[_Wanted]:
         try:
             ids = self._prompt_ids(prompt)
             sampling.check_ids(self._vocab_size)
         except BadRequest as error:
-            return [_Continuation(self._text, (), sampling, index=i, error=error) for i in range(sampling.n)]
+            return [_Wanted(self._text, (), sampling, index=i, error=error) for i in range(sampling.n)]
         echo = prompt if isinstance(prompt, str) else None
-        return [_Continuation(self._text, ids, sampling, index=i, request=request, echo=echo) for i, request in enumerate(sampling.requests(ids))]
+        return [_Wanted(self._text, ids, sampling, index=i, request=request, echo=echo) for i, request in enumerate(sampling.requests(ids))]
 
     def _prompt_ids(self, prompt: object) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -121,7 +111,7 @@ class LLM:
             raise BadValue(f"a prompt is text or a list of token ids, not {shortened(prompt)}", param="prompt")
         return tuple(int(token) for token in ids)
 
-    def _complete(self, asked: Sequence[_Continuation]) -> None:
+    def _complete(self, asked: Sequence[_Wanted]) -> None:
         """Rounds until all is said. When interrupted, the next call finds the engine free of this one's sequences."""
         if self._coordinator is None:
             raise Overloaded("this LLM is closed")
@@ -135,7 +125,7 @@ class LLM:
                 self._coordinator.cancel(seq_id)
             self._live.clear()
 
-    def _submit(self, coordinator: Coordinator, waiting: deque[_Continuation]) -> None:
+    def _submit(self, coordinator: Coordinator, waiting: deque[_Wanted]) -> None:
         """As many as the queue takes; a request that it refuses for good keeps the refusal."""
         while waiting:
             try:
@@ -161,7 +151,7 @@ class LLM:
                 self._coordinator.cancel(chunk.seq_id)
 
 
-class _Continuation:
+class _Wanted:
     """One output in the making."""
 
     def __init__(
@@ -176,45 +166,34 @@ class _Continuation:
         error: SpecserveError | None = None,
     ) -> None:
         self.request, self.error = request, error
-        self._prompt, self._index = prompt, index
-        self._stream = TextStream(text, prompt, stop=sampling.stops)
-        self._shown: list[str] = []
-        if sampling.echo:
-            self._shown.append(text.decode(prompt) if echo is None else echo)
-        self._token_ids: list[int] = []
-        self._logprobs: list[Logprobs] | None = None if sampling.num_logprobs is None else []
-        self._finish = Finish.ERROR
-        self._stats: Stats | None = None
+        self._index = index
+        self._continuation = Continuation(text, prompt, stop=sampling.stops)
+        self._echo = "" if not sampling.echo else text.decode(prompt) if echo is None else echo
+        self._pieces: list[Piece] = []
 
     @property
     def stopped(self) -> bool:
         """At a stop string."""
-        return self._stream.stopped
+        return self._continuation.stopped
 
     def take(self, chunk: Chunk) -> None:
-        """The token that ends a text is one of its tokens, and no part of the text."""
-        spoken = chunk.tokens[:-1] if chunk.finish is Finish.STOP else chunk.tokens
-        self._shown.append(self._stream.push(spoken))
-        self._token_ids += chunk.tokens
-        if self._logprobs is not None:
-            self._logprobs += chunk.logprobs or ()
-        if chunk.finish is not None:
-            self._shown.append(self._stream.finish())
-            self._finish, self._stats = chunk.finish, chunk.stats
-        if chunk.finish is Finish.ERROR:
+        if chunk.finish is Finish.ERROR and not self.stopped:
             self.error = WorkerLost(chunk.error or "the request failed")
+        self._pieces.append(self._continuation.take(chunk))
 
     def output(self) -> Output:
+        done = self._continuation
         if self.error is not None:
-            return Output("", (), "error", prompt_token_ids=self._prompt, index=self._index, stats=self._stats, error=self.error)
-        end = self._stream.num_tokens if self.stopped else len(self._token_ids)
+            return Output("", (), "error", prompt_token_ids=done.prompt, index=self._index, stats=done.stats, error=self.error)
+        assert done.finish is not None, "every request gets a final chunk"
+        piece = Piece.joined(self._pieces)
         return Output(
-            text="".join(self._shown),
-            token_ids=tuple(self._token_ids[:end]),
-            finish_reason=(Finish.STOP if self.stopped else self._finish).value,
-            logprobs=None if self._logprobs is None else tuple(self._logprobs[:end]),
-            stats=self._stats,
-            prompt_token_ids=self._prompt,
+            text=self._echo + piece.text,
+            token_ids=piece.token_ids,
+            finish_reason=done.finish.value,
+            logprobs=piece.logprobs,
+            stats=done.stats,
+            prompt_token_ids=done.prompt,
             index=self._index,
         )
 

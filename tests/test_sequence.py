@@ -35,7 +35,8 @@ def commit(sequence: Sequence, drafts: tuple[int, ...], *, accepted: int, next_t
 def test_a_round_commits_the_accepted_drafts_and_the_next_token_and_says_where_each_came_from(drafts, accepted, tokens, origins):
     sequence = make()
     chunk = commit(sequence, drafts, accepted=accepted, next_token=40)
-    assert (chunk.tokens, chunk.origins, chunk.finish, chunk.stats) == (tokens, origins, None, None)
+    assert (chunk.tokens, chunk.origins, chunk.finish) == (tokens, origins, None)
+    assert (chunk.stats.rounds, chunk.stats.drafted, chunk.stats.accepted) == (1, len(drafts), accepted)
     assert sequence.committed == [1, 2, 3, *tokens]
 
 
@@ -55,7 +56,7 @@ def test_the_first_committed_stop_ends_the_text_even_inside_an_accepted_prefix_a
     chunk = commit(sequence, drafts, accepted=accepted, next_token=next_token)
     assert (chunk.tokens, chunk.origins) == (tokens, origins)
     assert chunk.finish is (Finish.STOP if {EOS, STOP} & set(tokens) else None)
-    assert (chunk.stats is None) == (chunk.finish is None)
+    assert chunk.stats == sequence.stats
 
 
 def test_ignore_eos_ignores_the_models_end_but_not_the_requests_own_stops():

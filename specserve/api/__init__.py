@@ -1,1 +1,1 @@
-"""Text in, text out. Knows no tensors, no scheduling."""
+"""HTTP and text in, HTTP and text out. Knows no tensors, no scheduling, and of the engine only `Service`."""

@@ -102,6 +102,10 @@ class Text:
         """Whether the token is a part of texts at all: not special, and not a mere row of padding."""
         return 0 <= token_id < 2**32 and token_id not in self._special and self._backend.id_to_token(token_id) is not None
 
+    def name(self, token_id: int) -> str:
+        """What the vocabulary calls a token, with text or without."""
+        return self._backend.id_to_token(token_id) or ""
+
     @cached_property
     def _anchor(self) -> int:
         """A token to put in front of another, so that the other is not first."""

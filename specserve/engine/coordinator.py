@@ -8,7 +8,9 @@ import math
 import time
 from collections import abc
 
+from specserve.config import Config
 from specserve.engine.batch import Batch
+from specserve.engine.journal import Round
 from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
@@ -16,6 +18,8 @@ from specserve.errors import BadValue, EmptyPrompt, Overloaded, TooLong, Unknown
 from specserve.types import VERIFIERS, Chunk, Drafter, DraftStep, Finish, ModelInfo, Policy, Proposal, Request, Target, Verdict, VerifyStep
 
 log = logging.getLogger(__name__)
+
+DEFAULT_VERIFIER = "block"
 
 
 class Coordinator:
@@ -34,9 +38,10 @@ class Coordinator:
         max_batch_tokens: int = 512,
         gamma: int | None = None,
         max_gamma: int = 16,
-        default_verifier: str = "block",
+        default_verifier: str = DEFAULT_VERIFIER,
         lenience: float = 1.0,
         draft_context: int | None = None,
+        report: abc.Callable[[Round], None] | None = None,
     ) -> None:
         if gamma is not None and not 0 <= gamma <= max_gamma:
             raise BadValue(f"speculation.gamma must be between 0 and {max_gamma}, not {gamma}", param="speculation.gamma")
@@ -55,12 +60,43 @@ class Coordinator:
         self._default_verifier = default_verifier
         self._lenience = lenience
         self._emit = emit
+        self._report = report
+        self.num_rounds = 0  # begun until now
+        self.in_round_since: float | None = None  # by the clock; None between rounds
         self._clock = clock
         self._next_id = 0
         self._live: dict[int, Sequence] = {}
         self._cancelled: list[int] = []
         self._closed = False
         self._wake = asyncio.Event()
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        info: ModelInfo,
+        emit: abc.Callable[[abc.Sequence[Chunk]], None],
+        draft_context: int | None,
+        report: abc.Callable[[Round], None] | None = None,
+    ) -> Coordinator:
+        """With the limits and the speculation of a config."""
+        return cls(
+            target,
+            drafter,
+            info=info,
+            emit=emit,
+            report=report,
+            max_running=config.limits.max_running,
+            max_queued=config.limits.max_queued,
+            gamma=config.speculation.gamma,
+            max_gamma=config.speculation.max_gamma,
+            default_verifier=config.speculation.verifier or DEFAULT_VERIFIER,
+            lenience=config.speculation.lenience,
+            draft_context=draft_context,
+        )
 
     def submit(self, request: Request) -> int:
         """Queues the request and returns its sequence's id; a request that cannot be served raises and leaves nothing behind."""
@@ -116,12 +152,14 @@ class Coordinator:
         batch = self.scheduler.next_batch(gammas)  # what fits
         await self._release()
         if batch.rows:
-            chunks += await self._advance(batch)
+            self.num_rounds += 1
+            self.in_round_since = self._clock()
+            chunks += await self._advance(batch, begun=self.in_round_since)
+            self.in_round_since = None
         if chunks:
             self._emit(chunks)
 
-    async def _advance(self, batch: Batch) -> list[Chunk]:
-        start = self._clock()
+    async def _advance(self, batch: Batch, *, begun: float) -> list[Chunk]:
         proposals = await self._propose(batch.draft_steps())
         drafted = self._clock()
         try:
@@ -130,7 +168,11 @@ class Coordinator:
             return self._fail(batch, error)
         verified = self._clock()
         chunks = self._let_go(batch.commit(verdicts))  # the only place where sequences grow
-        self.pacer.observe(batch, verdicts, draft_seconds=drafted - start, verify_seconds=verified - drafted)
+        self.pacer.observe(batch, verdicts, draft_seconds=drafted - begun, verify_seconds=verified - drafted)
+        if self._report is not None:
+            num_committed = sum(len(chunk.tokens) for chunk in chunks)
+            times = {"begun": begun, "drafted": drafted, "verified": verified, "ended": self._clock()}
+            self._report(Round.of(batch, verdicts, number=self.num_rounds, num_committed=num_committed, **times))
         return chunks
 
     async def _propose(self, steps: abc.Sequence[DraftStep]) -> abc.Sequence[Proposal]:

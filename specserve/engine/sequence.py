@@ -97,8 +97,7 @@ class Sequence:
         self._accepted += min(accepted, len(tokens))
         origins = _origins(proposed=len(drafts), accepted=accepted)[: len(tokens)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(tokens)]
-        stats = None if self.finish is None else self.stats
-        return Chunk(self.seq_id, tokens, origins, logprobs, self.finish, stats)
+        return Chunk(self.seq_id, tokens, origins, logprobs, self.finish, self.stats)
 
     def end(self, finish: Finish, *, error: str | None = None) -> Chunk:
         """Ends the sequence from outside: cancelled or failed. The chunk is its last and brings no token."""

@@ -1,0 +1,82 @@
+"""Puts the HTTP server together: paths, error answers, and what every request passes through. Builds no engine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specserve.api.endpoints import Endpoints
+from specserve.api.keys import Keys
+from specserve.api.meter import Meter
+from specserve.api.middleware import REQUEST_ID, BodyLimit, Journal, KeyCheck, LastResort
+from specserve.api.refusal import Refusal
+from specserve.api.schema import Error
+from specserve.api.service import Served, Service
+from specserve.api.text import Text
+from specserve.config import Config
+from specserve.errors import SpecserveError
+from specserve.metrics import Registry
+
+
+def build(service: Service, text: Text, served: Served, config: Config, registry: Registry) -> FastAPI:
+    """The server over a service. `registry` is this process's own; the engine's snapshots come through the service."""
+    meter = Meter(registry, time.perf_counter)
+    app = FastAPI(
+        title="specserve",
+        version="v1",  # of the protocol, not of the package
+        root_path=config.http.root_path,
+        redirect_slashes=False,
+        docs_url=None,  # both pages would load scripts from elsewhere
+        redoc_url=None,
+        middleware=_middleware(config, meter),
+        exception_handlers=dict.fromkeys((SpecserveError, RequestValidationError, HTTPException), _refuse),
+        responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
+    )
+    _route(app, Endpoints(service, text, served, registry=registry, meter=meter, timeout_s=config.limits.request_timeout_s))
+    return app
+
+
+def _route(app: FastAPI, endpoints: Endpoints) -> None:
+    app.post("/v1/completions")(endpoints.completions)
+    app.post("/v1/chat/completions")(endpoints.chat_completions)
+    app.get("/v1/models")(endpoints.models)
+    app.get("/v1/models/{name:path}")(endpoints.model)
+    app.post("/tokenize")(endpoints.tokenize)
+    app.post("/detokenize")(endpoints.detokenize)
+    app.get("/health")(endpoints.health)
+    app.get("/ready")(endpoints.ready)
+    app.get("/metrics")(endpoints.metrics)
+    app.get("/trace")(endpoints.trace)
+    app.get("/", include_in_schema=False)(endpoints.page)
+
+
+def _middleware(config: Config, meter: Meter) -> list[Middleware]:
+    """From the outside in: even what is refused has an id, and a browser may read why."""
+    cors, keys_file = config.http.cors_origins, config.http.api_keys_file
+    return [
+        Middleware(Journal, meter=meter),
+        *(
+            [Middleware(CORSMiddleware, allow_origins=cors, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=_EXPOSED)]
+            if cors
+            else []
+        ),
+        Middleware(LastResort),
+        *([Middleware(KeyCheck, keys=Keys.read(Path(keys_file)))] if keys_file else []),
+        Middleware(BodyLimit, limit=config.limits.max_body_bytes),
+    ]
+
+
+_EXPOSED = (REQUEST_ID, "Retry-After")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return Refusal.of(error).response(headers)

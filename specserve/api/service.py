@@ -1,0 +1,43 @@
+"""What the HTTP server needs of whatever generates: one small protocol. Knows neither Ray nor HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from specserve.metrics import Snapshot
+from specserve.types import Chunk, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What clients may know of the model."""
+
+    name: str
+    vocab_size: int  # ids below it are valid
+    max_context: int  # prompt and continuation together
+    max_gamma: int
+    created: int  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How the engine is. `ready`: takes requests. `healthy`: its workers make progress. `why` says what is wrong."""
+
+    ready: bool
+    healthy: bool
+    why: str = ""
+    replicas: int = 0
+    metrics: tuple[Snapshot, ...] = ()  # one of each replica
+
+
+class Service(Protocol):
+    """Generates. Raises from errors.py before the first chunk; `aclose()` cancels the request and frees what it held.
+
+    The last chunk has `finish` and `stats`; an earlier one may have the stats until then, which count when a stop string ends the text there.
+    """
+
+    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]: ...
+    async def status(self) -> Status: ...
+    async def trace(self) -> Mapping[str, object]: ...  # Chrome trace format

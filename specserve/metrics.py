@@ -1,0 +1,218 @@
+"""What is counted and measured: one table of names, a registry a process, snapshots that add up, and Prometheus text. Knows no engine and no HTTP."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+PREFIX = "specserve_"
+CONTENT_TYPE = "text/plain; version=0.0.4"
+
+Labels = tuple[str, ...]  # the values, in the order that the family declares
+Sample = tuple[float, ...]  # counter: (total,); gauge: (sum, how many reported it); histogram: (each bucket's count, ..., sum)
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    SUMMED = "gauge, summed over replicas"
+    AVERAGED = "gauge, averaged over replicas"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One name, and all that is fixed about it."""
+
+    name: str  # without the prefix
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()  # upper bounds of a histogram's buckets; one more bucket takes the rest
+
+
+_REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
+_ROUND_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+
+FAMILIES = (
+    Family("spec_decode_num_drafts_total", Kind.COUNTER, "Proposals that were verified."),
+    Family("spec_decode_num_draft_tokens_total", Kind.COUNTER, "Draft tokens that were verified."),
+    Family("spec_decode_num_accepted_tokens_total", Kind.COUNTER, "Draft tokens that were accepted."),
+    Family("spec_decode_num_accepted_tokens_per_pos_total", Kind.COUNTER, "Draft tokens accepted, by position in their proposal.", ("position",)),
+    Family("anticipation_hits_total", Kind.COUNTER, "Proposals that lay ready when they were asked for."),
+    Family("anticipation_misses_total", Kind.COUNTER, "Proposals that did not."),
+    Family("prompt_tokens_total", Kind.COUNTER, "Tokens of prompts."),
+    Family("generation_tokens_total", Kind.COUNTER, "Tokens written."),
+    Family("request_success_total", Kind.COUNTER, "Continuations that came to their end, by why they ended.", ("finished_reason",)),
+    Family("request_failure_total", Kind.COUNTER, "Requests that failed, by HTTP status; 499 is a client that left.", ("code",)),
+    Family("worker_restarts_total", Kind.COUNTER, "Workers that were started anew.", ("role",)),
+    Family("requests_resumed_total", Kind.COUNTER, "Requests that went on elsewhere after a failure."),
+    Family("preemptions_total", Kind.COUNTER, "Sequences set back because the cache was full."),
+    Family("prefix_cache_queries_total", Kind.COUNTER, "Prompt tokens looked up in the prefix cache."),
+    Family("prefix_cache_hits_total", Kind.COUNTER, "Prompt tokens found there."),
+    Family("num_requests_running", Kind.SUMMED, "Sequences that take part in rounds."),
+    Family("num_requests_waiting", Kind.SUMMED, "Sequences in the queue."),
+    Family("kv_cache_usage_perc", Kind.AVERAGED, "Share of the cache's pages in use, 0 to 1.", ("role",)),
+    Family("gamma", Kind.AVERAGED, "Draft tokens a sequence and round, as last chosen."),
+    Family("device_busy_fraction", Kind.AVERAGED, "Share of the time that a worker computes, 0 to 1.", ("role",)),
+    Family("replicas", Kind.SUMMED, "Engine replicas that run."),
+    Family("time_to_first_token_seconds", Kind.HISTOGRAM, "From a request's arrival to its first token.", bounds=_REQUEST_S),
+    Family("time_per_output_token_seconds", Kind.HISTOGRAM, "Mean time a token after the first, of one continuation.", bounds=_TOKEN_S),
+    Family("e2e_request_latency_seconds", Kind.HISTOGRAM, "From a request's arrival to its last token.", bounds=_REQUEST_S),
+    Family("verify_seconds", Kind.HISTOGRAM, "The target's part of a round.", bounds=_ROUND_S),
+    Family("draft_seconds", Kind.HISTOGRAM, "The drafter's part of a round.", bounds=_ROUND_S),
+    Family("round_seconds", Kind.HISTOGRAM, "A whole round.", bounds=_ROUND_S),
+)
+
+_LASTING = (Kind.COUNTER, Kind.HISTOGRAM)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The samples of one moment, by family and labels. Plain numbers, to be sent anywhere."""
+
+    samples: Mapping[str, Mapping[Labels, Sample]]
+
+    def lasting(self) -> Snapshot:
+        """What still counts when the process is gone: all but the gauges."""
+        return Snapshot({family.name: self.samples[family.name] for family in FAMILIES if family.kind in _LASTING and family.name in self.samples})
+
+
+class Counter:
+    """Only grows."""
+
+    __slots__ = ("_family", "_totals")
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._totals: dict[Labels, float] = {} if family.labels else {(): 0.0}
+
+    def add(self, amount: float = 1, *labels: str) -> None:
+        assert amount >= 0
+        assert len(labels) == len(self._family.labels)
+        self._totals[labels] = self._totals.get(labels, 0.0) + amount
+
+    def samples(self) -> dict[Labels, Sample]:
+        return {labels: (total,) for labels, total in self._totals.items()}
+
+
+class Gauge:
+    """The last value; absent until there is one."""
+
+    __slots__ = ("_family", "_values")
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._values: dict[Labels, float] = {}
+
+    def set(self, value: float, *labels: str) -> None:
+        assert len(labels) == len(self._family.labels)
+        self._values[labels] = value
+
+    def samples(self) -> dict[Labels, Sample]:
+        return {labels: (value, 1.0) for labels, value in self._values.items()}
+
+
+class Histogram:
+    """How many observations fell into each bucket, and their sum."""
+
+    __slots__ = ("_family", "_rows")
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+        self._rows: dict[Labels, list[float]] = {} if family.labels else {(): self._empty()}
+
+    def observe(self, value: float, *labels: str) -> None:
+        assert len(labels) == len(self._family.labels)
+        row = self._rows.get(labels)
+        if row is None:
+            row = self._rows[labels] = self._empty()
+        row[bisect_left(self._family.bounds, value)] += 1
+        row[-1] += value
+
+    def samples(self) -> dict[Labels, Sample]:
+        return {labels: tuple(row) for labels, row in self._rows.items()}
+
+    def _empty(self) -> list[float]:
+        return [0.0] * (len(self._family.bounds) + 2)
+
+
+class Registry:
+    """The metrics of one process, each by its name in `FAMILIES`. For one thread at a time."""
+
+    def __init__(self) -> None:
+        kinds = {kind: [family for family in FAMILIES if family.kind is kind] for kind in Kind}
+        self._counters = {family.name: Counter(family) for family in kinds[Kind.COUNTER]}
+        self._gauges = {family.name: Gauge(family) for family in (*kinds[Kind.SUMMED], *kinds[Kind.AVERAGED])}
+        self._histograms = {family.name: Histogram(family) for family in kinds[Kind.HISTOGRAM]}
+
+    def counter(self, name: str) -> Counter:
+        return self._counters[name]
+
+    def gauge(self, name: str) -> Gauge:
+        return self._gauges[name]
+
+    def histogram(self, name: str) -> Histogram:
+        return self._histograms[name]
+
+    def snapshot(self) -> Snapshot:
+        metrics: dict[str, Counter | Gauge | Histogram] = {**self._counters, **self._gauges, **self._histograms}
+        return Snapshot({name: metric.samples() for name, metric in metrics.items()})
+
+
+def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """One snapshot of several processes. Every sample is made so that adding is all there is to it."""
+    merged: dict[str, dict[Labels, Sample]] = {}
+    for snapshot in snapshots:
+        for name, samples in snapshot.samples.items():
+            rows = merged.setdefault(name, {})
+            for labels, sample in samples.items():
+                rows[labels] = tuple(map(sum, zip(rows[labels], sample, strict=True))) if labels in rows else sample
+    return Snapshot(merged)
+
+
+def render(snapshot: Snapshot) -> str:
+    """Prometheus text, format 0.0.4."""
+    return "".join(line + "\n" for family in FAMILIES for line in _lines(family, snapshot.samples.get(family.name, {})))
+
+
+def _lines(family: Family, samples: Mapping[Labels, Sample]) -> Iterator[str]:
+    name = PREFIX + family.name
+    kind = "gauge" if family.kind in (Kind.SUMMED, Kind.AVERAGED) else family.kind.value
+    yield f"# HELP {name} {family.help}"
+    yield f"# TYPE {name} {kind}"
+    for values, sample in sorted(samples.items()):
+        labels = dict(zip(family.labels, values, strict=True))
+        match family.kind:
+            case Kind.HISTOGRAM:
+                yield from _buckets(name, family.bounds, labels, sample)
+            case Kind.AVERAGED:
+                yield f"{name}{_braces(labels)} {_number(sample[0] / sample[1])}"
+            case _:
+                yield f"{name}{_braces(labels)} {_number(sample[0])}"
+
+
+def _buckets(name: str, bounds: tuple[float, ...], labels: Mapping[str, str], sample: Sample) -> Iterator[str]:
+    *counts, total = sample
+    below = 0.0
+    for bound, count in zip((*map(_number, bounds), "+Inf"), counts, strict=True):
+        below += count  # Prometheus counts what is at or below each bound
+        yield f"{name}_bucket{_braces({**labels, 'le': bound})} {_number(below)}"
+    yield f"{name}_sum{_braces(labels)} {_number(total)}"
+    yield f"{name}_count{_braces(labels)} {_number(below)}"
+
+
+def _braces(labels: Mapping[str, str]) -> str:
+    if not labels:
+        return ""
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else repr(float(value))

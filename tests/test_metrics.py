@@ -1,0 +1,95 @@
+"""Counting, adding up over replicas, and the text that Prometheus reads."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from specserve.metrics import FAMILIES, Kind, Registry, merge, render
+
+
+def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def filled(scale: int) -> Registry:
+    registry = Registry()
+    for family in FAMILIES:
+        labels = tuple(f"{label}-a" for label in family.labels)
+        if family.kind is Kind.COUNTER:
+            registry.counter(family.name).add(scale, *labels)
+        elif family.kind is Kind.HISTOGRAM:
+            registry.histogram(family.name).observe(scale / 100, *labels)
+        else:
+            registry.gauge(family.name).set(scale, *labels)
+    return registry
+
+
+def test_every_family_is_read_back_by_prometheus_own_parser_with_its_type():
+    parsed = {family.name: family for family in text_string_to_metric_families(render(filled(3).snapshot()))}
+    for family in FAMILIES:
+        read = parsed["specserve_" + family.name.removesuffix("_total")]
+        assert read.documentation == family.help
+        assert read.type == ("gauge" if "gauge" in family.kind.value else family.kind.value)
+        assert read.samples
+
+
+def test_counters_and_histograms_of_replicas_add_up_and_gauges_do_as_declared():
+    merged = values(render(merge([filled(1).snapshot(), filled(3).snapshot(), Registry().snapshot()])))
+    assert merged[("specserve_prompt_tokens_total", ())] == 4
+    assert merged[("specserve_request_success_total", (("finished_reason", "finished_reason-a"),))] == 4
+    assert merged[("specserve_num_requests_running", ())] == 4
+    assert merged[("specserve_gamma", ())] == 2  # of the two that have one
+    assert merged[("specserve_kv_cache_usage_perc", (("role", "role-a"),))] == 2
+    assert merged[("specserve_round_seconds_count", ())] == 2
+    assert merged[("specserve_round_seconds_sum", ())] == pytest.approx(0.04)
+
+
+def test_merging_in_two_steps_is_merging_at_once():
+    one, two, three = (filled(i).snapshot() for i in (1, 2, 6))
+    assert render(merge([merge([one, two]), three])) == render(merge([one, two, three]))
+
+
+def test_a_histogram_counts_what_is_at_or_below_each_bound():
+    registry = Registry()
+    for seconds in (0.005, 0.0051, 0.01, 5000.0):
+        registry.histogram("time_to_first_token_seconds").observe(seconds)
+    read = values(render(registry.snapshot()))
+    buckets = {dict(labels)["le"]: value for (name, labels), value in read.items() if name == "specserve_time_to_first_token_seconds_bucket"}
+    assert (buckets["0.005"], buckets["0.01"], buckets["0.025"], buckets["600"], buckets["+Inf"]) == (1, 3, 3, 3, 4)
+    assert list(buckets.values()) == sorted(buckets.values())
+
+
+def test_counters_without_labels_are_there_from_the_start_and_gauges_only_once_set():
+    read = values(render(Registry().snapshot()))
+    assert read[("specserve_preemptions_total", ())] == 0
+    assert ("specserve_gamma", ()) not in read
+
+
+def test_label_values_may_hold_anything():
+    registry = Registry()
+    strange = 'a"b\\c\nd,e={}'
+    registry.counter("request_failure_total").add(1, strange)
+    assert values(render(registry.snapshot()))[("specserve_request_failure_total", (("code", strange),))] == 1
+
+
+def test_a_snapshot_travels_and_does_not_move_any_more():
+    registry = filled(1)
+    snapshot = registry.snapshot()
+    before = render(snapshot)
+    registry.counter("prompt_tokens_total").add(5)
+    registry.histogram("round_seconds").observe(1)
+    assert render(pickle.loads(pickle.dumps(snapshot))) == render(snapshot) == before
+
+
+def test_what_is_not_declared_cannot_be_counted():
+    with pytest.raises(KeyError):
+        Registry().counter("gamma")  # a gauge
+    with pytest.raises(AssertionError):
+        Registry().counter("request_failure_total").add(1)
