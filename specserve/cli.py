@@ -19,7 +19,6 @@ from specserve.request import Sampling
 if TYPE_CHECKING:
     from specserve.llm import Output
 
-DEMO_PROMPT = "def read_lines(path):\n"
 EXAMPLES = """examples:
   specserve generate --prompt 'def add(a, b):' --max-tokens 64 --temperature 0
   specserve generate --prompt 'import os' --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --gamma 5
@@ -73,13 +72,10 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Until there is a cluster to serve from, one completion shows that the pair works."""
-    config = _config(options)
-    print(
-        f"This version has no server yet; here is what {config.model} makes of {DEMO_PROMPT!r} instead of http://{config.http.host}:{config.http.port}."
-    )
-    output = _continue(DEMO_PROMPT, Sampling(max_tokens=96, temperature=0, echo=True), config)
-    print(output.text)
+    """Deploys on Ray and stays until ended."""
+    from specserve.cluster.launch import serve_until_ended  # late, as below
+
+    serve_until_ended(_config(options), lambda line: print(line, flush=True))
 
 
 def inflate(options: argparse.Namespace) -> None:

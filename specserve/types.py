@@ -157,7 +157,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens that one round committed for one request. `finish` and `stats` come with the last."""
+    """The tokens that one round committed for one request; `finish` comes with the last. `stats` are those until then."""
 
     seq_id: int
     tokens: tuple[int, ...]

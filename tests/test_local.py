@@ -66,7 +66,7 @@ def refuse_to_open(*_: object, **__: object) -> None:
 
 
 def test_mistakes_are_found_before_any_weights_are_read(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr("specserve.local.open_model", refuse_to_open)
+    monkeypatch.setattr("specserve.local.open_rank", refuse_to_open)
     with pytest.raises(ConfigError, match=r"use `specserve serve --tp 2`"):
         LLM(pair[0], **{"target.tensor_parallel": 2})
     with pytest.raises(ModelNotFound):
@@ -76,7 +76,7 @@ def test_mistakes_are_found_before_any_weights_are_read(pair, tmp_path, monkeypa
 
 
 def test_a_draft_with_another_tokenizer_is_refused(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr("specserve.local.open_model", refuse_to_open)
+    monkeypatch.setattr("specserve.local.open_rank", refuse_to_open)
     other = perturbed(pair[0], tmp_path / "other", 0.0)
     file = other / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
@@ -87,7 +87,7 @@ def test_a_draft_with_another_tokenizer_is_refused(pair, tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("specserve.local.open_model", refuse_to_open)
+    monkeypatch.setattr("specserve.local.open_rank", refuse_to_open)
     with pytest.raises(ModelError, match="no tokenizer can be loaded"):
         LLM(make("llama", tmp_path / "bare"))
 

@@ -31,6 +31,7 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     **{name: checkpoints.CONFIGS[name] for name in LLAMA_SHAPED},
     "biases": lambda: LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
     "one_kv_head": lambda: LlamaConfig(**checkpoints.SIZES, num_key_value_heads=1),  # which both ranks hold
+    "own_kv_heads": lambda: LlamaConfig(**checkpoints.SIZES, num_key_value_heads=4),
     "wide_heads": lambda: MistralConfig(**GROUPED, head_dim=32, sliding_window=None),
     "some_windows": lambda: Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=checkpoints.WINDOW, max_window_layers=1),
     "tied": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=True),
@@ -78,6 +79,13 @@ def test_both_networks_give_the_library_s_logits(root: Path, name: str, fused: b
     expected = library_logits(root / name)
     assert expected.std() > 1
     torch.testing.assert_close(logits(opened(root / name, fused=fused)), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["own_kv_heads", "llama", "one_kv_head"])
+def test_a_text_without_company_gets_the_same_logits(root: Path, name: str) -> None:
+    text = TEXTS[-1]
+    alone = opened(root / name, fused=True).run([Step(0, 0, text)], [len(text)])
+    torch.testing.assert_close(alone[:-1], logits(opened(root / name, fused=True))[LENGTHS[1] - 1 : -len(TEXTS)], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -108,12 +108,11 @@ class FusedNetwork:
         self.norm = Norm(body.norm.weight, config.rms_norm_eps)
         pack(module.lm_head)  # of a rank's share; the whole head is a plain linear itself
         self.head = linear(module.lm_head.weight, module.lm_head.bias) if isinstance(module.lm_head, nn.Linear) else module.lm_head
-        self.cos, self.sin = _rotary_table(body.rotary_emb, self.embedding, spec.max_context)
+        self.rotary = _rotary_table(body.rotary_emb, self.embedding, spec.max_context)
 
     def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
-        x = F.embedding(ids, self.embedding)  # [rows, hidden]
-        cos = self.cos.index_select(0, layout.positions).unsqueeze(1)  # [rows, 1, head_dim]
-        sin = self.sin.index_select(0, layout.positions).unsqueeze(1)
+        x = self.embedding.index_select(0, ids)  # [rows, hidden]
+        cos, sin = self.rotary.index_select(0, layout.positions).unbind(1)  # [rows, 1, head_dim] both
         for layer, keys, values in zip(self.layers, self.cache.keys, self.cache.values, strict=True):
             x = layer.forward(x, cos, sin, layout, keys, values)
         if wanted is not None:
@@ -156,7 +155,7 @@ class FusedLayer:
             qk = torch.cat([self.norms_qk[0](qk[:, :own]), self.norms_qk[1](qk[:, own:])], dim=1)
         qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)  # sin carries the sign of the rotated half
         out = attend(layout, keys, values, qk[:, :own], qk[:, own:], v, rule=self.rule, kernel=self.kernel)
-        return out.view(-1, own * dim)
+        return out.reshape(-1, own * dim)  # where every head has its own keys, one sequence alone comes out transposed
 
     def _plus(self, linear: PackedLinear | PlainLinear, x: Tensor, residual: Tensor) -> Tensor:
         """A row-wise layer and what it is added to; between the two stands the sum over the ranks."""
@@ -169,12 +168,12 @@ def _layer_types(config: Any) -> list[str]:
     return list(kinds) if kinds is not None else [kind] * config.num_hidden_layers
 
 
-def _rotary_table(rotary: Any, like: Tensor, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, head_dim]; the first half of sin negative, so that a roll by half a head rotates."""
+def _rotary_table(rotary: Any, like: Tensor, positions: int) -> Tensor:  # [positions, 2, 1, head_dim]
+    """cos and sin of every position; the first half of sin negative, so that a roll by half a head rotates."""
     cos, sin = rotary(like, torch.arange(positions, device=like.device)[None])
     sin = sin[0].clone()
     sin[:, : sin.shape[1] // 2].neg_()
-    return cos[0].contiguous(), sin
+    return torch.stack([cos[0], sin], dim=1).unsqueeze(2)
 
 
 def _joined(parent: Any, *names: str) -> PackedLinear | PlainLinear:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from specserve.config import Config, Draft, Target
 from specserve.errors import ConfigError
 from specserve.models.attention import Kernel, invariant, sdpa
 from specserve.models.cache import PagedCache
@@ -21,6 +22,7 @@ from specserve.models.shard import Shard
 
 ATTENTION = "specserve"  # the name under which the library's modelling code finds ours
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MEMORY_SHARE = 0.5  # of what is free, for the pages of one model, unless cache.memory_fraction says otherwise
 KERNELS: Mapping[str, Kernel] = {"invariant": invariant, "sdpa": sdpa}  # those that run everywhere
 
 
@@ -37,6 +39,21 @@ class Placement:
     prefix_caching: bool = True
     max_context: int | None = None
     max_sequences: int = 64  # no more pages than that many full contexts
+
+    @classmethod
+    def of(cls, own: Target | Draft, config: Config) -> Placement:
+        """What a config says of its target or of its draft."""
+        return cls(
+            dtype=own.dtype,
+            device=own.device,
+            attention=own.attention if isinstance(own, Target) else "auto",
+            page_size=config.cache.page_size,
+            pages=config.cache.pages,
+            memory_fraction=config.cache.memory_fraction or MEMORY_SHARE,
+            prefix_caching=config.cache.prefix_caching,
+            max_context=config.limits.max_context,
+            max_sequences=config.limits.max_running,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +79,7 @@ def open_model(directory: Path, placement: Placement, *, shard: Shard | None = N
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
         v_head_dim=spec.v_head_dim,
-        num_pages=placement.pages or _num_pages(placement, spec, context=context, page_size=page_size, dtype=dtype, device=device),
+        num_pages=placement.pages or _num_pages(placement, spec, shard, context=context, page_size=page_size, dtype=dtype, device=device),
         page_size=page_size,
         dtype=dtype,
         device=device,
@@ -105,10 +122,13 @@ def _kernel(placement: Placement, device: torch.device) -> tuple[Kernel, int]:
     return KERNELS[name], placement.page_size
 
 
-def _num_pages(placement: Placement, spec: Architecture, *, context: int, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """What the memory holds, but no more than every sequence at its longest could fill."""
+def _num_pages(
+    placement: Placement, spec: Architecture, shard: Shard | None, *, context: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """What the memory holds, but no more than every sequence at its longest could fill. All ranks have as many as the poorest."""
+    sharers = 1 if shard is None or device.type == "cuda" else shard.size  # ranks on CPUs may share one memory
     pages = pages_for(
-        int(free_memory(device) * placement.memory_fraction),
+        int(free_memory(device) * placement.memory_fraction) // sharers,
         num_layers=spec.num_layers,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
@@ -116,4 +136,6 @@ def _num_pages(placement: Placement, spec: Architecture, *, context: int, page_s
         dtype=dtype,
         page_size=page_size,
     )
+    if shard is not None:
+        pages = shard.least(pages, device=device)
     return min(pages, placement.max_sequences * -(-context // page_size))

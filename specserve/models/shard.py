@@ -32,6 +32,12 @@ class Shard:
         dist.all_reduce(partial, group=self.group)
         return partial
 
+    def least(self, count: int, *, device: torch.device) -> int:
+        """The smallest of what the ranks have."""
+        counts = torch.tensor([count], device=device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self.group)
+        return int(counts.item())
+
     def gather(self, part: Tensor) -> list[Tensor] | None:
         """All ranks' parts, equal in shape, on rank 0; None elsewhere."""
         part = part.contiguous()

@@ -1,0 +1,1 @@
+"""Actors, links between them, and deployments: the only rooms that know Ray."""

@@ -1,0 +1,74 @@
+"""The application: `build` turns a config tree into Serve deployments. `serve run`, `serve build` and `serve deploy` call it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import yaml
+from ray import serve
+from ray.serve import Application
+
+from specserve.cluster.board import Board
+from specserve.cluster.deployments import Engine, Gateway
+from specserve.cluster.placement import Bundle, bundles
+from specserve.config import Config, Replicas, parse
+
+APP_NAME = "specserve"
+GATEWAY_STREAMS = 4096  # that one gateway holds open at once; the engines refuse long before
+LOOK_BACK_S = 30.0
+
+
+def build(args: Mapping[str, object]) -> Application:
+    """The keys are the config tree's; dotted ones, as `serve run ... target.path=...` gives them, hold YAML."""
+    return application(parse({key: _read(value) for key, value in args.items()}))
+
+
+def application(config: Config, *, engine: type[Any] | None = None) -> Application:
+    """A gateway in front of as many engines as the load asks for, and a board between them. `engine` may be another class of the same methods."""
+    wanted = bundles(config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
+    board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0})(Board).bind()
+    engines = serve.deployment(name="Engine", **_engine_options(config, wanted))(engine or Engine).bind(config, wanted, board)
+    gateway = serve.deployment(name="Gateway", max_ongoing_requests=GATEWAY_STREAMS, max_constructor_retry_count=3)(Gateway)
+    application: Application = gateway.bind(config, engines, board)
+    return application
+
+
+def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any]:
+    limits = config.limits
+    options: dict[str, Any] = {
+        "placement_group_bundles": [dict(bundle.resources) for bundle in wanted],
+        "placement_group_strategy": "PACK",
+        "ray_actor_options": {"num_cpus": wanted[0].resources["CPU"]},
+        "max_ongoing_requests": limits.max_running + limits.max_queued + 1,  # the engine itself refuses the one too many, and says so
+        "max_queued_requests": max(1, limits.max_queued),
+        "health_check_period_s": 1.0,
+        "health_check_timeout_s": 60.0,  # of a call that only looks at counters; slowness under load is no illness
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": 20.0,
+        "max_constructor_retry_count": 3,
+    }
+    if any(bundle.labels for bundle in wanted):
+        options["placement_group_bundle_label_selector"] = [dict(bundle.labels) for bundle in wanted]
+    return options | _scale(config.replicas)
+
+
+def _scale(replicas: Replicas) -> dict[str, Any]:
+    if replicas.min == replicas.max:
+        return {"num_replicas": replicas.min}
+    return {
+        "autoscaling_config": {
+            "min_replicas": replicas.min,
+            "max_replicas": replicas.max,
+            "target_ongoing_requests": replicas.target_ongoing_requests,
+            "upscale_delay_s": replicas.upscale_delay_s,
+            "downscale_delay_s": replicas.downscale_delay_s,
+            # A look-back longer than the delays makes the autoscaler swing: it would act on load that it has answered already.
+            "look_back_period_s": max(1.0, min(LOOK_BACK_S, replicas.upscale_delay_s, replicas.downscale_delay_s)),
+        }
+    }
+
+
+def _read(value: object) -> object:
+    return yaml.safe_load(value) if isinstance(value, str) else value

@@ -1,0 +1,186 @@
+"""The Serve deployments that do the work: an engine with its workers, and the gateway in front."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray import serve
+
+from specserve.api.app import build as build_app
+from specserve.api.service import Served
+from specserve.api.text import Text
+from specserve.cluster.board import ENGINE, GATEWAY, Report, report_for_ever
+from specserve.cluster.gauges import Gauges
+from specserve.cluster.group import Group
+from specserve.cluster.link import Inbox, Outlet, Ticket
+from specserve.cluster.placement import Bundle
+from specserve.cluster.replicas import Replicas
+from specserve.config import Config
+from specserve.engine import Coordinator
+from specserve.engine.journal import Journal
+from specserve.errors import SpecserveError, WorkerLost
+from specserve.metrics import Registry
+from specserve.types import Chunk, ModelInfo, Request
+from specserve.wire import Chunks
+
+log = logging.getLogger(__name__)
+
+ROUND_SLACK_S = 5.0  # beyond the deadlines of its two workers
+
+
+@dataclass(slots=True)
+class _Reply:
+    """Where the chunks of one sequence go."""
+
+    outlet: Outlet
+    number: int  # the gateway's own, of the request
+    ended: asyncio.Future[None]
+
+
+class Engine:
+    """One replica: a coordinator in this process, and its workers in the other bundles of its placement group."""
+
+    async def __init__(self, config: Config, bundles: Sequence[Bundle], board: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._config = config
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._registry = Registry()
+        self._replies: dict[int, _Reply] = {}
+        self._outlets: dict[Ticket, Outlet] = {}
+        self._group = await Group.start(config, bundles)
+        self._journal = Journal(self._registry)
+        draft = self._group.draft_worker
+        self._coordinator = Coordinator.of(
+            config,
+            self._group.target,
+            self._group.drafter,
+            info=self._group.info,
+            emit=self._emit,
+            draft_context=None if draft is None else draft.ready.context,
+            report=self._journal.record,
+        )
+        self._gauges = Gauges(self._registry)
+        self._rounds = asyncio.create_task(self._coordinator.run())
+        self._reports = asyncio.create_task(report_for_ever(board, self._report))
+        log.info("engine %s is ready: %s", self._replica, self._group.places)
+
+    async def generate(self, request: Request, number: int, ticket: Ticket) -> SpecserveError | None:
+        """Lasts as long as the request. Its chunks leave by the ticket's link; a refusal is the result."""
+        try:
+            seq_id = self._coordinator.submit(request)
+        except SpecserveError as refusal:
+            return refusal
+        reply = self._replies[seq_id] = _Reply(self._outlet(ticket), number, asyncio.get_running_loop().create_future())
+        try:
+            await reply.ended
+        finally:
+            if self._replies.pop(seq_id, None) is not None:  # the caller has gone
+                self._coordinator.cancel(seq_id)
+        return None
+
+    async def info(self) -> ModelInfo:
+        return self._group.info
+
+    async def places(self) -> dict[str, Any]:
+        """Where each worker runs; for operators and tests."""
+        return dict(self._group.places)
+
+    async def trace(self) -> dict[str, Any]:
+        return self._journal.trace()
+
+    def check_health(self) -> None:
+        """Raises when this replica can serve no more: Serve then replaces it, workers and all."""
+        trouble = self._trouble()
+        if trouble is not None:
+            raise WorkerLost(trouble)
+
+    async def __del__(self) -> None:
+        """Serve calls this when the replica is to go."""
+        if not hasattr(self, "_rounds"):
+            return
+        self._reports.cancel()
+        self._coordinator.close()
+        await asyncio.wait([self._rounds], timeout=5.0)
+        await self._group.close()
+        for outlet in self._outlets.values():
+            outlet.close()
+
+    def _trouble(self) -> str | None:
+        """A dead worker or coordinator, or a round that began longer ago than its deadline: never mere load."""
+        if self._group.lost is not None:
+            return self._group.lost
+        if self._rounds.done():
+            return f"the coordinator has ended: {self._rounds.exception() if not self._rounds.cancelled() else 'cancelled'}"
+        since = self._coordinator.in_round_since
+        if since is not None and time.perf_counter() - since > 2 * self._config.faults.round_deadline_s + ROUND_SLACK_S:
+            return "a round does not end"
+        return None
+
+    def _emit(self, chunks: Sequence[Chunk]) -> None:
+        """One message for each gateway that has chunks in this round."""
+        by_outlet: dict[Outlet, list[Chunk]] = {}
+        for chunk in chunks:
+            reply = self._replies.get(chunk.seq_id) if chunk.finish is None else self._replies.pop(chunk.seq_id, None)
+            if reply is None:
+                continue
+            by_outlet.setdefault(reply.outlet, []).append(replace(chunk, seq_id=reply.number))
+            if chunk.finish is not None and not reply.ended.done():
+                reply.ended.set_result(None)
+        for outlet, mine in by_outlet.items():
+            outlet.send(Chunks(tuple(mine)))
+
+    def _outlet(self, ticket: Ticket) -> Outlet:
+        if ticket not in self._outlets:
+            self._close_idle()
+            self._outlets[ticket] = Outlet(ticket)
+        return self._outlets[ticket]
+
+    def _close_idle(self) -> None:
+        """When a new gateway shows up, those that have no requests here may be gone."""
+        busy = {id(reply.outlet) for reply in self._replies.values()}
+        for ticket, outlet in list(self._outlets.items()):
+            if id(outlet) not in busy:
+                outlet.close()
+                del self._outlets[ticket]
+
+    def _report(self) -> Report:
+        self._gauges.observe(self._coordinator, self._group)
+        return Report(self._replica, ENGINE, self._trouble(), self._registry.snapshot())
+
+
+@serve.ingress()
+class Gateway:
+    """The HTTP server. Tokens in, text out; its requests' chunks come by its own link."""
+
+    async def __init__(self, config: Config, engine: Any, board: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._config = config
+        self._text = Text.load(config.target.path, revision=config.target.revision)
+        self._inbox = Inbox(ray.util.get_node_ip_address())
+        info: ModelInfo = await engine.info.remote()
+        self._served = Served(
+            name=config.model,
+            vocab_size=info.vocab_size,
+            max_context=min(info.max_context, info.num_pages * info.page_size),
+            created=int(time.time()),
+            max_gamma=config.speculation.max_gamma,
+        )
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._replicas = Replicas(engine, board, self._inbox, own=self._replica)
+        self._registry = Registry()
+        self._reports = asyncio.create_task(report_for_ever(board, self._report))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return build_app(self._replicas, self._text, self._served, self._config, self._registry)
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_reports"):
+            self._reports.cancel()
+            self._replicas.close()
+
+    def _report(self) -> Report:
+        return Report(self._replica, GATEWAY, None, self._registry.snapshot())

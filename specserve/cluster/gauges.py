@@ -1,0 +1,47 @@
+"""What an engine reads off its coordinator and its workers, once a second: queues, pages, and how busy the devices are."""
+
+from __future__ import annotations
+
+import time
+
+from specserve.cluster.group import Group
+from specserve.engine import Coordinator
+from specserve.metrics import Registry
+
+
+class Gauges:
+    """Remembers the last reading, for what is a rate or a difference."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._last_time = time.monotonic()
+        self._last_busy = {"target": 0.0, "draft": 0.0}
+        self._last_counts: dict[str, int] = {}
+
+    def observe(self, coordinator: Coordinator, group: Group) -> None:
+        registry, scheduler = self._registry, coordinator.scheduler
+        registry.gauge("replicas").set(1)
+        registry.gauge("num_requests_running").set(len(scheduler.running))
+        registry.gauge("num_requests_waiting").set(len(scheduler.waiting))
+        registry.gauge("gamma").set(coordinator.pacer.gamma if group.drafter is not None else 0)
+        self._count("preemptions_total", scheduler.num_preempted)
+        self._count("prefix_cache_queries_total", group.target.prefix_queries)
+        self._count("prefix_cache_hits_total", group.target.prefix_hits)
+        registry.gauge("kv_cache_usage_perc").set(group.target.pages_used / group.info.num_pages, "target")
+        busy = {"target": group.target.busy_seconds}
+        if group.drafter is not None and group.draft_worker is not None:
+            registry.gauge("kv_cache_usage_perc").set(group.drafter.pages_used / group.draft_worker.ready.num_pages, "draft")
+            busy["draft"] = group.drafter.busy_seconds
+        self._busy(busy)
+
+    def _busy(self, seconds: dict[str, float]) -> None:
+        now = time.monotonic()
+        for role, busy in seconds.items():
+            share = (busy - self._last_busy[role]) / max(now - self._last_time, 1e-9)
+            self._registry.gauge("device_busy_fraction").set(min(1.0, share), role)
+            self._last_busy[role] = busy
+        self._last_time = now
+
+    def _count(self, name: str, total: int) -> None:
+        self._registry.counter(name).add(total - self._last_counts.get(name, 0))
+        self._last_counts[name] = total

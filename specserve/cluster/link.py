@@ -1,0 +1,269 @@
+"""Encrypted, authenticated links of messages: Client to Server between a coordinator and a worker, Outlet to Inbox between engines and a gateway.
+
+Every link has keys of its own (CURVE), handed over by whoever started both ends; the end that listens admits a single client key
+(gate.py). Whatever else arrives is logged and ignored. Knows neither Ray nor what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+import zmq
+
+from specserve.cluster.gate import Gate, Socket, arrived, bind
+from specserve.errors import BadFrame, WorkerLost
+from specserve.wire import Chunks, Failed, Message, Proposals, Propose, Verdicts, Verify, pack, unpack
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 2**28  # bytes; a peer that has not yet shown its key cannot make us allocate more
+OUTLET_MARK = 100_000  # messages that wait for a gateway before more are dropped
+OUTLET_LINGER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One end's keys, in Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def fresh(cls) -> Keys:
+        return cls(*zmq.curve_keypair())
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server end listens, and the key by which it is known."""
+
+    host: str
+    port: int
+    public: bytes
+
+    @property
+    def endpoint(self) -> str:
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """All that an engine needs to send to a gateway. Whoever holds it is admitted."""
+
+    address: Address
+    keys: Keys
+
+
+class Server:
+    """The worker's end. Blocking, for one thread at a time; connections are admitted while it receives."""
+
+    def __init__(self, keys: Keys, host: str, admits: bytes) -> None:
+        self._context = zmq.Context()
+        self._socket = _socket(self._context, zmq.ROUTER, keys)
+        self._gate = Gate(self._context, self._socket, admits)
+        self._peer = b""  # who sent the last message: a coordinator that connected anew is answered, not the connection that it lost
+        self.address = Address(host, bind(self._socket, host), keys.public)
+        self._poller = zmq.Poller()
+        for socket in (self._socket, *self._gate.sockets):
+            self._poller.register(socket, zmq.POLLIN)
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """The next message, or None once the time is over."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while (message := self._take()) is None:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            for socket, _ in self._poller.poll(None if left is None else int(left * 1e3) + 1):
+                if socket is not self._socket:
+                    self._gate.attend()
+        return message
+
+    def waiting(self) -> bool:
+        """Whether something is there; costs a microsecond, so it can be asked between two forward passes."""
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+    def send(self, message: Message) -> None:
+        """Answers the last message. Nothing happens if its sender is gone."""
+        assert self._peer
+        self._socket.send_multipart([self._peer, *pack(message)], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._gate.close()
+        self._socket.close()
+        self._context.term()
+
+    def _take(self) -> Message | None:
+        for peer, *frames in arrived(self._socket):
+            if (message := _read(frames)) is not None:
+                self._peer = peer
+                return message
+        return None
+
+
+class Client:
+    """The coordinator's end, in the event loop of its first call. One call at a time."""
+
+    def __init__(self, keys: Keys, address: Address) -> None:
+        self._context = zmq.Context()
+        self._socket = _socket(self._context, zmq.DEALER, keys)
+        _connect(self._socket, address)
+        self._address = address
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._number: int | None = None  # of the call under way
+        self._answer: asyncio.Future[Message] | None = None
+        self._lost: WorkerLost | None = None
+
+    async def call(self, message: Propose | Verify, timeout_s: float) -> Message:
+        """The answer of the same number. Raises what the worker failed with, or WorkerLost."""
+        assert self._answer is None
+        if self._lost is not None:
+            raise self._lost
+        loop = self._listen()
+        self._number, self._answer = message.number, loop.create_future()
+        try:
+            self.post(message)
+            self._hear()  # sending looks at the socket's news too, and the loop would then not be told of them
+            async with asyncio.timeout(timeout_s):
+                answer = await self._answer
+        except TimeoutError:
+            raise WorkerLost(f"the worker at {self._address.host}:{self._address.port} has not answered within {timeout_s:g} s") from None
+        finally:
+            self._number = self._answer = None
+        if isinstance(answer, Failed):
+            raise answer.error()
+        return answer
+
+    def post(self, message: Message) -> None:
+        """Sends a message that is not answered."""
+        try:
+            self._socket.send_multipart(pack(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise WorkerLost(f"the worker at {self._address.host}:{self._address.port} has long taken no messages") from None
+
+    def fail(self, error: WorkerLost) -> None:
+        """The call under way, and any later one, raises this: someone knows that the worker is gone."""
+        self._lost = error
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+    def close(self) -> None:
+        """What has not been sent is not sent any more."""
+        self.fail(WorkerLost("the link to the worker is closed"))
+        _deaf(self._loop, self._socket)
+        self._socket.close()
+        self._context.term()
+
+    def _listen(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.FD, self._hear)
+        return self._loop
+
+    def _hear(self) -> None:
+        for frames in arrived(self._socket):
+            message = _read(frames)
+            if not isinstance(message, (Proposals, Verdicts, Failed)):
+                continue
+            if self._answer is not None and message.number == self._number and not self._answer.done():
+                self._answer.set_result(message)
+            else:
+                log.info("dropped a late answer to round %d", message.number)
+
+
+class Inbox:
+    """The gateway's end, in the event loop where it first receives: takes the chunks of whichever engine has its ticket."""
+
+    def __init__(self, host: str) -> None:
+        keys, guests = Keys.fresh(), Keys.fresh()
+        self._context = zmq.Context()
+        self._socket = _socket(self._context, zmq.PULL, keys)
+        self._gate = Gate(self._context, self._socket, guests.public)
+        self.ticket = Ticket(Address(host, bind(self._socket, host), keys.public), guests)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrived: asyncio.Queue[Chunks] = asyncio.Queue()
+
+    async def receive(self) -> Chunks:
+        """The next message; those of one engine come in the order in which they were sent."""
+        self._listen()
+        return await self._arrived.get()
+
+    def close(self) -> None:
+        for socket in (self._socket, *self._gate.sockets):
+            _deaf(self._loop, socket)
+        self._gate.close()
+        self._socket.close()
+        self._context.term()
+
+    def _listen(self) -> None:
+        if self._loop is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.FD, self._hear)
+        for socket in self._gate.sockets:
+            self._loop.add_reader(socket.FD, self._gate.attend)
+
+    def _hear(self) -> None:
+        for frames in arrived(self._socket):
+            message = _read(frames)
+            if isinstance(message, Chunks):
+                self._arrived.put_nowait(message)
+
+
+class Outlet:
+    """The engine's end. Never blocks: when the gateway is gone, its chunks wait for a while and are then dropped."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._context = zmq.Context()
+        self._socket = _socket(self._context, zmq.PUSH, ticket.keys)
+        self._socket.set(zmq.SNDHWM, OUTLET_MARK)
+        _connect(self._socket, ticket.address)
+        self._gateway = f"{ticket.address.host}:{ticket.address.port}"
+        self._is_full = False
+
+    def send(self, chunks: Chunks) -> None:
+        try:
+            self._socket.send_multipart(pack(chunks), zmq.NOBLOCK)
+            self._is_full = False
+        except zmq.Again:
+            if not self._is_full:  # one line, not one a round
+                log.warning("the gateway at %s takes no messages; those for it are dropped", self._gateway)
+            self._is_full = True
+
+    def close(self) -> None:
+        """The last messages get a second to leave; a thread waits for that, since whoever closes has other gateways to serve."""
+        self._socket.close(linger=int(OUTLET_LINGER_S * 1e3))
+        threading.Thread(target=self._context.term, name="outlet-close").start()
+
+
+def _socket(context: zmq.Context[Socket], kind: int, keys: Keys) -> Socket:
+    socket = context.socket(kind)
+    socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
+    socket.set(zmq.IPV6, 1)
+    socket.set(zmq.CURVE_PUBLICKEY, keys.public)
+    socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+    return socket
+
+
+def _connect(socket: Socket, address: Address) -> None:
+    socket.set(zmq.CURVE_SERVERKEY, address.public)
+    socket.connect(address.endpoint)
+
+
+def _read(frames: list[bytes]) -> Message | None:
+    """None for what is not ours: one bad message must not end whoever receives it."""
+    try:
+        return unpack(frames)
+    except BadFrame as error:
+        log.warning("ignored %s", error)
+        return None
+
+
+def _deaf(loop: asyncio.AbstractEventLoop | None, socket: Socket) -> None:
+    if loop is not None and not loop.is_closed():
+        loop.remove_reader(socket.FD)

@@ -1,0 +1,48 @@
+"""What one engine replica asks of the cluster: a bundle for the coordinator, one for each rank of the target, one for what drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specserve.config import Config
+from specserve.errors import ConfigError
+
+COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]  # which nodes will do
+
+
+def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
+    """In the order of their numbers. Where a device is `auto`, it is a GPU if the cluster has any."""
+    target, draft = config.target, config.draft
+    rank = Bundle(_resources(1.0 if _on_gpu(target.device, has_gpus) else 0.0, target.threads), target.label_selector)
+    wanted = (Bundle({"CPU": 1.0}, {}), *[rank] * target.tensor_parallel)
+    if draft.kind == "none":
+        return wanted
+    share = draft.num_gpus if draft.num_gpus is not None else 1.0 if _on_gpu(draft.device, has_gpus) else 0.0
+    return (*wanted, Bundle(_resources(share, draft.threads), draft.label_selector))
+
+
+def check_fits(wanted: tuple[Bundle, ...], available: Mapping[str, float], *, replicas: int) -> None:
+    """Raises ConfigError when the cluster, were it empty, could not hold that many replicas. Says how much is asked for and there."""
+    for kind in ("GPU", "CPU"):
+        asked = replicas * sum(bundle.resources.get(kind, 0.0) for bundle in wanted)
+        there = available.get(kind, 0.0)
+        if asked > there:
+            each = " + ".join(f"{bundle.resources.get(kind, 0.0):g}" for bundle in wanted)
+            raise ConfigError(
+                f"{asked:g} {kind}s are asked for ({replicas} x ({each}): coordinator, target ranks, draft), and the cluster has {there:g}"
+            )
+
+
+def _resources(gpus: float, threads: int | None) -> dict[str, float]:
+    return {"CPU": float(threads or 1)} if not gpus else {"CPU": 1.0, "GPU": gpus}
+
+
+def _on_gpu(device: str, has_gpus: bool) -> bool:
+    return device.startswith("cuda") or (device == "auto" and has_gpus)

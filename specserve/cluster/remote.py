@@ -1,0 +1,63 @@
+"""Target and drafter as the coordinator knows them, at the other end of links. One message each way per worker and round."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from specserve.cluster.link import Client
+from specserve.errors import WorkerLost
+from specserve.types import DraftStep, Proposal, Verdict, VerifyStep
+from specserve.wire import Proposals, Propose, Verdicts, Verify
+
+
+class RemoteTarget:
+    """All ranks get the same message; rank 0 has the verdicts, the others say that they have kept up."""
+
+    def __init__(self, ranks: Sequence[Client], *, deadline_s: float) -> None:
+        self._ranks, self._deadline_s = tuple(ranks), deadline_s
+        self._number = 0
+        self._released: list[int] = []
+        self.busy_seconds = 0.0  # of rank 0
+        self.pages_used = self.prefix_queries = self.prefix_hits = 0
+
+    async def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        self._number += 1
+        message = Verify(self._number, tuple(steps), tuple(self._released))
+        self._released.clear()
+        first, *_ = await asyncio.gather(*(rank.call(message, self._deadline_s) for rank in self._ranks))
+        if not isinstance(first, Verdicts):
+            raise WorkerLost(f"the target answered a round with {type(first).__name__}")
+        self.busy_seconds += first.seconds
+        self.pages_used = first.pages_used
+        return first.verdicts
+
+    async def release(self, seq_ids: Sequence[int]) -> None:
+        """They go with the next round's message."""
+        self._released += seq_ids
+
+
+class RemoteDrafter:
+    """What drafts, elsewhere."""
+
+    def __init__(self, worker: Client, *, deadline_s: float) -> None:
+        self._worker, self._deadline_s = worker, deadline_s
+        self._number = 0
+        self._released: list[int] = []
+        self.busy_seconds = 0.0
+        self.pages_used = 0
+
+    async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+        self._number += 1
+        message = Propose(self._number, deadline, tuple(steps), tuple(self._released))
+        self._released.clear()
+        answer = await self._worker.call(message, self._deadline_s)
+        if not isinstance(answer, Proposals):
+            raise WorkerLost(f"the drafter answered a round with {type(answer).__name__}")
+        self.busy_seconds += answer.seconds
+        self.pages_used = answer.pages_used
+        return answer.proposals
+
+    async def release(self, seq_ids: Sequence[int]) -> None:
+        """They go with the next round's message."""
+        self._released += seq_ids

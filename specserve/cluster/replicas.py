@@ -1,0 +1,97 @@
+"""The engine replicas as the HTTP server knows them: a Serve call for each request, and the tokens by the gateway's link.
+
+The call routes, holds back, scales and cancels; it lasts as long as the request, and says at most why it was refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+
+from specserve.api.service import Status
+from specserve.cluster.link import Inbox
+from specserve.errors import Overloaded, SpecserveError, Unavailable, WorkerLost
+from specserve.types import Chunk, Request
+
+log = logging.getLogger(__name__)
+
+LAST_CHUNK_S = 5.0  # within which the last chunk follows the end of its call
+
+Mail = asyncio.Queue[Chunk | SpecserveError]
+
+
+class Replicas:
+    """Implements `api.service.Service` over handles of the engine and of the board."""
+
+    def __init__(self, engine: Any, board: Any, inbox: Inbox, *, own: str) -> None:
+        self._engine, self._board, self._inbox, self._own = engine, board, inbox, own
+        self._numbers = itertools.count()
+        self._mail: dict[int, Mail] = {}
+        self._sorting = asyncio.create_task(self._sort())
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        number, mail = next(self._numbers), Mail()
+        self._mail[number] = mail
+        call = self._engine.generate.remote(request, number, self._inbox.ticket)
+        watch = asyncio.create_task(_watch(call, mail))
+        ended = False
+        try:
+            while not ended:
+                chunk = await mail.get()
+                if isinstance(chunk, SpecserveError):
+                    raise chunk
+                ended = chunk.finish is not None
+                yield chunk
+        finally:
+            del self._mail[number]
+            watch.cancel()
+            if not ended:
+                call.cancel()
+
+    async def status(self) -> Status:
+        try:
+            status: Status = await self._board.status.remote(self._own)
+        except (RayError, RayServeException) as error:
+            return Status(ready=False, healthy=False, why=f"the engines' board does not answer: {error}", metrics=(), replicas=0)
+        return status
+
+    async def trace(self) -> Mapping[str, Any]:
+        trace: Mapping[str, Any] = await self._engine.trace.remote()
+        return trace
+
+    def close(self) -> None:
+        self._sorting.cancel()
+        self._inbox.close()
+
+    async def _sort(self) -> None:
+        """Each chunk to the request that it belongs to. Those of requests that have gone are dropped."""
+        while True:
+            for chunk in (await self._inbox.receive()).chunks:
+                mail = self._mail.get(chunk.seq_id)
+                if mail is not None:
+                    mail.put_nowait(chunk)
+
+
+async def _watch(call: Any, mail: Mail) -> None:
+    """Puts into the mail what ends a request otherwise than by its last chunk: a refusal, or the death of the replica."""
+    try:
+        refusal = await call
+        if refusal is None:  # the last chunk has been sent, and normally overtakes this answer
+            await asyncio.sleep(LAST_CHUNK_S)
+            refusal = WorkerLost("the end of the text was lost between engine and gateway")
+    except BackPressureError as error:
+        refusal = Overloaded(str(error))
+    except DeploymentUnavailableError as error:
+        refusal = Unavailable(f"the engine is not available: {error}")
+    except RayActorError:
+        refusal = WorkerLost("the engine replica died")
+    except (RayError, RayServeException) as error:
+        log.exception("a request's call failed")
+        refusal = WorkerLost(f"the request's call failed: {type(error).__name__}")
+    mail.put_nowait(refusal)

@@ -1,0 +1,176 @@
+"""The actors that hold the models: one rank of the target, or what drafts. Each answers one coordinator, over a link of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import ray
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from specserve.cluster.link import Address, Keys, Server
+from specserve.config import Config
+from specserve.drafters.open import open_drafter
+from specserve.models.load import find_checkpoint
+from specserve.models.rank import open_rank
+from specserve.models.shard import Shard
+from specserve.types import DraftStep, ModelInfo, Policy, VerifyStep, Warp
+from specserve.wire import Failed, Message, Proposals, Propose, Stop, Verdicts, Verify
+
+if TYPE_CHECKING:
+    from specserve.drafters.neural import NeuralDrafter
+    from specserve.models.rank import Follower
+    from specserve.models.target import TargetModel
+
+log = logging.getLogger(__name__)
+
+RENDEZVOUS = timedelta(minutes=5)  # within which all ranks must have come
+WARM_UP = 2**62  # the id of the sequence that warms a worker up; no request ever has it
+WARM_LENGTHS = (64, 8, 1)  # rows of the passes that warm it up
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker runs."""
+
+    node: str  # Ray's id of it
+    device: str
+    accelerators: tuple[str, ...]  # Ray's ids of those that are its own
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a worker says of itself once it can work."""
+
+    address: Address
+    place: Place
+    context: int  # positions that one sequence may have
+    num_pages: int
+    info: ModelInfo | None = None  # of a target
+
+
+class TargetWorker:
+    """One rank of the target. `open`, then `run` for the rest of its life."""
+
+    def __init__(self, config: Config, rank: int, admits: bytes) -> None:
+        self._config, self._rank = config, rank
+        self._server = Server(Keys.fresh(), ray.util.get_node_ip_address(), admits)
+        self._store: TCPStore | None = None
+        self._model: TargetModel | Follower | None = None
+
+    def meet(self) -> tuple[str, int]:
+        """Of rank 0: opens the place where the ranks find one another; its host and port."""
+        host = ray.util.get_node_ip_address()
+        self._store = TCPStore(host, 0, self._size, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS)
+        return host, self._store.port
+
+    def open(self, meeting: tuple[str, int] | None) -> Ready:
+        """Reads this rank's share of the weights and warms up. Every rank must be told to, at the same time."""
+        own = self._config.target
+        _use_threads(own.threads, sharers=own.tensor_parallel + (self._config.draft.kind != "none"))
+        self._model = open_rank(find_checkpoint(own.path, revision=own.revision), self._config, shard=self._joined(meeting))
+        for rows in WARM_LENGTHS:
+            self._model.verify([_verify_step(min(rows, self._model.info.max_context))])
+            self._model.release([WARM_UP])
+        return Ready(
+            self._server.address, _place(self._model.runner.device), self._model.info.max_context, self._model.info.num_pages, self._model.info
+        )
+
+    def run(self) -> None:
+        """Answers until it is told to stop. While this call is under way, the worker is alive."""
+        _answer_all(self._server, self._answer)
+
+    @property
+    def _size(self) -> int:
+        return self._config.target.tensor_parallel
+
+    def _joined(self, meeting: tuple[str, int] | None) -> Shard | None:
+        if meeting is None:
+            return None
+        store = self._store or TCPStore(*meeting, self._size, is_master=False, timeout=RENDEZVOUS)
+        on_cuda = self._config.target.device != "cpu" and torch.cuda.is_available()
+        dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=self._rank, world_size=self._size)
+        return Shard(self._rank, self._size)
+
+    def _answer(self, message: Message) -> Message:
+        assert self._model is not None
+        assert isinstance(message, Verify)
+        begun = time.perf_counter()
+        self._model.release(message.released)
+        verdicts = tuple(self._model.verify(message.steps))
+        return Verdicts(message.number, verdicts, time.perf_counter() - begun, self._model.runner.cache.num_used)
+
+
+class DraftWorker:
+    """What drafts, on a device of its own."""
+
+    def __init__(self, config: Config, admits: bytes) -> None:
+        self._config = config
+        self._server = Server(Keys.fresh(), ray.util.get_node_ip_address(), admits)
+        self._drafter: NeuralDrafter | None = None
+
+    def open(self, target: ModelInfo) -> Ready:
+        """Reads the weights and warms up."""
+        own = self._config.draft
+        assert own.path is not None
+        _use_threads(own.threads, sharers=self._config.target.tensor_parallel + 1)
+        self._drafter = open_drafter(find_checkpoint(own.path), self._config, target_vocab_size=target.vocab_size)
+        for rows in WARM_LENGTHS:
+            self._drafter.propose([_draft_step(min(rows, self._drafter.context - 2))], float("inf"))
+            self._drafter.release([WARM_UP])
+        runner = self._drafter.runner
+        return Ready(self._server.address, _place(runner.device), self._drafter.context, runner.cache.num_pages)
+
+    def run(self) -> None:
+        """Answers until it is told to stop. While this call is under way, the worker is alive."""
+        _answer_all(self._server, self._answer)
+
+    def _answer(self, message: Message) -> Message:
+        assert self._drafter is not None
+        assert isinstance(message, Propose)
+        begun = time.perf_counter()
+        self._drafter.release(message.released)
+        proposals = tuple(self._drafter.propose(message.steps, self._drafter.clock() + message.deadline))
+        return Proposals(message.number, proposals, time.perf_counter() - begun, self._drafter.runner.cache.num_used)
+
+
+def _answer_all(server: Server, answer: Callable[[Message], Message]) -> None:
+    """One answer for each message. A failure is an answer too: it belongs to the round that asked."""
+    while not isinstance(message := server.receive(None), Stop):
+        if not isinstance(message, (Propose, Verify)):
+            continue
+        try:
+            server.send(answer(message))
+        except Exception as error:
+            log.exception("round %d failed", message.number)
+            server.send(Failed(message.number, type(error).__name__, str(error) or type(error).__name__))
+    server.close()
+
+
+def _use_threads(wanted: int | None, *, sharers: int) -> None:
+    """On CPUs: what the config says, or else a fair share of this node's cores, as if all workers were on it."""
+    torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // sharers))
+
+
+def _place(device: torch.device) -> Place:
+    context = ray.get_runtime_context()
+    return Place(context.get_node_id(), str(device), tuple(context.get_accelerator_ids().get("GPU", ())))
+
+
+def _verify_step(rows: int) -> VerifyStep:
+    return VerifyStep(WARM_UP, 0, (0,) * rows, (), None, _policy(rows))
+
+
+def _draft_step(rows: int) -> DraftStep:
+    return DraftStep(WARM_UP, 0, (0,) * max(1, rows), 2, _policy(rows))
+
+
+def _policy(rows: int) -> Policy:
+    return Policy(Warp(), "block", seed=0, prompt_length=rows)

@@ -1,0 +1,39 @@
+"""One rank of a target: opened from a config, all of it or a share. Rank 0 judges; the others compute their part of each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specserve.config import Config
+from specserve.models.open import Placement, open_model
+from specserve.models.runner import Runner
+from specserve.models.shard import Shard
+from specserve.models.target import TargetModel
+from specserve.types import ModelInfo, Step, Verdict, VerifyStep
+
+
+class Follower:
+    """A rank other than 0. Its cache takes the same steps; its logits are nobody's."""
+
+    def __init__(self, runner: Runner, info: ModelInfo) -> None:
+        self.runner, self.info = runner, info
+
+    def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        writes = [Step(step.seq_id, step.start, step.tokens + step.drafts) for step in steps]
+        self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
+        return ()
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        self.runner.release(seq_ids)
+
+
+def open_rank(checkpoint: Path, config: Config, *, shard: Shard | None = None) -> TargetModel | Follower:
+    """Raises whatever is wrong with the checkpoint, or TooLittleMemory."""
+    opened = open_model(checkpoint, Placement.of(config.target, config), shard=shard)
+    cache, spec = opened.runner.cache, opened.spec
+    info = ModelInfo(
+        vocab_size=spec.vocab_size, max_context=opened.max_context, end_ids=spec.end_ids, page_size=cache.page_size, num_pages=cache.num_pages
+    )
+    judges = shard is None or shard.rank == 0
+    return TargetModel(opened.runner, info) if judges else Follower(opened.runner, info)

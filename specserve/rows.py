@@ -1,0 +1,251 @@
+"""The nouns as rows of plain values and bytes, and back. Knows no messages, and no format around the rows.
+
+Numbers are packed in columns of fixed width, so what is read has the right types by construction, and no count is negative.
+Arrays are gathered beside the rows. What cannot be read raises ValueError, TypeError, IndexError or struct.error.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from specserve.types import (
+    VERIFIERS,
+    Chunk,
+    DraftStep,
+    Finish,
+    Logprobs,
+    Origin,
+    Policy,
+    Proposal,
+    SparseRows,
+    Stats,
+    Verdict,
+    VerifyStep,
+    Warp,
+)
+
+Row = tuple[Any, ...]
+
+_SIZES = {"I": 4, "Q": 8, "d": 8}  # tokens, ids of sequences, real numbers
+_ORIGINS = tuple(Origin)
+_ORIGIN_CODES = {origin: code for code, origin in enumerate(_ORIGINS)}
+
+_POLICY = struct.Struct("<QQ?Qd dQddddd")  # seed, prompt_length, logprobs, lenience; a Warp up to its biases
+_DRAFT_STEP = struct.Struct("<QQQ")  # seq_id, start, gamma
+_PROPOSAL = struct.Struct("<QQQ?I")  # seq_id, start, held, support
+_VERIFY_STEP = struct.Struct("<QQ??I")  # seq_id, start, decide, support
+_VERDICT = struct.Struct("<QQQ")  # seq_id, accepted, next_token
+_STATS = struct.Struct("<?QQQQQQ")  # the fields of Stats behind the verifier
+_NUMBER = struct.Struct("<Q")
+
+
+class ArraysOut:
+    """Gathers the sparse rows of a message for one frame: on an encrypted link a frame costs more than a copy."""
+
+    __slots__ = ("_ids", "_probs")
+
+    def __init__(self) -> None:
+        self._ids: list[Any] = []
+        self._probs: list[Any] = []
+
+    def put(self, q: SparseRows | None, num_tokens: int) -> tuple[bool, int]:
+        """Whether there are rows, and how wide they are; that there is one for each token goes without saying."""
+        if q is None:
+            return False, 0
+        assert q.ids.shape == q.probs.shape
+        assert len(q.ids) == num_tokens
+        self._ids.append(q.ids)
+        self._probs.append(q.probs)
+        return True, q.ids.shape[1]
+
+    def frames(self) -> list[memoryview]:
+        """Ids as 4 bytes, half of what they have in memory: what is not sent need not be encrypted."""
+        size = sum([ids.size for ids in self._ids])
+        if not size:
+            return []
+        words = np.empty(2 * size, dtype="<u4")
+        np.concatenate(self._ids, axis=None, out=words[:size], casting="unsafe")
+        np.concatenate(self._probs, axis=None, out=words[size:].view("<f4"), casting="same_kind")
+        return [words.data.cast("B")]
+
+
+class ArraysIn:
+    """Hands out the sparse rows of a frame in the order in which they were put."""
+
+    __slots__ = ("_at", "_ids", "_probs", "_size")
+
+    def __init__(self, frame: bytes | memoryview) -> None:
+        self._at, self._size = 0, len(frame) // 8
+        if self._size * 8 != len(frame):
+            raise ValueError("a frame of arrays that is cut off")
+        if self._size:
+            words = np.frombuffer(frame, dtype="<u4")
+            self._ids = words[: self._size].astype(np.int64)
+            self._probs = words[self._size :].view("<f4")
+            self._ids.flags.writeable = self._probs.flags.writeable = False
+        else:
+            self._ids, self._probs = np.empty(0, np.int64), np.empty(0, np.float32)
+
+    def take(self, num_tokens: int, *, has_rows: bool, support: int) -> SparseRows | None:
+        if not has_rows:
+            return None
+        at, stop = self._at, self._at + num_tokens * support
+        if stop > self._size:
+            raise ValueError("a frame of arrays that is too short for the message")
+        self._at = stop
+        shape = (num_tokens, support)
+        return SparseRows(self._ids[at:stop].reshape(shape), self._probs[at:stop].reshape(shape))
+
+    @property
+    def is_empty(self) -> bool:
+        return self._at == self._size
+
+
+def packed(code: str, numbers: Sequence[float]) -> bytes:
+    """A column of numbers, each of the width that its code has."""
+    return struct.pack(f"<{len(numbers)}{code}", *numbers)
+
+
+def unpacked(code: str, column: bytes) -> tuple[Any, ...]:
+    """A column that was cut off inside a number does not fit its format and raises."""
+    return struct.unpack(f"<{len(column) // _SIZES[code]}{code}", column)
+
+
+def text(value: object) -> str:
+    if type(value) is not str:
+        raise TypeError("a text is missing")
+    return value
+
+
+def _optional(value: int | None) -> tuple[bool, int]:
+    return (False, 0) if value is None else (True, value)
+
+
+def _write_policy(policy: Policy) -> Row:
+    warp = policy.warp
+    numbers = _POLICY.pack(
+        policy.seed,
+        policy.prompt_length,
+        *_optional(policy.logprobs),
+        policy.lenience,
+        warp.temperature,
+        warp.top_k,
+        warp.top_p,
+        warp.min_p,
+        warp.presence_penalty,
+        warp.frequency_penalty,
+        warp.repetition_penalty,
+    )
+    if not warp.logit_bias:
+        return numbers, policy.verifier, b"", b""
+    tokens, biases = zip(*warp.logit_bias, strict=True)
+    return numbers, policy.verifier, packed("I", tokens), packed("d", biases)
+
+
+@lru_cache(maxsize=256)  # a sequence's policy comes with each of its steps, always the same
+def _read_policy(numbers: bytes, verifier: str, tokens: bytes, biases: bytes) -> Policy:
+    seed, prompt_length, has_logprobs, logprobs, lenience, temperature, top_k, top_p, min_p, presence, frequency, repetition = _POLICY.unpack(numbers)
+    if verifier not in VERIFIERS:
+        raise ValueError("an unknown verifier")
+    logit_bias = tuple(zip(unpacked("I", tokens), unpacked("d", biases), strict=True))
+    warp = Warp(temperature, top_k, top_p, min_p, presence, frequency, repetition, logit_bias)
+    return Policy(warp, verifier, seed, prompt_length, logprobs if has_logprobs else None, lenience)
+
+
+def _write_logprobs(logprobs: tuple[Logprobs, ...] | None) -> Row | None:
+    if logprobs is None:
+        return None
+    own, counts = [each.token for each in logprobs], [len(each.top) for each in logprobs]
+    top_ids, top = [list(chain.from_iterable(parts)) for parts in ([each.top_ids for each in logprobs], [each.top for each in logprobs])]
+    return packed("d", own), packed("I", counts), packed("I", top_ids), packed("d", top)
+
+
+def _read_logprobs(row: Any) -> tuple[Logprobs, ...] | None:
+    if row is None:
+        return None
+    own, counts, top_ids, top = (unpacked(code, column) for code, column in zip("dIId", row, strict=True))
+    if not sum(counts) == len(top_ids) == len(top):
+        raise ValueError("alternatives are missing")
+    ids, logprobs = iter(top_ids), iter(top)
+    return tuple([Logprobs(each, tuple(islice(ids, n)), tuple(islice(logprobs, n))) for each, n in zip(own, counts, strict=True)])
+
+
+def write_draft_step(step: DraftStep, arrays: ArraysOut) -> Row:
+    return _DRAFT_STEP.pack(step.seq_id, step.start, step.gamma), packed("I", step.tokens), _write_policy(step.policy)
+
+
+def read_draft_step(row: Any, arrays: ArraysIn) -> DraftStep:
+    numbers, tokens, policy = row
+    seq_id, start, gamma = _DRAFT_STEP.unpack(numbers)
+    return DraftStep(seq_id, start, unpacked("I", tokens), gamma, _read_policy(*policy))
+
+
+def write_proposal(proposal: Proposal, arrays: ArraysOut) -> Row:
+    shape = arrays.put(proposal.q, len(proposal.tokens))
+    return _PROPOSAL.pack(proposal.seq_id, proposal.start, proposal.held, *shape), packed("I", proposal.tokens)
+
+
+def read_proposal(row: Any, arrays: ArraysIn) -> Proposal:
+    numbers, tokens = row
+    seq_id, start, held, has_rows, support = _PROPOSAL.unpack(numbers)
+    tokens = unpacked("I", tokens)
+    return Proposal(seq_id, start, tokens, arrays.take(len(tokens), has_rows=has_rows, support=support), held)
+
+
+def write_verify_step(step: VerifyStep, arrays: ArraysOut) -> Row:
+    numbers = _VERIFY_STEP.pack(step.seq_id, step.start, step.decide, *arrays.put(step.q, len(step.drafts)))
+    return numbers, packed("I", step.tokens), packed("I", step.drafts), _write_policy(step.policy)
+
+
+def read_verify_step(row: Any, arrays: ArraysIn) -> VerifyStep:
+    numbers, tokens, drafts, policy = row
+    seq_id, start, decide, has_rows, support = _VERIFY_STEP.unpack(numbers)
+    drafts = unpacked("I", drafts)
+    q = arrays.take(len(drafts), has_rows=has_rows, support=support)
+    return VerifyStep(seq_id, start, unpacked("I", tokens), drafts, q, _read_policy(*policy), decide)
+
+
+def write_verdict(verdict: Verdict, arrays: ArraysOut) -> Row:
+    return _VERDICT.pack(verdict.seq_id, verdict.accepted, verdict.next_token), _write_logprobs(verdict.logprobs)
+
+
+def read_verdict(row: Any, arrays: ArraysIn) -> Verdict:
+    numbers, logprobs = row
+    seq_id, accepted, next_token = _VERDICT.unpack(numbers)
+    return Verdict(seq_id, accepted, next_token, _read_logprobs(logprobs))
+
+
+def _write_stats(stats: Stats) -> Row:
+    counts = (stats.rounds, stats.drafted, stats.accepted, stats.target_passes, stats.anticipated, stats.resumed)
+    return stats.verifier, _STATS.pack(stats.lossless, *counts)
+
+
+def _read_stats(row: Any) -> Stats:
+    verifier, numbers = row
+    return Stats(text(verifier), *_STATS.unpack(numbers))
+
+
+def write_chunk(chunk: Chunk, arrays: ArraysOut) -> Row:
+    origins = bytes([_ORIGIN_CODES[origin] for origin in chunk.origins])
+    stats = None if chunk.stats is None else _write_stats(chunk.stats)
+    return _NUMBER.pack(chunk.seq_id), packed("I", chunk.tokens), origins, _write_logprobs(chunk.logprobs), chunk.finish, stats, chunk.error
+
+
+def read_chunk(row: Any, arrays: ArraysIn) -> Chunk:
+    number, tokens, origins, logprobs, finish, stats, error = row
+    (seq_id,) = _NUMBER.unpack(number)
+    return Chunk(
+        seq_id,
+        unpacked("I", tokens),
+        tuple([_ORIGINS[code] for code in origins]),
+        _read_logprobs(logprobs),
+        None if finish is None else Finish(text(finish)),
+        None if stats is None else _read_stats(stats),
+        None if error is None else text(error),
+    )
