@@ -32,6 +32,7 @@ from specserve.types import (
 
 Row = tuple[Any, ...]
 
+_ID, _PROB = np.dtype("<u4"), np.dtype("<f4")
 _SIZES = {"I": 4, "Q": 8, "d": 8}  # tokens, ids of sequences, real numbers
 _ORIGINS = tuple(Origin)
 _ORIGIN_CODES = {origin: code for code, origin in enumerate(_ORIGINS)}
@@ -51,8 +52,8 @@ class ArraysOut:
     __slots__ = ("_ids", "_probs")
 
     def __init__(self) -> None:
-        self._ids: list[Any] = []
-        self._probs: list[Any] = []
+        self._ids: list[bytes] = []
+        self._probs: list[bytes] = []
 
     def put(self, q: SparseRows | None, num_tokens: int) -> tuple[bool, int]:
         """Whether there are rows, and how wide they are; that there is one for each token goes without saying."""
@@ -60,19 +61,14 @@ class ArraysOut:
             return False, 0
         assert q.ids.shape == q.probs.shape
         assert len(q.ids) == num_tokens
-        self._ids.append(q.ids)
-        self._probs.append(q.probs)
+        assert q.probs.dtype == _PROB
+        self._ids.append(q.ids.astype(_ID).tobytes())  # half of what they have in memory: what is not sent need not be encrypted
+        self._probs.append(q.probs.tobytes())
         return True, q.ids.shape[1]
 
-    def frames(self) -> list[memoryview]:
-        """Ids as 4 bytes, half of what they have in memory: what is not sent need not be encrypted."""
-        size = sum([ids.size for ids in self._ids])
-        if not size:
-            return []
-        words = np.empty(2 * size, dtype="<u4")
-        np.concatenate(self._ids, axis=None, out=words[:size], casting="unsafe")
-        np.concatenate(self._probs, axis=None, out=words[size:].view("<f4"), casting="same_kind")
-        return [words.data.cast("B")]
+    def frames(self) -> list[bytes]:
+        frame = b"".join(self._ids + self._probs)
+        return [frame] if frame else []
 
 
 class ArraysIn:
@@ -85,12 +81,11 @@ class ArraysIn:
         if self._size * 8 != len(frame):
             raise ValueError("a frame of arrays that is cut off")
         if self._size:
-            words = np.frombuffer(frame, dtype="<u4")
-            self._ids = words[: self._size].astype(np.int64)
-            self._probs = words[self._size :].view("<f4")
-            self._ids.flags.writeable = self._probs.flags.writeable = False
+            self._ids = np.frombuffer(frame, _ID, self._size).astype(np.int64)
+            self._probs = np.frombuffer(frame, _PROB, self._size, self._size * _ID.itemsize)
         else:
             self._ids, self._probs = np.empty(0, np.int64), np.empty(0, np.float32)
+        self._ids.flags.writeable = self._probs.flags.writeable = False
 
     def take(self, num_tokens: int, *, has_rows: bool, support: int) -> SparseRows | None:
         if not has_rows:

@@ -109,7 +109,7 @@ class Stop:
 Message = Propose | Proposals | Verify | Verdicts | Failed | Chunks | Stop
 
 
-def pack(message: Message) -> list[Frame]:
+def pack(message: Message) -> list[bytes]:
     """The frames of a message. Texts that are not Unicode are escaped: a message about an error must not fail itself."""
     layout, arrays = _LAYOUTS[type(message)], ArraysOut()
     items = layout.items(message)
@@ -122,7 +122,7 @@ def pack(message: Message) -> list[Frame]:
 
 
 def unpack(frames: Sequence[Frame]) -> Message:
-    """The message of these frames, or BadFrame. Arrays of sparse rows are views of their frame, read-only."""
+    """The message of these frames, or BadFrame. Sparse rows are read-only views of one array for the whole message."""
     try:
         return _unpack(frames)
     except (ValueError, TypeError, IndexError, struct.error, msgpack.UnpackException) as error:

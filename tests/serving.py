@@ -6,7 +6,8 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from specserve.cluster.launch import running
+from specserve.cluster.home import ray_here
+from specserve.cluster.launch import deployed
 from specserve.config import Config, parse
 
 
@@ -18,9 +19,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(keys: Mapping[str, object] | None = None) -> Iterator[tuple[str, Config]]:
-    """Joins the Ray that runs here, or starts one."""
+def served(keys: Mapping[str, object] | None = None, *, join: bool = False) -> Iterator[tuple[str, Config]]:
+    """On a Ray of its own, or joining the one that runs."""
     config = parse({"http.port": free_port(), **(keys or {})})
     said: list[str] = []
-    with running(config, said.append) as url:
+    with ray_here(config, said.append, join=join), deployed(config, said.append) as url:
         yield url, config

@@ -16,7 +16,7 @@ from specserve.cluster.launch import handle
 from specserve.cluster.workers import Place
 from specserve.config import parse
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PROMPTS = [[7, 11, 13], [5] * 40, list(range(3, 90))]
 
@@ -62,7 +62,7 @@ def test_each_worker_is_on_the_device_and_node_that_the_config_asks_for_and_the_
         "speculation": {"gamma": 3},
         "cache": {"pages": 256},
     }
-    with served(keys) as (url, _):
+    with served(keys, join=True) as (url, _):
         places: dict[str, Place] = handle("Engine").places.remote().result()
         written = texts(url)
     assert {name: place.node for name, place in places.items()} == {

@@ -17,6 +17,7 @@ from specserve.config import Config, Replicas, parse
 
 APP_NAME = "specserve"
 GATEWAY_STREAMS = 4096  # that one gateway holds open at once; the engines refuse long before
+BURST = 64  # requests on their way to an engine that are not counted yet
 LOOK_BACK_S = 30.0
 
 
@@ -41,8 +42,8 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
         "placement_group_bundles": [dict(bundle.resources) for bundle in wanted],
         "placement_group_strategy": "PACK",
         "ray_actor_options": {"num_cpus": wanted[0].resources["CPU"]},
-        "max_ongoing_requests": limits.max_running + limits.max_queued + 1,  # the engine itself refuses the one too many, and says so
-        "max_queued_requests": max(1, limits.max_queued),
+        "max_ongoing_requests": limits.max_running + limits.max_queued + BURST,  # the engine itself refuses what is too much, and says so
+        "max_queued_requests": limits.max_queued + BURST,
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 60.0,  # of a call that only looks at counters; slowness under load is no illness
         "graceful_shutdown_wait_loop_s": 0.5,

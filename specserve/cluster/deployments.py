@@ -90,6 +90,10 @@ class Engine:
         """Where each worker runs; for operators and tests."""
         return dict(self._group.places)
 
+    async def pages_used(self) -> int:
+        """Of the target's cache, as of its last round."""
+        return self._group.target.pages_used
+
     async def trace(self) -> dict[str, Any]:
         return self._journal.trace()
 

@@ -20,7 +20,6 @@ class Gauges:
 
     def observe(self, coordinator: Coordinator, group: Group) -> None:
         registry, scheduler = self._registry, coordinator.scheduler
-        registry.gauge("replicas").set(1)
         registry.gauge("num_requests_running").set(len(scheduler.running))
         registry.gauge("num_requests_waiting").set(len(scheduler.waiting))
         registry.gauge("gamma").set(coordinator.pacer.gamma if group.drafter is not None else 0)

@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import signal
-import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from specserve import errors
 from specserve.checkpoints import find_checkpoints
-from specserve.cluster.placement import bundles, check_fits
+from specserve.cluster.home import ray_here, serve_runs
 from specserve.config import Config
-from specserve.errors import ConfigError, SpecserveError, Unavailable
+from specserve.errors import SpecserveError, Unavailable
 
 Say = Callable[[str], None]
 
-SERVE_SETTINGS = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # a sixth of the CPU a streamed chunk that Serve's own proxy takes
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # the only balancer in front is Serve's own, which knows at once;
-    "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",  # with the default of 30 s Ctrl-C would take as long
-}
-QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-GATEWAY_CPUS = 1.0
 START_TIMEOUT_S = 1800.0
 WATCH_EVERY_S = 0.5
 STATUS_EVERY_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """The Ray that we use, and whether it is ours to take down."""
-
-    ours: bool
-    serves_already: bool
-
-
 def serve_until_ended(config: Config, say: Say) -> None:
     """Returns after Ctrl-C or SIGTERM, with everything that it started gone."""
     find_checkpoints(config)  # mistakes in the paths should not wait for Ray
-    with _signals_as_interrupts(), running(config, say) as url:
+    with _signals_as_interrupts(), ray_here(config, say), deployed(config, say) as url:
         say(f"ready {url}")
         say(_example(url, config.model))
         try:
@@ -56,10 +36,19 @@ def serve_until_ended(config: Config, say: Say) -> None:
 
 
 @contextlib.contextmanager
-def running(config: Config, say: Say, *, engine: type[Any] | None = None) -> Iterator[str]:
-    """The application, for as long as the context lasts; its URL. `engine` takes the place of the real one in measurements."""
-    with _cluster(config, say) as cluster, _deployed(config, cluster, say, engine=engine):
+def deployed(config: Config, say: Say, *, engine: type[Any] | None = None) -> Iterator[str]:
+    """The application on the Ray that is joined, for as long as the context lasts; its URL. `engine` may stand in for the real one."""
+    from ray import serve
+
+    from specserve.cluster.app import APP_NAME, application
+
+    if not serve_runs():
+        serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=_quiet())
+    try:
+        _deploy(lambda: serve.run(application(config, engine=engine), name=APP_NAME, logging_config=_quiet()), say)
         yield f"http://{config.http.host}:{config.http.port}{config.http.root_path}"
+    finally:
+        serve.delete(APP_NAME)
 
 
 def handle(deployment: str) -> Any:
@@ -81,57 +70,6 @@ def _signals_as_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _cluster(config: Config, say: Say) -> Iterator[Cluster]:
-    """Joins the Ray that runs here; else starts one of our own, and ends it at the end."""
-    for name, value in SERVE_SETTINGS.items():  # read where Serve starts, and when it is imported
-        os.environ.setdefault(name, value)
-    import ray
-
-    with contextlib.ExitStack() as stack:
-        try:
-            ray.init(address="auto", **QUIET)
-            say("joined the Ray cluster that runs here")
-            ours = False
-        except ConnectionError:
-            _require_free_port(config)
-            say("starting Ray")
-            _keep_proxy_files_in(stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-")))
-            ray.init(num_cpus=_cpus(config), include_dashboard=False, **QUIET)
-            ours = True
-        stack.callback(ray.shutdown)
-        check_fits(_bundles(config), ray.cluster_resources(), replicas=max(1, config.replicas.min))
-        yield Cluster(ours, serves_already=not ours and _serve_runs())
-
-
-def _keep_proxy_files_in(directory: str) -> None:
-    """Serve would leave its HAProxy's socket and files behind under /tmp."""
-    os.environ["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = f"{directory}/haproxy.cfg"
-    os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] = f"{directory}/admin.sock"
-    os.environ["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = f"{directory}/metrics.sock"
-    os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = directory
-    os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = f"{directory}/server-state"
-
-
-@contextlib.contextmanager
-def _deployed(config: Config, cluster: Cluster, say: Say, *, engine: type[Any] | None) -> Iterator[None]:
-    from ray import serve
-
-    from specserve.cluster.app import APP_NAME, application
-
-    if not cluster.serves_already:
-        if not cluster.ours:
-            _require_free_port(config)
-        serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=_quiet())
-    try:
-        _deploy(lambda: serve.run(application(config, engine=engine), name=APP_NAME, logging_config=_quiet()), say)
-        yield
-    finally:
-        serve.delete(APP_NAME)
-        if not cluster.ours and not cluster.serves_already:
-            serve.shutdown()  # a Ray of our own ends as a whole
 
 
 def _deploy(run: Callable[[], object], say: Say) -> None:
@@ -208,39 +146,6 @@ def _follow(say: Say) -> None:
             line = f"no status: {type(error).__name__}"
         if line is not None:
             say(line)
-
-
-def _require_free_port(config: Config) -> None:
-    host, port = config.http.host, config.http.port
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from error
-
-
-def _bundles(config: Config) -> Any:
-    import ray
-
-    return bundles(config, has_gpus=ray.cluster_resources().get("GPU", 0) > 0)
-
-
-def _cpus(config: Config) -> int:
-    """Ray counts CPUs, it does not divide them: on a small machine we declare as many as our parts ask for."""
-    each = sum(bundle.resources["CPU"] for bundle in bundles(config, has_gpus=False))
-    return max(os.cpu_count() or 1, int(config.replicas.max * each + GATEWAY_CPUS) + 1)
-
-
-def _serve_runs() -> bool:
-    import ray
-    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-
-    try:
-        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def _http_options(config: Config) -> dict[str, Any]:

@@ -125,14 +125,13 @@ class Client:
             raise self._lost
         loop = self._listen()
         self._number, self._answer = message.number, loop.create_future()
+        deadline = loop.call_later(timeout_s, self._give_up, timeout_s)
         try:
             self.post(message)
             self._hear()  # sending looks at the socket's news too, and the loop would then not be told of them
-            async with asyncio.timeout(timeout_s):
-                answer = await self._answer
-        except TimeoutError:
-            raise WorkerLost(f"the worker at {self._address.host}:{self._address.port} has not answered within {timeout_s:g} s") from None
+            answer = await self._answer
         finally:
+            deadline.cancel()
             self._number = self._answer = None
         if isinstance(answer, Failed):
             raise answer.error()
@@ -148,8 +147,7 @@ class Client:
     def fail(self, error: WorkerLost) -> None:
         """The call under way, and any later one, raises this: someone knows that the worker is gone."""
         self._lost = error
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
+        self._break_off(error)
 
     def close(self) -> None:
         """What has not been sent is not sent any more."""
@@ -163,6 +161,13 @@ class Client:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._socket.FD, self._hear)
         return self._loop
+
+    def _give_up(self, timeout_s: float) -> None:
+        self._break_off(WorkerLost(f"the worker at {self._address.host}:{self._address.port} has not answered within {timeout_s:g} s"))
+
+    def _break_off(self, error: WorkerLost) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
 
     def _hear(self) -> None:
         for frames in arrived(self._socket):

@@ -50,9 +50,9 @@ class Replicas:
                 yield chunk
         finally:
             del self._mail[number]
-            watch.cancel()
-            if not ended:
+            if not ended and not watch.done():
                 call.cancel()
+            watch.cancel()
 
     async def status(self) -> Status:
         try:

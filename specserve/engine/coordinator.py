@@ -150,12 +150,14 @@ class Coordinator:
         self.scheduler.select()
         gammas = self.pacer.choose(self.scheduler.running)  # what would pay
         batch = self.scheduler.next_batch(gammas)  # what fits
-        await self._release()
+        told = await self._release()
         if batch.rows:
             self.num_rounds += 1
             self.in_round_since = self._clock()
             chunks += await self._advance(batch, begun=self.in_round_since)
             self.in_round_since = None
+        elif told:
+            await self._settle()
         if chunks:
             self._emit(chunks)
 
@@ -200,17 +202,27 @@ class Coordinator:
         message = str(error) or type(error).__name__
         return self._let_go([row.sequence.end(Finish.ERROR, error=message) for row in batch.rows])
 
-    async def _release(self) -> None:
-        """Tells the workers, before they need the room, which sequences they may forget."""
+    async def _settle(self) -> None:
+        """A round of nothing: workers that hear of releases with their next steps hear of them now, though there are none."""
+        try:
+            if self.drafter is not None:
+                await self.drafter.propose((), math.inf)
+            await self.target.verify(())
+        except Exception:
+            log.exception("a worker failed while there was nothing to do")
+
+    async def _release(self) -> bool:
+        """Tells the workers, before they need the room, which sequences they may forget; whether there were any."""
         released, self.scheduler.released = self.scheduler.released, []
         if not released:
-            return
+            return False
         for worker in (self.target, self.drafter):
             if worker is not None:
                 try:
                     await worker.release(released)
                 except Exception:  # a worker that cannot even forget will fail in its next step, where that is dealt with
                     log.exception("%s failed to release %d sequences", type(worker).__name__, len(released))
+        return True
 
     def _end_unwanted(self) -> list[Chunk]:
         """Ends what was cancelled, or everything when closed; their pages are free for the round that begins."""

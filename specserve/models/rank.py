@@ -21,7 +21,8 @@ class Follower:
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         writes = [Step(step.seq_id, step.start, step.tokens + step.drafts) for step in steps]
-        self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
+        if writes:
+            self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
         return ()
 
     def release(self, seq_ids: Sequence[int]) -> None:

@@ -21,6 +21,8 @@ class TargetModel:
         self.runner, self.info = runner, info
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        if not steps:
+            return []
         writes = [Step(step.seq_id, step.start, step.tokens + step.drafts) for step in steps]
         logits = self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
         decided = [step for step in steps if step.decide]

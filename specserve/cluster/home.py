@@ -1,0 +1,92 @@
+"""The Ray that serves: the one that runs here already, or one of our own, which ends with us. And whether it can hold what is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from specserve.cluster.placement import bundles, check_fits
+from specserve.config import Config
+from specserve.errors import ConfigError
+
+SERVE_SETTINGS = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # a sixth of the CPU a streamed chunk that Serve's own proxy takes
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # the only balancer in front is Serve's own, which knows at once;
+    "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",  # with the default of 30 s Ctrl-C would take as long
+}
+QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+GATEWAY_CPUS = 1.0
+
+
+@contextlib.contextmanager
+def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -> Iterator[None]:
+    """Raises ConfigError when the cluster is too small for the config, or its port is taken."""
+    for name, value in SERVE_SETTINGS.items():  # read where Serve starts, and when it is imported
+        os.environ.setdefault(name, value)
+    import ray
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    with contextlib.ExitStack() as stack:
+        if not (join and _joined()):
+            require_free_port(config)
+            say("starting Ray")
+            _keep_proxy_files_in(stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-")))
+            ray.init(address="local", num_cpus=_num_cpus(config), include_dashboard=False, **QUIET)
+        else:
+            say("joined the Ray cluster that runs here")
+        stack.callback(ray.shutdown)
+        resources = ray.cluster_resources()
+        check_fits(bundles(config, has_gpus=resources.get("GPU", 0) > 0), resources, replicas=max(1, config.replicas.min))
+        yield
+
+
+def serve_runs() -> bool:
+    """Whether Serve has been started on the cluster, by whomever."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    try:
+        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def require_free_port(config: Config) -> None:
+    host, port = config.http.host, config.http.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from error
+
+
+def _joined() -> bool:
+    import ray
+
+    try:
+        ray.init(address="auto", **QUIET)
+    except ConnectionError:
+        return False
+    return True
+
+
+def _keep_proxy_files_in(directory: str) -> None:
+    """Serve would leave its HAProxy's socket and files behind under /tmp."""
+    os.environ["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = f"{directory}/haproxy.cfg"
+    os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] = f"{directory}/admin.sock"
+    os.environ["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = f"{directory}/metrics.sock"
+    os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = directory
+    os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = f"{directory}/server-state"
+
+
+def _num_cpus(config: Config) -> int:
+    """Ray counts CPUs, it does not divide them: on a small machine we declare as many as our parts ask for."""
+    each = sum(bundle.resources["CPU"] for bundle in bundles(config, has_gpus=False))
+    return max(os.cpu_count() or 1, int(config.replicas.max * each + GATEWAY_CPUS) + 1)
