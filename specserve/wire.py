@@ -72,6 +72,8 @@ class Verdicts:
     verdicts: tuple[Verdict, ...]
     seconds: float
     pages_used: int
+    prefix_queries: int = 0  # prompt tokens that were ever looked for in the prefix cache
+    prefix_hits: int = 0  # and found
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,7 @@ class _Layout:
 
 _TIMED = struct.Struct("<Qd")  # number, deadline
 _SPENT = struct.Struct("<QdQ")  # number, seconds, pages_used
+_JUDGED = struct.Struct("<QdQQQ")  # the same, prefix_queries, prefix_hits
 _NUMBER = struct.Struct("<Q")
 
 
@@ -191,8 +194,8 @@ def _verify(fields: Any, steps: tuple[VerifyStep, ...]) -> Verify:
 
 def _verdicts(fields: Any, verdicts: tuple[Verdict, ...]) -> Verdicts:
     (numbers,) = fields
-    number, seconds, pages_used = _SPENT.unpack(numbers)
-    return Verdicts(number, verdicts, seconds, pages_used)
+    number, seconds, pages_used, queries, hits = _JUDGED.unpack(numbers)
+    return Verdicts(number, verdicts, seconds, pages_used, queries, hits)
 
 
 def _failed(fields: Any, nothing: tuple[()]) -> Failed:
@@ -234,7 +237,9 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         read=read_verify_step,
     ),
     Verdicts: _Layout(
-        fields=lambda message: (_SPENT.pack(message.number, message.seconds, message.pages_used),),
+        fields=lambda message: (
+            _JUDGED.pack(message.number, message.seconds, message.pages_used, message.prefix_queries, message.prefix_hits),
+        ),
         build=_verdicts,
         items=lambda message: message.verdicts,
         write=write_verdict,

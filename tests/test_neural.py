@@ -42,6 +42,32 @@ def test_each_sequence_gets_its_own_gamma_and_what_it_would_get_alone(checkpoint
     assert [len(proposal.tokens) for proposal in together] == list(range(6))
 
 
+def test_sampled_company_changes_neither_tokens_nor_what_they_were_drawn_from(checkpoint: Path) -> None:
+    """Each with another gamma, some with penalties, which look at the drafts so far."""
+    warps = [SAMPLED, Warp(frequency_penalty=1.0), Warp(temperature=0.5), GREEDY, Warp(presence_penalty=3.0, temperature=0.0), SAMPLED]
+    steps = [step(i, PROMPT[i:], gamma=(3 * i) % 7 + 1, warp=warp, seed=i) for i, warp in enumerate(warps)]
+    together = drafter(checkpoint).propose(steps, IN_TIME)
+    for proposal, own in zip(together, steps, strict=True):
+        (alone,) = drafter(checkpoint).propose([own], IN_TIME)
+        assert (proposal.tokens, proposal.held) == (alone.tokens, alone.held)
+        assert len(proposal.tokens) == own.gamma
+        assert (proposal.q is None) == (own.policy.warp.temperature == 0)
+        if proposal.q is not None and alone.q is not None:
+            np.testing.assert_array_equal(np.sort(proposal.q.ids), np.sort(alone.q.ids))
+            np.testing.assert_allclose(proposal.q.probs, alone.q.probs, atol=1e-5)
+
+
+def test_what_a_proposal_wrote_is_held_and_its_room_is_given_back_after_a_refusal(checkpoint: Path) -> None:
+    model = drafter(checkpoint)
+    (proposal,) = model.propose([step(0, gamma=20)], IN_TIME)
+    assert proposal.held == len(PROMPT) + 19
+    (late,) = model.propose([step(0, (7,), start=len(PROMPT), gamma=20)], -1.0)  # room for 20, time for one
+    assert late.held == len(PROMPT) + 1
+    model.propose([step(0, (8,), start=len(PROMPT) + 1, gamma=0)], IN_TIME)
+    model.runner.cache.check()
+    assert model.runner.cache.num_used == 3
+
+
 def test_greedy_drafts_are_certain_and_sampled_ones_carry_what_they_were_drawn_from(checkpoint: Path) -> None:
     greedy, sampled = drafter(checkpoint).propose([step(0), step(1, warp=SAMPLED)], IN_TIME)
     assert greedy.q is None

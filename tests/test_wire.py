@@ -89,7 +89,7 @@ messages = st.one_of(
     st.builds(Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts),
     st.builds(Proposals, counts, some(proposals()), reals, counts),
     st.builds(Verify, counts, some(verify_steps()), many_counts),
-    st.builds(Verdicts, counts, some(verdicts), reals, counts),
+    st.builds(Verdicts, counts, some(verdicts), reals, counts, counts, counts),
     st.builds(Failed, counts, st.text(), st.text()),
     st.builds(Chunks, some(chunks)),
     st.just(Stop()),
@@ -189,7 +189,7 @@ def test_another_version_is_refused_and_both_are_named() -> None:
 
 
 def head(*, magic: object = b"specserve", kind: object = "Verdicts", num_items: object = 1, own: object = None, rows: tuple[object, ...]) -> bytes:
-    own = (bytes(24),) if own is None else own
+    own = (bytes(40),) if own is None else own
     return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
 
 
@@ -224,7 +224,7 @@ GOOD_ROW = (bytes(24), None)
         [head(kind="Stop", num_items=1, own=(), rows=(GOOD_ROW,))],
         [head(kind="Failed", num_items=1, own=(bytes(8), "a", "b"), rows=(GOOD_ROW,))],
         [head(own=(), rows=(GOOD_ROW,))],
-        [head(own=("x" * 24,), rows=(GOOD_ROW,))],
+        [head(own=("x" * 40,), rows=(GOOD_ROW,))],
         [head(rows=(b"",))],
         [head(rows=((bytes(23), None),))],
         [head(rows=((bytes(24), None, None),))],

@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from specserve.llm import LLM
+from specserve.models.huge import use_huge_pages
 
 
 @dataclass(slots=True)
@@ -105,8 +106,12 @@ def shares(run: Callable[[], object]) -> dict[str, float]:
 
 
 def read_bandwidth(*, megabytes: int = 1024, repeats: int = 7) -> float:
-    """Bytes a second that the threads of this process read from memory: the median of several sums over a buffer beyond any cache."""
+    """Bytes a second that the threads of this process read from memory: the median of several sums over a buffer beyond any cache.
+
+    It lies in huge pages, like the weights that it is compared with.
+    """
     buffer = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64)
+    use_huge_pages(buffer.data_ptr(), buffer.nbytes)
     rates = []
     for _ in range(repeats):
         start = time.perf_counter()

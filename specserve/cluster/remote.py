@@ -29,7 +29,7 @@ class RemoteTarget:
         if not isinstance(first, Verdicts):
             raise WorkerLost(f"the target answered a round with {type(first).__name__}")
         self.busy_seconds += first.seconds
-        self.pages_used = first.pages_used
+        self.pages_used, self.prefix_queries, self.prefix_hits = first.pages_used, first.prefix_queries, first.prefix_hits
         return first.verdicts
 
     async def release(self, seq_ids: Sequence[int]) -> None:

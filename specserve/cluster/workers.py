@@ -105,7 +105,8 @@ class TargetWorker:
         begun = time.perf_counter()
         self._model.release(message.released)
         verdicts = tuple(self._model.verify(message.steps))
-        return Verdicts(message.number, verdicts, time.perf_counter() - begun, self._model.runner.cache.num_used)
+        cache = self._model.runner.cache
+        return Verdicts(message.number, verdicts, time.perf_counter() - begun, cache.num_used, cache.prefix_queries, cache.prefix_hits)
 
 
 class DraftWorker:

@@ -2,50 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.sampling.distribution import History, WarpBatch, sample, truncate
 from specserve.sampling.noise import Purpose, row_keys, seed_array
 from specserve.sampling.noise import exponential as exponential_noise
-from specserve.types import DraftStep, Policy
+from specserve.types import DraftStep, Policy, SparseRows
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """One token for each sequence that still drafts, and the rows that they were drawn from (None: each was certain)."""
 
-    tokens: list[int]
-    ids: NDArray[np.int64] | None  # [drawing, support]
-    probs: NDArray[np.float32] | None
+    tokens: Tensor  # [drawing]
+    ids: Tensor | None  # [drawing, support]
+    probs: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """All that was drawn for one sequence, and what from (None: each token was certain)."""
+
+    tokens: tuple[int, ...]
+    q: SparseRows | None
 
 
 class Draws:
-    """Samples from each row's `support` likeliest tokens, renormalised under the sequence's warp: that is then q by definition."""
+    """Samples from each row's `support` likeliest tokens, renormalised under the sequence's warp: that is then q by definition.
 
-    def __init__(self, steps: Sequence[DraftStep], *, support: int, device: torch.device) -> None:
-        self.policies = [step.policy for step in steps]
+    Sequences drop out from the end. What is drawn stays on the device until all of it is asked for.
+    """
+
+    def __init__(self, steps: Sequence[DraftStep], histories: Sequence[History | None], *, support: int, device: torch.device) -> None:
+        self.policies, self.histories = [step.policy for step in steps], histories  # a history where there are penalties
         self.support = support
         self.plain = not any(policy.warp.has_penalties or policy.warp.logit_bias for policy in self.policies)
         self.certain = all(policy.warp.temperature == 0 for policy in self.policies)
         self.keys = None if self.certain else _keys(steps, device)  # [seqs, max gamma, 2]
+        self.drawn: list[Drawn] = []
         self._warps: tuple[int, WarpBatch] | None = None
 
-    def draw(self, logits: Tensor, drawing: Sequence[int], depth: int, history: Callable[[int], History]) -> Drawn:
-        """logits [drawing, vocab]: a row for each sequence that still drafts, by its number."""
-        warps = self._warp_batch(drawing, history)
+    def draw(self, logits: Tensor) -> Tensor:  # [drawing, vocab] -> [drawing]
+        """The next token of each of the first sequences, as many as there are rows."""
+        drawn = self._drawn(logits, self._warp_batch(len(logits)))
+        self.drawn.append(drawn)
+        return drawn.tokens
+
+    def guesses(self) -> list[Guess]:
+        """Of every sequence, in their order."""
+        tokens = torch.cat([drawn.tokens for drawn in self.drawn]).tolist()
+        firsts = [0, *accumulate(len(drawn.tokens) for drawn in self.drawn)]
+        rows = [[first + i for first, drawn in zip(firsts, self.drawn, strict=False) if i < len(drawn.tokens)] for i in range(len(self.policies))]
+        return [Guess(tuple(tokens[row] for row in own), q) for own, q in zip(rows, self._sources(rows), strict=True)]
+
+    def _sources(self, rows: Sequence[list[int]]) -> list[SparseRows | None]:
         if self.certain:
-            return Drawn(warps.greedy_tokens(logits).tolist(), None, None)
+            return [None] * len(rows)
+        ids = torch.cat([drawn.ids for drawn in self.drawn if drawn.ids is not None]).cpu().numpy()
+        probs = torch.cat([drawn.probs for drawn in self.drawn if drawn.probs is not None]).cpu().numpy()
+        return [SparseRows(ids[own], probs[own]) if policy.warp.temperature > 0 else None for own, policy in zip(rows, self.policies, strict=True)]
+
+    def _drawn(self, logits: Tensor, warps: WarpBatch) -> Drawn:
+        if self.certain:
+            return Drawn(warps.greedy_tokens(logits), None, None)
         ids, probs = self._likeliest(logits, warps)
         assert self.keys is not None
-        keys = self.keys[:, depth] if len(drawing) == len(self.policies) else self.keys[list(drawing), depth]
-        places = sample(probs, exponential_noise(keys, ids))
-        return Drawn(ids.gather(1, places[:, None])[:, 0].tolist(), ids.cpu().numpy(), probs.cpu().numpy())
+        places = sample(probs, exponential_noise(self.keys[: len(logits), len(self.drawn)], ids))
+        return Drawn(ids.gather(1, places[:, None])[:, 0], ids, probs)
 
     def _likeliest(self, logits: Tensor, warps: WarpBatch) -> tuple[Tensor, Tensor]:  # [drawing, support] both
         """Where no warp looks at ids, the support is that of the logits, and the rest of the vocabulary need not be warped."""
@@ -54,14 +83,16 @@ class Draws:
         top, ids = logits.topk(min(self.support, logits.shape[-1]), dim=-1)
         return ids, warps.probabilities(top)
 
-    def _warp_batch(self, drawing: Sequence[int], history: Callable[[int], History]) -> WarpBatch:
-        if self._warps is not None and self._warps[0] == len(drawing) and self.plain:
-            return self._warps[1]  # sequences only ever drop out, so the same number is the same sequences
-        policies = [self.policies[i] for i in drawing]
-        histories = [history(i) if self.policies[i].warp.has_penalties else None for i in drawing]
-        warps = WarpBatch([policy.warp for policy in policies], [1] * len(policies), histories)
-        self._warps = (len(drawing), warps)
+    def _warp_batch(self, drawing: int) -> WarpBatch:
+        if self._warps is not None and self._warps[0] == drawing and self.plain:
+            return self._warps[1]
+        histories = [None if history is None else self._continued(history, i) for i, history in enumerate(self.histories[:drawing])]
+        warps = WarpBatch([policy.warp for policy in self.policies[:drawing]], [1] * drawing, histories)
+        self._warps = (drawing, warps)
         return warps
+
+    def _continued(self, history: History, i: int) -> History:
+        return replace(history, drafts=tuple(int(drawn.tokens[i]) for drawn in self.drawn))
 
 
 def _keys(steps: Sequence[DraftStep], device: torch.device) -> Tensor:

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from specserve.drafters.draws import Drawn, Draws
+from specserve.drafters.draws import Draws, Guess
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import History
-from specserve.types import DraftStep, Proposal, SparseRows, Step
+from specserve.types import DraftStep, Proposal, Step
 
-
-@dataclass(slots=True)
-class _Draft:
-    """One sequence's proposal as it grows."""
-
-    step: DraftStep
-    tokens: list[int] = field(default_factory=list)
-    q: list[SparseRows] = field(default_factory=list)  # a row for each token; empty when each was certain
-
-    @property
-    def stop(self) -> int:
-        return self.step.start + len(self.step.tokens)
-
-    def proposal(self, held: int) -> Proposal:
-        q = None
-        if self.q:
-            q = SparseRows(np.concatenate([row.ids for row in self.q]), np.concatenate([row.probs for row in self.q]))
-        return Proposal(self.step.seq_id, self.stop, tuple(self.tokens), q, held)
+NOTHING = Guess((), None)
 
 
 class NeuralDrafter:
@@ -47,54 +29,66 @@ class NeuralDrafter:
     @torch.inference_mode()
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """A sequence that does not fit, or whose step leaves a gap, gets an empty proposal that says what is held of it."""
-        drafts = [_Draft(step) for step in steps]
-        able = self._fitting(drafts)
+        able = self._fitting(steps)
+        drafting = sorted((step for step in able if step.gamma), key=lambda step: -step.gamma)  # those who go on are always the first
+        guesses: dict[int, Guess] = {}
         if able:
-            self._draft(able, deadline)
-        return [draft.proposal(self.runner.cache.length(draft.step.seq_id)) for draft in drafts]
+            logits = self._read([*drafting, *(step for step in able if not step.gamma)])
+            if drafting:
+                guesses = self._draft(drafting, logits, deadline)
+        return [self._proposal(step, guesses.get(step.seq_id, NOTHING)) for step in steps]
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self.runner.release(seq_ids)
 
-    def _fitting(self, drafts: Sequence[_Draft]) -> list[_Draft]:
+    def _fitting(self, steps: Sequence[DraftStep]) -> list[DraftStep]:
         """Those that leave no gap and fit into the context and, all together, into the pages."""
         cache, fitting = self.runner.cache, []
         free = cache.num_free
-        for draft in drafts:
-            step, room = draft.step, draft.stop + max(draft.step.gamma - 1, 0)
+        for step in steps:
+            room = _stop(step) + max(step.gamma - 1, 0)
             pages = -(-room // cache.page_size) - step.start // cache.page_size  # counts a page that is copied on write
             if cache.length(step.seq_id) >= step.start and room <= self.context and pages <= free:
                 free -= pages
-                fitting.append(draft)
+                fitting.append(step)
         return fitting
 
-    def _draft(self, able: Sequence[_Draft], deadline: float) -> None:
-        writes = [Step(draft.step.seq_id, draft.step.start, self._known(draft.step.tokens)) for draft in able]
-        logits = self.runner.run(writes, [min(draft.step.gamma, 1) for draft in able])
-        drafts = [draft for draft in able if draft.step.gamma]
-        if not drafts:
-            return
-        draws = Draws([draft.step for draft in drafts], support=self.support, device=self.runner.device)
-        drawing, depth = list(range(len(drafts))), 0
-        while True:
-            self._take(drafts, drawing, draws.draw(logits[:, : self.shared_vocab], drawing, depth, lambda i: self._history(drafts[i])))
-            depth += 1
-            drawing = [i for i in drawing if drafts[i].step.gamma > depth]
-            if not drawing or self.clock() > deadline:
-                return
-            writes = [Step(drafts[i].step.seq_id, drafts[i].stop + depth - 1, (drafts[i].tokens[-1],)) for i in drawing]
-            logits = self.runner.run(writes, [1] * len(drawing))
+    def _read(self, steps: Sequence[DraftStep]) -> Tensor:  # [drafting, vocab]
+        """Write the committed tokens; logits behind them where drafts are wanted."""
+        writes = [Step(step.seq_id, step.start, self._known(step.tokens)) for step in steps]
+        return self.runner.run(writes, [min(step.gamma, 1) for step in steps])
 
-    def _take(self, drafts: Sequence[_Draft], drawing: Sequence[int], drawn: Drawn) -> None:
-        for row, i in enumerate(drawing):
-            draft = drafts[i]
-            draft.tokens.append(drawn.tokens[row])
-            if drawn.ids is not None and drawn.probs is not None and draft.step.policy.warp.temperature > 0:
-                draft.q.append(SparseRows(drawn.ids[row : row + 1], drawn.probs[row : row + 1]))
+    def _draft(self, steps: Sequence[DraftStep], logits: Tensor, deadline: float) -> dict[int, Guess]:
+        """Steps in falling order of gamma. The last token of each is drawn and not written."""
+        draws = Draws(steps, [self._history(step) for step in steps], support=self.support, device=self.runner.device)
+        tokens = draws.draw(self._shared(logits))
+        passes = self.runner.unroll([step.seq_id for step in steps], [step.gamma - 1 for step in steps])
+        for depth in range(1, steps[0].gamma):
+            if self.clock() > deadline:
+                break
+            while steps[len(tokens) - 1].gamma <= depth:
+                tokens = tokens[:-1]
+            tokens = draws.draw(self._shared(passes.logits(tokens)))
+        guesses = {step.seq_id: guess for step, guess in zip(steps, draws.guesses(), strict=True)}
+        for seq_id, guess in guesses.items():
+            self.runner.cache.append(seq_id, guess.tokens[:-1])
+        return guesses
 
-    def _history(self, draft: _Draft) -> History:
-        return History(self.runner.cache.tokens(draft.step.seq_id), draft.step.policy.prompt_length)
+    def _proposal(self, step: DraftStep, guess: Guess) -> Proposal:
+        return Proposal(step.seq_id, _stop(step), guess.tokens, guess.q, self.runner.cache.length(step.seq_id))
+
+    def _history(self, step: DraftStep) -> History | None:
+        if not step.policy.warp.has_penalties:
+            return None
+        return History(self.runner.cache.tokens(step.seq_id), step.policy.prompt_length)
+
+    def _shared(self, logits: Tensor) -> Tensor:  # [rows, shared vocabulary]
+        return logits if logits.shape[1] == self.shared_vocab else logits[:, : self.shared_vocab]
 
     def _known(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """A target with a larger padded embedding may, if hardly ever, commit an id that the draft has no row for."""
         return tuple(token if token < self.shared_vocab else 0 for token in tokens) if self.lacks_tokens else tokens
+
+
+def _stop(step: DraftStep) -> int:
+    return step.start + len(step.tokens)

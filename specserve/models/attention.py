@@ -58,14 +58,27 @@ def invariant(group: Group, keys: Tensor, values: Tensor, q: Tensor, rule: Rule)
     shared = heads // kv_heads  # query heads that share a key head
     n, t, c = group.seqs, group.queries, group.context
     k, v = _gathered(group, keys), _gathered(group, values)
-    q = q.view(n, t, kv_heads, shared, -1).transpose(1, 2).reshape(n * kv_heads, t * shared, -1)
-    scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(rule.scaling)  # [n * kv_heads, t * shared, c]
-    if rule.softcap is not None:
-        scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
-    scores.view(n, kv_heads, t, shared, c).masked_fill_(group.mask(rule.window), float("-inf"))
+    scores = torch.bmm(_by_head(q, n, t, kv_heads), k.transpose(1, 2)).view(n, kv_heads, t, shared, c)
+    scores = _biased(scores, group.bias(rule.window), rule).view(n * kv_heads, t * shared, c)
     weights = _with_sinks(scores, rule.sinks, kv_heads, t) if rule.sinks is not None else scores.softmax(-1)
     out = _weighted(weights.to(v.dtype), v, block=group.block)  # [n * kv_heads, t * shared, dim]
+    if t == 1:
+        return out.reshape(n, heads, -1)
     return out.view(n, kv_heads, t, shared, -1).transpose(1, 2).reshape(n * t, heads, -1)
+
+
+def _by_head(q: Tensor, seqs: int, queries: int, kv_heads: int) -> Tensor:
+    """[seqs * queries, heads, dim] -> [seqs * kv_heads, queries * (heads that share a key head), dim]; single queries lie so already."""
+    if queries == 1:
+        return q.reshape(seqs * kv_heads, -1, q.shape[2])
+    return q.view(seqs, queries, kv_heads, -1, q.shape[2]).transpose(1, 2).reshape(seqs * kv_heads, -1, q.shape[2])
+
+
+def _biased(scores: Tensor, bias: Tensor, rule: Rule) -> Tensor:  # both [seqs, kv_heads or 1, queries, shared or 1, context]
+    """The scores as the architecture wants them, in fp32, with those of the keys out of sight at -inf."""
+    if rule.softcap is None:
+        return torch.add(bias, scores, alpha=rule.scaling)
+    return scores.float().mul_(rule.scaling / rule.softcap).tanh_().mul_(rule.softcap).add_(bias)
 
 
 def _weighted(weights: Tensor, values: Tensor, *, block: int) -> Tensor:
@@ -84,7 +97,7 @@ def sdpa(group: Group, keys: Tensor, values: Tensor, q: Tensor, rule: Rule) -> T
         return invariant(group, keys, values, q, rule)
     n, t, kv_heads, heads = group.seqs, group.queries, keys.shape[1], q.shape[1]
     k, v = (_gathered(group, pool).view(n, kv_heads, group.context, -1) for pool in (keys, values))
-    seen = ~group.mask(rule.window)[:, :, :, 0]  # [n, 1, t, context]
+    seen = group.bias(rule.window)[:, :, :, 0] == 0  # [n, 1, t, context]
     q = q.view(n, t, heads, -1).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=rule.scaling, enable_gqa=True)
     return out.transpose(1, 2).reshape(n * t, heads, -1)

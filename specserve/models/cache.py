@@ -176,9 +176,12 @@ class PagedCache:
         return torch.from_numpy(self._table.pages[sequence.row, pages] * self.page_size + offsets).to(self.device)
 
     def table(self, seq_ids: Sequence[int], pages: int) -> NDArray[np.int64]:  # [seqs, pages]
-        """The first pages of each sequence, padded with page 0."""
+        """The first pages of each sequence, padded with page 0; a copy."""
         self._table.widen(pages)
-        return self._table.pages[[self._sequences[seq_id].row for seq_id in seq_ids], :pages]
+        rows = [self._sequences[seq_id].row for seq_id in seq_ids]
+        if len(rows) == 1:
+            return self._table.pages[rows[0] : rows[0] + 1, :pages].copy()  # looking up a list of rows takes four times as long
+        return self._table.pages[rows, :pages]
 
     def check(self) -> None:
         """Assert that every page is held as often as it is counted and that tables and names agree. For idle moments and tests."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.models.layout import FEW_QUERIES, Geometry, Layout, Pages, Writes
+from specserve.models.layout import FEW_QUERIES, Geometry, Layout, Sight, Writes
 from specserve.models.network import Network
 
 SMALLEST_CONTEXT = 256
@@ -72,11 +72,11 @@ class GraphedNetwork:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.network.logits(ids, _unmasked(layout), None)
+                self.network.logits(ids, _unseen(layout), None)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            logits = self.network.logits(ids, _unmasked(layout), None)
+            logits = self.network.logits(ids, _unseen(layout), None)
         return Captured(graph, ids, layout, logits)
 
 
@@ -93,10 +93,11 @@ def _refill(captured: Captured, ids: Tensor, layout: Layout) -> None:
 
 def _cloned(layout: Layout) -> Layout:
     positions, slots, gather, table, queries = (tensor.clone() for tensor in _tensors(layout))
-    pages = Pages(layout.groups[0].pages.table, table, gather)
+    pages = replace(layout.groups[0].pages, device_table=table, gather=gather)
     return Layout(positions, slots, (replace(layout.groups[0], pages=pages, positions=queries),))
 
 
-def _unmasked(layout: Layout) -> Layout:
-    """The same tensors with no mask remembered: inside a graph the mask must be computed anew from the positions."""
-    return Layout(layout.positions, layout.slots, (replace(layout.groups[0], masks={}),))
+def _unseen(layout: Layout) -> Layout:
+    """The same tensors with nothing remembered of who sees what: inside a graph that must be computed anew from the positions."""
+    group = layout.groups[0]
+    return Layout(layout.positions, layout.slots, (replace(group, sight=Sight(group.positions.unsqueeze(0), group.pages.keys), turn=0),))

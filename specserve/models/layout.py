@@ -56,6 +56,27 @@ class Pages:
     table: Ints  # [seqs, pages]
     device_table: Tensor  # the same, for kernels that read pages where they lie
     gather: Tensor  # [seqs * kv_heads * context] into a pool seen as [slots * kv_heads, dim]
+    slots: Tensor  # [seqs, context] of every position
+    keys: Tensor  # [context] 0, 1, ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which keys the queries of one pass, or of several in a row, may see. Made for all of them when the first layer asks."""
+
+    positions: Tensor  # [passes, seqs, queries]
+    keys: Tensor  # [context]
+    known: dict[int | None, tuple[Tensor, ...]] = field(default_factory=dict)  # by window; layers share them
+
+    def biases(self, window: int | None) -> tuple[Tensor, ...]:  # of each pass [seqs, 1, queries, 1, context]
+        """To be added to scores: 0 for a key in sight, -inf for one that is not."""
+        if window not in self.known:
+            positions = self.positions[:, :, None, :, None, None]
+            hidden = self.keys > positions
+            if window is not None:
+                hidden |= self.keys <= positions - window
+            self.known[window] = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf")).unbind(0)
+        return self.known[window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +91,12 @@ class Group:
     queries: int
     context: int  # a multiple of the block
     block: int
-    rounded: bool = False  # padded up to a shape that recurs
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window; layers share them within a pass
+    rounded: bool  # padded up to a shape that recurs
+    sight: Sight
+    turn: int = 0  # which of the sight's passes this is
 
-    def mask(self, window: int | None) -> Tensor:  # [seqs, 1, queries, 1, context], True where a key is out of sight
-        if window not in self.masks:
-            keys = torch.arange(self.context, device=self.positions.device)
-            distance = self.positions[:, :, None] - keys  # [seqs, queries, context]
-            hidden = distance < 0
-            if window is not None:
-                hidden |= distance >= window
-            self.masks[window] = hidden[:, None, :, None, :]
-        return self.masks[window]
+    def bias(self, window: int | None) -> Tensor:  # [seqs, 1, queries, 1, context] 0, or -inf where a key is out of sight
+        return self.sight.biases(window)[self.turn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,53 +114,93 @@ class Planner:
         self._last: tuple[Pages, ...] = ()
 
     def lay_out(self, writes: Writes) -> Layout:
-        even = len(writes.counts) == 1 or bool((writes.counts == writes.counts[0]).all())
-        kinds = _kinds(writes) if writes.context is None and len(writes.counts) > 1 else None
-        layout = self._even(writes) if even and (kinds is None or (kinds == kinds[0]).all()) else self._uneven(writes, kinds)
-        self._last = tuple(group.pages for group in layout.groups)
-        return layout
+        return self.unroll(writes, 1)[0]
 
-    def _even(self, writes: Writes) -> Layout:
-        """All sequences write as many tokens and attend together: a decoding round, or a prompt alone."""
-        size = self.geometry.page_size
+    def unroll(self, writes: Writes, passes: int) -> list[Layout]:
+        """`passes` passes in a row that write as many tokens of each sequence. `writes` is the last; all reach and gather as far as that one."""
+        if len(writes.counts) == 1:
+            layouts = self._alone(writes, passes)
+        else:
+            kinds = _kinds(writes) if writes.context is None else None
+            even = (writes.counts == writes.counts[0]).all() and (kinds is None or (kinds == kinds[0]).all())
+            layouts = self._even(writes, passes) if even else self._uneven(writes, kinds, passes)
+        self._last = tuple(group.pages for group in layouts[0].groups)
+        return layouts
+
+    def _alone(self, writes: Writes, passes: int) -> list[Layout]:
+        """One sequence: its positions are a stretch of all there are, and its slots a stretch of its own."""
         queries = int(writes.counts[0])
-        positions = writes.starts[:, None] + np.arange(queries)  # [seqs, queries]
-        slots = np.take_along_axis(writes.table, positions // size, axis=1) * size + positions % size
-        own = self._tensor(positions)
-        return Layout(own.view(-1), self._tensor(slots.reshape(-1)), (self._group(0, writes, own),))
+        rows = passes * queries
+        stop = int(writes.starts[0]) + queries
+        first = stop - rows
+        pages, context = self._pages(0, writes, stop)
+        positions = pages.keys.narrow(0, first, rows).view(passes, queries)
+        slots = pages.slots.narrow(1, first, rows).view(passes, queries)
+        groups = self._groups(positions.unsqueeze(1), pages, context, writes)
+        return [Layout(*of_pass) for of_pass in zip(positions.unbind(0), slots.unbind(0), zip(groups), strict=True)]
 
-    def _uneven(self, writes: Writes, kinds: Ints | None) -> Layout:
-        starts, counts, size = writes.starts, writes.counts, self.geometry.page_size
+    def _even(self, writes: Writes, passes: int) -> list[Layout]:
+        """All sequences write as many tokens and attend together: a decoding round."""
+        queries = int(writes.counts[0])
+        back = np.arange((1 - passes) * queries, queries).reshape(passes, 1, queries)  # from the last pass
+        positions = writes.starts[:, None] + back  # [passes, seqs, queries]
+        slots = self._slots(writes.table, np.arange(len(writes.starts))[:, None], positions)
+        own = self._tensor(positions)
+        groups = self._groups(own, *self._pages(0, writes, int(writes.lengths.max())), writes)
+        return [Layout(*of_pass) for of_pass in zip(own.flatten(1).unbind(0), self._tensor(slots).flatten(1).unbind(0), zip(groups), strict=True)]
+
+    def _uneven(self, writes: Writes, kinds: Ints | None, passes: int) -> list[Layout]:
+        counts = writes.counts
         owner = np.repeat(np.arange(len(counts)), counts)  # [rows]
         firsts = np.cumsum(counts) - counts
-        positions = np.arange(len(owner)) + (starts - firsts)[owner]
-        slots = writes.table[owner, positions // size] * size + positions % size
+        back = np.arange(1 - passes, 1)[:, None] * counts  # [passes, seqs] from the last pass
+        positions = np.arange(len(owner)) + (writes.starts - firsts + back)[:, owner]  # [passes, rows]
+        slots = self._slots(writes.table, owner, positions)
         companies = [np.arange(len(counts))] if kinds is None else [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
         groups = []
         for index, members in enumerate(companies):
             columns = np.arange(counts[members].max())
             own = counts[members, None]
             places = np.minimum(columns, own - 1) + firsts[members, None]  # [seqs, queries], padding repeats the last
-            part = Writes(starts[members], counts[members], writes.table[members], writes.context)
+            part = Writes(writes.starts[members], counts[members], writes.table[members], writes.context)
             ragged = bool((own != len(columns)).any())
             valid = self._tensor(np.flatnonzero(columns < own)) if ragged else None
-            groups.append(self._group(index, part, self._tensor(positions[places]), rows=self._tensor(places.reshape(-1)), valid=valid))
-        return Layout(self._tensor(positions), self._tensor(slots), tuple(groups))
+            at = self._tensor(positions[:, places])
+            pages, context = self._pages(index, part, int(part.lengths.max()))
+            groups.append(self._groups(at, pages, context, part, rows=self._tensor(places.reshape(-1)), valid=valid))
+        of_passes = zip(self._tensor(positions).unbind(0), self._tensor(slots).unbind(0), zip(*groups, strict=True), strict=True)
+        return [Layout(*of_pass) for of_pass in of_passes]
 
-    def _group(self, index: int, writes: Writes, positions: Tensor, *, rows: Tensor | None = None, valid: Tensor | None = None) -> Group:
-        seqs, queries = positions.shape
-        context = writes.context or self.geometry.context(int(writes.lengths.max()))
-        pages = self._pages(index, writes.table[:, : -(-context // self.geometry.page_size)], context)
-        rounded = writes.context is not None
-        return Group(rows, valid, positions, pages, seqs, queries, context, self.geometry.block, rounded)
+    def _slots(self, table: Ints, owner: Ints, positions: Ints) -> Ints:
+        """Where positions of these rows of the table live; the arguments broadcast."""
+        pages, offsets = np.divmod(positions, self.geometry.page_size)
+        return table[owner, pages] * self.geometry.page_size + offsets
 
-    def _pages(self, index: int, table: Ints, context: int) -> Pages:
-        if index < len(self._last) and np.array_equal(self._last[index].table, table):
-            return self._last[index]
+    def _groups(
+        self, positions: Tensor, pages: Pages, context: int, writes: Writes, *, rows: Tensor | None = None, valid: Tensor | None = None
+    ) -> list[Group]:
+        """One for each pass; positions [passes, seqs, queries]."""
+        _, seqs, queries = positions.shape
+        block, rounded, sight = self.geometry.block, writes.context is not None, Sight(positions, pages.keys)
+        return [Group(rows, valid, own, pages, seqs, queries, context, block, rounded, sight, turn) for turn, own in enumerate(positions.unbind(0))]
+
+    def _pages(self, index: int, writes: Writes, length: int) -> tuple[Pages, int]:
+        """Of a group, and how far it attends. What the table says past the longest sequence's `length` is seen by nobody, and may be outdated."""
+        size = self.geometry.page_size
+        context = writes.context or self.geometry.context(length)
+        table, used = writes.table[:, : -(-context // size)], -(-length // size)
+        last = self._last[index] if index < len(self._last) else None
+        if last is not None and last.slots.shape == (len(table), context) and last.table[:, :used].tobytes() == table[:, :used].tobytes():
+            return last, context
+        return self._new_pages(table, context), context
+
+    def _new_pages(self, table: Ints, context: int) -> Pages:
         size, kv_heads = self.geometry.page_size, self.geometry.kv_heads
-        keys = (table[:, :, None] * size + np.arange(size)).reshape(len(table), -1)[:, :context]  # [seqs, context]
-        gather = keys[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]  # [seqs, kv_heads, context]
-        return Pages(table, self._tensor(np.ascontiguousarray(table)), self._tensor(gather.reshape(-1)))
+        slots = (table[:, :, None] * size + np.arange(size)).reshape(len(table), -1)[:, :context]  # [seqs, context]
+        gather = slots[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]  # [seqs, kv_heads, context]
+        return Pages(
+            table, self._tensor(np.ascontiguousarray(table)), self._tensor(gather.reshape(-1)), self._tensor(slots), self._tensor(np.arange(context))
+        )
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.geometry.device)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specserve.models.huge import use_huge_pages
+
 LONG_INNER = 1024  # from about here on oneDNN sums a single row in another order
 
 
@@ -19,12 +21,14 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()
         self.twice = self.in_features >= LONG_INNER
+        self._product = torch.ops.mkldnn._linear_pointwise
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
+        use_huge_pages(torch.ops.mkldnn.data_ptr(self.weight), weight.numel() * weight.element_size())
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         alone = self.twice and rows.shape[0] == 1
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(_doubled(rows) if alone else rows, self.weight, self.bias, "none", [], "")
+        out: Tensor = self._product.default(_doubled(rows) if alone else rows, self.weight, self.bias, "none", [], "")
         if alone:
             out = out[:1]
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
@@ -32,8 +36,8 @@ class PackedLinear(nn.Module):
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + x W^T + b of rows [n, in], in one operation."""
         if not (self.twice and x.shape[0] == 1):
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")  # type: ignore[no-any-return]
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(_doubled(x), _doubled(residual), self.weight, self.bias, "add")
+            return self._product.binary(x, residual, self.weight, self.bias, "add")  # type: ignore[no-any-return]
+        out: Tensor = self._product.binary(_doubled(x), _doubled(residual), self.weight, self.bias, "add")
         return out[:1]
 
 

@@ -17,5 +17,5 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:  # [..., width]
         if self.mirrored is None:
             return F.rms_norm(x, (self.width,), self.weight, self.eps)
-        both = torch.cat((x, x.neg()), dim=-1)
-        return F.layer_norm(both, (2 * self.width,), self.mirrored, None, self.eps)[..., : self.width]
+        both = torch.layer_norm(torch.cat((x, x.neg()), dim=-1), (2 * self.width,), self.mirrored, None, self.eps)
+        return both.narrow(-1, 0, self.width)

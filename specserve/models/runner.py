@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specserve.models.cache import PagedCache
-from specserve.models.layout import Geometry, Ints, Planner, Writes, key_block
+from specserve.models.layout import Geometry, Ints, Layout, Planner, Writes, key_block
 from specserve.models.network import Network
 from specserve.types import Step
 
@@ -33,14 +33,27 @@ class Runner:
         steps = [self._write(step, keep) for step, keep in zip(steps, wanted, strict=True)]
         counts = [len(step.tokens) for step in steps]
         ids = np.fromiter(chain.from_iterable(step.tokens for step in steps), np.int64, sum(counts))
+        starts = np.array([step.start for step in steps])
+        writes = Writes(starts, np.array(counts), self.table([step.seq_id for step in steps], max(step.stop for step in steps)))
         if counts == list(wanted):
-            return self._forward(ids, self._writes(steps, counts), None)
-        rows = _last(np.array(counts), np.array(wanted))
-        return self._forward(ids, self._writes(steps, counts), rows if len(rows) else np.zeros(1, np.int64))[: len(rows)]
+            return self._forward(ids, writes, None)
+        rows = _last(writes.counts, np.array(wanted))
+        return self._forward(ids, writes, rows if len(rows) else np.zeros(1, np.int64))[: len(rows)]
+
+    def unroll(self, seq_ids: Sequence[int], counts: Sequence[int]) -> Unrolled:
+        """Passes that will each write one more token of the sequences that go on; `counts`, falling, says how many each may. Raises OutOfPages."""
+        return Unrolled(self, seq_ids, counts)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self.cache.release(seq_id)
+
+    def table(self, seq_ids: Sequence[int], length: int) -> Ints:  # [seqs, pages]
+        """The pages of these sequences, wide enough for a context of `length` in whole blocks."""
+        return self.cache.table(seq_ids, self.planner.geometry.num_pages(length))
+
+    def rounded(self, writes: Writes) -> Writes | None:
+        return None if self.round_up is None else self.round_up(writes, self.planner.geometry)
 
     def _write(self, step: Step, keep: int) -> Step:
         """Make room for a step and take what the prefix cache has of it; the step that is left to compute."""
@@ -53,14 +66,9 @@ class Runner:
         cache.append(step.seq_id, step.tokens)
         return step
 
-    def _writes(self, steps: Sequence[Step], counts: Sequence[int]) -> Writes:
-        pages = self.planner.geometry.num_pages(max(step.stop for step in steps))
-        starts = np.array([step.start for step in steps])
-        return Writes(starts, np.array(counts), self.cache.table([step.seq_id for step in steps], pages))
-
     def _forward(self, ids: Ints, writes: Writes, rows: Ints | None) -> Tensor:
         """Logits of these rows of the pass; None: of all."""
-        rounded = self.round_up(writes, self.planner.geometry) if self.round_up is not None else None
+        rounded = self.rounded(writes)
         if rounded is None:
             wanted = None if rows is None else self._tensor(rows)
             return self.network.logits(self._tensor(ids), self.planner.lay_out(writes), wanted)
@@ -72,6 +80,44 @@ class Runner:
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+class Unrolled:
+    """Passes of one token a sequence, laid out before they run, so that a pass is little more than its forward pass.
+
+    The room is reserved at once. The cache is told of the tokens by `append` once it is known how many there are.
+    """
+
+    def __init__(self, runner: Runner, seq_ids: Sequence[int], counts: Sequence[int]) -> None:
+        cache = runner.cache
+        self._runner, self._counts = runner, counts
+        starts = [cache.length(seq_id) for seq_id in seq_ids]
+        stops = [start + count for start, count in zip(starts, counts, strict=True)]
+        for seq_id, stop in zip(seq_ids, stops, strict=True):
+            cache.reserve(seq_id, stop)
+        self._starts, self._table = np.array(starts), runner.table(seq_ids, max(stops))
+        self._done = self._rows = self._padding = 0
+        self._layouts: Iterator[Layout] = iter(())
+
+    def logits(self, ids: Tensor) -> Tensor:  # [rows] -> [rows, vocab]
+        """Of the first sequences, as many as there are ids; the others have dropped out for good."""
+        rows = len(ids)
+        if rows != self._rows:
+            self._rows = rows
+            self._lay_out(min(self._counts[:rows]) - self._done)
+        self._done += 1
+        if self._padding:
+            ids = torch.cat([ids, ids[-1:].expand(self._padding)])
+        logits = self._runner.network.logits(ids, next(self._layouts), None)
+        return logits[:rows] if self._padding else logits
+
+    def _lay_out(self, passes: int) -> None:
+        """The next passes, until one more sequence has had all of its own."""
+        rows = self._rows
+        last = Writes(self._starts[:rows] + self._done + passes - 1, np.ones(rows, np.int64), self._table[:rows])
+        rounded = self._runner.rounded(last) or last
+        self._padding = len(rounded.counts) - rows
+        self._layouts = iter(self._runner.planner.unroll(rounded, passes))
 
 
 def _last(counts: Ints, wanted: Ints) -> Ints:
