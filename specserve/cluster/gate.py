@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import zmq
 from zmq.utils import z85
@@ -62,6 +65,25 @@ def bind(socket: Socket, host: str) -> int:
     endpoint = socket.get(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+
+
+def bind_nearby(socket: Socket) -> str:
+    """A name by which processes of this machine reach the socket without TCP, which takes a third of the time. It lies in Linux's abstract
+    name space and leaves no file; elsewhere there is none.
+    """
+    name = secrets.token_hex(16) if machine() else ""
+    if name:
+        socket.bind(f"ipc://@specserve-{name}")
+    return name
+
+
+def machine() -> str:
+    """Equal for processes that see each other's abstract sockets: one kernel, one network namespace. Empty where there are none."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return ""
 
 
 def arrived(socket: Socket) -> Iterator[list[bytes]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from specserve.cluster.gate import Gate, Socket, arrived, bind
+from specserve.cluster.gate import Gate, Socket, arrived, bind, bind_nearby, machine
 from specserve.errors import BadFrame, WorkerLost
 from specserve.wire import Chunks, Failed, Message, Proposals, Propose, Verdicts, Verify, pack, unpack
 
@@ -44,9 +44,14 @@ class Address:
     host: str
     port: int
     public: bytes
+    machine: str = ""  # on which `nearby` is another way to it
+    nearby: str = ""
 
     @property
     def endpoint(self) -> str:
+        """The shortest way from here."""
+        if self.nearby and self.machine == machine():
+            return f"ipc://@specserve-{self.nearby}"
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
@@ -66,7 +71,7 @@ class Server:
         self._socket = _socket(self._context, zmq.ROUTER, keys)
         self._gate = Gate(self._context, self._socket, admits)
         self._peer = b""  # who sent the last message: a coordinator that connected anew is answered, not the connection that it lost
-        self.address = Address(host, bind(self._socket, host), keys.public)
+        self.address = _listening(self._socket, host, keys)
         self._poller = zmq.Poller()
         for socket in (self._socket, *self._gate.sockets):
             self._poller.register(socket, zmq.POLLIN)
@@ -188,7 +193,7 @@ class Inbox:
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.PULL, keys)
         self._gate = Gate(self._context, self._socket, guests.public)
-        self.ticket = Ticket(Address(host, bind(self._socket, host), keys.public), guests)
+        self.ticket = Ticket(_listening(self._socket, host, keys), guests)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived: asyncio.Queue[Chunks] = asyncio.Queue()
 
@@ -253,6 +258,10 @@ def _socket(context: zmq.Context[Socket], kind: int, keys: Keys) -> Socket:
     socket.set(zmq.CURVE_PUBLICKEY, keys.public)
     socket.set(zmq.CURVE_SECRETKEY, keys.secret)
     return socket
+
+
+def _listening(socket: Socket, host: str, keys: Keys) -> Address:
+    return Address(host, bind(socket, host), keys.public, machine(), bind_nearby(socket))
 
 
 def _connect(socket: Socket, address: Address) -> None:
