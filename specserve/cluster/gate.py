@@ -88,9 +88,5 @@ def machine() -> str:
 
 def arrived(socket: Socket) -> Iterator[list[bytes]]:
     """All messages that are there. A socket's descriptor tells of news only once, so an event loop must leave none of them behind."""
-    while True:
-        try:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        yield frames
+    while int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        yield socket.recv_multipart(zmq.NOBLOCK)
