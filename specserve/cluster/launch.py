@@ -26,13 +26,12 @@ STATUS_EVERY_S = 10.0
 def serve_until_ended(config: Config, say: Say) -> None:
     """Returns after Ctrl-C or SIGTERM, with everything that it started gone."""
     find_checkpoints(config)  # mistakes in the paths should not wait for Ray
-    with _signals_as_interrupts(), ray_here(config, say), deployed(config, say) as url:
+    with ray_here(config, say), _signals_as_interrupts(), deployed(config, say) as url:  # Ray has put its own handlers in place before
         say(f"ready {url}")
         say(_example(url, config.model))
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             _follow(say)
-        except KeyboardInterrupt:
-            say("stopping")
+        say("stopping")
 
 
 @contextlib.contextmanager
@@ -62,14 +61,17 @@ def handle(deployment: str) -> Any:
 
 @contextlib.contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
+    """SIGINT too: a shell that starts us in the background has it ignored."""
+
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _deploy(run: Callable[[], object], say: Say) -> None:
