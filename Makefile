@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PINNED := pyproject.toml constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench proofs check clean
+.PHONY: serve test test-fast test-gpu bench bench-serving proofs check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -24,6 +24,10 @@ test-gpu: $(VENV)/installed-for-tests
 # Slow, and not part of the tests: what they print stands in docs/, with date and machine.
 bench: $(VENV)/installed
 	$(BIN)/python -m specserve.bench.engine --out docs/engine-speed.md $(ARGS)
+
+bench-serving: $(VENV)/installed
+	$(BIN)/python -m specserve.bench.link --out docs/link-speed.md
+	$(BIN)/python -m specserve.bench.serving --out docs/serving-speed.md $(ARGS)
 
 proofs: $(VENV)/installed-for-tests
 	$(BIN)/python tests/proofs.py $(ARGS)

@@ -237,9 +237,7 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         read=read_verify_step,
     ),
     Verdicts: _Layout(
-        fields=lambda message: (
-            _JUDGED.pack(message.number, message.seconds, message.pages_used, message.prefix_queries, message.prefix_hits),
-        ),
+        fields=lambda message: (_JUDGED.pack(message.number, message.seconds, message.pages_used, message.prefix_queries, message.prefix_hits),),
         build=_verdicts,
         items=lambda message: message.verdicts,
         write=write_verdict,

@@ -55,13 +55,6 @@ def test_a_config_file_and_overrides_reach_the_engine(pair, tmp_path, capsys):
     assert main(["generate", "--prompt", "abcdefgh", "--max-tokens", "2", "--config", str(file), "--set", "cache.pages=9"]) == 0
 
 
-def test_serve_says_that_there_is_no_server_yet_and_shows_the_pair(pair, capsys):
-    assert main(["serve", "--target", pair[0], "--host", "0.0.0.0", "--port", "81", *FEW]) == 0
-    said, *text = capsys.readouterr().out.splitlines()
-    assert said.startswith("This version has no server yet")
-    assert text[0] == "def read_lines(path):"
-
-
 def test_inflate_writes_a_copy_of_the_asked_size(pair, tmp_path, capsys):
     assert main(["inflate", "--model", pair[0], "--params", "1M", "--out", str(tmp_path / "wide")]) == 0
     assert "has 1M parameters" in capsys.readouterr().out

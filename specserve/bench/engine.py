@@ -141,6 +141,15 @@ def lockstep(ours: Ours, prompts: Sequence[Sequence[int]]) -> Round:
     )
 
 
+def decoding(ours: Ours, prompts: Sequence[Sequence[int]]) -> float:
+    """Output tokens a second of decoding together, the reading of the prompts taken out."""
+    start = time.perf_counter()
+    first = ours.tokens(prompts, max_tokens=1)
+    middle = time.perf_counter()
+    tokens = ours.tokens(prompts) - first
+    return tokens / (time.perf_counter() - middle - (middle - start))
+
+
 def plain_step(ours: Ours, prompt: Sequence[int]) -> float:
     """Seconds of one plain decoding step, the reading of the prompt taken out."""
     start = time.perf_counter()
@@ -199,14 +208,15 @@ def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
     floors = [(plain_step(plain, prompts[turn]), read_bandwidth()) for turn in range(turns)]
     weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     step, bandwidth = median(s for s, _ in floors), median(b for _, b in floors)
+    above_floor = median(s * b / weights for s, b in floors)  # turn by turn, since the bandwidth drifts
+    wider = median(decoding(plain, prompts) / decoding(plain, [prompts[turn]]) for turn in range(turns))
     round_ = lockstep(guessing, prompts[:turns])
     steps = demo_steps(prompts[0])
-    floor = weights / bandwidth
     passes = f"{round_.draft_pass * 1e3:.2f} ms, {round_.verify_pass * 1e3:.2f} ms"
     figures = [
         ("plain against transformers, batch 1", f"{ours.middle / theirs.middle:.2f}", "2"),
-        (f"plain step ({step * 1e3:.2f} ms) / reading the weights at {bandwidth / 1e9:.1f} GB/s", f"{step / floor:.2f}", "at most 1.3"),
-        (f"batch {WIDE} against batch 1", f"{wide.middle / ours.middle:.2f}", "6"),
+        (f"plain step ({step * 1e3:.2f} ms) / reading the weights at {bandwidth / 1e9:.1f} GB/s", f"{above_floor:.2f}", "at most 1.3"),
+        (f"batch {WIDE} against batch 1, decoding (in brackets: prompts included)", f"{wider:.2f} ({wide.middle / ours.middle:.2f})", "6"),
         (f"gamma {GAMMA} against transformers assisted", f"{fast.middle / assisted.middle:.2f}", "2"),
         (f"gamma {GAMMA} against plain", f"{fast.middle / ours.middle:.2f}", ""),
         (f"lockstep ({round_.measured:.0f} tokens/s) against Theorem 3.8", f"{round_.measured / round_.predicted:.3f}", "0.9"),

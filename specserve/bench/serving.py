@@ -172,7 +172,8 @@ def report(around: Around, through: list[Through]) -> str:
         "",
         "`python -m specserve.bench.serving`",
         "",
-        f"{date.today()}, {platform.machine()}, {psutil.cpu_count()} cores. CPU, lateness and gaps: {MANY} streams of {CHUNKS} chunks with a metronome in the engine's place. "
+        f"{date.today()}, {platform.machine()}, {psutil.cpu_count()} cores. CPU, lateness and gaps: {MANY} streams of {CHUNKS} chunks, "
+        "a metronome in the engine's place. "
         f"Throughput: demo target widened to 200M, bf16, {BATCH} streams of {WRITTEN} tokens, {TURNS} turns, in turn with the engine in one process.",
         "",
         "| figure | value | goal |",

@@ -31,7 +31,8 @@ async def stream(host: str, port: int, path: str, body: Mapping[str, object]) ->
     reader, writer = await asyncio.open_connection(host, port, limit=2**20)
     try:
         payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
         result = Stream(time.monotonic())
         writer.write(head.encode() + payload)
         result.status = int((await reader.readline()).split()[1])

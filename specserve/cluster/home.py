@@ -20,6 +20,7 @@ SERVE_SETTINGS = {
     "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",  # with the default of 30 s Ctrl-C would take as long
 }
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+SHORT = "/tmp" if os.path.isdir("/tmp") else None  # whatever TMPDIR says: the path of a socket must be short
 GATEWAY_CPUS = 1.0
 
 
@@ -30,12 +31,11 @@ def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -
         os.environ.setdefault(name, value)
     import ray
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
         if not (join and _joined()):
             require_free_port(config)
             say("starting Ray")
-            _keep_proxy_files_in(stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-")))
+            _keep_proxy_files_in(stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT)))
             ray.init(address="local", num_cpus=_num_cpus(config), include_dashboard=False, **QUIET)
         else:
             say("joined the Ray cluster that runs here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 import time
@@ -41,6 +42,7 @@ def deployed(config: Config, say: Say, *, engine: type[Any] | None = None) -> It
 
     from specserve.cluster.app import APP_NAME, application
 
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what is to be said, we say
     if not serve_runs():
         serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=_quiet())
     try:

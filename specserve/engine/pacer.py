@@ -62,8 +62,9 @@ class Pacer:
             self._trials = _DECAY * self._trials + sum(min(accepted + 1, proposed) for proposed, accepted in judged)  # unknown past a refusal
         if batch.is_steady:
             self._time(batch, draft_seconds=draft_seconds, verify_seconds=verify_seconds)
-        self._best = best_gamma(self.alpha, self.cost, self._max_gamma)
-        self._resting = 0 if self._best else self._resting + 1
+        if self._fixed is None:
+            self._best = best_gamma(self.alpha, self.cost, self._max_gamma)
+            self._resting = 0 if self._best else self._resting + 1
 
     def _time(self, batch: Batch, *, draft_seconds: float, verify_seconds: float) -> None:
         self._verify_seconds = _blend(self._verify_seconds, verify_seconds)
