@@ -105,16 +105,8 @@ def shares(run: Callable[[], object]) -> dict[str, float]:
     return {kind: spent / wall for kind, spent in seconds.items()}
 
 
-def read_bandwidth(*, megabytes: int = 1024, repeats: int = 7) -> float:
-    """Bytes a second that the threads of this process read from memory: the median of several sums over a buffer beyond any cache.
-
-    It lies in huge pages, like the weights that it is compared with.
-    """
-    buffer = torch.ones(megabytes * 2**20 // 8, dtype=torch.int64)
+def reader(num_bytes: int) -> Callable[[], object]:
+    """Reads that many bytes, from huge pages like the weights that it is compared with."""
+    buffer = torch.ones(num_bytes // 8, dtype=torch.int64)
     use_huge_pages(buffer.data_ptr(), buffer.nbytes)
-    rates = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        buffer.sum()
-        rates.append(buffer.nbytes / (time.perf_counter() - start))
-    return median(rates)
+    return buffer.sum
