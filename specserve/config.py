@@ -129,6 +129,7 @@ class Http:
     host: str = setting("127.0.0.1", text())
     port: int = setting(8000, whole(0, 65535))
     api_keys_file: str | None = setting(None, text())
+    open_paths: tuple[str, ...] = setting(("/", "/health", "/ready", "/metrics"), items(text()))  # need no key
     cors_origins: tuple[str, ...] = setting((), items(text()))
     root_path: str = setting("", text(empty=True))
 

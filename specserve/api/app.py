@@ -69,7 +69,7 @@ def _middleware(config: Config, meter: Meter) -> list[Middleware]:
             else []
         ),
         Middleware(LastResort),
-        *([Middleware(KeyCheck, keys=Keys.read(Path(keys_file)))] if keys_file else []),
+        *([Middleware(KeyCheck, keys=Keys.read(Path(keys_file)), open_paths=config.http.open_paths)] if keys_file else []),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes),
     ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -22,7 +22,6 @@ from specserve.api.refusal import BAD_KEY, STATUS_OF_GONE, Refusal
 log = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
-OPEN_PATHS = ("/", "/health", "/ready", "/metrics")  # no key is asked for here
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -81,13 +80,13 @@ class LastResort:
 
 
 class KeyCheck:
-    """Asks for `Authorization: Bearer KEY`."""
+    """Asks for `Authorization: Bearer KEY`, but on the open paths."""
 
-    def __init__(self, app: ASGIApp, *, keys: Keys) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, *, keys: Keys, open_paths: Collection[str]) -> None:
+        self._app, self._keys, self._open_paths = app, keys, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN_PATHS and not self._admits(scope):
+        if scope["type"] == "http" and scope["path"].removeprefix(scope.get("root_path", "")) not in self._open_paths and not self._admits(scope):
             refusal = Refusal(BAD_KEY, "an API key is needed: Authorization: Bearer KEY")
             await refusal.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return

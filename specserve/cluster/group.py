@@ -37,13 +37,13 @@ class Worker:
 
 
 class Group:
-    """A target of some ranks and perhaps a drafter. `lost` says which worker died, and why, once one has."""
+    """A target of some ranks and perhaps a drafter. Without the drafter the rounds go on; without a rank they cannot."""
 
     def __init__(self, ranks: tuple[Worker, ...], drafter: Worker | None, *, deadline_s: float) -> None:
         self.ranks, self.draft_worker = ranks, drafter
         self.target = RemoteTarget([rank.client for rank in ranks], deadline_s=deadline_s)
         self.drafter = None if drafter is None else RemoteDrafter(drafter.client, deadline_s=deadline_s)
-        self.lost: str | None = None  # of the target; without a drafter the rounds go on
+        self._dead: str | None = None
         self._watches = [asyncio.create_task(self._watch(worker)) for worker in self.workers]
 
     @classmethod
@@ -67,6 +67,11 @@ class Group:
     @property
     def workers(self) -> tuple[Worker, ...]:
         return self.ranks if self.draft_worker is None else (*self.ranks, self.draft_worker)
+
+    @property
+    def lost(self) -> str | None:
+        """Which rank has died, or hangs, once one does."""
+        return self._dead or self.target.lost
 
     @property
     def info(self) -> ModelInfo:
@@ -101,7 +106,7 @@ class Group:
         message = f"a {worker.role} worker was lost: {why}"
         log.error("%s", message)
         if worker.role == "target":
-            self.lost = message
+            self._dead = message
         worker.client.fail(WorkerLost(message))
 
 

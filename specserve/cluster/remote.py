@@ -18,6 +18,7 @@ class RemoteTarget:
         self._ranks, self._deadline_s = tuple(ranks), deadline_s
         self._number = 0
         self._released: list[int] = []
+        self.lost: str | None = None  # which rank did not answer in time, or died
         self.busy_seconds = 0.0  # of rank 0
         self.pages_used = self.prefix_queries = self.prefix_hits = 0
 
@@ -25,7 +26,11 @@ class RemoteTarget:
         self._number += 1
         message = Verify(self._number, tuple(steps), tuple(self._released))
         self._released.clear()
-        first, *_ = await asyncio.gather(*(rank.call(message, self._deadline_s) for rank in self._ranks))
+        try:
+            first, *_ = await asyncio.gather(*(rank.call(message, self._deadline_s) for rank in self._ranks))
+        except WorkerLost as error:
+            self.lost = str(error)
+            raise
         if not isinstance(first, Verdicts):
             raise WorkerLost(f"the target answered a round with {type(first).__name__}")
         self.busy_seconds += first.seconds
