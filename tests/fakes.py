@@ -55,7 +55,8 @@ class FakeTarget:
 
     async def verify(self, steps: Sequence[VerifyStep]) -> list[Verdict]:
         self.clock.now += self.seconds
-        self.rounds.append(steps)
+        if steps:
+            self.rounds.append(steps)
         if self.errors:
             raise self.errors.pop()
         for step in steps:
@@ -89,8 +90,9 @@ class FakeDrafter:
         self.errors: list[Exception] = []
 
     async def propose(self, steps: Sequence[DraftStep], deadline: float) -> list[Proposal]:
-        self.clock.now += self.seconds * max(step.gamma for step in steps)
-        self.rounds.append(steps)
+        self.clock.now += self.seconds * max((step.gamma for step in steps), default=0)
+        if steps:
+            self.rounds.append(steps)
         if self.errors:
             raise self.errors.pop()
         return [self._draft(step) for step in steps]

@@ -351,6 +351,21 @@ def test_a_failure_of_the_drafter_costs_speed_alone_and_its_cache_is_filled_agai
     assert served.last(ids[0]).stats.drafted > 10
 
 
+def test_a_drafter_that_never_answers_is_asked_ever_more_seldom():
+    served = Served(alpha=0.8, gamma=3)
+    asked = 0
+
+    async def broken(steps, deadline):
+        nonlocal asked
+        asked += 1
+        raise RuntimeError("gone")
+
+    served.drafter.propose = broken
+    served.submit(1, 2, 3, max_tokens=200)
+    served.rounds(150)
+    assert 4 < asked < 16
+
+
 def test_a_drafter_that_answers_more_than_asked_is_not_believed():
     served = Served(alpha=1.0, gamma=2)
     seq_id = served.submit(1, 2, 3, max_tokens=10)

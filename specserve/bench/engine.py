@@ -220,10 +220,37 @@ def demo_steps(prompt: Sequence[int], *, times: int = 200) -> Steps:
     return Steps(median(seconds["draft"]), median(seconds["target"]))
 
 
-def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
-    torch.set_num_threads(threads)
-    plain, guessing = (Ours(target, draft, gamma=gamma, threads=threads) for gamma in (0, GAMMA))
-    peer = Peer(target, draft)
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """All that one run has measured."""
+
+    samples: dict[str, Sample]
+    floor: Floor
+    wider: float  # how much faster a wide batch decodes than a single sequence
+    round: Round
+    steps: Steps
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(figure, value, goal)"""
+        ours, theirs, fast, assisted, wide = self.samples.values()
+        floor, round_, steps = self.floor, self.round, self.steps
+        step, read = (f"{median(seconds) * 1e3:.2f} ms" for seconds in (floor.steps, floor.reads))
+        passes = f"{round_.draft_pass * 1e3:.2f} ms, {round_.verify_pass * 1e3:.2f} ms"
+        return [
+            ("plain against transformers, batch 1", f"{ours.against(theirs):.2f}", "2"),
+            (f"plain step ({step}) / reading the weights ({read})", f"{floor.ratio:.2f}", "at most 1.3"),
+            (f"batch {WIDE} against batch 1, decoding (in brackets: prompts included)", f"{self.wider:.2f} ({wide.against(ours):.2f})", "6"),
+            (f"gamma {GAMMA} against transformers assisted", f"{fast.against(assisted):.2f}", "2"),
+            (f"gamma {GAMMA} against plain", f"{fast.against(ours):.2f}", ""),
+            (f"lockstep ({round_.measured:.0f} tokens/s) against Theorem 3.8", f"{round_.measured / round_.predicted:.3f}", "0.9"),
+            (f"alpha; draft pass, verify pass of {GAMMA + 1} rows", f"{round_.alpha:.3f}; {passes}", ""),
+            ("draft step of the shipped pair, one thread", f"{steps.draft * 1e3:.3f} ms", "at most 0.5 ms"),
+            ("the same / a step of the shipped target", f"{steps.draft / steps.target:.3f}", "at most 0.2"),
+            ("host overhead outside forward passes", f"{round_.host_share:.1%}", "at most 5%"),
+        ]
+
+
+def measured(plain: Ours, guessing: Ours, peer: Peer, *, turns: int, weights: int) -> Figures:
     prompts = held_out_prompts(plain.llm, count=WIDE, length=TOKENS)
     samples = in_turns(
         {
@@ -235,32 +262,23 @@ def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
         },
         turns=turns,
     )
-    ours, theirs, fast, assisted, wide = samples.values()
+    return Figures(
+        samples,
+        against_floor(plain, prompts[:turns], num_bytes=weights),
+        median(decoding(plain, prompts) / decoding(plain, [prompts[turn]]) for turn in range(turns)),
+        lockstep(guessing, prompts[:turns]),
+        demo_steps(prompts[0]),
+    )
+
+
+def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
+    torch.set_num_threads(threads)
+    plain, guessing = (Ours(target, draft, gamma=gamma, threads=threads) for gamma in (0, GAMMA))
     weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    floor = against_floor(plain, prompts[:turns], num_bytes=weights)
-    wider = median(decoding(plain, prompts) / decoding(plain, [prompts[turn]]) for turn in range(turns))
-    round_ = lockstep(guessing, prompts[:turns])
-    steps = demo_steps(prompts[0])
-    passes = f"{round_.draft_pass * 1e3:.2f} ms, {round_.verify_pass * 1e3:.2f} ms"
-    figures = [
-        ("plain against transformers, batch 1", f"{ours.against(theirs):.2f}", "2"),
-        (
-            f"plain step ({median(floor.steps) * 1e3:.2f} ms) / reading the weights ({median(floor.reads) * 1e3:.2f} ms)",
-            f"{floor.ratio:.2f}",
-            "at most 1.3",
-        ),
-        (f"batch {WIDE} against batch 1, decoding (in brackets: prompts included)", f"{wider:.2f} ({wide.against(ours):.2f})", "6"),
-        (f"gamma {GAMMA} against transformers assisted", f"{fast.against(assisted):.2f}", "2"),
-        (f"gamma {GAMMA} against plain", f"{fast.against(ours):.2f}", ""),
-        (f"lockstep ({round_.measured:.0f} tokens/s) against Theorem 3.8", f"{round_.measured / round_.predicted:.3f}", "0.9"),
-        (f"alpha; draft pass, verify pass of {GAMMA + 1} rows", f"{round_.alpha:.3f}; {passes}", ""),
-        ("draft step of the shipped pair, one thread", f"{steps.draft * 1e3:.3f} ms", "at most 0.5 ms"),
-        ("the same / a step of the shipped target", f"{steps.draft / steps.target:.3f}", "at most 0.2"),
-        ("host overhead outside forward passes", f"{round_.host_share:.1%}", "at most 5%"),
-    ]
-    rows = ["| output tokens a second | median | spread |", "|---|---|---|", *map(str, samples.values()), ""]
-    rows += ["| figure | value | goal |", "|---|---|---|", *(f"| {name} | {value} | {goal} |" for name, value, goal in figures)]
-    spent = shares(lambda: guessing.tokens([prompts[0]]))
+    figures = measured(plain, guessing, Peer(target, draft), turns=turns, weights=weights)
+    rows = ["| output tokens a second | median | spread |", "|---|---|---|", *map(str, figures.samples.values()), ""]
+    rows += ["| figure | value | goal |", "|---|---|---|", *(f"| {name} | {value} | {goal} |" for name, value, goal in figures.rows())]
+    spent = shares(lambda: guessing.tokens(held_out_prompts(plain.llm, count=1, length=TOKENS)))
     rows += ["", f"| where the time of gamma {GAMMA} goes (torch.profiler, which slows Python down) | share |", "|---|---|"]
     rows += [f"| {kind} | {share:.1%} |" for kind, share in spent.items()]
     return "\n".join(rows)

@@ -20,6 +20,7 @@ from specserve.types import VERIFIERS, Chunk, Drafter, DraftStep, Finish, ModelI
 log = logging.getLogger(__name__)
 
 DEFAULT_VERIFIER = "block"
+LONGEST_REST = 256  # rounds
 
 
 class Coordinator:
@@ -64,6 +65,8 @@ class Coordinator:
         self.num_rounds = 0  # begun until now
         self.in_round_since: float | None = None  # by the clock; None between rounds
         self._clock = clock
+        self._drafter_failures = 0  # in a row
+        self._drafter_back = 0  # the round from which it is asked again
         self._next_id = 0
         self._live: dict[int, Sequence] = {}
         self._cancelled: list[int] = []
@@ -178,17 +181,20 @@ class Coordinator:
         return chunks
 
     async def _propose(self, steps: abc.Sequence[DraftStep]) -> abc.Sequence[Proposal]:
-        """Without a drafter that answers, the round goes on with gamma 0."""
-        if self.drafter is None or not steps:
+        """Without a drafter that answers, the round goes on with gamma 0. One that keeps failing is asked ever more seldom."""
+        if self.drafter is None or not steps or self.num_rounds < self._drafter_back:
             return ()
         try:
             proposals = await self.drafter.propose(steps, math.inf)
             _check_proposals(steps, proposals)
         except Exception:
-            log.exception("the drafter failed; this round goes on without it")
+            rest = min(max(1, 2**self._drafter_failures // 8), LONGEST_REST)  # the first few may be a mishap
+            log.exception("the drafter failed; %d rounds go on without it", rest)
+            self._drafter_failures, self._drafter_back = self._drafter_failures + 1, self.num_rounds + rest
             for sequence in self.scheduler.running:
                 sequence.draft_held = 0  # nothing is known of what it still holds
             return ()
+        self._drafter_failures = 0
         return proposals
 
     async def _verify(self, steps: abc.Sequence[VerifyStep]) -> abc.Sequence[Verdict]:
