@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from specserve.bench.meters import metered, reader, shares
+from specserve.bench.meters import Floor, against_floor, metered, shares
 from specserve.config import DEMO
 from specserve.demo.train import standard_library
 from specserve.llm import LLM
@@ -155,42 +155,6 @@ def decoding(ours: Ours, prompts: Sequence[Sequence[int]]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """Seconds of plain decoding steps, and of reading as many bytes as the weights have, step by step in turns: the machine drifts within seconds."""
-
-    steps: list[float]
-    reads: list[float]
-
-    @property
-    def ratio(self) -> float:
-        return median(self.steps) / median(self.reads)
-
-
-def against_floor(ours: Ours, prompts: Sequence[Sequence[int]], *, num_bytes: int) -> Floor:
-    """Each step is preceded by a read, which pushes out of the caches no more than the step's own weights do."""
-    read, model = reader(num_bytes), ours.llm._coordinator.target._model  # type: ignore[union-attr]
-    verify, floor = model.verify, Floor([], [])
-    ended: float | None = None
-
-    def after_a_read(steps: Any) -> Any:
-        nonlocal ended
-        begun = time.perf_counter()
-        if ended is not None and len(steps) == 1 and len(steps[0].tokens) == 1:
-            floor.steps.append(begun - ended)
-        read()
-        ended = time.perf_counter()
-        floor.reads.append(ended - begun)
-        return verify(steps)
-
-    model.verify = after_a_read
-    for prompt in prompts:
-        ended = None
-        ours.tokens([prompt])
-    model.verify = verify
-    return floor
-
-
-@dataclass(frozen=True, slots=True)
 class Steps:
     """Seconds of one step for one sequence on one thread, all that the worker does for it included."""
 
@@ -264,7 +228,7 @@ def measured(plain: Ours, guessing: Ours, peer: Peer, *, turns: int, weights: in
     )
     return Figures(
         samples,
-        against_floor(plain, prompts[:turns], num_bytes=weights),
+        against_floor(plain.llm, lambda: [plain.tokens([prompt]) for prompt in prompts[:turns]], num_bytes=weights),
         median(decoding(plain, prompts) / decoding(plain, [prompts[turn]]) for turn in range(turns)),
         lockstep(guessing, prompts[:turns]),
         demo_steps(prompts[0]),

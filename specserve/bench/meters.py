@@ -105,7 +105,43 @@ def shares(run: Callable[[], object]) -> dict[str, float]:
     return {kind: spent / wall for kind, spent in seconds.items()}
 
 
-def reader(num_bytes: int) -> Callable[[], object]:
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Seconds of plain decoding steps, and of reading as many bytes as the weights have, in turns: the machine drifts within seconds."""
+
+    steps: list[float]
+    reads: list[float]
+
+    @property
+    def ratio(self) -> float:
+        return median(self.steps) / median(self.reads)
+
+
+def against_floor(llm: LLM, run: Callable[[], object], *, num_bytes: int) -> Floor:
+    """Each step of the run is preceded by a read, which pushes out of the caches no more than the step's own weights do."""
+    coordinator: Any = llm._coordinator
+    model, read, floor = coordinator.target._model, _reader(num_bytes), Floor([], [])
+    verify, ended, reached = model.verify, 0.0, 0
+
+    def after_a_read(steps: Any) -> Any:
+        nonlocal ended, reached
+        begun = time.perf_counter()
+        start = steps[0].start if steps else 0
+        if start > reached > 0:  # the text goes on, past its prompt
+            floor.steps.append(begun - ended)
+        reached = start
+        read()
+        ended = time.perf_counter()
+        floor.reads.append(ended - begun)
+        return verify(steps)
+
+    model.verify = after_a_read
+    run()
+    model.verify = verify
+    return floor
+
+
+def _reader(num_bytes: int) -> Callable[[], object]:
     """Reads that many bytes, from huge pages like the weights that it is compared with."""
     buffer = torch.ones(num_bytes // 8, dtype=torch.int64)
     use_huge_pages(buffer.data_ptr(), buffer.nbytes)
