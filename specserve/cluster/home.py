@@ -25,14 +25,15 @@ GATEWAY_CPUS = 1.0
 
 
 @contextlib.contextmanager
-def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -> Iterator[None]:
-    """Raises ConfigError when the cluster is too small for the config, or its port is taken."""
+def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -> Iterator[bool]:
+    """Whether it is our own. Raises ConfigError when the cluster is too small for the config, or its port is taken."""
     for name, value in SERVE_SETTINGS.items():  # read where Serve starts, and when it is imported
         os.environ.setdefault(name, value)
     import ray
 
     with contextlib.ExitStack() as stack:
-        if not (join and _joined()):
+        ours = not (join and _joined())
+        if ours:
             require_free_port(config)
             say("starting Ray")
             _keep_proxy_files_in(stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT)))
@@ -42,7 +43,7 @@ def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -
         stack.callback(ray.shutdown)
         resources = ray.cluster_resources()
         check_fits(bundles(config, has_gpus=resources.get("GPU", 0) > 0), resources, replicas=max(1, config.replicas.min))
-        yield
+        yield ours
 
 
 def serve_runs() -> bool:

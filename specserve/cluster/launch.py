@@ -12,7 +12,7 @@ from typing import Any
 
 from specserve import errors
 from specserve.checkpoints import find_checkpoints
-from specserve.cluster.home import ray_here, serve_runs
+from specserve.cluster.home import ray_here, require_free_port, serve_runs
 from specserve.config import Config
 from specserve.errors import SpecserveError, Unavailable
 
@@ -27,7 +27,11 @@ STATUS_EVERY_S = 10.0
 def serve_until_ended(config: Config, say: Say) -> None:
     """Returns after Ctrl-C or SIGTERM, with everything that it started gone."""
     find_checkpoints(config)  # mistakes in the paths should not wait for Ray
-    with ray_here(config, say), _signals_as_interrupts(), deployed(config, say) as url:  # Ray has put its own handlers in place before
+    with (
+        ray_here(config, say) as ours,
+        _signals_as_interrupts(),
+        deployed(config, say, ours=ours) as url,
+    ):  # Ray has put its own handlers in place before
         say(f"ready {url}")
         say(_example(url, config.model))
         with contextlib.suppress(KeyboardInterrupt):
@@ -36,20 +40,34 @@ def serve_until_ended(config: Config, say: Say) -> None:
 
 
 @contextlib.contextmanager
-def deployed(config: Config, say: Say, *, engine: type[Any] | None = None) -> Iterator[str]:
-    """The application on the Ray that is joined, for as long as the context lasts; its URL. `engine` may stand in for the real one."""
+def deployed(config: Config, say: Say, *, ours: bool = True, engine: type[Any] | None = None) -> Iterator[str]:
+    """The application on the Ray that is joined, for as long as the context lasts; its URL. Serve ends too if it was started here, unless that
+    Ray is `ours` and ends as a whole. `engine` may stand in for the real one.
+    """
     from ray import serve
 
     from specserve.cluster.app import APP_NAME, application
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what is to be said, we say
-    if not serve_runs():
-        serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=_quiet())
-    try:
+    with contextlib.ExitStack() as stack:
+        if not serve_runs():
+            require_free_port(config)
+            serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=_quiet())
+            if not ours:
+                stack.callback(serve.shutdown)
+        stack.callback(serve.delete, APP_NAME)
         _deploy(lambda: serve.run(application(config, engine=engine), name=APP_NAME, logging_config=_quiet()), say)
-        yield f"http://{config.http.host}:{config.http.port}{config.http.root_path}"
-    finally:
-        serve.delete(APP_NAME)
+        yield _url()
+
+
+def _url() -> str:
+    """Where Serve listens: a Serve that ran before us keeps the host and port that it was started with."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    assert client is not None
+    options = client.http_config
+    return f"http://{options.host}:{options.port}{options.root_path}"
 
 
 def handle(deployment: str) -> Any:
