@@ -56,7 +56,11 @@ class RemoteDrafter:
         self._number += 1
         message = Propose(self._number, deadline, tuple(steps), tuple(self._released))
         self._released.clear()
-        answer = await self._worker.call(message, self._deadline_s)
+        try:
+            answer = await self._worker.call(message, self._deadline_s)
+        except WorkerLost as error:
+            self._worker.fail(error)  # one that hangs is waited for once, not every round
+            raise
         if not isinstance(answer, Proposals):
             raise WorkerLost(f"the drafter answered a round with {type(answer).__name__}")
         self.busy_seconds += answer.seconds
