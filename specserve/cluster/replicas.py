@@ -58,11 +58,14 @@ class Replicas:
         try:
             status: Status = await self._board.status.remote(self._own)
         except (RayError, RayServeException) as error:
-            return Status(ready=False, healthy=False, why=f"the engines' board does not answer: {error}", metrics=(), replicas=0)
+            return Status(ready=False, healthy=False, why=f"the engines' board does not answer: {type(error).__name__}", metrics=(), replicas=0)
         return status
 
     async def trace(self) -> Mapping[str, Any]:
-        trace: Mapping[str, Any] = await self._engine.trace.remote()
+        try:
+            trace: Mapping[str, Any] = await self._engine.trace.remote()
+        except (RayError, RayServeException) as error:
+            raise Unavailable(f"no engine has a trace now: {type(error).__name__}") from error
         return trace
 
     def close(self) -> None:
