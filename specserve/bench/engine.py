@@ -242,7 +242,8 @@ def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
     figures = measured(plain, guessing, Peer(target, draft), turns=turns, weights=weights)
     rows = ["| output tokens a second | median | spread |", "|---|---|---|", *map(str, figures.samples.values()), ""]
     rows += ["| figure | value | goal |", "|---|---|---|", *(f"| {name} | {value} | {goal} |" for name, value, goal in figures.rows())]
-    spent = shares(lambda: guessing.tokens(held_out_prompts(plain.llm, count=1, length=TOKENS)))
+    prompts = held_out_prompts(plain.llm, count=1, length=TOKENS)
+    spent = shares(lambda: guessing.tokens(prompts))
     rows += ["", f"| where the time of gamma {GAMMA} goes (torch.profiler, which slows Python down) | share |", "|---|---|"]
     rows += [f"| {kind} | {share:.1%} |" for kind, share in spent.items()]
     return "\n".join(rows)
