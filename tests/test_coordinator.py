@@ -366,6 +366,28 @@ def test_a_drafter_that_never_answers_is_asked_ever_more_seldom():
     assert 4 < asked < 16
 
 
+def test_a_dead_drafter_does_not_keep_the_target_from_hearing_what_it_may_forget():
+    served = Served(alpha=None)
+    heard = []
+    verify = served.target.verify
+
+    async def listening(steps):
+        heard.append(len(steps))
+        return await verify(steps)
+
+    class Dead:
+        async def propose(self, steps, deadline):
+            raise RuntimeError("gone")
+
+        async def release(self, seq_ids):
+            raise RuntimeError("gone")
+
+    served.target.verify, served.coordinator.drafter = listening, Dead()
+    served.submit(1, 2, 3, max_tokens=4)
+    served.finish()
+    assert heard[-1] == 0
+
+
 def test_a_drafter_that_answers_more_than_asked_is_not_believed():
     served = Served(alpha=1.0, gamma=2)
     seq_id = served.submit(1, 2, 3, max_tokens=10)

@@ -12,7 +12,7 @@ from ray.serve import Application
 
 from specserve.cluster.board import Board
 from specserve.cluster.deployments import Engine, Gateway
-from specserve.cluster.placement import Bundle, bundles
+from specserve.cluster.placement import COORDINATOR, Bundle, bundles
 from specserve.config import Config, Replicas, parse
 
 APP_NAME = "specserve"
@@ -41,7 +41,7 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
     options: dict[str, Any] = {
         "placement_group_bundles": [dict(bundle.resources) for bundle in wanted],
         "placement_group_strategy": "PACK",
-        "ray_actor_options": {"num_cpus": wanted[0].resources["CPU"]},
+        "ray_actor_options": {"num_cpus": wanted[COORDINATOR].resources["CPU"]},
         "max_ongoing_requests": limits.max_running + limits.max_queued + BURST,  # the engine itself refuses what is too much, and says so
         "max_queued_requests": limits.max_queued + BURST,
         "health_check_period_s": 1.0,

@@ -27,11 +27,7 @@ STATUS_EVERY_S = 10.0
 def serve_until_ended(config: Config, say: Say) -> None:
     """Returns after Ctrl-C or SIGTERM, with everything that it started gone."""
     find_checkpoints(config)  # mistakes in the paths should not wait for Ray
-    with (
-        ray_here(config, say) as ours,
-        _signals_as_interrupts(),
-        deployed(config, say, ours=ours) as url,
-    ):  # Ray has put its own handlers in place before
+    with ray_here(config, say) as ours, _signals_as_interrupts(), deployed(config, say, ours=ours) as url:
         say(f"ready {url}")
         say(_example(url, config.model))
         with contextlib.suppress(KeyboardInterrupt):
@@ -81,7 +77,7 @@ def handle(deployment: str) -> Any:
 
 @contextlib.contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """SIGINT too: a shell that starts us in the background has it ignored."""
+    """To be entered once Ray has put its own handlers in place. SIGINT too: a shell that starts us in the background has it ignored."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -130,7 +126,7 @@ def _messages() -> list[str]:
 
 
 def _tell_progress(told: dict[str, str], say: Say) -> None:
-    """A line for each deployment whose state has changed; raises when one of them has failed for good."""
+    """A line for each deployment whose state has changed."""
     from ray import serve
 
     from specserve.cluster.app import APP_NAME

@@ -31,7 +31,6 @@ class Metronome:
     """Takes the place of `Engine` in `application`."""
 
     def __init__(self, config: Config, bundles: Sequence[Bundle], board: Any) -> None:
-        self._board = board
         self._streams: dict[int, _Stream] = {}
         self._outlets: dict[Ticket, Outlet] = {}
         self._first: dict[int, float] = {}
@@ -43,10 +42,10 @@ class Metronome:
 
     async def generate(self, request: Request, number: int, ticket: Ticket) -> None:
         self._beats = self._beats or asyncio.create_task(self._beat())
-        outlet = self._outlets.setdefault(ticket, self._outlets.get(ticket) or Outlet(ticket))
-        self._count += 1
-        key = self._count
-        stream = self._streams[key] = _Stream(request, number, outlet, asyncio.get_running_loop().create_future())
+        if ticket not in self._outlets:
+            self._outlets[ticket] = Outlet(ticket)
+        self._count = key = self._count + 1
+        stream = self._streams[key] = _Stream(request, number, self._outlets[ticket], asyncio.get_running_loop().create_future())
         try:
             await stream.ended
         finally:

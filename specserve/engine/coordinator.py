@@ -210,12 +210,9 @@ class Coordinator:
 
     async def _settle(self) -> None:
         """A round of nothing: workers that hear of releases with their next steps hear of them now, though there are none."""
-        try:
-            if self.drafter is not None:
-                await self.drafter.propose((), math.inf)
-            await self.target.verify(())
-        except Exception:
-            log.exception("a worker failed while there was nothing to do")
+        if self.drafter is not None:
+            await _unless_it_fails("the drafter to settle", self.drafter.propose((), math.inf))
+        await _unless_it_fails("the target to settle", self.target.verify(()))
 
     async def _release(self) -> bool:
         """Tells the workers, before they need the room, which sequences they may forget; whether there were any."""
@@ -224,10 +221,7 @@ class Coordinator:
             return False
         for worker in (self.target, self.drafter):
             if worker is not None:
-                try:
-                    await worker.release(released)
-                except Exception:  # a worker that cannot even forget will fail in its next step, where that is dealt with
-                    log.exception("%s failed to release %d sequences", type(worker).__name__, len(released))
+                await _unless_it_fails(f"{type(worker).__name__} to release {len(released)} sequences", worker.release(released))
         return True
 
     def _end_unwanted(self) -> list[Chunk]:
@@ -274,6 +268,14 @@ class Coordinator:
             logprobs=request.logprobs,
             lenience=self._lenience if verifier == "lenient" else 1.0,
         )
+
+
+async def _unless_it_fails(what: str, call: abc.Awaitable[object]) -> None:
+    """A worker that cannot even forget will fail in its next step, where that is dealt with."""
+    try:
+        await call
+    except Exception:
+        log.exception("asked %s in vain", what)
 
 
 def _check_proposals(steps: abc.Sequence[DraftStep], proposals: abc.Sequence[Proposal]) -> None:
