@@ -238,14 +238,15 @@ def gateway_memory() -> int:
 def test_two_hundred_malformed_requests_and_a_huge_body_do_no_harm(server: Server) -> None:
     bodies = list(malformed())
     assert len(bodies) >= 200
-    for body in bodies * 2:  # the allocator keeps what one such body took
-        post(server, body)
-    before = gateway_memory()
-    statuses = [post(server, body) for body in bodies]
-    statuses.append(post(server, (b"x" * 2**20 for _ in range(100))))
-    assert {status for status in statuses if status >= 500} == set(), "bad input is never the server's failure"
-    assert statuses[-1] == 413
-    assert gateway_memory() - before < 30 * 2**20
+    growth = []
+    for _ in range(4):  # the allocator may keep more once, or twice; what leaks grows every time
+        before = gateway_memory()
+        statuses = [post(server, body) for body in bodies]
+        statuses.append(post(server, (b"x" * 2**20 for _ in range(100))))
+        assert {status for status in statuses if status >= 500} == set(), "bad input is never the server's failure"
+        assert statuses[-1] == 413
+        growth.append(gateway_memory() - before)
+    assert min(growth[1:]) < 10 * 2**20, f"the gateway grows by {growth} bytes"
     assert server.complete(PROMPTS[0], max_tokens=4).usage.completion_tokens == 4
 
 
