@@ -81,8 +81,10 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Anticipation:
-    enabled: bool = setting(False, boolean())
-    fanout: int = setting(3, whole(1, 64))
+    """Of the draft worker, while the target verifies."""
+
+    enabled: bool = setting(True, boolean())
+    fanout: int | None = setting(None, unset_as("auto", whole(1, 64)))  # continuations prepared at each place; None: as many as pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +231,6 @@ def _checked(config: Config) -> Config:
         raise ConfigError(f"draft.stages belongs to the kinds {', '.join(CASCADES)}, and draft.kind is {draft.kind}; leave it out")
     if draft.kind == "neural" and draft.path is None:
         raise ConfigError("draft.kind neural needs draft.path, the model that drafts")
-    if speculation.anticipation.enabled:
-        raise ConfigError("speculation.anticipation.enabled true is not available in this version; leave it out")
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
         raise ConfigError(
             f"speculation.gamma {speculation.gamma} is above speculation.max_gamma {speculation.max_gamma}; lower the one or raise the other"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,7 +54,7 @@ class LocalDrafter:
 
     async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         _use_threads(self._threads)
-        return self._model.propose(steps, deadline)
+        return self._model.propose(steps, time.perf_counter() + deadline)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         self._model.release(seq_ids)

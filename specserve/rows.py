@@ -23,6 +23,7 @@ from specserve.types import (
     Origin,
     Policy,
     Proposal,
+    Span,
     SparseRows,
     Stats,
     Verdict,
@@ -39,10 +40,11 @@ _ORIGIN_CODES = {origin: code for code, origin in enumerate(_ORIGINS)}
 
 _POLICY = struct.Struct("<QQ?Qd dQddddd")  # seed, prompt_length, logprobs, lenience; a Warp up to its biases
 _DRAFT_STEP = struct.Struct("<QQQ")  # seq_id, start, gamma
-_PROPOSAL = struct.Struct("<QQQ?I")  # seq_id, start, held, support
+_PROPOSAL = struct.Struct("<QQQB?I")  # seq_id, start, held, anticipated, support
 _VERIFY_STEP = struct.Struct("<QQ??I")  # seq_id, start, decide, support
 _VERDICT = struct.Struct("<QQQ")  # seq_id, accepted, next_token
 _STATS = struct.Struct("<?QQQQQQ")  # the fields of Stats behind the verifier
+_SPAN = struct.Struct("<dd")  # begun, ended
 _NUMBER = struct.Struct("<Q")
 
 
@@ -100,6 +102,9 @@ class ArraysIn:
     @property
     def is_empty(self) -> bool:
         return self._at == self._size
+
+
+_ANTICIPATED = (None, False, True)  # by their codes
 
 
 def packed(code: str, numbers: Sequence[float]) -> bytes:
@@ -183,14 +188,15 @@ def read_draft_step(row: Any, arrays: ArraysIn) -> DraftStep:
 
 def write_proposal(proposal: Proposal, arrays: ArraysOut) -> Row:
     shape = arrays.put(proposal.q, len(proposal.tokens))
-    return _PROPOSAL.pack(proposal.seq_id, proposal.start, proposal.held, *shape), packed("I", proposal.tokens)
+    anticipated = _ANTICIPATED.index(proposal.anticipated)
+    return _PROPOSAL.pack(proposal.seq_id, proposal.start, proposal.held, anticipated, *shape), packed("I", proposal.tokens)
 
 
 def read_proposal(row: Any, arrays: ArraysIn) -> Proposal:
     numbers, tokens = row
-    seq_id, start, held, has_rows, support = _PROPOSAL.unpack(numbers)
+    seq_id, start, held, anticipated, has_rows, support = _PROPOSAL.unpack(numbers)
     tokens = unpacked("I", tokens)
-    return Proposal(seq_id, start, tokens, arrays.take(len(tokens), has_rows=has_rows, support=support), held)
+    return Proposal(seq_id, start, tokens, arrays.take(len(tokens), has_rows=has_rows, support=support), held, _ANTICIPATED[anticipated])
 
 
 def write_verify_step(step: VerifyStep, arrays: ArraysOut) -> Row:
@@ -230,6 +236,15 @@ def write_chunk(chunk: Chunk, arrays: ArraysOut) -> Row:
     origins = bytes([_ORIGIN_CODES[origin] for origin in chunk.origins])
     stats = None if chunk.stats is None else _write_stats(chunk.stats)
     return _NUMBER.pack(chunk.seq_id), packed("I", chunk.tokens), origins, _write_logprobs(chunk.logprobs), chunk.finish, stats, chunk.error
+
+
+def write_span(span: Span) -> Row:
+    return span.name, _SPAN.pack(span.begun, span.ended)
+
+
+def read_span(row: Any) -> Span:
+    name, numbers = row
+    return Span(text(name), *_SPAN.unpack(numbers))
 
 
 def read_chunk(row: Any, arrays: ArraysIn) -> Chunk:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -86,6 +86,16 @@ class Proposal:
     tokens: tuple[int, ...]
     q: SparseRows | None
     held: int  # positions that the drafter now holds; its next step starts there or earlier
+    anticipated: bool | None = None  # whether it was prepared before it was asked for; None: nothing was known to prepare for
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that an actor did, by some clock."""
+
+    name: str
+    begun: float
+    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +219,20 @@ class ModelInfo:
 
 
 class Target(Protocol):
-    """Checks proposals. Answers one verdict for each step with `decide`, in their order."""
+    """Checks proposals. Answers one verdict for each step with `decide`, in their order.
 
-    async def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]: ...
+    A worker elsewhere is at work from the call on, one in this process from when it is awaited.
+    """
+
+    def verify(self, steps: Sequence[VerifyStep]) -> Awaitable[Sequence[Verdict]]: ...
     async def release(self, seq_ids: Sequence[int]) -> None: ...
 
 
 class Drafter(Protocol):
-    """Guesses. Answers one proposal for each step, in their order; fewer tokens than asked for, or none, is an answer too."""
+    """Guesses. Answers one proposal for each step, in their order; fewer tokens than asked for, or none, is an answer too.
 
-    async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]: ...
+    The deadline is seconds from now, after which shorter proposals are better than later ones.
+    """
+
+    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]: ...
     async def release(self, seq_ids: Sequence[int]) -> None: ...

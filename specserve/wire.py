@@ -23,6 +23,7 @@ from specserve.rows import (
     read_chunk,
     read_draft_step,
     read_proposal,
+    read_span,
     read_verdict,
     read_verify_step,
     text,
@@ -30,12 +31,13 @@ from specserve.rows import (
     write_chunk,
     write_draft_step,
     write_proposal,
+    write_span,
     write_verdict,
     write_verify_step,
 )
-from specserve.types import Chunk, DraftStep, Proposal, Verdict, VerifyStep
+from specserve.types import Chunk, DraftStep, Proposal, Span, Verdict, VerifyStep
 
-MAGIC, VERSION = b"specserve", 1
+MAGIC, VERSION = b"specserve", 2
 Frame = bytes | memoryview
 
 
@@ -55,6 +57,7 @@ class Proposals:
     proposals: tuple[Proposal, ...]
     seconds: float  # that the worker spent on them
     pages_used: int
+    spans: tuple[Span, ...] = ()  # what it did since the last answer, by its own clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class Verdicts:
     pages_used: int
     prefix_queries: int = 0  # prompt tokens that were ever looked for in the prefix cache
     prefix_hits: int = 0  # and found
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +185,9 @@ def _propose(fields: Any, steps: tuple[DraftStep, ...]) -> Propose:
 
 
 def _proposals(fields: Any, proposals: tuple[Proposal, ...]) -> Proposals:
-    (numbers,) = fields
+    numbers, spans = fields
     number, seconds, pages_used = _SPENT.unpack(numbers)
-    return Proposals(number, proposals, seconds, pages_used)
+    return Proposals(number, proposals, seconds, pages_used, tuple([read_span(span) for span in spans]))
 
 
 def _verify(fields: Any, steps: tuple[VerifyStep, ...]) -> Verify:
@@ -193,9 +197,9 @@ def _verify(fields: Any, steps: tuple[VerifyStep, ...]) -> Verify:
 
 
 def _verdicts(fields: Any, verdicts: tuple[Verdict, ...]) -> Verdicts:
-    (numbers,) = fields
+    numbers, spans = fields
     number, seconds, pages_used, queries, hits = _JUDGED.unpack(numbers)
-    return Verdicts(number, verdicts, seconds, pages_used, queries, hits)
+    return Verdicts(number, verdicts, seconds, pages_used, queries, hits, tuple([read_span(span) for span in spans]))
 
 
 def _failed(fields: Any, nothing: tuple[()]) -> Failed:
@@ -223,7 +227,7 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         read=read_draft_step,
     ),
     Proposals: _Layout(
-        fields=lambda message: (_SPENT.pack(message.number, message.seconds, message.pages_used),),
+        fields=lambda message: (_SPENT.pack(message.number, message.seconds, message.pages_used), [write_span(span) for span in message.spans]),
         build=_proposals,
         items=lambda message: message.proposals,
         write=write_proposal,
@@ -237,7 +241,10 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         read=read_verify_step,
     ),
     Verdicts: _Layout(
-        fields=lambda message: (_JUDGED.pack(message.number, message.seconds, message.pages_used, message.prefix_queries, message.prefix_hits),),
+        fields=lambda message: (
+            _JUDGED.pack(message.number, message.seconds, message.pages_used, message.prefix_queries, message.prefix_hits),
+            [write_span(span) for span in message.spans],
+        ),
         build=_verdicts,
         items=lambda message: message.verdicts,
         write=write_verdict,

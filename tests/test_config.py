@@ -145,7 +145,6 @@ def test_an_item_of_a_list_is_refused_by_its_place():
         ({"draft.kind": "neural", "target.path": "t"}, "draft.kind neural needs draft.path"),
         ({"draft.kind": "max_gram"}, "draft.kind max_gram is not available in this version"),
         ({"draft.kind": "none", "draft.stages": [{"kind": "unigram"}]}, "draft.stages belongs to the kinds vertical"),
-        ({"speculation.anticipation.enabled": True}, "not available in this version"),
     ],
 )
 def test_keys_that_contradict_one_another_or_are_not_built_are_refused(keys, refusal):

@@ -23,6 +23,7 @@ from specserve.types import (
     Origin,
     Policy,
     Proposal,
+    Span,
     SparseRows,
     Stats,
     Verdict,
@@ -55,6 +56,7 @@ warps = st.builds(Warp, reals, counts, reals, reals, reals, reals, reals, st.lis
 policies = st.builds(Policy, warps, st.sampled_from(VERIFIERS), counts, counts, st.none() | counts, reals)
 draft_steps = st.builds(DraftStep, counts, counts, many_tokens, counts, policies)
 verdicts = st.builds(Verdict, counts, counts, counts, st.none() | all_logprobs())
+spans = st.builds(Span, st.text(), reals, reals)
 stats = st.builds(Stats, st.text(), st.booleans(), counts, counts, counts, counts, counts, counts)
 chunks = st.builds(
     Chunk,
@@ -71,7 +73,7 @@ chunks = st.builds(
 @st.composite
 def proposals(draw: st.DrawFn) -> Proposal:
     drafts = draw(many_tokens)
-    return Proposal(draw(counts), draw(counts), drafts, draw(st.none() | sparse_rows(len(drafts))), draw(counts))
+    return Proposal(draw(counts), draw(counts), drafts, draw(st.none() | sparse_rows(len(drafts))), draw(counts), draw(st.none() | st.booleans()))
 
 
 @st.composite
@@ -87,9 +89,9 @@ def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ..
 
 messages = st.one_of(
     st.builds(Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts),
-    st.builds(Proposals, counts, some(proposals()), reals, counts),
+    st.builds(Proposals, counts, some(proposals()), reals, counts, some(spans)),
     st.builds(Verify, counts, some(verify_steps()), many_counts),
-    st.builds(Verdicts, counts, some(verdicts), reals, counts, counts, counts),
+    st.builds(Verdicts, counts, some(verdicts), reals, counts, counts, counts, some(spans)),
     st.builds(Failed, counts, st.text(), st.text()),
     st.builds(Chunks, some(chunks)),
     st.just(Stop()),
@@ -189,7 +191,7 @@ def test_another_version_is_refused_and_both_are_named() -> None:
 
 
 def head(*, magic: object = b"specserve", kind: object = "Verdicts", num_items: object = 1, own: object = None, rows: tuple[object, ...]) -> bytes:
-    own = (bytes(40),) if own is None else own
+    own = (bytes(40), ()) if own is None else own
     return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
 
 
@@ -224,7 +226,8 @@ GOOD_ROW = (bytes(24), None)
         [head(kind="Stop", num_items=1, own=(), rows=(GOOD_ROW,))],
         [head(kind="Failed", num_items=1, own=(bytes(8), "a", "b"), rows=(GOOD_ROW,))],
         [head(own=(), rows=(GOOD_ROW,))],
-        [head(own=("x" * 40,), rows=(GOOD_ROW,))],
+        [head(own=("x" * 40, ()), rows=(GOOD_ROW,))],
+        [head(own=(bytes(40), ((bytes(16), "verify"),)), rows=(GOOD_ROW,))],
         [head(rows=(b"",))],
         [head(rows=((bytes(23), None),))],
         [head(rows=((bytes(24), None, None),))],

@@ -52,8 +52,8 @@ class Engine:
         self._registry = Registry()
         self._replies: dict[int, _Reply] = {}
         self._outlets: dict[Ticket, Outlet] = {}
-        self._group = await Group.start(config, bundles)
         self._journal = Journal(self._registry)
+        self._group = await Group.start(config, bundles, self._journal.exchange)
         draft = self._group.draft_worker
         self._coordinator = Coordinator.of(
             config,

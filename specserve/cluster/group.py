@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.cluster.link import Client, Keys
 from specserve.cluster.placement import FIRST_RANK, Bundle
-from specserve.cluster.remote import RemoteDrafter, RemoteTarget
+from specserve.cluster.remote import RemoteDrafter, RemoteTarget, Report
 from specserve.cluster.workers import DraftWorker, Place, Ready, TargetWorker
 from specserve.config import Config
 from specserve.errors import ModelError, SpecserveError, WorkerLost
@@ -39,16 +39,16 @@ class Worker:
 class Group:
     """A target of some ranks and perhaps a drafter. Without the drafter the rounds go on; without a rank they cannot."""
 
-    def __init__(self, ranks: tuple[Worker, ...], drafter: Worker | None, *, deadline_s: float) -> None:
+    def __init__(self, ranks: tuple[Worker, ...], drafter: Worker | None, *, deadline_s: float, report: Report | None = None) -> None:
         self.ranks, self.draft_worker = ranks, drafter
-        self.target = RemoteTarget([rank.client for rank in ranks], deadline_s=deadline_s)
-        self.drafter = None if drafter is None else RemoteDrafter(drafter.client, deadline_s=deadline_s)
+        self.target = RemoteTarget([rank.client for rank in ranks], deadline_s=deadline_s, report=report)
+        self.drafter = None if drafter is None else RemoteDrafter(drafter.client, deadline_s=deadline_s, report=report)
         self._dead: str | None = None
         self._watches = [asyncio.create_task(self._watch(worker)) for worker in self.workers]
 
     @classmethod
-    async def start(cls, config: Config, wanted: Sequence[Bundle]) -> Group:
-        """Starts and opens all workers; raises what the first of them raised, and leaves none behind then."""
+    async def start(cls, config: Config, wanted: Sequence[Bundle], report: Report | None = None) -> Group:
+        """Starts and opens all workers; raises what the first of them raised, and leaves none behind then. `report` hears of every exchange."""
         keys = Keys.fresh()
         actors = _actors(config, wanted, keys.public)
         try:
@@ -62,7 +62,7 @@ class Group:
                 if actor is not None:
                     ray.kill(actor)
             raise
-        return cls(ranks, drafter, deadline_s=config.faults.round_deadline_s)
+        return cls(ranks, drafter, deadline_s=config.faults.round_deadline_s, report=report)
 
     @property
     def workers(self) -> tuple[Worker, ...]:

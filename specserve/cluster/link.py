@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 import zmq
@@ -123,24 +124,20 @@ class Client:
         self._answer: asyncio.Future[Message] | None = None
         self._lost: WorkerLost | None = None
 
-    async def call(self, message: Propose | Verify, timeout_s: float) -> Message:
-        """The answer of the same number. Raises what the worker failed with, or WorkerLost."""
+    def call(self, message: Propose | Verify, timeout_s: float) -> Awaitable[Message]:
+        """Sends it at once; to be awaited for the answer of the same number, or what the worker failed with, or WorkerLost."""
         assert self._answer is None
         if self._lost is not None:
             raise self._lost
         loop = self._listen()
         self._number, self._answer = message.number, loop.create_future()
-        deadline = loop.call_later(timeout_s, self._give_up, timeout_s)
         try:
             self.post(message)
-            self._hear()  # sending looks at the socket's news too, and the loop would then not be told of them
-            answer = await self._answer
-        finally:
-            deadline.cancel()
+        except WorkerLost:
             self._number = self._answer = None
-        if isinstance(answer, Failed):
-            raise answer.error()
-        return answer
+            raise
+        self._hear()  # sending looks at the socket's news too, and the loop would then not be told of them
+        return self._answered(self._answer, loop.call_later(timeout_s, self._give_up, timeout_s))
 
     def post(self, message: Message) -> None:
         """Sends a message that is not answered."""
@@ -160,6 +157,16 @@ class Client:
         _deaf(self._loop, self._socket)
         self._socket.close()
         self._context.term()
+
+    async def _answered(self, answer: asyncio.Future[Message], deadline: asyncio.TimerHandle) -> Message:
+        try:
+            message = await answer
+        finally:
+            deadline.cancel()
+            self._number = self._answer = None
+        if isinstance(message, Failed):
+            raise message.error()
+        return message
 
     def _listen(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

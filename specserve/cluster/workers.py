@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -21,11 +22,11 @@ from specserve.drafters.open import open_drafter
 from specserve.models.load import find_checkpoint
 from specserve.models.rank import open_rank
 from specserve.models.shard import Shard
-from specserve.types import DraftStep, ModelInfo, Policy, VerifyStep, Warp
+from specserve.types import DraftStep, ModelInfo, Policy, Span, VerifyStep, Warp
 from specserve.wire import Failed, Message, Proposals, Propose, Stop, Verdicts, Verify
 
 if TYPE_CHECKING:
-    from specserve.drafters.neural import NeuralDrafter
+    from specserve.drafters.open import OpenDrafter
     from specserve.models.rank import Follower
     from specserve.models.target import TargetModel
 
@@ -79,13 +80,14 @@ class TargetWorker:
         for rows in WARM_LENGTHS:
             self._model.verify([_verify_step(min(rows, self._model.info.max_context))])
             self._model.release([WARM_UP])
+        _settle()
         return Ready(
             self._server.address, _place(self._model.runner.device), self._model.info.max_context, self._model.info.num_pages, self._model.info
         )
 
     def run(self) -> None:
         """Answers until it is told to stop. While this call is under way, the worker is alive."""
-        _answer_all(self._server, self._answer)
+        _answer_all(self._server, self._answer, _rest)
 
     @property
     def _size(self) -> int:
@@ -105,54 +107,76 @@ class TargetWorker:
         begun = time.perf_counter()
         self._model.release(message.released)
         verdicts = tuple(self._model.verify(message.steps))
-        cache = self._model.runner.cache
-        return Verdicts(message.number, verdicts, time.perf_counter() - begun, cache.num_used, cache.prefix_queries, cache.prefix_hits)
+        cache, ended = self._model.runner.cache, time.perf_counter()
+        spans = (Span("verify", begun, ended),)
+        return Verdicts(message.number, verdicts, ended - begun, cache.num_used, cache.prefix_queries, cache.prefix_hits, spans)
 
 
 class DraftWorker:
-    """What drafts, on a device of its own."""
+    """What drafts, on a device of its own. Between two messages it prepares what the next one is likely to ask for."""
 
     def __init__(self, config: Config, admits: bytes) -> None:
         self._config = config
         self._server = Server(Keys.fresh(), ray.util.get_node_ip_address(), admits)
-        self._drafter: NeuralDrafter | None = None
+        self._drafter: OpenDrafter | None = None
+        self._prepared: tuple[Span, ...] = ()  # since the last answer
 
     def open(self, target: ModelInfo) -> Ready:
         """Reads the weights and warms up."""
         own = self._config.draft
         assert own.path is not None
         _use_threads(own.threads, sharers=self._config.target.tensor_parallel + 1)
-        self._drafter = open_drafter(find_checkpoint(own.path), self._config, target_vocab_size=target.vocab_size)
+        self._drafter = open_drafter(find_checkpoint(own.path), self._config, target_vocab_size=target.vocab_size, alone=True)
         for rows in WARM_LENGTHS:
             self._drafter.propose([_draft_step(min(rows, self._drafter.context - 2))], float("inf"))
+            self._drafter.prepare(bool)
             self._drafter.release([WARM_UP])
-        runner = self._drafter.runner
-        return Ready(self._server.address, _place(runner.device), self._drafter.context, runner.cache.num_pages)
+        _settle()
+        return Ready(self._server.address, _place(self._drafter.device), self._drafter.context, self._drafter.num_pages)
 
     def run(self) -> None:
         """Answers until it is told to stop. While this call is under way, the worker is alive."""
-        _answer_all(self._server, self._answer)
+        _answer_all(self._server, self._answer, self._prepare)
 
     def _answer(self, message: Message) -> Message:
         assert self._drafter is not None
         assert isinstance(message, Propose)
         begun = time.perf_counter()
         self._drafter.release(message.released)
-        proposals = tuple(self._drafter.propose(message.steps, self._drafter.clock() + message.deadline))
-        return Proposals(message.number, proposals, time.perf_counter() - begun, self._drafter.runner.cache.num_used)
+        proposals = tuple(self._drafter.propose(message.steps, begun + message.deadline))
+        ended = time.perf_counter()
+        spans, self._prepared = (*self._prepared, Span("draft", begun, ended)), ()
+        return Proposals(message.number, proposals, ended - begun, self._drafter.num_pages_used, spans)
+
+    def _prepare(self) -> None:
+        assert self._drafter is not None
+        begun = time.perf_counter()
+        self._drafter.prepare(self._server.waiting)
+        self._prepared = (Span("anticipate", begun, time.perf_counter()),)
 
 
-def _answer_all(server: Server, answer: Callable[[Message], Message]) -> None:
-    """One answer for each message. A failure is an answer too: it belongs to the round that asked."""
+def _answer_all(server: Server, answer: Callable[[Message], Message], rest: Callable[[], None]) -> None:
+    """One answer for each message, then whatever there is to do until the next. A failure is an answer too, of the round that asked."""
     while not isinstance(message := server.receive(None), Stop):
         if not isinstance(message, (Propose, Verify)):
             continue
         try:
             server.send(answer(message))
+            rest()
         except Exception as error:
             log.exception("round %d failed", message.number)
             server.send(Failed(message.number, type(error).__name__, str(error) or type(error).__name__))
     server.close()
+
+
+def _rest() -> None:
+    """A target has nothing to do between two rounds."""
+
+
+def _settle() -> None:
+    """What was made until now stays; the collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _use_threads(wanted: int | None, *, sharers: int) -> None:

@@ -4,83 +4,193 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.drafters.draws import Draws, Guess
+from specserve.drafters.base import Outlook
+from specserve.drafters.draws import Draws, Place, Source
+from specserve.errors import OutOfPages
+from specserve.models.cache import Fork
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import History
-from specserve.types import DraftStep, Proposal, Step
+from specserve.types import DraftStep, Policy, Proposal, SparseRows, Step
 
-NOTHING = Guess((), None)
+
+@dataclass(slots=True)
+class Draft:
+    """What has been drawn behind a prefix so far. All of it is cached but the last token."""
+
+    start: int  # length of the prefix
+    policy: Policy
+    tokens: list[int] = field(default_factory=list)
+    rows: list[tuple[Source, int]] = field(default_factory=list)  # what each was drawn from, and its row there
+
+
+@dataclass(frozen=True, slots=True)
+class Todo:
+    """One sequence in a call of `draft`: what is to be read before it can go on, and how many tokens it still wants."""
+
+    seq_id: int
+    read: Step
+    draft: Draft
+    wanted: int
 
 
 class NeuralDrafter:
-    """Drafts token by token, one pass for all sequences that still want one."""
+    """Drafts token by token, one pass for all sequences that still want one. A proposal that was begun is gone on with.
+
+    Implements `base.Forks`: a sequence may have branches, whose proposals are begun before it is known which of them is wanted.
+    """
 
     def __init__(
-        self, runner: Runner, *, vocab_size: int, target_vocab_size: int, context: int, support: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        target_vocab_size: int,
+        context: int,
+        support: int,
+        likely: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.runner, self.context, self.support, self.clock = runner, context, support, clock
+        """`likely`: how many likely tokens are remembered of each place, for `outlooks`."""
+        self.runner, self.context, self.support, self.likely, self.clock = runner, context, support, likely, clock
         self.shared_vocab = min(vocab_size, target_vocab_size)  # padding of either embedding is never proposed
         self.lacks_tokens = vocab_size < target_vocab_size
+        self._drafts: dict[int, Draft] = {}
+        self._forks: list[Fork] = []  # asked for and not yet made; made together they cost little more than one
+
+    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+        """Past the deadline, by the clock, proposals come back shorter."""
+        return self.draft(steps, lambda: self.clock() > deadline)
 
     @torch.inference_mode()
-    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+    def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
         """A sequence that does not fit, or whose step leaves a gap, gets an empty proposal that says what is held of it."""
-        able = self._fitting(steps)
-        drafting = sorted((step for step in able if step.gamma), key=lambda step: -step.gamma)  # those who go on are always the first
-        guesses: dict[int, Guess] = {}
-        if able:
-            logits = self._read([*drafting, *(step for step in able if not step.gamma)])
+        self._make_forks()
+        todo = sorted(self._fitting(steps), key=lambda one: -one.wanted)  # those who go on are always the first
+        if todo:
+            logits = self._read(todo)
+            drafting = [one for one in todo if one.wanted]
             if drafting:
-                guesses = self._draft(drafting, logits, deadline)
-        return [self._proposal(step, guesses.get(step.seq_id, NOTHING)) for step in steps]
+                self._draw(drafting, logits, enough)
+        return [self._proposal(step) for step in steps]
 
     def release(self, seq_ids: Sequence[int]) -> None:
+        self._make_forks()
         self.runner.release(seq_ids)
+        for seq_id in seq_ids:
+            self._drafts.pop(seq_id, None)
 
-    def _fitting(self, steps: Sequence[DraftStep]) -> list[DraftStep]:
-        """Those that leave no gap and fit into the context and, all together, into the pages."""
-        cache, fitting = self.runner.cache, []
-        free = cache.num_free
+    @torch.inference_mode()
+    def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
+        """One pass reads all last draft tokens. What does not fit, or has no drafts, has no outlook."""
+        drafts = {seq_id: self._drafts[seq_id] for seq_id in seq_ids if seq_id in self._drafts and self._drafts[seq_id].tokens}
+        todo = [one for seq_id, draft in drafts.items() if self._fits(one := _last_read(seq_id, draft, wanted=1), self.runner.cache.num_free)]
+        if not todo:
+            return []
+        draws = self._draws(todo)
+        draws.draw(self._shared(self._read(todo)))
+        end = draws.drawn[0].fetched()
+        ends = [(end, row) for row in range(len(todo))]
+        ranked = iter(_ranked([row for one, end in zip(todo, ends, strict=True) for row in (*one.draft.rows, end)], width + 1))
+        return [_outlook(one, [next(ranked) for _ in range(len(one.draft.tokens) + 1)], width) for one in todo]
+
+    def fork(self, seq_id: int, as_id: int, length: int) -> bool:
+        if len(self._forks) >= self.runner.cache.num_free:
+            return False
+        self._forks.append(Fork(seq_id, as_id, length))
+        return True
+
+    def become(self, seq_id: int, branch_id: int) -> None:
+        self._make_forks()
+        self.runner.cache.become(seq_id, branch_id)
+        self._drafts.pop(seq_id, None)
+        if branch_id in self._drafts:
+            self._drafts[seq_id] = self._drafts.pop(branch_id)
+
+    def _make_forks(self) -> None:
+        forks, self._forks = self._forks, []
+        try:
+            self.runner.cache.fork_many(forks)
+        except OutOfPages:  # nothing was forked; steps of the branches then leave a gap, and are answered so
+            return
+
+    def _fitting(self, steps: Sequence[DraftStep]) -> list[Todo]:
+        """Those that have anything left to do, leave no gap, and fit into the context and, all together, into the pages."""
+        fitting, free, page_size = [], self.runner.cache.num_free, self.runner.cache.page_size
         for step in steps:
-            room = _stop(step) + max(step.gamma - 1, 0)
-            pages = -(-room // cache.page_size) - step.start // cache.page_size  # counts a page that is copied on write
-            if cache.length(step.seq_id) >= step.start and room <= self.context and pages <= free:
-                free -= pages
-                fitting.append(step)
+            one = self._todo(step)
+            if one is not None and self._fits(one, free):
+                free -= _num_pages(one, page_size)
+                self._drafts[step.seq_id] = one.draft
+                fitting.append(one)
         return fitting
 
-    def _read(self, steps: Sequence[DraftStep]) -> Tensor:  # [drafting, vocab]
-        """Write the committed tokens; logits behind them where drafts are wanted."""
-        writes = [Step(step.seq_id, step.start, self._known(step.tokens)) for step in steps]
-        return self.runner.run(writes, [min(step.gamma, 1) for step in steps])
+    def _todo(self, step: DraftStep) -> Todo | None:
+        begun = self._drafts.get(step.seq_id)
+        if (
+            begun is None
+            or not begun.tokens
+            or begun.start != _stop(step)
+            or not self.runner.cache.holds(step.seq_id, step.start, self._known(step.tokens))
+        ):
+            self._drafts.pop(step.seq_id, None)
+            return Todo(step.seq_id, Step(step.seq_id, step.start, self._known(step.tokens)), Draft(_stop(step), step.policy), step.gamma)
+        if step.gamma <= len(begun.tokens):
+            del begun.tokens[step.gamma :], begun.rows[step.gamma :]
+            return None
+        return _last_read(step.seq_id, begun, wanted=step.gamma - len(begun.tokens))
 
-    def _draft(self, steps: Sequence[DraftStep], logits: Tensor, deadline: float) -> dict[int, Guess]:
-        """Steps in falling order of gamma. The last token of each is drawn and not written."""
-        draws = Draws(steps, [self._history(step) for step in steps], support=self.support, device=self.runner.device)
+    def _fits(self, one: Todo, free: int) -> bool:
+        cache = self.runner.cache
+        return cache.length(one.seq_id) >= one.read.start and _room(one) <= self.context and _num_pages(one, cache.page_size) <= free
+
+    def _read(self, todo: Sequence[Todo]) -> Tensor:  # [drafting, vocab]
+        """Write the tokens that are committed, or were drawn last; logits behind them where drafts are wanted."""
+        return self.runner.run([one.read for one in todo], [min(one.wanted, 1) for one in todo])
+
+    def _draw(self, todo: Sequence[Todo], logits: Tensor, enough: Callable[[], bool]) -> None:
+        """In falling order of what they want. The last token of each is drawn and not written."""
+        draws = self._draws(todo)
         tokens = draws.draw(self._shared(logits))
-        passes = self.runner.unroll([step.seq_id for step in steps], [step.gamma - 1 for step in steps])
-        for depth in range(1, steps[0].gamma):
-            if self.clock() > deadline:
+        passes = self.runner.unroll([one.seq_id for one in todo], [one.wanted - 1 for one in todo])
+        for depth in range(1, todo[0].wanted):
+            if enough():
                 break
-            while steps[len(tokens) - 1].gamma <= depth:
+            while todo[len(tokens) - 1].wanted <= depth:
                 tokens = tokens[:-1]
             tokens = draws.draw(self._shared(passes.logits(tokens)))
-        guesses = {step.seq_id: guess for step, guess in zip(steps, draws.guesses(), strict=True)}
-        for seq_id, guess in guesses.items():
-            self.runner.cache.append(seq_id, guess.tokens[:-1])
-        return guesses
+        self._keep(todo, [drawn.fetched() for drawn in draws.drawn])
 
-    def _proposal(self, step: DraftStep, guess: Guess) -> Proposal:
-        return Proposal(step.seq_id, _stop(step), guess.tokens, guess.q, self.runner.cache.length(step.seq_id))
+    def _draws(self, todo: Sequence[Todo]) -> Draws:
+        places = [Place(one.draft.start, len(one.draft.tokens), one.wanted, one.draft.policy, self._history(one)) for one in todo]
+        return Draws(places, support=self.support, width=self.likely, device=self.runner.device)
 
-    def _history(self, step: DraftStep) -> History | None:
-        if not step.policy.warp.has_penalties:
+    def _keep(self, todo: Sequence[Todo], sources: Sequence[Source]) -> None:
+        for row, one in enumerate(todo):
+            own = [source for source in sources if row < len(source.tokens)]
+            tokens = [source.tokens[row] for source in own]
+            self.runner.cache.append(one.seq_id, tokens[:-1])
+            one.draft.tokens += tokens
+            one.draft.rows += [(source, row) for source in own]
+
+    def _proposal(self, step: DraftStep) -> Proposal:
+        held = self.runner.cache.length(step.seq_id)
+        draft = self._drafts.get(step.seq_id)
+        if draft is None or not step.gamma:
+            return Proposal(step.seq_id, _stop(step), (), None, held)
+        tokens = tuple(draft.tokens)
+        return Proposal(step.seq_id, draft.start, tokens, _sources(draft), min(held, draft.start + max(0, len(tokens) - 1)))
+
+    def _history(self, one: Todo) -> History | None:
+        if not one.draft.policy.warp.has_penalties:
             return None
-        return History(self.runner.cache.tokens(step.seq_id), step.policy.prompt_length)
+        return History(self.runner.cache.tokens(one.seq_id), one.draft.policy.prompt_length)
 
     def _shared(self, logits: Tensor) -> Tensor:  # [rows, shared vocabulary]
         return logits if logits.shape[1] == self.shared_vocab else logits[:, : self.shared_vocab]
@@ -92,3 +202,49 @@ class NeuralDrafter:
 
 def _stop(step: DraftStep) -> int:
     return step.start + len(step.tokens)
+
+
+def _last_read(seq_id: int, draft: Draft, *, wanted: int) -> Todo:
+    """The last draft token is written before the drafting goes on behind it."""
+    return Todo(seq_id, Step(seq_id, draft.start + len(draft.tokens) - 1, (draft.tokens[-1],)), draft, wanted)
+
+
+def _room(one: Todo) -> int:
+    return one.read.stop + max(one.wanted - 1, 0)
+
+
+def _num_pages(one: Todo, page_size: int) -> int:
+    """What it may take of the free pages, one that is copied on write counted."""
+    return -(-_room(one) // page_size) - one.read.start // page_size
+
+
+def _sources(draft: Draft) -> SparseRows | None:
+    """What the tokens were drawn from; None where each was certain."""
+    if draft.policy.warp.temperature == 0 or not draft.tokens:
+        return None
+    return SparseRows(np.stack([source.ids[row] for source, row in draft.rows]), np.stack([_probs(source, row) for source, row in draft.rows]))
+
+
+def _probs(source: Source, row: int) -> NDArray[np.float32]:
+    assert source.probs is not None, "a sampled token was drawn from probabilities"
+    row_of: NDArray[np.float32] = source.probs[row]
+    return row_of
+
+
+def _ranked(rows: Sequence[tuple[Source, int]], width: int) -> list[list[int]]:
+    """The likeliest tokens of each row; those that were drawn together are ranked together."""
+    together: dict[int, list[int]] = {}
+    for place, (source, _) in enumerate(rows):
+        together.setdefault(id(source), []).append(place)
+    ranked: list[list[int]] = [[]] * len(rows)
+    for places in together.values():
+        source = rows[places[0]][0]
+        for place, tokens in zip(places, source.ranked([rows[place][1] for place in places], width), strict=True):
+            ranked[place] = tokens
+    return ranked
+
+
+def _outlook(one: Todo, ranked: Sequence[Sequence[int]], width: int) -> Outlook:
+    """A refused token does not follow its own refusal, whatever the verifier."""
+    refusals = [[token for token in tokens if token != drawn] for tokens, drawn in zip(ranked, one.draft.tokens, strict=False)]
+    return Outlook(one.seq_id, one.draft.start, tuple(one.draft.tokens), tuple(tuple(tokens[:width]) for tokens in (*refusals, ranked[-1])))

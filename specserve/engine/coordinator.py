@@ -69,6 +69,8 @@ class Coordinator:
         self._drafter_back = 0  # the round from which it is asked again
         self._next_id = 0
         self._live: dict[int, Sequence] = {}
+        self._outbox: list[Chunk] = []  # of the round before
+        self._done: Round | None = None  # likewise
         self._cancelled: list[int] = []
         self._closed = False
         self._wake = asyncio.Event()
@@ -135,21 +137,26 @@ class Coordinator:
     @property
     def has_work(self) -> bool:
         """Whether a round would do anything: chunks to emit, or pages to release."""
-        return bool(self._live or self.scheduler.released)
+        return bool(self._live or self.scheduler.released or self._outbox)
 
     async def run(self) -> None:
-        """Rounds for as long as there is work, until closed."""
+        """Rounds for as long as there is work, until closed. What a round brought is told while the target is at the next one."""
         while not self._closed or self.has_work:
             if self.has_work:
-                await self.round()
+                await self._round()
                 await asyncio.sleep(0)  # workers in this process may never yield; submit and cancel must get their turn
             else:
                 self._wake.clear()
                 await self._wake.wait()
 
     async def round(self) -> None:
-        """Drafts, verifies and commits once for every sequence that fits."""
-        chunks = self._end_unwanted()
+        """Drafts, verifies and commits once for every sequence that fits, and tells of it."""
+        await self._round()
+        self._tell()
+
+    async def _round(self) -> None:
+        """Leaves its chunks in the outbox, if the next round will be there to send them."""
+        self._outbox += self._end_unwanted()
         self.scheduler.select()
         gammas = self.pacer.choose(self.scheduler.running)  # what would pay
         batch = self.scheduler.next_batch(gammas)  # what fits
@@ -157,18 +164,23 @@ class Coordinator:
         if batch.rows:
             self.num_rounds += 1
             self.in_round_since = self._clock()
-            chunks += await self._advance(batch, begun=self.in_round_since)
+            chunks = await self._advance(batch, begun=self.in_round_since)
+            self._tell()  # of what came before, had the target not been asked
+            self._outbox = chunks
             self.in_round_since = None
         elif told:
             await self._settle()
-        if chunks:
-            self._emit(chunks)
+        if not self._live:
+            self._tell()
 
     async def _advance(self, batch: Batch, *, begun: float) -> list[Chunk]:
         proposals = await self._propose(batch.draft_steps())
-        drafted = self._clock()
+        drafted, steps = self._clock(), batch.verify_steps(proposals)
         try:
-            verdicts = await self._verify(batch.verify_steps(proposals))
+            verifying = self.target.verify(steps)
+            self._tell()
+            verdicts = await verifying
+            _check_verdicts(steps, verdicts)
         except Exception as error:  # a worker's failure, whatever it is, belongs to the requests of this batch
             return self._fail(batch, error)
         verified = self._clock()
@@ -177,8 +189,17 @@ class Coordinator:
         if self._report is not None:
             num_committed = sum(len(chunk.tokens) for chunk in chunks)
             times = {"begun": begun, "drafted": drafted, "verified": verified, "ended": self._clock()}
-            self._report(Round.of(batch, verdicts, number=self.num_rounds, num_committed=num_committed, **times))
+            self._done = Round.of(batch, verdicts, number=self.num_rounds, num_committed=num_committed, **times)
         return chunks
+
+    def _tell(self) -> None:
+        """Sends what the round before brought, and reports on it."""
+        chunks, self._outbox = self._outbox, []
+        done, self._done = self._done, None
+        if chunks:
+            self._emit(chunks)
+        if done is not None and self._report is not None:
+            self._report(done)
 
     async def _propose(self, steps: abc.Sequence[DraftStep]) -> abc.Sequence[Proposal]:
         """Without a drafter that answers, the round goes on with gamma 0. One that keeps failing is asked ever more seldom."""
@@ -196,11 +217,6 @@ class Coordinator:
             return ()
         self._drafter_failures = 0
         return proposals
-
-    async def _verify(self, steps: abc.Sequence[VerifyStep]) -> abc.Sequence[Verdict]:
-        verdicts = await self.target.verify(steps)
-        _check_verdicts(steps, verdicts)
-        return verdicts
 
     def _fail(self, batch: Batch, error: Exception) -> list[Chunk]:
         """Ends the batch's requests; the others go on. A restart with a replay of the batch would take this place."""

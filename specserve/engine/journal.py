@@ -8,7 +8,7 @@ from typing import Any
 
 from specserve.engine.batch import Batch
 from specserve.metrics import Registry
-from specserve.types import Verdict
+from specserve.types import Span, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,26 @@ class Round:
         return cls(number, begun, drafted, verified, ended, len(batch.rows), batch.num_prompt_tokens, outcomes, num_committed)
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A message to a worker and its answer, and what the worker did since its last one, by the coordinator's clock."""
+
+    role: str  # target or draft
+    sent: float
+    answered: float
+    spans: tuple[Span, ...]
+
+
 class Journal:
-    """Takes rounds in; gives counters, histograms and a picture out."""
+    """Takes rounds and exchanges in; gives counters, histograms and a trace out."""
 
     def __init__(self, registry: Registry, *, kept: int = 2000) -> None:
         self._registry = registry
         self._rounds: deque[Round] = deque(maxlen=kept)
+        self._exchanges: deque[Exchange] = deque(maxlen=2 * kept)
+
+    def exchange(self, done: Exchange) -> None:
+        self._exchanges.append(done)
 
     def record(self, done: Round) -> None:
         self._rounds.append(done)

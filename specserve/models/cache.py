@@ -92,6 +92,11 @@ class PagedCache:
         """What is cached, as token ids; a copy."""
         return np.array(self._sequences[seq_id].tokens, dtype=np.int64)
 
+    def holds(self, seq_id: int, start: int, tokens: Sequence[int]) -> bool:
+        """Whether these tokens are cached from `start` on."""
+        sequence = self._sequences.get(seq_id)
+        return sequence is not None and sequence.tokens[start : start + len(tokens)] == array("q", tokens)
+
     def can_reserve(self, seq_id: int, length: int) -> bool:
         return self._lacking(self._sequences.get(seq_id), length) <= self._pages.num_free
 
@@ -142,6 +147,11 @@ class PagedCache:
             raise OutOfPages(f"{lacking} more pages are needed for {len(forks)} forks, and {self._pages.num_free} of {self.num_pages} are free.")
         copies = [self._fork(fork) for fork in forks]
         self._copy([copy for copy in copies if copy is not None])
+
+    def become(self, seq_id: int, other_id: int) -> None:
+        """`other_id` takes the place of `seq_id`, whose pages are given back."""
+        self.release(seq_id)
+        self._sequences[seq_id] = self._sequences.pop(other_id)
 
     def release(self, seq_id: int) -> None:
         """Give everything back; its named pages are kept until the room is needed. Unknown ids are fine."""

@@ -45,7 +45,11 @@ class WarpBatch:
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
         """The likeliest token of each row, ties to the lowest id; all there is to do when `all_greedy`. [rows, vocab] -> [rows]."""
-        return argmax(self._adjusted(logits) if self._adjustments else logits)
+        return argmax(self.adjusted(logits))
+
+    def adjusted(self, logits: Tensor) -> Tensor:
+        """With penalties and bias, where there are any; else as they are."""
+        return self._adjusted(logits) if self._adjustments else logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """p, float32, [rows, vocab]; the logits stay as they are."""

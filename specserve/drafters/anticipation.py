@@ -1,0 +1,134 @@
+"""While the target verifies, the next proposals are prepared for its likely verdicts. Knows no model and no clock but the one it is given.
+
+A verdict is how many drafts are accepted and which token comes next. For the likelier ones the sequence is forked and drafted from,
+all branches in one pass a depth. The next step is itself the key: it fits a branch, which then takes the sequence's place, or none.
+What is prepared is what would be drafted later, token for token: only when it is drafted changes, never what.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from specserve.drafters.base import Forks, Outlook
+from specserve.drafters.fanout import Branch, Fanout
+from specserve.types import DraftStep, Proposal
+
+BRANCHES = 2**61  # ids from here on are branches'; no request ever has one
+FEWEST, MOST = 4, 128  # branches at once
+
+
+@dataclass(slots=True)
+class Expected:
+    """What may become of one proposal, and the branches that go on from there."""
+
+    outlook: Outlook
+    branches: dict[tuple[int, int], int] = field(default_factory=dict)  # (accepted, next token): the branch
+
+    def verdict(self, step: DraftStep) -> tuple[int, int] | None:
+        """What the target made of it, by the step that follows; None if that goes on from elsewhere."""
+        drafts, start = self.outlook.drafts, self.outlook.start
+        accepted = step.start + len(step.tokens) - start - 1
+        if not 0 <= accepted <= len(drafts) or step.start > start + accepted:
+            return None
+        if step.start >= start and step.tokens[:-1] != drafts[step.start - start : accepted]:
+            return None
+        return accepted, step.tokens[-1]
+
+
+class Anticipation:
+    """A drafter that does not rest: call `prepare` after every answer. Forgetting is put off too, until it costs nobody time."""
+
+    def __init__(self, drafter: Forks, fanout: Fanout, *, clock: Callable[[], float]) -> None:
+        self._drafter, self._fanout, self._clock = drafter, fanout, clock
+        self._most = 16.0  # branches at once: grows while there is time to spare, shrinks when there is not
+        self._ids = itertools.count(BRANCHES)
+        self._expected: dict[int, Expected] = {}
+        self._answered: list[DraftStep] = []  # by the last answer, with drafts
+        self._postponed: list[DraftStep] = []  # which want nothing but to be read
+        self._stale: list[int] = []
+        self.num_hits = self.num_misses = 0
+
+    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+        """A step that wants no drafts is promised to be read, and read afterwards. Past the deadline proposals come back shorter."""
+        self._catch_up()
+        hits = {step.seq_id: self._take_up(step) for step in steps}
+        wanted = [step for step in steps if step.gamma]
+        proposals = {p.seq_id: p for p in self._drafter.draft(wanted, lambda: self._clock() > deadline)}
+        self._answered = [step for step in wanted if proposals[step.seq_id].tokens]
+        self._postponed = [step for step in steps if not step.gamma]
+        return [replace(proposals.get(step.seq_id) or _promised(step), anticipated=hits[step.seq_id]) for step in steps]
+
+    def prepare(self, waiting: Callable[[], bool]) -> None:
+        """Works ahead until there is nothing more to do, or a message is waiting, which is looked for between passes."""
+        self._catch_up()
+        self._forget()
+        steps = {step.seq_id: step for step in self._answered}
+        self._answered = []
+        if not steps or waiting():
+            return
+        outlooks = self._drafter.outlooks(list(steps), self._fanout.width)
+        self._expected = {outlook.seq_id: Expected(outlook) for outlook in outlooks}
+        if waiting():
+            return
+        branches = [self._branch(steps[branch.seq_id], branch) for branch in self._fanout.choose(outlooks, int(self._most))]
+        ahead = [step for step in branches if step is not None]
+        if ahead:
+            self._drafter.draft(ahead, waiting)
+        self._most = min(MOST, self._most * 1.1) if not waiting() else max(FEWEST, self._most * 0.9)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        self._postponed = [step for step in self._postponed if step.seq_id not in seq_ids]
+        self._answered = [step for step in self._answered if step.seq_id not in seq_ids]
+        for seq_id in seq_ids:
+            self._drop(self._expected.pop(seq_id, None))
+        self._drafter.release(seq_ids)
+
+    def _take_up(self, step: DraftStep) -> bool | None:
+        """Whether a branch is what the step asks for; it then takes the sequence's place. None if nothing was expected of it."""
+        expected = self._expected.pop(step.seq_id, None)
+        verdict = None if expected is None else expected.verdict(step)
+        if expected is None or verdict is None:
+            self._drop(expected)
+            return None
+        self._fanout.observe(expected.outlook, *verdict)
+        branch = expected.branches.pop(verdict, None)
+        self._drop(expected)
+        if branch is None:
+            self.num_misses += 1
+            return False
+        self._drafter.become(step.seq_id, branch)
+        self.num_hits += 1
+        return True
+
+    def _branch(self, step: DraftStep, branch: Branch) -> DraftStep | None:
+        """A fork of the sequence, and the step that drafts from it; None where there is no room."""
+        expected, branch_id = self._expected[step.seq_id], next(self._ids)
+        stop = expected.outlook.start + branch.accepted
+        if not self._drafter.fork(step.seq_id, branch_id, stop):
+            return None
+        expected.branches[branch.accepted, branch.token] = branch_id
+        return DraftStep(branch_id, stop, (branch.token,), step.gamma, step.policy)
+
+    def _catch_up(self) -> None:
+        """Reads what was promised to be read."""
+        postponed, self._postponed = self._postponed, []
+        if postponed:
+            self._drafter.draft(postponed, bool)
+
+    def _drop(self, expected: Expected | None) -> None:
+        if expected is not None:
+            self._stale += expected.branches.values()
+
+    def _forget(self) -> None:
+        for expected in self._expected.values():  # of sequences that sat a round out
+            self._drop(expected)
+        self._expected = {}
+        stale, self._stale = self._stale, []
+        self._drafter.release(stale)
+
+
+def _promised(step: DraftStep) -> Proposal:
+    stop = step.start + len(step.tokens)
+    return Proposal(step.seq_id, stop, (), None, stop)
