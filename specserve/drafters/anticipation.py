@@ -55,7 +55,7 @@ class Anticipation:
         self._catch_up()
         hits = {step.seq_id: self._take_up(step) for step in steps}
         wanted = [step for step in steps if step.gamma]
-        proposals = {p.seq_id: p for p in self._drafter.draft(wanted, lambda: self._clock() > deadline)}
+        proposals = self._draft(wanted, lambda: self._clock() > deadline)
         self._answered = [step for step in wanted if proposals[step.seq_id].tokens]
         self._postponed = [step for step in steps if not step.gamma]
         return [replace(proposals.get(step.seq_id) or _promised(step), anticipated=hits[step.seq_id]) for step in steps]
@@ -72,11 +72,8 @@ class Anticipation:
         self._expected = {outlook.seq_id: Expected(outlook) for outlook in outlooks}
         if waiting():
             return
-        branches = [self._branch(steps[branch.seq_id], branch) for branch in self._fanout.choose(outlooks, int(self._most))]
-        ahead = [step for step in branches if step is not None]
-        if ahead:
-            self._drafter.draft(ahead, waiting)
-        self._most = min(MOST, self._most * 1.1) if not waiting() else max(FEWEST, self._most * 0.9)
+        self._follow([(branch, steps[branch.seq_id]) for branch in self._fanout.choose(outlooks, self._num_branches)], waiting)
+        self._most = max(FEWEST, self._most * 0.9) if waiting() else min(MOST, self._most * 1.1)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self._postponed = [step for step in self._postponed if step.seq_id not in seq_ids]
@@ -102,20 +99,42 @@ class Anticipation:
         self.num_hits += 1
         return True
 
-    def _branch(self, step: DraftStep, branch: Branch) -> DraftStep | None:
-        """A fork of the sequence, and the step that drafts from it; None where there is no room."""
-        expected, branch_id = self._expected[step.seq_id], next(self._ids)
-        stop = expected.outlook.start + branch.accepted
-        if not self._drafter.fork(step.seq_id, branch_id, stop):
-            return None
-        expected.branches[branch.accepted, branch.token] = branch_id
-        return DraftStep(branch_id, stop, (branch.token,), step.gamma, step.policy)
+    @property
+    def _num_branches(self) -> int:
+        """A fan-out that was asked for is kept, busy or not."""
+        return int(self._most) if self._fanout.per_stop is None else MOST
+
+    def _draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> dict[int, Proposal]:
+        """What is asked for comes first: where it lacks room, all that was prepared gives way."""
+        proposals = {proposal.seq_id: proposal for proposal in self._drafter.draft(steps, enough)}
+        lacking = [step for step in steps if not proposals[step.seq_id].tokens]
+        if lacking and (self._stale or self._expected):
+            self._forget()
+            proposals |= {proposal.seq_id: proposal for proposal in self._drafter.draft(lacking, enough)}
+        return proposals
+
+    def _follow(self, branches: Sequence[tuple[Branch, DraftStep]], waiting: Callable[[], bool]) -> None:
+        """Forks for them, as far as there is room, and drafts from all at once."""
+        ahead: dict[int, tuple[Branch, DraftStep]] = {}
+        for branch, step in branches:
+            branch_id, stop = next(self._ids), self._expected[branch.seq_id].outlook.start + branch.accepted
+            if not self._drafter.fork(branch.seq_id, branch_id, stop):
+                break
+            ahead[branch_id] = branch, DraftStep(branch_id, stop, (branch.token,), step.gamma, step.policy)
+        if not ahead:
+            return
+        for proposal in self._drafter.draft([step for _, step in ahead.values()], waiting):
+            branch, _ = ahead[proposal.seq_id]
+            if proposal.tokens:
+                self._expected[branch.seq_id].branches[branch.accepted, branch.token] = proposal.seq_id
+            else:
+                self._stale.append(proposal.seq_id)
 
     def _catch_up(self) -> None:
         """Reads what was promised to be read."""
         postponed, self._postponed = self._postponed, []
         if postponed:
-            self._drafter.draft(postponed, bool)
+            self._drafter.draft(postponed, _never)
 
     def _drop(self, expected: Expected | None) -> None:
         if expected is not None:
@@ -127,6 +146,10 @@ class Anticipation:
         self._expected = {}
         stale, self._stale = self._stale, []
         self._drafter.release(stale)
+
+
+def _never() -> bool:
+    return False
 
 
 def _promised(step: DraftStep) -> Proposal:

@@ -101,7 +101,7 @@ class NeuralDrafter:
         return [_outlook(one, [next(ranked) for _ in range(len(one.draft.tokens) + 1)], width) for one in todo]
 
     def fork(self, seq_id: int, as_id: int, length: int) -> bool:
-        if len(self._forks) >= self.runner.cache.num_free:
+        if 4 * len(self._forks) >= self.runner.cache.num_free:  # each takes a page or two; half of the free ones are left alone
             return False
         self._forks.append(Fork(seq_id, as_id, length))
         return True
