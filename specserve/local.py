@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from specserve.config import Config
 from specserve.drafters.open import open_drafter
 from specserve.errors import ConfigError
 from specserve.models.rank import open_rank
+from specserve.models.warmup import warm_up
 from specserve.types import Drafter, DraftStep, ModelInfo, Proposal, Target, Verdict, VerifyStep
 
 
@@ -82,10 +83,11 @@ def open_parts(config: Config) -> Parts:
     threads = config.target.threads or torch.get_num_threads()
     target = open_rank(found.target, config)
     beside = LocalTarget(target, threads=threads)
+    info = replace(target.info, curve=warm_up(target)) if config.speculation.gamma is None else target.info
     if found.draft is None:
-        return Parts(found.text, beside, target.info)
+        return Parts(found.text, beside, info)
     drafter = open_drafter(found.draft, config, target_vocab_size=target.info.vocab_size)
-    return Parts(found.text, beside, target.info, LocalDrafter(drafter, threads=config.draft.threads or threads), draft_context=drafter.context)
+    return Parts(found.text, beside, info, LocalDrafter(drafter, threads=config.draft.threads or threads), draft_context=drafter.context)
 
 
 def _use_threads(wanted: int | None) -> None:

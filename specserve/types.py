@@ -216,6 +216,7 @@ class ModelInfo:
     end_ids: frozenset[int]
     page_size: int
     num_pages: int
+    curve: tuple[tuple[int, float], ...] = ()  # seconds of a pass by the rows in it, as its warm-up found them; () if it did not look
 
 
 class Target(Protocol):

@@ -67,12 +67,16 @@ class Run:
 class Pacing(Protocol):
     """What a coordinator asks of its pacer."""
 
+    deadline: float
+
     def choose(self, sequences: Sequence[Running]) -> list[int]: ...
     def observe(self, batch: Batch, verdicts: Sequence[Verdict], *, draft_seconds: float, verify_seconds: float) -> None: ...
 
 
 class RandomPacer:
     """Another gamma for each sequence in each round, 0 included."""
+
+    deadline = float("inf")
 
     def __init__(self, *, max_gamma: int, seed: int = 0) -> None:
         self.max_gamma, self.rng = max_gamma, np.random.default_rng(seed)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 
-from specserve.engine.journal import Journal, Round
+from specserve.engine.journal import Exchange, Journal, Outcome, Round
+from specserve.engine.pacer import Pacer
 from specserve.metrics import Registry
+from specserve.types import Span
 
 
-def a_round(number: int, outcomes: tuple[tuple[int, int], ...]) -> Round:
-    begun = float(number)
-    return Round(number, begun, begun + 0.01, begun + 0.04, begun + 0.05, 2, 0, outcomes, 5)
+def a_round(number: int, outcomes: tuple[tuple[int, int], ...], *, anticipated: bool | None = None) -> Round:
+    begun, made = float(number), tuple(Outcome(i, proposed, accepted, anticipated) for i, (proposed, accepted) in enumerate(outcomes))
+    return Round(number, begun, begun + 0.01, begun + 0.04, begun + 0.05, 2, 10, 0, made, 5, Pacer(4, max_gamma=8).decision)
 
 
 def test_acceptance_is_counted_by_position():
@@ -40,6 +42,33 @@ def test_the_trace_has_each_worker_s_span_in_microseconds_and_forgets_old_rounds
     trace = json.loads(json.dumps(journal.trace()))
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert sorted({span["args"]["round"] for span in spans}) == [2, 3, 4]
+    assert {span["args"]["pacer"]["gamma"] for span in spans if span["name"] == "round"} == {4}, "each round says why it was drafted for like this"
     (verify,) = [span for span in spans if span["name"] == "verify" and span["args"]["round"] == 3]
     assert (round(verify["ts"]), round(verify["dur"])) == (3_010_000, 30_000)
     assert (verify["args"]["drafted"], verify["args"]["accepted"]) == (4, 2)
+
+
+def test_what_workers_did_stands_in_their_own_lanes_with_the_way_there_and_back() -> None:
+    journal = Journal(Registry())
+    journal.record(a_round(1, ((4, 2),), anticipated=True))
+    journal.exchange(Exchange("draft", 1.0, 1.009, (Span("anticipate", 0.9, 0.99), Span("draft", 1.001, 1.008))))
+    journal.exchange(Exchange("target", 0.5, 0.6, (Span("verify", 0.51, 0.59),)))  # of a round that is not kept any more
+    events = journal.trace()["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    drawn = {(lanes[event["tid"]], event["name"]): (round(event["ts"]), round(event["dur"])) for event in events if event["ph"] == "X"}
+    assert drawn["draft", "draft"] == (1_001_000, 7_000)
+    assert drawn["draft", "anticipate"] == (900_000, 90_000)
+    assert drawn["link", "to draft"] == (1_000_000, 1_000)
+    assert drawn["link", "from draft"] == (1_008_000, 1_000)
+    assert ("target", "verify") not in drawn
+
+
+def test_hits_and_misses_of_anticipation_are_counted_and_what_nobody_could_prepare_is_neither() -> None:
+    registry = Registry()
+    journal = Journal(registry)
+    journal.record(a_round(1, ((4, 2), (4, 0)), anticipated=True))
+    journal.record(a_round(2, ((4, 2),), anticipated=False))
+    journal.record(a_round(3, ((4, 2),), anticipated=None))
+    samples = registry.snapshot().samples
+    assert samples["anticipation_hits_total"] == {(): (2.0,)}
+    assert samples["anticipation_misses_total"] == {(): (1.0,)}

@@ -58,7 +58,8 @@ def test_a_dear_draft_is_asked_for_less_than_a_cheap_one():
 def test_drafting_that_does_not_pay_is_given_up_but_for_short_trials():
     gammas = feed(Pacer(None, max_gamma=16), accepted=0.0, pass_seconds=0.005, rounds=640)
     assert gammas[-128:].count(0) >= 112
-    assert set(gammas[-128:]) == {0, 1}
+    assert set(gammas[64:]) == {0, 1}
+    assert gammas[320:].count(1) < gammas[64:320].count(1), "trials become rarer"
 
 
 def test_drafting_is_resumed_when_it_pays_again():
@@ -71,19 +72,19 @@ def test_drafting_is_resumed_when_it_pays_again():
 def test_alpha_counts_what_was_judged_not_what_lies_behind_a_refusal():
     pacer = Pacer(4, max_gamma=4)
     feed(pacer, accepted=0.25, pass_seconds=0.001, rounds=500)  # 1 of 4 each round: one accepted, one refused, two unknown
-    assert pacer.alpha == pytest.approx(0.5, abs=0.02)
+    assert pacer.acceptance.alpha == pytest.approx(0.5, abs=0.02)
 
 
 def test_a_long_rest_does_not_wear_out_what_was_measured():
     pacer = Pacer(0, max_gamma=4)
-    before = pacer.alpha
+    before = pacer.acceptance.alpha
     feed(pacer, accepted=0.0, pass_seconds=0.001, rounds=40_000)
-    assert pacer.alpha == before
+    assert pacer.acceptance.alpha == before
 
 
 def test_rounds_with_prompts_say_nothing_about_seconds():
     pacer = Pacer(None, max_gamma=4)
-    before = pacer.cost
+    before = float(pacer.costs.verify(1)), pacer.costs.draft_pass
     batch = Batch([Row(sequence(), 3, decides=True, gamma=1, proposal=Proposal(1, 3, (5,), None, 3))], num_prompt_tokens=100)
     pacer.observe(batch, [Verdict(1, 1, 6, None)], draft_seconds=9.0, verify_seconds=9.0)
-    assert pacer.cost == before
+    assert (float(pacer.costs.verify(1)), pacer.costs.draft_pass) == before

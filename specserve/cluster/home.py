@@ -46,6 +46,18 @@ def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -
         yield ours
 
 
+@contextlib.contextmanager
+def own_ray(*, num_cpus: int) -> Iterator[None]:
+    """A Ray of our own without Serve, for measurements. CPUs are counted, not divided."""
+    import ray
+
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def serve_runs() -> bool:
     """Whether Serve has been started on the cluster, by whomever."""
     import ray

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,8 @@ from specserve.drafters.open import open_drafter
 from specserve.models.load import find_checkpoint
 from specserve.models.rank import open_rank
 from specserve.models.shard import Shard
-from specserve.types import DraftStep, ModelInfo, Policy, Span, VerifyStep, Warp
+from specserve.models.warmup import SEQUENCE, warm_up
+from specserve.types import DraftStep, ModelInfo, Policy, Span, Warp
 from specserve.wire import Failed, Message, Proposals, Propose, Stop, Verdicts, Verify
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RENDEZVOUS = timedelta(minutes=5)  # within which all ranks must have come
-WARM_UP = 2**62  # the id of the sequence that warms a worker up; no request ever has it
-WARM_LENGTHS = (64, 8, 1)  # rows of the passes that warm it up
+WARM_LENGTHS = (64, 8, 1)  # rows of the first passes of a drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,9 @@ class TargetWorker:
         own = self._config.target
         _use_threads(own.threads, sharers=own.tensor_parallel + (self._config.draft.kind != "none"))
         self._model = open_rank(find_checkpoint(own.path, revision=own.revision), self._config, shard=self._joined(meeting))
-        for rows in WARM_LENGTHS:
-            self._model.verify([_verify_step(min(rows, self._model.info.max_context))])
-            self._model.release([WARM_UP])
+        info = replace(self._model.info, curve=warm_up(self._model, timed=self._size == 1))
         _settle()
-        return Ready(
-            self._server.address, _place(self._model.runner.device), self._model.info.max_context, self._model.info.num_pages, self._model.info
-        )
+        return Ready(self._server.address, _place(self._model.runner.device), info.max_context, info.num_pages, info)
 
     def run(self) -> None:
         """Answers until it is told to stop. While this call is under way, the worker is alive."""
@@ -130,7 +126,7 @@ class DraftWorker:
         for rows in WARM_LENGTHS:
             self._drafter.propose([_draft_step(min(rows, self._drafter.context - 2))], float("inf"))
             self._drafter.prepare(bool)
-            self._drafter.release([WARM_UP])
+            self._drafter.release([SEQUENCE])
         _settle()
         return Ready(self._server.address, _place(self._drafter.device), self._drafter.context, self._drafter.num_pages)
 
@@ -189,13 +185,5 @@ def _place(device: torch.device) -> Place:
     return Place(context.get_node_id(), str(device), tuple(context.get_accelerator_ids().get("GPU", ())))
 
 
-def _verify_step(rows: int) -> VerifyStep:
-    return VerifyStep(WARM_UP, 0, (0,) * rows, (), None, _policy(rows))
-
-
 def _draft_step(rows: int) -> DraftStep:
-    return DraftStep(WARM_UP, 0, (0,) * max(1, rows), 2, _policy(rows))
-
-
-def _policy(rows: int) -> Policy:
-    return Policy(Warp(), "block", seed=0, prompt_length=rows)
+    return DraftStep(SEQUENCE, 0, (0,) * max(1, rows), 2, Policy(Warp(), "block", seed=0, prompt_length=rows))

@@ -27,6 +27,7 @@ class Batch:
 
     rows: list[Row] = field(default_factory=list)
     num_prompt_tokens: int = 0  # in chunks of prompts
+    num_rows: int = 0  # positions in the target's pass, once the proposals are in
     num_caught_up: int = 0  # tokens that the drafter reads beyond the newest of each row
 
     @property
@@ -42,7 +43,9 @@ class Batch:
         by_id = {proposal.seq_id: proposal for proposal in proposals}
         for row in self.rows:
             row.proposal = by_id.get(row.sequence.seq_id)
-        return [row.sequence.verify_step(stop=row.stop, proposal=row.proposal) for row in self.rows]
+        steps = [row.sequence.verify_step(stop=row.stop, proposal=row.proposal) for row in self.rows]
+        self.num_rows = sum(len(step.tokens) + len(step.drafts) for step in steps)
+        return steps
 
     def pair(self, verdicts: abc.Sequence[Verdict]) -> abc.Iterator[tuple[Row, Verdict]]:
         """The rows that decide, each with its verdict."""

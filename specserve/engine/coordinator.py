@@ -53,7 +53,7 @@ class Coordinator:
         self.scheduler = Scheduler(
             info, max_running=max_running, max_queued=max_queued, max_batch_tokens=max_batch_tokens, max_gamma=0 if drafter is None else max_gamma
         )
-        self.pacer = Pacer(gamma, max_gamma=max_gamma)
+        self.pacer = Pacer(0 if drafter is None else gamma, max_gamma=max_gamma, curve=info.curve)
         self._info = info
         self._context = min(info.max_context, info.num_pages * info.page_size)
         self._draft_limit = 0 if drafter is None else self._context if draft_context is None else draft_context
@@ -189,7 +189,7 @@ class Coordinator:
         if self._report is not None:
             num_committed = sum(len(chunk.tokens) for chunk in chunks)
             times = {"begun": begun, "drafted": drafted, "verified": verified, "ended": self._clock()}
-            self._done = Round.of(batch, verdicts, number=self.num_rounds, num_committed=num_committed, **times)
+            self._done = Round.of(batch, verdicts, self.pacer.decision, number=self.num_rounds, num_committed=num_committed, **times)
         return chunks
 
     def _tell(self) -> None:
@@ -206,7 +206,7 @@ class Coordinator:
         if self.drafter is None or not steps or self.num_rounds < self._drafter_back:
             return ()
         try:
-            proposals = await self.drafter.propose(steps, math.inf)
+            proposals = await self.drafter.propose(steps, self.pacer.deadline)
             _check_proposals(steps, proposals)
         except Exception:
             rest = min(max(1, 2**self._drafter_failures // 8), LONGEST_REST)  # the first few may be a mishap

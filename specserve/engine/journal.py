@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections import abc, deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from specserve.engine.batch import Batch
+from specserve.engine.pacer import Decision
 from specserve.metrics import Registry
 from specserve.types import Span, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one sequence's proposal."""
+
+    seq_id: int
+    proposed: int
+    accepted: int
+    anticipated: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +32,18 @@ class Round:
     verified: float
     ended: float
     num_sequences: int
+    num_rows: int  # of the target's pass
     num_prompt_tokens: int
-    outcomes: tuple[tuple[int, int], ...]  # (proposed, accepted) of each sequence that had a proposal
+    outcomes: tuple[Outcome, ...]  # of the sequences that had a proposal
     num_committed: int
+    decision: Decision  # of the pacer, by which it was drafted for
 
     @classmethod
     def of(
         cls,
         batch: Batch,
         verdicts: abc.Sequence[Verdict],
+        decision: Decision,
         *,
         number: int,
         begun: float,
@@ -39,9 +53,12 @@ class Round:
         num_committed: int,
     ) -> Round:
         outcomes = tuple(
-            (len(row.proposal.tokens), verdict.accepted) for row, verdict in batch.pair(verdicts) if row.proposal and row.proposal.tokens
+            Outcome(verdict.seq_id, len(row.proposal.tokens), verdict.accepted, row.proposal.anticipated)
+            for row, verdict in batch.pair(verdicts)
+            if row.proposal and row.proposal.tokens
         )
-        return cls(number, begun, drafted, verified, ended, len(batch.rows), batch.num_prompt_tokens, outcomes, num_committed)
+        times = (begun, drafted, verified, ended)
+        return cls(number, *times, len(batch.rows), batch.num_rows, batch.num_prompt_tokens, outcomes, num_committed, decision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +91,62 @@ class Journal:
             self._count(done.outcomes)
 
     def trace(self) -> dict[str, Any]:
-        """The last rounds in Chrome's trace format, which Perfetto opens: a track for each worker and one for the coordinator."""
-        events: list[dict[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": 1, "tid": track, "args": {"name": name}} for track, name in enumerate(_TRACKS, start=1)
-        ]
-        for done in self._rounds:
-            about = {
-                "round": done.number,
-                "sequences": done.num_sequences,
-                "prompt_tokens": done.num_prompt_tokens,
-                "drafted": sum(proposed for proposed, _ in done.outcomes),
-                "accepted": sum(accepted for _, accepted in done.outcomes),
-                "committed": done.num_committed,
-            }
-            spans = (("verify", done.drafted, done.verified), ("draft", done.begun, done.drafted), ("round", done.begun, done.ended))
-            events += [_span(name, track, begun, ended, about) for track, (name, begun, ended) in enumerate(spans, start=1) if ended > begun]
-        return {"traceEvents": events, "displayTimeUnit": "ms"}
+        """The last rounds in Chrome's trace format, which Perfetto opens."""
+        since = self._rounds[0].begun if self._rounds else 0.0
+        exchanges = [done for done in self._exchanges if done.sent >= since]
+        events = [*_names(), *(event for done in self._rounds for event in _round_events(done))]
+        return {"traceEvents": events + [event for done in exchanges for event in _exchange_events(done)], "displayTimeUnit": "ms"}
 
-    def _count(self, outcomes: abc.Sequence[tuple[int, int]]) -> None:
+    def _count(self, outcomes: abc.Sequence[Outcome]) -> None:
         registry = self._registry
         registry.counter("spec_decode_num_drafts_total").add(len(outcomes))
-        registry.counter("spec_decode_num_draft_tokens_total").add(sum(proposed for proposed, _ in outcomes))
-        registry.counter("spec_decode_num_accepted_tokens_total").add(sum(accepted for _, accepted in outcomes))
+        registry.counter("spec_decode_num_draft_tokens_total").add(sum(outcome.proposed for outcome in outcomes))
+        registry.counter("spec_decode_num_accepted_tokens_total").add(sum(outcome.accepted for outcome in outcomes))
+        registry.counter("anticipation_hits_total").add(sum(outcome.anticipated is True for outcome in outcomes))
+        registry.counter("anticipation_misses_total").add(sum(outcome.anticipated is False for outcome in outcomes))
         by_position = registry.counter("spec_decode_num_accepted_tokens_per_pos_total")
-        for position in range(max(accepted for _, accepted in outcomes)):
-            by_position.add(sum(accepted > position for _, accepted in outcomes), str(position))
+        for position in range(max(outcome.accepted for outcome in outcomes)):
+            by_position.add(sum(outcome.accepted > position for outcome in outcomes), str(position))
 
 
-_TRACKS = ("target: verify", "draft: propose", "coordinator: round")
+_LANES = {"target": 1, "draft": 2, "coordinator": 3, "link": 4}
 
 
-def _span(name: str, track: int, begun: float, ended: float, about: abc.Mapping[str, int]) -> dict[str, Any]:
-    return {"name": name, "ph": "X", "pid": 1, "tid": track, "ts": begun * 1e6, "dur": (ended - begun) * 1e6, "args": about}
+def _names() -> list[dict[str, Any]]:
+    """Every lane is one actor's, but the last, which shows what lies between them."""
+    return [{"name": "thread_name", "ph": "M", "pid": 1, "tid": lane, "args": {"name": name}} for name, lane in _LANES.items()]
+
+
+def _round_events(done: Round) -> list[dict[str, Any]]:
+    """Of the coordinator. What the pacer saw goes with the round, so that a reader can follow why it was drafted for like this."""
+    about = {
+        "round": done.number,
+        "sequences": done.num_sequences,
+        "rows": done.num_rows,
+        "prompt_tokens": done.num_prompt_tokens,
+        "drafted": sum(outcome.proposed for outcome in done.outcomes),
+        "accepted": sum(outcome.accepted for outcome in done.outcomes),
+        "hits": sum(outcome.anticipated is True for outcome in done.outcomes),
+        "misses": sum(outcome.anticipated is False for outcome in done.outcomes),
+        "committed": done.num_committed,
+    }
+    pacer = {key: value for key, value in asdict(done.decision).items() if value != float("inf")}  # which JSON does not know
+    return [
+        _event("round", "coordinator", done.begun, done.ended, about | {"pacer": pacer}),
+        _event("propose", "coordinator", done.begun, done.drafted, about),
+        _event("verify", "coordinator", done.drafted, done.verified, about),
+        _event("commit", "coordinator", done.verified, done.ended, about),
+    ]
+
+
+def _exchange_events(done: Exchange) -> list[dict[str, Any]]:
+    """What the worker did, and what its last message and answer spent on the way."""
+    events = [_event(span.name, done.role, span.begun, span.ended, {}) for span in done.spans]
+    if done.spans:
+        events.append(_event(f"to {done.role}", "link", done.sent, done.spans[-1].begun, {}))
+        events.append(_event(f"from {done.role}", "link", done.spans[-1].ended, done.answered, {}))
+    return events
+
+
+def _event(name: str, lane: str, begun: float, ended: float, about: abc.Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "pid": 1, "tid": _LANES[lane], "ts": begun * 1e6, "dur": max(0.0, ended - begun) * 1e6, "args": about}

@@ -1,77 +1,161 @@
-"""How many tokens are worth drafting. Knows measured acceptance and seconds; knows neither pages nor limits, which the scheduler applies."""
+"""How many tokens are worth drafting, and how long a round may wait for them. Knows neither pages nor limits, which the scheduler applies."""
 
 from __future__ import annotations
 
+import math
 from collections import abc
+from dataclasses import dataclass
 
+import numpy as np
+
+from specserve.engine.acceptance import Acceptance, Outcome
 from specserve.engine.batch import Batch
+from specserve.engine.costs import Costs
 from specserve.engine.sequence import Sequence
-from specserve.theory import best_gamma
 from specserve.types import Verdict
 
-_HOPED_ALPHA, _HOPED_COST = 0.7, 0.1  # before anything is measured
-_DECAY = 0.98  # of what acceptance was seen, a round; a memory of some 50 rounds
-_BLEND = 0.1  # of the newest seconds into their running mean
-_PROBE_EVERY, _PROBE_ROUNDS = 64, 4  # while drafting does not pay, the last few of so many rounds try again
+_EVERY = 4  # rounds between two decisions for the same number of sequences
+_WORTH = 1.01  # how much better another decision must be than the one that stands
+_PATIENCE = 1.3  # times what drafting should take
+_FIRST_REST, _LONGEST_REST, _TRIAL = 64, 1024, 6  # rounds without drafts between two trials, and of a trial
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How the next rounds are drafted for, and all that it was made from."""
+
+    gamma: int  # for the usual sequence; 0: plain decoding
+    miss_gamma: int  # for a proposal that nobody prepared, while everyone waits
+    deadline: float  # seconds that a round waits for proposals
+    num_sequences: int
+    alpha: float
+    hit_rate: float
+    verify_seconds: float  # of such a round
+    plain_seconds: float  # of a round without drafts
+    pass_seconds: float  # of one draft pass
+    gain: float  # tokens a second, over those of plain decoding, as expected
+    two_cohorts_gain: float  # the same, if two halves of the batch took turns, one drafted for while the other is verified
 
 
 class Pacer:
-    """With `gamma` None it chooses gamma by itself, the same for all; a request's own wish always wins."""
+    """With `gamma` None it chooses by itself what promises the most tokens a second; a request's own wish always wins."""
 
-    def __init__(self, gamma: int | None, *, max_gamma: int) -> None:
+    def __init__(self, gamma: int | None, *, max_gamma: int, curve: abc.Sequence[tuple[int, float]] = ()) -> None:
         self._fixed = gamma
         self._max_gamma = max_gamma
-        self._trials = 10.0
-        self._hits = _HOPED_ALPHA * self._trials
-        self._pass_seconds: float | None = None
-        self._verify_seconds: float | None = None
-        self._resting = 0  # rounds since drafting last paid
-        self._best = best_gamma(self.alpha, self.cost, max_gamma)
-
-    @property
-    def alpha(self) -> float:
-        """The share of judged draft tokens that were accepted, lately."""
-        return self._hits / self._trials
-
-    @property
-    def cost(self) -> float:
-        """c: the seconds of one drafted position over those of one verification."""
-        if self._pass_seconds is None or not self._verify_seconds:
-            return _HOPED_COST
-        return self._pass_seconds / self._verify_seconds
+        self.acceptance, self.costs = Acceptance(max_gamma), Costs(curve)
+        self._age = 0  # rounds since it was decided
+        self._rest, self._resting = _FIRST_REST, 0  # how long drafting rests while it does not pay, and has rested
+        self._best: tuple[int, int] | None = None  # gamma and miss_gamma that stand
+        self.decision = self._decide(1)
 
     @property
     def gamma(self) -> int:
-        """What a request without a wish of its own gets."""
-        if self._fixed is not None:
-            return self._fixed
-        if self._best == 0 and self._resting % _PROBE_EVERY >= _PROBE_EVERY - _PROBE_ROUNDS:
-            return min(1, self._max_gamma)
-        return self._best
+        """What a request without a wish of its own gets, if it is like most."""
+        return self.decision.gamma
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that the next round's proposals may take; what is not ready then comes shorter."""
+        return math.inf if self._fixed is not None else self.decision.deadline
 
     def choose(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """A gamma for each sequence; 0 is a choice."""
-        usual = self.gamma
-        return [usual if sequence.gamma_wish is None else sequence.gamma_wish for sequence in sequences]
+        if self._age >= _EVERY or len(sequences) != self.decision.num_sequences:
+            self.decision = self._decide(len(sequences))
+            self.acceptance.keep(sequence.seq_id for sequence in sequences)
+            self._age = 0
+        self._age += 1
+        usual = self._usual(sequences)
+        return [own if sequence.gamma_wish is None else sequence.gamma_wish for sequence, own in zip(sequences, usual, strict=True)]
 
     def observe(self, batch: Batch, verdicts: abc.Sequence[Verdict], *, draft_seconds: float, verify_seconds: float) -> None:
         """Learns from a round."""
-        judged = [(len(row.proposal.tokens), verdict.accepted) for row, verdict in batch.pair(verdicts) if row.proposal and row.proposal.tokens]
-        if judged:
-            self._hits = _DECAY * self._hits + sum(accepted for _, accepted in judged)
-            self._trials = _DECAY * self._trials + sum(min(accepted + 1, proposed) for proposed, accepted in judged)  # unknown past a refusal
+        judged = [
+            Outcome(row.sequence.seq_id, len(row.proposal.tokens), verdict.accepted)
+            for row, verdict in batch.pair(verdicts)
+            if row.proposal is not None and row.proposal.tokens
+        ]
+        self.acceptance.observe(judged)
         if batch.is_steady:
-            self._time(batch, draft_seconds=draft_seconds, verify_seconds=verify_seconds)
-        if self._fixed is None:
-            self._best = best_gamma(self.alpha, self.cost, self._max_gamma)
-            self._resting = 0 if self._best else self._resting + 1
+            self.costs.observe_verify(batch.num_rows, verify_seconds)
+            self._observe_draft(batch, draft_seconds)
 
-    def _time(self, batch: Batch, *, draft_seconds: float, verify_seconds: float) -> None:
-        self._verify_seconds = _blend(self._verify_seconds, verify_seconds)
-        passes = max((len(row.proposal.tokens) for row in batch.rows if row.proposal is not None), default=0)
-        if passes:
-            self._pass_seconds = _blend(self._pass_seconds, draft_seconds / passes)
+    def _observe_draft(self, batch: Batch, seconds: float) -> None:
+        proposals = [row.proposal for row in batch.rows if row.proposal is not None and row.proposal.tokens]
+        if proposals:
+            passes = max((len(proposal.tokens) for proposal in proposals if not proposal.anticipated), default=0)
+            hits = sum(proposal.anticipated is True for proposal in proposals)
+            self.costs.observe_draft(seconds, passes=passes, hits=hits, proposals=len(proposals))
 
+    def _usual(self, sequences: abc.Sequence[Sequence]) -> list[int]:
+        gamma = self.decision.gamma
+        if self._fixed is not None:
+            return [gamma] * len(sequences)
+        if not gamma:
+            return self._on_trial(len(sequences))
+        if len(sequences) == 1:
+            return [gamma]
+        reaches = self.acceptance.reaches([sequence.seq_id for sequence in sequences])
+        bar = self._reach[gamma - 1] if gamma == self._max_gamma else math.sqrt(self._reach[gamma - 1] * self._reach[gamma])
+        usual: list[int] = (reaches >= bar).sum(1).tolist()  # each as far as its drafts are as likely to stand as the last usual one
+        return usual
 
-def _blend(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + _BLEND * (value - mean)
+    def _on_trial(self, num_sequences: int) -> list[int]:
+        """While drafting does not pay, the oldest sequence tries it again now and then, ever more seldom."""
+        self._resting += 1
+        if self._resting >= self._rest + _TRIAL:
+            self._rest, self._resting = min(2 * self._rest, _LONGEST_REST), 0
+        on_trial = self._resting >= self._rest
+        return [min(1, self._max_gamma) if on_trial and i == 0 else 0 for i in range(num_sequences)]
+
+    def _decide(self, num_sequences: int) -> Decision:
+        """The best of all pairs: gamma for proposals that are ready, miss_gamma for those that are not."""
+        self._reach = np.cumprod(self.acceptance.profile)  # [place]
+        rates = self._rates(num_sequences)
+        if self._fixed is not None:
+            self._best = (self._fixed, self._fixed)
+        elif self._best is None or rates.max() > _WORTH * rates[self._best]:
+            self._best = divmod(int(rates.argmax()), self._max_gamma + 1)
+        gamma, miss = self._best
+        if gamma:
+            self._rest, self._resting = _FIRST_REST, 0
+        return self._explained(num_sequences, gamma, miss, float(rates[gamma, miss] / rates[0, 0]))
+
+    def _rates(self, num_sequences: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:  # [gamma, miss_gamma]
+        """Expected tokens a second. Whoever drafts for a miss, and that is at least one token, makes all sequences wait."""
+        hit, count = self.costs.hit_rate, max(1, num_sequences)
+        gamma = np.arange(self._max_gamma + 1)
+        accepted = np.append(0.0, np.cumsum(self._reach))
+        miss, ready = np.meshgrid(gamma, gamma)
+        tokens = count * (1 + hit * accepted[ready] + (1 - hit) * accepted[miss])
+        rows = count * (1 + hit * ready + (1 - hit) * miss)
+        waiting = self.costs.wait * (ready > 0) + (1 - hit**count) * miss * self.costs.draft_pass
+        return np.where((miss <= ready) & ((miss > 0) | (ready == 0)), tokens / (self.costs.verify(rows) + waiting), 0.0)
+
+    def _explained(self, num_sequences: int, gamma: int, miss: int, gain: float) -> Decision:
+        costs, count = self.costs, max(1, num_sequences)
+        rows = count * (1 + costs.hit_rate * gamma + (1 - costs.hit_rate) * miss)
+        plain = float(costs.verify(count))
+        patience = math.inf if miss == gamma else costs.wait + _PATIENCE * miss * costs.draft_pass
+        return Decision(
+            gamma,
+            miss,
+            patience,
+            num_sequences,
+            self.acceptance.alpha,
+            costs.hit_rate,
+            float(costs.verify(rows)),
+            plain,
+            costs.draft_pass,
+            gain,
+            self._two_cohorts_gain(count, gamma, plain),
+        )
+
+    def _two_cohorts_gain(self, count: int, gamma: int, plain: float) -> float:
+        """A cohort's turn takes as long as both verifications, or as its own drafting and verification, whichever is longer."""
+        if count < 2 or not gamma:
+            return 1.0
+        half = float(self.costs.verify(count / 2 * (1 + gamma)))
+        turn = max(2 * half, half + gamma * self.costs.draft_pass)
+        return count * (1 + float(self._reach[:gamma].sum())) / turn / (count / plain)

@@ -10,6 +10,7 @@ class Sequence:
 
     __slots__ = (
         "_accepted",
+        "_anticipated",
         "_drafted",
         "_end",
         "_passes",
@@ -36,7 +37,7 @@ class Sequence:
         self.finish: Finish | None = None
         self._end = min(len(request.prompt) + request.max_tokens, context)
         self._stops = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | end_ids
-        self._rounds = self._drafted = self._accepted = self._passes = 0
+        self._rounds = self._drafted = self._accepted = self._passes = self._anticipated = 0
 
     @property
     def length(self) -> int:
@@ -62,6 +63,7 @@ class Sequence:
             drafted=self._drafted,
             accepted=self._accepted,
             target_passes=self._passes,
+            anticipated=self._anticipated,
         )
 
     def draft_step(self, *, stop: int, gamma: int) -> DraftStep:
@@ -94,6 +96,7 @@ class Sequence:
         self.committed += tokens
         self._rounds += 1
         self._drafted += len(drafts)
+        self._anticipated += proposal is not None and proposal.anticipated is True
         self._accepted += min(accepted, len(tokens))
         origins = _origins(proposed=len(drafts), accepted=accepted)[: len(tokens)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(tokens)]

@@ -1,0 +1,76 @@
+"""How many draft tokens are accepted, lately: by their place in the proposal, and by sequence. Counts only; knows no seconds."""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Reals = NDArray[np.float64]
+
+_HOPED = 0.7  # before anything is measured
+_DECAY = 0.98  # of what was seen, a round; a memory of some 50 rounds
+_OWN_DECAY = 0.95
+_WEIGHT = 20.0  # judged drafts that it takes for a place, or a sequence, to be believed rather than the mean of all
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one proposal."""
+
+    seq_id: int
+    proposed: int
+    accepted: int
+
+    @property
+    def judged(self) -> int:
+        """Whether a draft past a refusal would have been accepted is unknown."""
+        return min(self.accepted + 1, self.proposed)
+
+
+class Acceptance:
+    """Forgets slowly, and only while it sees anything."""
+
+    def __init__(self, max_gamma: int) -> None:
+        self._reached: Reals = np.zeros(max_gamma)  # [place]
+        self._passed: Reals = np.zeros(max_gamma)
+        self._trials, self._hits = 10.0, 10.0 * _HOPED
+        self._own: dict[int, tuple[float, float]] = {}  # of a sequence: judged, accepted
+
+    @property
+    def alpha(self) -> float:
+        """The share of judged draft tokens that were accepted."""
+        return self._hits / self._trials
+
+    @property
+    def profile(self) -> Reals:  # [place]
+        """How likely a draft at each place is accepted if the one before it was."""
+        profile: Reals = (self._passed + _WEIGHT * self.alpha) / (self._reached + _WEIGHT)
+        return profile
+
+    def observe(self, outcomes: abc.Sequence[Outcome]) -> None:
+        """Of one round."""
+        if not outcomes:
+            return
+        places = np.arange(len(self._reached))[:, None]
+        self._reached = _DECAY * self._reached + (places < [outcome.judged for outcome in outcomes]).sum(1, dtype=np.float64)
+        self._passed = _DECAY * self._passed + (places < [outcome.accepted for outcome in outcomes]).sum(1, dtype=np.float64)
+        self._trials = _DECAY * self._trials + sum(outcome.judged for outcome in outcomes)
+        self._hits = _DECAY * self._hits + sum(outcome.accepted for outcome in outcomes)
+        for outcome in outcomes:
+            judged, accepted = self._own.get(outcome.seq_id, (0.0, 0.0))
+            self._own[outcome.seq_id] = _OWN_DECAY * judged + outcome.judged, _OWN_DECAY * accepted + outcome.accepted
+
+    def reaches(self, seq_ids: abc.Sequence[int]) -> Reals:  # [seqs, place]
+        """How likely the drafts of each sequence are accepted up to each place."""
+        alpha = self.alpha
+        own = np.array([self._own.get(seq_id, (0.0, 0.0)) for seq_id in seq_ids]).reshape(-1, 2)
+        ratios = (own[:, 1] + _WEIGHT * alpha) / (own[:, 0] + _WEIGHT) / alpha
+        reaches: Reals = np.cumprod(np.minimum(ratios[:, None] * self.profile, 0.999), axis=1)
+        return reaches
+
+    def keep(self, seq_ids: abc.Iterable[int]) -> None:
+        """Forgets all sequences but these."""
+        self._own = {seq_id: self._own[seq_id] for seq_id in seq_ids if seq_id in self._own}

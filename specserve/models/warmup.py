@@ -1,0 +1,39 @@
+"""The first passes of a target: they make kernels and allocators ready, and say what a pass costs by the rows in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from specserve.types import ModelInfo, Policy, Verdict, VerifyStep, Warp
+
+SEQUENCE = 2**62  # no request ever has this id
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+TIMES, ENOUGH_S = 3, 2.0  # of each pass, the quickest counts; past so many seconds the longer ones are not tried
+
+
+class Verifies(Protocol):
+    info: ModelInfo
+
+    def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]: ...
+    def release(self, seq_ids: Sequence[int]) -> None: ...
+
+
+def warm_up(model: Verifies, *, clock: Callable[[], float] = time.perf_counter, timed: bool = True) -> tuple[tuple[int, float], ...]:
+    """Seconds by rows. Every rank of a target must do it at the same time; where there are several, no rank may stop early: `timed` False."""
+    begun, curve = clock(), []
+    room = min(model.info.max_context, model.info.num_pages * model.info.page_size)
+    for rows in ROWS:
+        if rows <= room and (not timed or clock() - begun < ENOUGH_S):
+            curve.append((rows, min(_seconds(model, rows, clock) for _ in range(TIMES + (rows == 1)))))
+    return tuple(curve)
+
+
+def _seconds(model: Verifies, rows: int, clock: Callable[[], float]) -> float:
+    """Of one pass that judges rows - 1 drafts."""
+    begun = clock()
+    model.verify([VerifyStep(SEQUENCE, 0, (0,), (0,) * (rows - 1), None, Policy(Warp(temperature=0.0), "speculative", seed=0, prompt_length=1))])
+    seconds = clock() - begun
+    model.release([SEQUENCE])
+    return seconds
