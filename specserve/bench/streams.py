@@ -4,63 +4,124 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+_WHOLE_PIECE = 2**16  # bytes at most at once, of an answer that does not come in chunks
 
 
 @dataclass(slots=True)
 class Stream:
-    """What came back of one request."""
+    """What came back of one request, filled as it comes: who gives up waiting still has what was there."""
 
-    sent: float
-    status: int = 0
+    sent: float = 0.0
+    status: int = 0  # 0: no answer
     times: list[float] = field(default_factory=list)  # of each event with text
+    origins: list[Sequence[str]] = field(default_factory=list)  # beside `times`: of each event's tokens, if the server tells
     final: Mapping[str, Any] | None = None  # the event with the finish reason
     usage: Mapping[str, int] | None = None
+    error: Mapping[str, Any] | None = None  # of a failure in mid-stream
     body: bytes = b""  # of an answer that is no stream
+    ended: float | None = None  # None: it broke off
 
     @property
     def longest_gap(self) -> float:
         return max((later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
-async def stream(host: str, port: int, path: str, body: Mapping[str, object]) -> Stream:
-    """Posts a streaming request and reads it to its end."""
-    reader, writer = await asyncio.open_connection(host, port, limit=2**20)
+async def stream(
+    host: str,
+    port: int,
+    path: str,
+    body: Mapping[str, object],
+    *,
+    headers: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+    into: Stream | None = None,
+) -> Stream:
+    """Posts a streaming request and reads it to its end. Raises OSError or EOFError when the connection fails."""
+    payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    about = {"Content-Type": "application/json", "Content-Length": str(len(payload)), **(headers or {})}
+    result = Stream() if into is None else into
+    await _exchange(host, port, _head("POST", host, port, path, about) + payload, tls, result)
+    return result
+
+
+async def fetch(host: str, port: int, path: str, *, headers: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None) -> Stream:
+    """Gets what is no stream."""
+    result = Stream()
+    await _exchange(host, port, _head("GET", host, port, path, headers or {}), tls, result)
+    return result
+
+
+def _head(method: str, host: str, port: int, path: str, headers: Mapping[str, str]) -> bytes:
+    name = f"[{host}]" if ":" in host else host
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {name}:{port}", "Connection: close", *(f"{key}: {value}" for key, value in headers.items())]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+async def _exchange(host: str, port: int, request: bytes, tls: ssl.SSLContext | None, result: Stream) -> None:
+    reader, writer = await asyncio.open_connection(host, port, limit=2**20, ssl=tls)
     try:
-        payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-        result = Stream(time.monotonic())
-        writer.write(head.encode() + payload)
-        result.status = int((await reader.readline()).split()[1])
-        while (await reader.readline()).strip():
-            pass
-        if result.status == 200:
-            await _read_events(reader, result)
+        result.sent = time.monotonic()
+        writer.write(request)
+        status = await reader.readline()
+        if not status.startswith(b"HTTP/1."):
+            raise EOFError("the server hung up" if not status else "the server does not speak HTTP")
+        result.status = int(status.split()[1])
+        headers = await _headers(reader)
+        pieces = _pieces(reader, chunked=headers.get(b"transfer-encoding") == b"chunked")
+        if headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+            await _read_events(pieces, result)
         else:
-            result.body = await reader.read()
-        return result
+            result.body = b"".join([piece async for piece in pieces])
+            result.ended = time.monotonic()
     finally:
         writer.close()
 
 
-async def _read_events(reader: asyncio.StreamReader, result: Stream) -> None:
-    """Lines of chunk sizes stand between those of events and are passed over."""
-    while line := await reader.readline():
-        if not line.startswith(b"data: {"):
-            if line.startswith(b"data: [DONE]"):
-                return
-            continue
+async def _headers(reader: asyncio.StreamReader) -> dict[bytes, bytes]:
+    headers = {}
+    while line := (await reader.readline()).strip():
+        name, _, value = line.partition(b":")
+        headers[name.lower()] = value.strip().lower()
+    return headers
+
+
+async def _pieces(reader: asyncio.StreamReader, *, chunked: bool) -> AsyncIterator[bytes]:
+    """The body as it arrives, until its end or the connection's."""
+    if not chunked:
+        while piece := await reader.read(_WHOLE_PIECE):
+            yield piece
+        return
+    while size := int((await reader.readline()).partition(b";")[0] or b"0", 16):
+        yield (await reader.readexactly(size + 2))[:-2]
+
+
+async def _read_events(pieces: AsyncIterator[bytes], result: Stream) -> None:
+    """A proxy may have cut the pieces anywhere."""
+    rest = b""
+    async for piece in pieces:
         now = time.monotonic()
-        if b'"finish_reason":null' in line:
-            result.times.append(now)
-            continue
-        event = json.loads(line[6:])
-        if event.get("usage"):
-            result.usage = event["usage"]
-        elif event.get("choices"):
-            result.times.append(now)
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                _take(json.loads(line[6:]), now, result)
+            elif line.startswith(b"data: [DONE]"):
+                result.ended = now
+                return
+
+
+def _take(event: Mapping[str, Any], now: float, result: Stream) -> None:
+    if "error" in event:
+        result.error = event["error"]
+    elif event.get("usage"):
+        result.usage = event["usage"]
+    elif event.get("choices"):
+        result.times.append(now)
+        result.origins.append(event.get("origins", ()))
+        if event["choices"][0].get("finish_reason") is not None:
             result.final = event

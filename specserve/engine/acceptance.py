@@ -54,9 +54,8 @@ class Acceptance:
         """Of one round."""
         if not outcomes:
             return
-        places = np.arange(len(self._reached))[:, None]
-        self._reached = _DECAY * self._reached + (places < [outcome.judged for outcome in outcomes]).sum(1, dtype=np.float64)
-        self._passed = _DECAY * self._passed + (places < [outcome.accepted for outcome in outcomes]).sum(1, dtype=np.float64)
+        self._reached = _DECAY * self._reached + self._above([outcome.judged for outcome in outcomes])
+        self._passed = _DECAY * self._passed + self._above([outcome.accepted for outcome in outcomes])
         self._trials = _DECAY * self._trials + sum(outcome.judged for outcome in outcomes)
         self._hits = _DECAY * self._hits + sum(outcome.accepted for outcome in outcomes)
         for outcome in outcomes:
@@ -70,6 +69,11 @@ class Acceptance:
         ratios = (own[:, 1] + _WEIGHT * alpha) / (own[:, 0] + _WEIGHT) / alpha
         reaches: Reals = np.cumprod(np.minimum(ratios[:, None] * self.profile, 0.999), axis=1)
         return reaches
+
+    def _above(self, counts: abc.Sequence[int]) -> Reals:  # [place]
+        """How many of the counts lie above each place."""
+        above: Reals = np.greater(counts, np.arange(len(self._reached))[:, None]).sum(1).astype(float)
+        return above
 
     def keep(self, seq_ids: abc.Iterable[int]) -> None:
         """Forgets all sequences but these."""

@@ -1,0 +1,130 @@
+"""The options of `specserve bench`, as they are given and as they are checked. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from specserve.errors import BadValue
+
+DEFAULT_CONCURRENCY, DEFAULT_WARM_UP = 8, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Raises BadValue naming the option that makes no sense."""
+
+    url: str
+    concurrency: int | None = None  # neither this nor a rate: DEFAULT_CONCURRENCY
+    rate: float | None = None
+    requests: int = 64
+    max_tokens: int = 128
+    prompts: Path | None = None
+    temperature: float = 0.0
+    seed: int | None = None
+    gamma: int | str | None = None
+    ignore_eos: bool = True
+    warm_up: int | None = None  # requests that do not count; None: as many as there are clients
+    timeout: float = 600.0
+    api_key_file: Path | None = None
+    json: Path | None = None
+    html: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.concurrency is not None and self.rate is not None:
+            raise BadValue("give either --concurrency or --rate", param="rate")
+        for name, least in (("concurrency", 1), ("requests", 1), ("max_tokens", 1), ("warm_up", 0), ("gamma", 0)):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:
+                raise BadValue(f"{_option(name)} must be {least} or more, not {value}", param=name)
+        for name in ("rate", "timeout"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BadValue(f"{_option(name)} must be above 0, not {value:g}", param=name)
+        if not 0 <= self.temperature < math.inf:
+            raise BadValue(f"--temperature must be 0 or more, not {self.temperature:g}", param="temperature")
+        for file in (self.json, self.html):
+            if file is not None and not _can_write(file):
+                raise BadValue(f"{file} cannot be written", param="json" if file is self.json else "html")
+
+    @classmethod
+    def of(cls, given: argparse.Namespace) -> Options:
+        return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
+
+    @property
+    def clients(self) -> int | None:
+        """Of a closed loop; None: requests arrive at a rate."""
+        return None if self.rate is not None else self.concurrency or DEFAULT_CONCURRENCY
+
+    @property
+    def num_warm_up(self) -> int:
+        return self.warm_up if self.warm_up is not None else self.clients or DEFAULT_WARM_UP
+
+    def command(self) -> dict[str, object]:
+        """With what it was run, for the report."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+    def line(self) -> str:
+        """As one would type it: what is as by default is left out."""
+        words = ["specserve", "bench"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is False:
+                words.append("--no-" + field.name.replace("_", "-"))
+            elif value != field.default:
+                words += [_option(field.name), f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join(words)
+
+
+def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int | str]) -> None:
+    """`gamma` reads a number or `auto`."""
+    add = parser.add_argument
+    add("--url", required=True, metavar="U", help="of a running server, such as http://127.0.0.1:8000")
+    when = parser.add_mutually_exclusive_group()
+    when.add_argument(
+        "--concurrency", type=int, metavar="N", help=f"so many clients, each asks again once answered; {DEFAULT_CONCURRENCY} by default"
+    )
+    when.add_argument("--rate", type=float, metavar="R", help="instead: so many requests a second arrive, by chance (Poisson)")
+    add("--requests", type=int, default=64, metavar="N", help="64 by default")
+    add("--max-tokens", type=int, default=128, metavar="N", help="of each request; 128 by default")
+    add("--prompts", type=Path, metavar="FILE", help='a prompt a line, or JSON lines with "prompt"; beginnings of Python code by default')
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, greedy, by default")
+    add("--seed", type=int, metavar="S", help="of the arrivals and, above temperature 0, of the requests: number i gets S + i")
+    add("--gamma", type=gamma, metavar="N", help="draft tokens a round, or auto; the server's choice by default")
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="every request writes --max-tokens, as is the default")
+    add("--warm-up", type=int, metavar="N", help="requests that do not count; as many as clients by default")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds that a request may take; 600 by default")
+    add("--api-key-file", type=Path, metavar="FILE", help="the key is its first line")
+    add("--json", type=Path, metavar="FILE", help="all figures, and each request's")
+    add("--html", type=Path, metavar="FILE", help="a page with plots")
+
+
+def read_key(file: Path | None) -> str | None:
+    """The first line that is neither empty nor a comment."""
+    if file is None:
+        return None
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadValue(f"--api-key-file {file} cannot be read: {error}", param="api_key_file") from error
+    for line in lines:
+        if key := line.partition("#")[0].strip():
+            return key
+    raise BadValue(f"--api-key-file {file} has no key in it", param="api_key_file")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _can_write(file: Path) -> bool:
+    """Asked before the load, lest its figures be lost after it."""
+    if file.is_dir():
+        return False
+    return os.access(file if file.exists() else file.absolute().parent, os.W_OK)
