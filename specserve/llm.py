@@ -15,6 +15,7 @@ from specserve.api.continuation import Continuation, Piece
 from specserve.api.text import Text
 from specserve.config import Config, parse
 from specserve.engine import Coordinator
+from specserve.engine.journal import Journal
 from specserve.errors import BadRequest, BadValue, Overloaded, SpecserveError, WorkerLost
 from specserve.local import Parts, open_parts
 from specserve.request import Sampling
@@ -47,23 +48,29 @@ class LLM:
         self._start(open_parts(config), config)
 
     @classmethod
-    def of(cls, config: Config) -> LLM:
-        """An LLM by a config that is parsed already."""
-        return cls.over(open_parts(config), config)
+    def of(cls, config: Config, journal: Journal | None = None) -> LLM:
+        """An LLM by a config that is parsed already. The journal, if one is given, hears of all that happens."""
+        return cls.over(open_parts(config, None if journal is None else journal.exchange), config, journal)
 
     @classmethod
-    def over(cls, parts: Parts, config: Config) -> LLM:
+    def over(cls, parts: Parts, config: Config, journal: Journal | None = None) -> LLM:
         """An LLM over parts that are open already."""
         llm = cls.__new__(cls)
-        llm._start(parts, config)
+        llm._start(parts, config, journal)
         return llm
 
-    def _start(self, parts: Parts, config: Config) -> None:
+    def _start(self, parts: Parts, config: Config, journal: Journal | None = None) -> None:
         self._text = parts.text
         self._vocab_size = parts.info.vocab_size
         self._live: dict[int, _Wanted] = {}
         self._coordinator: Coordinator | None = Coordinator.of(
-            config, parts.target, parts.drafter, info=parts.info, emit=self._receive, draft_context=parts.draft_context
+            config,
+            parts.target,
+            parts.drafter,
+            info=parts.info,
+            emit=self._receive,
+            draft_context=parts.draft_context,
+            report=None if journal is None else journal.record,
         )
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Output]:

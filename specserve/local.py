@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,10 +13,14 @@ from specserve.api.text import Text
 from specserve.checkpoints import find_checkpoints
 from specserve.config import Config
 from specserve.drafters.open import open_drafter
+from specserve.engine.journal import Exchange
 from specserve.errors import ConfigError
 from specserve.models.rank import open_rank
 from specserve.models.warmup import warm_up
-from specserve.types import Drafter, DraftStep, ModelInfo, Proposal, Target, Verdict, VerifyStep
+from specserve.types import Drafter, DraftStep, ModelInfo, Proposal, Span, Target, Verdict, VerifyStep
+
+
+Report = Callable[[Exchange], None]
 
 
 class Verifies(Protocol):
@@ -36,12 +40,16 @@ class Proposes(Protocol):
 class LocalTarget:
     """A target in this process. Target and drafter take turns, so each may have all the threads that it wants."""
 
-    def __init__(self, model: Verifies, *, threads: int | None = None) -> None:
-        self._model, self._threads = model, threads
+    def __init__(self, model: Verifies, *, threads: int | None = None, report: Report | None = None) -> None:
+        self._model, self._threads, self._report = model, threads, report
 
     async def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         _use_threads(self._threads)
-        return self._model.verify(steps)
+        begun = time.perf_counter()
+        verdicts = self._model.verify(steps)
+        if self._report is not None:
+            self._report(_exchange("target", "verify", begun))
+        return verdicts
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         self._model.release(seq_ids)
@@ -50,12 +58,16 @@ class LocalTarget:
 class LocalDrafter:
     """A drafter in this process."""
 
-    def __init__(self, model: Proposes, *, threads: int | None = None) -> None:
-        self._model, self._threads = model, threads
+    def __init__(self, model: Proposes, *, threads: int | None = None, report: Report | None = None) -> None:
+        self._model, self._threads, self._report = model, threads, report
 
     async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         _use_threads(self._threads)
-        return self._model.propose(steps, time.perf_counter() + deadline)
+        begun = time.perf_counter()
+        proposals = self._model.propose(steps, begun + deadline)
+        if self._report is not None:
+            self._report(_exchange("draft", "draft", begun))
+        return proposals
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         self._model.release(seq_ids)
@@ -72,8 +84,8 @@ class Parts:
     draft_context: int | None = None  # None: as long as the target's
 
 
-def open_parts(config: Config) -> Parts:
-    """Raises whatever is wrong with the paths and the tokenizers before any weights are read."""
+def open_parts(config: Config, report: Report | None = None) -> Parts:
+    """Raises whatever is wrong with the paths and the tokenizers before any weights are read. `report` hears of everything that they do."""
     if config.target.tensor_parallel > 1:
         degree = config.target.tensor_parallel
         raise ConfigError(
@@ -82,12 +94,18 @@ def open_parts(config: Config) -> Parts:
     found = find_checkpoints(config)
     threads = config.target.threads or torch.get_num_threads()
     target = open_rank(found.target, config)
-    beside = LocalTarget(target, threads=threads)
+    beside = LocalTarget(target, threads=threads, report=report)
     info = replace(target.info, curve=warm_up(target)) if config.speculation.gamma is None else target.info
     if found.draft is None:
         return Parts(found.text, beside, info)
     drafter = open_drafter(found.draft, config, target_vocab_size=target.info.vocab_size)
-    return Parts(found.text, beside, info, LocalDrafter(drafter, threads=config.draft.threads or threads), draft_context=drafter.context)
+    ahead = LocalDrafter(drafter, threads=config.draft.threads or threads, report=report)
+    return Parts(found.text, beside, info, ahead, draft_context=drafter.context)
+
+
+def _exchange(role: str, name: str, begun: float) -> Exchange:
+    ended = time.perf_counter()
+    return Exchange(role, begun, ended, (Span(name, begun, ended),))
 
 
 def _use_threads(wanted: int | None) -> None:

@@ -66,9 +66,9 @@ class Acceptance:
         """How likely the drafts of each sequence are accepted up to each place."""
         alpha = self.alpha
         own = np.array([self._own.get(seq_id, (0.0, 0.0)) for seq_id in seq_ids]).reshape(-1, 2)
-        ratios = (own[:, 1] + _WEIGHT * alpha) / (own[:, 0] + _WEIGHT) / alpha
-        reaches: Reals = np.cumprod(np.minimum(ratios[:, None] * self.profile, 0.999), axis=1)
-        return reaches
+        ratios = (own[:, 1:] + _WEIGHT * alpha) / (own[:, :1] + _WEIGHT) / alpha
+        chances: Reals = np.minimum(ratios * self.profile, 0.999)
+        return chances.cumprod(axis=1)
 
     def _above(self, counts: abc.Sequence[int]) -> Reals:  # [place]
         """How many of the counts lie above each place."""

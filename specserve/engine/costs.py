@@ -11,7 +11,7 @@ Reals = NDArray[np.float64]
 
 _BLEND = 0.1  # of the newest seconds into their running mean
 _SLOW = 0.02  # the same for what describes the machine and not its mood
-_TRUST = 0.05  # how much must be seen before the measured steepness counts as much as the curve's
+_TRUST = 0.01  # how much must be seen before the measured steepness counts as much as the curve's
 _HOPED_COST = 0.1  # one draft pass over one target pass, before anything is measured
 _GUESSED_CURVE = ((1, 1.0), (256, 6.0))  # for a target that did not say
 
