@@ -1,0 +1,51 @@
+"""The drafters that need no model, by their names in a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.drafters.ngram import StatisticalDrafter
+from specserve.drafters.tables import Bigram, Counts, Uniform, Unigram, load
+from specserve.drafters.tallies import Learnt
+from specserve.errors import ConfigError, TokenizerMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Whether it copies, what it counts, and whether it is nothing without counts."""
+
+    copies: bool = False
+    table: type[Unigram] | type[Bigram] | None = None
+    needs_table: bool = False
+
+
+KINDS = {
+    "unigram": Kind(table=Unigram, needs_table=True),
+    "bigram": Kind(table=Bigram, needs_table=True),
+    "prompt_copy": Kind(copies=True),
+    "max_gram": Kind(copies=True, table=Bigram),
+    "random": Kind(),
+}
+
+
+def open_statistical(kind: str, *, path: Path | None, learn: bool | None, support: int, vocab_size: int) -> StatisticalDrafter:
+    """`path` is a file of tables or a directory with one. With `learn`, and by default without tables, counts follow the served texts."""
+    what, width = KINDS[kind], min(support, vocab_size)
+    if what.table is None:
+        if path is not None or learn:
+            raise ConfigError(f"draft.kind {kind} has nothing to count; leave draft.path and draft.learn out")
+        return StatisticalDrafter(copies=what.copies, table=None if what.copies else Uniform(vocab_size=vocab_size, width=width))
+    counts = None if path is None else _fitting(load(path), path, vocab_size)
+    if learn or (learn is None and counts is None):
+        learnt = Learnt(counts, width=width, pairs=what.table is Bigram)
+        return StatisticalDrafter(copies=what.copies, table=learnt, learner=learnt)
+    if counts is None and what.needs_table:
+        raise ConfigError(f"draft.kind {kind} needs draft.path, a file of tables (`specserve tables` makes one), or draft.learn true")
+    return StatisticalDrafter(copies=what.copies, table=None if counts is None else what.table(counts, width=width))
+
+
+def _fitting(counts: Counts, path: Path, vocab_size: int) -> Counts:
+    if counts.vocab_size > vocab_size:
+        raise TokenizerMismatch(f"the tables at {path} are of {counts.vocab_size} tokens, and the target knows {vocab_size}")
+    return counts

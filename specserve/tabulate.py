@@ -1,0 +1,40 @@
+"""Tables for the statistical drafters, counted from text files: the work behind `specserve tables`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from specserve.errors import BadValue
+
+KEEP = 64  # followers of a token, as many as a drafter draws from by default
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokenizer", required=True, metavar="M", help="the target's directory or hub name")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8; a large corpus as several files, each read whole")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="such as DIR/tables.safetensors, where draft.path DIR finds it")
+    parser.add_argument("--keep", type=int, default=KEEP, metavar="N", help="followers of each token, the most frequent")
+
+
+def tabulate(tokenizer: str, texts: Sequence[Path], out: Path, *, keep: int = KEEP) -> str:
+    """Writes the tables; says what is in them."""
+    from specserve.api.text import Text  # late: the tokenizer's library takes seconds to import
+    from specserve.drafters.tables import count, save
+
+    if keep < 1:
+        raise BadValue(f"--keep must be 1 or more, not {keep}", param="keep")
+    speaks = Text.load(tokenizer)
+    counts = count((speaks.encode(_read(text), special=False) for text in texts), keep=keep, fingerprint=speaks.fingerprint)
+    if not counts.vocab_size:
+        raise BadValue("the texts are empty", param="text")
+    save(counts, out)
+    return f"{out} has {len(counts.ids):,} pairs, from {int(counts.unigram.sum()):,} tokens in {len(texts):,} files"
+
+
+def _read(text: Path) -> str:
+    try:
+        return text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadValue(f"{text} cannot be read as UTF-8 text: {error}", param="text") from error
