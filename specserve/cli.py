@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from specserve import __version__
+from specserve.bench.options import Options, add_options
 from specserve.config import Config, load, override
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
 from specserve.request import Sampling
@@ -24,6 +25,7 @@ EXAMPLES = """examples:
   specserve generate --prompt 'import os' --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --gamma 5
   specserve generate --prompt 'import os' --seed 1 --json --set cache.page_size=32
   specserve inflate --model specserve/demo/target --params 200M --out /tmp/target-200M
+  specserve bench --url http://127.0.0.1:8000 --concurrency 16 --html report.html
 """
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -67,7 +69,7 @@ def generate(options: argparse.Namespace) -> None:
         seed=options.seed,
         speculation={"gamma": options.gamma, "verifier": options.verifier},
     )
-    output = _continue(options.prompt, sampling, _config(options))
+    output = _continue(options.prompt, sampling, _config(options), options.trace)
     print(json.dumps(_described(output), indent=2) if options.json else output.text)
 
 
@@ -78,6 +80,13 @@ def serve(options: argparse.Namespace) -> None:
     serve_until_ended(_config(options), lambda line: print(line, flush=True))
 
 
+def bench(options: argparse.Namespace) -> None:
+    """Loads a running server and tells how it did."""
+    from specserve.bench.command import bench as load
+
+    load(Options.of(options), print, sys.stderr)
+
+
 def inflate(options: argparse.Namespace) -> None:
     """Writes a widened copy of a model."""
     from specserve.models.inflate import inflate as widen  # torch takes seconds to import; --help and bad usage do not wait for it
@@ -86,12 +95,36 @@ def inflate(options: argparse.Namespace) -> None:
     print(f"{options.out} has {reached / 1e6:.0f}M parameters; it computes what {options.model} does, at the cost of a model of that size.")
 
 
-def _continue(prompt: str, sampling: Sampling, config: Config) -> Output:
-    from specserve.llm import LLM  # late for the same reason
+def simulate(options: argparse.Namespace) -> None:
+    """Plays the engine against simulated devices."""
+    from specserve.simulate.report import study
 
-    with LLM.of(config) as llm:
+    report = study(options.config, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    print(report.text())
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.json(), indent=2) + "\n", encoding="utf-8")
+
+
+def _continue(prompt: str, sampling: Sampling, config: Config, trace: Path | None) -> Output:
+    from specserve.engine.journal import Journal  # late for the same reason
+    from specserve.llm import LLM
+    from specserve.metrics import Registry
+
+    if trace is not None:
+        _require_writable(trace)  # before minutes are spent on what cannot be kept
+    journal = Journal(Registry())
+    with LLM.of(config, journal) as llm:
         (output,) = llm.generate(prompt, sampling)
+    if trace is not None:
+        trace.write_text(json.dumps(journal.trace()))
     return output
+
+
+def _require_writable(file: Path) -> None:
+    try:
+        file.touch()
+    except OSError as error:
+        raise BadUsage(f"cannot write {file}: {error.strerror}") from error
 
 
 def _described(output: Output) -> Mapping[str, object]:
@@ -129,6 +162,10 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="serve the models over HTTP", formatter_class=_Plain))
     _add_generate(commands.add_parser("generate", help="continue one prompt in this process", epilog=EXAMPLES, formatter_class=_Plain))
+    add_bench = commands.add_parser("bench", help="load a running server and measure it", formatter_class=_Plain)
+    add_options(add_bench, gamma=_gamma)
+    add_bench.set_defaults(command=bench)
+    _add_simulate(commands.add_parser("simulate", help="ask how many replicas and devices a load needs", formatter_class=_Plain))
     _add_inflate(commands.add_parser("inflate", help="write a widened copy that costs what a larger model costs", formatter_class=_Plain))
     return parser
 
@@ -151,6 +188,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verifier", metavar="V", help="speculative, block, coupled or lenient")
     parser.add_argument("--drafter", metavar="D", help="what drafts: neural or none")
     parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write what each round did, for Perfetto and python -m specserve.bench.timeline")
     parser.set_defaults(command=generate)
 
 
@@ -159,6 +197,12 @@ def _add_inflate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", type=count, required=True, metavar="N", help="such as 200M, 1B or 8e9")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.set_defaults(command=inflate)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML, such as deploy/simulate-70b.yaml")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every case that was simulated, in full")
+    parser.set_defaults(command=simulate)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

@@ -80,12 +80,12 @@ def test_prompts_progress_even_when_decoding_takes_the_whole_budget():
     assert prompt.length == 11
 
 
-def test_drafts_leave_prompts_a_quarter_of_the_round():
+def test_drafts_leave_prompts_half_of_the_round():
     schedule = scheduler(max_batch_tokens=16, max_gamma=16)
     decoding(schedule, 5, 5)
     queue(schedule, 100)
     batch = plan(schedule, gamma=16)
-    assert [row.gamma for row in batch.rows] == [5, 5, 0]
+    assert [row.gamma for row in batch.rows] == [3, 3, 0]
     assert tokens(batch)[2] == 4
 
 

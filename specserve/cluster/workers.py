@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RENDEZVOUS = timedelta(minutes=5)  # within which all ranks must have come
+NICENESS = 5  # of a drafter on CPUs: it works all the time, and who shares its cores (coordinator, gateway) has little to do, at once
 WARM_LENGTHS = (64, 8, 1)  # rows of the first passes of a drafter
 
 
@@ -121,6 +122,8 @@ class DraftWorker:
         """Reads the weights and warms up."""
         own = self._config.draft
         assert own.path is not None
+        if own.device == "cpu" or not torch.cuda.is_available():
+            os.nice(NICENESS)
         _use_threads(own.threads, sharers=self._config.target.tensor_parallel + 1)
         self._drafter = open_drafter(find_checkpoint(own.path), self._config, target_vocab_size=target.vocab_size, alone=True)
         for rows in WARM_LENGTHS:

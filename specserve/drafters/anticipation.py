@@ -17,6 +17,7 @@ from specserve.types import DraftStep, Proposal
 
 BRANCHES = 2**61  # ids from here on are branches'; no request ever has one
 FEWEST, MOST = 4, 128  # branches at once
+ENOUGH = 0.75  # of the time between an answer and the next message is spent on preparing, so that the message seldom waits
 
 
 @dataclass(slots=True)
@@ -37,12 +38,35 @@ class Expected:
         return accepted, step.tokens[-1]
 
 
+class Effort:
+    """How many branches to follow at once: more while there is time to spare, fewer where a message found us still at work."""
+
+    def __init__(self) -> None:
+        self.branches = 16.0
+        self._answered: float | None = None
+        self._prepared: float | None = None  # None: the work was broken off
+
+    def answered(self, now: float) -> None:
+        self._answered, self._prepared = now, None
+
+    def prepared(self, now: float) -> None:
+        self._prepared = now
+
+    def called(self, now: float) -> None:
+        """The next message is here."""
+        if self._answered is None:
+            return
+        spent = 1.0 if self._prepared is None else (self._prepared - self._answered) / max(now - self._answered, 1e-9)
+        self.branches = min(MOST, max(FEWEST, self.branches * (1.1 if spent < ENOUGH else 0.9)))
+        self._answered = None
+
+
 class Anticipation:
     """A drafter that does not rest: call `prepare` after every answer. Forgetting is put off too, until it costs nobody time."""
 
     def __init__(self, drafter: Forks, fanout: Fanout, *, clock: Callable[[], float]) -> None:
         self._drafter, self._fanout, self._clock = drafter, fanout, clock
-        self._most = 16.0  # branches at once: grows while there is time to spare, shrinks when there is not
+        self._effort = Effort()
         self._ids = itertools.count(BRANCHES)
         self._expected: dict[int, Expected] = {}
         self._answered: list[DraftStep] = []  # by the last answer, with drafts
@@ -52,12 +76,15 @@ class Anticipation:
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """A step that wants no drafts is promised to be read, and read afterwards. Past the deadline proposals come back shorter."""
+        self._effort.called(self._clock())
         self._catch_up()
         hits = {step.seq_id: self._take_up(step) for step in steps}
         wanted = [step for step in steps if step.gamma]
         proposals = self._draft(wanted, lambda: self._clock() > deadline)
         self._answered = [step for step in wanted if proposals[step.seq_id].tokens]
         self._postponed = [step for step in steps if not step.gamma]
+        if self._answered:
+            self._effort.answered(self._clock())
         return [replace(proposals.get(step.seq_id) or _promised(step), anticipated=hits[step.seq_id]) for step in steps]
 
     def prepare(self, waiting: Callable[[], bool]) -> None:
@@ -73,7 +100,7 @@ class Anticipation:
         if waiting():
             return
         self._follow([(branch, steps[branch.seq_id]) for branch in self._fanout.choose(outlooks, self._num_branches)], waiting)
-        self._most = max(FEWEST, self._most * 0.9) if waiting() else min(MOST, self._most * 1.1)
+        self._effort.prepared(self._clock())
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self._postponed = [step for step in self._postponed if step.seq_id not in seq_ids]
@@ -102,7 +129,7 @@ class Anticipation:
     @property
     def _num_branches(self) -> int:
         """A fan-out that was asked for is kept, busy or not."""
-        return int(self._most) if self._fanout.per_stop is None else MOST
+        return int(self._effort.branches) if self._fanout.per_stop is None else MOST
 
     def _draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> dict[int, Proposal]:
         """What is asked for comes first: where it lacks room, all that was prepared gives way."""

@@ -14,9 +14,10 @@ from specserve.engine.costs import Costs
 from specserve.engine.sequence import Sequence
 from specserve.types import Verdict
 
-_EVERY = 4  # rounds between two decisions for the same number of sequences
+_EVERY, _SELDOM = 8, 64  # rounds between two decisions for the same number of sequences, and where there is nothing to decide
 _WORTH = 1.01  # how much better another decision must be than the one that stands
 _PATIENCE = 1.3  # times what drafting should take
+_CROWDED = 1.5  # times a pass for one continuation, one that prepares for several takes
 _FIRST_REST, _LONGEST_REST, _TRIAL = 64, 1024, 6  # rounds without drafts between two trials, and of a trial
 
 
@@ -46,7 +47,7 @@ class Pacer:
         self.acceptance, self.costs = Acceptance(max_gamma), Costs(curve)
         self._age = 0  # rounds since it was decided
         self._rest, self._resting = _FIRST_REST, 0  # how long drafting rests while it does not pay, and has rested
-        self._best: tuple[int, int] | None = None  # gamma and miss_gamma that stand
+        self._best = None if gamma is None else (gamma, gamma)  # gamma and miss_gamma that stand
         self.decision = self._decide(1)
 
     @property
@@ -61,7 +62,7 @@ class Pacer:
 
     def choose(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """A gamma for each sequence; 0 is a choice."""
-        if self._age >= _EVERY or len(sequences) != self.decision.num_sequences:
+        if self._age >= (_EVERY if self._fixed is None else _SELDOM) or (self._fixed is None and len(sequences) != self.decision.num_sequences):
             self.decision = self._decide(len(sequences))
             self.acceptance.keep(sequence.seq_id for sequence in sequences)
             self._age = 0
@@ -113,9 +114,7 @@ class Pacer:
         """The best of all pairs: gamma for proposals that are ready, miss_gamma for those that are not."""
         self._reach = np.cumprod(self.acceptance.profile)  # [place]
         rates = self._rates(num_sequences)
-        if self._fixed is not None:
-            self._best = (self._fixed, self._fixed)
-        elif self._best is None or rates.max() > _WORTH * rates[self._best]:
+        if self._best is None or (self._fixed is None and rates.max() > _WORTH * rates[self._best]):
             self._best = divmod(int(rates.argmax()), self._max_gamma + 1)
         gamma, miss = self._best
         if gamma:
@@ -127,11 +126,17 @@ class Pacer:
         hit, count = self.costs.hit_rate, max(1, num_sequences)
         gamma = np.arange(self._max_gamma + 1)
         accepted = np.append(0.0, np.cumsum(self._reach))
-        miss, ready = np.meshgrid(gamma, gamma)
+        miss, wanted = np.meshgrid(gamma, gamma)
+        ready = np.minimum(wanted, self._hidden_depth(num_sequences))
         tokens = count * (1 + hit * accepted[ready] + (1 - hit) * accepted[miss])
         rows = count * (1 + hit * ready + (1 - hit) * miss)
-        waiting = self.costs.wait * (ready > 0) + (1 - hit**count) * miss * self.costs.draft_pass
-        return np.where((miss <= ready) & ((miss > 0) | (ready == 0)), tokens / (self.costs.verify(rows) + waiting), 0.0)
+        waiting = self.costs.wait * (wanted > 0) + (1 - hit**count) * miss * self.costs.draft_pass
+        return np.where((miss <= wanted) & ((miss > 0) | (wanted == 0)), tokens / (self.costs.verify(rows) + waiting), 0.0)
+
+    def _hidden_depth(self, num_sequences: int) -> int:
+        """How many tokens can be prepared behind a verification, after the pass that looks past the last draft."""
+        passes = float(self.costs.verify(max(1, num_sequences))) / (_CROWDED * self.costs.draft_pass)
+        return max(1, int(min(passes, 1e6)) - 1)
 
     def _explained(self, num_sequences: int, gamma: int, miss: int, gain: float) -> Decision:
         costs, count = self.costs, max(1, num_sequences)

@@ -61,14 +61,14 @@ class Scheduler:
     def next_batch(self, gammas: abc.Sequence[int]) -> Batch:
         """What fits of it: a token for each decoding sequence, chunks of prompts, and drafts, `gammas` at most.
 
-        While prompts are waiting for their turn, a quarter of the round is kept for them.
+        While prompts are waiting for their turn, half of the round is kept for them.
         """
         wishes = [max(0, min(gamma, sequence.max_drafts)) for sequence, gamma in zip(self.running, gammas, strict=True)]
         wanted = list(zip(self.running, wishes, strict=True))
         decoding = [pair for pair in wanted if pair[0].pending == 1]
         prompts = [pair for pair in wanted if pair[0].pending > 1]
         budget = self._max_batch_tokens - len(decoding)
-        kept = max(1, min(budget // 4, sum(sequence.pending for sequence, _ in prompts))) if prompts else 0
+        kept = max(1, min(budget // 2, sum(sequence.pending for sequence, _ in prompts))) if prompts else 0
         rows = self._decode_rows(decoding, budget=max(0, budget - kept))
         chunks = _prompt_rows(prompts, budget=max(kept, budget - sum(row.gamma for row in rows)))
         num_prompt_tokens = sum(row.stop - row.sequence.target_held for row in chunks)
