@@ -86,7 +86,7 @@ def test_drafts_leave_prompts_half_of_the_round():
     queue(schedule, 100)
     batch = plan(schedule, gamma=16)
     assert [row.gamma for row in batch.rows] == [3, 3, 0]
-    assert tokens(batch)[2] == 4
+    assert tokens(batch)[2] == 8
 
 
 def test_drafts_shrink_alike_when_the_round_is_full():

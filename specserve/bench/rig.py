@@ -134,6 +134,7 @@ class Rig:
             emit=emit,
             draft_context=None if draft is None else draft.ready.context,
             report=report,
+            overlaps=True,
         )
 
 

@@ -63,6 +63,7 @@ class Engine:
             emit=self._emit,
             draft_context=None if draft is None else draft.ready.context,
             report=self._journal.record,
+            overlaps=True,
         )
         self._gauges = Gauges(self._registry)
         self._rounds = asyncio.create_task(self._coordinator.run())

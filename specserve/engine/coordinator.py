@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import abc
+from dataclasses import dataclass, replace
 
 from specserve.config import Config
+from specserve.engine.admission import DEFAULT_VERIFIER, Admission
 from specserve.engine.batch import Batch
+from specserve.engine.crew import Crew
 from specserve.engine.journal import Round
 from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
-from specserve.errors import BadValue, EmptyPrompt, Overloaded, TooLong, UnknownToken, WorkerLost
-from specserve.types import VERIFIERS, Chunk, Drafter, DraftStep, Finish, ModelInfo, Policy, Proposal, Request, Target, Verdict, VerifyStep
+from specserve.errors import BadValue, Overloaded
+from specserve.types import Chunk, Drafter, Finish, ModelInfo, Request, Target, VerifyStep
 
 log = logging.getLogger(__name__)
 
-DEFAULT_VERIFIER = "block"
-LONGEST_REST = 256  # rounds
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A batch that has its proposals and waits for the target."""
+
+    batch: Batch
+    steps: abc.Sequence[VerifyStep]
+    begun: float
+    drafted: float
+    draft_seconds: float
 
 
 class Coordinator:
@@ -43,32 +53,28 @@ class Coordinator:
         lenience: float = 1.0,
         draft_context: int | None = None,
         report: abc.Callable[[Round], None] | None = None,
+        overlaps: bool = False,
     ) -> None:
+        """`overlaps`: target and drafter are elsewhere, and can both be at work while this process waits."""
+        self._admission = Admission(info, max_gamma=max_gamma, default_verifier=default_verifier, lenience=lenience)
         if gamma is not None and not 0 <= gamma <= max_gamma:
             raise BadValue(f"speculation.gamma must be between 0 and {max_gamma}, not {gamma}", param="speculation.gamma")
-        if default_verifier not in VERIFIERS:
-            raise BadValue(f"speculation.verifier must be one of {', '.join(VERIFIERS)}, not {default_verifier!r}", param="speculation.verifier")
-        self.target = target
-        self.drafter = drafter
+        self._crew = Crew(target, drafter)
+        self._overlaps = overlaps
         self.scheduler = Scheduler(
             info, max_running=max_running, max_queued=max_queued, max_batch_tokens=max_batch_tokens, max_gamma=0 if drafter is None else max_gamma
         )
         self.pacer = Pacer(0 if drafter is None else gamma, max_gamma=max_gamma, curve=info.curve)
         self._info = info
-        self._context = min(info.max_context, info.num_pages * info.page_size)
-        self._draft_limit = 0 if drafter is None else self._context if draft_context is None else draft_context
-        self._max_gamma = max_gamma
-        self._default_verifier = default_verifier
-        self._lenience = lenience
+        self._draft_limit = 0 if drafter is None else self._admission.context if draft_context is None else draft_context
         self._emit = emit
         self._report = report
         self.num_rounds = 0  # begun until now
         self.in_round_since: float | None = None  # by the clock; None between rounds
         self._clock = clock
-        self._drafter_failures = 0  # in a row
-        self._drafter_back = 0  # the round from which it is asked again
         self._next_id = 0
         self._live: dict[int, Sequence] = {}
+        self._ready: Ready | None = None  # a cohort that waits for its verification
         self._outbox: list[Chunk] = []  # of the round before
         self._done: Round | None = None  # likewise
         self._cancelled: list[int] = []
@@ -86,6 +92,7 @@ class Coordinator:
         emit: abc.Callable[[abc.Sequence[Chunk]], None],
         draft_context: int | None,
         report: abc.Callable[[Round], None] | None = None,
+        overlaps: bool = False,
     ) -> Coordinator:
         """With the limits and the speculation of a config."""
         return cls(
@@ -94,6 +101,7 @@ class Coordinator:
             info=info,
             emit=emit,
             report=report,
+            overlaps=overlaps,
             max_running=config.limits.max_running,
             max_queued=config.limits.max_queued,
             gamma=config.speculation.gamma,
@@ -105,7 +113,7 @@ class Coordinator:
 
     def submit(self, request: Request) -> int:
         """Queues the request and returns its sequence's id; a request that cannot be served raises and leaves nothing behind."""
-        self._check(request)
+        self._admission.check(request)
         if self._closed:
             raise Overloaded("the engine is closing and takes no new requests")
         if not self.scheduler.can_queue:
@@ -113,8 +121,8 @@ class Coordinator:
         sequence = Sequence(
             self._next_id,
             request,
-            self._policy(request),
-            context=self._context,
+            self._admission.policy(request),
+            context=self._admission.context,
             draft_limit=self._draft_limit,
             end_ids=self._info.end_ids,
         )
@@ -157,40 +165,82 @@ class Coordinator:
     async def _round(self) -> None:
         """Leaves its chunks in the outbox, if the next round will be there to send them."""
         self._outbox += self._end_unwanted()
-        self.scheduler.select()
+        self.scheduler.select(None if self._ready is None else self._ready.batch)
+        ready, self._ready = self._still_wanted(self._ready), None
         gammas = self.pacer.choose(self.scheduler.running)  # what would pay
-        batch = self.scheduler.next_batch(gammas)  # what fits
+        split = self._overlaps and self.pacer.decision.cohorts == 2
+        batch = self.scheduler.next_batch(gammas, apart_from=None if ready is None else ready.batch, half=split and ready is None)  # what fits
         told = await self._release()
-        if batch.rows:
-            self.num_rounds += 1
-            self.in_round_since = self._clock()
-            chunks = await self._advance(batch, begun=self.in_round_since)
-            self._tell()  # of what came before, had the target not been asked
-            self._outbox = chunks
-            self.in_round_since = None
+        if ready is not None:
+            await self._in_turns(ready, batch)
+        elif batch.rows:
+            await self._one_by_one(batch, stop_early=split)
         elif told:
-            await self._settle()
+            await self._crew.settle()
         if not self._live:
             self._tell()
 
-    async def _advance(self, batch: Batch, *, begun: float) -> list[Chunk]:
-        proposals = await self._propose(batch.draft_steps())
-        drafted, steps = self._clock(), batch.verify_steps(proposals)
+    async def _one_by_one(self, batch: Batch, *, stop_early: bool) -> None:
+        """Drafts and verifies. Or drafts alone, for the cohort that is to be verified while the other is drafted for."""
+        self._begin()
+        ready = await self._draft(batch, self._clock())
+        if stop_early:
+            self._ready = ready
+        else:
+            await self._judge(ready)
+        self.in_round_since = None
+
+    async def _in_turns(self, ready: Ready, batch: Batch) -> None:
+        """One cohort is verified while the other is drafted for; then they change places."""
+        self._begin()
+        drafting = asyncio.ensure_future(self._draft(batch, self._clock())) if batch.rows else None
+        await asyncio.sleep(0)  # so that the drafter has its message before the target
+        await self._judge(replace(ready, begun=self._clock(), drafted=self._clock()))
+        if drafting is not None:
+            self._ready = await drafting
+        self.in_round_since = None
+
+    def _begin(self) -> None:
+        self.num_rounds += 1
+        self.in_round_since = self._clock()
+
+    async def _draft(self, batch: Batch, begun: float) -> Ready:
+        proposals = await self._crew.propose(batch.draft_steps(), self.pacer.deadline)
+        if proposals is None:
+            for sequence in self.scheduler.running:
+                sequence.draft_held = 0
+        steps, drafted = batch.verify_steps(proposals or ()), self._clock()
+        return Ready(batch, steps, begun, drafted, drafted - begun)
+
+    async def _judge(self, ready: Ready) -> None:
+        """Tells of the round before while the target is at this one."""
         try:
-            verifying = self.target.verify(steps)
+            verifying = self._crew.verify(ready.steps)
             self._tell()
             verdicts = await verifying
-            _check_verdicts(steps, verdicts)
         except Exception as error:  # a worker's failure, whatever it is, belongs to the requests of this batch
-            return self._fail(batch, error)
+            self._tell()
+            self._outbox = self._fail(ready.batch, error)
+            return
         verified = self._clock()
-        chunks = self._let_go(batch.commit(verdicts))  # the only place where sequences grow
-        self.pacer.observe(batch, verdicts, draft_seconds=drafted - begun, verify_seconds=verified - drafted)
+        chunks = self._outbox = self._let_go(ready.batch.commit(verdicts))  # the only place where sequences grow
+        self.pacer.observe(ready.batch, verdicts, draft_seconds=ready.draft_seconds, verify_seconds=verified - ready.drafted)
         if self._report is not None:
             num_committed = sum(len(chunk.tokens) for chunk in chunks)
-            times = {"begun": begun, "drafted": drafted, "verified": verified, "ended": self._clock()}
-            self._done = Round.of(batch, verdicts, self.pacer.decision, number=self.num_rounds, num_committed=num_committed, **times)
-        return chunks
+            times = {"begun": ready.begun, "drafted": ready.drafted, "verified": verified, "ended": self._clock()}
+            self._done = Round.of(ready.batch, verdicts, self.pacer.decision, number=self.num_rounds, num_committed=num_committed, **times)
+
+    def _still_wanted(self, ready: Ready | None) -> Ready | None:
+        """Without the sequences that have ended since they were drafted for, or lost their place."""
+        if ready is None:
+            return None
+        running = set(map(id, self.scheduler.running))
+        kept = [row for row in ready.batch.rows if id(row.sequence) in running]
+        if len(kept) < len(ready.batch.rows):
+            ids = {row.sequence.seq_id for row in kept}
+            ready.batch.rows = kept
+            ready = replace(ready, steps=[step for step in ready.steps if step.seq_id in ids])
+        return ready if kept else None
 
     def _tell(self) -> None:
         """Sends what the round before brought, and reports on it."""
@@ -201,43 +251,18 @@ class Coordinator:
         if done is not None and self._report is not None:
             self._report(done)
 
-    async def _propose(self, steps: abc.Sequence[DraftStep]) -> abc.Sequence[Proposal]:
-        """Without a drafter that answers, the round goes on with gamma 0. One that keeps failing is asked ever more seldom."""
-        if self.drafter is None or not steps or self.num_rounds < self._drafter_back:
-            return ()
-        try:
-            proposals = await self.drafter.propose(steps, self.pacer.deadline)
-            _check_proposals(steps, proposals)
-        except Exception:
-            rest = min(max(1, 2**self._drafter_failures // 8), LONGEST_REST)  # the first few may be a mishap
-            log.exception("the drafter failed; %d rounds go on without it", rest)
-            self._drafter_failures, self._drafter_back = self._drafter_failures + 1, self.num_rounds + rest
-            for sequence in self.scheduler.running:
-                sequence.draft_held = 0  # nothing is known of what it still holds
-            return ()
-        self._drafter_failures = 0
-        return proposals
-
     def _fail(self, batch: Batch, error: Exception) -> list[Chunk]:
         """Ends the batch's requests; the others go on. A restart with a replay of the batch would take this place."""
         log.error("the target failed; %d requests end", len(batch.rows), exc_info=error)
         message = str(error) or type(error).__name__
         return self._let_go([row.sequence.end(Finish.ERROR, error=message) for row in batch.rows])
 
-    async def _settle(self) -> None:
-        """A round of nothing: workers that hear of releases with their next steps hear of them now, though there are none."""
-        if self.drafter is not None:
-            await _unless_it_fails("the drafter to settle", self.drafter.propose((), math.inf))
-        await _unless_it_fails("the target to settle", self.target.verify(()))
-
     async def _release(self) -> bool:
         """Tells the workers, before they need the room, which sequences they may forget; whether there were any."""
         released, self.scheduler.released = self.scheduler.released, []
         if not released:
             return False
-        for worker in (self.target, self.drafter):
-            if worker is not None:
-                await _unless_it_fails(f"{type(worker).__name__} to release {len(released)} sequences", worker.release(released))
+        await self._crew.release(released)
         return True
 
     def _end_unwanted(self) -> list[Chunk]:
@@ -258,54 +283,3 @@ class Coordinator:
         if finished:
             self.scheduler.sweep()
         return chunks
-
-    def _check(self, request: Request) -> None:
-        prompt, gamma = request.prompt, request.speculation.gamma
-        if not prompt:
-            raise EmptyPrompt("the prompt is empty; it needs at least one token")
-        if min(prompt) < 0 or max(prompt) >= self._info.vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < self._info.vocab_size)
-            raise UnknownToken(f"the prompt has token id {wrong}, but the vocabulary ends at {self._info.vocab_size - 1}")
-        if len(prompt) >= self._context:
-            raise TooLong(f"the prompt has {len(prompt)} tokens, but the context holds {self._context}, new tokens included")
-        if request.max_tokens < 1:
-            raise BadValue(f"max_tokens must be 1 or more, not {request.max_tokens}", param="max_tokens")
-        if gamma is not None and gamma > self._max_gamma:
-            raise BadValue(f"speculation.gamma must be at most {self._max_gamma}, not {gamma}", param="speculation.gamma")
-
-    def _policy(self, request: Request) -> Policy:
-        """A seeded request gets `coupled`, whose text depends on the seed and the target alone, unless it asks for another."""
-        verifier = request.speculation.verifier or ("coupled" if request.seeded else self._default_verifier)
-        return Policy(
-            warp=request.warp,
-            verifier=verifier,
-            seed=request.seed,
-            prompt_length=len(request.prompt),
-            logprobs=request.logprobs,
-            lenience=self._lenience if verifier == "lenient" else 1.0,
-        )
-
-
-async def _unless_it_fails(what: str, call: abc.Awaitable[object]) -> None:
-    """A worker that cannot even forget will fail in its next step, where that is dealt with."""
-    try:
-        await call
-    except Exception:
-        log.exception("asked %s in vain", what)
-
-
-def _check_proposals(steps: abc.Sequence[DraftStep], proposals: abc.Sequence[Proposal]) -> None:
-    if [step.seq_id for step in steps] != [proposal.seq_id for proposal in proposals]:
-        raise WorkerLost("the drafter answered other sequences than were asked for")
-    for step, proposal in zip(steps, proposals, strict=True):
-        if proposal.tokens and (proposal.start != step.start + len(step.tokens) or len(proposal.tokens) > step.gamma):
-            raise WorkerLost(f"the drafter's proposal for sequence {step.seq_id} does not fit its step")
-
-
-def _check_verdicts(steps: abc.Sequence[VerifyStep], verdicts: abc.Sequence[Verdict]) -> None:
-    steps = [step for step in steps if step.decide]
-    if [step.seq_id for step in steps] != [verdict.seq_id for verdict in verdicts]:
-        raise WorkerLost("the target judged other sequences than were asked for")
-    for step, verdict in zip(steps, verdicts, strict=True):
-        if not 0 <= verdict.accepted <= len(step.drafts):
-            raise WorkerLost(f"the target's verdict on sequence {step.seq_id} does not fit its step")

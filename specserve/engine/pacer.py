@@ -16,6 +16,7 @@ from specserve.types import Verdict
 
 _EVERY, _SELDOM = 8, 64  # rounds between two decisions for the same number of sequences, and where there is nothing to decide
 _WORTH = 1.01  # how much better another decision must be than the one that stands
+_WORTH_TWO = 1.1  # how much better two cohorts must be than one: each token then waits for two verifications
 _PATIENCE = 1.3  # times what drafting should take
 _CROWDED = 1.5  # times a pass for one continuation, one that prepares for several takes
 _FIRST_REST, _LONGEST_REST, _TRIAL = 64, 1024, 6  # rounds without drafts between two trials, and of a trial
@@ -34,8 +35,9 @@ class Decision:
     verify_seconds: float  # of such a round
     plain_seconds: float  # of a round without drafts
     pass_seconds: float  # of one draft pass
+    cohorts: int  # 2: one half of the batch is drafted for while the other is verified
     gain: float  # tokens a second, over those of plain decoding, as expected
-    two_cohorts_gain: float  # the same, if two halves of the batch took turns, one drafted for while the other is verified
+    two_cohorts_gain: float  # the same, if two halves of the batch took turns
 
 
 class Pacer:
@@ -142,6 +144,7 @@ class Pacer:
         costs, count = self.costs, max(1, num_sequences)
         rows = count * (1 + costs.hit_rate * gamma + (1 - costs.hit_rate) * miss)
         plain = float(costs.verify(count))
+        two_cohorts = self._two_cohorts_gain(count, gamma, plain)
         patience = math.inf if miss == gamma else costs.wait + _PATIENCE * miss * costs.draft_pass
         return Decision(
             gamma,
@@ -153,14 +156,15 @@ class Pacer:
             float(costs.verify(rows)),
             plain,
             costs.draft_pass,
+            2 if two_cohorts > _WORTH_TWO * gain else 1,
             gain,
-            self._two_cohorts_gain(count, gamma, plain),
+            two_cohorts,
         )
 
     def _two_cohorts_gain(self, count: int, gamma: int, plain: float) -> float:
-        """A cohort's turn takes as long as both verifications, or as its own drafting and verification, whichever is longer."""
+        """While one half is verified the other is drafted for. Both devices work twice a turn, so it pays where passes for half cost less."""
         if count < 2 or not gamma:
             return 1.0
-        half = float(self.costs.verify(count / 2 * (1 + gamma)))
-        turn = max(2 * half, half + gamma * self.costs.draft_pass)
+        half, drafting = float(self.costs.verify(count / 2 * (1 + gamma))), gamma * self.costs.draft_pass
+        turn = max(2 * half, 2 * drafting, half + drafting)
         return count * (1 + float(self._reach[:gamma].sum())) / turn / (count / plain)

@@ -51,31 +51,43 @@ class Scheduler:
         if any(sequence.finish for sequence in self.waiting):
             self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish)
 
-    def select(self) -> None:
-        """Decides who runs: preempts the youngest while the committed tokens do not fit, then admits as many as do."""
-        while self.num_used > self._num_pages:
+    def select(self, ready: Batch | None = None) -> None:
+        """Decides who runs: preempts the youngest while the committed tokens, and the drafts of a batch that is ready, do not fit.
+
+        Then it admits as many as do.
+        """
+        while self.num_used + self._promised(ready) > self._num_pages:
             self._preempt()
         if self.waiting and len(self.running) < self._max_running:
             self._admit()
 
-    def next_batch(self, gammas: abc.Sequence[int]) -> Batch:
+    def next_batch(self, gammas: abc.Sequence[int], *, apart_from: Batch | None = None, half: bool = False) -> Batch:
         """What fits of it: a token for each decoding sequence, chunks of prompts, and drafts, `gammas` at most.
 
+        Without the sequences of another batch that is under way, or with every other sequence only.
         While prompts are waiting for their turn, half of the round is kept for them.
         """
         wishes = [max(0, min(gamma, sequence.max_drafts)) for sequence, gamma in zip(self.running, gammas, strict=True)]
-        wanted = list(zip(self.running, wishes, strict=True))
+        elsewhere = set() if apart_from is None else {row.sequence.seq_id for row in apart_from.rows}
+        wanted = [pair for pair in zip(self.running, wishes, strict=True) if pair[0].seq_id not in elsewhere][:: 2 if half else 1]
         decoding = [pair for pair in wanted if pair[0].pending == 1]
         prompts = [pair for pair in wanted if pair[0].pending > 1]
         budget = self._max_batch_tokens - len(decoding)
         kept = max(1, min(budget // 2, sum(sequence.pending for sequence, _ in prompts))) if prompts else 0
-        rows = self._decode_rows(decoding, budget=max(0, budget - kept))
+        rows = self._decode_rows(decoding, budget=max(0, budget - kept), free=self._num_pages - self.num_used - self._promised(apart_from))
         chunks = _prompt_rows(prompts, budget=max(kept, budget - sum(row.gamma for row in rows)))
         num_prompt_tokens = sum(row.stop - row.sequence.target_held for row in chunks)
         return Batch(rows + chunks, num_prompt_tokens=num_prompt_tokens, num_caught_up=self._limit_drafter(rows + chunks))
 
     def _pages(self, length: int) -> int:
         return -(-length // self._page_size)
+
+    def _promised(self, batch: Batch | None) -> int:
+        """Pages for the drafts of a batch that the target has yet to see."""
+        if batch is None:
+            return 0
+        rows = [row for row in batch.rows if row.sequence in self.running]
+        return sum(self._pages(row.sequence.length + row.gamma) - self._pages(row.sequence.length) for row in rows)
 
     def _preempt(self) -> None:
         youngest = self.running.pop()
@@ -95,12 +107,12 @@ class Scheduler:
                 return
             self.running.append(self.waiting.popleft())
 
-    def _decode_rows(self, decoding: list[tuple[Sequence, int]], *, budget: int) -> list[Row]:
+    def _decode_rows(self, decoding: list[tuple[Sequence, int]], *, budget: int, free: int) -> list[Row]:
         """Drafts give way twice: all alike when the round has too few tokens, the younger ones when the cache has too few pages."""
         cap = self._headroom
         if decoding and sum(wish for _, wish in decoding) > budget:
             cap = budget // len(decoding)
-        rows, free = [], self._num_pages - self.num_used
+        rows = []
         for sequence, wish in decoding:
             length = sequence.length
             held = self._pages(length)

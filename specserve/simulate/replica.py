@@ -81,6 +81,7 @@ class Replica:
             gamma=config.speculation.gamma,
             max_gamma=config.speculation.max_gamma,
             report=self._tally.take,
+            overlaps=drafter is not None,
         )
 
     def _emit(self, chunks: abc.Sequence[Chunk]) -> None:

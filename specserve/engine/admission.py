@@ -1,0 +1,46 @@
+"""Which requests can be served, and how their tokens will be drawn. Knows the model's limits; nothing of load."""
+
+from __future__ import annotations
+
+from specserve.errors import BadValue, EmptyPrompt, TooLong, UnknownToken
+from specserve.types import VERIFIERS, ModelInfo, Policy, Request
+
+DEFAULT_VERIFIER = "block"
+
+
+class Admission:
+    """For one model and one config."""
+
+    def __init__(self, info: ModelInfo, *, max_gamma: int, default_verifier: str, lenience: float) -> None:
+        if default_verifier not in VERIFIERS:
+            raise BadValue(f"speculation.verifier must be one of {', '.join(VERIFIERS)}, not {default_verifier!r}", param="speculation.verifier")
+        self.context = min(info.max_context, info.num_pages * info.page_size)  # prompt and continuation together
+        self._vocab_size, self._max_gamma = info.vocab_size, max_gamma
+        self._default_verifier, self._lenience = default_verifier, lenience
+
+    def check(self, request: Request) -> None:
+        """Raises for a request that can never be served."""
+        prompt, gamma = request.prompt, request.speculation.gamma
+        if not prompt:
+            raise EmptyPrompt("the prompt is empty; it needs at least one token")
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
+            raise UnknownToken(f"the prompt has token id {wrong}, but the vocabulary ends at {self._vocab_size - 1}")
+        if len(prompt) >= self.context:
+            raise TooLong(f"the prompt has {len(prompt)} tokens, but the context holds {self.context}, new tokens included")
+        if request.max_tokens < 1:
+            raise BadValue(f"max_tokens must be 1 or more, not {request.max_tokens}", param="max_tokens")
+        if gamma is not None and gamma > self._max_gamma:
+            raise BadValue(f"speculation.gamma must be at most {self._max_gamma}, not {gamma}", param="speculation.gamma")
+
+    def policy(self, request: Request) -> Policy:
+        """A seeded request gets `coupled`, whose text depends on the seed and the target alone, unless it asks for another."""
+        verifier = request.speculation.verifier or ("coupled" if request.seeded else self._default_verifier)
+        return Policy(
+            warp=request.warp,
+            verifier=verifier,
+            seed=request.seed,
+            prompt_length=len(request.prompt),
+            logprobs=request.logprobs,
+            lenience=self._lenience if verifier == "lenient" else 1.0,
+        )
