@@ -5,9 +5,11 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PINNED := pyproject.toml constraints.txt
+PEERS := .venv-peers
+PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-serving proofs check clean
+.PHONY: serve test test-fast test-gpu bench bench-serving bench-peers proofs check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -29,6 +31,11 @@ bench-serving: $(VENV)/installed
 	$(BIN)/python -m specserve.bench.link --out docs/link-speed.md
 	$(BIN)/python -m specserve.bench.serving --out docs/serving-speed.md $(ARGS)
 
+# A peer that cannot be installed is named in the report, with why.
+bench-peers: $(VENV)/installed
+	-$(MAKE) $(PEERS)/installed
+	$(BIN)/python -m specserve.bench.peers --python $(PEERS)/bin/python --out docs/peers-speed.md $(ARGS)
+
 proofs: $(VENV)/installed-for-tests
 	$(BIN)/python tests/proofs.py $(ARGS)
 
@@ -49,5 +56,12 @@ $(VENV)/installed-for-tests: $(PINNED)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
 	touch $(VENV)/installed $@
 
+# torchvision comes with the converter, which does without it, and may be built for another torch than the one that is pinned.
+$(PEERS)/installed: $(PEERS_PINNED)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --log $(PEERS)/install.log -r $(PEERS_PINNED)
+	$(PEERS)/bin/python -m pip uninstall --yes torchvision
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -241,7 +241,7 @@ def test_two_cohorts_take_turns_where_a_pass_for_half_costs_less_and_one_where_i
     monkeypatch.setattr("specserve.engine.pacer._WORTH_TWO", 1e9)
     one, flat_one = simulate(steep), simulate(base)
     assert 1.15 < two.tokens_per_second / one.tokens_per_second < 58 / 44  # the first rounds are spent on learning what passes cost
-    assert two.target_busy > 0.9
+    assert two.target_busy > 0.85
     assert flat.tokens_per_second == flat_one.tokens_per_second
     assert whole(two, 16)
 
