@@ -6,23 +6,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.api.text import Text
-from specserve.config import Config
+from specserve.config import STATISTICAL, Config
+from specserve.drafters.tables import load as load_tables
+from specserve.errors import TokenizerMismatch
 from specserve.models.load import find_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
     target: Path
-    draft: Path | None  # None: nothing drafts, or what drafts is no model
     text: Text
 
 
 def find_checkpoints(config: Config) -> Checkpoints:
-    """Raises ModelNotFound, ModelError, or TokenizerMismatch."""
+    """Raises ModelNotFound, ModelError, or TokenizerMismatch: for the target, and for whatever the draft is read from."""
     target = find_checkpoint(config.target.path, revision=config.target.revision)
     text = Text.load(target)
-    if config.draft.path is None or config.draft.kind == "none":
-        return Checkpoints(target, None, text)
-    draft = find_checkpoint(config.draft.path)
-    text.require_same(Text.load(draft))
-    return Checkpoints(target, draft, text)
+    if config.draft.path is not None and config.draft.kind in STATISTICAL:
+        _require_counted_in(text, Path(config.draft.path))
+    elif config.draft.path is not None and config.draft.kind != "none":
+        text.require_same(Text.load(find_checkpoint(config.draft.path)))
+    return Checkpoints(target, text)
+
+
+def _require_counted_in(text: Text, tables: Path) -> None:
+    """Tables name tokens by their ids; those of another tokenizer would be nonsense, if exact nonsense."""
+    if load_tables(tables).fingerprint not in ("", text.fingerprint):
+        raise TokenizerMismatch(f"the tables at {tables} were counted with another tokenizer than the target's")

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from specserve import __version__
+from specserve import __version__, tabulate
 from specserve.bench.options import Options, add_options
 from specserve.config import Config, load, override
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
@@ -85,6 +85,11 @@ def bench(options: argparse.Namespace) -> None:
     from specserve.bench.command import bench as load
 
     load(Options.of(options), print, sys.stderr)
+
+
+def tables(options: argparse.Namespace) -> None:
+    """Counts tables for a drafter without a model."""
+    print(tabulate.tabulate(options.tokenizer, options.text, options.out, keep=options.keep))
 
 
 def inflate(options: argparse.Namespace) -> None:
@@ -166,6 +171,7 @@ def _parser() -> Parser:
     add_options(add_bench, gamma=_gamma)
     add_bench.set_defaults(command=bench)
     _add_simulate(commands.add_parser("simulate", help="ask how many replicas and devices a load needs", formatter_class=_Plain))
+    _add_tables(commands.add_parser("tables", help="count tables for draft.kind unigram, bigram and max_gram", formatter_class=_Plain))
     _add_inflate(commands.add_parser("inflate", help="write a widened copy that costs what a larger model costs", formatter_class=_Plain))
     return parser
 
@@ -186,10 +192,15 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="makes the text repeatable")
     parser.add_argument("--gamma", type=_gamma, metavar="N", help="draft tokens a round; 0 is plain decoding, auto is the default")
     parser.add_argument("--verifier", metavar="V", help="speculative, block, coupled or lenient")
-    parser.add_argument("--drafter", metavar="D", help="what drafts: neural or none")
+    parser.add_argument("--drafter", metavar="D", help="what drafts: neural, bigram, unigram, max_gram, prompt_copy, random or none")
     parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write what each round did, for Perfetto and python -m specserve.bench.timeline")
     parser.set_defaults(command=generate)
+
+
+def _add_tables(parser: argparse.ArgumentParser) -> None:
+    tabulate.add_arguments(parser)
+    parser.set_defaults(command=tables)
 
 
 def _add_inflate(parser: argparse.ArgumentParser) -> None:

@@ -29,7 +29,8 @@ DRAFT_KINDS = (
     "heads",
     "none",
 )
-BUILT_KINDS = ("neural", "none")
+STATISTICAL = ("unigram", "bigram", "prompt_copy", "max_gram", "random")  # need no model
+BUILT_KINDS = ("neural", *STATISTICAL, "none")
 CASCADES = ("vertical", "horizontal", "cascade")
 
 
@@ -69,7 +70,8 @@ class Draft:
     """What guesses."""
 
     kind: str = setting("", choice(*DRAFT_KINDS))  # left out: neural if there is a path, else none
-    path: str | None = setting(None, text())
+    path: str | None = setting(None, text())  # of a model, or of tables that `specserve tables` made
+    learn: bool | None = setting(None, boolean())  # whether tables follow the served texts; None: if there are none to begin with
     dtype: str = setting("auto", choice(*DTYPES))
     device: str = setting("auto", _device())
     threads: int | None = setting(None, whole(1, 1024))
@@ -231,6 +233,8 @@ def _checked(config: Config) -> Config:
         raise ConfigError(f"draft.stages belongs to the kinds {', '.join(CASCADES)}, and draft.kind is {draft.kind}; leave it out")
     if draft.kind == "neural" and draft.path is None:
         raise ConfigError("draft.kind neural needs draft.path, the model that drafts")
+    if draft.learn is not None and draft.kind not in STATISTICAL:
+        raise ConfigError(f"draft.learn belongs to the kinds {', '.join(STATISTICAL)}, and draft.kind is {draft.kind}; leave it out")
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
         raise ConfigError(
             f"speculation.gamma {speculation.gamma} is above speculation.max_gamma {speculation.max_gamma}; lower the one or raise the other"

@@ -19,7 +19,6 @@ from specserve.models.rank import open_rank
 from specserve.models.warmup import warm_up
 from specserve.types import Drafter, DraftStep, ModelInfo, Proposal, Span, Target, Verdict, VerifyStep
 
-
 Report = Callable[[Exchange], None]
 
 
@@ -96,9 +95,9 @@ def open_parts(config: Config, report: Report | None = None) -> Parts:
     target = open_rank(found.target, config)
     beside = LocalTarget(target, threads=threads, report=report)
     info = replace(target.info, curve=warm_up(target)) if config.speculation.gamma is None else target.info
-    if found.draft is None:
+    if config.draft.kind == "none":
         return Parts(found.text, beside, info)
-    drafter = open_drafter(found.draft, config, target_vocab_size=target.info.vocab_size)
+    drafter = open_drafter(config, target_vocab_size=target.info.vocab_size)
     ahead = LocalDrafter(drafter, threads=config.draft.threads or threads, report=report)
     return Parts(found.text, beside, info, ahead, draft_context=drafter.context)
 

@@ -68,8 +68,17 @@ def measure(running: int, *, gamma: int | None, rounds: int) -> Work:
         committed[0] += sum(len(chunk.tokens) for chunk in chunks)
 
     info = ModelInfo(vocab_size=100, max_context=2**20, end_ids=frozenset(), page_size=16, num_pages=2**22)
-    limits = {"max_running": running, "max_queued": running, "max_batch_tokens": running * 2 * PROMPT}
-    coordinator = Coordinator(target, drafter, info=info, emit=emit, gamma=gamma, report=journal.record, **limits)
+    coordinator = Coordinator(
+        target,
+        drafter,
+        info=info,
+        emit=emit,
+        gamma=gamma,
+        report=journal.record,
+        max_running=running,
+        max_queued=running,
+        max_batch_tokens=running * 2 * PROMPT,
+    )
     for i in range(running):
         coordinator.submit(Request((i % 90,) * PROMPT, 10**5, Warp(temperature=0.0), seed=i))
 

@@ -29,7 +29,8 @@ class Gauges:
         registry.gauge("kv_cache_usage_perc").set(group.target.pages_used / group.info.num_pages, "target")
         busy = {"target": group.target.busy_seconds}
         if group.drafter is not None and group.draft_worker is not None:
-            registry.gauge("kv_cache_usage_perc").set(group.drafter.pages_used / group.draft_worker.ready.num_pages, "draft")
+            if group.draft_worker.ready.num_pages:
+                registry.gauge("kv_cache_usage_perc").set(group.drafter.pages_used / group.draft_worker.ready.num_pages, "draft")
             busy["draft"] = group.drafter.busy_seconds
         self._busy(busy)
 

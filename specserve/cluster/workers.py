@@ -121,11 +121,10 @@ class DraftWorker:
     def open(self, target: ModelInfo) -> Ready:
         """Reads the weights and warms up."""
         own = self._config.draft
-        assert own.path is not None
         if own.device == "cpu" or not torch.cuda.is_available():
             os.nice(NICENESS)
         _use_threads(own.threads, sharers=self._config.target.tensor_parallel + 1)
-        self._drafter = open_drafter(find_checkpoint(own.path), self._config, target_vocab_size=target.vocab_size, alone=True)
+        self._drafter = open_drafter(self._config, target_vocab_size=target.vocab_size, alone=True)
         for rows in WARM_LENGTHS:
             self._drafter.propose([_draft_step(min(rows, self._drafter.context - 2))], float("inf"))
             self._drafter.prepare(bool)

@@ -10,34 +10,41 @@ import torch
 
 from specserve.config import Config
 from specserve.drafters.anticipation import Anticipation
+from specserve.drafters.base import Forks
 from specserve.drafters.fanout import Fanout
+from specserve.drafters.kinds import KINDS, open_statistical
 from specserve.drafters.neural import NeuralDrafter
+from specserve.models.load import find_checkpoint
 from specserve.models.open import Placement, open_model
+from specserve.models.runner import Runner
 from specserve.types import DraftStep, Proposal
 
 
 class OpenDrafter:
-    """A drafter and the device that is its own. With anticipation it has use for the time between two answers."""
+    """A drafter and the device that is its own, if it needs one. With anticipation it has use for the time between two answers."""
 
-    def __init__(self, drafter: NeuralDrafter, anticipation: Anticipation | None) -> None:
-        self._drafter, self._anticipation = drafter, anticipation
-        self.context = drafter.context
+    def __init__(self, drafter: Forks, *, context: int, runner: Runner | None, fanout: Fanout | None) -> None:
+        self._drafter, self._runner, self.context = drafter, runner, context
+        self._anticipation = None if fanout is None else Anticipation(drafter, fanout, clock=time.perf_counter)
 
     @property
     def device(self) -> torch.device:
-        return self._drafter.runner.device
+        return torch.device("cpu") if self._runner is None else self._runner.device
 
     @property
     def num_pages(self) -> int:
-        return self._drafter.runner.cache.num_pages
+        """Of its cache; 0 where it has none."""
+        return 0 if self._runner is None else self._runner.cache.num_pages
 
     @property
     def num_pages_used(self) -> int:
-        return self._drafter.runner.cache.num_used
+        return 0 if self._runner is None else self._runner.cache.num_used
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """The deadline is a time of `time.perf_counter`."""
-        return (self._anticipation or self._drafter).propose(steps, deadline)
+        if self._anticipation is not None:
+            return self._anticipation.propose(steps, deadline)
+        return self._drafter.draft(steps, lambda: time.perf_counter() > deadline)
 
     def prepare(self, waiting: Callable[[], bool]) -> None:
         if self._anticipation is not None:
@@ -47,17 +54,22 @@ class OpenDrafter:
         (self._anticipation or self._drafter).release(seq_ids)
 
 
-def open_drafter(checkpoint: Path, config: Config, *, target_vocab_size: int, alone: bool = False) -> OpenDrafter:
-    """Raises whatever is wrong with the checkpoint, or TooLittleMemory. Only one that is `alone` on its device can work ahead."""
-    opened = open_model(checkpoint, Placement.of(config.draft, config))
-    anticipates = alone and config.speculation.anticipation.enabled
-    fanout = Fanout(per_stop=config.speculation.anticipation.fanout)
-    drafter = NeuralDrafter(
+def open_drafter(config: Config, *, target_vocab_size: int, alone: bool = False) -> OpenDrafter:
+    """Raises whatever is wrong with its files, or TooLittleMemory. Only one that is `alone` on its device can work ahead."""
+    draft, anticipation = config.draft, config.speculation.anticipation
+    fanout = Fanout(per_stop=anticipation.fanout) if alone and anticipation.enabled else None
+    if draft.kind in KINDS:
+        path = None if draft.path is None else Path(draft.path)
+        statistical = open_statistical(draft.kind, path=path, learn=draft.learn, support=draft.support, vocab_size=target_vocab_size)
+        return OpenDrafter(statistical, context=statistical.context, runner=None, fanout=fanout)
+    assert draft.path is not None, "the config has been checked"
+    opened = open_model(find_checkpoint(draft.path), Placement.of(draft, config))
+    neural = NeuralDrafter(
         opened.runner,
         vocab_size=opened.spec.vocab_size,
         target_vocab_size=target_vocab_size,
         context=opened.max_context,
-        support=config.draft.support,
-        likely=fanout.width + 1 if anticipates else 1,
+        support=draft.support,
+        likely=1 if fanout is None else fanout.width + 1,
     )
-    return OpenDrafter(drafter, Anticipation(drafter, fanout, clock=time.perf_counter) if anticipates else None)
+    return OpenDrafter(neural, context=opened.max_context, runner=opened.runner, fanout=fanout)
