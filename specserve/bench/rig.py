@@ -51,10 +51,10 @@ class Run:
         return [done for done in self.rounds if not done.num_prompt_tokens][1:]
 
     def spans(self, role: str, name: str) -> list[float]:
-        """Seconds of each span of that name since decoding began."""
-        since = self.decoding[0].begun
+        """Seconds of each span of that name while it decoded."""
+        since, until = self.decoding[0].begun, self.decoding[-1].ended
         spans = [span for done in self.exchanges if done.role == role for span in done.spans if span.name == name]
-        return [span.ended - span.begun for span in spans if span.begun >= since]
+        return [span.ended - span.begun for span in spans if since <= span.begun < until]
 
 
 class Rig:

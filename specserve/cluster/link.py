@@ -77,8 +77,12 @@ class Server:
         for socket in (self._socket, *self._gate.sockets):
             self._poller.register(socket, zmq.POLLIN)
 
-    def receive(self, timeout_s: float | None = None) -> Message | None:
-        """The next message, or None once the time is over."""
+    def receive(self, timeout_s: float | None = None, *, watch_s: float = 0.0) -> Message | None:
+        """The next message, or None once the time is over. For `watch_s` it keeps looking: a core that falls asleep takes long to wake."""
+        watched = time.monotonic() + watch_s
+        while watch_s and time.monotonic() < watched:
+            if (message := self._take()) is not None:
+                return message
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while (message := self._take()) is None:
             left = None if until is None else until - time.monotonic()

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RENDEZVOUS = timedelta(minutes=5)  # within which all ranks must have come
+WATCH_S = 0.02  # that a drafter looks for its next message before it sleeps: everyone waits for it, and a core takes long to wake up
 NICENESS = 5  # of a drafter on CPUs: it works all the time, and who shares its cores (coordinator, gateway) has little to do, at once
 WARM_LENGTHS = (64, 8, 1)  # rows of the first passes of a drafter
 
@@ -84,7 +85,7 @@ class TargetWorker:
 
     def run(self) -> None:
         """Answers until it is told to stop. While this call is under way, the worker is alive."""
-        _answer_all(self._server, self._answer, _rest)
+        _answer_all(self._server, self._answer, _rest, watch_s=0.0)
 
     @property
     def _size(self) -> int:
@@ -134,7 +135,7 @@ class DraftWorker:
 
     def run(self) -> None:
         """Answers until it is told to stop. While this call is under way, the worker is alive."""
-        _answer_all(self._server, self._answer, self._prepare)
+        _answer_all(self._server, self._answer, self._prepare, watch_s=WATCH_S)
 
     def _answer(self, message: Message) -> Message:
         assert self._drafter is not None
@@ -153,9 +154,9 @@ class DraftWorker:
         self._prepared = (Span("anticipate", begun, time.perf_counter()),)
 
 
-def _answer_all(server: Server, answer: Callable[[Message], Message], rest: Callable[[], None]) -> None:
+def _answer_all(server: Server, answer: Callable[[Message], Message], rest: Callable[[], None], *, watch_s: float) -> None:
     """One answer for each message, then whatever there is to do until the next. A failure is an answer too, of the round that asked."""
-    while not isinstance(message := server.receive(None), Stop):
+    while not isinstance(message := server.receive(None, watch_s=watch_s), Stop):
         if not isinstance(message, (Propose, Verify)):
             continue
         try:

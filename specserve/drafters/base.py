@@ -11,12 +11,19 @@ from specserve.types import DraftStep, Proposal
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Where a proposal may be stopped, and what may come next there. A draft token never follows its own refusal."""
+    """Where a proposal may be stopped, and what may come next there. A draft token never follows its own refusal.
+
+    Shares are the drafter's own opinion, between 0 and 1, as far as it has one: how sure it is of each draft, and of each token that may
+    come next. How much that opinion is worth is for others to learn; `mode` tells opinions of different kinds apart.
+    """
 
     seq_id: int
     start: int  # length of the prefix that the drafts continue
     drafts: tuple[int, ...]
     nexts: tuple[tuple[int, ...], ...]  # [stop][rank], likeliest first; one stop for each number of accepted drafts, all of them included
+    trust: tuple[float, ...] = ()  # [draft]
+    shares: tuple[tuple[float, ...], ...] = ()  # [stop][rank]
+    mode: str = ""
 
     @property
     def num_stops(self) -> int:

@@ -15,6 +15,8 @@ from specserve.sampling.noise import Purpose, row_keys, seed_array
 from specserve.sampling.noise import exponential as exponential_noise
 from specserve.types import Policy
 
+COUPLED_SUPPORT = 1024  # of draws that share the target's noise: their distribution does not travel, so it need not be short
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -26,28 +28,15 @@ class Place:
     policy: Policy
     history: History | None  # where there are penalties
 
-    @property
-    def is_coupled(self) -> bool:
-        return self.policy.verifier == "coupled" and self.policy.warp.temperature > 0
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The likeliest tokens of some rows, and what was drawn from them: arrays on the host, where proposals are made."""
+    """What some tokens were drawn from, one of each row: arrays on the host, where proposals are made, and the logits where they were."""
 
-    tokens: list[int]  # [rows] that were drawn
+    tokens: list[int]  # [rows]
     ids: NDArray[np.int64]  # [rows, support]
-    probs: NDArray[np.float32] | None  # likewise; None: each token was certain, and the ids are in falling order
-    noise: NDArray[np.float32] | None  # where the target will draw with the same
-
-    def ranked(self, rows: list[int], width: int) -> list[list[int]]:
-        """The `width` likeliest tokens of these rows, the drawn ones among them: by the noise too, where there is any."""
-        ids = self.ids[rows]
-        if self.probs is None:
-            return ids[:, :width].tolist()  # type: ignore[no-any-return]
-        scores = self.probs[rows] if self.noise is None else self.probs[rows] / self.noise[rows]
-        order = np.argsort(-scores, axis=-1, kind="stable")[:, :width]
-        return np.take_along_axis(ids, order, axis=-1).tolist()  # type: ignore[no-any-return]
+    probs: NDArray[np.float32] | None  # likewise; None: each token was certain
+    logits: Tensor  # [rows, vocab] penalties and biases included
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +46,27 @@ class Drawn:
     tokens: Tensor
     ids: Tensor
     probs: Tensor | None
-    noise: Tensor | None
+    logits: Tensor
 
     def fetched(self) -> Source:
-        probs, noise = (None if tensor is None else tensor.cpu().numpy() for tensor in (self.probs, self.noise))
-        return Source(self.tokens.tolist(), self.ids.cpu().numpy(), probs, noise)
+        return Source(self.tokens.tolist(), self.ids.cpu().numpy(), None if self.probs is None else self.probs.cpu().numpy(), self.logits)
 
 
 class Draws:
     """Samples from each row's `support` likeliest tokens, renormalised under the sequence's warp: that is then q by definition.
 
+    Coupled sequences draw from more: nobody asks for their q.
+
     Sequences drop out from the end. What is drawn stays on the device until all of it is asked for.
     """
 
-    def __init__(self, places: Sequence[Place], *, support: int, width: int, device: torch.device) -> None:
-        self.places, self.support, self.width = places, support, width  # width: how many likely tokens to keep of rows that are certain
+    def __init__(self, places: Sequence[Place], *, support: int, device: torch.device) -> None:
+        self.places, self.support = places, support
         warps = [place.policy.warp for place in places]
         self.plain = not any(warp.has_penalties or warp.logit_bias for warp in warps)
         self.certain = all(warp.temperature == 0 for warp in warps)
+        self.coupled = [place.policy.verifier == "coupled" for place in places]
         self.keys = None if self.certain else _keys(places, device)  # [seqs, max wanted, 2]
-        coupled = [place.is_coupled for place in places]
-        self.coupled = torch.tensor(coupled, device=device)[:, None] if any(coupled) and not all(coupled) else None
-        self.is_coupled = any(coupled)
         self.drawn: list[Drawn] = []
         self._warps: tuple[int, WarpBatch] | None = None
 
@@ -89,26 +77,32 @@ class Draws:
         return drawn.tokens
 
     def _drawn(self, logits: Tensor, warps: WarpBatch) -> Drawn:
+        adjusted = warps.adjusted(logits)
         if self.certain:
-            return self._likely(logits, warps)
-        ids, probs = self._likeliest(logits, warps)
+            tokens = argmax(adjusted)
+            return Drawn(tokens, tokens[:, None], None, adjusted)
+        coupled = self.coupled[: len(logits)]
+        if all(coupled):
+            tokens, _, _ = self._sampled(logits, warps, COUPLED_SUPPORT)
+            return Drawn(tokens, tokens[:, None], None, adjusted)
+        tokens, ids, probs = self._sampled(logits, warps, self.support)
+        if any(coupled):
+            wide, _, _ = self._sampled(logits, warps, COUPLED_SUPPORT)
+            tokens = torch.where(torch.tensor(coupled, device=tokens.device), wide, tokens)
+        return Drawn(tokens, ids, probs, adjusted)
+
+    def _sampled(self, logits: Tensor, warps: WarpBatch, support: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A token of each row, and the support that it was drawn from."""
+        ids, probs = self._likeliest(logits, warps, support)
         assert self.keys is not None
-        noise = exponential_noise(self.keys[: len(logits), len(self.drawn)], ids)
-        places = sample(probs, noise)
-        shared = None if not self.is_coupled else noise if self.coupled is None else torch.where(self.coupled[: len(logits)], noise, 1.0)
-        return Drawn(ids.gather(1, places[:, None])[:, 0], ids, probs, shared)
+        places = sample(probs, exponential_noise(self.keys[: len(logits), len(self.drawn)], ids))
+        return ids.gather(1, places[:, None])[:, 0], ids, probs
 
-    def _likely(self, logits: Tensor, warps: WarpBatch) -> Drawn:
-        logits = warps.adjusted(logits)
-        tokens = argmax(logits)
-        ids = tokens[:, None] if self.width <= 1 else logits.topk(min(self.width, logits.shape[-1]), dim=-1).indices
-        return Drawn(tokens, ids, None, None)
-
-    def _likeliest(self, logits: Tensor, warps: WarpBatch) -> tuple[Tensor, Tensor]:  # [drawing, support] both
+    def _likeliest(self, logits: Tensor, warps: WarpBatch, support: int) -> tuple[Tensor, Tensor]:  # [drawing, support] both
         """Where no warp looks at ids, the support is that of the logits, and the rest of the vocabulary need not be warped."""
         if not self.plain:
-            return truncate(warps.probabilities(logits), self.support)
-        top, ids = logits.topk(min(self.support, logits.shape[-1]), dim=-1)
+            return truncate(warps.probabilities(logits), support)
+        top, ids = logits.topk(min(support, logits.shape[-1]), dim=-1)
         return ids, warps.probabilities(top)
 
     def _warp_batch(self, drawing: int) -> WarpBatch:

@@ -1,4 +1,4 @@
-"""Which continuations are worth preparing: learnt from where proposals were stopped, and at which rank the token stood that came next."""
+"""Which continuations are worth preparing: the likeliest, by the drafter's own opinion and by what that opinion has been worth until now."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specserve.drafters.base import Outlook
 
-_DECAY = 0.99  # of what was seen, an observation
-_LEAST = 0.002  # a continuation less likely than that is not worth a row
-_HOPED = 0.7  # acceptance before anything was seen
+Reals = NDArray[np.float64]
+
+_LEAST = 0.0003  # a continuation less likely than that is not worth a row
+_DECAY = 0.997  # of what was seen, an observation
+_FAITH = 4.0  # observations that a drafter's opinion counts for
+_BUCKETS = 24  # half octaves of shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,62 +27,82 @@ class Branch:
     token: int
 
 
-class Fanout:
-    """More branches where the stop is more likely, down to ranks that seldom come; or `per_stop` at each, likely or not."""
+class Calibration:
+    """How often what was given such a share came true."""
 
-    def __init__(self, *, width: int = 16, per_stop: int | None = None) -> None:
+    def __init__(self) -> None:
+        self._seen: Reals = np.full(_BUCKETS, _FAITH)
+        self._true: Reals = np.exp2(-0.5 * np.arange(float(_BUCKETS)) - 0.25) * _FAITH
+
+    def of(self, shares: Reals) -> Reals:
+        buckets = _buckets(shares)
+        return self._true[buckets] / self._seen[buckets]
+
+    def observe(self, shares: Reals, true: NDArray[np.bool_]) -> None:
+        """Old observations give way to new ones, as far as there are any in the same bucket."""
+        buckets = _buckets(shares)
+        touched = np.unique(buckets)
+        self._seen[touched] *= _DECAY
+        self._true[touched] *= _DECAY
+        np.add.at(self._seen, buckets, 1.0)
+        np.add.at(self._true, buckets[true], 1.0)
+
+
+class Fanout:
+    """More branches where the stop is likelier, for every sequence as many as it deserves; or `per_stop` at each stop, likely or not."""
+
+    def __init__(self, *, width: int = 64, per_stop: int | None = None) -> None:
         self.width, self.per_stop = width if per_stop is None else per_stop, per_stop
-        self._reached = np.full(1, 2.0)  # [position] drafts that were judged there
-        self._passed = np.full(1, 2.0 * _HOPED)  # and accepted
-        # How often the next token had each rank (the last place: none of them), after a refusal and behind the last draft.
-        hoped = np.append(0.5 ** np.arange(1, self.width + 1), 0.1)
-        self._ranks = {True: hoped.copy(), False: hoped.copy()}
+        self._drafts: dict[str, Calibration] = {}  # by mode
+        self._nexts: dict[tuple[str, bool], Calibration] = {}  # by mode, and whether all drafts were accepted
 
     def observe(self, outlook: Outlook, accepted: int, token: int) -> None:
         """Of `outlook`, so many drafts were accepted, and then came this token."""
         drafted = outlook.num_stops - 1
-        self._grow(drafted)
-        self._reached[:drafted] *= _DECAY
-        self._passed[:drafted] *= _DECAY
-        self._reached[: min(accepted + 1, drafted)] += 1
-        self._passed[:accepted] += 1
-        ranks, nexts = self._ranks[accepted < drafted], outlook.nexts[accepted]
-        ranks *= _DECAY
-        ranks[nexts.index(token) if token in nexts else self.width] += 1
+        judged = min(accepted + 1, drafted)
+        if judged:
+            self._trust(outlook).observe(_trust(outlook)[:judged], np.arange(judged) < accepted)
+        nexts = outlook.nexts[accepted]
+        if nexts:
+            self._next(outlook, accepted).observe(_shares(outlook, accepted), np.array(nexts) == token)
 
     def choose(self, outlooks: Sequence[Outlook], most: int) -> list[Branch]:
-        """About `most` branches in all, an equal share for each sequence, the likeliest first."""
-        if not outlooks:
-            return []
-        share = max(1, most // len(outlooks))
-        places = {drafted: self._places(drafted)[:share] for drafted in {outlook.num_stops - 1 for outlook in outlooks}}
-        chosen = [
-            (turn, Branch(outlook.seq_id, stop, outlook.nexts[stop][rank]))
-            for outlook in outlooks
-            for turn, (stop, rank) in enumerate(places[outlook.num_stops - 1])
-            if rank < len(outlook.nexts[stop])
-        ]
-        return [branch for _, branch in sorted(chosen, key=lambda pair: pair[0])]  # so that every sequence gets its likeliest first
+        """The `most` likeliest of all sequences together, the likeliest first."""
+        ranked: list[tuple[float, Branch]] = []
+        for outlook in outlooks:
+            stops = self.stops(outlook)
+            for stop, nexts in enumerate(outlook.nexts):
+                if stops[stop] > _LEAST or self.per_stop is not None:
+                    weights = stops[stop] * self._next(outlook, stop).of(_shares(outlook, stop))
+                    ranked += [(weight, Branch(outlook.seq_id, stop, token)) for weight, token in zip(weights.tolist(), nexts, strict=True)]
+        if self.per_stop is None:
+            ranked = [pair for pair in ranked if pair[0] > _LEAST]
+        ranked.sort(key=lambda pair: -pair[0])
+        return [branch for _, branch in ranked[:most]]
 
-    def stops(self, drafted: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:  # [drafted + 1]
-        """How likely each stop is, once so many tokens were drafted."""
-        self._grow(drafted)
-        alive = np.append(1.0, np.cumprod(self._passed[:drafted] / self._reached[:drafted]))
+    def stops(self, outlook: Outlook) -> Reals:  # [stop]
+        """How likely each is."""
+        accepted = self._trust(outlook).of(_trust(outlook))
+        alive = np.append(1.0, np.cumprod(accepted))
         return np.append(alive[:-1] - alive[1:], alive[-1])
 
-    def _places(self, drafted: int) -> list[tuple[int, int]]:
-        """Stops and ranks, the likeliest first."""
-        stops = self.stops(drafted)
-        if self.per_stop is not None:
-            return [(stop, rank) for rank in range(self.per_stop) for stop in np.argsort(-stops).tolist()]
-        refusal, bonus = (ranks[:-1] / ranks.sum() for ranks in (self._ranks[True], self._ranks[False]))
-        weights = np.concatenate([stops[:-1, None] * refusal, stops[-1:, None] * bonus])  # [stops, width]
-        order = np.argsort(-weights, axis=None)[: int((weights >= _LEAST).sum())]
-        return [divmod(int(place), self.width) for place in order]
+    def _trust(self, outlook: Outlook) -> Calibration:
+        return self._drafts.setdefault(outlook.mode, Calibration())
 
-    def _grow(self, drafted: int) -> None:
-        """Positions that were never seen are hoped to be like any."""
-        missing = drafted - len(self._reached)
-        if missing > 0:
-            self._reached = np.append(self._reached, np.full(missing, 2.0))
-            self._passed = np.append(self._passed, np.full(missing, 2.0 * _HOPED))
+    def _next(self, outlook: Outlook, stop: int) -> Calibration:
+        return self._nexts.setdefault((outlook.mode, stop == outlook.num_stops - 1), Calibration())
+
+
+def _trust(outlook: Outlook) -> Reals:
+    """Of a drafter without an opinion: that its drafts are as likely right as wrong."""
+    return np.array(outlook.trust) if outlook.trust else np.full(outlook.num_stops - 1, 0.5)
+
+
+def _shares(outlook: Outlook, stop: int) -> Reals:
+    """Of a drafter without an opinion: half of what is left for each next rank."""
+    return np.array(outlook.shares[stop]) if outlook.shares else 0.5 ** np.arange(1.0, len(outlook.nexts[stop]) + 1)
+
+
+def _buckets(shares: Reals) -> NDArray[np.int64]:
+    buckets: NDArray[np.int64] = np.clip(-2 * np.log2(np.maximum(shares, 1e-9)), 0, _BUCKETS - 1).astype(np.int64)
+    return buckets

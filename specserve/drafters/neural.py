@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specserve.drafters.base import Outlook
 from specserve.drafters.draws import Draws, Place, Source
+from specserve.drafters.ranking import Ranked, Sight, mode, ranked
 from specserve.errors import OutOfPages
 from specserve.models.cache import Fork
 from specserve.models.runner import Runner
@@ -54,11 +55,9 @@ class NeuralDrafter:
         target_vocab_size: int,
         context: int,
         support: int,
-        likely: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`likely`: how many likely tokens are remembered of each place, for `outlooks`."""
-        self.runner, self.context, self.support, self.likely, self.clock = runner, context, support, likely, clock
+        self.runner, self.context, self.support, self.clock = runner, context, support, clock
         self.shared_vocab = min(vocab_size, target_vocab_size)  # padding of either embedding is never proposed
         self.lacks_tokens = vocab_size < target_vocab_size
         self._drafts: dict[int, Draft] = {}
@@ -95,10 +94,9 @@ class NeuralDrafter:
             return []
         draws = self._draws(todo)
         draws.draw(self._shared(self._read(todo)))
-        end = draws.drawn[0].fetched()
-        ends = [(end, row) for row in range(len(todo))]
-        ranked = iter(_ranked([row for one, end in zip(todo, ends, strict=True) for row in (*one.draft.rows, end)], width + 1))
-        return [_outlook(one, [next(ranked) for _ in range(len(one.draft.tokens) + 1)], width) for one in todo]
+        sights = [sight for row, one in enumerate(todo) for sight in _sights(one.draft, draws.drawn[0].logits[row])]
+        places = iter(ranked(sights, width))
+        return [_outlook(one, [next(places) for _ in range(len(one.draft.tokens) + 1)]) for one in todo]
 
     def fork(self, seq_id: int, as_id: int, length: int) -> bool:
         if 4 * len(self._forks) >= self.runner.cache.num_free:  # each takes a page or two; half of the free ones are left alone
@@ -169,7 +167,7 @@ class NeuralDrafter:
 
     def _draws(self, todo: Sequence[Todo]) -> Draws:
         places = [Place(one.draft.start, len(one.draft.tokens), one.wanted, one.draft.policy, self._history(one)) for one in todo]
-        return Draws(places, support=self.support, width=self.likely, device=self.runner.device)
+        return Draws(places, support=self.support, device=self.runner.device)
 
     def _keep(self, todo: Sequence[Todo], sources: Sequence[Source]) -> None:
         for row, one in enumerate(todo):
@@ -219,8 +217,8 @@ def _num_pages(one: Todo, page_size: int) -> int:
 
 
 def _sources(draft: Draft) -> SparseRows | None:
-    """What the tokens were drawn from; None where each was certain."""
-    if draft.policy.warp.temperature == 0 or not draft.tokens:
+    """What the tokens were drawn from; None where each was certain, or nobody asks."""
+    if draft.policy.warp.temperature == 0 or draft.policy.verifier == "coupled" or not draft.tokens:
         return None
     return SparseRows(np.stack([source.ids[row] for source, row in draft.rows]), np.stack([_probs(source, row) for source, row in draft.rows]))
 
@@ -231,20 +229,22 @@ def _probs(source: Source, row: int) -> NDArray[np.float32]:
     return row_of
 
 
-def _ranked(rows: Sequence[tuple[Source, int]], width: int) -> list[list[int]]:
-    """The likeliest tokens of each row; those that were drawn together are ranked together."""
-    together: dict[int, list[int]] = {}
-    for place, (source, _) in enumerate(rows):
-        together.setdefault(id(source), []).append(place)
-    ranked: list[list[int]] = [[]] * len(rows)
-    for places in together.values():
-        source = rows[places[0]][0]
-        for place, tokens in zip(places, source.ranked([rows[place][1] for place in places], width), strict=True):
-            ranked[place] = tokens
-    return ranked
+def _sights(draft: Draft, end: Tensor) -> list[Sight]:
+    """Every place of a draft, and the one behind it with the logits `end`."""
+    places = [
+        Sight(source.logits[row], draft.policy, draft.start + i, token)
+        for i, (token, (source, row)) in enumerate(zip(draft.tokens, draft.rows, strict=True))
+    ]
+    return [*places, Sight(end, draft.policy, draft.start + len(draft.tokens), None)]
 
 
-def _outlook(one: Todo, ranked: Sequence[Sequence[int]], width: int) -> Outlook:
-    """A refused token does not follow its own refusal, whatever the verifier."""
-    refusals = [[token for token in tokens if token != drawn] for tokens, drawn in zip(ranked, one.draft.tokens, strict=False)]
-    return Outlook(one.seq_id, one.draft.start, tuple(one.draft.tokens), tuple(tuple(tokens[:width]) for tokens in (*refusals, ranked[-1])))
+def _outlook(one: Todo, places: Sequence[Ranked]) -> Outlook:
+    return Outlook(
+        one.seq_id,
+        one.draft.start,
+        tuple(one.draft.tokens),
+        nexts=tuple(place.tokens for place in places),
+        trust=tuple(place.trust for place in places[:-1]),
+        shares=tuple(place.shares for place in places),
+        mode=mode(one.draft.policy),
+    )

@@ -70,6 +70,5 @@ def open_drafter(config: Config, *, target_vocab_size: int, alone: bool = False)
         target_vocab_size=target_vocab_size,
         context=opened.max_context,
         support=draft.support,
-        likely=1 if fanout is None else fanout.width + 1,
     )
     return OpenDrafter(neural, context=opened.max_context, runner=opened.runner, fanout=fanout)
