@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import logging
-import os
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
