@@ -9,7 +9,7 @@ PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-serving bench-peers proofs check clean
+.PHONY: serve test test-fast test-gpu bench bench-pipeline bench-serving bench-peers proofs check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -30,6 +30,11 @@ bench: $(VENV)/installed
 bench-serving: $(VENV)/installed
 	$(BIN)/python -m specserve.bench.link --out docs/link-speed.md
 	$(BIN)/python -m specserve.bench.serving --out docs/serving-speed.md $(ARGS)
+
+bench-pipeline: $(VENV)/installed
+	$(BIN)/python -m specserve.bench.pipeline --out docs/pipeline-speed.md --trace docs/trace.json --plot docs/pacer.svg $(ARGS)
+	$(BIN)/python -m specserve.bench.timeline docs/trace.json --out docs/trace.svg
+	rm docs/trace.json
 
 # A peer that cannot be installed is named in the report, with why.
 bench-peers: $(VENV)/installed

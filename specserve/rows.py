@@ -19,6 +19,7 @@ from specserve.types import (
     Chunk,
     DraftStep,
     Finish,
+    Foreseen,
     Logprobs,
     Origin,
     Policy,
@@ -197,6 +198,16 @@ def read_proposal(row: Any, arrays: ArraysIn) -> Proposal:
     seq_id, start, held, anticipated, has_rows, support = _PROPOSAL.unpack(numbers)
     tokens = unpacked("I", tokens)
     return Proposal(seq_id, start, tokens, arrays.take(len(tokens), has_rows=has_rows, support=support), held, _ANTICIPATED[anticipated])
+
+
+def write_foreseen(foreseen: Foreseen, arrays: ArraysOut) -> Row:
+    return _NUMBER.pack(foreseen.token), *write_proposal(foreseen.proposal, arrays)
+
+
+def read_foreseen(row: Any, arrays: ArraysIn) -> Foreseen:
+    number, *proposal = row
+    (token,) = _NUMBER.unpack(number)
+    return Foreseen(token, read_proposal(proposal, arrays))
 
 
 def write_verify_step(step: VerifyStep, arrays: ArraysOut) -> Row:

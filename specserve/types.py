@@ -90,6 +90,14 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
+class Foreseen:
+    """The answer to a step that nobody has asked yet: to one whose last token is `token`, where the proposal begins."""
+
+    token: int
+    proposal: Proposal
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Something that an actor did, by some clock."""
 

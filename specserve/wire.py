@@ -22,6 +22,7 @@ from specserve.rows import (
     packed,
     read_chunk,
     read_draft_step,
+    read_foreseen,
     read_proposal,
     read_span,
     read_verdict,
@@ -30,12 +31,13 @@ from specserve.rows import (
     unpacked,
     write_chunk,
     write_draft_step,
+    write_foreseen,
     write_proposal,
     write_span,
     write_verdict,
     write_verify_step,
 )
-from specserve.types import Chunk, DraftStep, Proposal, Span, Verdict, VerifyStep
+from specserve.types import Chunk, DraftStep, Foreseen, Proposal, Span, Verdict, VerifyStep
 
 MAGIC, VERSION = b"specserve", 2
 Frame = bytes | memoryview
@@ -58,6 +60,14 @@ class Proposals:
     seconds: float  # that the worker spent on them
     pages_used: int
     spans: tuple[Span, ...] = ()  # what it did since the last answer, by its own clock
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Sent unasked, after the answer of the same number: what the next one will be, for the likelier verdicts."""
+
+    number: int
+    foreseen: tuple[Foreseen, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +122,7 @@ class Stop:
     """Ends a worker's run."""
 
 
-Message = Propose | Proposals | Verify | Verdicts | Failed | Chunks | Stop
+Message = Propose | Proposals | Prepared | Verify | Verdicts | Failed | Chunks | Stop
 
 
 def pack(message: Message) -> list[bytes]:
@@ -190,6 +200,12 @@ def _proposals(fields: Any, proposals: tuple[Proposal, ...]) -> Proposals:
     return Proposals(number, proposals, seconds, pages_used, tuple([read_span(span) for span in spans]))
 
 
+def _prepared(fields: Any, foreseen: tuple[Foreseen, ...]) -> Prepared:
+    (numbers,) = fields
+    (number,) = _NUMBER.unpack(numbers)
+    return Prepared(number, foreseen)
+
+
 def _verify(fields: Any, steps: tuple[VerifyStep, ...]) -> Verify:
     numbers, released = fields
     (number,) = _NUMBER.unpack(numbers)
@@ -232,6 +248,13 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         items=lambda message: message.proposals,
         write=write_proposal,
         read=read_proposal,
+    ),
+    Prepared: _Layout(
+        fields=lambda message: (_NUMBER.pack(message.number),),
+        build=_prepared,
+        items=lambda message: message.foreseen,
+        write=write_foreseen,
+        read=read_foreseen,
     ),
     Verify: _Layout(
         fields=lambda message: (_NUMBER.pack(message.number), packed("Q", message.released)),

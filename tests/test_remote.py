@@ -6,12 +6,13 @@ import asyncio
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specserve.cluster.remote import RemoteDrafter, RemoteTarget
 from specserve.errors import OutOfPages, WorkerLost
-from specserve.types import DraftStep, Policy, Proposal, Verdict, VerifyStep, Warp
-from specserve.wire import Proposals, Verdicts
+from specserve.types import DraftStep, Foreseen, Policy, Proposal, SparseRows, Verdict, VerifyStep, Warp
+from specserve.wire import Prepared, Proposals, Verdicts
 
 POLICY = Policy(Warp(), "block", seed=1, prompt_length=2)
 VERIFY = VerifyStep(3, 0, (1, 2), (), None, POLICY)
@@ -24,6 +25,7 @@ class Client:
     def __init__(self, *answers: Any) -> None:
         self.answers, self.asked = list(answers), []
         self.lost: Exception | None = None
+        self.unasked: Any = None
 
     async def call(self, message: Any, timeout_s: float) -> Any:
         if self.lost is not None:
@@ -96,3 +98,93 @@ def test_proposals_come_back_as_they_were_sent() -> None:
 def test_an_answer_of_another_kind_is_no_answer() -> None:
     with pytest.raises(WorkerLost):
         asyncio.run(RemoteTarget([Client(Proposals(1, (), 0.0, 0))], deadline_s=5).verify([VERIFY]))
+
+
+class SlowClient(Client):
+    """Answers when it is let."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__(*answers)
+        self.may = asyncio.Event()
+
+    async def call(self, message: Any, timeout_s: float) -> Any:
+        await self.may.wait()
+        return await super().call(message, timeout_s)
+
+
+def foreseen(*, tokens: tuple[int, ...] = (8, 9), token: int = 2, number: int = 1) -> Prepared:
+    q = SparseRows(np.arange(2 * len(tokens)).reshape(-1, 2), np.full((len(tokens), 2), 0.5, np.float32))
+    return Prepared(number, (Foreseen(token, Proposal(3, 2, tokens, q, 3, anticipated=True)),))
+
+
+def test_a_step_that_was_foreseen_is_answered_without_waiting_for_the_worker_which_hears_of_it_all_the_same() -> None:
+    answer = Proposals(2, (Proposal(3, 2, (8, 9), None, 3),), seconds=0.1, pages_used=5)
+    client = SlowClient(Proposals(1, (), 0.0, 0), answer, answer)
+
+    async def rounds() -> None:
+        drafter = RemoteDrafter(client, deadline_s=5)
+        client.may.set()
+        await drafter.propose([], 1.0)
+        client.may.clear()
+        client.unasked(foreseen())
+        (proposal,) = await asyncio.wait_for(_awaited(drafter.propose([DRAFT], 1.0)), 0.5)
+        assert (proposal.tokens, proposal.anticipated) == ((8, 9), True)
+        third = asyncio.ensure_future(_awaited(drafter.propose([DRAFT], 1.0)))
+        await asyncio.sleep(0.01)
+        assert not third.done(), "what was foreseen is for one round alone"
+        client.may.set()
+        assert await third == answer.proposals
+
+    asyncio.run(rounds())
+    assert [message.number for message in client.asked] == [1, 2, 3]
+    assert client.asked[1].steps == (DRAFT,)
+
+
+async def _awaited(call: Any) -> Any:
+    return await call
+
+
+@pytest.mark.parametrize(
+    "message",
+    [foreseen(tokens=(8,)), foreseen(token=7), foreseen(number=0)],
+    ids=["prepared for a smaller gamma", "another token came", "of an earlier round"],
+)
+def test_what_does_not_fit_the_step_is_asked_for(message: Prepared) -> None:
+    client = Client(Proposals(1, (), 0.0, 0), Proposals(2, (Proposal(3, 2, (5, 6), None, 3),), 0.0, 0))
+
+    async def rounds() -> None:
+        drafter = RemoteDrafter(client, deadline_s=5)
+        await drafter.propose([], 1.0)
+        client.unasked(message)
+        (proposal,) = await drafter.propose([DRAFT], 1.0)
+        assert proposal.tokens == (5, 6)
+
+    asyncio.run(rounds())
+
+
+def test_a_smaller_gamma_than_was_prepared_for_takes_the_beginning_of_the_proposal_and_of_its_q() -> None:
+    client = Client(Proposals(1, (), 0.0, 0), Proposals(2, (), 0.0, 0))
+
+    async def rounds() -> None:
+        drafter = RemoteDrafter(client, deadline_s=5)
+        await drafter.propose([], 1.0)
+        client.unasked(foreseen(tokens=(8, 9, 10)))
+        (proposal,) = await drafter.propose([DraftStep(3, 0, (1, 2), 1, POLICY)], 1.0)
+        assert (proposal.tokens, proposal.held, proposal.q.ids.shape) == ((8,), 2, (1, 2))
+
+    asyncio.run(rounds())
+
+
+def test_a_worker_that_is_lost_while_nobody_waits_for_it_is_lost_to_the_next_round() -> None:
+    client = Client(Proposals(1, (), 0.0, 0), WorkerLost("gone"))
+
+    async def rounds() -> None:
+        drafter = RemoteDrafter(client, deadline_s=5)
+        await drafter.propose([], 1.0)
+        client.unasked(foreseen())
+        await drafter.propose([DRAFT], 1.0)
+        await asyncio.sleep(0.01)
+        with pytest.raises(WorkerLost):
+            await drafter.propose([DRAFT], 1.0)
+
+    asyncio.run(rounds())

@@ -19,6 +19,7 @@ from specserve.types import (
     Chunk,
     DraftStep,
     Finish,
+    Foreseen,
     Logprobs,
     Origin,
     Policy,
@@ -30,7 +31,7 @@ from specserve.types import (
     VerifyStep,
     Warp,
 )
-from specserve.wire import VERSION, Chunks, Failed, Message, Proposals, Propose, Stop, Verdicts, Verify, pack, unpack
+from specserve.wire import VERSION, Chunks, Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify, pack, unpack
 
 tokens = st.integers(0, 2**32 - 1)
 counts = st.integers(0, 2**64 - 1)
@@ -90,6 +91,7 @@ def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ..
 messages = st.one_of(
     st.builds(Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts),
     st.builds(Proposals, counts, some(proposals()), reals, counts, some(spans)),
+    st.builds(Prepared, counts, some(st.builds(Foreseen, counts, proposals()))),
     st.builds(Verify, counts, some(verify_steps()), many_counts),
     st.builds(Verdicts, counts, some(verdicts), reals, counts, counts, counts, some(spans)),
     st.builds(Failed, counts, st.text(), st.text()),

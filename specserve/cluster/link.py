@@ -10,14 +10,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import zmq
 
 from specserve.cluster.gate import Gate, Socket, arrived, bind, bind_nearby, machine
 from specserve.errors import BadFrame, WorkerLost
-from specserve.wire import Chunks, Failed, Message, Proposals, Propose, Verdicts, Verify, pack, unpack
+from specserve.wire import Chunks, Failed, Message, Prepared, Proposals, Propose, Verdicts, Verify, pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +123,7 @@ class Client:
         self._socket = _socket(self._context, zmq.DEALER, keys)
         _connect(self._socket, address)
         self._address = address
+        self.unasked: Callable[[Prepared], None] | None = None  # takes what the worker sends between two answers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._number: int | None = None  # of the call under way
         self._answer: asyncio.Future[Message] | None = None
@@ -188,6 +189,8 @@ class Client:
     def _hear(self) -> None:
         for frames in arrived(self._socket):
             message = _read(frames)
+            if isinstance(message, Prepared) and self.unasked is not None:
+                self.unasked(message)
             if not isinstance(message, (Proposals, Verdicts, Failed)):
                 continue
             if self._answer is not None and message.number == self._number and not self._answer.done():

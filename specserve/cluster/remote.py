@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from specserve.cluster.clocks import Alignment
 from specserve.cluster.link import Client
 from specserve.engine.journal import Exchange
 from specserve.errors import WorkerLost
-from specserve.types import DraftStep, Proposal, Span, Verdict, VerifyStep
-from specserve.wire import Message, Proposals, Propose, Verdicts, Verify
+from specserve.types import DraftStep, Proposal, Span, SparseRows, Verdict, VerifyStep
+from specserve.wire import Message, Prepared, Proposals, Propose, Verdicts, Verify
 
 Report = Callable[[Exchange], None]
 
@@ -57,27 +58,70 @@ class RemoteTarget:
 
 
 class RemoteDrafter:
-    """What drafts, elsewhere."""
+    """What drafts, elsewhere. What it has foreseen is here already, so a round whose proposals all are does not wait for its answer."""
 
     def __init__(self, worker: Client, *, deadline_s: float, report: Report | None = None) -> None:
         self._worker, self._deadline_s = worker, deadline_s
         self._clocks, self._report = Alignment(), report
         self._number = 0
         self._released: list[int] = []
+        self._foreseen: dict[tuple[int, int, int], Proposal] = {}  # by sequence, where it begins, and the token before that
+        self._unheard: asyncio.Future[Sequence[Proposal]] | None = None  # an answer that nobody waited for
         self.busy_seconds = 0.0
         self.pages_used = 0
+        worker.unasked = self._foresee
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
-        """The worker is at it once this returns."""
+        """The worker is at it once this returns, or as soon as it has given the answer that nobody waited for."""
         self._number += 1
         message = Propose(self._number, deadline, tuple(steps), tuple(self._released))
         self._released.clear()
-        sent = time.perf_counter()
-        return self._proposals(self._worker.call(message, self._deadline_s), sent)
+        known = self._look_up(steps)
+        self._foreseen.clear()
+        unheard, self._unheard = self._unheard, None
+        if unheard is not None and not unheard.done():
+            return self._once_heard(unheard, message)
+        if unheard is not None:
+            unheard.result()  # a failure that it brought is this round's
+        answer = self._ask(message)
+        if known is None:
+            return answer
+        self._unheard = asyncio.ensure_future(answer)
+        self._unheard.add_done_callback(_noticed)
+        return _at_once(known)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         """They go with the next round's message."""
         self._released += seq_ids
+
+    def _foresee(self, message: Prepared) -> None:
+        if message.number == self._number:
+            self._foreseen = {(one.proposal.seq_id, one.proposal.start, one.token): one.proposal for one in message.foreseen}
+
+    def _look_up(self, steps: Sequence[DraftStep]) -> list[Proposal] | None:
+        """The proposals for all steps, or None where one of them must be waited for."""
+        if not self._foreseen:
+            return None
+        found = [self._known(step) for step in steps]
+        known = [proposal for proposal in found if proposal is not None]
+        return known if known and len(known) == len(steps) else None
+
+    def _known(self, step: DraftStep) -> Proposal | None:
+        """One that was prepared for a smaller gamma is better asked for. A step that wants no drafts is read whenever there is time."""
+        stop = step.start + len(step.tokens)
+        if not step.gamma:
+            return Proposal(step.seq_id, stop, (), None, stop)
+        proposal = self._foreseen.get((step.seq_id, stop, step.tokens[-1]))
+        return None if proposal is None or len(proposal.tokens) < step.gamma else _shortened(proposal, step.gamma)
+
+    async def _once_heard(self, unheard: asyncio.Future[Sequence[Proposal]], message: Propose) -> Sequence[Proposal]:
+        """One call at a time: the last one's answer first."""
+        await unheard
+        return await self._ask(message)
+
+    def _ask(self, message: Propose) -> Awaitable[Sequence[Proposal]]:
+        sent = time.perf_counter()
+        return self._proposals(self._worker.call(message, self._deadline_s), sent)
 
     async def _proposals(self, call: Awaitable[Message], sent: float) -> Sequence[Proposal]:
         try:
@@ -93,6 +137,23 @@ class RemoteDrafter:
             answered = time.perf_counter()
             self._report(Exchange("draft", sent, answered, self._clocks.aligned(answer.spans, sent=sent, answered=answered)))
         return answer.proposals
+
+
+def _noticed(answer: asyncio.Future[Sequence[Proposal]]) -> None:
+    """So that a failure that comes after the last round is no unheard one."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+async def _at_once(proposals: Sequence[Proposal]) -> Sequence[Proposal]:
+    return proposals
+
+
+def _shortened(proposal: Proposal, gamma: int) -> Proposal:
+    if len(proposal.tokens) <= gamma:
+        return proposal
+    q = None if proposal.q is None else SparseRows(proposal.q.ids[:gamma], proposal.q.probs[:gamma])
+    return replace(proposal, tokens=proposal.tokens[:gamma], q=q, held=min(proposal.held, proposal.start + max(0, gamma - 1)))
 
 
 def _worked(spans: Sequence[Span]) -> float:

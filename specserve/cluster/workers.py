@@ -24,7 +24,7 @@ from specserve.models.rank import open_rank
 from specserve.models.shard import Shard
 from specserve.models.warmup import SEQUENCE, warm_up
 from specserve.types import DraftStep, ModelInfo, Policy, Span, Warp
-from specserve.wire import Failed, Message, Proposals, Propose, Stop, Verdicts, Verify
+from specserve.wire import Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify
 
 if TYPE_CHECKING:
     from specserve.drafters.open import OpenDrafter
@@ -118,6 +118,7 @@ class DraftWorker:
         self._server = Server(Keys.fresh(), ray.util.get_node_ip_address(), admits)
         self._drafter: OpenDrafter | None = None
         self._prepared: tuple[Span, ...] = ()  # since the last answer
+        self._number = 0  # of the last round
 
     def open(self, target: ModelInfo) -> Ready:
         """Reads the weights and warms up."""
@@ -140,7 +141,7 @@ class DraftWorker:
     def _answer(self, message: Message) -> Message:
         assert self._drafter is not None
         assert isinstance(message, Propose)
-        begun = time.perf_counter()
+        begun, self._number = time.perf_counter(), message.number
         self._drafter.release(message.released)
         proposals = tuple(self._drafter.propose(message.steps, begun + message.deadline))
         ended = time.perf_counter()
@@ -151,6 +152,8 @@ class DraftWorker:
         assert self._drafter is not None
         begun = time.perf_counter()
         self._drafter.prepare(self._server.waiting)
+        if not self._server.waiting() and (foreseen := self._drafter.foreseen()):
+            self._server.send(Prepared(self._number, foreseen))
         self._prepared = (Span("anticipate", begun, time.perf_counter()),)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from specserve.drafters.base import Forks, Outlook
 from specserve.drafters.fanout import Branch, Fanout
-from specserve.types import DraftStep, Proposal
+from specserve.types import DraftStep, Foreseen, Proposal
 
 BRANCHES = 2**61  # ids from here on are branches'; no request ever has one
 FEWEST, MOST = 4, 128  # branches at once
@@ -25,7 +25,7 @@ class Expected:
     """What may become of one proposal, and the branches that go on from there."""
 
     outlook: Outlook
-    branches: dict[tuple[int, int], int] = field(default_factory=dict)  # (accepted, next token): the branch
+    branches: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # (accepted, next token): what the branch has, under its own id
 
     def verdict(self, step: DraftStep) -> tuple[int, int] | None:
         """What the target made of it, by the step that follows; None if that goes on from elsewhere."""
@@ -72,6 +72,7 @@ class Anticipation:
         self._answered: list[DraftStep] = []  # by the last answer, with drafts
         self._postponed: list[DraftStep] = []  # which want nothing but to be read
         self._stale: list[int] = []
+        self._verdicts: list[tuple[Outlook, int, int]] = []  # to be learnt from, when there is time
         self.num_hits = self.num_misses = 0
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
@@ -91,6 +92,7 @@ class Anticipation:
         """Works ahead until there is nothing more to do, or a message is waiting, which is looked for between passes."""
         self._catch_up()
         self._forget()
+        self._learn()
         steps = {step.seq_id: step for step in self._answered}
         self._answered = []
         if not steps or waiting():
@@ -101,6 +103,14 @@ class Anticipation:
             return
         self._follow([(branch, steps[branch.seq_id]) for branch in self._fanout.choose(outlooks, self._num_branches)], waiting)
         self._effort.prepared(self._clock())
+
+    def foreseen(self) -> tuple[Foreseen, ...]:
+        """What has been prepared, for whoever may want to look it up instead of asking."""
+        return tuple(
+            Foreseen(token, replace(proposal, seq_id=seq_id, anticipated=True))
+            for seq_id, expected in self._expected.items()
+            for (_, token), proposal in expected.branches.items()
+        )
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self._postponed = [step for step in self._postponed if step.seq_id not in seq_ids]
@@ -116,13 +126,13 @@ class Anticipation:
         if expected is None or verdict is None:
             self._drop(expected)
             return None
-        self._fanout.observe(expected.outlook, *verdict)
+        self._verdicts.append((expected.outlook, *verdict))
         branch = expected.branches.pop(verdict, None)
         self._drop(expected)
         if branch is None:
             self.num_misses += 1
             return False
-        self._drafter.become(step.seq_id, branch)
+        self._drafter.become(step.seq_id, branch.seq_id)
         self.num_hits += 1
         return True
 
@@ -153,7 +163,7 @@ class Anticipation:
         for proposal in self._drafter.draft([step for _, step in ahead.values()], waiting):
             branch, _ = ahead[proposal.seq_id]
             if proposal.tokens:
-                self._expected[branch.seq_id].branches[branch.accepted, branch.token] = proposal.seq_id
+                self._expected[branch.seq_id].branches[branch.accepted, branch.token] = proposal
             else:
                 self._stale.append(proposal.seq_id)
 
@@ -163,9 +173,14 @@ class Anticipation:
         if postponed:
             self._drafter.draft(postponed, _never)
 
+    def _learn(self) -> None:
+        verdicts, self._verdicts = self._verdicts, []
+        for outlook, accepted, token in verdicts:
+            self._fanout.observe(outlook, accepted, token)
+
     def _drop(self, expected: Expected | None) -> None:
         if expected is not None:
-            self._stale += expected.branches.values()
+            self._stale += [proposal.seq_id for proposal in expected.branches.values()]
 
     def _forget(self) -> None:
         for expected in self._expected.values():  # of sequences that sat a round out

@@ -17,7 +17,7 @@ from specserve.drafters.neural import NeuralDrafter
 from specserve.models.load import find_checkpoint
 from specserve.models.open import Placement, open_model
 from specserve.models.runner import Runner
-from specserve.types import DraftStep, Proposal
+from specserve.types import DraftStep, Foreseen, Proposal
 
 
 class OpenDrafter:
@@ -49,6 +49,9 @@ class OpenDrafter:
     def prepare(self, waiting: Callable[[], bool]) -> None:
         if self._anticipation is not None:
             self._anticipation.prepare(waiting)
+
+    def foreseen(self) -> tuple[Foreseen, ...]:
+        return () if self._anticipation is None else self._anticipation.foreseen()
 
     def release(self, seq_ids: Sequence[int]) -> None:
         (self._anticipation or self._drafter).release(seq_ids)
