@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
+from specserve.bench.coordinating import report as coordinating
 from specserve.bench.engine import held_out_prompts
 from specserve.bench.report import machine
-from specserve.bench.rig import Rig, Run, run
+from specserve.bench.rig import Rig, Run, run, trace_of
+from specserve.bench.simulating import check
 from specserve.cluster.home import own_ray
 from specserve.config import DEMO, parse
 from specserve.llm import LLM
@@ -235,19 +237,6 @@ def plot(rates: dict[int, dict[str, list[float]]]) -> str:
     return "\n".join(marks) + "\n"
 
 
-def trace_of(done: Run) -> dict[str, object]:
-    """As `GET /trace` would give it."""
-    from specserve.engine.journal import Journal
-    from specserve.metrics import Registry
-
-    journal = Journal(Registry())
-    for round_ in done.rounds:
-        journal.record(round_)
-    for exchange in done.exchanges:
-        journal.exchange(exchange)
-    return journal.trace()
-
-
 def widened(params: int, into: Path) -> Path:
     inflate(DEMO / "target", params, into)
     return into
@@ -264,6 +253,8 @@ SECTIONS: dict[str, str] = {
     "light": "## Where it does not: the target at 200M",
     "sweep": "## The pacer",
     "switch": "## Off and on again",
+    "simulation": "## The simulation against these devices",
+    "host": "## The coordinator's own work, with workers that cost nothing",
 }
 
 
@@ -274,7 +265,9 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
     def section(name: str, body: Iterator[str]) -> None:
         lines.extend(["", SECTIONS[name], "", *body])
 
-    if "hidden" in only or "light" in only or "sweep" in only or "switch" in only:
+    if "host" in only:
+        section("host", iter(coordinating()))
+    if {"hidden", "light", "sweep", "switch", "simulation"} & set(only):
         async with opened(wide, DEMO / "draft", texts) as rigs:
             if "hidden" in only:
                 section("hidden", await hidden(rigs, gamma=options.gamma, turns=options.turns))
@@ -288,6 +281,8 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
                 section("sweep", iter([*table, "", f"![tokens/s over plain decoding]({options.plot.name})"]))
             if "switch" in only:
                 section("switch", await off_and_on(rigs))
+            if "simulation" in only:
+                section("simulation", iter(await check(rigs.lockstep, rigs.ahead, requests(texts, *KINDS["greedy"]), gamma=options.gamma)))
     if "weighs" in only:
         async with opened(small, DEMO / "draft", texts) as rigs:
             section("weighs", await best_gammas(rigs, turns=options.turns))
@@ -305,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with tempfile.TemporaryDirectory() as scratch, own_ray(num_cpus=16):
-        wide = widened(200_000_000, Path(scratch) / "200M") if set(options.only) - {"weighs"} else Path()
+        wide = widened(200_000_000, Path(scratch) / "200M") if set(options.only) - {"weighs", "host"} else Path()
         small = widened(30_000_000, Path(scratch) / "30M") if "weighs" in options.only else Path()
         lines = run(measure(options, wide, small))
     report = "\n".join(["# Drafting behind verifying", "", machine(), *lines, ""])

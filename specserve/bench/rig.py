@@ -19,9 +19,10 @@ from specserve.cluster.group import Group
 from specserve.cluster.placement import bundles
 from specserve.config import Config
 from specserve.engine import Coordinator
-from specserve.engine.journal import Exchange, Round
+from specserve.engine.journal import Exchange, Journal, Round
 from specserve.engine.pacer import Pacer
 from specserve.errors import WorkerLost
+from specserve.metrics import Registry
 from specserve.types import Chunk, Request, Stats
 
 
@@ -136,6 +137,16 @@ class Rig:
             report=report,
             overlaps=True,
         )
+
+
+def trace_of(run: Run) -> dict[str, Any]:
+    """As `GET /trace` would give it."""
+    journal = Journal(Registry())
+    for done in run.rounds:
+        journal.record(done)
+    for exchange in run.exchanges:
+        journal.exchange(exchange)
+    return journal.trace()
 
 
 def _take(run: Run, number: int, chunk: Chunk) -> None:

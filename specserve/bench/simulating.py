@@ -1,0 +1,103 @@
+"""The simulation against what it simulates: passes, acceptance and overheads are taken from some runs, and others are foretold."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+
+from specserve.bench.rig import Rig, Run, trace_of
+from specserve.config import parse
+from specserve.simulate.devices import Host
+from specserve.simulate.fit import from_trace
+from specserve.simulate.load import Arrival
+from specserve.simulate.run import simulate
+from specserve.simulate.scenario import Mode, Scenario, Worker
+from specserve.simulate.truth import Acceptance
+from specserve.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What was learnt from runs in lockstep."""
+
+    target: Worker
+    draft: Worker
+    acceptance: Acceptance
+    host: Host
+
+
+async def check(lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: int) -> list[str]:
+    """Lockstep with one and eight streams is fitted; those, four streams, plain decoding and anticipation are foretold."""
+    runs = {batch: await lockstep.complete(asked[:batch], gamma=gamma) for batch in (1, 8, 4)}
+    fitted = fit(runs[1], runs[8])
+    plain, anticipated = await ahead.complete(asked[:1], gamma=0), await ahead.complete(asked[:1], gamma=gamma)
+    cases: list[tuple[str, Run, Scenario]] = [
+        (f"lockstep, {batch} streams", runs[batch], scenario(fitted, Mode.LOCKSTEP, gamma, batch)) for batch in (1, 4, 8)
+    ]
+    cases.append(("plain, 1 stream", plain, scenario(fitted, Mode.PLAIN, 0, 1)))
+    cases.append(("anticipation, 1 stream", anticipated, scenario(known_hits(fitted, anticipated), Mode.ANTICIPATED, gamma, 1)))
+    lines = ["| | measured, tokens/s | simulated | simulated / measured |", "|---|---|---|---|"]
+    for name, run, what in cases:
+        measured, foretold = decoding_rate(run), simulate(what).tokens_per_second
+        lines.append(f"| {name} | {measured:.1f} | {foretold:.1f} | {foretold / measured:.3f} |")
+    return lines
+
+
+def fit(one: Run, many: Run) -> Fitted:
+    """Passes by least squares over both runs; what a round spends beside them is the host's, the links' included."""
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "trace.json"
+        events = [event for run in (one, many) for event in trace_of(run)["traceEvents"]]
+        file.write_text(json.dumps({"traceEvents": events}))
+        target, draft = (Worker(from_trace(file, role)) for role in ("target", "draft"))
+    alone, together = overhead(one), overhead(many)
+    each = max(0.0, (together - alone) / (len(many.texts) - 1))
+    return Fitted(target, draft, acceptance([one, many]), Host(per_round=max(0.0, alone - each), per_sequence=each))
+
+
+def overhead(run: Run) -> float:
+    """Seconds of a round that neither device works."""
+    rounds = [later.begun - earlier.begun for earlier, later in zip(run.decoding, run.decoding[1:], strict=False)]
+    return max(0.0, mean(rounds) - mean(run.spans("target", "verify")) - mean(run.spans("draft", "draft")))
+
+
+def acceptance(runs: Sequence[Run], *, hit_rate: float = 1.0) -> Acceptance:
+    """By place in the proposal."""
+    outcomes = [outcome for run in runs for done in run.decoding for outcome in done.outcomes]
+    deepest = max(outcome.proposed for outcome in outcomes)
+    reached = [sum(outcome.accepted >= place and outcome.proposed > place for outcome in outcomes) for place in range(deepest)]
+    passed = [sum(outcome.accepted > place for outcome in outcomes) for place in range(deepest)]
+    places = tuple(passing / reaching for passing, reaching in zip(passed, reached, strict=True) if reaching)
+    return Acceptance(by_position=places, ranks=(hit_rate,))
+
+
+def known_hits(fitted: Fitted, run: Run) -> Fitted:
+    """With the share of verdicts that the run had prepared for, and its own acceptance."""
+    known = [outcome.anticipated for done in run.decoding for outcome in done.outcomes if outcome.anticipated is not None]
+    return Fitted(fitted.target, fitted.draft, acceptance([run], hit_rate=mean(known)), fitted.host)
+
+
+def scenario(fitted: Fitted, mode: Mode, gamma: int, streams: int) -> Scenario:
+    """Long texts, so that chance evens out; prompts of a token, since only decoding is compared."""
+    return Scenario(
+        target=fitted.target,
+        draft=fitted.draft,
+        arrivals=(Arrival(0.0, 1, 4000),) * streams,
+        concurrency=streams,
+        mode=mode,
+        config=parse({"speculation.gamma": gamma}),
+        acceptance=fitted.acceptance,
+        host=fitted.host,
+    )
+
+
+def decoding_rate(run: Run) -> float:
+    """Tokens a second over the rounds in which all streams were running."""
+    full = [done for done in run.decoding if done.num_sequences == max(other.num_sequences for other in run.decoding)]
+    seconds = median(later.begun - earlier.begun for earlier, later in pairwise(full))
+    return mean(done.num_committed for done in full) / seconds
