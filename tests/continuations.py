@@ -45,9 +45,15 @@ class Kind:
     vocab: int = VOCAB
     support: int = VOCAB
     pages: int = PAGES
+    ahead: bool = False  # it anticipates
 
 
-DRAFTERS = {"full": Kind(), "top 3": Kind(support=3, pages=PAGES * 3 // 4), "7 of 8 ids": Kind(vocab=7)}
+DRAFTERS = {
+    "full": Kind(),
+    "top 3": Kind(support=3, pages=PAGES * 3 // 4),
+    "7 of 8 ids": Kind(vocab=7),
+    "ahead": Kind(support=3, pages=2 * PAGES, ahead=True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,8 @@ class Pairs:
         draft = checkpoints.perturbed(target, directory / "draft", NOISE)
         drafts = {VOCAB: draft, 7: rewritten(draft, directory / "narrow", vocab=7)}
         self.engines = {
-            name: Engine(target, drafts[kind.vocab], pages=PAGES, draft_pages=kind.pages, support=kind.support) for name, kind in DRAFTERS.items()
+            name: Engine(target, drafts[kind.vocab], pages=PAGES, draft_pages=kind.pages, support=kind.support, ahead=kind.ahead)
+            for name, kind in DRAFTERS.items()
         }
         self.engines["none"] = Engine(target, pages=PAGES)
         self._target = Library(target, vocab=VOCAB)
@@ -166,6 +173,11 @@ def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result
     return result
 
 
+def _whole(drafter: str) -> str:
+    """The drafter that draws as this one does when nobody asks for its q: from all that it knows."""
+    return "full" if DRAFTERS[drafter].vocab == VOCAB else drafter
+
+
 def _request(case: Case, i: int, seed: int) -> Request:
     """Prompts, warps and verifiers side by side in every batch. Who asks for `coupled` by a seed need not name it."""
     groups = _groups(case.warps)
@@ -208,7 +220,7 @@ def _accept(pairs: Pairs, result: Result, group: Group, codes: Ints, origins: ND
     rule = _rule(result.case)
     assert rule is not None
     assert result.acceptance is not None
-    p, q = pairs.p(group), pairs.q(group, result.case.drafter)
+    p, q = pairs.p(group), pairs.q(group, _whole(result.case.drafter) if rule is agreement else result.case.drafter)
     for depth in range(COUNTED):
         begins = origins[:, depth] != Origin.PLAIN
         if depth:

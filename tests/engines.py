@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from specserve.drafters.anticipation import Anticipation
+from specserve.drafters.fanout import Fanout
 from specserve.drafters.neural import NeuralDrafter
 from specserve.engine import Coordinator
 from specserve.engine.batch import Batch
@@ -20,7 +23,7 @@ from specserve.local import LocalDrafter, LocalTarget
 from specserve.models.open import Opened, Placement, open_model
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
-from specserve.types import Chunk, Finish, ModelInfo, Origin, Request, Stats, Verdict, Warp
+from specserve.types import Chunk, DraftStep, Finish, ModelInfo, Origin, Proposal, Request, Stats, Verdict, Warp
 
 PAGE_SIZE = 16
 GREEDY = Warp(temperature=0)
@@ -88,6 +91,26 @@ class RandomPacer:
         pass
 
 
+class Ahead:
+    """A drafter that prepares after every answer, in the same process; a message comes sooner or later, as chance has it."""
+
+    def __init__(self, drafter: NeuralDrafter, fanout: int | None) -> None:
+        self.anticipation = Anticipation(drafter, Fanout(per_stop=fanout), clock=time.perf_counter)
+        self.rng = np.random.default_rng(0)
+
+    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+        proposals = self.anticipation.propose(steps, deadline)
+        looks = int(self.rng.integers(1, 12))
+        self.anticipation.prepare(lambda: self._interrupted_after(looks))
+        return proposals
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        self.anticipation.release(seq_ids)
+
+    def _interrupted_after(self, looks: int) -> bool:
+        return bool(self.rng.random() < 1 / looks)
+
+
 class Engine:
     """A target, and perhaps a draft, opened once for many runs. Each run has a coordinator of its own and leaves no page behind."""
 
@@ -102,16 +125,19 @@ class Engine:
         support: int = 64,
         prefix_caching: bool = True,
         shard: Shard | None = None,  # of the target
+        ahead: bool = False,  # whether the drafter anticipates, and is interrupted at random
+        fanout: int | None = None,
     ) -> None:
         self.target = opened_target(target, placement(dtype=dtype, pages=pages, prefix_caching=prefix_caching), shard=shard)
         self.drafter: NeuralDrafter | None = None
         if draft is not None:
             beside = open_model(draft, placement(dtype=dtype, pages=draft_pages or pages, prefix_caching=prefix_caching))
             self.drafter = opened_drafter(beside, self.target.info, support=support)
+        self.ahead = Ahead(self.drafter, fanout) if ahead and self.drafter is not None else None
 
     def run(self, requests: Sequence[Request], *, pacer: Pacing | None = None, drafts: bool = True, **options: Any) -> Run:
         """All requests at once, to their ends. `options` are the coordinator's; `drafts` False leaves the drafter out."""
-        drafter = LocalDrafter(self.drafter) if drafts and self.drafter is not None else None
+        drafter = LocalDrafter(self.ahead or self.drafter) if drafts and self.drafter is not None else None
         answers: dict[int, Answer] = {}
 
         def emit(chunks: Sequence[Chunk]) -> None:
@@ -128,6 +154,8 @@ class Engine:
         return run
 
     def check_idle(self) -> None:
+        if self.ahead is not None:
+            self.ahead.anticipation.prepare(lambda: True)  # which forgets what is stale
         for model in (self.target, self.drafter):
             if model is not None:
                 model.runner.cache.check()

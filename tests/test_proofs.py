@@ -37,6 +37,9 @@ CASES = (
     Case("lenient", "7 of 8 ids", 1),
     Case("each", "full", None, "truncated"),
     Case("each", "top 3", None, "mixed"),
+    Case("speculative", "ahead", None),
+    Case("block", "ahead", 3),
+    Case("each", "ahead", None, "mixed"),
     Case("each", "none", 0, "mixed"),
 )
 

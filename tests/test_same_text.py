@@ -41,6 +41,7 @@ class Engines:
 
     enough: dict[str, Engine]
     few: dict[str, Engine]
+    ahead: dict[int | None, Engine]  # by fan-out; None: as many branches as pay
     plain: list[tuple[int, ...]]  # every request alone, nothing drafted
 
 
@@ -48,7 +49,8 @@ class Engines:
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     written = make_checkpoints(request.param, tmp_path_factory.mktemp("same_text"))
     enough, few = opened(written, pages=ENOUGH), opened(written, pages=FEW)
-    return Engines(enough, few, enough["close"].run(requests(), drafts=False, max_running=1).texts)
+    plain = enough["close"].run(requests(), drafts=False, max_running=1).texts
+    return Engines(enough, few, {fanout: opened_ahead(written, fanout) for fanout in (1, 4, None)}, plain)
 
 
 def make_checkpoints(name: str, root: Path) -> Checkpoints:
@@ -66,6 +68,10 @@ def opened(written: Checkpoints, *, pages: int) -> dict[str, Engine]:
         name: Engine(written.target, draft, pages=pages, dtype="bfloat16", support=3 if name == "top 3" else 64)
         for name, draft in written.drafts.items()
     }
+
+
+def opened_ahead(written: Checkpoints, fanout: int | None) -> Engine:
+    return Engine(written.target, written.drafts["close"], pages=ENOUGH, draft_pages=4 * ENOUGH, dtype="bfloat16", ahead=True, fanout=fanout)
 
 
 def requests() -> list[Request]:
@@ -123,3 +129,13 @@ def test_another_seed_is_another_text(engines: Engines) -> None:
     others = [Request(r.prompt, r.max_tokens, r.warp, r.seed + 100, seeded=r.seeded, ignore_eos=True, speculation=r.speculation) for r in requests()]
     texts = engines.enough["close"].run(others, gamma=4, max_running=16).texts
     assert differing(texts, engines.plain) == [i for i, request in enumerate(others) if request.seeded]
+
+
+@pytest.mark.parametrize("fanout", [1, 4, None])
+@pytest.mark.parametrize(("gamma", "running"), [(1, 16), (5, 3), (None, 16)])
+def test_anticipation_changes_no_token_with_any_fanout_and_any_gamma(engines: Engines, fanout: int | None, gamma: int | None, running: int) -> None:
+    engine = engines.ahead[fanout]
+    answer = run(engine, gamma, running=running)
+    assert differing(answer.texts, engines.plain) == []
+    assert engine.ahead is not None
+    assert engine.ahead.anticipation.num_hits > 0

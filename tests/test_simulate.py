@@ -234,7 +234,7 @@ def test_a_drafter_that_breaks_breaks_the_simulation(monkeypatch, caplog):
 
 
 def test_two_cohorts_take_turns_where_a_pass_for_half_costs_less_and_one_where_it_does_not(monkeypatch):
-    """By arithmetic: 58 ms a round for eight in one cohort; 44 ms for two turns of four, the drafting of 16 ms hidden behind the other's verification."""
+    """By arithmetic: 58 ms a round for eight in one cohort; 44 ms for two turns of four, with the drafting of 16 ms hidden."""
     base = replace(scenario(Mode.LOCKSTEP, 4, clients=8, tokens=300, requests=16), draft=Worker(Linear(fixed=0.004)))
     steep = replace(base, target=Worker(Linear(fixed=0.002, per_row=0.001)))
     two, flat = simulate(steep), simulate(base)

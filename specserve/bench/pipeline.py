@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -144,15 +144,20 @@ async def hidden(rigs: Rigs, *, gamma: int, turns: int) -> Iterator[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, (warp, verifier) in KINDS.items():
-        kinds: dict[str, tuple[Rig, int | None]] = {"ahead": (rigs.ahead, gamma), "lockstep": (rigs.lockstep, gamma), "plain": (rigs.ahead, 0)}
+        kinds: dict[str, tuple[Rig, int | None]] = {"ahead": (rigs.ahead, gamma), "auto": (rigs.ahead, None)}
+        kinds |= {"lockstep": (rigs.lockstep, gamma), "plain": (rigs.ahead, 0)}
         found = await in_turns(kinds, requests(rigs.prompts, warp, verifier), turns=turns)
-        ahead, lockstep, plain = found["ahead"], found["lockstep"], found["plain"]
-        ideal = ahead.ideal_against(plain)
-        cells = [name, ahead.spread, f"{lockstep.spread}, {ahead.against(lockstep):.2f} x", f"{plain.spread}, {ahead.against(plain):.2f} x"]
-        cells += [f"{ahead.busy:.3f}", f"{ahead.hit_rate:.3f}", f"{mean(ahead.rounds) / mean(ahead.verify):.3f}"]
-        cells += [f"{ideal:.2f}", f"{ahead.against(plain) / ideal:.3f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines += [_hidden_row(f"{name}, gamma {gamma if kind == 'ahead' else kind}", found[kind], found) for kind in ("ahead", "auto")]
     return iter(lines)
+
+
+def _hidden_row(name: str, ahead: Decoding, found: Mapping[str, Decoding]) -> str:
+    lockstep, plain = found["lockstep"], found["plain"]
+    ideal = ahead.ideal_against(plain)
+    cells = [name, ahead.spread, f"{lockstep.spread}, {ahead.against(lockstep):.2f} x", f"{plain.spread}, {ahead.against(plain):.2f} x"]
+    cells += [f"{ahead.busy:.3f}", f"{ahead.hit_rate:.3f}", f"{mean(ahead.rounds) / mean(ahead.verify):.3f}"]
+    cells += [f"{ideal:.2f}", f"{ahead.against(plain) / ideal:.3f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 async def best_gammas(rigs: Rigs, *, turns: int) -> Iterator[str]:
