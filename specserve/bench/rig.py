@@ -64,6 +64,7 @@ class Rig:
     def __init__(self, config: Config, group: Group) -> None:
         self.config, self.group = config, group
         self.run = Run(0.0)
+        self._auto = self._pacer(None)  # learns from one run to the next, as a server's does
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -90,7 +91,7 @@ class Rig:
     ) -> Run:
         """All requests, `concurrency` at a time; gamma None is the pacer's choice, and `gamma_from` changes it in certain rounds.
 
-        The workers remember nothing of earlier runs but how they fared with anticipation.
+        Nothing is remembered of earlier runs but what pacer and anticipation have learnt.
         """
         self.run = run = Run(time.perf_counter())
         waiting = list(enumerate(requests))
@@ -115,7 +116,7 @@ class Rig:
                 coordinator.pacer = self._pacer((gamma_from or {})[done.number])
 
         coordinator = self._coordinator(emit, note)
-        coordinator.pacer = self._pacer(gamma)
+        coordinator.pacer = self._auto if gamma is None else self._pacer(gamma)
         for _ in range(min(concurrency or len(requests), len(requests))):
             submit()
         await coordinator.run()

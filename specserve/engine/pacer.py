@@ -15,6 +15,7 @@ from specserve.engine.sequence import Sequence
 from specserve.types import Verdict
 
 _EVERY, _SELDOM = 8, 64  # rounds between two decisions for the same number of sequences, and where there is nothing to decide
+_WORTH_DRAFTING = 1.03  # how much better than plain decoding drafting must promise to be: what it gains is less sure than what it costs
 _WORTH = 1.01  # how much better another decision must be than the one that stands
 _WORTH_TWO = 1.1  # how much better two cohorts must be than one: each token then waits for two verifications
 _PATIENCE = 1.3  # times what drafting should take
@@ -116,12 +117,13 @@ class Pacer:
         """The best of all pairs: gamma for proposals that are ready, miss_gamma for those that are not."""
         self._reach = np.cumprod(self.acceptance.profile)  # [place]
         rates = self._rates(num_sequences)
+        rates[0, 0] *= _WORTH_DRAFTING
         if self._best is None or (self._fixed is None and rates.max() > _WORTH * rates[self._best]):
             self._best = divmod(int(rates.argmax()), self._max_gamma + 1)
         gamma, miss = self._best
         if gamma:
             self._rest, self._resting = _FIRST_REST, 0
-        return self._explained(num_sequences, gamma, miss, float(rates[gamma, miss] / rates[0, 0]))
+        return self._explained(num_sequences, gamma, miss, float(rates[gamma, miss] * _WORTH_DRAFTING / rates[0, 0]) if gamma else 1.0)
 
     def _rates(self, num_sequences: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:  # [gamma, miss_gamma]
         """Expected tokens a second. Whoever drafts for a miss, and that is at least one token, makes all sequences wait."""

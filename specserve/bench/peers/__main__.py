@@ -81,7 +81,8 @@ def _work(plan: Plan, args: argparse.Namespace) -> str:
     ours = f" specserve is told {', '.join(args.set)}." if args.set else ""
     return (
         f"demo target widened to {args.params / 1e6:.0f}M with the demo draft, greedy, {len(plan.prompts)} prompts of {PROMPT_TOKENS} tokens, "
-        f"{plan.max_tokens} new ones each; one after the other, or all at once. Turns: {plan.turns}, all systems once in each, alone on the machine; "
+        f"{plan.max_tokens} new ones each; {plan.alone} of them one after the other, or all at once. "
+        f"Turns: {plan.turns}, all systems once in each, alone on the machine; "
         "no prefix is cached. specserve is asked over HTTP, the others in their own process. "
         f"Each takes the best of its gammas in a short sweep before.{ours}"
     )
@@ -93,12 +94,13 @@ def main() -> None:
     parser.add_argument("--params", type=int, default=200_000_000, help="parameters of the widened target")
     parser.add_argument("--python", type=Path, default=Path(".venv-peers/bin/python"), help="of the peers' environment, seen from the repository")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="any key of specserve's config")
+    parser.add_argument("--alone", type=int, default=PROMPTS, help="prompts that are asked one after the other, in each turn")
     parser.add_argument("--quick", action="store_true", help="one turn of 32 tokens: shows that all of it runs, and measures nothing")
     parser.add_argument("--out", type=Path, help="write the report here, and its figures beside it as JSON")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     prompts = held_out_prompts()
-    full, quick = Plan(prompts, PROMPTS, NEW_TOKENS, turns=args.turns, sweeps=2), Plan(prompts, 2, 32, turns=1, sweeps=1)
+    full, quick = Plan(prompts, args.alone, NEW_TOKENS, turns=args.turns, sweeps=2), Plan(prompts, 2, 32, turns=1, sweeps=1)
     plan = quick if args.quick else full
     with tempfile.TemporaryDirectory() as directory:
         target, work = Path(directory) / "target", Path(directory) / "openvino"
