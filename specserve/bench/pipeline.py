@@ -276,7 +276,7 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
         async with opened(wide, DEMO / "draft", texts) as rigs:
             if "hidden" in only:
                 section("hidden", await hidden(rigs, gamma=options.gamma, turns=options.turns))
-                shown = await rigs.ahead.complete(requests(texts[:1], *KINDS["greedy"]), gamma=options.gamma)
+                shown = await rigs.ahead.complete(requests(texts[:1], *KINDS["T = 1, `coupled`"]), gamma=options.gamma)
                 options.trace.write_text(json.dumps(trace_of(shown)))
             if "light" in only:
                 section("light", await best_gammas(rigs, turns=options.turns))
