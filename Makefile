@@ -9,7 +9,7 @@ PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-pipeline bench-serving bench-peers proofs check clean
+.PHONY: serve test test-fast test-gpu bench bench-engine bench-pipeline bench-serving bench-peers proofs check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -24,7 +24,9 @@ test-gpu: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 # Slow, and not part of the tests: what they print stands in docs/, with date and machine.
-bench: $(VENV)/installed
+bench: bench-engine bench-pipeline
+
+bench-engine: $(VENV)/installed
 	$(BIN)/python -m specserve.bench.engine --out docs/engine-speed.md $(ARGS)
 
 bench-serving: $(VENV)/installed
