@@ -117,10 +117,10 @@ def _continue(prompt: str, sampling: Sampling, config: Config, trace: Path | Non
 
     if trace is not None:
         _require_writable(trace)  # before minutes are spent on what cannot be kept
-    journal = Journal(Registry())
+    journal = None if trace is None else Journal(Registry())
     with LLM.of(config, journal) as llm:
         (output,) = llm.generate(prompt, sampling)
-    if trace is not None:
+    if trace is not None and journal is not None:
         trace.write_text(json.dumps(journal.trace()))
     return output
 

@@ -169,6 +169,11 @@ def load(file: Path | None, overrides: Mapping[str, object] | None = None) -> Co
     """The config of a YAML file, or of the defaults, with `overrides`."""
     if file is None:
         return parse({}, overrides)
+    return parse(read_tree(file), overrides)
+
+
+def read_tree(file: Path) -> dict[str, object]:
+    """Of a YAML file; an empty one has no keys."""
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -177,7 +182,7 @@ def load(file: Path | None, overrides: Mapping[str, object] | None = None) -> Co
         raise ConfigError(f"the config file {file} is not YAML: {' '.join(str(error).split())}") from error
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"the config file {file} must hold keys and values, not {type(tree).__name__}")
-    return parse(tree or {}, overrides)
+    return tree or {}
 
 
 def override(argument: str) -> tuple[str, object]:

@@ -17,13 +17,13 @@ from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.fanout import Fanout
 from specserve.drafters.neural import NeuralDrafter
 from specserve.engine import Coordinator
-from specserve.engine.batch import Batch
+from specserve.engine.batch import Batch, Outcome
 from specserve.engine.sequence import Sequence as Running
 from specserve.local import LocalDrafter, LocalTarget
 from specserve.models.open import Opened, Placement, open_model
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
-from specserve.types import Chunk, DraftStep, Finish, ModelInfo, Origin, Proposal, Request, Stats, Verdict, Warp
+from specserve.types import Chunk, DraftStep, Finish, ModelInfo, Origin, Proposal, Request, Stats, Warp
 
 PAGE_SIZE = 16
 GREEDY = Warp(temperature=0)
@@ -73,7 +73,7 @@ class Pacing(Protocol):
     deadline: float
 
     def choose(self, sequences: Sequence[Running]) -> list[int]: ...
-    def observe(self, batch: Batch, verdicts: Sequence[Verdict], *, draft_seconds: float, verify_seconds: float) -> None: ...
+    def observe(self, batch: Batch, outcomes: Sequence[Outcome], *, draft_seconds: float, verify_seconds: float) -> None: ...
 
 
 class RandomPacer:
@@ -87,7 +87,7 @@ class RandomPacer:
     def choose(self, sequences: Sequence[Running]) -> list[int]:
         return self.rng.integers(0, self.max_gamma + 1, len(sequences)).tolist()  # type: ignore[no-any-return]
 
-    def observe(self, batch: Batch, verdicts: Sequence[Verdict], *, draft_seconds: float, verify_seconds: float) -> None:
+    def observe(self, batch: Batch, outcomes: Sequence[Outcome], *, draft_seconds: float, verify_seconds: float) -> None:
         pass
 
 

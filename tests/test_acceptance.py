@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specserve.engine.acceptance import Acceptance, Outcome
+from specserve.engine.acceptance import Acceptance
+from specserve.engine.batch import Outcome
 
 
 def test_drafts_past_a_refusal_are_neither_accepted_nor_refused() -> None:

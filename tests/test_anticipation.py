@@ -203,3 +203,18 @@ def test_a_drafter_without_an_opinion_gets_its_branches_by_rank() -> None:
     assert {branch.token for branch in chosen} == {1, 4}
     everywhere = Fanout(per_stop=3).choose([Outlook(0, 10, (5,), ((1, 2, 3), (4, 5, 6)), trust=(1.0,), shares=((0.0,) * 3, (1.0, 0.0, 0.0)))], 128)
     assert len(everywhere) == 6, "a fan-out that was asked for is kept"
+
+
+def test_what_is_foreseen_is_told_only_while_it_is_likely_to_spare_the_wait() -> None:
+    model = neural()
+    ahead = anticipating(model, per_stop=8)
+    text = Text(0, Policy(WARPS[0], "block", 1, 20), random.Random(1))
+    told = []
+    for likely in [True] * 12 + [False] * 30:
+        (proposal,) = ahead.propose([text.step(4)], NEVER)
+        ahead.prepare(lambda: False)
+        told.append(len(ahead.foreseen()) > 0)
+        outlook = ahead._expected[0].outlook
+        after = outlook.nexts[1][0] if likely else next(token for token in range(VOCAB) if token not in outlook.nexts[1])
+        text.held, text.committed = min(proposal.held, len(text.committed) + 1), [*text.committed, proposal.tokens[0], after]
+    assert (told[0], told[11], told[-1]) == (False, True, False)

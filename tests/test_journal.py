@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from specserve.engine.journal import Exchange, Journal, Outcome, Round
+from specserve.engine.batch import Outcome
+from specserve.engine.journal import Exchange, Journal, Round
 from specserve.engine.pacer import Pacer
 from specserve.metrics import Registry
 from specserve.types import Span

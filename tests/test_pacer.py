@@ -25,7 +25,7 @@ def feed(pacer: Pacer, *, accepted: float, pass_seconds: float, rounds: int = 30
         owed -= taken
         proposal = Proposal(1, 3, (5,) * gamma, None, 3) if gamma else None
         batch = Batch([Row(sequence(), 3, decides=True, gamma=gamma, proposal=proposal)])
-        pacer.observe(batch, [Verdict(1, taken, 6, None)], draft_seconds=gamma * pass_seconds, verify_seconds=0.010)
+        pacer.observe(batch, batch.outcomes([Verdict(1, taken, 6, None)]), draft_seconds=gamma * pass_seconds, verify_seconds=0.010)
         gammas.append(gamma)
     return gammas
 
@@ -86,5 +86,5 @@ def test_rounds_with_prompts_say_nothing_about_seconds():
     pacer = Pacer(None, max_gamma=4)
     before = float(pacer.costs.verify(1)), pacer.costs.draft_pass
     batch = Batch([Row(sequence(), 3, decides=True, gamma=1, proposal=Proposal(1, 3, (5,), None, 3))], num_prompt_tokens=100)
-    pacer.observe(batch, [Verdict(1, 1, 6, None)], draft_seconds=9.0, verify_seconds=9.0)
+    pacer.observe(batch, batch.outcomes([Verdict(1, 1, 6, None)]), draft_seconds=9.0, verify_seconds=9.0)
     assert (float(pacer.costs.verify(1)), pacer.costs.draft_pass) == before

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from specserve.bench.pipeline import Decoding, plot
+from specserve.bench.gammas import plot
+from specserve.bench.pipeline import Decoding
 from specserve.bench.rig import Run, trace_of
 from specserve.bench.simulating import acceptance, decoding_rate, fit, overhead
 from specserve.bench.timeline import draw, read
-from specserve.engine.journal import Exchange, Outcome, Round
+from specserve.engine.batch import Outcome
+from specserve.engine.journal import Exchange, Round
 from specserve.engine.pacer import Pacer
 from specserve.types import Span
 

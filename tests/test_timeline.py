@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from specserve.bench import timeline
-from specserve.engine.journal import Exchange, Journal, Outcome, Round
+from specserve.engine.batch import Outcome
+from specserve.engine.journal import Exchange, Journal, Round
 from specserve.engine.pacer import Pacer
 from specserve.errors import BadValue
 from specserve.metrics import Registry

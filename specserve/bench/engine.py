@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from specserve.bench.held_out import held_out_prompts
 from specserve.bench.meters import Floor, against_floor, metered, shares
 from specserve.config import DEMO
-from specserve.demo.train import standard_library
 from specserve.llm import LLM
 from specserve.models.inflate import inflate
 from specserve.request import Sampling
@@ -88,12 +88,6 @@ class Ours:
     def tokens(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = TOKENS) -> int:
         outputs = self.llm.generate(list(prompts), Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
         return sum(len(output.token_ids) for output in outputs)
-
-
-def held_out_prompts(llm: LLM, *, count: int, length: int) -> list[tuple[int, ...]]:
-    """The beginnings of held-out files, past their first lines."""
-    texts = [text[200:] for text in standard_library().held_out if len(text) > 4000]
-    return [llm._text.encode(text)[:length] for text in texts[:count]]
 
 
 def in_turns(runs: dict[str, Callable[[int], int]], *, turns: int) -> dict[str, Sample]:
@@ -215,7 +209,7 @@ class Figures:
 
 
 def measured(plain: Ours, guessing: Ours, peer: Peer, *, turns: int, weights: int) -> Figures:
-    prompts = held_out_prompts(plain.llm, count=WIDE, length=TOKENS)
+    prompts = held_out_prompts(count=WIDE, length=TOKENS)
     samples = in_turns(
         {
             "specserve, plain, batch 1": lambda turn: plain.tokens([prompts[turn]]),
@@ -242,7 +236,7 @@ def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
     figures = measured(plain, guessing, Peer(target, draft), turns=turns, weights=weights)
     rows = ["| output tokens a second | median | spread |", "|---|---|---|", *map(str, figures.samples.values()), ""]
     rows += ["| figure | value | goal |", "|---|---|---|", *(f"| {name} | {value} | {goal} |" for name, value, goal in figures.rows())]
-    prompts = held_out_prompts(plain.llm, count=1, length=TOKENS)
+    prompts = held_out_prompts(count=1, length=TOKENS)
     spent = shares(lambda: guessing.tokens(prompts))
     rows += ["", f"| where the time of gamma {GAMMA} goes (torch.profiler, which slows Python down) | share |", "|---|---|"]
     rows += [f"| {kind} | {share:.1%} |" for kind, share in spent.items()]

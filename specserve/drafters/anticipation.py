@@ -17,6 +17,8 @@ from specserve.types import DraftStep, Foreseen, Proposal
 
 BRANCHES = 2**61  # ids from here on are branches'; no request ever has one
 FEWEST, MOST = 4, 128  # branches at once
+WORTH_TELLING = 0.25  # chance that all sequences hit, from which on the coordinator is told in advance: it can skip the wait only if all do
+BLEND = 0.1  # of the newest hit or miss into their running mean
 ENOUGH = 0.75  # of the time between an answer and the next message is spent on preparing, so that the message seldom waits
 
 
@@ -74,6 +76,7 @@ class Anticipation:
         self._stale: list[int] = []
         self._verdicts: list[tuple[Outlook, int, int]] = []  # to be learnt from, when there is time
         self.num_hits = self.num_misses = 0
+        self._hit_rate = 0.0  # lately
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """A step that wants no drafts is promised to be read, and read afterwards. Past the deadline proposals come back shorter."""
@@ -105,7 +108,9 @@ class Anticipation:
         self._effort.prepared(self._clock())
 
     def foreseen(self) -> tuple[Foreseen, ...]:
-        """What has been prepared, for whoever may want to look it up instead of asking."""
+        """What has been prepared, for whoever may look it up instead of asking; nothing where some sequence will probably have to ask."""
+        if self._hit_rate ** len(self._expected) < WORTH_TELLING:
+            return ()
         return tuple(
             Foreseen(token, replace(proposal, seq_id=seq_id, anticipated=True))
             for seq_id, expected in self._expected.items()
@@ -128,6 +133,7 @@ class Anticipation:
             return None
         self._verdicts.append((expected.outlook, *verdict))
         branch = expected.branches.pop(verdict, None)
+        self._hit_rate += BLEND * ((branch is not None) - self._hit_rate)
         self._drop(expected)
         if branch is None:
             self.num_misses += 1

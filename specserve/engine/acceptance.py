@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from specserve.engine.batch import Outcome
 
 Reals = NDArray[np.float64]
 
@@ -14,20 +15,6 @@ _HOPED = 0.7  # before anything is measured
 _DECAY = 0.98  # of what was seen, a round; a memory of some 50 rounds
 _OWN_DECAY = 0.95
 _WEIGHT = 20.0  # judged drafts that it takes for a place, or a sequence, to be believed rather than the mean of all
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one proposal."""
-
-    seq_id: int
-    proposed: int
-    accepted: int
-
-    @property
-    def judged(self) -> int:
-        """Whether a draft past a refusal would have been accepted is unknown."""
-        return min(self.accepted + 1, self.proposed)
 
 
 class Acceptance:

@@ -9,6 +9,21 @@ from specserve.engine.sequence import Sequence
 from specserve.types import Chunk, DraftStep, Proposal, Verdict, VerifyStep
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one sequence's proposal."""
+
+    seq_id: int
+    proposed: int
+    accepted: int
+    anticipated: bool | None = None
+
+    @property
+    def judged(self) -> int:
+        """Whether a draft past a refusal would have been accepted is unknown."""
+        return min(self.accepted + 1, self.proposed)
+
+
 @dataclass(slots=True)
 class Row:
     """One sequence in one round."""
@@ -50,6 +65,14 @@ class Batch:
     def pair(self, verdicts: abc.Sequence[Verdict]) -> abc.Iterator[tuple[Row, Verdict]]:
         """The rows that decide, each with its verdict."""
         return zip([row for row in self.rows if row.decides], verdicts, strict=True)
+
+    def outcomes(self, verdicts: abc.Sequence[Verdict]) -> tuple[Outcome, ...]:
+        """Of the sequences that had a proposal."""
+        return tuple(
+            Outcome(verdict.seq_id, len(row.proposal.tokens), verdict.accepted, row.proposal.anticipated)
+            for row, verdict in self.pair(verdicts)
+            if row.proposal and row.proposal.tokens
+        )
 
     def commit(self, verdicts: abc.Sequence[Verdict]) -> list[Chunk]:
         """Every sequence takes what the round brought it."""

@@ -214,21 +214,21 @@ class Coordinator:
 
     async def _judge(self, ready: Ready) -> None:
         """Tells of the round before while the target is at this one."""
+        verifying = self._crew.verify(ready.steps)
+        self._tell()
         try:
-            verifying = self._crew.verify(ready.steps)
-            self._tell()
             verdicts = await verifying
         except Exception as error:  # a worker's failure, whatever it is, belongs to the requests of this batch
-            self._tell()
             self._outbox = self._fail(ready.batch, error)
             return
         verified = self._clock()
+        outcomes = ready.batch.outcomes(verdicts)
         chunks = self._outbox = self._let_go(ready.batch.commit(verdicts))  # the only place where sequences grow
-        self.pacer.observe(ready.batch, verdicts, draft_seconds=ready.draft_seconds, verify_seconds=verified - ready.drafted)
+        self.pacer.observe(ready.batch, outcomes, draft_seconds=ready.draft_seconds, verify_seconds=verified - ready.drafted)
         if self._report is not None:
             num_committed = sum(len(chunk.tokens) for chunk in chunks)
             times = {"begun": ready.begun, "drafted": ready.drafted, "verified": verified, "ended": self._clock()}
-            self._done = Round.of(ready.batch, verdicts, self.pacer.decision, number=self.num_rounds, num_committed=num_committed, **times)
+            self._done = Round.of(ready.batch, outcomes, self.pacer.decision, number=self.num_rounds, num_committed=num_committed, **times)
 
     def _still_wanted(self, ready: Ready | None) -> Ready | None:
         """Without the sequences that have ended since they were drafted for, or lost their place."""

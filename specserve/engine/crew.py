@@ -41,8 +41,11 @@ class Crew:
         return proposals
 
     def verify(self, steps: abc.Sequence[VerifyStep]) -> abc.Awaitable[abc.Sequence[Verdict]]:
-        """A target elsewhere is at work once this returns. Raises what it failed with, here or when awaited."""
-        return _checked(steps, self.target.verify(steps))
+        """A target elsewhere is at work once this returns. Raises when awaited, whatever the target failed with and whenever."""
+        try:
+            return _checked(steps, self.target.verify(steps))
+        except Exception as error:
+            return _failed(error)
 
     async def release(self, seq_ids: abc.Sequence[int]) -> None:
         """Tells the workers which sequences they may forget."""
@@ -61,6 +64,10 @@ async def _checked(steps: abc.Sequence[VerifyStep], call: abc.Awaitable[abc.Sequ
     verdicts = await call
     _check_verdicts(steps, verdicts)
     return verdicts
+
+
+async def _failed(error: Exception) -> abc.Sequence[Verdict]:
+    raise error
 
 
 async def _unless_it_fails(what: str, call: abc.Awaitable[object]) -> None:

@@ -6,20 +6,10 @@ from collections import abc, deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specserve.engine.batch import Batch
+from specserve.engine.batch import Batch, Outcome
 from specserve.engine.pacer import Decision
 from specserve.metrics import Registry
-from specserve.types import Span, Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one sequence's proposal."""
-
-    seq_id: int
-    proposed: int
-    accepted: int
-    anticipated: bool | None
+from specserve.types import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +32,7 @@ class Round:
     def of(
         cls,
         batch: Batch,
-        verdicts: abc.Sequence[Verdict],
+        outcomes: tuple[Outcome, ...],
         decision: Decision,
         *,
         number: int,
@@ -52,11 +42,6 @@ class Round:
         ended: float,
         num_committed: int,
     ) -> Round:
-        outcomes = tuple(
-            Outcome(verdict.seq_id, len(row.proposal.tokens), verdict.accepted, row.proposal.anticipated)
-            for row, verdict in batch.pair(verdicts)
-            if row.proposal and row.proposal.tokens
-        )
         times = (begun, drafted, verified, ended)
         return cls(number, *times, len(batch.rows), batch.num_rows, batch.num_prompt_tokens, outcomes, num_committed, decision)
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specserve.engine.acceptance import Acceptance, Outcome
-from specserve.engine.batch import Batch
+from specserve.engine.acceptance import Acceptance
+from specserve.engine.batch import Batch, Outcome
 from specserve.engine.costs import Costs
 from specserve.engine.sequence import Sequence
-from specserve.types import Verdict
 
 _EVERY, _SELDOM = 8, 64  # rounds between two decisions for the same number of sequences, and where there is nothing to decide
 _WORTH_DRAFTING = 1.03  # how much better than plain decoding drafting must promise to be: what it gains is less sure than what it costs
@@ -73,24 +72,16 @@ class Pacer:
         usual = self._usual(sequences)
         return [own if sequence.gamma_wish is None else sequence.gamma_wish for sequence, own in zip(sequences, usual, strict=True)]
 
-    def observe(self, batch: Batch, verdicts: abc.Sequence[Verdict], *, draft_seconds: float, verify_seconds: float) -> None:
+    def observe(self, batch: Batch, outcomes: abc.Sequence[Outcome], *, draft_seconds: float, verify_seconds: float) -> None:
         """Learns from a round."""
-        judged = [
-            Outcome(row.sequence.seq_id, len(row.proposal.tokens), verdict.accepted)
-            for row, verdict in batch.pair(verdicts)
-            if row.proposal is not None and row.proposal.tokens
-        ]
-        self.acceptance.observe(judged)
-        if batch.is_steady:
-            self.costs.observe_verify(batch.num_rows, verify_seconds)
-            self._observe_draft(batch, draft_seconds)
-
-    def _observe_draft(self, batch: Batch, seconds: float) -> None:
-        proposals = [row.proposal for row in batch.rows if row.proposal is not None and row.proposal.tokens]
-        if proposals:
-            passes = max((len(proposal.tokens) for proposal in proposals if not proposal.anticipated), default=0)
-            hits = sum(proposal.anticipated is True for proposal in proposals)
-            self.costs.observe_draft(seconds, passes=passes, hits=hits, proposals=len(proposals))
+        self.acceptance.observe(outcomes)
+        if not batch.is_steady:
+            return
+        self.costs.observe_verify(batch.num_rows, verify_seconds)
+        if outcomes:
+            passes = max((outcome.proposed for outcome in outcomes if not outcome.anticipated), default=0)
+            hits = sum(outcome.anticipated is True for outcome in outcomes)
+            self.costs.observe_draft(draft_seconds, passes=passes, hits=hits, proposals=len(outcomes))
 
     def _usual(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         gamma = self.decision.gamma

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
-import yaml
-
 from specserve import config as engine
 from specserve.errors import ConfigError
 from specserve.settings import Rule, choice, group, items, number, read_section, section, setting, text, unset_as, whole
@@ -112,15 +110,7 @@ class Case:
 
 def load_study(file: Path) -> Study:
     """Raises ConfigError for a key or a value that cannot be used."""
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the file {file} cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the file {file} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"the file {file} must hold keys and values, not {type(tree).__name__}")
-    return _checked(read_section(Study, tree))
+    return _checked(read_section(Study, engine.read_tree(file)))
 
 
 def cases(study: Study, *, directory: Path) -> Iterator[Case]:

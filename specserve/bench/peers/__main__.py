@@ -15,25 +15,17 @@ from pathlib import Path
 
 import psutil
 
-from specserve.api.text import Text
-from specserve.bench.peers.contest import OURS, Contest, Plan, Prompts
+from specserve.bench.held_out import held_out_prompts
+from specserve.bench.peers.contest import OURS, Contest, Plan
 from specserve.bench.peers.process import ROOT, PeerFailed, Process
 from specserve.bench.peers.report import About, as_json, page
 from specserve.config import DEMO
-from specserve.demo.train import standard_library
 from specserve.models.inflate import inflate
 
 _log = logging.getLogger(__name__)
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 128
 IDLE_S = 5.0
-
-
-def held_out_prompts() -> Prompts:
-    """The beginnings of held-out files, past their first lines."""
-    text = Text.load(DEMO / "target")
-    long = [content[200:] for content in standard_library().held_out if len(content) > 4000]
-    return tuple(tuple(text.encode(content)[:PROMPT_TOKENS]) for content in long[:PROMPTS])
 
 
 def commands(target: Path, work: Path, *, python: Path, keys: Sequence[str]) -> Mapping[str, Sequence[str]]:
@@ -99,7 +91,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the report here, and its figures beside it as JSON")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    prompts = held_out_prompts()
+    prompts = held_out_prompts(count=PROMPTS, length=PROMPT_TOKENS)
     full, quick = Plan(prompts, args.alone, NEW_TOKENS, turns=args.turns, sweeps=2), Plan(prompts, 2, 32, turns=1, sweeps=1)
     plan = quick if args.quick else full
     with tempfile.TemporaryDirectory() as directory:
