@@ -175,7 +175,7 @@ def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result
 
 def _whole(drafter: str) -> str:
     """The drafter that draws as this one does when nobody asks for its q: from all that it knows."""
-    return "full" if DRAFTERS[drafter].vocab == VOCAB else drafter
+    return "full" if drafter in DRAFTERS and DRAFTERS[drafter].vocab == VOCAB else drafter
 
 
 def _request(case: Case, i: int, seed: int) -> Request:

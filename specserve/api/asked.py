@@ -51,6 +51,8 @@ class Reader:
         given = _prompts(body.prompt)
         if len(given) * sampling.n > MAX_CONTINUATIONS:
             raise BadValue(f"{len(given)} prompts times n {sampling.n} is more than the {MAX_CONTINUATIONS} that one request may ask for", param="n")
+        for prompt in given:
+            self._check_size(len(prompt), param="prompt")
         size = sum(len(prompt) for prompt in given)
         prompts = await _aside(size, lambda: tuple(self._prompt(prompt, echo=sampling.echo) for prompt in given))
         return _asked(body, prompts, sampling)
@@ -58,6 +60,7 @@ class Reader:
     async def chat(self, body: ChatBody) -> Asked:
         self.check_model(body.model)
         self._sampling(body, default_max_tokens=1)  # what is wrong with it is said before anything is done
+        self._check_size(sum(len(_plain(message)["content"]) for message in body.messages), param="messages")
         ids = await self.chat_ids(body.messages)
         self._check(ids, param="messages")
         sampling = self._sampling(body, default_max_tokens=self._served.max_context - len(ids))
@@ -91,6 +94,12 @@ class Reader:
         if not echo:
             return Prompt(ids)
         return Prompt(ids, prompt if isinstance(prompt, str) else self._text.decode(ids))
+
+    def _check_size(self, size: int, *, param: str) -> None:
+        """Characters or ids: what is far too long costs no tokenizing, which takes a hundred times its memory."""
+        most = self._served.max_context * self._text.longest
+        if size > most:
+            raise TooLong(f"the prompt has a length of {size}, but the context holds {self._served.max_context} tokens, at most {most} characters", param=param)
 
     def _check(self, ids: tuple[int, ...], *, param: str) -> None:
         context = self._served.max_context

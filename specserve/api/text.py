@@ -107,6 +107,11 @@ class Text:
         return self._backend.id_to_token(token_id) or ""
 
     @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token: a text of so many times n characters has n tokens or more."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
+    @cached_property
     def _anchor(self) -> int:
         """A token to put in front of another, so that the other is not first."""
         return next(
