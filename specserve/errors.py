@@ -49,6 +49,10 @@ class Unavailable(SpecserveError):
     """Starting or stopping; the same request may succeed later."""
 
 
+class Displaced(Unavailable):
+    """An engine that goes away; another one can go on where this one was."""
+
+
 class TimedOut(SpecserveError):
     """A request that took longer than `limits.request_timeout_s`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Protocol
 
@@ -167,6 +167,17 @@ class Stats:
     anticipated: int = 0
     resumed: int = 0
 
+    def after(self, earlier: Stats) -> Stats:
+        """Of a request that an earlier engine began."""
+        return replace(
+            self,
+            rounds=earlier.rounds + self.rounds,
+            drafted=earlier.drafted + self.drafted,
+            accepted=earlier.accepted + self.accepted,
+            target_passes=earlier.target_passes + self.target_passes,
+            anticipated=earlier.anticipated + self.anticipated,
+        )
+
     @property
     def mean_accepted_length(self) -> float:
         """Accepted draft tokens a round."""
@@ -213,6 +224,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
     speculation: Speculation = field(default_factory=Speculation)
+    written: tuple[int, ...] = ()  # by an engine that is gone, and known to the client: the text goes on behind them
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specserve.engine import Coordinator
-from specserve.errors import BadValue, EmptyPrompt, Overloaded, TooLong, UnknownToken
+from specserve.errors import BadValue, Displaced, EmptyPrompt, Overloaded, TooLong, UnknownToken
 from specserve.types import Chunk, Finish, ModelInfo, Origin, Request, Speculation, Warp
 
 
@@ -311,16 +311,72 @@ def test_cancelling_and_submitting_from_within_emit_works():
     assert served.tokens(seq_id + 1) == text((3, 4), 2)
 
 
-def test_a_failure_of_the_target_ends_the_requests_of_its_batch_and_the_others_go_on():
-    served = Served(max_running=2, gamma=2)
-    ids = [served.submit(1, 2, 3, max_tokens=30) for _ in range(4)]
-    served.rounds(3)
-    served.target.errors.append(RuntimeError("card fell off the bus"))
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_a_target_that_fails_and_comes_back_without_its_cache_changes_no_text(gamma):
+    served = Served(max_running=3, gamma=gamma)
+    ids = [served.submit(i, 2, 3, max_tokens=30) for i in range(4)]
+    for rounds in (3, 1, 7):
+        served.rounds(rounds)
+        served.target.errors.append(RuntimeError("card fell off the bus"))
+        served.target.caches.clear()
     served.finish()
-    assert [served.last(seq_id).finish for seq_id in ids] == [Finish.ERROR, Finish.ERROR, Finish.LENGTH, Finish.LENGTH]
-    assert served.last(ids[0]).error == "card fell off the bus"
-    assert served.last(ids[0]).stats is not None
-    assert served.tokens(ids[2]) == text((1, 2, 3), 30)
+    assert [served.tokens(seq_id) for seq_id in ids] == [text((i, 2, 3), 30) for i in range(4)]
+    assert {served.last(seq_id).finish for seq_id in ids} == {Finish.LENGTH}
+
+
+def test_a_request_that_kills_every_batch_that_it_is_in_fails_alone_and_no_other_one_does():
+    served = Served(gamma=2, max_running=8)
+    ids = [served.submit(i, 2, 3, max_tokens=20) for i in range(6)]
+    poison = ids[3]
+    verify, deaths = served.target.verify, []
+
+    async def fragile(steps):
+        if any(step.seq_id == poison and step.start + len(step.tokens) > 8 for step in steps):
+            deaths.append(len(steps))
+            served.target.caches.clear()
+            raise RuntimeError("segmentation fault")
+        return await verify(steps)
+
+    served.target.verify = fragile
+    served.finish()
+    assert served.last(poison).finish is Finish.ERROR
+    assert "3 times over this request: segmentation fault" in served.last(poison).error
+    assert [served.tokens(seq_id) for seq_id in ids if seq_id != poison] == [text((i, 2, 3), 20) for i in range(6) if ids[i] != poison]
+    assert len(deaths) == 3
+    assert deaths[-1] == 1
+
+
+def test_kills_that_are_nobodys_fault_fail_nobody_however_many_there_are():
+    served = Served(gamma=2)
+    ids = [served.submit(i, 2, 3, max_tokens=40) for i in range(4)]
+    for _ in range(12):
+        served.target.errors.append(RuntimeError("killed"))
+        served.target.caches.clear()
+        served.rounds(3)
+    served.finish()
+    assert [served.tokens(seq_id) for seq_id in ids] == [text((i, 2, 3), 40) for i in range(4)]
+
+
+def test_an_engine_that_cannot_go_on_sends_its_requests_back_and_says_so():
+    served = Served(gamma=2)
+    ids = [served.submit(i, 2, 3, max_tokens=40) for i in range(3)]
+    served.rounds(2)
+    served.target.errors.append(Displaced("no card is left"))
+    served.finish()
+    assert served.coordinator.displaced
+    assert {served.last(seq_id).finish for seq_id in ids} == {Finish.ERROR}
+    with pytest.raises(Displaced):
+        served.submit(1, 2)
+
+
+@pytest.mark.parametrize("written", [1, 7, 29])
+def test_a_text_goes_on_behind_what_another_engine_has_written(written):
+    whole = text((1, 2, 3), 30)
+    served = Served(gamma=3)
+    seq_id = served.submit(1, 2, 3, max_tokens=30, written=whole[:written])
+    served.finish()
+    assert served.tokens(seq_id) == whole[written:]
+    assert served.last(seq_id).finish is Finish.LENGTH
 
 
 def test_verdicts_that_do_not_fit_the_steps_are_a_failure_not_a_wrong_text():
@@ -428,7 +484,7 @@ def test_run_sleeps_without_work_wakes_for_it_and_ends_what_is_left_when_closed(
         served.coordinator.close()
         await asyncio.wait_for(running, 5)
         assert served.last(second).finish is Finish.ERROR
-        with pytest.raises(Overloaded):
+        with pytest.raises(Displaced):
             served.submit(1)
 
     asyncio.run(play())

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -23,7 +24,8 @@ import pytest
 import uvloop
 import zmq
 
-from specserve.cluster.link import Address, Client, Inbox, Keys, Outlet, Server, Ticket
+from specserve.cluster.link import Address, Client, Keys, Server
+from specserve.cluster.mail import Inbox, Outlet, Ticket
 from specserve.errors import OutOfPages, WorkerLost
 from specserve.types import Chunk, Origin, Policy, Proposal, SparseRows, Verdict, VerifyStep, Warp
 from specserve.wire import Chunks, Failed, Message, Proposals, Propose, Stop, Verdicts, Verify, pack
@@ -238,6 +240,44 @@ def test_a_worker_that_dies_in_a_round_leaves_the_coordinator_a_deadline_and_not
         client.close()
 
     run(main())
+    for each in (ours, theirs, process):
+        each.close()
+
+
+def answer_all(pipe: Any, admits: bytes) -> None:
+    server = Server(Keys.fresh(), "127.0.0.1", admits)
+    pipe.send(server.address)
+    while True:
+        message = server.receive()
+        time.sleep(3.0 if message.number == 2 else 0.0)
+        server.send(Verdicts(message.number, (), 0.0, 0))
+
+
+@pytest.mark.parametrize("nearby", [True, False], ids=["ipc", "tcp"])
+def test_a_worker_that_is_stopped_is_noticed_within_five_seconds_and_one_that_is_busy_for_longer_than_a_beat_is_not(nearby: bool) -> None:
+    keys = Keys.fresh()
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=answer_all, args=(theirs, keys.public))
+    process.start()
+    address = ours.recv()
+    client = Client(keys, address if nearby else replace(address, nearby=""))
+    silences: list[WorkerLost] = []
+
+    async def main() -> None:
+        client.on_silence = silences.append
+        assert (await client.call(verify(1), SECONDS)).number == 1
+        assert (await client.call(verify(2), SECONDS)).number == 2, "a long pass was taken for a death"
+        os.kill(process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(WorkerLost, match="silent"):
+            await client.call(verify(3), SECONDS)
+        assert time.monotonic() - begun < 5
+        client.close()
+
+    run(main())
+    assert len(silences) == 1
+    process.kill()
+    process.join()
     for each in (ours, theirs, process):
         each.close()
 
@@ -469,7 +509,7 @@ def test_an_inbox_admits_its_ticket_alone_and_survives_garbage(caplog: pytest.Lo
 
 
 def test_an_outlet_never_blocks_and_says_once_that_it_drops(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specserve.cluster.link.OUTLET_MARK", 50)
+    monkeypatch.setattr("specserve.cluster.mail.OUTLET_MARK", 50)
     inbox = Inbox(HOST)
     inbox.close()
     outlet = Outlet(inbox.ticket)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from specserve.cluster.link import Inbox, Outlet
+from specserve.cluster.mail import Inbox, Outlet
 from specserve.cluster.replicas import Replicas
-from specserve.errors import BadValue, Overloaded, WorkerLost
-from specserve.types import Chunk, Finish, Origin, Request, Warp
+from specserve.errors import BadValue, Displaced, Overloaded, WorkerLost
+from specserve.types import Chunk, Finish, Origin, Request, Stats, Warp
 from specserve.wire import Chunks
 
 ASKED = Request((1, 2), 8, Warp(), seed=1)
@@ -38,6 +39,8 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.numbers: list[int] = []
+        self.requests: list[Request] = []
+        self.resumed: list[int] = []
 
     @property
     def generate(self) -> Engine:
@@ -46,13 +49,14 @@ class Engine:
     def remote(self, request: Request, number: int, ticket: object) -> Call:
         self.calls.append(Call(asyncio.get_running_loop().create_future()))
         self.numbers.append(number)
+        self.requests.append(request)
         return self.calls[-1]
 
 
 def run(scenario: Callable[[Replicas, Engine, Outlet], Any]) -> None:
     async def main() -> None:
         inbox, engine = Inbox("127.0.0.1"), Engine()
-        replicas, outlet = Replicas(engine, None, inbox, own="g"), Outlet(inbox.ticket)
+        replicas, outlet = Replicas(engine, None, inbox, own="g", resumed=lambda: engine.resumed.append(1)), Outlet(inbox.ticket)
         try:
             async with asyncio.timeout(10):
                 await scenario(replicas, engine, outlet)
@@ -61,6 +65,11 @@ def run(scenario: Callable[[Replicas, Engine, Outlet], Any]) -> None:
             replicas.close()
 
     asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
 
 
 def chunk(number: int, token: int, finish: Finish | None = None) -> Chunk:
@@ -88,9 +97,8 @@ def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
     [
         (lambda result: result.set_result(BadValue("gamma is too large", param="speculation.gamma")), BadValue),
         (lambda result: result.set_exception(BackPressureError(5, 5)), Overloaded),
-        (lambda result: result.set_exception(ActorDiedError()), WorkerLost),
     ],
-    ids=["refused", "full", "dead"],
+    ids=["refused", "full"],
 )
 def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(ending: Callable[[Any], None], kind: type[Exception]) -> None:
     async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
@@ -118,14 +126,71 @@ def test_whoever_stops_listening_cancels_the_call() -> None:
     run(scenario)
 
 
-def test_a_last_chunk_that_is_lost_does_not_leave_the_request_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specserve.cluster.replicas.LAST_CHUNK_S", 0.1)
+ENDINGS = {
+    "dead": lambda result: result.set_exception(ActorDiedError()),
+    "closing": lambda result: result.set_result(Displaced("the engine was closed")),
+    "lost end": lambda result: result.set_result(None),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_a_text_goes_on_in_another_engine_where_it_was(ending: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.cluster.replicas.LAST_CHUNK_S", 0.05)
+
+    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
+        async def listen() -> list[Chunk]:
+            return [chunk async for chunk in replicas.generate(ASKED)]
+
+        listening = asyncio.create_task(listen())
+        for life, tokens in enumerate(((5, 6), (), (7,))):
+            await until(lambda life=life: len(engine.calls) == life + 1)
+            for token in tokens:
+                outlet.send(
+                    Chunks(
+                        (replace(chunk(engine.numbers[life], token), stats=Stats("block", True, rounds=1, drafted=3, accepted=2, target_passes=2)),)
+                    )
+                )
+            await asyncio.sleep(0.05)
+            ending(engine.calls[life].result)
+        await until(lambda: len(engine.calls) == 4)
+        outlet.send(Chunks((chunk(engine.numbers[0], 99),)))  # an engine that was thought dead
+        stats = Stats("block", True, rounds=1, drafted=3, accepted=2, target_passes=2)
+        outlet.send(Chunks((replace(chunk(engine.numbers[3], 8, Finish.LENGTH), stats=stats),)))
+        heard = await listening
+        assert [token for one in heard for token in one.tokens] == [5, 6, 7, 8]
+        assert [request.written for request in engine.requests] == [(), (5, 6), (5, 6), (5, 6, 7)]
+        assert heard[-1].stats == Stats("block", True, rounds=3, drafted=9, accepted=6, target_passes=6, resumed=3)
+        assert len(engine.resumed) == 3
+
+    run(scenario)
+
+
+def test_a_request_that_loses_every_engine_without_getting_further_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.cluster.story.FIRST_PAUSE_S", 0.001)
 
     async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
         waiting = asyncio.ensure_future(anext(replicas.generate(ASKED)))
-        await asyncio.sleep(0.05)
-        engine.calls[0].result.set_result(None)
-        with pytest.raises(WorkerLost, match="end of the text was lost"):
+        for life in range(6):
+            await until(lambda life=life: len(engine.calls) == life + 1)
+            engine.calls[life].result.set_exception(ActorDiedError())
+        with pytest.raises(WorkerLost, match="lost its engine 5 times"):
             await waiting
+
+    run(scenario)
+
+
+def test_a_text_that_has_begun_waits_where_every_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.cluster.replicas.FULL_S", 0.01)
+
+    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
+        waiting = asyncio.ensure_future(anext(replicas.generate(ASKED)))
+        await until(lambda: len(engine.calls) == 1)
+        engine.calls[0].result.set_exception(ActorDiedError())
+        for life in range(1, 9):
+            await until(lambda life=life: len(engine.calls) == life + 1)
+            engine.calls[life].result.set_exception(BackPressureError(5, 5))
+        await until(lambda: len(engine.calls) == 10)
+        outlet.send(Chunks((chunk(engine.numbers[-1], 4),)))
+        assert (await waiting).tokens == (4,)
 
     run(scenario)

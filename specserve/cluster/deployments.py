@@ -17,16 +17,16 @@ from specserve.api.service import Served
 from specserve.api.text import Text
 from specserve.cluster.board import ENGINE, GATEWAY, Report, report_for_ever
 from specserve.cluster.gauges import Gauges
-from specserve.cluster.group import Group
-from specserve.cluster.link import Inbox, Outlet, Ticket
+from specserve.cluster.group import TARGET, Group
+from specserve.cluster.mail import Inbox, Outlet, Ticket
 from specserve.cluster.placement import Bundle
 from specserve.cluster.replicas import Replicas
 from specserve.config import Config
 from specserve.engine import Coordinator
 from specserve.engine.journal import Journal
-from specserve.errors import SpecserveError, WorkerLost
+from specserve.errors import Displaced, SpecserveError, WorkerLost
 from specserve.metrics import Registry
-from specserve.types import Chunk, ModelInfo, Request
+from specserve.types import Chunk, Finish, ModelInfo, Request
 from specserve.wire import Chunks
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class _Reply:
 
     outlet: Outlet
     number: int  # the gateway's own, of the request
-    ended: asyncio.Future[None]
+    ended: asyncio.Future[SpecserveError | None]  # with a refusal, if the text did not come to its end
 
 
 class Engine:
@@ -54,14 +54,13 @@ class Engine:
         self._outlets: dict[Ticket, Outlet] = {}
         self._journal = Journal(self._registry)
         self._group = await Group.start(config, bundles, self._journal.exchange)
-        draft = self._group.draft_worker
         self._coordinator = Coordinator.of(
             config,
             self._group.target,
             self._group.drafter,
             info=self._group.info,
             emit=self._emit,
-            draft_context=None if draft is None else draft.ready.context,
+            draft_context=self._group.draft_context,
             report=self._journal.record,
             overlaps=True,
         )
@@ -71,18 +70,17 @@ class Engine:
         log.info("engine %s is ready: %s", self._replica, self._group.places)
 
     async def generate(self, request: Request, number: int, ticket: Ticket) -> SpecserveError | None:
-        """Lasts as long as the request. Its chunks leave by the ticket's link; a refusal is the result."""
+        """Lasts as long as the request. Its chunks leave by the ticket's link; a refusal is the result, and so is that it must go elsewhere."""
         try:
             seq_id = self._coordinator.submit(request)
         except SpecserveError as refusal:
             return refusal
         reply = self._replies[seq_id] = _Reply(self._outlet(ticket), number, asyncio.get_running_loop().create_future())
         try:
-            await reply.ended
+            return await reply.ended
         finally:
             if self._replies.pop(seq_id, None) is not None:  # the caller has gone
                 self._coordinator.cancel(seq_id)
-        return None
 
     async def info(self) -> ModelInfo:
         return self._group.info
@@ -100,9 +98,9 @@ class Engine:
 
     def check_health(self) -> None:
         """Raises when this replica can serve no more: Serve then replaces it, workers and all."""
-        trouble = self._trouble()
-        if trouble is not None:
-            raise WorkerLost(trouble)
+        end = self._end()
+        if end is not None:
+            raise WorkerLost(end)
 
     async def __del__(self) -> None:
         """Serve calls this when the replica is to go."""
@@ -115,16 +113,22 @@ class Engine:
         for outlet in self._outlets.values():
             outlet.close()
 
-    def _trouble(self) -> str | None:
-        """A dead worker or coordinator, or a round that began longer ago than its deadline: never mere load."""
-        if self._group.lost is not None:
-            return self._group.lost
+    def _end(self) -> str | None:
+        """A coordinator or target that will not come back, or a round that began longer ago than its deadline: never mere load."""
+        if self._group.is_lost:
+            return self._group.troubles[TARGET]
         if self._rounds.done():
             return f"the coordinator has ended: {self._rounds.exception() if not self._rounds.cancelled() else 'cancelled'}"
         since = self._coordinator.in_round_since
-        if since is not None and time.perf_counter() - since > 2 * self._config.faults.round_deadline_s + ROUND_SLACK_S:
-            return "a round does not end"
-        return None
+        if TARGET in self._group.troubles or since is None:
+            return None
+        longest = 2 * self._config.faults.round_deadline_s + ROUND_SLACK_S
+        return "a round does not end" if time.perf_counter() - since > longest else None
+
+    @property
+    def _trouble(self) -> str | None:
+        """Why this replica makes no progress now."""
+        return self._end() or self._group.troubles.get(TARGET)
 
     def _emit(self, chunks: Sequence[Chunk]) -> None:
         """One message for each gateway that has chunks in this round."""
@@ -133,9 +137,11 @@ class Engine:
             reply = self._replies.get(chunk.seq_id) if chunk.finish is None else self._replies.pop(chunk.seq_id, None)
             if reply is None:
                 continue
-            by_outlet.setdefault(reply.outlet, []).append(replace(chunk, seq_id=reply.number))
+            displaced = chunk.finish is Finish.ERROR and self._coordinator.displaced
+            if not displaced:
+                by_outlet.setdefault(reply.outlet, []).append(replace(chunk, seq_id=reply.number))
             if chunk.finish is not None and not reply.ended.done():
-                reply.ended.set_result(None)
+                reply.ended.set_result(Displaced(chunk.error or "the engine ends") if displaced else None)
         for outlet, mine in by_outlet.items():
             outlet.send(Chunks(tuple(mine)))
 
@@ -155,7 +161,7 @@ class Engine:
 
     def _report(self) -> Report:
         self._gauges.observe(self._coordinator, self._group)
-        return Report(self._replica, ENGINE, self._trouble(), self._registry.snapshot())
+        return Report(self._replica, ENGINE, self._trouble, self._registry.snapshot())
 
 
 @serve.ingress()
@@ -175,8 +181,9 @@ class Gateway:
             max_gamma=config.speculation.max_gamma,
         )
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._replicas = Replicas(engine, board, self._inbox, own=self._replica)
         self._registry = Registry()
+        resumed = self._registry.counter("requests_resumed_total")
+        self._replicas = Replicas(engine, board, self._inbox, own=self._replica, resumed=lambda: resumed.add(1))
         self._reports = asyncio.create_task(report_for_ever(board, self._report))
 
     def __serve_build_asgi_app__(self) -> Any:

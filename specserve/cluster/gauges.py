@@ -24,6 +24,8 @@ class Gauges:
         registry.gauge("num_requests_waiting").set(len(scheduler.waiting))
         registry.gauge("gamma").set(coordinator.pacer.gamma if group.drafter is not None else 0)
         self._count("preemptions_total", scheduler.num_preempted)
+        for role, restarts in group.restarts.items():
+            self._count("worker_restarts_total", restarts, role)
         self._count("prefix_cache_queries_total", group.target.prefix_queries)
         self._count("prefix_cache_hits_total", group.target.prefix_hits)
         registry.gauge("kv_cache_usage_perc").set(group.target.pages_used / group.info.num_pages, "target")
@@ -42,6 +44,6 @@ class Gauges:
             self._last_busy[role] = busy
         self._last_time = now
 
-    def _count(self, name: str, total: int) -> None:
-        self._registry.counter(name).add(total - self._last_counts.get(name, 0))
-        self._last_counts[name] = total
+    def _count(self, name: str, total: int, label: str = "") -> None:
+        self._registry.counter(name).add(total - self._last_counts.get(name + label, 0), *([label] if label else []))
+        self._last_counts[name + label] = total

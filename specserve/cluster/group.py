@@ -1,18 +1,19 @@
-"""The workers of one engine replica: started in its placement group, opened together, linked, and watched."""
+"""The workers of one engine replica: started in its placement group, opened together, linked, and kept alive."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from specserve.cluster.keeper import Keeper, Worker, Workers
 from specserve.cluster.link import Client, Keys
 from specserve.cluster.placement import FIRST_RANK, Bundle
 from specserve.cluster.remote import RemoteDrafter, RemoteTarget, Report
@@ -20,109 +21,118 @@ from specserve.cluster.workers import DraftWorker, Place, Ready, TargetWorker
 from specserve.config import Config
 from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import ModelInfo
-from specserve.wire import Stop
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """One actor, its link, and the call that lasts as long as it lives."""
-
-    role: str  # target or draft
-    actor: Any
-    client: Client
-    ready: Ready
-    running: Awaitable[None]
+TARGET, DRAFT = "target", "draft"
 
 
 class Group:
-    """A target of some ranks and perhaps a drafter. Without the drafter the rounds go on; without a rank they cannot."""
+    """A target of some ranks and perhaps a drafter. Without the drafter the rounds go on; without a rank they wait until all ranks are new."""
 
-    def __init__(self, ranks: tuple[Worker, ...], drafter: Worker | None, *, deadline_s: float, report: Report | None = None) -> None:
-        self.ranks, self.draft_worker = ranks, drafter
-        self.target = RemoteTarget([rank.client for rank in ranks], deadline_s=deadline_s, report=report)
-        self.drafter = None if drafter is None else RemoteDrafter(drafter.client, deadline_s=deadline_s, report=report)
-        self._dead: str | None = None
-        self._watches = [asyncio.create_task(self._watch(worker)) for worker in self.workers]
+    def __init__(self, config: Config, wanted: Sequence[Bundle], keys: Keys, report: Report | None) -> None:
+        self._config, self._draft_config, self._wanted, self._keys = config, config, wanted, keys
+        self.target = RemoteTarget(deadline_s=config.faults.round_deadline_s, report=report)
+        self.drafter = None if config.draft.kind == "none" else RemoteDrafter(deadline_s=config.faults.round_deadline_s, report=report)
+        self.keepers: tuple[Keeper, ...] = ()
+        self.draft_context: int | None = None
+        self.info: ModelInfo
 
     @classmethod
     async def start(cls, config: Config, wanted: Sequence[Bundle], report: Report | None = None) -> Group:
         """Starts and opens all workers; raises what the first of them raised, and leaves none behind then. `report` hears of every exchange."""
-        keys = Keys.fresh()
-        actors = _actors(config, wanted, keys.public)
+        group = cls(config, wanted, Keys.fresh(), report)
+        drafter = None if group.drafter is None else group._new_drafter()  # its process starts while the ranks read their weights
+        with _none_left([] if drafter is None else [drafter]):
+            ranks = await group._start_ranks()
+            group.info = _info(ranks)
         try:
-            ranks = await _open_ranks(actors.ranks, keys)
-            drafter = None
-            if actors.draft is not None:
-                assert ranks[0].ready.info is not None
-                drafter = _linked("draft", actors.draft, await _answer(actors.draft.open.remote(ranks[0].ready.info)), keys)
+            drafters = () if drafter is None else await group._opened(drafter)
         except BaseException:
-            for actor in (*actors.ranks, actors.draft):
-                if actor is not None:
-                    ray.kill(actor)
+            for rank in ranks:
+                rank.end()
             raise
-        return cls(ranks, drafter, deadline_s=config.faults.round_deadline_s, report=report)
+        group._keep(ranks, drafters)
+        return group
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        return self.ranks if self.draft_worker is None else (*self.ranks, self.draft_worker)
+        """Those that are there now."""
+        return tuple(worker for keeper in self.keepers for worker in keeper.workers)
 
     @property
-    def lost(self) -> str | None:
-        """Which rank has died, or hangs, once one does."""
-        return self._dead or self.target.lost
+    def draft_worker(self) -> Worker | None:
+        return next((worker for worker in self.workers if worker.role == DRAFT), None)
 
     @property
-    def info(self) -> ModelInfo:
-        info = self.ranks[0].ready.info
-        assert info is not None
-        return info
+    def troubles(self) -> dict[str, str]:
+        """By role, why it is not at work now."""
+        return {keeper.role: keeper.trouble for keeper in self.keepers if keeper.trouble is not None}
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        return {keeper.role: keeper.num_restarts for keeper in self.keepers}
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the target will not come back."""
+        return any(keeper.role == TARGET and keeper.is_over for keeper in self.keepers)
 
     @property
     def places(self) -> dict[str, Place]:
         """Where each worker is: target-0, target-1, ..., draft."""
-        places = {f"target-{number}": rank.ready.place for number, rank in enumerate(self.ranks)}
-        return places if self.draft_worker is None else places | {"draft": self.draft_worker.ready.place}
+        ranks = [worker for worker in self.workers if worker.role == TARGET]
+        places = {f"target-{number}": rank.ready.place for number, rank in enumerate(ranks)}
+        draft = self.draft_worker
+        return places if draft is None else places | {"draft": draft.ready.place}
 
     async def close(self) -> None:
         """Ends the workers and their links."""
-        for watch in self._watches:
-            watch.cancel()
-        for worker in self.workers:
-            worker.client.post(Stop())
-        await asyncio.wait([asyncio.ensure_future(worker.running) for worker in self.workers], timeout=1.0)
-        for worker in self.workers:
-            worker.client.close()
-            ray.kill(worker.actor)
+        await asyncio.gather(*(keeper.close() for keeper in self.keepers))
 
-    async def _watch(self, worker: Worker) -> None:
-        """Learns within some 30 ms that a worker has died: then the call that was to last for ever ends."""
-        try:
-            await worker.running
-            why = "it has stopped"
-        except RayError as error:
-            why = str(error).strip().splitlines()[0]
-        message = f"a {worker.role} worker was lost: {why}"
-        log.error("%s", message)
-        if worker.role == "target":
-            self._dead = message
-        worker.client.fail(WorkerLost(message))
+    def _keep(self, ranks: Workers, drafters: Workers) -> None:
+        """A drafter is worth any number of tries; a target that does not come back makes place for another replica."""
+        tries = self._config.faults.max_restarts
+        # Ranks that come back have as many pages as the first: the scheduler counts on them.
+        self._config = replace(self._config, cache=replace(self._config.cache, pages=self.info.num_pages))
+        self.keepers = (Keeper(TARGET, ranks, self.target, self._start_ranks, max_restarts=tries),)
+        self.draft_context = drafters[0].ready.context if drafters else None
+        if self.drafter is not None:
+            self.keepers += (Keeper(DRAFT, drafters, self.drafter, self._start_drafter, max_restarts=None),)
+
+    async def _start_ranks(self) -> Workers:
+        config, first = self._config, self._wanted[FIRST_RANK : FIRST_RANK + self._config.target.tensor_parallel]
+        actors = [_actor(TargetWorker, bundle, FIRST_RANK + rank, config, rank, self._keys.public) for rank, bundle in enumerate(first)]
+        with _none_left(actors):
+            meeting = await _answer(actors[0].meet.remote()) if len(actors) > 1 else None
+            readies = await asyncio.gather(*(_answer(actor.open.remote(meeting)) for actor in actors))
+            return tuple(_linked(TARGET, actor, ready, self._keys) for actor, ready in zip(actors, readies, strict=True))
+
+    async def _start_drafter(self) -> Workers:
+        return await self._opened(self._new_drafter())
+
+    def _new_drafter(self) -> Any:
+        last = len(self._wanted) - 1
+        return _actor(DraftWorker, self._wanted[last], last, self._draft_config, self._keys.public)
+
+    async def _opened(self, actor: Any) -> Workers:
+        with _none_left([actor]):
+            return (_linked(DRAFT, actor, await _answer(actor.open.remote(self.info)), self._keys),)
 
 
-@dataclass(frozen=True, slots=True)
-class _Actors:
-    ranks: tuple[Any, ...]
-    draft: Any
+@contextlib.contextmanager
+def _none_left(actors: Sequence[Any]) -> Iterator[None]:
+    """Ends the actors if not all of them can be used."""
+    try:
+        yield
+    except BaseException:
+        for actor in actors:
+            ray.kill(actor)
+        raise
 
 
-def _actors(config: Config, wanted: Sequence[Bundle], admits: bytes) -> _Actors:
-    last = len(wanted) - 1
-    ranks = tuple(
-        _actor(TargetWorker, wanted[FIRST_RANK + rank], FIRST_RANK + rank, config, rank, admits) for rank in range(config.target.tensor_parallel)
-    )
-    draft = None if config.draft.kind == "none" else _actor(DraftWorker, wanted[last], last, config, admits)
-    return _Actors(ranks, draft)
+def _info(ranks: Workers) -> ModelInfo:
+    info = ranks[0].ready.info
+    assert info is not None
+    return info
 
 
 def _actor(kind: type[Any], bundle: Bundle, number: int, *arguments: object) -> Any:
@@ -135,12 +145,6 @@ def _actor(kind: type[Any], bundle: Bundle, number: int, *arguments: object) -> 
     else:
         options["scheduling_strategy"] = strategy
     return cast(Any, ray.remote(kind)).options(**options).remote(*arguments)
-
-
-async def _open_ranks(actors: tuple[Any, ...], keys: Keys) -> tuple[Worker, ...]:
-    meeting = await _answer(actors[0].meet.remote()) if len(actors) > 1 else None
-    readies = await asyncio.gather(*(_answer(actor.open.remote(meeting)) for actor in actors))
-    return tuple(_linked("target", actor, ready, keys) for actor, ready in zip(actors, readies, strict=True))
 
 
 def _linked(role: str, actor: Any, ready: Ready, keys: Keys) -> Worker:

@@ -1,29 +1,30 @@
-"""Encrypted, authenticated links of messages: Client to Server between a coordinator and a worker, Outlet to Inbox between engines and a gateway.
+"""An encrypted, authenticated link of messages between a coordinator and a worker. Knows neither Ray nor what the messages mean.
 
 Every link has keys of its own (CURVE), handed over by whoever started both ends; the end that listens admits a single client key
-(gate.py). Whatever else arrives is logged and ignored. Knows neither Ray nor what the messages mean.
+(gate.py). Whatever else arrives is logged and ignored.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from specserve.cluster.gate import Gate, Socket, arrived, bind, bind_nearby, machine
 from specserve.errors import BadFrame, WorkerLost
-from specserve.wire import Chunks, Failed, Message, Prepared, Proposals, Propose, Verdicts, Verify, pack, unpack
+from specserve.wire import Failed, Message, Prepared, Proposals, Propose, Verdicts, Verify, pack, unpack
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 2**28  # bytes; a peer that has not yet shown its key cannot make us allocate more
-OUTLET_MARK = 100_000  # messages that wait for a gateway before more are dropped
-OUTLET_LINGER_S = 1.0
+BEAT_S, SILENCE_S = 0.5, 2.5  # ZeroMQ's own thread sends and answers beats, however long a pass takes; only a stopped or dead process does not
+GRACE_S = 1.0  # to connect anew after a connection broke
+TIDINGS = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +57,15 @@ class Address:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """All that an engine needs to send to a gateway. Whoever holds it is admitted."""
-
-    address: Address
-    keys: Keys
-
-
 class Server:
     """The worker's end. Blocking, for one thread at a time; connections are admitted while it receives."""
 
     def __init__(self, keys: Keys, host: str, admits: bytes) -> None:
         self._context = zmq.Context()
-        self._socket = _socket(self._context, zmq.ROUTER, keys)
+        self._socket = encrypted(self._context, zmq.ROUTER, keys)
         self._gate = Gate(self._context, self._socket, admits)
         self._peer = b""  # who sent the last message: a coordinator that connected anew is answered, not the connection that it lost
-        self.address = _listening(self._socket, host, keys)
+        self.address = listening(self._socket, host, keys)
         self._poller = zmq.Poller()
         for socket in (self._socket, *self._gate.sockets):
             self._poller.register(socket, zmq.POLLIN)
@@ -109,7 +102,7 @@ class Server:
 
     def _take(self) -> Message | None:
         for peer, *frames in arrived(self._socket):
-            if (message := _read(frames)) is not None:
+            if (message := read(frames)) is not None:
                 self._peer = peer
                 return message
         return None
@@ -120,21 +113,27 @@ class Client:
 
     def __init__(self, keys: Keys, address: Address) -> None:
         self._context = zmq.Context()
-        self._socket = _socket(self._context, zmq.DEALER, keys)
-        _connect(self._socket, address)
+        self._socket = encrypted(self._context, zmq.DEALER, keys)
+        self._socket.set(zmq.HEARTBEAT_IVL, int(BEAT_S * 1e3))
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1e3))
+        self._tidings: Socket = self._socket.get_monitor_socket(TIDINGS)
+        connect(self._socket, address)
         self._address = address
         self.unasked: Callable[[Prepared], None] | None = None  # takes what the worker sends between two answers
+        self.on_silence: Callable[[WorkerLost], None] | None = None  # is told when the worker has vanished, call or no call
+        self._silence: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._number: int | None = None  # of the call under way
         self._answer: asyncio.Future[Message] | None = None
         self._lost: WorkerLost | None = None
+        self.is_late = False  # an answer did not come in time, and none has come since
 
     def call(self, message: Propose | Verify, timeout_s: float) -> Awaitable[Message]:
         """Sends it at once; to be awaited for the answer of the same number, or what the worker failed with, or WorkerLost."""
         assert self._answer is None
         if self._lost is not None:
             raise self._lost
-        loop = self._listen()
+        loop = self.listen()
         self._number, self._answer = message.number, loop.create_future()
         try:
             self.post(message)
@@ -159,9 +158,23 @@ class Client:
     def close(self) -> None:
         """What has not been sent is not sent any more."""
         self.fail(WorkerLost("the link to the worker is closed"))
-        _deaf(self._loop, self._socket)
+        for socket in (self._socket, self._tidings):
+            deaf(self._loop, socket)
+        if self._silence is not None:
+            self._silence.cancel()
+        self._socket.disable_monitor()
+        self._tidings.close(linger=0)
         self._socket.close()
         self._context.term()
+
+    def listen(self) -> asyncio.AbstractEventLoop:
+        """From now on, in the loop that runs, even between calls."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._socket.FD, self._hear)
+            self._loop.add_reader(self._tidings.FD, self._heed)
+            self._heed()  # its descriptor tells of news only after a first look
+        return self._loop
 
     async def _answered(self, answer: asyncio.Future[Message], deadline: asyncio.TimerHandle) -> Message:
         try:
@@ -173,98 +186,45 @@ class Client:
             raise message.error()
         return message
 
-    def _listen(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket.FD, self._hear)
-        return self._loop
-
     def _give_up(self, timeout_s: float) -> None:
+        self.is_late = True
         self._break_off(WorkerLost(f"the worker at {self._address.host}:{self._address.port} has not answered within {timeout_s:g} s"))
 
     def _break_off(self, error: WorkerLost) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
+    def _heed(self) -> None:
+        """The worker's end may come back at once, if only the connection broke; a process that is stopped does not."""
+        assert self._loop is not None
+        for frames in arrived(self._tidings):
+            if self._silence is not None:
+                self._silence.cancel()
+                self._silence = None
+            if parse_monitor_message(frames)["event"] == zmq.Event.DISCONNECTED:
+                self._silence = self._loop.call_later(GRACE_S, self._vanish)
+
+    def _vanish(self) -> None:
+        error = WorkerLost(f"the worker at {self._address.host}:{self._address.port} has fallen silent")
+        self.fail(error)
+        if self.on_silence is not None:
+            self.on_silence(error)
+
     def _hear(self) -> None:
         for frames in arrived(self._socket):
-            message = _read(frames)
+            message = read(frames)
             if isinstance(message, Prepared) and self.unasked is not None:
                 self.unasked(message)
             if not isinstance(message, (Proposals, Verdicts, Failed)):
                 continue
+            self.is_late = False
             if self._answer is not None and message.number == self._number and not self._answer.done():
                 self._answer.set_result(message)
             else:
                 log.info("dropped a late answer to round %d", message.number)
 
 
-class Inbox:
-    """The gateway's end, in the event loop where it first receives: takes the chunks of whichever engine has its ticket."""
-
-    def __init__(self, host: str) -> None:
-        keys, guests = Keys.fresh(), Keys.fresh()
-        self._context = zmq.Context()
-        self._socket = _socket(self._context, zmq.PULL, keys)
-        self._gate = Gate(self._context, self._socket, guests.public)
-        self.ticket = Ticket(_listening(self._socket, host, keys), guests)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._arrived: asyncio.Queue[Chunks] = asyncio.Queue()
-
-    async def receive(self) -> Chunks:
-        """The next message; those of one engine come in the order in which they were sent."""
-        self._listen()
-        return await self._arrived.get()
-
-    def close(self) -> None:
-        for socket in (self._socket, *self._gate.sockets):
-            _deaf(self._loop, socket)
-        self._gate.close()
-        self._socket.close()
-        self._context.term()
-
-    def _listen(self) -> None:
-        if self._loop is not None:
-            return
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.FD, self._hear)
-        for socket in self._gate.sockets:
-            self._loop.add_reader(socket.FD, self._gate.attend)
-
-    def _hear(self) -> None:
-        for frames in arrived(self._socket):
-            message = _read(frames)
-            if isinstance(message, Chunks):
-                self._arrived.put_nowait(message)
-
-
-class Outlet:
-    """The engine's end. Never blocks: when the gateway is gone, its chunks wait for a while and are then dropped."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self._context = zmq.Context()
-        self._socket = _socket(self._context, zmq.PUSH, ticket.keys)
-        self._socket.set(zmq.SNDHWM, OUTLET_MARK)
-        _connect(self._socket, ticket.address)
-        self._gateway = f"{ticket.address.host}:{ticket.address.port}"
-        self._is_full = False
-
-    def send(self, chunks: Chunks) -> None:
-        try:
-            self._socket.send_multipart(pack(chunks), zmq.NOBLOCK)
-            self._is_full = False
-        except zmq.Again:
-            if not self._is_full:  # one line, not one a round
-                log.warning("the gateway at %s takes no messages; those for it are dropped", self._gateway)
-            self._is_full = True
-
-    def close(self) -> None:
-        """The last messages get a second to leave; a thread waits for that, since whoever closes has other gateways to serve."""
-        self._socket.close(linger=int(OUTLET_LINGER_S * 1e3))
-        threading.Thread(target=self._context.term, name="outlet-close").start()
-
-
-def _socket(context: zmq.Context[Socket], kind: int, keys: Keys) -> Socket:
+def encrypted(context: zmq.Context[Socket], kind: int, keys: Keys) -> Socket:
     socket = context.socket(kind)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
@@ -274,16 +234,16 @@ def _socket(context: zmq.Context[Socket], kind: int, keys: Keys) -> Socket:
     return socket
 
 
-def _listening(socket: Socket, host: str, keys: Keys) -> Address:
+def listening(socket: Socket, host: str, keys: Keys) -> Address:
     return Address(host, bind(socket, host), keys.public, machine(), bind_nearby(socket))
 
 
-def _connect(socket: Socket, address: Address) -> None:
+def connect(socket: Socket, address: Address) -> None:
     socket.set(zmq.CURVE_SERVERKEY, address.public)
     socket.connect(address.endpoint)
 
 
-def _read(frames: list[bytes]) -> Message | None:
+def read(frames: list[bytes]) -> Message | None:
     """None for what is not ours: one bad message must not end whoever receives it."""
     try:
         return unpack(frames)
@@ -292,6 +252,6 @@ def _read(frames: list[bytes]) -> Message | None:
         return None
 
 
-def _deaf(loop: asyncio.AbstractEventLoop | None, socket: Socket) -> None:
+def deaf(loop: asyncio.AbstractEventLoop | None, socket: Socket) -> None:
     if loop is not None and not loop.is_closed():
         loop.remove_reader(socket.FD)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specserve.cluster.link import Outlet, Ticket
+from specserve.cluster.mail import Outlet, Ticket
 from specserve.cluster.placement import Bundle
 from specserve.config import Config
 from specserve.types import Chunk, Finish, ModelInfo, Origin, Request, Stats

@@ -1,8 +1,12 @@
-"""Target and drafter as the coordinator knows them, at the other end of links. One message each way per worker and round."""
+"""Target and drafter as the coordinator knows them, at the other end of links. One message each way per worker and round.
+
+The workers may be lost and come back as others. Meanwhile a round waits for its target, and goes on without its drafter.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -10,27 +14,57 @@ from dataclasses import replace
 from specserve.cluster.clocks import Alignment
 from specserve.cluster.link import Client
 from specserve.engine.journal import Exchange
-from specserve.errors import WorkerLost
+from specserve.errors import Displaced, WorkerLost
 from specserve.types import DraftStep, Proposal, Span, SparseRows, Verdict, VerifyStep
 from specserve.wire import Message, Prepared, Proposals, Propose, Verdicts, Verify
 
+log = logging.getLogger(__name__)
+
 Report = Callable[[Exchange], None]
+Lose = Callable[[str], None]
+
+PATIENCE_S = 0.1  # that a round waits for a drafter at least, before it goes on without
+PATIENCE = 4.0  # times what its answers usually take
 
 
 class RemoteTarget:
     """All ranks get the same message; rank 0 has the verdicts, the others say that they have kept up."""
 
-    def __init__(self, ranks: Sequence[Client], *, deadline_s: float, report: Report | None = None) -> None:
-        self._ranks, self._deadline_s = tuple(ranks), deadline_s
-        self._clocks, self._report = Alignment(), report
+    def __init__(self, *, deadline_s: float, report: Report | None = None) -> None:
+        self._deadline_s, self._report = deadline_s, report
+        self._ranks: tuple[Client, ...] = ()
+        self._here = asyncio.Event()  # set while there are ranks, or it is known that there will be none
+        self._gone: Displaced | None = None
+        self._clocks = Alignment()
         self._number = 0
         self._released: list[int] = []
-        self.lost: str | None = None  # which rank did not answer in time, or died
+        self.lose: Lose = log.error  # is told why the ranks cannot be relied on any more
+        self.has_answered = False  # since they are here
         self.busy_seconds = 0.0  # of rank 0
         self.pages_used = self.prefix_queries = self.prefix_hits = 0
+        self._prefix_before = (0, 0)  # what ranks that are gone had counted
+
+    def attach(self, ranks: Sequence[Client]) -> None:
+        """Work for these from now on. They hold nothing."""
+        self._ranks, self._clocks, self.has_answered = tuple(ranks), Alignment(), False
+        self._prefix_before = (self.prefix_queries, self.prefix_hits)
+        self._released.clear()
+        self._here.set()
+
+    def detach(self) -> None:
+        """Rounds wait from now on."""
+        self._ranks, self.pages_used = (), 0
+        self._here.clear()
+
+    def give_up(self, error: Displaced) -> None:
+        """There will be no others: every round fails with this."""
+        self._gone = error
+        self._here.set()
 
     def verify(self, steps: Sequence[VerifyStep]) -> Awaitable[Sequence[Verdict]]:
-        """The ranks are at work once this returns."""
+        """The ranks are at work once this returns, unless they have yet to come back."""
+        if not self._ranks:
+            return self._once_here(steps)
         self._number += 1
         message = Verify(self._number, tuple(steps), tuple(self._released))
         self._released.clear()
@@ -41,15 +75,26 @@ class RemoteTarget:
         """They go with the next round's message."""
         self._released += seq_ids
 
+    async def _once_here(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        """What is read anew would not fit the steps: they build on what the lost ranks held. So this round is lost, too."""
+        await self._here.wait()
+        if self._gone is not None:
+            raise self._gone
+        if all(step.start == 0 for step in steps):
+            return await self.verify(steps)
+        raise WorkerLost("the target was lost between two rounds")
+
     async def _verdicts(self, calls: Sequence[Awaitable[Message]], sent: float) -> Sequence[Verdict]:
         try:
             first = await calls[0] if len(calls) == 1 else (await asyncio.gather(*calls))[0]
         except WorkerLost as error:
-            self.lost = str(error)
+            self.lose(str(error))
             raise
         if not isinstance(first, Verdicts):
             raise WorkerLost(f"the target answered a round with {type(first).__name__}")
-        self.pages_used, self.prefix_queries, self.prefix_hits = first.pages_used, first.prefix_queries, first.prefix_hits
+        queries, hits = self._prefix_before
+        self.pages_used, self.prefix_queries, self.prefix_hits = first.pages_used, queries + first.prefix_queries, hits + first.prefix_hits
+        self.has_answered = True
         self.busy_seconds += first.seconds
         if self._report is not None:
             answered = time.perf_counter()
@@ -58,21 +103,44 @@ class RemoteTarget:
 
 
 class RemoteDrafter:
-    """What drafts, elsewhere. What it has foreseen is here already, so a round whose proposals all are does not wait for its answer."""
+    """What drafts, elsewhere. What it has foreseen is here already, so a round whose proposals all are does not wait for its answer.
 
-    def __init__(self, worker: Client, *, deadline_s: float, report: Report | None = None) -> None:
-        self._worker, self._deadline_s = worker, deadline_s
-        self._clocks, self._report = Alignment(), report
+    One that is away, or takes unusually long, has no proposals: no round waits for it. It is asked again once it has answered.
+    """
+
+    def __init__(self, *, deadline_s: float, report: Report | None = None) -> None:
+        self._deadline_s, self._report = deadline_s, report
+        self._worker: Client | None = None
+        self._clocks = Alignment()
         self._number = 0
         self._released: list[int] = []
         self._foreseen: dict[tuple[int, int, int], Proposal] = {}  # by sequence, where it begins, and the token before that
         self._unheard: asyncio.Future[Sequence[Proposal]] | None = None  # an answer that nobody waited for
+        self._usual_s = 1.0  # that an answer takes: the first may take long
+        self.lose: Lose = log.error  # is told why the worker cannot be relied on any more
+        self.has_answered = False
         self.busy_seconds = 0.0
         self.pages_used = 0
-        worker.unasked = self._foresee
+
+    def attach(self, workers: Sequence[Client]) -> None:
+        """Ask this one from now on. It holds nothing."""
+        (self._worker,) = workers
+        self._worker.unasked = self._foresee
+        self._clocks, self._usual_s, self.has_answered = Alignment(), 1.0, False
+        self._released.clear()
+
+    def detach(self) -> None:
+        self._worker, self._unheard, self.pages_used = None, None, 0
+        self._foreseen.clear()
+
+    def give_up(self, error: Displaced) -> None:
+        """Rounds go on without drafts."""
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
         """The worker is at it once this returns, or as soon as it has given the answer that nobody waited for."""
+        worker = self._worker
+        if worker is None or worker.is_late:
+            return _at_once(_nothing(steps, is_here=worker is not None))
         self._number += 1
         message = Propose(self._number, deadline, tuple(steps), tuple(self._released))
         self._released.clear()
@@ -80,10 +148,10 @@ class RemoteDrafter:
         self._foreseen.clear()
         unheard, self._unheard = self._unheard, None
         if unheard is not None and not unheard.done():
-            return self._once_heard(unheard, message)
+            return self._once_heard(unheard, worker, message)
         if unheard is not None:
             unheard.result()  # a failure that it brought is this round's
-        answer = self._ask(message)
+        answer = self._ask(worker, message)
         if known is None:
             return answer
         self._unheard = asyncio.ensure_future(answer)
@@ -114,29 +182,49 @@ class RemoteDrafter:
         proposal = self._foreseen.get((step.seq_id, stop, step.tokens[-1]))
         return None if proposal is None or len(proposal.tokens) < step.gamma else _shortened(proposal, step.gamma)
 
-    async def _once_heard(self, unheard: asyncio.Future[Sequence[Proposal]], message: Propose) -> Sequence[Proposal]:
+    async def _once_heard(self, unheard: asyncio.Future[Sequence[Proposal]], worker: Client, message: Propose) -> Sequence[Proposal]:
         """One call at a time: the last one's answer first."""
         await unheard
-        return await self._ask(message)
+        if worker is not self._worker or worker.is_late:
+            return _nothing(message.steps, is_here=worker is self._worker)
+        return await self._ask(worker, message)
 
-    def _ask(self, message: Propose) -> Awaitable[Sequence[Proposal]]:
+    def _ask(self, worker: Client, message: Propose) -> Awaitable[Sequence[Proposal]]:
         sent = time.perf_counter()
-        return self._proposals(self._worker.call(message, self._deadline_s), sent)
+        patience = min(self._deadline_s, max(PATIENCE_S, PATIENCE * self._usual_s))
+        return self._proposals(worker, worker.call(message, patience), message, sent)
 
-    async def _proposals(self, call: Awaitable[Message], sent: float) -> Sequence[Proposal]:
+    async def _proposals(self, worker: Client, call: Awaitable[Message], message: Propose, sent: float) -> Sequence[Proposal]:
         try:
             answer = await call
         except WorkerLost as error:
-            self._worker.fail(error)  # one that hangs is waited for once, not every round
-            raise
+            return self._without(worker, message, error)
         if not isinstance(answer, Proposals):
             raise WorkerLost(f"the drafter answered a round with {type(answer).__name__}")
+        answered = time.perf_counter()
+        self.has_answered = True
+        self._usual_s = max(answered - sent, 0.9 * self._usual_s + 0.1 * (answered - sent))
         self.pages_used = answer.pages_used
         self.busy_seconds += _worked(answer.spans) or answer.seconds
         if self._report is not None:
-            answered = time.perf_counter()
             self._report(Exchange("draft", sent, answered, self._clocks.aligned(answer.spans, sent=sent, answered=answered)))
         return answer.proposals
+
+    def _without(self, worker: Client, message: Propose, error: WorkerLost) -> Sequence[Proposal]:
+        """A drafter that is late may only be slow now: it is waited for longer the next time, and lost if it does not come back."""
+        if worker is not self._worker:
+            return _nothing(message.steps, is_here=False)
+        if not worker.is_late:
+            self.lose(str(error))
+            return _nothing(message.steps, is_here=False)
+        log.warning("a round goes on without its drafts: %s", error)
+        self._usual_s *= 2
+        asyncio.get_running_loop().call_later(self._deadline_s, self._lose_if_late, worker, str(error))
+        return _nothing(message.steps, is_here=True)
+
+    def _lose_if_late(self, worker: Client, why: str) -> None:
+        if worker is self._worker and worker.is_late:
+            self.lose(why)
 
 
 def _noticed(answer: asyncio.Future[Sequence[Proposal]]) -> None:
@@ -147,6 +235,11 @@ def _noticed(answer: asyncio.Future[Sequence[Proposal]]) -> None:
 
 async def _at_once(proposals: Sequence[Proposal]) -> Sequence[Proposal]:
     return proposals
+
+
+def _nothing(steps: Sequence[DraftStep], *, is_here: bool) -> list[Proposal]:
+    """No drafts. What the steps built on is held still, unless who held it is gone."""
+    return [Proposal(step.seq_id, step.start + len(step.tokens), (), None, step.start if is_here else 0) for step in steps]
 
 
 def _shortened(proposal: Proposal, gamma: int) -> Proposal:

@@ -8,20 +8,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from specserve.api.service import Status
-from specserve.cluster.link import Inbox
-from specserve.errors import Overloaded, SpecserveError, Unavailable, WorkerLost
+from specserve.cluster.mail import Inbox
+from specserve.cluster.story import Story
+from specserve.errors import Displaced, Overloaded, SpecserveError, Unavailable, WorkerLost
 from specserve.types import Chunk, Request
 
 log = logging.getLogger(__name__)
 
 LAST_CHUNK_S = 5.0  # within which the last chunk follows the end of its call
+FULL_S = 0.5  # between two tries to go on where every queue is full
 
 Mail = asyncio.Queue[Chunk | SpecserveError]
 
@@ -29,13 +32,35 @@ Mail = asyncio.Queue[Chunk | SpecserveError]
 class Replicas:
     """Implements `api.service.Service` over handles of the engine and of the board."""
 
-    def __init__(self, engine: Any, board: Any, inbox: Inbox, *, own: str) -> None:
-        self._engine, self._board, self._inbox, self._own = engine, board, inbox, own
+    def __init__(self, engine: Any, board: Any, inbox: Inbox, *, own: str, resumed: Callable[[], None]) -> None:
+        """`resumed` is told each time that a request goes on elsewhere."""
+        self._engine, self._board, self._inbox, self._own, self._resumed = engine, board, inbox, own, resumed
         self._numbers = itertools.count()
         self._mail: dict[int, Mail] = {}
         self._sorting = asyncio.create_task(self._sort())
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """An engine that goes away is followed by another one. Only what no engine has begun is refused for a full queue."""
+        story = Story(request)
+        while True:
+            try:
+                async with aclosing(self._attempt(story.request)) as chunks:
+                    async for chunk in chunks:
+                        yield story.take(chunk)
+                        if chunk.finish is not None:
+                            return
+            except (WorkerLost, Displaced) as error:
+                pause = story.lost(error)
+                log.warning("a request goes on elsewhere: %s", error)
+                self._resumed()
+            except (Overloaded, Unavailable):
+                if not story.num_resumed:
+                    raise
+                pause = FULL_S
+            await asyncio.sleep(pause)
+
+    async def _attempt(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """By one engine. Chunks that it sends after it was given up have an old number, and are dropped."""
         number, mail = next(self._numbers), Mail()
         self._mail[number] = mail
         call = self._engine.generate.remote(request, number, self._inbox.ticket)

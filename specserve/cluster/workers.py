@@ -44,6 +44,7 @@ class Place:
     """Where a worker runs."""
 
     node: str  # Ray's id of it
+    pid: int
     device: str
     accelerators: tuple[str, ...]  # Ray's ids of those that are its own
 
@@ -188,7 +189,7 @@ def _use_threads(wanted: int | None, *, sharers: int) -> None:
 
 def _place(device: torch.device) -> Place:
     context = ray.get_runtime_context()
-    return Place(context.get_node_id(), str(device), tuple(context.get_accelerator_ids().get("GPU", ())))
+    return Place(context.get_node_id(), os.getpid(), str(device), tuple(context.get_accelerator_ids().get("GPU", ())))
 
 
 def _draft_step(rows: int) -> DraftStep:

@@ -26,10 +26,11 @@ class Admission:
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
             raise UnknownToken(f"the prompt has token id {wrong}, but the vocabulary ends at {self._vocab_size - 1}")
-        if len(prompt) >= self.context:
-            raise TooLong(f"the prompt has {len(prompt)} tokens, but the context holds {self.context}, new tokens included")
-        if request.max_tokens < 1:
-            raise BadValue(f"max_tokens must be 1 or more, not {request.max_tokens}", param="max_tokens")
+        length = len(prompt) + len(request.written)
+        if length >= self.context:
+            raise TooLong(f"the prompt has {length} tokens, but the context holds {self.context}, new tokens included")
+        if request.max_tokens <= len(request.written):
+            raise BadValue(f"max_tokens must be {len(request.written) + 1} or more, not {request.max_tokens}", param="max_tokens")
         if gamma is not None and gamma > self._max_gamma:
             raise BadValue(f"speculation.gamma must be at most {self._max_gamma}, not {gamma}", param="speculation.gamma")
 

@@ -16,7 +16,8 @@ from specserve.engine.journal import Round
 from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
-from specserve.errors import BadValue, Overloaded
+from specserve.engine.suspects import MAX_DEATHS, Suspects
+from specserve.errors import BadValue, Displaced, Overloaded
 from specserve.types import Chunk, Drafter, Finish, ModelInfo, Request, Target, VerifyStep
 
 log = logging.getLogger(__name__)
@@ -75,10 +76,12 @@ class Coordinator:
         self._next_id = 0
         self._live: dict[int, Sequence] = {}
         self._ready: Ready | None = None  # a cohort that waits for its verification
+        self._suspects = Suspects()
         self._outbox: list[Chunk] = []  # of the round before
         self._done: Round | None = None  # likewise
         self._cancelled: list[int] = []
         self._closed = False
+        self.displaced = False  # whether what ends with an error may go on elsewhere
         self._wake = asyncio.Event()
 
     @classmethod
@@ -115,7 +118,7 @@ class Coordinator:
         """Queues the request and returns its sequence's id; a request that cannot be served raises and leaves nothing behind."""
         self._admission.check(request)
         if self._closed:
-            raise Overloaded("the engine is closing and takes no new requests")
+            raise Displaced("the engine is closing and takes no new requests")
         if not self.scheduler.can_queue:
             raise Overloaded("the queue is full; try again later")
         sequence = Sequence(
@@ -139,7 +142,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Takes no more requests. Those under way end with an error when the next round begins, and `run` returns."""
-        self._closed = True
+        self._closed = self.displaced = True
         self._wake.set()
 
     @property
@@ -168,8 +171,11 @@ class Coordinator:
         self.scheduler.select(None if self._ready is None else self._ready.batch)
         ready, self._ready = self._still_wanted(self._ready), None
         gammas = self.pacer.choose(self.scheduler.running)  # what would pay
-        split = self._overlaps and self.pacer.decision.cohorts == 2
-        batch = self.scheduler.next_batch(gammas, apart_from=None if ready is None else ready.batch, half=split and ready is None)  # what fits
+        alone = self._suspects.alone(self.scheduler.running)
+        split = self._overlaps and self.pacer.decision.cohorts == 2 and alone is None
+        batch = self.scheduler.next_batch(  # what fits
+            gammas, apart_from=None if ready is None else ready.batch, half=split and ready is None, alone=alone
+        )
         told = await self._release()
         if ready is not None:
             await self._in_turns(ready, batch)
@@ -195,9 +201,10 @@ class Coordinator:
         self._begin()
         drafting = asyncio.ensure_future(self._draft(batch, self._clock())) if batch.rows else None
         await asyncio.sleep(0)  # so that the drafter has its message before the target
-        await self._judge(replace(ready, begun=self._clock(), drafted=self._clock()))
+        judged = await self._judge(replace(ready, begun=self._clock(), drafted=self._clock()))
         if drafting is not None:
-            self._ready = await drafting
+            drafted = await drafting
+            self._ready = drafted if judged else None  # a target that starts anew does not hold what those steps build on
         self.in_round_since = None
 
     def _begin(self) -> None:
@@ -212,15 +219,15 @@ class Coordinator:
         steps, drafted = batch.verify_steps(proposals or ()), self._clock()
         return Ready(batch, steps, begun, drafted, drafted - begun)
 
-    async def _judge(self, ready: Ready) -> None:
-        """Tells of the round before while the target is at this one."""
+    async def _judge(self, ready: Ready) -> bool:
+        """Tells of the round before while the target is at this one. False when the target was lost over it."""
         verifying = self._crew.verify(ready.steps)
         self._tell()
         try:
             verdicts = await verifying
-        except Exception as error:  # a worker's failure, whatever it is, belongs to the requests of this batch
-            self._outbox = self._fail(ready.batch, error)
-            return
+        except Exception as error:  # a worker's failure, whatever it is, may be due to the requests of this batch
+            self._outbox = self._displace(error) if isinstance(error, Displaced) else self._recover(ready.batch, error)
+            return False
         verified = self._clock()
         outcomes = ready.batch.outcomes(verdicts)
         chunks = self._outbox = self._let_go(ready.batch.commit(verdicts))  # the only place where sequences grow
@@ -229,6 +236,7 @@ class Coordinator:
             num_committed = sum(len(chunk.tokens) for chunk in chunks)
             times = {"begun": ready.begun, "drafted": ready.drafted, "verified": verified, "ended": self._clock()}
             self._done = Round.of(ready.batch, outcomes, self.pacer.decision, number=self.num_rounds, num_committed=num_committed, **times)
+        return True
 
     def _still_wanted(self, ready: Ready | None) -> Ready | None:
         """Without the sequences that have ended since they were drafted for, or lost their place."""
@@ -251,11 +259,25 @@ class Coordinator:
         if done is not None and self._report is not None:
             self._report(done)
 
-    def _fail(self, batch: Batch, error: Exception) -> list[Chunk]:
-        """Ends the batch's requests; the others go on. A restart with a replay of the batch would take this place."""
-        log.error("the target failed; %d requests end", len(batch.rows), exc_info=error)
+    def _recover(self, batch: Batch, error: Exception) -> list[Chunk]:
+        """What the target held is gone, or not to be relied on: everything that runs is read again, from the committed tokens.
+
+        A request that it died with again and again, the last time alone, is given up.
+        """
+        log.error("the target failed in a pass of %d sequences; it starts anew", len(batch.rows), exc_info=error)
+        for sequence in self.scheduler.running:
+            sequence.forget()
+        blamed = self._suspects.blame([row.sequence for row in batch.rows])
         message = str(error) or type(error).__name__
-        return self._let_go([row.sequence.end(Finish.ERROR, error=message) for row in batch.rows])
+        return self._let_go(
+            [sequence.end(Finish.ERROR, error=f"the target failed {MAX_DEATHS} times over this request: {message}") for sequence in blamed]
+        )
+
+    def _displace(self, error: Exception) -> list[Chunk]:
+        """This engine can do no more. Whoever sent the requests may know another."""
+        log.error("the engine ends: %s; %d requests are sent back", error, len(self._live))
+        self.displaced = self._closed = True
+        return self._end_unwanted()
 
     async def _release(self) -> bool:
         """Tells the workers, before they need the room, which sequences they may forget; whether there were any."""
@@ -277,6 +299,7 @@ class Coordinator:
 
     def _let_go(self, chunks: list[Chunk]) -> list[Chunk]:
         """Forgets the sequences whose last chunk this is; their pages are released when the next round begins."""
+        self._suspects.acquit(chunk.seq_id for chunk in chunks)
         finished = [chunk.seq_id for chunk in chunks if chunk.finish]
         for seq_id in finished:
             del self._live[seq_id]

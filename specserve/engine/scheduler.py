@@ -61,15 +61,17 @@ class Scheduler:
         if self.waiting and len(self.running) < self._max_running:
             self._admit()
 
-    def next_batch(self, gammas: abc.Sequence[int], *, apart_from: Batch | None = None, half: bool = False) -> Batch:
+    def next_batch(self, gammas: abc.Sequence[int], *, apart_from: Batch | None = None, half: bool = False, alone: Sequence | None = None) -> Batch:
         """What fits of it: a token for each decoding sequence, chunks of prompts, and drafts, `gammas` at most.
 
-        Without the sequences of another batch that is under way, or with every other sequence only.
+        Without the sequences of another batch that is under way, or with every other sequence only, or with one sequence alone.
         While prompts are waiting for their turn, half of the round is kept for them.
         """
         wishes = [max(0, min(gamma, sequence.max_drafts)) for sequence, gamma in zip(self.running, gammas, strict=True)]
         elsewhere = set() if apart_from is None else {row.sequence.seq_id for row in apart_from.rows}
         wanted = [pair for pair in zip(self.running, wishes, strict=True) if pair[0].seq_id not in elsewhere][:: 2 if half else 1]
+        if alone is not None:
+            wanted = [pair for pair in wanted if pair[0] is alone]
         decoding = [pair for pair in wanted if pair[0].pending == 1]
         prompts = [pair for pair in wanted if pair[0].pending > 1]
         budget = self._max_batch_tokens - len(decoding)

@@ -29,7 +29,7 @@ class Sequence:
     def __init__(self, seq_id: int, request: Request, policy: Policy, *, context: int, draft_limit: int, end_ids: frozenset[int]) -> None:
         self.seq_id = seq_id
         self.policy = policy
-        self.committed = list(request.prompt)
+        self.committed = [*request.prompt, *request.written]
         self.target_held = 0  # positions that are valid in the target's cache
         self.draft_held = 0  # the same for the drafter's
         self.draft_limit = draft_limit  # positions that the drafter can hold; 0 when nothing drafts
