@@ -28,6 +28,11 @@ _PROBE_S = 15.0
 
 def bench(options: Options, say: Callable[[str], None], progress: TextIO, *, still_s: float = STILL_S) -> None:
     """Raises when a request failed or the load was interrupted, once everything is told."""
+    if options.chaos is not None:
+        from specserve.bench.chaos.command import chaos
+
+        chaos(options, say)
+        return
     address = Address.of(options.url, read_key(options.api_key_file))
     question = _question(options)
     report = asyncio.run(measure(options, address, question, progress, still_s=still_s))
@@ -45,7 +50,7 @@ def bench(options: Options, say: Callable[[str], None], progress: TextIO, *, sti
 
 async def measure(options: Options, address: Address, question: Question, progress: TextIO, *, still_s: float) -> Report:
     """Cancelled while it loads, it reports what there is until then."""
-    asking = Asking(address, question, model=await _model(address), timeout_s=options.timeout)
+    asking = Asking(address, question, model=await served_model(address), timeout_s=options.timeout)
     warm_up = range(options.requests, options.requests + options.num_warm_up)
     await ClosedLoop(options.clients or DEFAULT_WARM_UP).drive(asking.ask, warm_up)
     before = await _settled(address, still_s)
@@ -94,7 +99,7 @@ async def _drive(load: Load, asking: Asking, numbers: range, out: TextIO) -> boo
     return False
 
 
-async def _model(address: Address) -> str:
+async def served_model(address: Address) -> str:
     """Of the first model served; also finds out whether anybody is there, and lets us in."""
     answer = await _asked(address, "/v1/models")
     if answer.status == 401:

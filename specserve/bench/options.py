@@ -34,11 +34,13 @@ class Options:
     api_key_file: Path | None = None
     json: Path | None = None
     html: Path | None = None
+    chaos: str | None = None  # roles whose processes are struck meanwhile
+    kills: int = 20
 
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.rate is not None:
             raise BadValue("give either --concurrency or --rate", param="rate")
-        for name, least in (("concurrency", 1), ("requests", 1), ("max_tokens", 1), ("warm_up", 0), ("gamma", 0)):
+        for name, least in (("concurrency", 1), ("requests", 1), ("max_tokens", 1), ("warm_up", 0), ("gamma", 0), ("kills", 1)):
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise BadValue(f"{_option(name)} must be {least} or more, not {value}", param=name)
@@ -103,6 +105,8 @@ def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int |
     add("--api-key-file", type=Path, metavar="FILE", help="the key is its first line")
     add("--json", type=Path, metavar="FILE", help="all figures, and each request's")
     add("--html", type=Path, metavar="FILE", help="a page with plots")
+    add("--chaos", metavar="ROLES", help="instead: kill or stop processes of a server on this machine (draft, target, coordinator, controller)")
+    add("--kills", type=int, default=20, metavar="N", help="of --chaos; 20 by default")
 
 
 def read_key(file: Path | None) -> str | None:

@@ -20,6 +20,8 @@ class Stream:
     sent: float = 0.0
     status: int = 0  # 0: no answer
     times: list[float] = field(default_factory=list)  # of each event with text
+    texts: list[str] = field(default_factory=list)  # beside `times`
+    num_finals: int = 0  # events with a finish reason; one, if all is well
     origins: list[Sequence[str]] = field(default_factory=list)  # beside `times`: of each event's tokens, if the server tells
     final: Mapping[str, Any] | None = None  # the event with the finish reason
     usage: Mapping[str, int] | None = None
@@ -122,6 +124,9 @@ def _take(event: Mapping[str, Any], now: float, result: Stream) -> None:
         result.usage = event["usage"]
     elif event.get("choices"):
         result.times.append(now)
+        choice = event["choices"][0]
+        result.texts.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
         result.origins.append(event.get("origins", ()))
-        if event["choices"][0].get("finish_reason") is not None:
+        if choice.get("finish_reason") is not None:
             result.final = event
+            result.num_finals += 1

@@ -1,0 +1,110 @@
+"""`make chaos`: every role of a server of its own is struck again and again under load; the table of what clients saw. Slow: an hour or more.
+
+Not a test by itself, like proofs.py: tests/test_chaos.py strikes a few times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import os
+import platform
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from ray.cluster_utils import Cluster
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from serving import served
+
+from specserve.bench.address import Address
+from specserve.bench.chaos.report import HEAD, lines, row
+from specserve.bench.chaos.siege import Outcome, Siege, Strike, processes_of
+from specserve.bench.chaos.victims import KILLED, Blow
+
+CLIENTS, TOKENS = 16, 400
+STOPPING = 0.2
+KEYS = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
+CPUS = {"head": 4, "node": 8}  # what Ray is told; the machine has what it has
+
+
+class Nodes:
+    """A head with Serve's own actors, and nodes that hold the engines: each can vanish, and another comes in its place."""
+
+    def __init__(self, count: int) -> None:
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS["head"], "include_dashboard": False})
+        self._nodes = [self._fresh() for _ in range(count)]
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    async def strike(self, chance: random.Random) -> Blow | None:
+        node = self._nodes.pop(chance.randrange(len(self._nodes)))
+        blow = Blow(asyncio.get_running_loop().time(), "node", KILLED, 0)
+        await asyncio.to_thread(self._cluster.remove_node, node, False)
+        self._nodes.append(await asyncio.to_thread(self._fresh))
+        return blow
+
+    def _fresh(self) -> object:
+        return self._cluster.add_node(num_cpus=CPUS["node"], labels={"pool": "engines"})
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextmanager
+def on_nodes() -> Iterator[Nodes]:
+    nodes = Nodes(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", nodes.address)
+        yield nodes
+    nodes.shutdown()
+
+
+def besiege(url: str, strike: Strike, *, blows: int, seed: int) -> Outcome:
+    siege = Siege(Address.of(url), "demo", CLIENTS, TOKENS)
+    return asyncio.run(siege.run(strike, num_blows=blows, seed=seed, say=lambda line: print(line, flush=True)))
+
+
+def sieges(wanted: dict[str, int], seed: int) -> Iterator[tuple[str, Outcome]]:
+    """Processes first, on two replicas in one place; then nodes, with a replica each."""
+    roles = {role: blows for role, blows in wanted.items() if role != "node" and blows}
+    if roles:
+        with served({**KEYS, "replicas.min": 2, "replicas.max": 2}) as (url, _):
+            for role, blows in roles.items():
+                yield role, besiege(url, processes_of([role], stopping=STOPPING), blows=blows, seed=seed)
+    if wanted.get("node"):
+        labels = {"target.label_selector": {"pool": "engines"}, "draft.label_selector": {"pool": "engines"}}
+        with on_nodes() as nodes, served({**KEYS, **labels, "replicas.min": 2, "replicas.max": 2}, join=True) as (url, _):
+            yield "node", besiege(url, nodes.strike, blows=wanted["node"], seed=seed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for role, blows in {"draft": 100, "target": 100, "coordinator": 100, "controller": 20, "node": 20}.items():
+        parser.add_argument(f"--{role}", type=int, default=blows, metavar="N", help=f"blows; {blows} by default")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="where the table goes, after each role; the terminal by default")
+    given = parser.parse_args()
+    rows = []
+    for role, outcome in sieges({role: getattr(given, role) for role in ("draft", "target", "coordinator", "controller", "node")}, given.seed):
+        print("\n".join(lines(role, outcome)), flush=True)
+        rows.append(row(role, outcome))
+        machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+        about = f"{datetime.date.today()}, {machine}; seed {given.seed}, {CLIENTS} streams of {TOKENS} tokens."
+        told = "\n".join((about, "", HEAD, *rows, ""))
+        if given.out is None:
+            print(told)
+        else:
+            given.out.write_text(told, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
