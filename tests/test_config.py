@@ -17,7 +17,7 @@ CONTRACT = {
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
     "limits": {"max_context", "max_running", "max_queued", "request_timeout_s", "max_body_bytes"},
-    "replicas": {"min", "max", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s"},
+    "replicas": {"min", "max", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s", "surge_percent", "gateways"},
     "http": {"host", "port", "api_keys_file", "open_paths", "cors_origins", "root_path"},  # open_paths is ours, beyond the promise
     "faults": {"round_deadline_s", "max_restarts"},
 }

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -253,15 +254,38 @@ def test_two_hundred_malformed_requests_and_a_huge_body_do_no_harm(server: Serve
     assert server.complete(PROMPTS[0], max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
 
 
-def test_a_dead_target_ends_streams_with_an_error_and_health_says_so_until_a_new_replica_serves(server: Server) -> None:
-    stream = server.complete(PROMPTS[0], max_tokens=900, ignore_eos=True, stream=True, temperature=0)
-    next(iter(stream))
-    worker("TargetWorker").kill()
-    with pytest.raises(openai.APIError, match="worker"):
-        list(stream)
-    until(lambda: server.status("/health") == 503, 5)
+@pytest.mark.parametrize(
+    ("role", "how"),
+    [("DraftWorker", signal.SIGKILL), ("DraftWorker", signal.SIGSTOP), ("TargetWorker", signal.SIGKILL), ("TargetWorker", signal.SIGSTOP)],
+    ids=["draft killed", "draft stopped", "target killed", "target stopped"],
+)
+def test_a_worker_that_is_struck_costs_its_streams_a_pause_and_nothing_else(server: Server, role: str, how: signal.Signals) -> None:
+    asked: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
+    unfailed = [server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, **manner).choices[0].text for i, manner in enumerate(asked)]
+    streams = [server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, stream=True, **manner) for i, manner in enumerate(asked)]
+    texts = [next(iter(stream)).choices[0].text for stream in streams]
+    struck = worker(role)
+    struck.send_signal(how)
+    for i, stream in enumerate(streams):
+        texts[i] += "".join(chunk.choices[0].text for chunk in stream)
+    assert texts == unfailed
+    until(lambda: server.status("/health") == 200 and not struck.is_running() and count(role) == 1, 120)
+
+
+def count(kind: str) -> int:
+    return sum(kind in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+
+
+def test_a_coordinator_that_dies_leaves_its_streams_to_the_next_one(server: Server) -> None:
+    unfailed = server.complete(PROMPTS[2], max_tokens=400, ignore_eos=True, temperature=0).choices[0].text
+    stream = server.complete(PROMPTS[2], max_tokens=400, ignore_eos=True, temperature=0, stream=True)
+    text = next(iter(stream)).choices[0].text
+    worker("specserve:Engine").kill()
+    *chunks, last = stream
+    assert text + "".join(chunk.choices[0].text for chunk in (*chunks, last)) == unfailed
+    assert last.model_extra["specserve"]["resumed"] == 1
     until(lambda: server.status("/health") == 200, 120)
-    assert server.complete(PROMPTS[0], max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+    assert server.metrics()["specserve_requests_resumed_total", ()] >= 1
 
 
 def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(server: Server) -> None:
@@ -294,9 +318,10 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
         assert int(refused[0].response.headers["retry-after"]) >= 1
         assert {error.status_code for error in errors if isinstance(error, openai.APIStatusError)} == {408, 429}
 
-        worker("TargetWorker").suspend()  # alive, and stuck: only a deadline can tell
-        with pytest.raises(openai.APIError):
+        worker("TargetWorker").suspend()
+        with pytest.raises(openai.APIStatusError) as late:
             client.completions.create(model="demo", prompt="x", max_tokens=4)
+        assert late.value.status_code == 408, "a request that waits for the workers has its time limit all the same"
         until(lambda: server.status("/health") == 503, 10)
         until(lambda: server.status("/health") == 200, 120)
         assert client.completions.create(model="demo", prompt="x", max_tokens=4, extra_body={"ignore_eos": True}).usage.completion_tokens == 4

@@ -13,10 +13,12 @@ from ray.serve import Application
 from specserve.cluster.board import Board
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.placement import COORDINATOR, Bundle, bundles
+from specserve.cluster.scaling import policy
 from specserve.config import Config, Replicas, parse
 
 APP_NAME = "specserve"
 GATEWAY_STREAMS = 4096  # that one gateway holds open at once; the engines refuse long before
+GATEWAY_TARGET = 256  # beyond which there should be another
 BURST = 64  # requests on their way to an engine that are not counted yet
 LOOK_BACK_S = 30.0
 
@@ -31,7 +33,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     wanted = bundles(config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
     board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0})(Board).bind()
     engines = serve.deployment(name="Engine", **_engine_options(config, wanted))(engine or Engine).bind(config, wanted, board)
-    gateway = serve.deployment(name="Gateway", max_ongoing_requests=GATEWAY_STREAMS, max_constructor_retry_count=3)(Gateway)
+    gateway = serve.deployment(name="Gateway", **_gateway_options(config.replicas))(Gateway)
     application: Application = gateway.bind(config, engines, board)
     return application
 
@@ -49,10 +51,18 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
         "graceful_shutdown_wait_loop_s": 0.5,
         "graceful_shutdown_timeout_s": 20.0,
         "max_constructor_retry_count": 3,
+        "max_surge_percent": config.replicas.surge_percent,  # new replicas come before old ones go
     }
     if any(bundle.labels for bundle in wanted):
         options["placement_group_bundle_label_selector"] = [dict(bundle.labels) for bundle in wanted]
     return options | _scale(config.replicas)
+
+
+def _gateway_options(replicas: Replicas) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_ongoing_requests": GATEWAY_STREAMS, "max_constructor_retry_count": 3, "max_surge_percent": 100}
+    if replicas.gateways == 1:
+        return options
+    return options | {"autoscaling_config": {"min_replicas": 1, "max_replicas": replicas.gateways, "target_ongoing_requests": GATEWAY_TARGET}}
 
 
 def _scale(replicas: Replicas) -> dict[str, Any]:
@@ -60,6 +70,7 @@ def _scale(replicas: Replicas) -> dict[str, Any]:
         return {"num_replicas": replicas.min}
     return {
         "autoscaling_config": {
+            "policy": {"policy_function": f"{policy.__module__}:{policy.__name__}"},
             "min_replicas": replicas.min,
             "max_replicas": replicas.max,
             "target_ongoing_requests": replicas.target_ongoing_requests,

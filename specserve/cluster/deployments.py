@@ -21,6 +21,7 @@ from specserve.cluster.group import TARGET, Group
 from specserve.cluster.mail import Inbox, Outlet, Ticket
 from specserve.cluster.placement import Bundle
 from specserve.cluster.replicas import Replicas
+from specserve.cluster.scaling import stats
 from specserve.config import Config
 from specserve.engine import Coordinator
 from specserve.engine.journal import Journal
@@ -92,6 +93,10 @@ class Engine:
     async def pages_used(self) -> int:
         """Of the target's cache, as of its last round."""
         return self._group.target.pages_used
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks every now and then, and hands it to the policy."""
+        return stats(self._coordinator, num_pages=self._group.info.num_pages)
 
     async def trace(self) -> dict[str, Any]:
         return self._journal.trace()

@@ -38,6 +38,11 @@ class Scheduler:
         return sum(self._pages(sequence.length) for sequence in self.running)
 
     @property
+    def num_wanted(self) -> int:
+        """The same if all that wait ran as well; may be more than there are."""
+        return self.num_used + sum(self._pages(sequence.length) for sequence in self.waiting)
+
+    @property
     def can_queue(self) -> bool:
         return self.num_sequences < self._max_running + self._max_queued
 
