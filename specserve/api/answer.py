@@ -16,6 +16,7 @@ from specserve.api import wording
 from specserve.api.asked import Asked
 from specserve.api.choice import Choice, Form
 from specserve.api.continuation import Piece
+from specserve.api.discretion import log_failure
 from specserve.api.meter import Meter
 from specserve.api.refusal import INTERNAL, Refusal
 from specserve.api.run import Run
@@ -134,13 +135,9 @@ class Streamed(Answer):
     def _failure(self, error: Exception) -> str:
         refusal = Refusal.of(error)
         self._meter.failed(refusal.status)
-        log.error(
-            "%s failed in mid-stream with %d: %s",
-            self._head.request_id,
-            refusal.status,
-            refusal.message,
-            exc_info=error if refusal.kind is INTERNAL else None,
-        )
+        log.error("%s failed in mid-stream with %d: %s", self._head.request_id, refusal.status, refusal.message)
+        if refusal.kind is INTERNAL:
+            log_failure(log, self._head.request_id, error)
         return f"data: {refusal.json}\n\n"
 
 

@@ -13,10 +13,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specserve.api import discretion
 from specserve.api.endpoints import Endpoints
-from specserve.api.keys import Keys
+from specserve.api.keys import KeyFile
 from specserve.api.meter import Meter
-from specserve.api.middleware import REQUEST_ID, BodyLimit, Journal, KeyCheck, LastResort
+from specserve.api.middleware import REQUEST_ID, BodyLimit, HeadLimit, Journal, KeyCheck, LastResort
+from specserve.api.rates import Accounts
 from specserve.api.refusal import Refusal
 from specserve.api.schema import Error
 from specserve.api.service import Served, Service
@@ -29,6 +31,7 @@ from specserve.metrics import Registry
 def build(service: Service, text: Text, served: Served, config: Config, registry: Registry) -> FastAPI:
     """The server over a service. `registry` is this process's own; the engine's snapshots come through the service."""
     meter = Meter(registry, time.perf_counter)
+    discretion.quote(config.logs.prompts)
     app = FastAPI(
         title="specserve",
         version="v1",  # of the protocol, not of the package
@@ -69,9 +72,14 @@ def _middleware(config: Config, meter: Meter) -> list[Middleware]:
             else []
         ),
         Middleware(LastResort),
-        *([Middleware(KeyCheck, keys=Keys.read(Path(keys_file)), open_paths=config.http.open_paths)] if keys_file else []),
+        Middleware(HeadLimit),
+        *([_key_check(Path(keys_file), config, meter)] if keys_file else []),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes),
     ]
+
+
+def _key_check(file: Path, config: Config, meter: Meter) -> Middleware:
+    return Middleware(KeyCheck, keys=KeyFile(file), accounts=Accounts(time.monotonic, meter.limited), open_paths=config.http.open_paths)
 
 
 _EXPOSED = (REQUEST_ID, "Retry-After")

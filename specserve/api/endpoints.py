@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from importlib.resources import files
 
@@ -13,9 +14,10 @@ from specserve import metrics
 from specserve.api.answer import Answer, Head, Streamed, Whole
 from specserve.api.asked import Asked, Reader
 from specserve.api.choice import CHAT, COMPLETION, Form
+from specserve.api.discretion import quoting
 from specserve.api.meter import Meter
 from specserve.api.run import Run
-from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, Shape, TokenizeBody
 from specserve.api.service import Served, Service, Status
 from specserve.api.text import Text
 from specserve.api.wording import respond
@@ -38,11 +40,13 @@ class Endpoints:
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continues prompts."""
         begun = self._meter.clock()
+        _quote(body, request)
         return self._answer(COMPLETION, await self._reader.completion(body), request, begun)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         """Writes the assistant's next message."""
         begun = self._meter.clock()
+        _quote(body, request)
         return self._answer(CHAT, await self._reader.chat(body), request, begun)
 
     async def models(self) -> Response:
@@ -66,8 +70,7 @@ class Endpoints:
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of ids."""
         self._reader.check_model(body.model)
-        self._reader.check_ids(body.tokens, param="tokens")
-        return respond({"prompt": self._text.decode(body.tokens)})
+        return respond({"prompt": await self._reader.text_of(body.tokens)})
 
     async def health(self) -> Response:
         """200 only if the workers make progress."""
@@ -98,7 +101,8 @@ class Endpoints:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": PAGE_POLICY})
 
     def _answer(self, form: Form, asked: Asked, request: Request, begun: float) -> Answer:
-        run = Run(self._service, self._text, asked, timeout_s=self._timeout_s, meter=self._meter, begun=begun)
+        account = getattr(request.state, "account", None)
+        run = Run(self._service, self._text, asked, timeout_s=self._timeout_s, meter=self._meter, begun=begun, account=account)
         head = Head(form, request.state.request_id, int(time.time()), self._served.name)
         if not asked.stream:
             return Whole(run, self._text, asked, head, self._meter)
@@ -117,3 +121,9 @@ class Endpoints:
             return Status(ready=False, healthy=False, why=f"the engine did not answer within {STATUS_S:g} s")
         except SpecserveError as error:
             return Status(ready=False, healthy=False, why=str(error))
+
+
+def _quote(body: Shape, request: Request) -> None:
+    if not quoting.disabled:
+        asked = json.dumps(body.model_dump(exclude_none=True))
+        quoting.info("%s asks %s", request.state.request_id, asked, extra={"request_id": request.state.request_id})

@@ -11,9 +11,15 @@ from typing_extensions import TypeAliasType
 
 from specserve.errors import BadValue
 
+# What nothing else bounds. OpenAI takes as many messages, and as much metadata.
+MAX_MESSAGES, MAX_PARTS = 2048, 2048
+MAX_LABEL = 512  # characters of what is taken and not used, or merely names
+MAX_METADATA = 16
+
 # A faulty list is refused at its first fault: a body of megabytes may hold a million of them.
 Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Prompts = TypeAliasType("Prompts", Annotated[list[str | Ids], FailFast()])
 
 
@@ -86,10 +92,10 @@ class Generate(Shape):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationBody | None = None
-    user: str | None = Field(None, description="Taken and not used, like the three below.")
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Label | None = Field(None, description="Taken and not used, like the three below.")
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    metadata: dict[Label, Label] | None = Field(None, max_length=MAX_METADATA)
 
 
 class CompletionBody(Generate):
@@ -107,7 +113,7 @@ class TextPart(Shape):
     text: str
 
 
-Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
+Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast(), Field(max_length=MAX_PARTS)])
 
 
 class Message(Shape):
@@ -115,11 +121,11 @@ class Message(Shape):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Parts
-    name: str | None = None
-    tool_call_id: str | None = None
+    name: Label | None = None
+    tool_call_id: Label | None = None
 
 
-Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast()])
+Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)])
 
 
 class ChatBody(Generate):
