@@ -18,7 +18,16 @@ CONTRACT = {
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
     "limits": {"max_context", "max_running", "max_queued", "request_timeout_s", "max_body_bytes"},
     "replicas": {"min", "max", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s"},
-    "http": {"host", "port", "api_keys_file", "open_paths", "cors_origins", "root_path", "tls_cert", "tls_key"},  # open_paths and TLS go beyond the promise
+    "http": {
+        "host",
+        "port",
+        "api_keys_file",
+        "open_paths",
+        "cors_origins",
+        "root_path",
+        "tls_cert",
+        "tls_key",
+    },  # open_paths and TLS go beyond the promise
     "logs": {"format", "level", "prompts"},  # and so do these
     "faults": {"round_deadline_s", "max_restarts"},
 }

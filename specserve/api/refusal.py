@@ -106,4 +106,4 @@ def _path(location: tuple[str | int, ...]) -> str:
             path += f".{part}" if path else part
         else:
             break
-    return path
+    return path[:200]

@@ -6,15 +6,28 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 from typing_extensions import TypeAliasType
 
 from specserve.errors import BadValue
+from specserve.request import MAX_BIASES
 
 # What nothing else bounds. OpenAI takes as many messages, and as much metadata.
 MAX_MESSAGES, MAX_PARTS = 2048, 2048
 MAX_LABEL = 512  # characters of what is taken and not used, or merely names
 MAX_METADATA = 16
+
+
+def _entries(most: int) -> BeforeValidator:
+    """Counted before anything else: pydantic would complain of every single one, in a hundred times the memory of the body."""
+
+    def check(given: Any, info: ValidationInfo) -> Any:
+        if isinstance(given, Mapping) and len(given) > most:
+            raise BadValue(f"{info.field_name} has {len(given)} entries; {most} is the most", param=info.field_name)
+        return given
+
+    return BeforeValidator(check)
+
 
 # A faulty list is refused at its first fault: a body of megabytes may hold a million of them.
 Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
@@ -87,7 +100,7 @@ class Generate(Shape):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token ids and what is added to their logits.")
+    logit_bias: Annotated[dict[str, float] | None, _entries(MAX_BIASES)] = Field(None, description="Token ids and what is added to their logits.")
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -95,7 +108,7 @@ class Generate(Shape):
     user: Label | None = Field(None, description="Taken and not used, like the three below.")
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
-    metadata: dict[Label, Label] | None = Field(None, max_length=MAX_METADATA)
+    metadata: Annotated[dict[Label, Label] | None, _entries(MAX_METADATA)] = None
 
 
 class CompletionBody(Generate):
