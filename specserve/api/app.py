@@ -13,7 +13,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve.api import discretion
 from specserve.api.endpoints import Endpoints
 from specserve.api.keys import KeyFile
 from specserve.api.meter import Meter
@@ -31,7 +30,6 @@ from specserve.metrics import Registry
 def build(service: Service, text: Text, served: Served, config: Config, registry: Registry) -> FastAPI:
     """The server over a service. `registry` is this process's own; the engine's snapshots come through the service."""
     meter = Meter(registry, time.perf_counter)
-    discretion.quote(config.logs.prompts)
     app = FastAPI(
         title="specserve",
         version="v1",  # of the protocol, not of the package
@@ -43,7 +41,8 @@ def build(service: Service, text: Text, served: Served, config: Config, registry
         exception_handlers=dict.fromkeys((SpecserveError, RequestValidationError, HTTPException), _refuse),
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    _route(app, Endpoints(service, text, served, registry=registry, meter=meter, timeout_s=config.limits.request_timeout_s))
+    limits, quote = config.limits, config.logs.prompts
+    _route(app, Endpoints(service, text, served, registry=registry, meter=meter, timeout_s=limits.request_timeout_s, quote=quote))
     return app
 
 
@@ -71,7 +70,7 @@ def _middleware(config: Config, meter: Meter) -> list[Middleware]:
             if cors
             else []
         ),
-        Middleware(LastResort),
+        Middleware(LastResort, quote=config.logs.prompts),
         Middleware(HeadLimit),
         *([_key_check(Path(keys_file), config, meter)] if keys_file else []),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes),

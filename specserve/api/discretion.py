@@ -1,4 +1,4 @@
-"""What may quote a request goes to a log of its own, which is off unless `logs.prompts` asks for it."""
+"""What may quote a request stays out of the logs unless `logs.prompts` lets it in."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import logging
 import traceback
 from collections.abc import Iterator
 
-quoting = logging.getLogger("specserve.quoting")
-quoting.disabled = True
 
-
-def quote(allowed: bool) -> None:
-    """For this process, from now on."""
-    quoting.disabled = not allowed
-
-
-def log_failure(log: logging.Logger, request_id: str, error: BaseException) -> None:
-    """Where it failed, without the error's own words: an error that nobody expected may quote what was asked."""
-    log.error("%s failed: %s\n%s", request_id, type(error).__name__, "".join(_places(error)), extra={"request_id": request_id})
-    quoting.error("%s failed: %s", request_id, error, extra={"request_id": request_id})
+def log_failure(log: logging.Logger, request_id: str, error: BaseException, *, quote: bool) -> None:
+    """Where it failed. The error's own words only if they may be quoted: one that nobody expected may repeat what was asked."""
+    if quote:
+        log.error("%s failed", request_id, exc_info=error, extra={"request_id": request_id})
+    else:
+        log.error("%s failed: %s\n%s", request_id, type(error).__name__, "".join(_places(error)), extra={"request_id": request_id})
 
 
 def _places(error: BaseException | None) -> Iterator[str]:

@@ -63,8 +63,8 @@ class Journal:
 class LastResort:
     """Answers what nobody expected with a plain 500. The log has the trace, the client has not."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, *, quote: bool) -> None:
+        self._app, self._quote = app, quote
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -77,7 +77,7 @@ class LastResort:
         try:
             await self._app(scope, receive, watching)
         except Exception as error:
-            log_failure(log, scope.get("state", {}).get("request_id", "a request"), error)
+            log_failure(log, scope.get("state", {}).get("request_id", "a request"), error, quote=self._quote)
             if not started and scope["type"] == "http":
                 await Refusal.of(error).response()(scope, receive, send)
 
