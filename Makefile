@@ -9,7 +9,7 @@ PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-engine bench-pipeline bench-serving bench-peers proofs check clean
+.PHONY: serve test test-fast test-gpu bench bench-engine bench-pipeline bench-serving bench-peers proofs fuzz check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -45,6 +45,10 @@ bench-peers: $(VENV)/installed
 
 proofs: $(VENV)/installed-for-tests
 	$(BIN)/python tests/proofs.py $(ARGS)
+
+# What it prints stands in docs/reliability.md.
+fuzz: $(VENV)/installed-for-tests
+	$(BIN)/python tests/fuzz.py $(ARGS)
 
 check: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check .

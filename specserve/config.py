@@ -31,6 +31,8 @@ DRAFT_KINDS = (
 )
 STATISTICAL = ("unigram", "bigram", "prompt_copy", "max_gram", "random")  # need no model
 BUILT_KINDS = ("neural", *STATISTICAL, "none")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 CASCADES = ("vertical", "horizontal", "cascade")
 
 
@@ -138,6 +140,17 @@ class Http:
     open_paths: tuple[str, ...] = setting(("/", "/health", "/ready", "/metrics"), items(text()))  # need no key
     cors_origins: tuple[str, ...] = setting((), items(text()))
     root_path: str = setting("", text(empty=True))
+    tls_cert: str | None = setting(None, text())  # PEM files; with both, https alone is spoken
+    tls_key: str | None = setting(None, text())
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """What is written by gateways and engines, to the log files of Ray Serve."""
+
+    format: str = setting("text", choice(*LOG_FORMATS))
+    level: str = setting("INFO", choice(*LOG_LEVELS))
+    prompts: bool = setting(False, boolean())  # whether what was asked may be quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +171,7 @@ class Config:
     limits: Limits = group(Limits)
     replicas: Replicas = group(Replicas)
     http: Http = group(Http)
+    logs: Logs = group(Logs)
     faults: Faults = group(Faults)
 
 
@@ -248,6 +262,8 @@ def _checked(config: Config) -> Config:
         )
     if cache.pages is not None and cache.memory_fraction is not None:
         raise ConfigError("cache.pages and cache.memory_fraction say the same thing twice; give one of them")
+    if (config.http.tls_cert is None) != (config.http.tls_key is None):
+        raise ConfigError("http.tls_cert and http.tls_key go together: a certificate and the key that belongs to it; give both or neither")
     if replicas.min > replicas.max:
         raise ConfigError(f"replicas.min {replicas.min} is above replicas.max {replicas.max}; lower the one or raise the other")
     return config

@@ -45,6 +45,14 @@ class Overloaded(SpecserveError):
     """The queue is full; the same request may succeed later."""
 
 
+class RateLimited(SpecserveError):
+    """A client that has used up its requests or tokens a minute; `limit` says which."""
+
+    def __init__(self, message: str, *, limit: str = "requests", retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.limit, self.retry_after_s = limit, retry_after_s
+
+
 class Unavailable(SpecserveError):
     """Starting or stopping; the same request may succeed later."""
 

@@ -47,6 +47,7 @@ FAMILIES = (
     Family("generation_tokens_total", Kind.COUNTER, "Tokens written."),
     Family("request_success_total", Kind.COUNTER, "Continuations that came to their end, by why they ended.", ("finished_reason",)),
     Family("request_failure_total", Kind.COUNTER, "Requests that failed, by HTTP status; 499 is a client that left.", ("code",)),
+    Family("rate_limited_total", Kind.COUNTER, "Requests refused because a key's rate was used up, by which of the two.", ("limit",)),
     Family("worker_restarts_total", Kind.COUNTER, "Workers that were started anew.", ("role",)),
     Family("requests_resumed_total", Kind.COUNTER, "Requests that went on elsewhere after a failure."),
     Family("preemptions_total", Kind.COUNTER, "Sequences set back because the cache was full."),

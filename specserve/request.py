@@ -13,6 +13,7 @@ from specserve.errors import BadValue
 from specserve.types import Request, Speculation, Warp
 
 MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS, MAX_BIASES, MAX_LOGPROBS = 128, 16, 1024, 1024, 1024, 20
+MAX_COUNT = 2**31  # of tokens: more than any model knows or writes, and within what messages between processes can carry
 _BITS = 2**64 - 1
 
 
@@ -46,10 +47,10 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raises BadValue naming the parameter. What is stored is plain ints, floats and tuples, whatever was given."""
         keep = object.__setattr__
-        keep(self, "max_tokens", _whole("max_tokens", self.max_tokens, 1))
+        keep(self, "max_tokens", _whole("max_tokens", self.max_tokens, 1, MAX_COUNT))
         keep(self, "temperature", _number("temperature", self.temperature, 0, 100))
         keep(self, "top_p", _number("top_p", self.top_p, 0, 1, above=True))
-        keep(self, "top_k", _whole("top_k", self.top_k, 0))
+        keep(self, "top_k", _whole("top_k", self.top_k, 0, MAX_COUNT))
         keep(self, "min_p", _number("min_p", self.min_p, 0, 1))
         keep(self, "n", _whole("n", self.n, 1, MAX_N))
         keep(self, "stop", _stops(self.stop))

@@ -18,7 +18,17 @@ CONTRACT = {
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
     "limits": {"max_context", "max_running", "max_queued", "request_timeout_s", "max_body_bytes"},
     "replicas": {"min", "max", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s", "surge_percent", "gateways"},
-    "http": {"host", "port", "api_keys_file", "open_paths", "cors_origins", "root_path"},  # open_paths is ours, beyond the promise
+    "http": {
+        "host",
+        "port",
+        "api_keys_file",
+        "open_paths",
+        "cors_origins",
+        "root_path",
+        "tls_cert",
+        "tls_key",
+    },  # open_paths and TLS go beyond the promise
+    "logs": {"format", "level", "prompts"},  # and so do these
     "faults": {"round_deadline_s", "max_restarts"},
 }
 
@@ -142,6 +152,7 @@ def test_an_item_of_a_list_is_refused_by_its_place():
         ({"speculation.gamma": 20}, "speculation.gamma 20 is above speculation.max_gamma 16"),
         ({"cache.pages": 10, "cache.memory_fraction": 0.5}, "cache.pages and cache.memory_fraction"),
         ({"replicas.min": 2}, "replicas.min 2 is above replicas.max 1"),
+        ({"http.tls_cert": "cert.pem"}, "http.tls_cert and http.tls_key go together"),
         ({"draft.kind": "neural", "target.path": "t"}, "draft.kind neural needs draft.path"),
         ({"draft.kind": "layer_skip"}, "draft.kind layer_skip is not available in this version"),
         ({"draft.learn": True}, "draft.learn belongs to the kinds unigram"),

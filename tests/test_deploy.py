@@ -282,6 +282,13 @@ def test_a_worker_pod_gets_requests_once_its_gateway_can_serve_them():
     assert _ray_service()["spec"]["excludeHeadPodFromServeSvc"] is True
 
 
+def test_no_pod_is_killed_for_what_an_engine_elsewhere_does():
+    (worker,) = [container for container in _containers() if "livenessProbe" in container]
+    (command,) = [word for word in worker["livenessProbe"]["exec"]["command"] if "://" in word]
+    assert "raylet" in command
+    assert not any(path in command for path in ("/health", "/ready", "/-/"))
+
+
 # The image, and versions everywhere
 
 

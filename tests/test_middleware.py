@@ -7,15 +7,13 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import openai
 import psutil
 import pytest
 from served import Running, serving
 
-from specserve.api.keys import Keys
-from specserve.errors import ConfigError
+from specserve.api.middleware import MAX_HEAD
 
 LIMIT = 10_000
 ORIGIN = "https://example.org"
@@ -50,22 +48,6 @@ def test_the_official_client_sees_that_its_key_is_wrong(locked):
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics"])
 def test_what_probes_and_browsers_open_needs_no_key(locked, path):
     assert locked.ask(path).status == 200
-
-
-def test_keys_are_not_kept():
-    keys = Keys(["the-secret-key"])
-    assert keys.admits("the-secret-key")
-    assert not keys.admits("the-secret-kex")
-    assert "the-secret-key" not in repr(vars(keys))
-
-
-@pytest.mark.parametrize("content", ["", "# only a comment\n", None])
-def test_a_file_without_keys_is_refused_rather_than_leaving_the_server_open_or_shut(tmp_path: Path, content):
-    file = tmp_path / "keys"
-    if content is not None:
-        file.write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match="api_keys_file"):
-        Keys.read(file)
 
 
 def test_browsers_of_the_named_origins_may_ask_and_others_may_not(locked):
@@ -135,3 +117,18 @@ def test_a_body_may_be_as_long_as_the_limit_and_no_byte_longer(locked):
     chunked = {**headers, "Transfer-Encoding": "chunked"}
     assert locked.ask("/detokenize", b"%x\r\n%s\r\n0\r\n\r\n" % (LIMIT, body.ljust(LIMIT)), headers=chunked).status == 200
     assert locked.ask("/detokenize", b"%x\r\n%s\r\n0\r\n\r\n" % (LIMIT + 1, body.ljust(LIMIT + 1)), headers=chunked).status == 413
+
+
+def test_too_much_in_front_of_a_body_is_refused(locked):
+    with_key = {"Authorization": "Bearer first-key"}
+    assert locked.ask("/v1/models", headers={**with_key, "X-Long": "x" * (MAX_HEAD - 1000)}).status == 200
+    for refused in (locked.ask("/v1/models", headers={**with_key, "X-Long": "x" * MAX_HEAD}), locked.ask("/v1/models?" + "x" * MAX_HEAD)):
+        assert (refused.status, refused.error["code"]) == (431, "headers_too_large")
+
+
+def test_a_path_cannot_forge_a_line_of_the_log(locked, caplog):
+    with caplog.at_level(logging.INFO, "specserve"):
+        assert locked.ask("/v1/models/x%0Aforged%20line%1b[2J", headers={"Authorization": "Bearer first-key"}).status == 404
+        assert locked.until(lambda: any("forged" in record.getMessage() for record in caplog.records))
+    (line,) = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
+    assert line.isprintable()

@@ -16,6 +16,7 @@ from specserve.api import wording
 from specserve.api.asked import Asked
 from specserve.api.choice import Choice, Form
 from specserve.api.continuation import Piece
+from specserve.api.discretion import log_failure
 from specserve.api.meter import Meter
 from specserve.api.refusal import INTERNAL, Refusal
 from specserve.api.run import Run
@@ -89,9 +90,9 @@ class Whole(Answer):
 class Streamed(Answer):
     """Server-sent events. A chunk is put together by hand: a head that never changes, and a few small values."""
 
-    def __init__(self, run: Run, text: Text, asked: Asked, head: Head, meter: Meter, *, origins: bool) -> None:
+    def __init__(self, run: Run, text: Text, asked: Asked, head: Head, meter: Meter, *, origins: bool, quote: bool) -> None:
         super().__init__(run, text, asked, head, meter)
-        self._origins = origins
+        self._origins, self._quote = origins, quote
         self._begin = "data: " + dumps(head.members(head.form.chunk))[:-1] + ',"choices":['
         self._heads = [self._begin + f'{{"index":{index},' for index in range(len(self._choices))]
         self._begun = [False] * len(self._choices)
@@ -134,13 +135,9 @@ class Streamed(Answer):
     def _failure(self, error: Exception) -> str:
         refusal = Refusal.of(error)
         self._meter.failed(refusal.status)
-        log.error(
-            "%s failed in mid-stream with %d: %s",
-            self._head.request_id,
-            refusal.status,
-            refusal.message,
-            exc_info=error if refusal.kind is INTERNAL else None,
-        )
+        log.error("%s failed in mid-stream with %d: %s", self._head.request_id, refusal.status, refusal.message)
+        if refusal.kind is INTERNAL:
+            log_failure(log, self._head.request_id, error, quote=self._quote)
         return f"data: {refusal.json}\n\n"
 
 

@@ -14,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.api.endpoints import Endpoints
-from specserve.api.keys import Keys
+from specserve.api.keys import KeyFile
 from specserve.api.meter import Meter
-from specserve.api.middleware import REQUEST_ID, BodyLimit, Journal, KeyCheck, LastResort
+from specserve.api.middleware import REQUEST_ID, BodyLimit, HeadLimit, Journal, KeyCheck, LastResort
+from specserve.api.rates import Accounts
 from specserve.api.refusal import Refusal
 from specserve.api.schema import Error
 from specserve.api.service import Served, Service
@@ -40,7 +41,8 @@ def build(service: Service, text: Text, served: Served, config: Config, registry
         exception_handlers=dict.fromkeys((SpecserveError, RequestValidationError, HTTPException), _refuse),
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    _route(app, Endpoints(service, text, served, registry=registry, meter=meter, timeout_s=config.limits.request_timeout_s))
+    limits, quote = config.limits, config.logs.prompts
+    _route(app, Endpoints(service, text, served, registry=registry, meter=meter, timeout_s=limits.request_timeout_s, quote=quote))
     return app
 
 
@@ -68,10 +70,15 @@ def _middleware(config: Config, meter: Meter) -> list[Middleware]:
             if cors
             else []
         ),
-        Middleware(LastResort),
-        *([Middleware(KeyCheck, keys=Keys.read(Path(keys_file)), open_paths=config.http.open_paths)] if keys_file else []),
+        Middleware(LastResort, quote=config.logs.prompts),
+        Middleware(HeadLimit),
+        *([_key_check(Path(keys_file), config, meter)] if keys_file else []),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes),
     ]
+
+
+def _key_check(file: Path, config: Config, meter: Meter) -> Middleware:
+    return Middleware(KeyCheck, keys=KeyFile(file), accounts=Accounts(time.monotonic, meter.limited), open_paths=config.http.open_paths)
 
 
 _EXPOSED = (REQUEST_ID, "Retry-After")

@@ -15,6 +15,7 @@ from specserve.request import Sampling
 from specserve.types import Speculation
 
 MAX_CONTINUATIONS = 512  # of one HTTP request: its prompts times n
+TOKENIZED = 100_000  # characters that /tokenize takes, whatever the context
 SMALL = 20_000  # characters that the event loop may tokenize itself, in some 5 ms; more go to a thread
 SAMPLED = tuple(field.name for field in fields(Sampling) if field.name not in ("max_tokens", "speculation"))
 
@@ -60,7 +61,6 @@ class Reader:
     async def chat(self, body: ChatBody) -> Asked:
         self.check_model(body.model)
         self._sampling(body, default_max_tokens=1)  # what is wrong with it is said before anything is done
-        self._check_size(sum(len(_plain(message)["content"]) for message in body.messages), param="messages")
         ids = await self.chat_ids(body.messages)
         self._check(ids, param="messages")
         sampling = self._sampling(body, default_max_tokens=self._served.max_context - len(ids))
@@ -69,13 +69,24 @@ class Reader:
     async def chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt that the model's template makes of messages."""
         plain = [_plain(message) for message in messages]
+        size = sum(len(value) for message in plain for value in message.values())
+        self._check_size(size, param="messages")
         try:
-            return await _aside(sum(len(message["content"]) for message in plain), lambda: self._text.apply_chat(plain))
+            return await _aside(size, lambda: self._text.apply_chat(plain))
         except BadRequest as error:
             raise type(error)(str(error), param="messages") from error
 
     async def text_ids(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        if len(text) > TOKENIZED:
+            self._check_size(len(text), param="prompt")
         return await _aside(len(text), lambda: self._text.encode(text, special=special))
+
+    async def text_of(self, ids: Sequence[int]) -> str:
+        """Of no more ids than a request could have."""
+        if len(ids) > self._served.max_context:
+            raise TooLong(f"tokens has {len(ids)} ids, but the context holds {self._served.max_context}", param="tokens")
+        self.check_ids(ids, param="tokens")
+        return await _aside(len(ids), lambda: self._text.decode(ids))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._served.name:

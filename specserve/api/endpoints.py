@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from importlib.resources import files
 
@@ -15,12 +17,14 @@ from specserve.api.asked import Asked, Reader
 from specserve.api.choice import CHAT, COMPLETION, Form
 from specserve.api.meter import Meter
 from specserve.api.run import Run
-from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, Shape, TokenizeBody
 from specserve.api.service import Served, Service, Status
 from specserve.api.text import Text
 from specserve.api.wording import respond
 from specserve.errors import BadValue, SpecserveError, Unavailable
 from specserve.metrics import Registry, Snapshot
+
+log = logging.getLogger(__name__)
 
 STATUS_S = 5.0  # an engine that does not say how it is within that time is not well
 PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'"
@@ -29,20 +33,24 @@ PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe
 class Endpoints:
     """Everything that the server answers."""
 
-    def __init__(self, service: Service, text: Text, served: Served, *, registry: Registry, meter: Meter, timeout_s: float) -> None:
+    def __init__(
+        self, service: Service, text: Text, served: Served, *, registry: Registry, meter: Meter, timeout_s: float, quote: bool = False
+    ) -> None:
         self._service, self._text, self._served = service, text, served
-        self._registry, self._meter, self._timeout_s = registry, meter, timeout_s
+        self._registry, self._meter, self._timeout_s, self._quote = registry, meter, timeout_s, quote
         self._reader = Reader(text, served)
         self._page = files("specserve.api").joinpath("playground", "index.html").read_text(encoding="utf-8")
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continues prompts."""
         begun = self._meter.clock()
+        self._log(body, request)
         return self._answer(COMPLETION, await self._reader.completion(body), request, begun)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         """Writes the assistant's next message."""
         begun = self._meter.clock()
+        self._log(body, request)
         return self._answer(CHAT, await self._reader.chat(body), request, begun)
 
     async def models(self) -> Response:
@@ -66,8 +74,7 @@ class Endpoints:
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of ids."""
         self._reader.check_model(body.model)
-        self._reader.check_ids(body.tokens, param="tokens")
-        return respond({"prompt": self._text.decode(body.tokens)})
+        return respond({"prompt": await self._reader.text_of(body.tokens)})
 
     async def health(self) -> Response:
         """200 only if the workers make progress."""
@@ -98,11 +105,19 @@ class Endpoints:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": PAGE_POLICY})
 
     def _answer(self, form: Form, asked: Asked, request: Request, begun: float) -> Answer:
-        run = Run(self._service, self._text, asked, timeout_s=self._timeout_s, meter=self._meter, begun=begun)
+        account = getattr(request.state, "account", None)
+        run = Run(self._service, self._text, asked, timeout_s=self._timeout_s, meter=self._meter, begun=begun, account=account)
         head = Head(form, request.state.request_id, int(time.time()), self._served.name)
         if not asked.stream:
             return Whole(run, self._text, asked, head, self._meter)
-        return Streamed(run, self._text, asked, head, self._meter, origins=request.headers.get("x-specserve-origins") == "1")
+        origins = request.headers.get("x-specserve-origins") == "1"
+        return Streamed(run, self._text, asked, head, self._meter, origins=origins, quote=self._quote)
+
+    def _log(self, body: Shape, request: Request) -> None:
+        """What is asked, where that is wanted."""
+        if self._quote:
+            request_id, asked = request.state.request_id, json.dumps(body.model_dump(exclude_none=True))
+            log.info("%s asks %s", request_id, asked, extra={"request_id": request_id})
 
     def _model(self) -> dict[str, object]:
         served = self._served

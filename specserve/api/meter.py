@@ -17,6 +17,7 @@ class Meter:
         self._generation_tokens = registry.counter("generation_tokens_total")
         self._success = registry.counter("request_success_total")
         self._failure = registry.counter("request_failure_total")
+        self._limited = registry.counter("rate_limited_total")
         self._first = registry.histogram("time_to_first_token_seconds")
         self._each = registry.histogram("time_per_output_token_seconds")
         self._all = registry.histogram("e2e_request_latency_seconds")
@@ -28,6 +29,10 @@ class Meter:
     def failed(self, status: int) -> None:
         """A request ended with an error, in its status or in mid-stream."""
         self._failure.add(1, str(status))
+
+    def limited(self, limit: str) -> None:
+        """A client was told to wait, for its requests or for its tokens a minute."""
+        self._limited.add(1, limit)
 
     def watch(self, begun: float) -> Watch:
         return Watch(self, begun)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from starlette.responses import Response
 
 from specserve import errors
 
-RETRY_AFTER_S = 1
+RETRY_AFTER_S = 1  # unless the error knows better
 STATUS_OF_GONE = 499  # a client that left; it sees no answer, but logs and metrics do
 
 
@@ -23,7 +24,7 @@ class Kind:
     status: int
     type: str
     code: str | None = None
-    retry: bool = False  # the same request may succeed after RETRY_AFTER_S
+    retry: bool = False  # the same request may succeed later
 
 
 BAD = Kind(400, "invalid_request_error")
@@ -36,6 +37,7 @@ KINDS: Mapping[type[errors.SpecserveError], Kind] = {  # an error is of the firs
     errors.BadRequest: BAD,
     errors.TimedOut: Kind(408, "timeout_error", "request_timeout"),
     errors.Overloaded: Kind(429, "rate_limit_error", "overloaded", retry=True),
+    errors.RateLimited: Kind(429, "rate_limit_error", "rate_limit_exceeded", retry=True),
     errors.Unavailable: Kind(503, "server_error", "unavailable", retry=True),
     errors.WorkerLost: Kind(500, "server_error", "worker_lost"),
 }
@@ -44,6 +46,7 @@ PLAIN = {  # what the framework refuses by a status alone
     404: Kind(404, "invalid_request_error", "not_found"),
     405: Kind(405, "invalid_request_error", "method_not_allowed"),
     413: Kind(413, "invalid_request_error", "request_too_large"),
+    431: Kind(431, "invalid_request_error", "headers_too_large"),
 }
 
 
@@ -54,6 +57,7 @@ class Refusal:
     kind: Kind
     message: str
     param: str | None = None
+    retry_after_s: float = RETRY_AFTER_S
 
     @classmethod
     def of(cls, error: Exception) -> Refusal:
@@ -64,7 +68,7 @@ class Refusal:
             return _misshapen(error)
         for known, kind in KINDS.items():
             if isinstance(error, known):
-                return cls(kind, str(error), getattr(error, "param", None))
+                return cls(kind, str(error), getattr(error, "param", None), getattr(error, "retry_after_s", RETRY_AFTER_S))
         return cls(INTERNAL, "the server failed to answer; its log says why")
 
     @property
@@ -77,7 +81,7 @@ class Refusal:
         return json.dumps({"error": {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.kind.code}})
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
-        retry = {"Retry-After": str(RETRY_AFTER_S)} if self.kind.retry else {}
+        retry = {"Retry-After": str(math.ceil(self.retry_after_s))} if self.kind.retry else {}
         return Response(self.json, self.status, {**(headers or {}), **retry}, "application/json")
 
 
@@ -102,4 +106,4 @@ def _path(location: tuple[str | int, ...]) -> str:
             path += f".{part}" if path else part
         else:
             break
-    return path
+    return path[:200]

@@ -9,20 +9,24 @@ from types import TracebackType
 from specserve.api.asked import Asked
 from specserve.api.continuation import Continuation, Piece
 from specserve.api.meter import Meter
+from specserve.api.rates import Account
 from specserve.api.service import Service
 from specserve.api.text import Text
-from specserve.errors import TimedOut, WorkerLost
+from specserve.errors import Overloaded, TimedOut, Unavailable, WorkerLost
 from specserve.types import Finish, Request
 
+UNSERVED = (Overloaded, Unavailable)  # what was refused so has cost nothing
 LOST = (Finish.ERROR, Finish.CANCELLED)  # nobody here cancels a request and goes on to listen
 
 
 class Run:
     """`async with` it, and iterate over (index, piece). The first failure of any continuation is raised, and ends all."""
 
-    def __init__(self, service: Service, text: Text, asked: Asked, *, timeout_s: float, meter: Meter, begun: float) -> None:
+    def __init__(
+        self, service: Service, text: Text, asked: Asked, *, timeout_s: float, meter: Meter, begun: float, account: Account | None = None
+    ) -> None:
         self._service, self._meter, self._begun, self._timeout_s = service, meter, begun, timeout_s
-        self._asked = asked
+        self._asked, self._account, self._reserved = asked, account, 0.0
         self._requests = [request for prompt in asked.prompts for request in asked.sampling.requests(prompt.ids)]
         self.continuations = [Continuation(text, request.prompt, stop=asked.sampling.stops) for request in self._requests]
         self._queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
@@ -38,6 +42,8 @@ class Run:
         return sum(len(continuation.token_ids) for continuation in self.continuations)
 
     async def __aenter__(self) -> Run:
+        if self._account is not None:
+            self._reserved = self._account.reserve(self.num_prompt_tokens + len(self._requests) * self._asked.sampling.max_tokens)
         self._meter.asked(self.num_prompt_tokens)
         late = TimedOut(f"the request took longer than {self._timeout_s:g} s")
         self._deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._queue.put_nowait, late)
@@ -46,6 +52,9 @@ class Run:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self._cancel()
+        if self._account is not None:
+            served = not isinstance(error, UNSERVED) or self.num_completion_tokens > 0
+            self._account.settle(self._reserved, used=self.num_prompt_tokens + self.num_completion_tokens if served else 0)
 
     def __aiter__(self) -> Run:
         return self

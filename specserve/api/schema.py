@@ -6,14 +6,33 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, model_validator
 from typing_extensions import TypeAliasType
 
 from specserve.errors import BadValue
+from specserve.request import MAX_BIASES
+
+# What nothing else bounds. OpenAI takes as many messages, and as much metadata.
+MAX_MESSAGES, MAX_PARTS = 2048, 2048
+MAX_LABEL = 512  # characters of what is taken and not used, or merely names
+MAX_METADATA = 16
+
+
+def _entries(most: int) -> BeforeValidator:
+    """Counted before anything else: pydantic would complain of every single one, in a hundred times the memory of the body."""
+
+    def check(given: Any, info: ValidationInfo) -> Any:
+        if isinstance(given, Mapping) and len(given) > most:
+            raise BadValue(f"{info.field_name} has {len(given)} entries; {most} is the most", param=info.field_name)
+        return given
+
+    return BeforeValidator(check)
+
 
 # A faulty list is refused at its first fault: a body of megabytes may hold a million of them.
 Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
+Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Prompts = TypeAliasType("Prompts", Annotated[list[str | Ids], FailFast()])
 
 
@@ -81,15 +100,15 @@ class Generate(Shape):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Token ids and what is added to their logits.")
+    logit_bias: Annotated[dict[str, float] | None, _entries(MAX_BIASES)] = Field(None, description="Token ids and what is added to their logits.")
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: SpeculationBody | None = None
-    user: str | None = Field(None, description="Taken and not used, like the three below.")
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    user: Label | None = Field(None, description="Taken and not used, like the three below.")
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    metadata: Annotated[dict[Label, Label] | None, _entries(MAX_METADATA)] = None
 
 
 class CompletionBody(Generate):
@@ -107,7 +126,7 @@ class TextPart(Shape):
     text: str
 
 
-Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast()])
+Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast(), Field(max_length=MAX_PARTS)])
 
 
 class Message(Shape):
@@ -115,11 +134,11 @@ class Message(Shape):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Parts
-    name: str | None = None
-    tool_call_id: str | None = None
+    name: Label | None = None
+    tool_call_id: Label | None = None
 
 
-Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast()])
+Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)])
 
 
 class ChatBody(Generate):

@@ -12,6 +12,7 @@ from ray.serve import Application
 
 from specserve.cluster.board import Board
 from specserve.cluster.deployments import Engine, Gateway
+from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import COORDINATOR, Bundle, bundles
 from specserve.cluster.scaling import policy
 from specserve.config import Config, Replicas, parse
@@ -31,9 +32,10 @@ def build(args: Mapping[str, object]) -> Application:
 def application(config: Config, *, engine: type[Any] | None = None) -> Application:
     """A gateway in front of as many engines as the load asks for, and a board between them. `engine` may be another class of the same methods."""
     wanted = bundles(config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
-    board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0})(Board).bind()
-    engines = serve.deployment(name="Engine", **_engine_options(config, wanted))(engine or Engine).bind(config, wanted, board)
-    gateway = serve.deployment(name="Gateway", **_gateway_options(config.replicas))(Gateway)
+    logs = logging_config(config)
+    board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0}, logging_config=logs)(Board).bind()
+    engines = serve.deployment(name="Engine", logging_config=logs, **_engine_options(config, wanted))(engine or Engine).bind(config, wanted, board)
+    gateway = serve.deployment(name="Gateway", logging_config=logs, **_gateway_options(config.replicas))(Gateway)
     application: Application = gateway.bind(config, engines, board)
     return application
 

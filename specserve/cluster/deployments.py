@@ -18,6 +18,7 @@ from specserve.api.text import Text
 from specserve.cluster.board import ENGINE, GATEWAY, Report, report_for_ever
 from specserve.cluster.gauges import Gauges
 from specserve.cluster.group import TARGET, Group
+from specserve.cluster.logs import join_serve
 from specserve.cluster.mail import Inbox, Outlet, Ticket
 from specserve.cluster.placement import Bundle
 from specserve.cluster.replicas import Replicas
@@ -48,6 +49,7 @@ class Engine:
     """One replica: a coordinator in this process, and its workers in the other bundles of its placement group."""
 
     async def __init__(self, config: Config, bundles: Sequence[Bundle], board: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        join_serve(config)
         self._config = config
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._registry = Registry()
@@ -174,6 +176,7 @@ class Gateway:
     """The HTTP server. Tokens in, text out; its requests' chunks come by its own link."""
 
     async def __init__(self, config: Config, engine: Any, board: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        join_serve(config)
         self._config = config
         self._text = Text.load(config.target.path, revision=config.target.revision)
         self._inbox = Inbox(ray.util.get_node_ip_address())

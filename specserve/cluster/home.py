@@ -14,8 +14,9 @@ from specserve.cluster.placement import bundles, check_fits
 from specserve.config import Config
 from specserve.errors import ConfigError
 
+HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 SERVE_SETTINGS = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # a sixth of the CPU a streamed chunk that Serve's own proxy takes
+    HA_PROXY: "1",  # a sixth of the CPU a streamed chunk that Serve's own proxy takes
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # the only balancer in front is Serve's own, which knows at once;
     "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",  # with the default of 30 s Ctrl-C would take as long
 }
@@ -27,7 +28,7 @@ GATEWAY_CPUS = 1.0
 @contextlib.contextmanager
 def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -> Iterator[bool]:
     """Whether it is our own. Raises ConfigError when the cluster is too small for the config, or its port is taken."""
-    for name, value in SERVE_SETTINGS.items():  # read where Serve starts, and when it is imported
+    for name, value in _serve_settings(config).items():  # read where Serve starts, and when it is imported
         os.environ.setdefault(name, value)
     import ray
 
@@ -78,6 +79,19 @@ def require_free_port(config: Config) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from error
+
+
+def _serve_settings(config: Config) -> dict[str, str]:
+    """Serve's HAProxy takes no certificate, and would speak plainly to gateways that expect TLS; Serve's own proxy takes one."""
+    files = [file for file in (config.http.tls_cert, config.http.tls_key) if file is not None]
+    if not files:
+        return SERVE_SETTINGS
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise ConfigError(f"{file}, of http.tls_cert and http.tls_key, cannot be read")
+    if os.environ.get(HA_PROXY, "0") == "1":
+        raise ConfigError(f"Serve's HAProxy cannot speak TLS: unset {HA_PROXY}, or leave http.tls_cert out and end TLS in a proxy in front")
+    return SERVE_SETTINGS | {HA_PROXY: "0"}
 
 
 def _joined() -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from specserve import errors
 from specserve.checkpoints import find_checkpoints
 from specserve.cluster.home import ray_here, require_free_port, serve_runs
+from specserve.cluster.logs import logging_config
 from specserve.config import Config
 from specserve.errors import SpecserveError, Unavailable
 
@@ -48,11 +49,11 @@ def deployed(config: Config, say: Say, *, ours: bool = True, engine: type[Any] |
     with contextlib.ExitStack() as stack:
         if not serve_runs():
             require_free_port(config)
-            serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=_quiet())
+            serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=logging_config(config))
             if not ours:
                 stack.callback(serve.shutdown)
         stack.callback(serve.delete, APP_NAME)
-        _deploy(lambda: serve.run(application(config, engine=engine), name=APP_NAME, logging_config=_quiet()), say)
+        _deploy(lambda: serve.run(application(config, engine=engine), name=APP_NAME, logging_config=logging_config(config)), say)
         yield _url()
 
 
@@ -63,7 +64,7 @@ def _url() -> str:
     client = _get_global_client()
     assert client is not None
     options = client.http_config
-    return f"http://{options.host}:{options.port}{options.root_path}"
+    return f"{'https' if options.ssl_certfile else 'http'}://{options.host}:{options.port}{options.root_path}"
 
 
 def handle(deployment: str) -> Any:
@@ -167,16 +168,14 @@ def _follow(say: Say) -> None:
 
 
 def _http_options(config: Config) -> dict[str, Any]:
-    return {"host": config.http.host, "port": config.http.port, "root_path": config.http.root_path}
+    """The key before the certificate: Serve checks that they come together in that order."""
+    tls = {"ssl_keyfile": config.http.tls_key, "ssl_certfile": config.http.tls_cert} if config.http.tls_cert else {}
+    return {"host": config.http.host, "port": config.http.port, "root_path": config.http.root_path, **tls}
 
 
 def _proxies(config: Config) -> str:
     """A proxy that listens on the loopback is of use to this node alone."""
     return "HeadOnly" if config.http.host in LOOPBACK else "EveryNode"
-
-
-def _quiet() -> dict[str, Any]:
-    return {"log_level": "WARNING", "enable_access_log": False}
 
 
 def _example(url: str, model: str) -> str:

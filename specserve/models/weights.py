@@ -15,6 +15,8 @@ from torch import Tensor
 
 from specserve.errors import ModelError
 
+CONVERT = "If you trust its maker, AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers writes safetensors"
+
 Range = tuple[int, int]  # first, and one past the last
 
 RENAMED = ((re.compile(r"\.block_sparse_moe\."), ".mlp."), (re.compile(r"^embed_out\."), "lm_head."))  # in the file, in the module
@@ -91,8 +93,8 @@ def files(directory: Path) -> list[Path]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is no index of a checkpoint's files") from error
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
-        raise ModelError(f"{directory} holds pickled weights only; specserve reads safetensors only, because a pickle may run code")
-    raise ModelError(f"{directory} holds no weights: neither model.safetensors nor model.safetensors.index.json")
+        raise ModelError(f"{directory} holds pickled weights only; specserve reads safetensors only, because a pickle may run code. {CONVERT}")
+    raise ModelError(f"{directory} holds no weights: neither model.safetensors nor model.safetensors.index.json (pickles are never fetched)")
 
 
 def _opened(path: Path) -> Any:
