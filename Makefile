@@ -50,6 +50,9 @@ proofs: $(VENV)/installed-for-tests
 fuzz: $(VENV)/installed-for-tests
 	$(BIN)/python tests/fuzz.py $(ARGS)
 
+chaos: $(VENV)/installed-for-tests
+	$(BIN)/python tests/chaos/table.py $(ARGS)
+
 check: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
