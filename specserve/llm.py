@@ -113,8 +113,7 @@ class LLM:
         echo = prompt if isinstance(prompt, str) else None
         before = () if self._encodes else ids
         return [
-            _Wanted(self._text, ids, sampling, index=i, request=request, echo=echo, before=before)
-            for i, request in enumerate(sampling.requests(ids))
+            _Wanted(self._text, ids, sampling, index=i, request=request, echo=echo, before=before) for i, request in enumerate(sampling.requests(ids))
         ]
 
     def _prompt_ids(self, prompt: object) -> tuple[int, ...]:

@@ -93,6 +93,10 @@ def make(name: str, directory: Path, *, seed: int = 0, shard_bytes: int | str = 
     return write(CONFIGS[name](), directory, seed=seed, shard_bytes=shard_bytes)
 
 
+# Of matrices, by a part of their names. T5's scores are not scaled down, so its queries are; its attention must be heard in what is written.
+LOUDNESS = {"ttention.q.": 0.5, "ttention.o.": 5.0, ".wi_": 1.0, "lm_head": 3.0}
+
+
 def write(config: PreTrainedConfig, directory: Path, *, seed: int = 0, shard_bytes: int | str = "1GB") -> Path:
     library = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = library.from_config(config, dtype=torch.float32)
@@ -116,17 +120,17 @@ def untie(directory: Path, *, seed: int) -> None:
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that logits are peaked, argmax ties do not occur, and each token shows in the text that follows."""
     gemma = "gemma" in model.config.model_type  # its embedding is scaled up and tied to the head: the text would be one token repeated
-    t5 = model.config.is_encoder_decoder  # its embedding is tied likewise; its scores are not scaled down, so its queries are
+    t5 = model.config.is_encoder_decoder  # likewise tied
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
-            loud = gemma and ("post_" in name or name == "model.norm.weight") or name == "decoder.final_layer_norm.weight"
+            loud = (gemma and ("post_" in name or name == "model.norm.weight")) or name == "decoder.final_layer_norm.weight"
             parameter.add_(noise * 0.3 + (3.0 if loud else 0.0))
         elif parameter is model.get_input_embeddings().weight:
-            parameter.copy_(noise * (0.15 if gemma or t5 else 0.4))
+            parameter.copy_(noise * (0.15 if gemma else 0.1 if t5 else 0.4))
         else:
             fan_in = parameter.shape[0] if ".c_" in name else parameter.shape[-1]
-            scale = 0.5 if t5 and name.endswith("ttention.q.weight") else 5.0 if name.endswith("ttention.o.weight") else 1.0 if ".wi_" in name else 3.0 if "lm_head" in name else 2.0
+            scale = next((scale for part, scale in LOUDNESS.items() if part in name), 2.0)
             parameter.copy_(noise * scale * fan_in**-0.5)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from engines import Engine, Pacing, RandomPacer, greedy, library_greedy_from_sources
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM
@@ -195,42 +192,11 @@ def test_bits_do_not_depend_on_chunks_or_company(bf16: Runner, largest: int) -> 
     assert differing == 0, f"{differing} of 500 positions differ"
 
 
-# Two ranks
+# A share of it
 
 
 def share(directory: Path, shard: Shard | None) -> Loaded:
     return load_model(directory, dtype=torch.float32, device="cpu", shard=shard)
-
-
-def rank_main(rank: int, root: str) -> None:
-    """Both ranks take the same steps; rank 0 leaves its logits in a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=120))
-    seen = {name: whole_and_on(Path(root) / name, Shard(rank, 2)) for name in KINDS}
-    if rank == 0:
-        torch.save(seen, f"{root}/logits.pt")
-    dist.destroy_process_group()
-
-
-def whole_and_on(directory: Path, shard: Shard | None) -> Tensor:
-    """Logits of texts that are read together with their sources, and of a token more of each."""
-    runner = open_model(directory, Placement(dtype="float32", device="cpu", pages=100), shard=shard).runner
-    texts = [(0, *range(5, 5 + length)) for length in (0, 3, 30)]
-    steps = steps_of(texts)
-    return torch.cat(
-        [
-            runner.run(steps, [len(step.tokens) for step in steps]),
-            runner.run([Step(step.seq_id, step.stop, (9,)) for step in steps], [1] * len(steps)),
-        ]
-    )
-
-
-def test_two_ranks_together_give_the_logits_of_the_whole_model(root: Path) -> None:
-    mp.spawn(rank_main, args=(str(root),), nprocs=2)
-    shared = torch.load(root / "logits.pt")
-    for name in KINDS:
-        whole = whole_and_on(root / name, None)
-        assert (shared[name] - whole).abs().max() < 1e-4 * whole.std(), name
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -107,7 +107,9 @@ class Reader:
         """Characters or ids: what is far too long costs no tokenizing, which takes a hundred times its memory."""
         most = self._served.max_context * self._text.longest
         if size > most:
-            raise TooLong(f"the prompt has a length of {size}, but the context holds {self._served.max_context} tokens, at most {most} characters", param=param)
+            raise TooLong(
+                f"the prompt has a length of {size}, but the context holds {self._served.max_context} tokens, at most {most} characters", param=param
+            )
 
     def _check(self, ids: tuple[int, ...], *, param: str) -> None:
         longest = self._served.longest_prompt

@@ -167,7 +167,7 @@ def _prompt_rows(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[Ro
 
 def _source_rows(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[Row]:
     """Sources with what was written of their texts before they lost their places. Each is read whole; the oldest, be it ever so long."""
-    rows = []
+    rows: list[Row] = []
     for sequence, wish in prompts:
         if rows and sequence.pending > budget:
             break

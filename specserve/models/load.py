@@ -153,8 +153,8 @@ def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | st
         attention = "eager"  # of which nothing is used: the forward pass is ours
         if dtype == torch.float16:
             raise UnsupportedModel(f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32")
-    elif attention not in OWN_ATTENTION and not MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_attention_backend:
-        raise UnsupportedModel(f"{config.model_type} computes its attention itself, so that no other can be put in its place")
+    elif attention not in OWN_ATTENTION:
+        _check_attention(config)
     with _quiet_library(), _library_errors(directory):
         if shard is None or size == 1:
             module = _whole(directory, config, dtype=dtype, attention=attention)
@@ -162,6 +162,12 @@ def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | st
             module = _share(directory, config, shard, dtype=dtype, attention=attention)
         module.to(device).eval().requires_grad_(False)
         return Loaded(module, config, _architecture(directory, config, size))
+
+
+def _check_attention(config: Any) -> None:
+    modelling: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not modelling._supports_attention_backend:
+        raise UnsupportedModel(f"{config.model_type} computes its attention itself, so that no other can be put in its place")
 
 
 def _architecture(directory: Path, config: Any, size: int) -> Architecture:

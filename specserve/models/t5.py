@@ -85,7 +85,8 @@ class Distances:
 
     def _at(self, distances: Tensor) -> Tensor:  # [heads, *distances.shape]
         at = distances.clamp(-self.far, self.far).add_(self.far)
-        return self.table.index_select(1, at.flatten()).view(-1, *at.shape)
+        found: Tensor = self.table.index_select(1, at.flatten())
+        return found.view(-1, *at.shape)
 
 
 class EncoderLayer:
@@ -100,7 +101,7 @@ class EncoderLayer:
     def forward(self, x: Tensor, biases: Sequence[Tensor]) -> Tensor:
         """The biases, each [heads, length, length], say where one source ends and the next begins."""
         qkv = self.qkv.forward(self.norm(x)).view(-1, 3, self.heads.own, self.heads.dim)
-        parts = qkv.split([bias.shape[1] for bias in biases])
+        parts = torch.split(qkv, [bias.shape[1] for bias in biases])
         seen = torch.cat([_whole(part, bias) for part, bias in zip(parts, biases, strict=True)])
         return self.mlp.forward(_plus(self.out, seen, x, self.shard))
 
