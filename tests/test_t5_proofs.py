@@ -8,7 +8,7 @@ from transformers import T5Config
 
 SAMPLES = 1000  # of each case
 SEED = 1 << 42
-PAGES, PAGE_SIZE = 1500, 4  # small pages, lest texts of a few tokens never outgrow what admission sets aside
+PAGES, PAGE_SIZE = 2000, 2  # small pages, lest texts of a few tokens never outgrow what admission sets aside
 FLATTER = 10.0  # of the target, so that all continuations occur
 DISTANCES = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
 SIZES = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 4, **DISTANCES}
