@@ -55,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_pair(root: Path, name: str) -> Pair:
-    target = checkpoints.write(checkpoints.ENCODER_DECODERS[name](), root / name)
+    target = checkpoints.write(checkpoints.ENCODER_DECODERS[name](), root / name, seed=2)  # whose texts differ
     draft = checkpoints.perturbed(target, root / f"{name}_draft", DRAFT_NOISE)
     return Pair(target, draft, library_greedy_from_sources(target, sources(), max_tokens=MAX_TOKENS))
 
@@ -77,7 +77,7 @@ def engine(pair: Pair) -> Engine:
 
 def test_the_library_s_texts_are_worth_comparing(pair: Pair) -> None:
     assert len({token for text in pair.texts for token in text}) > 40
-    assert len(set(pair.texts)) > len(LENGTHS) // 2
+    assert len(set(pair.texts)) == len(LENGTHS)
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 4])
