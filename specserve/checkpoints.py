@@ -8,8 +8,8 @@ from pathlib import Path
 from specserve.api.text import Text
 from specserve.config import STATISTICAL, Config
 from specserve.drafters.tables import load as load_tables
-from specserve.errors import TokenizerMismatch
-from specserve.models.load import find_checkpoint
+from specserve.errors import TokenizerMismatch, UnsupportedModel
+from specserve.models.load import find_checkpoint, is_encoder_decoder, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,17 @@ def find_checkpoints(config: Config) -> Checkpoints:
     if config.draft.path is not None and config.draft.kind in STATISTICAL:
         _require_counted_in(text, Path(config.draft.path))
     elif config.draft.path is not None and config.draft.kind != "none":
-        text.require_same(Text.load(find_checkpoint(config.draft.path)))
+        draft = find_checkpoint(config.draft.path)
+        require_same_kind(target, draft, key="draft.path")
+        text.require_same(Text.load(draft))
     return Checkpoints(target, text)
+
+
+def require_same_kind(target: Path, draft: Path, *, key: str) -> None:
+    """A draft must read what the target reads: a prompt that goes on, or a source. `key` of the config names the draft."""
+    ours, theirs = ("an encoder-decoder" if is_encoder_decoder(read_config(path)) else "a decoder-only model" for path in (target, draft))
+    if ours != theirs:
+        raise UnsupportedModel(f"{key} {draft} is {theirs}, and the target {target} is {ours}; both must be of one kind", param=key)
 
 
 def _require_counted_in(text: Text, tables: Path) -> None:

@@ -62,6 +62,7 @@ class LLM:
     def _start(self, parts: Parts, config: Config, journal: Journal | None = None) -> None:
         self._text = parts.text
         self._vocab_size = parts.info.vocab_size
+        self._encodes = parts.info.decoder_start is not None
         self._live: dict[int, _Wanted] = {}
         self._coordinator: Coordinator | None = Coordinator.of(
             config,
@@ -105,10 +106,15 @@ class LLM:
         try:
             ids = self._prompt_ids(prompt)
             sampling.check_ids(self._vocab_size)
+            if self._encodes:
+                sampling.check_source()
         except BadRequest as error:
             return [_Wanted(self._text, (), sampling, index=i, error=error) for i in range(sampling.n)]
         echo = prompt if isinstance(prompt, str) else None
-        return [_Wanted(self._text, ids, sampling, index=i, request=request, echo=echo) for i, request in enumerate(sampling.requests(ids))]
+        before = () if self._encodes else ids
+        return [
+            _Wanted(self._text, ids, sampling, index=i, request=request, echo=echo, before=before) for i, request in enumerate(sampling.requests(ids))
+        ]
 
     def _prompt_ids(self, prompt: object) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -170,11 +176,12 @@ class _Wanted:
         index: int,
         request: Request | None = None,
         echo: str | None = None,
+        before: tuple[int, ...] | None = None,
         error: SpecserveError | None = None,
     ) -> None:
         self.request, self.error = request, error
         self._index = index
-        self._continuation = Continuation(text, prompt, stop=sampling.stops)
+        self._continuation = Continuation(text, prompt, before=before, stop=sampling.stops)
         self._echo = "" if not sampling.echo else text.decode(prompt) if echo is None else echo
         self._pieces: list[Piece] = []
 

@@ -89,6 +89,11 @@ class Sampling:
             if token >= vocab_size:
                 raise BadValue(f"logit_bias has token id {token}, but the vocabulary ends at {vocab_size - 1}", param="logit_bias")
 
+    def check_source(self) -> None:
+        """Raises BadValue for what makes no sense where a prompt is a source, as an encoder-decoder reads it."""
+        if self.echo:
+            raise BadValue("echo is not for encoder-decoders, whose text does not continue the prompt", param="echo")
+
     def _request(self, prompt: tuple[int, ...], seed: int) -> Request:
         assert isinstance(self.speculation, Speculation)
         return Request(

@@ -178,13 +178,13 @@ def _read_logprobs(row: Any) -> tuple[Logprobs, ...] | None:
 
 
 def write_draft_step(step: DraftStep, arrays: ArraysOut) -> Row:
-    return _DRAFT_STEP.pack(step.seq_id, step.start, step.gamma), packed("I", step.tokens), _write_policy(step.policy)
+    return _DRAFT_STEP.pack(step.seq_id, step.start, step.gamma), packed("I", step.tokens), _write_policy(step.policy), packed("I", step.source)
 
 
 def read_draft_step(row: Any, arrays: ArraysIn) -> DraftStep:
-    numbers, tokens, policy = row
+    numbers, tokens, policy, source = row
     seq_id, start, gamma = _DRAFT_STEP.unpack(numbers)
-    return DraftStep(seq_id, start, unpacked("I", tokens), gamma, _read_policy(*policy))
+    return DraftStep(seq_id, start, unpacked("I", tokens), gamma, _read_policy(*policy), unpacked("I", source))
 
 
 def write_proposal(proposal: Proposal, arrays: ArraysOut) -> Row:
@@ -212,15 +212,15 @@ def read_foreseen(row: Any, arrays: ArraysIn) -> Foreseen:
 
 def write_verify_step(step: VerifyStep, arrays: ArraysOut) -> Row:
     numbers = _VERIFY_STEP.pack(step.seq_id, step.start, step.decide, *arrays.put(step.q, len(step.drafts)))
-    return numbers, packed("I", step.tokens), packed("I", step.drafts), _write_policy(step.policy)
+    return numbers, packed("I", step.tokens), packed("I", step.drafts), _write_policy(step.policy), packed("I", step.source)
 
 
 def read_verify_step(row: Any, arrays: ArraysIn) -> VerifyStep:
-    numbers, tokens, drafts, policy = row
+    numbers, tokens, drafts, policy, source = row
     seq_id, start, decide, has_rows, support = _VERIFY_STEP.unpack(numbers)
     drafts = unpacked("I", drafts)
     q = arrays.take(len(drafts), has_rows=has_rows, support=support)
-    return VerifyStep(seq_id, start, unpacked("I", tokens), drafts, q, _read_policy(*policy), decide)
+    return VerifyStep(seq_id, start, unpacked("I", tokens), drafts, q, _read_policy(*policy), decide, unpacked("I", source))
 
 
 def write_verdict(verdict: Verdict, arrays: ArraysOut) -> Row:

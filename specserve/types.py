@@ -60,6 +60,7 @@ class Step:
     seq_id: int
     start: int
     tokens: tuple[int, ...]
+    source: tuple[int, ...] = ()  # of an encoder-decoder: what the encoder reads; comes with every step that starts at 0, and with no other
 
     @property
     def stop(self) -> int:
@@ -75,6 +76,7 @@ class DraftStep:
     tokens: tuple[int, ...]  # committed; never empty
     gamma: int
     policy: Policy
+    source: tuple[int, ...] = ()  # as in Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class VerifyStep:
     q: SparseRows | None
     policy: Policy
     decide: bool = True  # False: a chunk of a prompt that is not its last; no verdict is wanted
+    source: tuple[int, ...] = ()  # as in Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +235,12 @@ class ModelInfo:
     """What the coordinator must know of the target."""
 
     vocab_size: int  # ids below it are valid
-    max_context: int  # prompt and continuation together
+    max_context: int  # prompt and continuation together; of an encoder-decoder the source, and what is written, each
     end_ids: frozenset[int]
     page_size: int
     num_pages: int
     curve: tuple[tuple[int, float], ...] = ()  # seconds of a pass by the rows in it, as its warm-up found them; () if it did not look
+    decoder_start: int | None = None  # the token that every text of an encoder-decoder begins with, its prompt being the source; None: no encoder
 
 
 class Target(Protocol):

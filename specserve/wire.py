@@ -39,7 +39,7 @@ from specserve.rows import (
 )
 from specserve.types import Chunk, DraftStep, Foreseen, Proposal, Span, Verdict, VerifyStep
 
-MAGIC, VERSION = b"specserve", 2
+MAGIC, VERSION = b"specserve", 3
 Frame = bytes | memoryview
 
 

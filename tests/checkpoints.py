@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -19,12 +20,14 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    MT5Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    T5Config,
 )
 
 VOCAB, CONTEXT, WINDOW = 289, 1024, 16  # an odd vocabulary: no number of ranks divides it
@@ -64,33 +67,71 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 ARCHITECTURES = tuple(name for name in CONFIGS if name != "llama_four_kv_heads")
 
+T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 16,
+    "relative_attention_max_distance": 40,
+    "n_positions": CONTEXT,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "decoder_start_token_id": PAD,
+}
+ENCODER_DECODERS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "t5": lambda: T5Config(**T5),
+    "t5_v1_1": lambda: T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "mt5": lambda: MT5Config(**T5, num_decoder_layers=3),
+}
+
 
 def make(name: str, directory: Path, *, seed: int = 0, shard_bytes: int | str = "1GB") -> Path:
     """Write the checkpoint `name` of CONFIGS into `directory`, in fp32 safetensors; a small `shard_bytes` makes several files."""
     return write(CONFIGS[name](), directory, seed=seed, shard_bytes=shard_bytes)
 
 
+# Of matrices, by a part of their names. T5's scores are not scaled down, so its queries are; its attention must be heard in what is written.
+LOUDNESS = {"ttention.q.": 0.5, "ttention.o.": 5.0, ".wi_": 1.0, "lm_head": 3.0}
+
+
 def write(config: PreTrainedConfig, directory: Path, *, seed: int = 0, shard_bytes: int | str = "1GB") -> Path:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    library = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = library.from_config(config, dtype=torch.float32)
     randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(directory, max_shard_size=shard_bytes)
+    if getattr(config, "scale_decoder_outputs", True) is False:
+        untie(directory, seed=seed)
     return directory
+
+
+def untie(directory: Path, *, seed: int) -> None:
+    """A vocabulary head of its own beside T5's embedding, as the later T5s have and the library's own checkpoints cannot."""
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    shape = weights["shared.weight"].shape
+    weights["lm_head.weight"] = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)) * 3.0 * shape[1] ** -0.5
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that logits are peaked, argmax ties do not occur, and each token shows in the text that follows."""
     gemma = "gemma" in model.config.model_type  # its embedding is scaled up and tied to the head: the text would be one token repeated
+    t5 = model.config.is_encoder_decoder  # likewise tied
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
-            loud = gemma and ("post_" in name or name == "model.norm.weight")
+            loud = (gemma and ("post_" in name or name == "model.norm.weight")) or name == "decoder.final_layer_norm.weight"
             parameter.add_(noise * 0.3 + (3.0 if loud else 0.0))
         elif parameter is model.get_input_embeddings().weight:
-            parameter.copy_(noise * (0.15 if gemma else 0.4))
+            parameter.copy_(noise * (0.15 if gemma else 0.1 if t5 else 0.4))
         else:
             fan_in = parameter.shape[0] if ".c_" in name else parameter.shape[-1]
-            parameter.copy_(noise * (3.0 if "lm_head" in name else 2.0) * fan_in**-0.5)
+            scale = next((scale for part, scale in LOUDNESS.items() if part in name), 2.0)
+            parameter.copy_(noise * scale * fan_in**-0.5)
 
 
 def perturbed(directory: Path, out: Path, noise: float, *, seed: int = 1) -> Path:
@@ -107,13 +148,15 @@ def perturbed(directory: Path, out: Path, noise: float, *, seed: int = 1) -> Pat
     return out
 
 
-def add_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """One token a byte behind the four special ones; fits every checkpoint made here."""
+def add_tokenizer(directory: Path, *, ends: bool = False) -> PreTrainedTokenizerFast:
+    """One token a byte behind the four special ones; fits every checkpoint made here. `ends`: every text gets an end token, as T5's do."""
     alphabet = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     pad, bos, eos, unknown = SPECIAL
+    if ends:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, EOS)])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unknown, model_max_length=CONTEXT
     )

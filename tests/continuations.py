@@ -11,12 +11,12 @@ from pathlib import Path
 
 import checkpoints
 import numpy as np
-from engines import Answer, Engine, RandomPacer
+from engines import PAGE_SIZE, Answer, Engine, RandomPacer
 from exact import Conditionals, Floats, Ints, Library, agreement, overlap, supported
 from fit import Acceptance, Fit
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from specserve.types import VERIFIERS, Origin, Request, Speculation, Warp
 
@@ -30,6 +30,9 @@ PROMPTS = (  # the pages of admission just suffice at first
 TAIL = 2  # tokens beyond those counted and gamma: else no sequence would outgrow what admission sets aside, and none be preempted
 PAGES, RUNNING, BATCH_TOKENS, AT_ONCE = 310, 256, 4096, 4096
 FLATTER, NOISE = 2.5, 0.25  # of the target, so that all continuations occur; of the draft, so that most drafts are accepted
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+TOKENS = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
 
 PLAIN = Warp()
 TRUNCATED = Warp(temperature=0.7, top_k=5, top_p=0.85)
@@ -99,18 +102,27 @@ class Result:
 class Pairs:
     """A tiny target with all its drafters, as engines and as the library sees them."""
 
-    def __init__(self, directory: Path) -> None:
-        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
-        tokens = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
-        peaked = checkpoints.write(LlamaConfig(**sizes, **tokens), directory / "peaked", seed=3)
-        target = rewritten(peaked, directory / "target", flatter=FLATTER)
+    def __init__(
+        self, directory: Path, config: PreTrainedConfig | None = None, *, pages: int = PAGES, page_size: int = PAGE_SIZE, flatter: float = FLATTER
+    ) -> None:
+        """Of a Llama, unless a config says otherwise."""
+        peaked = checkpoints.write(config or LlamaConfig(**SIZES, **TOKENS), directory / "peaked", seed=3)
+        target = rewritten(peaked, directory / "target", flatter=flatter)
         draft = checkpoints.perturbed(target, directory / "draft", NOISE)
         drafts = {VOCAB: draft, 7: rewritten(draft, directory / "narrow", vocab=7)}
         self.engines = {
-            name: Engine(target, drafts[kind.vocab], pages=PAGES, draft_pages=kind.pages, support=kind.support, ahead=kind.ahead)
+            name: Engine(
+                target,
+                drafts[kind.vocab],
+                pages=pages,
+                draft_pages=pages * kind.pages // PAGES,
+                support=kind.support,
+                ahead=kind.ahead,
+                page_size=page_size,
+            )
             for name, kind in DRAFTERS.items()
         }
-        self.engines["none"] = Engine(target, pages=PAGES)
+        self.engines["none"] = Engine(target, pages=pages, page_size=page_size)
         self._target = Library(target, vocab=VOCAB)
         self._drafts = {vocab: Library(draft, vocab=VOCAB) for vocab, draft in drafts.items()}
         self.p, self.q, self.joint = cache(self._p), cache(self._q), cache(self._joint)
@@ -142,7 +154,7 @@ def rewritten(directory: Path, out: Path, *, vocab: int = VOCAB, flatter: float 
     config = json.loads((directory / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "vocab_size": vocab}))
     weights = load_file(directory / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+    for name in {"model.embed_tokens.weight", "shared.weight", "lm_head.weight"} & set(weights):
         weights[name] = weights[name][:vocab].contiguous()
     weights["lm_head.weight"] /= flatter
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.fanout import Fanout
@@ -19,7 +19,7 @@ from specserve.drafters.neural import NeuralDrafter
 from specserve.engine import Coordinator
 from specserve.engine.batch import Batch, Outcome
 from specserve.engine.sequence import Sequence as Running
-from specserve.local import LocalDrafter, LocalTarget
+from specserve.local import LocalDrafter, LocalTarget, Proposes
 from specserve.models.open import Opened, Placement, open_model
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
@@ -127,17 +127,22 @@ class Engine:
         shard: Shard | None = None,  # of the target
         ahead: bool = False,  # whether the drafter anticipates, and is interrupted at random
         fanout: int | None = None,
+        page_size: int = PAGE_SIZE,
     ) -> None:
-        self.target = opened_target(target, placement(dtype=dtype, pages=pages, prefix_caching=prefix_caching), shard=shard)
+        self.target = opened_target(target, placement(dtype=dtype, pages=pages, prefix_caching=prefix_caching, page_size=page_size), shard=shard)
         self.drafter: NeuralDrafter | None = None
         if draft is not None:
-            beside = open_model(draft, placement(dtype=dtype, pages=draft_pages or pages, prefix_caching=prefix_caching))
+            where = placement(dtype=dtype, pages=draft_pages or pages, prefix_caching=prefix_caching, page_size=page_size)
+            beside = open_model(draft, where)
             self.drafter = opened_drafter(beside, self.target.info, support=support)
         self.ahead = Ahead(self.drafter, fanout) if ahead and self.drafter is not None else None
 
-    def run(self, requests: Sequence[Request], *, pacer: Pacing | None = None, drafts: bool = True, **options: Any) -> Run:
+    def run(
+        self, requests: Sequence[Request], *, pacer: Pacing | None = None, drafts: bool = True, with_drafter: Proposes | None = None, **options: Any
+    ) -> Run:
         """All requests at once, to their ends. `options` are the coordinator's; `drafts` False leaves the drafter out."""
-        drafter = LocalDrafter(self.ahead or self.drafter) if drafts and self.drafter is not None else None
+        own = with_drafter or self.ahead or self.drafter
+        drafter = LocalDrafter(own) if drafts and own is not None else None
         answers: dict[int, Answer] = {}
 
         def emit(chunks: Sequence[Chunk]) -> None:
@@ -171,14 +176,15 @@ async def finish(coordinator: Coordinator) -> int:
     return num_rounds
 
 
-def placement(*, dtype: str = "float32", pages: int = 400, prefix_caching: bool = True) -> Placement:
-    return Placement(dtype=dtype, device="cpu", page_size=PAGE_SIZE, pages=pages, prefix_caching=prefix_caching)
+def placement(*, dtype: str = "float32", pages: int = 400, prefix_caching: bool = True, page_size: int = PAGE_SIZE) -> Placement:
+    return Placement(dtype=dtype, device="cpu", page_size=page_size, pages=pages, prefix_caching=prefix_caching)
 
 
 def opened_target(directory: Path, where: Placement, *, shard: Shard | None = None) -> TargetModel:
     opened = open_model(directory, where, shard=shard)
     spec, cache = opened.spec, opened.runner.cache
     info = ModelInfo(spec.vocab_size, opened.max_context, spec.end_ids, page_size=cache.page_size, num_pages=cache.num_pages)
+    info = replace(info, decoder_start=spec.decoder_start)
     return TargetModel(opened.runner, info)
 
 
@@ -195,6 +201,13 @@ def library_greedy(directory: Path, prompts: Sequence[Sequence[int]], *, max_tok
     """What the library's own generate() writes, one prompt after the other."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return [_continued(model, torch.tensor([prompt]), max_tokens) for prompt in prompts]
+
+
+def library_greedy_from_sources(directory: Path, sources: Sequence[Sequence[int]], *, max_tokens: int) -> list[tuple[int, ...]]:
+    """The same of an encoder-decoder: what it writes, one source after the other."""
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    texts = [model.generate(torch.tensor([source]), max_new_tokens=max_tokens, do_sample=False) for source in sources]
+    return [tuple(text[0, 1:].tolist()) for text in texts]
 
 
 def _continued(model: Any, ids: torch.Tensor, max_tokens: int) -> tuple[int, ...]:

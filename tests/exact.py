@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from specserve.types import Warp
 
@@ -39,13 +39,20 @@ class Library:
     """A checkpoint, run by the library in float64."""
 
     def __init__(self, directory: Path, *, vocab: int) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
+        encodes = AutoConfig.from_pretrained(directory).is_encoder_decoder
+        library: Any = AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM
+        self.model: Any = library.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
         self.vocab = vocab  # of the texts; ids that the model itself does not have it reads as 0
 
     def conditionals(self, prompt: Sequence[int], length: int, warp: Warp) -> Conditionals:
-        """p of the next token after the prompt and up to length - 1 more."""
-        texts = texts_of(prompt, length - 1, self.vocab)
-        logits = self._logits(texts, last=length)  # [texts, length, model's vocab]
+        """p of the next token after the prompt and up to length - 1 more; an encoder-decoder writes them after its first token."""
+        if self.model.config.is_encoder_decoder:
+            source, prompt = prompt, (self.model.config.decoder_start_token_id,)
+            texts = texts_of(prompt, length - 1, self.vocab)
+            logits = self._logits_from(source, texts)
+        else:
+            texts = texts_of(prompt, length - 1, self.vocab)
+            logits = self._logits(texts, last=length)  # [texts, length, model's vocab]
         rows = []
         for depth in range(length):
             repeats = self.vocab ** (length - 1 - depth)  # texts that begin with the same `depth` tokens
@@ -57,6 +64,12 @@ class Library:
     def _logits(self, texts: Ints, *, last: int) -> Floats:
         known = torch.from_numpy(np.where(texts < self.model.config.vocab_size, texts, 0))
         parts = [self.model(part, use_cache=False, logits_to_keep=last).logits for part in known.split(512)]
+        return torch.cat(parts).numpy()  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def _logits_from(self, source: Sequence[int], texts: Ints) -> Floats:
+        read, known = (torch.from_numpy(np.where(ids < self.model.config.vocab_size, ids, 0)) for ids in (np.array([source]), texts))
+        parts = [self.model(read.expand(len(part), -1), decoder_input_ids=part, use_cache=False).logits for part in known.split(512)]
         return torch.cat(parts).numpy()  # type: ignore[no-any-return]
 
 

@@ -155,11 +155,13 @@ class Running:
 
 
 @contextmanager
-def serving(service: FakeService | None = None, **keys: object) -> Iterator[Running]:
+def serving(
+    service: FakeService | None = None, *, text: Text | None = None, max_context: int = CONTEXT, encodes: bool = False, **keys: object
+) -> Iterator[Running]:
     """In a thread of its own; `keys` are those of the config."""
     service, registry = service or FakeService(), Registry()
-    served = Served("demo", vocab_size=4096, max_context=CONTEXT, max_gamma=16, created=1)
-    app = build(service, demo_text(), served, parse({}, keys), registry)
+    served = Served("demo", vocab_size=4096, max_context=max_context, max_gamma=16, created=1, encodes=encodes)
+    app = build(service, text or demo_text(), served, parse({}, keys), registry)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=2))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
     BertConfig,
     DeepseekV3Config,
     Gemma3nTextConfig,
@@ -24,7 +25,6 @@ from transformers import (
     JambaConfig,
     LlamaConfig,
     PreTrainedConfig,
-    T5Config,
 )
 
 from specserve.errors import ModelError, ModelNotFound, UnsupportedModel
@@ -176,7 +176,7 @@ def test_a_truncated_file_is_refused(shard: Shard | None, llama: Path, tmp_path:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (T5Config(), "no decoder-only language model"),
+        (BartConfig(), "no decoder-only language model, nor an encoder-decoder of the kinds mt5, t5"),
         (BertConfig(architectures=["BertForMaskedLM"]), "no decoder-only language model"),
         (Gemma3TextConfig(use_bidirectional_attention=True), "no decoder-only language model"),
         (Gemma4TextConfig(), "differ in their sizes"),

@@ -28,6 +28,12 @@ class Prompt:
 
     ids: tuple[int, ...]
     echo: str = ""
+    is_source: bool = False
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """What the text continues: nothing where the prompt is a source."""
+        return () if self.is_source else self.ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class Reader:
     async def completion(self, body: CompletionBody) -> Asked:
         self.check_model(body.model)
         sampling = self._sampling(body, default_max_tokens=16)
+        if self._served.encodes:
+            sampling.check_source()
         given = _prompts(body.prompt)
         if len(given) * sampling.n > MAX_CONTINUATIONS:
             raise BadValue(f"{len(given)} prompts times n {sampling.n} is more than the {MAX_CONTINUATIONS} that one request may ask for", param="n")
@@ -63,8 +71,8 @@ class Reader:
         self._sampling(body, default_max_tokens=1)  # what is wrong with it is said before anything is done
         ids = await self.chat_ids(body.messages)
         self._check(ids, param="messages")
-        sampling = self._sampling(body, default_max_tokens=self._served.max_context - len(ids))
-        return _asked(body, (Prompt(ids),), sampling)
+        sampling = self._sampling(body, default_max_tokens=self._served.room(len(ids)))
+        return _asked(body, (Prompt(ids, is_source=self._served.encodes),), sampling)
 
     async def chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The prompt that the model's template makes of messages."""
@@ -103,7 +111,7 @@ class Reader:
         ids = self._text.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         self._check(ids, param="prompt")
         if not echo:
-            return Prompt(ids)
+            return Prompt(ids, is_source=self._served.encodes)
         return Prompt(ids, prompt if isinstance(prompt, str) else self._text.decode(ids))
 
     def _check_size(self, size: int, *, param: str) -> None:
@@ -115,12 +123,13 @@ class Reader:
             )
 
     def _check(self, ids: tuple[int, ...], *, param: str) -> None:
-        context = self._served.max_context
+        longest = self._served.longest_prompt
         if not ids:
             raise EmptyPrompt("the prompt is empty; it needs at least one token", param=param)
         self.check_ids(ids, param=param)
-        if len(ids) >= context:
-            raise TooLong(f"the prompt has {len(ids)} tokens, but the context holds {context}, new tokens included", param=param)
+        if len(ids) > longest:
+            what = "new tokens included" if not self._served.encodes else "of the source alone"
+            raise TooLong(f"the prompt has {len(ids)} tokens, but the context holds {self._served.max_context}, {what}", param=param)
 
     def _sampling(self, body: Generate, *, default_max_tokens: int) -> Sampling:
         given = {name: value for name in SAMPLED if (value := getattr(body, name, None)) is not None}

@@ -23,7 +23,7 @@ class Choice(Protocol):
 class CompletionChoice:
     def __init__(self, text: Text, prompt: Prompt) -> None:
         self._echo = prompt.echo
-        self._logprobs = CompletionLogprobs(text, prompt.ids)
+        self._logprobs = CompletionLogprobs(text, prompt.before)
 
     def members(self, piece: Piece) -> str:
         shown, self._echo = self._echo + piece.text, ""

@@ -37,12 +37,13 @@ class Continuation:
 
     __slots__ = ("_stream", "finish", "prompt", "stats", "token_ids")
 
-    def __init__(self, text: Text, prompt: tuple[int, ...], *, stop: Iterable[str] = ()) -> None:
+    def __init__(self, text: Text, prompt: tuple[int, ...], *, before: tuple[int, ...] | None = None, stop: Iterable[str] = ()) -> None:
+        """`before` is what the text goes on from, where that is not the prompt."""
         self.prompt = prompt
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
         self.stats: Stats | None = None  # the latest that came
-        self._stream = TextStream(text, prompt, stop=tuple(stop))
+        self._stream = TextStream(text, prompt if before is None else before, stop=tuple(stop))
 
     @property
     def stopped(self) -> bool:

@@ -28,7 +28,10 @@ class Run:
         self._service, self._meter, self._begun, self._timeout_s = service, meter, begun, timeout_s
         self._asked, self._account, self._reserved = asked, account, 0.0
         self._requests = [request for prompt in asked.prompts for request in asked.sampling.requests(prompt.ids)]
-        self.continuations = [Continuation(text, request.prompt, stop=asked.sampling.stops) for request in self._requests]
+        before = [prompt.before for prompt in asked.prompts for _ in range(asked.sampling.n)]
+        self.continuations = [
+            Continuation(text, request.prompt, before=own, stop=asked.sampling.stops) for request, own in zip(self._requests, before, strict=True)
+        ]
         self._queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
         self._live = len(self._requests)
         self._pumps: list[asyncio.Task[None]] = []

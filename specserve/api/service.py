@@ -16,9 +16,18 @@ class Served:
 
     name: str
     vocab_size: int  # ids below it are valid
-    max_context: int  # prompt and continuation together
+    max_context: int  # prompt and continuation together; of an encoder-decoder each
     max_gamma: int
     created: int  # seconds since 1970
+    encodes: bool = False  # an encoder-decoder: a prompt is a source, which the text does not continue
+
+    @property
+    def longest_prompt(self) -> int:
+        return self.max_context if self.encodes else self.max_context - 1
+
+    def room(self, prompt_length: int) -> int:
+        """New tokens that fit behind a prompt, or behind the one that every text of an encoder-decoder begins with."""
+        return self.max_context - (1 if self.encodes else prompt_length)
 
 
 @dataclass(frozen=True, slots=True)

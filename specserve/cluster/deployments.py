@@ -187,6 +187,7 @@ class Gateway:
             max_context=min(info.max_context, info.num_pages * info.page_size),
             created=int(time.time()),
             max_gamma=config.speculation.max_gamma,
+            encodes=info.decoder_start is not None,
         )
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._registry = Registry()

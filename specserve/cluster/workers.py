@@ -129,7 +129,8 @@ class DraftWorker:
         _use_threads(own.threads, sharers=self._config.target.tensor_parallel + 1)
         self._drafter = open_drafter(self._config, target_vocab_size=target.vocab_size, alone=True)
         for rows in WARM_LENGTHS:
-            self._drafter.propose([_draft_step(min(rows, self._drafter.context - 2))], float("inf"))
+            source = () if target.decoder_start is None else (0,)
+            self._drafter.propose([_draft_step(min(rows, self._drafter.context - 2), source)], float("inf"))
             self._drafter.prepare(bool)
             self._drafter.release([SEQUENCE])
         _settle()
@@ -192,5 +193,5 @@ def _place(device: torch.device) -> Place:
     return Place(context.get_node_id(), os.getpid(), str(device), tuple(context.get_accelerator_ids().get("GPU", ())))
 
 
-def _draft_step(rows: int) -> DraftStep:
-    return DraftStep(SEQUENCE, 0, (0,) * max(1, rows), 2, Policy(Warp(), "block", seed=0, prompt_length=rows))
+def _draft_step(rows: int, source: tuple[int, ...]) -> DraftStep:
+    return DraftStep(SEQUENCE, 0, (0,) * max(1, rows), 2, Policy(Warp(), "block", seed=0, prompt_length=rows), source)

@@ -106,7 +106,7 @@ class NeuralDrafter:
 
     def become(self, seq_id: int, branch_id: int) -> None:
         self._make_forks()
-        self.runner.cache.become(seq_id, branch_id)
+        self.runner.become(seq_id, branch_id)
         self._drafts.pop(seq_id, None)
         if branch_id in self._drafts:
             self._drafts[seq_id] = self._drafts.pop(branch_id)
@@ -114,7 +114,7 @@ class NeuralDrafter:
     def _make_forks(self) -> None:
         forks, self._forks = self._forks, []
         try:
-            self.runner.cache.fork_many(forks)
+            self.runner.fork_many(forks)
         except OutOfPages:  # nothing was forked; steps of the branches then leave a gap, and are answered so
             return
 
@@ -138,7 +138,8 @@ class NeuralDrafter:
             or not self.runner.cache.holds(step.seq_id, step.start, self._known(step.tokens))
         ):
             self._drafts.pop(step.seq_id, None)
-            return Todo(step.seq_id, Step(step.seq_id, step.start, self._known(step.tokens)), Draft(_stop(step), step.policy), step.gamma)
+            read = Step(step.seq_id, step.start, self._known(step.tokens), self._known(step.source))
+            return Todo(step.seq_id, read, Draft(_stop(step), step.policy), step.gamma)
         if step.gamma <= len(begun.tokens):
             del begun.tokens[step.gamma :], begun.rows[step.gamma :]
             return None
@@ -146,7 +147,8 @@ class NeuralDrafter:
 
     def _fits(self, one: Todo, free: int) -> bool:
         cache = self.runner.cache
-        return cache.length(one.seq_id) >= one.read.start and _room(one) <= self.context and _num_pages(one, cache.page_size) <= free
+        longest = max(_room(one), len(one.read.source))
+        return cache.length(one.seq_id) >= one.read.start and longest <= self.context and _num_pages(one, cache.page_size) <= free
 
     def _read(self, todo: Sequence[Todo]) -> Tensor:  # [drafting, vocab]
         """Write the tokens that are committed, or were drawn last; logits behind them where drafts are wanted."""
@@ -212,8 +214,8 @@ def _room(one: Todo) -> int:
 
 
 def _num_pages(one: Todo, page_size: int) -> int:
-    """What it may take of the free pages, one that is copied on write counted."""
-    return -(-_room(one) // page_size) - one.read.start // page_size
+    """What it may take of the free pages, one that is copied on write counted, and those of a source."""
+    return -(-_room(one) // page_size) - one.read.start // page_size + -(-len(one.read.source) // page_size)
 
 
 def _sources(draft: Draft) -> SparseRows | None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from specserve.drafters.base import Outlook
 from specserve.drafters.endings import Endings
 from specserve.drafters.sampler import Sampler
-from specserve.drafters.strand import Plain, Strand
+from specserve.drafters.strand import Plain, Strand, Written
 from specserve.drafters.tables import Table
 from specserve.types import DraftStep, Proposal, SparseRows
 
@@ -26,10 +26,11 @@ class Learns(Table, Protocol):
 
 @dataclass(slots=True)
 class Followed:
-    """A sequence, or a branch of one: its text with the last drafts behind it."""
+    """A sequence, or a branch of one: its text with the last drafts behind it, and the source of an encoder-decoder in front."""
 
     strand: Strand
     step: DraftStep  # the last
+    lead: int = 0  # tokens of the source: what is copied from as well, and no part of the text's positions
     drafts: tuple[int, ...] = ()
     learnt: int = 0  # tokens of it that were learnt from
     is_branch: bool = False
@@ -38,6 +39,18 @@ class Followed:
     def stop(self) -> int:
         """Where the drafts begin."""
         return self.step.start + len(self.step.tokens)
+
+    @property
+    def held(self) -> int:
+        """Positions of the text that are known, drafts included."""
+        return len(self.strand) - self.lead
+
+    def write(self, start: int, tokens: Sequence[int]) -> None:
+        self.strand.write(self.lead + start, tokens)
+
+    def text(self) -> Written:
+        """All that is committed."""
+        return self.strand.text(self.lead + self.stop)
 
 
 class StatisticalDrafter:
@@ -74,7 +87,8 @@ class StatisticalDrafter:
 
     def fork(self, seq_id: int, as_id: int, length: int) -> bool:
         followed = self._followed[seq_id]
-        self._followed[as_id] = Followed(followed.strand.fork(length), followed.step, learnt=followed.learnt, is_branch=True)
+        strand = followed.strand.fork(followed.lead + length)
+        self._followed[as_id] = Followed(strand, followed.step, followed.lead, learnt=followed.learnt, is_branch=True)
         return True
 
     def become(self, seq_id: int, branch_id: int) -> None:
@@ -84,15 +98,18 @@ class StatisticalDrafter:
 
     def _held(self, seq_id: int) -> int:
         followed = self._followed.get(seq_id)
-        return 0 if followed is None else len(followed.strand)
+        return 0 if followed is None else followed.held
 
     def _read(self, step: DraftStep) -> Followed:
         followed = self._followed.get(step.seq_id)
         if followed is None:
             followed = self._followed[step.seq_id] = Followed(Strand(Endings if self._copies else Plain), step)
         followed.step = step
-        followed.strand.write(step.start, step.tokens)
-        text = followed.strand.text(followed.stop)
+        if step.source:
+            followed.lead = len(step.source)
+            followed.strand.write(0, step.source)
+        followed.write(step.start, step.tokens)
+        text = followed.text()
         if self._learner is not None and not followed.is_branch:
             _learn(followed, text.tokens, self._learner)
         followed.drafts = _copied(text, step.gamma) if isinstance(text, Endings) else NOTHING
@@ -112,11 +129,11 @@ class StatisticalDrafter:
         stop = step.start + len(step.tokens)
         if followed is None:
             return Proposal(step.seq_id, stop, NOTHING, None, self._held(step.seq_id))
-        followed.strand.write(stop, followed.drafts)
-        return Proposal(step.seq_id, stop, followed.drafts, q, len(followed.strand))
+        followed.write(stop, followed.drafts)
+        return Proposal(step.seq_id, stop, followed.drafts, q, followed.held)
 
     def _outlook(self, seq_id: int, followed: Followed, width: int) -> Outlook:
-        text = followed.strand.text(followed.stop)
+        text = followed.text()
         likely = _nexts(text, followed.drafts, width + 1) if isinstance(text, Endings) else [[]] * (len(followed.drafts) + 1)
         if self._sampler is not None:
             before = (followed.step.tokens[-1], *followed.drafts)

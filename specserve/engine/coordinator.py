@@ -125,9 +125,10 @@ class Coordinator:
             self._next_id,
             request,
             self._admission.policy(request),
-            context=self._admission.context,
+            context=self._admission.room(request),
             draft_limit=self._draft_limit,
             end_ids=self._info.end_ids,
+            decoder_start=self._info.decoder_start,
         )
         self._next_id += 1
         self._live[sequence.seq_id] = sequence

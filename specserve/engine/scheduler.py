@@ -23,6 +23,7 @@ class Scheduler:
         self.num_preempted = 0
         self._page_size = info.page_size
         self._num_pages = info.num_pages
+        self._decoder_start = info.decoder_start
         self._max_running = max_running
         self._max_queued = max_queued
         self._max_batch_tokens = max_batch_tokens
@@ -34,13 +35,13 @@ class Scheduler:
 
     @property
     def num_used(self) -> int:
-        """Pages for all committed tokens of the running sequences, read already or not."""
-        return sum(self._pages(sequence.length) for sequence in self.running)
+        """Pages for all committed tokens of the running sequences, and for their sources, read already or not."""
+        return sum(self._need(sequence) for sequence in self.running)
 
     @property
     def num_wanted(self) -> int:
         """The same if all that wait ran as well; may be more than there are."""
-        return self.num_used + sum(self._pages(sequence.length) for sequence in self.waiting)
+        return self.num_used + sum(self._need(sequence) for sequence in self.waiting)
 
     @property
     def can_queue(self) -> bool:
@@ -82,12 +83,17 @@ class Scheduler:
         budget = self._max_batch_tokens - len(decoding)
         kept = max(1, min(budget // 2, sum(sequence.pending for sequence, _ in prompts))) if prompts else 0
         rows = self._decode_rows(decoding, budget=max(0, budget - kept), free=self._num_pages - self.num_used - self._promised(apart_from))
-        chunks = _prompt_rows(prompts, budget=max(kept, budget - sum(row.gamma for row in rows)))
-        num_prompt_tokens = sum(row.stop - row.sequence.target_held for row in chunks)
+        rows_of = _prompt_rows if self._decoder_start is None else _source_rows
+        chunks = rows_of(prompts, budget=max(kept, budget - sum(row.gamma for row in rows)))
+        num_prompt_tokens = sum(row.stop - row.sequence.target_held + len(row.sequence.source) for row in chunks)
         return Batch(rows + chunks, num_prompt_tokens=num_prompt_tokens, num_caught_up=self._limit_drafter(rows + chunks))
 
     def _pages(self, length: int) -> int:
         return -(-length // self._page_size)
+
+    def _need(self, sequence: Sequence, more: int = 0) -> int:
+        """Pages for the sequence, `more` tokens included. A source has pages of its own."""
+        return self._pages(sequence.length + more) + self._pages(len(sequence.source))
 
     def _promised(self, batch: Batch | None) -> int:
         """Pages for the drafts of a batch that the target has yet to see."""
@@ -106,10 +112,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         """In order of arrival, with room for everyone's next round, so that what is admitted is not preempted at once."""
-        need = sum(self._pages(sequence.length + self._headroom) for sequence in self.running)
+        need = sum(self._need(sequence, self._headroom) for sequence in self.running)
         while self.waiting and len(self.running) < self._max_running:
             head = self.waiting[0]
-            need += self._pages(head.length + self._headroom)
+            need += self._need(head, self._headroom)
             if need > self._num_pages and self.running:
                 return
             self.running.append(self.waiting.popleft())
@@ -135,6 +141,8 @@ class Scheduler:
         """
         left = self._max_batch_tokens
         for row in rows:
+            if row.draft_stop is not None and row.sequence.source and not row.sequence.draft_held:
+                left = self._with_source(row, left)
             if row.draft_stop is not None:
                 held = row.sequence.draft_held
                 row.draft_stop = min(row.draft_stop, held + left + 1)
@@ -142,6 +150,16 @@ class Scheduler:
                 if row.draft_stop < row.stop:
                     row.gamma = 0
         return self._max_batch_tokens - left
+
+    def _with_source(self, row: Row, left: int) -> int:
+        """What is left once the drafter has read the row's source, whole. One that is too long waits for a round in which it is the first."""
+        length = len(row.sequence.source)
+        if length <= left:
+            return left - length
+        if left == self._max_batch_tokens:
+            return 0
+        row.draft_stop, row.gamma = None, 0
+        return left
 
 
 def _prompt_rows(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[Row]:
@@ -151,6 +169,17 @@ def _prompt_rows(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[Ro
         if chunk:
             stop = sequence.target_held + chunk
             rows.append(Row(sequence, stop, decides=stop == sequence.length, draft_stop=stop if wish else None))
+    return rows
+
+
+def _source_rows(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[Row]:
+    """Sources with what was written of their texts before they lost their places. Each is read whole; the oldest, be it ever so long."""
+    rows: list[Row] = []
+    for sequence, wish in prompts:
+        if rows and sequence.pending > budget:
+            break
+        budget -= sequence.pending
+        rows.append(Row(sequence, sequence.length, decides=True, draft_stop=sequence.length if wish else None))
     return rows
 
 

@@ -23,19 +23,32 @@ class Sequence:
         "gamma_wish",
         "policy",
         "seq_id",
+        "source",
         "target_held",
     )
 
-    def __init__(self, seq_id: int, request: Request, policy: Policy, *, context: int, draft_limit: int, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        seq_id: int,
+        request: Request,
+        policy: Policy,
+        *,
+        context: int,
+        draft_limit: int,
+        end_ids: frozenset[int],
+        decoder_start: int | None = None,
+    ) -> None:
         self.seq_id = seq_id
         self.policy = policy
-        self.committed = [*request.prompt, *request.written]
+        self.source = () if decoder_start is None else request.prompt  # what an encoder reads, whole, with the first token
+        given = request.prompt if decoder_start is None else (decoder_start,)
+        self.committed = [*given, *request.written]
         self.target_held = 0  # positions that are valid in the target's cache
         self.draft_held = 0  # the same for the drafter's
-        self.draft_limit = draft_limit  # positions that the drafter can hold; 0 when nothing drafts
+        self.draft_limit = draft_limit if len(self.source) <= draft_limit else 0  # positions that the drafter can hold; 0 when nothing drafts
         self.gamma_wish = request.speculation.gamma
         self.finish: Finish | None = None
-        self._end = min(len(request.prompt) + request.max_tokens, context)
+        self._end = min(len(given) + request.max_tokens, context)
         self._stops = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | end_ids
         self._rounds = self._drafted = self._accepted = self._passes = self._anticipated = 0
 
@@ -45,8 +58,9 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Committed tokens that the target has yet to read: 1 while decoding, more in a prompt."""
-        return len(self.committed) - self.target_held
+        """Tokens that the target has yet to read, those of a source included: 1 while decoding, more in a prompt."""
+        unread = len(self.committed) - self.target_held
+        return unread if self.target_held else unread + len(self.source)
 
     @property
     def max_drafts(self) -> int:
@@ -68,15 +82,17 @@ class Sequence:
 
     def draft_step(self, *, stop: int, gamma: int) -> DraftStep:
         """Fills whatever hole the drafter's cache has before `stop`, then asks for `gamma` tokens."""
-        return DraftStep(self.seq_id, self.draft_held, tuple(self.committed[self.draft_held : stop]), gamma, self.policy)
+        source = () if self.draft_held else self.source
+        return DraftStep(self.seq_id, self.draft_held, tuple(self.committed[self.draft_held : stop]), gamma, self.policy, source)
 
     def verify_step(self, *, stop: int, proposal: Proposal | None) -> VerifyStep:
         """Reads committed tokens up to `stop`; judges the proposal once all of them are read."""
         tokens = tuple(self.committed[self.target_held : stop])
         decide = stop == len(self.committed)
+        source = () if self.target_held else self.source
         if proposal is None:
-            return VerifyStep(self.seq_id, self.target_held, tokens, (), None, self.policy, decide)
-        return VerifyStep(self.seq_id, self.target_held, tokens, proposal.tokens, proposal.q, self.policy, decide)
+            return VerifyStep(self.seq_id, self.target_held, tokens, (), None, self.policy, decide, source)
+        return VerifyStep(self.seq_id, self.target_held, tokens, proposal.tokens, proposal.q, self.policy, decide, source)
 
     def read(self, *, stop: int, proposal: Proposal | None) -> None:
         """The target has read a chunk of the prompt up to `stop`, and perhaps the drafter too."""

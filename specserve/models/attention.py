@@ -6,6 +6,7 @@ which `scaled_dot_product_attention` does not give.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,10 +37,15 @@ def attend(layout: Layout, keys: Tensor, values: Tensor, q: Tensor, k: Tensor, v
     """Write k and v [rows, kv_heads, dim] of this pass into the pools, then attend, company by company. Answers [rows, heads, dim]."""
     keys.index_copy_(0, layout.slots, k)
     values.index_copy_(0, layout.slots, v)
-    if layout.groups[0].rows is None:
-        return kernel(layout.groups[0], keys, values, q, rule)
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    for group in layout.groups:
+    return look(layout.groups, keys, values, q, rule=rule, kernel=kernel)
+
+
+def look(groups: Sequence[Group], keys: Tensor, values: Tensor, q: Tensor, *, rule: Rule, kernel: Kernel) -> Tensor:
+    """Attend over what the pools hold already, company by company: q [rows, heads, dim]."""
+    if groups[0].rows is None:
+        return kernel(groups[0], keys, values, q, rule)
+    out = q.new_empty(q.shape[0], q.shape[1], values.shape[2])
+    for group in groups:
         assert group.rows is not None
         rows = group.rows
         mine = kernel(group, keys, values, q.index_select(0, rows), rule)

@@ -43,10 +43,16 @@ class Writes:
     counts: Ints  # [seqs]
     table: Ints  # [seqs, pages] wide enough for the longest context in whole blocks
     context: int | None = None  # round every context up to this length, for shapes that recur
+    seen: Ints | None = None  # [seqs] nothing is written: all rows of a sequence see so many keys, those of a source
 
     @property
     def lengths(self) -> Ints:
-        return self.starts + self.counts
+        """How far the rows of each sequence see."""
+        return self.starts + self.counts if self.seen is None else self.seen
+
+    def sights(self, positions: Ints) -> Ints:  # both [passes, seqs, queries]
+        """The last key that rows at these positions see: their own, or the last of the source."""
+        return positions if self.seen is None else np.zeros_like(positions) + (self.seen[:, None] - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class Group:
 
     rows: Tensor | None  # [seqs * queries] the pass's row at each place, padding repeats a row; None: all rows in order
     valid: Tensor | None  # [n] the places that are no padding; None: all
-    positions: Tensor  # [seqs, queries]
+    positions: Tensor  # [seqs, queries] the last key that each row sees
     pages: Pages
     seqs: int
     queries: int
@@ -94,9 +100,10 @@ class Group:
     rounded: bool  # padded up to a shape that recurs
     sight: Sight
     turn: int = 0  # which of the sight's passes this is
+    distances: Tensor | None = None  # [seqs, kv_heads, queries, 1, context] what relative positions add to scores, in place of the sight's
 
-    def bias(self, window: int | None) -> Tensor:  # [seqs, 1, queries, 1, context] 0, or -inf where a key is out of sight
-        return self.sight.biases(window)[self.turn]
+    def bias(self, window: int | None) -> Tensor:  # [seqs, kv_heads or 1, queries, 1, context] -inf where a key is out of sight, mostly 0 elsewhere
+        return self.sight.biases(window)[self.turn] if self.distances is None else self.distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +111,7 @@ class Layout:
     positions: Tensor  # [rows]
     slots: Tensor  # [rows]
     groups: tuple[Group, ...]
+    cross: tuple[Group, ...] = ()  # the same rows before the sources of their sequences, in an encoder-decoder
 
 
 class Planner:
@@ -118,7 +126,7 @@ class Planner:
 
     def unroll(self, writes: Writes, passes: int) -> list[Layout]:
         """`passes` passes in a row that write as many tokens of each sequence. `writes` is the last; all reach and gather as far as that one."""
-        if len(writes.counts) == 1:
+        if len(writes.counts) == 1 and writes.seen is None:
             layouts = self._alone(writes, passes)
         else:
             kinds = _kinds(writes) if writes.context is None else None
@@ -146,7 +154,8 @@ class Planner:
         positions = writes.starts[:, None] + back  # [passes, seqs, queries]
         slots = self._slots(writes.table, np.arange(len(writes.starts))[:, None], positions)
         own = self._tensor(positions)
-        groups = self._groups(own, *self._pages(0, writes, int(writes.lengths.max())), writes)
+        seen = own if writes.seen is None else self._tensor(writes.sights(positions))
+        groups = self._groups(seen, *self._pages(0, writes, int(writes.lengths.max())), writes)
         return [Layout(*of_pass) for of_pass in zip(own.flatten(1).unbind(0), self._tensor(slots).flatten(1).unbind(0), zip(groups), strict=True)]
 
     def _uneven(self, writes: Writes, kinds: Ints | None, passes: int) -> list[Layout]:
@@ -162,10 +171,11 @@ class Planner:
             columns = np.arange(counts[members].max())
             own = counts[members, None]
             places = np.minimum(columns, own - 1) + firsts[members, None]  # [seqs, queries], padding repeats the last
-            part = Writes(writes.starts[members], counts[members], writes.table[members], writes.context)
+            seen = None if writes.seen is None else writes.seen[members]
+            part = Writes(writes.starts[members], counts[members], writes.table[members], writes.context, seen)
             ragged = bool((own != len(columns)).any())
             valid = self._tensor(np.flatnonzero(columns < own)) if ragged else None
-            at = self._tensor(positions[:, places])
+            at = self._tensor(part.sights(positions[:, places]))
             pages, context = self._pages(index, part, int(part.lengths.max()))
             groups.append(self._groups(at, pages, context, part, rows=self._tensor(places.reshape(-1)), valid=valid))
         of_passes = zip(self._tensor(positions).unbind(0), self._tensor(slots).unbind(0), zip(*groups, strict=True), strict=True)

@@ -65,6 +65,23 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLi
     return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
 
 
+def joined(parent: Any, *names: str) -> PackedLinear | PlainLinear:
+    """Several linears of one input as one. The originals are dropped, so that memory holds the weights once."""
+    parts = [getattr(parent, name) for name in names]
+    weight = torch.cat([part.weight.detach() for part in parts])
+    bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
+    for name in names:
+        setattr(parent, name, None)
+    return linear(weight, bias)
+
+
+def moved(parent: Any, name: str) -> PackedLinear | PlainLinear:
+    """One linear; the original is dropped."""
+    part = getattr(parent, name)
+    setattr(parent, name, None)
+    return linear(part.weight, part.bias)
+
+
 def pack(module: nn.Module) -> None:
     """Replace every linear layer of a model that packs; the originals are freed one by one, so memory hardly grows."""
     children: list[tuple[str, Any]] = list(module.named_children())

@@ -16,8 +16,12 @@ from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging as library_logging
 
 from specserve.errors import ModelError, ModelNotFound, UnsupportedModel
@@ -27,6 +31,8 @@ from specserve.models.weights import Weights, files
 
 WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # others keep a state that is no list of keys and values
+ENCODER_DECODERS = ("mt5", "t5")
+USUAL_POSITIONS = 512  # that T5s were trained with, where a checkpoint does not say
 OWN_ATTENTION = {"eager", "sdpa"}  # the library's, which models know without asking its register
 
 
@@ -45,11 +51,16 @@ class Architecture:
     max_context: int
     end_ids: frozenset[int]
     tied: bool  # the vocabulary head is the embedding
+    decoder_start: int | None = None  # of an encoder-decoder: what every text begins with
+
+    @property
+    def encodes(self) -> bool:
+        return self.decoder_start is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    module: nn.Module  # the library's ...ForCausalLM
+    module: nn.Module  # the library's ...ForCausalLM, or ...ForConditionalGeneration
     config: Any  # the checkpoint's own, whatever the shard
     spec: Architecture
 
@@ -98,13 +109,22 @@ def _downloaded(name: str, revision: str | None) -> Path:
 
 @_quiet_library()
 def read_config(directory: Path) -> Any:
-    """The library's config of a checkpoint; raises unless it is of a decoder-only language model that specserve can run."""
+    """The library's config of a checkpoint; raises unless it is of a language model that specserve can run."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{directory} cannot be read as a model that transformers knows: {_first_line(error)}") from error
-    _check_decoder(config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel("quantized checkpoints are not supported; use one in bf16, fp16 or fp32")
+    if not is_encoder_decoder(config):
+        _check_decoder(config)
     return config
+
+
+def is_encoder_decoder(config: Any) -> bool:
+    """Whether it is of one that specserve runs: its prompt is then a source, and its text begins with a token of its own."""
+    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return config.model_type in ENCODER_DECODERS and known in (getattr(config, "architectures", None) or [known])
 
 
 def _check_decoder(config: Any) -> None:
@@ -113,7 +133,8 @@ def _check_decoder(config: Any) -> None:
     written = set(getattr(config, "architectures", None) or [known])
     encodes = config.is_encoder_decoder or getattr(config, "use_bidirectional_attention", None) is True
     if known not in written or encodes or config.get_text_config() is not config:
-        raise UnsupportedModel(f"{kind} ({', '.join(map(str, written))}) is no decoder-only language model")
+        others = f", nor an encoder-decoder of the kinds {', '.join(ENCODER_DECODERS)}" if encodes else ""
+        raise UnsupportedModel(f"{kind} ({', '.join(map(str, written))}) is no decoder-only language model{others}")
     strange = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if strange or not isinstance(getattr(config, "num_attention_heads", None), int):
         raise UnsupportedModel(f"{kind} has layers that are not plain attention: {', '.join(sorted(strange)) or 'no heads'}")
@@ -121,8 +142,6 @@ def _check_decoder(config: Any) -> None:
         raise UnsupportedModel(f"{kind} has layers that differ in their sizes, or share keys and values")
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
         raise UnsupportedModel(f"{kind} states no context length (max_position_embeddings)")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel("quantized checkpoints are not supported; use one in bf16, fp16 or fp32")
 
 
 def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | str, shard: Shard | None = None, attention: str = "sdpa") -> Loaded:
@@ -130,16 +149,25 @@ def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | st
     config = read_config(directory)
     size = 1 if shard is None else shard.size
     check_plan(config, size)
-    modelling: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if attention not in OWN_ATTENTION and not modelling._supports_attention_backend:
-        raise UnsupportedModel(f"{config.model_type} computes its attention itself, so that no other can be put in its place")
+    if is_encoder_decoder(config):
+        attention = "eager"  # of which nothing is used: the forward pass is ours
+        if dtype == torch.float16:
+            raise UnsupportedModel(f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32")
+    elif attention not in OWN_ATTENTION:
+        _check_attention(config)
     with _quiet_library(), _library_errors(directory):
         if shard is None or size == 1:
-            module = _whole(directory, dtype=dtype, attention=attention)
+            module = _whole(directory, config, dtype=dtype, attention=attention)
         else:
             module = _share(directory, config, shard, dtype=dtype, attention=attention)
         module.to(device).eval().requires_grad_(False)
         return Loaded(module, config, _architecture(directory, config, size))
+
+
+def _check_attention(config: Any) -> None:
+    modelling: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not modelling._supports_attention_backend:
+        raise UnsupportedModel(f"{config.model_type} computes its attention itself, so that no other can be put in its place")
 
 
 def _architecture(directory: Path, config: Any, size: int) -> Architecture:
@@ -147,7 +175,7 @@ def _architecture(directory: Path, config: Any, size: int) -> Architecture:
     head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Architecture(
         model_type=config.model_type,
-        num_layers=config.num_hidden_layers,
+        num_layers=config.num_decoder_layers if is_encoder_decoder(config) else config.num_hidden_layers,
         num_heads=heads.query,
         kv_heads=heads.kv,
         head_dim=head_dim,
@@ -157,11 +185,24 @@ def _architecture(directory: Path, config: Any, size: int) -> Architecture:
         max_context=_context(config),
         end_ids=_end_ids(directory, config),
         tied=bool(config.tie_word_embeddings),
+        decoder_start=_decoder_start(directory, config) if is_encoder_decoder(config) else None,
     )
+
+
+def _decoder_start(directory: Path, config: Any) -> int:
+    """generation_config.json has the last word here, too; the token of padding is T5's."""
+    written = _generation(directory, "decoder_start_token_id")
+    named = (written, getattr(config, "decoder_start_token_id", None), config.pad_token_id)
+    start: int | None = next((token for token in named if token is not None), None)
+    if start is None:
+        raise UnsupportedModel(f"{directory} does not say which token a text begins with (decoder_start_token_id)")
+    return start
 
 
 def _context(config: Any) -> int:
     """Some rotary frequencies switch for all texts of a pass once one is long. Contexts end before, so that no text changes another's."""
+    if is_encoder_decoder(config):
+        return getattr(config, "n_positions", None) or USUAL_POSITIONS
     rotary = getattr(config, "rope_parameters", None) or {}
     switch: int | None = rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else None
     longest: int = config.max_position_embeddings
@@ -170,15 +211,24 @@ def _context(config: Any) -> int:
 
 def _end_ids(directory: Path, config: Any) -> frozenset[int]:
     """generation_config.json has the last word, as in the library's generate()."""
-    ids: Any = config.eos_token_id
-    if (directory / "generation_config.json").is_file():
-        written = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
-        ids = ids if written is None else written
+    written = _generation(directory, "eos_token_id")
+    ids: Any = config.eos_token_id if written is None else written
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _whole(directory: Path, *, dtype: torch.dtype, attention: str) -> Any:
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+def _generation(directory: Path, name: str) -> Any:
+    """What generation_config.json says of it; None if nothing."""
+    if not (directory / "generation_config.json").is_file():
+        return None
+    return getattr(GenerationConfig.from_pretrained(directory, local_files_only=True), name)
+
+
+def _library_class(config: Any) -> Any:
+    return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
+
+
+def _whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+    loaded: Any = _library_class(config).from_pretrained(
         directory,
         dtype=dtype,
         attn_implementation=attention,
@@ -194,17 +244,20 @@ def _whole(directory: Path, *, dtype: torch.dtype, attention: str) -> Any:
 
 def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str) -> Any:
     with init_empty_weights(include_buffers=False):
-        module: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            copy.deepcopy(config), dtype=dtype, attn_implementation=attention
-        )
+        module: Any = _library_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
     head = next(name for name, part in module.named_modules() if part is module.get_output_embeddings())
-    division = Division(module, shard, prefix=module.base_model_prefix, head=head)
-    weights = Weights(directory, prefix=module.base_model_prefix)
+    prefix = module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
+    division = Division(module, shard, prefix=prefix, head=head)
+    weights = Weights(directory, prefix=prefix)
     wanted: dict[str, Tensor] = module.state_dict()
     sources = {name: _source(name, weights, module.all_tied_weights_keys) for name in wanted}
     _check_complete(directory, missing=[name for name, source in sources.items() if source not in weights])
+    read: dict[str, Tensor] = {}  # tied parameters that the rank holds all of are read once
     for name, empty in wanted.items():
-        _set_tensor(module, name, _read_part(weights, sources[name], division, name, empty))
+        key = sources[name] if division.part(name, empty.shape) is None else name
+        if key not in read:
+            read[key] = _read_part(weights, sources[name], division, name, empty)
+        _set_tensor(module, name, read[key])
     _check_complete(directory, unexpected=_unexpected(module, weights))
     division.narrow(module)
     return module

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from specserve.models.attention import Kernel, Rule, attend
 from specserve.models.cache import PagedCache
 from specserve.models.layout import Layout
-from specserve.models.linear import PackedLinear, PlainLinear, linear, pack
+from specserve.models.linear import PackedLinear, PlainLinear, joined, linear, moved, pack
 from specserve.models.load import Loaded
 from specserve.models.norm import Norm
 from specserve.models.shard import Shard
@@ -134,10 +134,10 @@ class FusedLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self.heads, self.kernel, self.shard = heads, kernel, shard
         self.rule = Rule(scaling=heads.dim**-0.5, window=window)
-        self.qkv = _joined(attention, "q_proj", "k_proj", "v_proj")
-        self.out = _moved(attention, "o_proj")
-        self.gate_up = _joined(mlp, "gate_proj", "up_proj")
-        self.down = _moved(mlp, "down_proj")
+        self.qkv = joined(attention, "q_proj", "k_proj", "v_proj")
+        self.out = moved(attention, "o_proj")
+        self.gate_up = joined(mlp, "gate_proj", "up_proj")
+        self.down = moved(mlp, "down_proj")
         eps = layer.input_layernorm.variance_epsilon
         self.norm_in, self.norm_mlp = Norm(layer.input_layernorm.weight, eps), Norm(layer.post_attention_layernorm.weight, eps)
         self.norms_qk = (Norm(attention.q_norm.weight, eps), Norm(attention.k_norm.weight, eps)) if hasattr(attention, "q_norm") else None
@@ -174,19 +174,3 @@ def _rotary_table(rotary: Any, like: Tensor, positions: int) -> Tensor:  # [posi
     sin = sin[0].clone()
     sin[:, : sin.shape[1] // 2].neg_()
     return torch.stack([cos[0], sin], dim=1).unsqueeze(2)
-
-
-def _joined(parent: Any, *names: str) -> PackedLinear | PlainLinear:
-    """Several linears of one input as one. The originals are dropped, so that memory holds the weights once."""
-    parts = [getattr(parent, name) for name in names]
-    weight = torch.cat([part.weight.detach() for part in parts])
-    bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
-    for name in names:
-        setattr(parent, name, None)
-    return linear(weight, bias)
-
-
-def _moved(parent: Any, name: str) -> PackedLinear | PlainLinear:
-    part = getattr(parent, name)
-    setattr(parent, name, None)
-    return linear(part.weight, part.bias)

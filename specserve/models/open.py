@@ -19,6 +19,7 @@ from specserve.models.memory import free_memory, keep_freed_memory, pages_for
 from specserve.models.network import library_attention, network
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
+from specserve.models.t5 import T5Network
 
 ATTENTION = "specserve"  # the name under which the library's modelling code finds ours
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -73,7 +74,7 @@ def open_model(directory: Path, placement: Placement, *, shard: Shard | None = N
     register_attention(ATTENTION, library_attention)
     loaded = load_model(directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION)
     spec = loaded.spec
-    context = min(spec.max_context, placement.max_context or spec.max_context)
+    context = _context(spec, placement)
     cache = PagedCache(
         num_layers=spec.num_layers,
         kv_heads=spec.kv_heads,
@@ -83,13 +84,22 @@ def open_model(directory: Path, placement: Placement, *, shard: Shard | None = N
         page_size=page_size,
         dtype=dtype,
         device=device,
-        prefix_caching=placement.prefix_caching,
+        prefix_caching=placement.prefix_caching and not spec.encodes,  # what a text's keys are depends on its source, too
     )
     with torch.inference_mode():
+        if spec.encodes:
+            t5 = T5Network(loaded, cache, shard=shard)
+            return Opened(Runner(t5, cache, device=device, encoder=t5), spec, context)
         net = network(loaded, cache, kernel=kernel, shard=shard)
     if device.type != "cuda" or shard is not None:
         return Opened(Runner(net, cache, device=device), spec, context)
     return Opened(Runner(GraphedNetwork(net), cache, device=device, round_up=round_up), spec, context)
+
+
+def _context(spec: Architecture, placement: Placement) -> int:
+    """Distances have no end, so of an encoder-decoder `limits.max_context` may say more than the checkpoint does."""
+    wanted = placement.max_context or spec.max_context
+    return wanted if spec.encodes else min(spec.max_context, wanted)
 
 
 def _device(name: str) -> str:
@@ -138,4 +148,5 @@ def _num_pages(
     )
     if shard is not None:
         pages = shard.least(pages, device=device)
-    return min(pages, placement.max_sequences * -(-context // page_size))
+    full = -(-context // page_size) * (2 if spec.encodes else 1)  # the source's, and the text's
+    return min(pages, placement.max_sequences * full)

@@ -60,6 +60,22 @@ STYLES: Mapping[str, Style] = {
     "once": Style(once=True),
 }
 
+T5_PARTS = {
+    "SelfAttention.q": "colwise",
+    "SelfAttention.k": "colwise",
+    "SelfAttention.v": "colwise",
+    "SelfAttention.o": "rowwise",
+    "SelfAttention.relative_attention_bias": "last",  # a column for each head
+    "EncDecAttention.q": "colwise",
+    "EncDecAttention.k": "colwise",
+    "EncDecAttention.v": "colwise",
+    "EncDecAttention.o": "rowwise",
+    "DenseReluDense.wi": "colwise",
+    "DenseReluDense.wi_0": "colwise",
+    "DenseReluDense.wi_1": "colwise",
+    "DenseReluDense.wo": "rowwise",
+}
+T5_PLAN = {f"{stack}.block.*.layer.*.{part}": style for stack in ("encoder", "decoder") for part, style in T5_PARTS.items()}
 OWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {  # Conv1D keeps its weight transposed; no plan in the library
         "h.*.attn.c_attn": "transposed_colwise_qkv",
@@ -73,6 +89,8 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.gate_up_proj": "packed_colwise",
         "layers.*.mlp.down_proj": "rowwise",
     },
+    "t5": T5_PLAN,  # none in the library
+    "mt5": T5_PLAN,
     "gpt_oss": {  # gate and up columns alternate, so any even range of them holds pairs; no plan in the library
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
@@ -86,9 +104,9 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.experts": "moe_tp_experts",
     },
 }
-QUERY_NAMES = ("q_proj", "query_key_value", "qkv_proj", "c_attn")  # in a plan that divides attention by heads
+QUERY_NAMES = ("q_proj", "query_key_value", "qkv_proj", "c_attn", "SelfAttention.q")  # in a plan that divides attention by heads
 KV_NAMES = ("k_proj", "v_proj")
-INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_ff")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ class Follower:
         self.runner, self.info = runner, info
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
-        writes = [Step(step.seq_id, step.start, step.tokens + step.drafts) for step in steps]
+        writes = [Step(step.seq_id, step.start, step.tokens + step.drafts, step.source) for step in steps]
         if writes:
             self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
         return ()
@@ -34,7 +34,12 @@ def open_rank(checkpoint: Path, config: Config, *, shard: Shard | None = None) -
     opened = open_model(checkpoint, Placement.of(config.target, config), shard=shard)
     cache, spec = opened.runner.cache, opened.spec
     info = ModelInfo(
-        vocab_size=spec.vocab_size, max_context=opened.max_context, end_ids=spec.end_ids, page_size=cache.page_size, num_pages=cache.num_pages
+        vocab_size=spec.vocab_size,
+        max_context=opened.max_context,
+        end_ids=spec.end_ids,
+        page_size=cache.page_size,
+        num_pages=cache.num_pages,
+        decoder_start=spec.decoder_start,
     )
     judges = shard is None or shard.rank == 0
     return TargetModel(opened.runner, info) if judges else Follower(opened.runner, info)

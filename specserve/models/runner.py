@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.models.cache import PagedCache
+from specserve.models.cache import Fork, PagedCache
 from specserve.models.layout import Geometry, Ints, Layout, Planner, Writes, key_block
 from specserve.models.network import Network
+from specserve.models.sources import Encoder, Sources
 from specserve.types import Step
 
 
@@ -19,11 +21,18 @@ class Runner:
     """Owns a network and its cache. A step is idempotent: what lies past its start is dropped before anything is written."""
 
     def __init__(
-        self, network: Network, cache: PagedCache, *, device: torch.device, round_up: Callable[[Writes, Geometry], Writes | None] | None = None
+        self,
+        network: Network,
+        cache: PagedCache,
+        *,
+        device: torch.device,
+        round_up: Callable[[Writes, Geometry], Writes | None] | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         self.network, self.cache, self.device, self.round_up = network, cache, device, round_up
         block = key_block(cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2]))
         self.planner = Planner(Geometry(cache.page_size, cache.kv_heads, block, device))
+        self.sources = None if encoder is None else Sources(encoder, cache, self.planner.geometry)
 
     @torch.inference_mode()
     def run(self, steps: Sequence[Step], wanted: Sequence[int]) -> Tensor:
@@ -31,14 +40,17 @@ class Runner:
         for step in steps:  # all of them first: what one drops may be the room that another needs
             self.cache.truncate(step.seq_id, step.start)
         steps = [self._write(step, keep) for step, keep in zip(steps, wanted, strict=True)]
+        if self.sources is not None:
+            self.sources.read(steps)
+        seq_ids = [step.seq_id for step in steps]
         counts = [len(step.tokens) for step in steps]
         ids = np.fromiter(chain.from_iterable(step.tokens for step in steps), np.int64, sum(counts))
         starts = np.array([step.start for step in steps])
-        writes = Writes(starts, np.array(counts), self.table([step.seq_id for step in steps], max(step.stop for step in steps)))
+        writes = Writes(starts, np.array(counts), self.table(seq_ids, max(step.stop for step in steps)))
         if counts == list(wanted):
-            return self._forward(ids, writes, None)
+            return self._forward(ids, seq_ids, writes, None)
         rows = _last(writes.counts, np.array(wanted))
-        return self._forward(ids, writes, rows if len(rows) else np.zeros(1, np.int64))[: len(rows)]
+        return self._forward(ids, seq_ids, writes, rows if len(rows) else np.zeros(1, np.int64))[: len(rows)]
 
     def unroll(self, seq_ids: Sequence[int], counts: Sequence[int]) -> Unrolled:
         """Passes that will each write one more token of the sequences that go on; `counts`, falling, says how many each may. Raises OutOfPages."""
@@ -47,6 +59,29 @@ class Runner:
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self.cache.release(seq_id)
+            if self.sources is not None:
+                self.sources.release(seq_id)
+
+    def fork_many(self, forks: Sequence[Fork]) -> None:
+        """Raises OutOfPages; nothing was forked then."""
+        self.cache.fork_many(forks)
+        if self.sources is not None:
+            for fork in forks:
+                self.sources.fork(fork.seq_id, fork.as_id)
+
+    def become(self, seq_id: int, other_id: int) -> None:
+        """`other_id` takes the place of `seq_id`."""
+        self.cache.become(seq_id, other_id)
+        if self.sources is not None:
+            self.sources.become(seq_id, other_id)
+
+    def lay_out(self, seq_ids: Sequence[int], writes: Writes, passes: int = 1) -> list[Layout]:
+        """Passes in a row over these sequences; `writes` is the last."""
+        layouts = self.planner.unroll(writes, passes)
+        if self.sources is None:
+            return layouts
+        cross = self.sources.groups(seq_ids, writes.counts)
+        return [replace(layout, cross=cross) for layout in layouts]
 
     def table(self, seq_ids: Sequence[int], length: int) -> Ints:  # [seqs, pages]
         """The pages of these sequences, wide enough for a context of `length` in whole blocks."""
@@ -66,12 +101,12 @@ class Runner:
         cache.append(step.seq_id, step.tokens)
         return step
 
-    def _forward(self, ids: Ints, writes: Writes, rows: Ints | None) -> Tensor:
+    def _forward(self, ids: Ints, seq_ids: Sequence[int], writes: Writes, rows: Ints | None) -> Tensor:
         """Logits of these rows of the pass; None: of all."""
         rounded = self.rounded(writes)
         if rounded is None:
             wanted = None if rows is None else self._tensor(rows)
-            return self.network.logits(self._tensor(ids), self.planner.lay_out(writes), wanted)
+            return self.network.logits(self._tensor(ids), self.lay_out(seq_ids, writes)[0], wanted)
         num_rows = len(ids)
         last = ids[num_rows - int(writes.counts[-1]) :]
         ids = np.concatenate([ids, np.tile(last, len(rounded.counts) - len(writes.counts))])
@@ -90,7 +125,7 @@ class Unrolled:
 
     def __init__(self, runner: Runner, seq_ids: Sequence[int], counts: Sequence[int]) -> None:
         cache = runner.cache
-        self._runner, self._counts = runner, counts
+        self._runner, self._seq_ids, self._counts = runner, seq_ids, counts
         starts = [cache.length(seq_id) for seq_id in seq_ids]
         stops = [start + count for start, count in zip(starts, counts, strict=True)]
         for seq_id, stop in zip(seq_ids, stops, strict=True):
@@ -117,7 +152,7 @@ class Unrolled:
         last = Writes(self._starts[:rows] + self._done + passes - 1, np.ones(rows, np.int64), self._table[:rows])
         rounded = self._runner.rounded(last) or last
         self._padding = len(rounded.counts) - rows
-        self._layouts = iter(self._runner.planner.unroll(rounded, passes))
+        self._layouts = iter(self._runner.lay_out(self._seq_ids[:rows], rounded, passes))
 
 
 def _last(counts: Ints, wanted: Ints) -> Ints:

@@ -63,7 +63,7 @@ class Division:
     """A model's plan, applied for one rank."""
 
     def __init__(self, module: Any, shard: Shard, *, prefix: str, head: str) -> None:
-        """`prefix` is the base model's name in the module, `head` that of the vocabulary head."""
+        """`prefix` is the base model's name in the module, empty if it is the module itself; `head` is that of the vocabulary head."""
         config = module.config
         check_plan(config, shard.size)
         self.shard, self.heads, self.head, self.vocab = shard, Heads.of(config), head, config.vocab_size
@@ -178,6 +178,7 @@ class GatheredHead(nn.Module):
 def _local_sizes(local: Heads, head_dim: int) -> dict[str, int]:
     return {
         "num_heads": local.query,
+        "n_heads": local.query,  # of T5
         "num_attention_heads": local.query,
         "num_key_value_heads": local.kv,
         "num_key_value_groups": local.query // local.kv,
@@ -186,7 +187,7 @@ def _local_sizes(local: Heads, head_dim: int) -> dict[str, int]:
 
 
 def _regex(prefix: str, pattern: str) -> re.Pattern[str]:
-    return re.compile(re.escape(f"{prefix}.{pattern}").replace(r"\*", r"\d+"))
+    return re.compile(re.escape(f"{prefix}.{pattern}".removeprefix(".")).replace(r"\*", r"\d+"))
 
 
 def _replace(module: nn.Module, name: str, new: nn.Module) -> None:

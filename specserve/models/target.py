@@ -23,7 +23,7 @@ class TargetModel:
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if not steps:
             return []
-        writes = [Step(step.seq_id, step.start, step.tokens + step.drafts) for step in steps]
+        writes = [Step(step.seq_id, step.start, step.tokens + step.drafts, step.source) for step in steps]
         logits = self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
         decided = [step for step in steps if step.decide]
         return self._verdicts(decided, logits[:, : self.info.vocab_size]) if decided else []
