@@ -27,7 +27,7 @@ class Kind:
     stages: tuple[str, ...]
     k: tuple[tuple[int, ...], ...] = ()
     lenience: float | tuple[float, ...] = 1.0
-    pages: int = PAGES  # of each stage
+    pages: int = 3 * PAGES  # of each stage: where a larger one had no room, a smaller one would take over
     ahead: bool = False  # it anticipates
 
 
@@ -39,7 +39,7 @@ CASCADES: Mapping[str, Kind] = {
     "horizontal": Kind("horizontal", ("draft", "rough", "bigram"), k=((1, 1, 1),)),
     "cascade": Kind("cascade", ("draft", "rough", "bigram"), k=((2, 1, 1), (0, 2, 1), (0, 0, 2))),
     "cascade, l = 2 and 1.5": Kind("cascade", ("draft", "rough", "bigram"), k=((3, 1, 1), (0, 2, 1), (0, 0, 2)), lenience=(2.0, 1.5)),
-    "cascade ahead": Kind("cascade", ("draft", "rough", "max_gram"), k=((2, 1, 1), (0, 2, 1), (0, 0, 2)), lenience=1.5, pages=2 * PAGES, ahead=True),
+    "cascade ahead": Kind("cascade", ("draft", "rough", "max_gram"), k=((2, 1, 1), (0, 2, 1), (0, 0, 2)), lenience=1.5, ahead=True),
 }
 
 

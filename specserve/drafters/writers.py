@@ -132,9 +132,11 @@ class Relay:
 
     def write(self, asks: Sequence[Ask], enough: Callable[[], bool]) -> None:
         for turn in self._turns:
-            turn.writer.write([Ask(ask.script, ask.base, _goal(ask, turn)) for ask in asks], enough)
-            if enough():
-                return
+            own = [Ask(ask.script, ask.base, _goal(ask, turn)) for ask in asks]
+            if any(ask.lacks for ask in own):
+                turn.writer.write(own, enough)
+                if enough():
+                    return
 
 
 def _goal(ask: Ask, turn: Turn) -> int:
