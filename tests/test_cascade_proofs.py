@@ -16,7 +16,7 @@ from specserve.types import Request, Speculation, Warp
 
 SAMPLES = 600  # of each case
 SEED = 1 << 42
-ASKED = 8  # requests with the same seeds, drafted for by each cascade
+ASKED = 5  # requests with the same seeds, drafted for by each cascade
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,9 @@ CASES = (
     Case("speculative", "vertical, l = 2", 4),
     Case("block", "vertical, l = 2", 4),
     Case("lenient", "vertical, l = 2", None),
-    Case("speculative", "vertical on bigrams, l = 3", None),
+    Case("speculative", "vertical on bigrams, l = 8", None),
     Case("each", "vertical on copies", None, "mixed"),
     Case("speculative", "horizontal", 4),
-    Case("block", "horizontal", None),
     Case("each", "horizontal", None, "mixed"),
     Case("speculative", "cascade", 4),
     Case("block", "cascade, l = 2 and 1.5", 4),
@@ -59,14 +58,14 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
 def test_a_q_that_forgets_lenience_is_caught(pairs: Cascades, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same test, were the reviewer's own distribution sent for tokens that it was lenient with."""
     monkeypatch.setattr(review, "_law", lambda q1, q2, left, lenience: q1)
-    result = sample(pairs, Case("speculative", "vertical on bigrams, l = 3", 4), samples=3 * SAMPLES, first_seed=SEED)
+    result = sample(pairs, Case("speculative", "vertical on bigrams, l = 8", 4), samples=2 * SAMPLES, first_seed=SEED)
     assert pairs.fit(result).p_value < 1e-6
 
 
 @pytest.mark.parametrize("way", ["greedy", "coupled"])
 def test_the_text_is_the_same_whatever_drafts_and_however_much(pairs: Cascades, way: str) -> None:
     prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(ASKED)]
-    requests = [Request(prompt, 40 - len(prompt), GREEDY, seed, ignore_eos=True) for seed, prompt in enumerate(prompts)]
+    requests = [Request(prompt, 30 - len(prompt), GREEDY, seed, ignore_eos=True) for seed, prompt in enumerate(prompts)]
     if way == "coupled":
         requests = [replace(request, warp=Warp(), seeded=True, speculation=Speculation()) for request in requests]
     plain = pairs.engines["none"].run(requests, gamma=0).texts
