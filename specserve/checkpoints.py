@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.api.text import Text
-from specserve.config import STATISTICAL, Config
+from specserve.config import Config, Draft
 from specserve.drafters.tables import load as load_tables
 from specserve.errors import TokenizerMismatch, UnsupportedModel
 from specserve.models.load import find_checkpoint, is_encoder_decoder, read_config
+from specserve.stages import STATISTICAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,8 @@ def find_checkpoints(config: Config) -> Checkpoints:
     """Raises ModelNotFound, ModelError, or TokenizerMismatch: for the target, and for whatever the draft is read from."""
     target = find_checkpoint(config.target.path, revision=config.target.revision)
     text = Text.load(target)
-    if config.draft.path is not None and config.draft.kind in STATISTICAL:
-        _require_counted_in(text, Path(config.draft.path))
-    elif config.draft.path is not None and config.draft.kind != "none":
-        draft = find_checkpoint(config.draft.path)
-        require_same_kind(target, draft, key="draft.path")
-        text.require_same(Text.load(draft))
+    for part in config.draft.parts:
+        _require_same_tokens(target, text, part)
     return Checkpoints(target, text)
 
 
@@ -36,6 +33,15 @@ def require_same_kind(target: Path, draft: Path, *, key: str) -> None:
     ours, theirs = ("an encoder-decoder" if is_encoder_decoder(read_config(path)) else "a decoder-only model" for path in (target, draft))
     if ours != theirs:
         raise UnsupportedModel(f"{key} {draft} is {theirs}, and the target {target} is {ours}; both must be of one kind", param=key)
+
+
+def _require_same_tokens(target: Path, text: Text, draft: Draft) -> None:
+    if draft.path is not None and draft.kind in STATISTICAL:
+        _require_counted_in(text, Path(draft.path))
+    elif draft.path is not None and draft.kind != "none":
+        found = find_checkpoint(draft.path)
+        require_same_kind(target, found, key="draft.path")
+        text.require_same(Text.load(found))
 
 
 def _require_counted_in(text: Text, tables: Path) -> None:

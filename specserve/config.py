@@ -9,11 +9,11 @@ from pathlib import Path
 import yaml
 
 from specserve.errors import ConfigError
-from specserve.settings import Rule, boolean, choice, group, items, labels, number, read_section, section, setting, text, unset_as, whole
+from specserve.settings import boolean, choice, group, items, labels, number, read_section, section, setting, text, unset_as, whole
+from specserve.stages import CASCADES, DTYPES, STATISTICAL, Stage, asked, check_stages, device_name, leniences
 from specserve.types import VERIFIERS
 
 DEMO = Path(__file__).parent / "demo"
-DTYPES = ("auto", "bfloat16", "float16", "float32")
 ATTENTION = ("auto", "invariant", "sdpa", "flash")
 DRAFT_KINDS = (
     "neural",
@@ -29,20 +29,9 @@ DRAFT_KINDS = (
     "heads",
     "none",
 )
-STATISTICAL = ("unigram", "bigram", "prompt_copy", "max_gram", "random")  # need no model
-BUILT_KINDS = ("neural", *STATISTICAL, "none")
+BUILT_KINDS = ("neural", *STATISTICAL, *CASCADES, "none")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-CASCADES = ("vertical", "horizontal", "cascade")
-
-
-def _device() -> Rule:
-    def read(value: object, key: str) -> str:
-        if isinstance(value, str) and (value in ("auto", "cpu", "cuda") or (value.startswith("cuda:") and value[5:].isdecimal())):
-            return value
-        raise ValueError
-
-    return Rule("auto, cpu, cuda or cuda:N", read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +42,10 @@ class Target:
     revision: str | None = setting(None, text())  # of a hub name
     dtype: str = setting("auto", choice(*DTYPES))  # auto: bfloat16 where the processor has it, else float32
     tensor_parallel: int = setting(1, whole(1, 64))
-    device: str = setting("auto", _device())
+    device: str = setting("auto", device_name())
     threads: int | None = setting(None, whole(1, 1024))  # of a CPU; None: torch's own choice
     attention: str = setting("auto", choice(*ATTENTION))
     label_selector: Mapping[str, str] = setting({}, labels())  # where Ray may place it
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One drafter of a cascade."""
-
-    kind: str = setting("neural", choice(*DRAFT_KINDS))
-    path: str | None = setting(None, text())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +56,33 @@ class Draft:
     path: str | None = setting(None, text())  # of a model, or of tables that `specserve tables` made
     learn: bool | None = setting(None, boolean())  # whether tables follow the served texts; None: if there are none to begin with
     dtype: str = setting("auto", choice(*DTYPES))
-    device: str = setting("auto", _device())
+    device: str = setting("auto", device_name())
     threads: int | None = setting(None, whole(1, 1024))
     num_gpus: float | None = setting(None, number(0, 64))
     label_selector: Mapping[str, str] = setting({}, labels())
     support: int = setting(64, whole(1, 4096))  # it samples from that many of its likeliest tokens
-    stages: tuple[Stage, ...] = setting((), items(section(Stage)))
+    stages: tuple[Stage, ...] = setting((), items(section(Stage)))  # of a cascade, from the largest to the smallest
+    k: tuple[tuple[int, ...], ...] = setting((), asked())  # k[i][j]: tokens asked of stage j by the target (i = 0) or the stage before i
+    lenience: tuple[float, ...] = setting((1.0,), leniences())  # of reviews between stages: one for all, or one for each that reviews
+
+    @property
+    def parts(self) -> tuple[Draft, ...]:
+        """Its stages, each as the draft that it would be alone; of any other kind itself."""
+        return tuple(self._part(stage) for stage in self.stages) or (self,)
+
+    def _part(self, stage: Stage) -> Draft:
+        return replace(
+            self,
+            kind=stage.kind,
+            path=stage.path,
+            learn=stage.learn,
+            dtype=stage.dtype or self.dtype,
+            device=stage.device or self.device,
+            support=stage.support or self.support,
+            stages=(),
+            k=(),
+            lenience=(1.0,),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +252,9 @@ def _checked(config: Config) -> Config:
     draft, speculation, cache, replicas = config.draft, config.speculation, config.cache, config.replicas
     if draft.kind not in BUILT_KINDS:
         raise ConfigError(f"draft.kind {draft.kind} is not available in this version; use one of {', '.join(BUILT_KINDS)}")
-    if draft.stages and draft.kind not in CASCADES:
-        raise ConfigError(f"draft.stages belongs to the kinds {', '.join(CASCADES)}, and draft.kind is {draft.kind}; leave it out")
+    check_stages(draft.kind, draft.stages, draft.k, draft.lenience)
+    if draft.kind in CASCADES and draft.path is not None:
+        raise ConfigError(f"draft.path is of no use to draft.kind {draft.kind}, whose stages have their own; leave it out")
     if draft.kind == "neural" and draft.path is None:
         raise ConfigError("draft.kind neural needs draft.path, the model that drafts")
     if draft.learn is not None and draft.kind not in STATISTICAL:

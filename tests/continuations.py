@@ -137,6 +137,10 @@ class Pairs:
     def _joint(self, group: Group) -> Floats:
         return self.p(group).joint()
 
+    def whole(self, drafter: str) -> str:
+        """The drafter that draws as this one does when nobody asks for its q: from all that it knows."""
+        return "full" if drafter in DRAFTERS and DRAFTERS[drafter].vocab == VOCAB else drafter
+
     def fit(self, *results: Result) -> Fit:
         """All counts of the same group together."""
         fit, total = Fit(), dict[Group, Ints]()
@@ -185,11 +189,6 @@ def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result
     return result
 
 
-def _whole(drafter: str) -> str:
-    """The drafter that draws as this one does when nobody asks for its q: from all that it knows."""
-    return "full" if drafter in DRAFTERS and DRAFTERS[drafter].vocab == VOCAB else drafter
-
-
 def _request(case: Case, i: int, seed: int) -> Request:
     """Prompts, warps and verifiers side by side in every batch. Who asks for `coupled` by a seed need not name it."""
     groups = _groups(case.warps)
@@ -232,7 +231,7 @@ def _accept(pairs: Pairs, result: Result, group: Group, codes: Ints, origins: ND
     rule = _rule(result.case)
     assert rule is not None
     assert result.acceptance is not None
-    p, q = pairs.p(group), pairs.q(group, _whole(result.case.drafter) if rule is agreement else result.case.drafter)
+    p, q = pairs.p(group), pairs.q(group, pairs.whole(result.case.drafter) if rule is agreement else result.case.drafter)
     for depth in range(COUNTED):
         begins = origins[:, depth] != Origin.PLAIN
         if depth:
@@ -243,7 +242,7 @@ def _accept(pairs: Pairs, result: Result, group: Group, codes: Ints, origins: ND
 
 def _rule(case: Case) -> Callable[[Floats, Floats], Floats] | None:
     """How likely the first draft token of a round is to be accepted, given p and q. Under `block` later ones have a say, unless there are none."""
-    if case.drafter == "none" or case.warps != "T = 1" or not case.is_lossless:
+    if case.drafter == "none" or "l = " in case.drafter or case.warps != "T = 1" or not case.is_lossless:
         return None
     rules = {"speculative": overlap, "lenient": overlap, "coupled": agreement}
     return overlap if case.verifier == "block" and case.gamma == 1 else rules.get(case.verifier)

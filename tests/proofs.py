@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from cascades import CASCADES, Cascades
 from continuations import COUNTED, DRAFTERS, PROMPTS, VOCAB, WARPS, Case, Pairs, Result, sample
 from fit import AT_LEAST, Acceptance, Fit
 from scipy import stats
@@ -45,7 +46,7 @@ same prefixes: the sum of min(p, q), or, under `coupled`, the probability that t
 with gamma > 1 later draft tokens have a say in the first, and there is no such formula.)
 
 - **drafters**: `full` draws from all ids, `top 3` from the three likeliest and has three quarters of the pages, `7 of 8 ids` lacks an id of the
-  target, `none` drafts nothing.
+  target, `none` drafts nothing; the others are cascades ([cascades.md](cascades.md)): largest stage first, each smaller one agrees less.
 - **gamma**: `random` is another gamma from 0 to 4 for each sequence in each round.
 - **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at temperature 1, truncated, with penalties
   (presence, frequency, repetition), with min-p and biases, and greedy ones, side by side.
@@ -77,7 +78,8 @@ def all_cases() -> Iterator[Case]:
     for verifier in VERIFIERS:
         yield from (Case(verifier, drafter, gamma) for drafter in DRAFTERS for gamma in (1, 2, 4, None))
         yield from (Case(verifier, drafter, None, warps) for drafter in DRAFTERS for warps in ("truncated", "mixed"))
-    yield from (Case("each", drafter, None, "mixed") for drafter in DRAFTERS)
+        yield from (Case(verifier, cascade, gamma) for cascade in CASCADES for gamma in (1, 4, None))
+    yield from (Case("each", drafter, None, "mixed") for drafter in (*DRAFTERS, *CASCADES))
     yield from (Case("each", "none", 0, warps) for warps in WARPS)
     yield from (Case("each", "full", 0, warps) for warps in WARPS)
     yield from (Case("lenient", "full", 4, lenience=lenience) for lenience in (1.2, 2.0))
@@ -111,7 +113,7 @@ def _start() -> None:
 
 def _share(numbered: Sequence[tuple[int, Case]], samples: int) -> list[Proof]:
     with tempfile.TemporaryDirectory() as directory:
-        return list(prove(Pairs(Path(directory)), numbered, samples))
+        return list(prove(Cascades(Path(directory)), numbered, samples))
 
 
 def page(proofs: Sequence[Proof], again: Sequence[Proof], *, jobs: int, seconds: float) -> str:
@@ -164,7 +166,7 @@ def _second_look(again: Sequence[Proof]) -> str:
 
 def _pooled(proofs: Sequence[Proof]) -> Iterator[tuple[object, ...]]:
     with tempfile.TemporaryDirectory() as directory:
-        pairs = Pairs(Path(directory))
+        pairs: Pairs = Cascades(Path(directory))
     for verifier in (*VERIFIERS, "each"):
         results = [proof.result for proof in proofs if proof.case.verifier == verifier]
         fit, acceptance = pairs.fit(*results), Acceptance()

@@ -13,7 +13,7 @@ from specserve.errors import ConfigError
 CONTRACT = {
     "model": None,
     "target": {"path", "revision", "dtype", "tensor_parallel", "device", "threads", "attention", "label_selector"},
-    "draft": {"kind", "path", "learn", "dtype", "device", "threads", "num_gpus", "label_selector", "support", "stages"},
+    "draft": {"kind", "path", "learn", "dtype", "device", "threads", "num_gpus", "label_selector", "support", "stages", "k", "lenience"},
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
     "limits": {"max_context", "max_running", "max_queued", "request_timeout_s", "max_body_bytes"},
@@ -167,7 +167,7 @@ def test_keys_that_contradict_one_another_or_are_not_built_are_refused(keys, ref
 def test_the_stages_of_a_cascade_are_sections_of_their_own():
     with pytest.raises(ConfigError, match=r"unknown key draft\.stages\[0\]\.knid; did you mean draft\.stages\[0\]\.kind"):
         parse({"draft": {"stages": [{"knid": "neural"}]}})
-    assert Stage() == Stage(kind="neural", path=None)
+    assert Stage() == Stage(kind="neural", path=None, device=None)
 
 
 def test_a_file_is_read_and_overridden(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from cascades import CASCADES
 from continuations import COUNTED, DRAFTERS, PROMPTS, VOCAB, WARPS, Case, Group, Pairs, sample
 from exact import Floats, Ints, agreement, overlap
 from fit import Fit
@@ -146,7 +147,7 @@ def test_the_long_run_covers_every_verifier_drafter_gamma_and_warp() -> None:
     assert len(set(cases)) == len(cases)
     for verifier in VERIFIERS:
         own = [case for case in cases if case.verifier == verifier and case.is_lossless]
-        assert {case.drafter for case in own} == set(DRAFTERS)
+        assert {case.drafter for case in own} == {*DRAFTERS, *CASCADES}
         assert {case.gamma for case in own} == {1, 2, 4, None}
         assert {case.warps for case in own} == set(WARPS)
     assert Warp(temperature=0) in WARPS["mixed"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specserve.config import Config
+from specserve.config import Config, Draft
 from specserve.errors import ConfigError
+from specserve.stages import STATISTICAL
 
+FIRST_GPU = "cuda:0"  # is also what `auto` and `cuda` come to
 COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
 
 
@@ -24,7 +26,7 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     wanted = (Bundle({"CPU": 1.0}, {}), *[rank] * target.tensor_parallel)
     if draft.kind == "none":
         return wanted
-    share = draft.num_gpus if draft.num_gpus is not None else 1.0 if _on_gpu(draft.device, has_gpus) else 0.0
+    share = draft.num_gpus if draft.num_gpus is not None else _num_gpus(draft, has_gpus)
     return (*wanted, Bundle(_resources(share, draft.threads), draft.label_selector))
 
 
@@ -42,6 +44,12 @@ def check_fits(wanted: tuple[Bundle, ...], available: Mapping[str, float], *, re
 
 def _resources(gpus: float, threads: int | None) -> dict[str, float]:
     return {"CPU": float(threads or 1)} if not gpus else {"CPU": 1.0, "GPU": gpus}
+
+
+def _num_gpus(draft: Draft, has_gpus: bool) -> float:
+    """The stages of a cascade may name several; those that need no device do not."""
+    named = {part.device for part in draft.parts if _on_gpu(part.device, has_gpus) and (part is draft or part.kind not in STATISTICAL)}
+    return float(len({FIRST_GPU if name in ("auto", "cuda") else name for name in named}))
 
 
 def _on_gpu(device: str, has_gpus: bool) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from specserve.sampling.distribution import History, WarpBatch, argmax, sample, truncate
 from specserve.sampling.noise import Purpose, row_keys, seed_array
 from specserve.sampling.noise import exponential as exponential_noise
-from specserve.types import Policy
+from specserve.types import Policy, Warp
 
 COUPLED_SUPPORT = 1024  # of draws that share the target's noise: their distribution does not travel, so it need not be short
 
@@ -63,7 +63,7 @@ class Draws:
     def __init__(self, places: Sequence[Place], *, support: int, device: torch.device) -> None:
         self.places, self.support = places, support
         warps = [place.policy.warp for place in places]
-        self.plain = not any(warp.has_penalties or warp.logit_bias for warp in warps)
+        self.plain = are_plain(warps)
         self.certain = all(warp.temperature == 0 for warp in warps)
         self.coupled = [place.policy.verifier == "coupled" for place in places]
         self.keys = None if self.certain else _keys(places, device)  # [seqs, max wanted, 2]
@@ -93,17 +93,10 @@ class Draws:
 
     def _sampled(self, logits: Tensor, warps: WarpBatch, support: int) -> tuple[Tensor, Tensor, Tensor]:
         """A token of each row, and the support that it was drawn from."""
-        ids, probs = self._likeliest(logits, warps, support)
+        ids, probs = likeliest(logits, warps, support, plain=self.plain)
         assert self.keys is not None
         places = sample(probs, exponential_noise(self.keys[: len(logits), len(self.drawn)], ids))
         return ids.gather(1, places[:, None])[:, 0], ids, probs
-
-    def _likeliest(self, logits: Tensor, warps: WarpBatch, support: int) -> tuple[Tensor, Tensor]:  # [drawing, support] both
-        """Where no warp looks at ids, the support is that of the logits, and the rest of the vocabulary need not be warped."""
-        if not self.plain:
-            return truncate(warps.probabilities(logits), support)
-        top, ids = logits.topk(min(support, logits.shape[-1]), dim=-1)
-        return ids, warps.probabilities(top)
 
     def _warp_batch(self, drawing: int) -> WarpBatch:
         if self._warps is not None and self._warps[0] == drawing and self.plain:
@@ -115,6 +108,19 @@ class Draws:
 
     def _continued(self, history: History, i: int) -> History:
         return replace(history, drafts=tuple(int(drawn.tokens[i]) for drawn in self.drawn))
+
+
+def are_plain(warps: Sequence[Warp]) -> bool:
+    """Whether none of them looks at ids."""
+    return not any(warp.has_penalties or warp.logit_bias for warp in warps)
+
+
+def likeliest(logits: Tensor, warps: WarpBatch, support: int, *, plain: bool) -> tuple[Tensor, Tensor]:  # ids, probs: [rows, support] both
+    """Where no warp looks at ids, the support is that of the logits, and the rest of the vocabulary need not be warped."""
+    if not plain:
+        return truncate(warps.probabilities(logits), support)
+    top, ids = logits.topk(min(support, logits.shape[-1]), dim=-1)
+    return ids, warps.probabilities(top)
 
 
 def _keys(places: Sequence[Place], device: torch.device) -> Tensor:

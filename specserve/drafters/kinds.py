@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from specserve.drafters.ngram import StatisticalDrafter
-from specserve.drafters.tables import Bigram, Counts, Uniform, Unigram, load
+from specserve.drafters.ngram import Learns, StatisticalDrafter
+from specserve.drafters.tables import Bigram, Counts, Table, Uniform, Unigram, load
 from specserve.drafters.tallies import Learnt
 from specserve.errors import ConfigError, TokenizerMismatch
 
@@ -29,20 +29,34 @@ KINDS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a statistical drafter draws from, and what follows the served texts."""
+
+    copies: bool
+    table: Table | None
+    learner: Learns | None = None
+
+
 def open_statistical(kind: str, *, path: Path | None, learn: bool | None, support: int, vocab_size: int) -> StatisticalDrafter:
     """`path` is a file of tables or a directory with one. With `learn`, and by default without tables, counts follow the served texts."""
+    source = open_source(kind, path=path, learn=learn, support=support, vocab_size=vocab_size)
+    return StatisticalDrafter(copies=source.copies, table=source.table, learner=source.learner)
+
+
+def open_source(kind: str, *, path: Path | None, learn: bool | None, support: int, vocab_size: int) -> Source:
     what, width = KINDS[kind], min(support, vocab_size)
     if what.table is None:
         if path is not None or learn:
             raise ConfigError(f"draft.kind {kind} has nothing to count; leave draft.path and draft.learn out")
-        return StatisticalDrafter(copies=what.copies, table=None if what.copies else Uniform(vocab_size=vocab_size, width=width))
+        return Source(what.copies, None if what.copies else Uniform(vocab_size=vocab_size, width=width))
     counts = None if path is None else _fitting(load(path), path, vocab_size)
     if learn or (learn is None and counts is None):
         learnt = Learnt(counts, width=width, pairs=what.table is Bigram)
-        return StatisticalDrafter(copies=what.copies, table=learnt, learner=learnt)
+        return Source(what.copies, learnt, learnt)
     if counts is None and what.needs_table:
         raise ConfigError(f"draft.kind {kind} needs draft.path, a file of tables (`specserve tables` makes one), or draft.learn true")
-    return StatisticalDrafter(copies=what.copies, table=None if counts is None else what.table(counts, width=width))
+    return Source(what.copies, None if counts is None else what.table(counts, width=width))
 
 
 def _fitting(counts: Counts, path: Path, vocab_size: int) -> Counts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -111,6 +111,34 @@ class NeuralDrafter:
         if branch_id in self._drafts:
             self._drafts[seq_id] = self._drafts.pop(branch_id)
 
+    def held(self, seq_id: int) -> int:
+        """Positions of it that are cached."""
+        self._make_forks()
+        return self.runner.cache.length(seq_id)
+
+    def fitting(self, steps: Sequence[Step]) -> list[bool]:
+        """Which of them leave no gap and fit into the context and, all together, into the pages."""
+        self._make_forks()
+        cache, free, fit = self.runner.cache, self.runner.cache.num_free, []
+        for step in steps:
+            pages = _pages_from(step.start, step.stop, cache.page_size) + -(-len(step.source) // cache.page_size)
+            fit.append(cache.length(step.seq_id) >= step.start and step.stop <= self.context and pages <= free)
+            free -= pages * fit[-1]
+        return fit
+
+    @torch.inference_mode()
+    def read(self, steps: Sequence[Step], wanted: Sequence[int]) -> Tensor:  # [sum(wanted), shared vocabulary]
+        """Logits behind the last `wanted` tokens of each step, all of which are fitting."""
+        self._make_forks()
+        return self._shared(self.runner.run([replace(step, tokens=self._known(step.tokens)) for step in steps], wanted))
+
+    def history(self, seq_id: int, length: int, policy: Policy) -> History | None:
+        """What penalties look at behind `length` tokens; all that is cached behind these are drafts. None without penalties."""
+        if not policy.warp.has_penalties:
+            return None
+        tokens = self.runner.cache.tokens(seq_id)
+        return History(tokens[:length], policy.prompt_length, tuple(tokens[length:].tolist()))
+
     def _make_forks(self) -> None:
         forks, self._forks = self._forks, []
         try:
@@ -135,6 +163,7 @@ class NeuralDrafter:
             begun is None
             or not begun.tokens
             or begun.start != _stop(step)
+            or begun.policy != step.policy  # in a cascade another round has another seed
             or not self.runner.cache.holds(step.seq_id, step.start, self._known(step.tokens))
         ):
             self._drafts.pop(step.seq_id, None)
@@ -168,7 +197,16 @@ class NeuralDrafter:
         self._keep(todo, [drawn.fetched() for drawn in draws.drawn])
 
     def _draws(self, todo: Sequence[Todo]) -> Draws:
-        places = [Place(one.draft.start, len(one.draft.tokens), one.wanted, one.draft.policy, self._history(one)) for one in todo]
+        places = [
+            Place(
+                one.draft.start,
+                len(one.draft.tokens),
+                one.wanted,
+                one.draft.policy,
+                self.history(one.seq_id, self.runner.cache.length(one.seq_id), one.draft.policy),
+            )
+            for one in todo
+        ]
         return Draws(places, support=self.support, device=self.runner.device)
 
     def _keep(self, todo: Sequence[Todo], sources: Sequence[Source]) -> None:
@@ -183,14 +221,11 @@ class NeuralDrafter:
         held = self.runner.cache.length(step.seq_id)
         draft = self._drafts.get(step.seq_id)
         if draft is None or not step.gamma:
+            if not self.runner.cache.holds(step.seq_id, step.start, self._known(step.tokens)):
+                held = min(held, step.start)  # there was no room: behind it may lie drafts that were refused
             return Proposal(step.seq_id, _stop(step), (), None, held)
         tokens = tuple(draft.tokens)
         return Proposal(step.seq_id, draft.start, tokens, _sources(draft), min(held, draft.start + max(0, len(tokens) - 1)))
-
-    def _history(self, one: Todo) -> History | None:
-        if not one.draft.policy.warp.has_penalties:
-            return None
-        return History(self.runner.cache.tokens(one.seq_id), one.draft.policy.prompt_length)
 
     def _shared(self, logits: Tensor) -> Tensor:  # [rows, shared vocabulary]
         return logits if logits.shape[1] == self.shared_vocab else logits[:, : self.shared_vocab]
@@ -214,8 +249,13 @@ def _room(one: Todo) -> int:
 
 
 def _num_pages(one: Todo, page_size: int) -> int:
-    """What it may take of the free pages, one that is copied on write counted, and those of a source."""
-    return -(-_room(one) // page_size) - one.read.start // page_size + -(-len(one.read.source) // page_size)
+    """With what a source takes."""
+    return _pages_from(one.read.start, _room(one), page_size) + -(-len(one.read.source) // page_size)
+
+
+def _pages_from(start: int, stop: int, page_size: int) -> int:
+    """What it may take of the free pages to write from `start` to `stop`, one that is copied on write counted."""
+    return -(-stop // page_size) - start // page_size
 
 
 def _sources(draft: Draft) -> SparseRows | None:

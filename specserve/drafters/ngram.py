@@ -72,7 +72,7 @@ class StatisticalDrafter:
 
     def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
         """Copies where there is something to copy; draws for the others, all at once. A step that leaves a gap gets an empty proposal."""
-        able = {step.seq_id: self._read(step) for step in steps if self._held(step.seq_id) >= step.start}
+        able = {step.seq_id: self._read(step) for step in steps if self.held(step.seq_id) >= step.start}
         q = self._draw([followed for followed in able.values() if followed.step.gamma and not followed.drafts])
         return [self._proposal(step, able.get(step.seq_id), q.get(step.seq_id)) for step in steps]
 
@@ -96,7 +96,8 @@ class StatisticalDrafter:
         branch = self._followed[seq_id] = self._followed.pop(branch_id)
         branch.is_branch = False
 
-    def _held(self, seq_id: int) -> int:
+    def held(self, seq_id: int) -> int:
+        """Positions of it that are known, drafts included."""
         followed = self._followed.get(seq_id)
         return 0 if followed is None else followed.held
 
@@ -128,7 +129,7 @@ class StatisticalDrafter:
         """Drafts are held, too: those that are accepted need not be told again."""
         stop = step.start + len(step.tokens)
         if followed is None:
-            return Proposal(step.seq_id, stop, NOTHING, None, self._held(step.seq_id))
+            return Proposal(step.seq_id, stop, NOTHING, None, self.held(step.seq_id))
         followed.write(stop, followed.drafts)
         return Proposal(step.seq_id, stop, followed.drafts, q, followed.held)
 

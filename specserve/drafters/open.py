@@ -3,42 +3,58 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from specserve.config import Config
+from specserve.config import Config, Draft
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import Forks
+from specserve.drafters.cascade import Cascade
+from specserve.drafters.composition import writer_of
 from specserve.drafters.fanout import Fanout
-from specserve.drafters.kinds import KINDS, open_statistical
+from specserve.drafters.kinds import open_source, open_statistical
 from specserve.drafters.neural import NeuralDrafter
+from specserve.drafters.ngram import Learns, StatisticalDrafter
+from specserve.drafters.writers import Stage, Tally
 from specserve.models.load import find_checkpoint
 from specserve.models.open import Placement, open_model
 from specserve.models.runner import Runner
+from specserve.stages import CASCADES, STATISTICAL, asked_of
 from specserve.types import DraftStep, Foreseen, Proposal
 
 
-class OpenDrafter:
-    """A drafter and the device that is its own, if it needs one. With anticipation it has use for the time between two answers."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a kind comes to: a drafter, the models that it runs, and how long its sequences may be."""
 
-    def __init__(self, drafter: Forks, *, context: int, runner: Runner | None, fanout: Fanout | None) -> None:
-        self._drafter, self._runner, self.context = drafter, runner, context
+    drafter: Forks
+    context: int
+    runners: Sequence[Runner] = ()
+
+
+class OpenDrafter:
+    """A drafter and the devices that are its own, if it needs any. With anticipation it has use for the time between two answers."""
+
+    def __init__(self, drafter: Forks, *, context: int, runners: Sequence[Runner] = (), fanout: Fanout | None) -> None:
+        self._drafter, self._runners, self.context = drafter, runners, context
         self._anticipation = None if fanout is None else Anticipation(drafter, fanout, clock=time.perf_counter)
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu") if self._runner is None else self._runner.device
+        """Of the largest model, if there are several."""
+        return self._runners[0].device if self._runners else torch.device("cpu")
 
     @property
     def num_pages(self) -> int:
-        """Of its cache; 0 where it has none."""
-        return 0 if self._runner is None else self._runner.cache.num_pages
+        """Of its caches; 0 where it has none."""
+        return sum(runner.cache.num_pages for runner in self._runners)
 
     @property
     def num_pages_used(self) -> int:
-        return 0 if self._runner is None else self._runner.cache.num_used
+        return sum(runner.cache.num_used for runner in self._runners)
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """The deadline is a time of `time.perf_counter`."""
@@ -59,19 +75,60 @@ class OpenDrafter:
 
 def open_drafter(config: Config, *, target_vocab_size: int, alone: bool = False) -> OpenDrafter:
     """Raises whatever is wrong with its files, or TooLittleMemory. Only one that is `alone` on its device can work ahead."""
-    draft, anticipation = config.draft, config.speculation.anticipation
+    anticipation = config.speculation.anticipation
     fanout = Fanout(per_stop=anticipation.fanout) if alone and anticipation.enabled else None
-    if draft.kind in KINDS:
-        path = None if draft.path is None else Path(draft.path)
-        statistical = open_statistical(draft.kind, path=path, learn=draft.learn, support=draft.support, vocab_size=target_vocab_size)
-        return OpenDrafter(statistical, context=statistical.context, runner=None, fanout=fanout)
+    opened = OPENERS[config.draft.kind](config.draft, config, target_vocab_size)
+    return OpenDrafter(opened.drafter, context=opened.context, runners=opened.runners, fanout=fanout)
+
+
+def _open_neural(draft: Draft, config: Config, target_vocab_size: int) -> Opened:
+    neural = _neural(draft, config, target_vocab_size)
+    return Opened(neural, neural.context, (neural.runner,))
+
+
+def _open_statistical(draft: Draft, config: Config, target_vocab_size: int) -> Opened:
+    drafter = open_statistical(draft.kind, path=_path(draft), learn=draft.learn, support=draft.support, vocab_size=target_vocab_size)
+    return Opened(drafter, drafter.context)
+
+
+def _open_cascade(draft: Draft, config: Config, target_vocab_size: int) -> Opened:
+    """Tables learn from what is committed, so the cascade teaches them: a stage reads guesses, too."""
+    *larger, last = draft.parts
+    neural = [_neural(part, config, target_vocab_size) for part in larger]
+    smallest: Stage
+    learner: Learns | None = None
+    if last.kind in STATISTICAL:
+        source = open_source(last.kind, path=_path(last), learn=last.learn, support=last.support, vocab_size=target_vocab_size)
+        smallest, learner = StatisticalDrafter(copies=source.copies, table=source.table), source.learner
+    else:
+        smallest = _neural(last, config, target_vocab_size)
+        neural.append(smallest)
+    tally = Tally(len(draft.stages))
+    asked = asked_of(draft.kind, len(draft.stages), draft.k)
+    stages: list[Stage] = [*neural[: len(larger)], smallest]
+    writer = writer_of(draft.kind, stages, asked=asked, lenience=draft.lenience, tally=tally)
+    cascade = Cascade(stages, writer, tally, learner=learner)
+    return Opened(cascade, min(stage.context for stage in neural), [stage.runner for stage in neural])
+
+
+OPENERS: Mapping[str, Callable[[Draft, Config, int], Opened]] = {
+    "neural": _open_neural,
+    **dict.fromkeys(STATISTICAL, _open_statistical),
+    **dict.fromkeys(CASCADES, _open_cascade),
+}
+
+
+def _neural(draft: Draft, config: Config, target_vocab_size: int) -> NeuralDrafter:
     assert draft.path is not None, "the config has been checked"
     opened = open_model(find_checkpoint(draft.path), Placement.of(draft, config))
-    neural = NeuralDrafter(
+    return NeuralDrafter(
         opened.runner,
         vocab_size=opened.spec.vocab_size,
         target_vocab_size=target_vocab_size,
         context=opened.max_context,
         support=draft.support,
     )
-    return OpenDrafter(neural, context=opened.max_context, runner=opened.runner, fanout=fanout)
+
+
+def _path(draft: Draft) -> Path | None:
+    return None if draft.path is None else Path(draft.path)

@@ -46,7 +46,7 @@ class Drafts:
         flat = np.array([token for row in tokens for token in row], dtype=np.int64)
         padded = np.zeros(valid.shape, dtype=np.int64)
         padded[valid] = flat
-        ids, probs = _support(flat, lengths, q)
+        ids, probs = supports(flat, lengths, q)
         q_ids = np.zeros((*valid.shape, ids.shape[-1]), dtype=np.int64)
         q_probs = np.zeros(q_ids.shape, dtype=np.float32)
         q_ids[valid], q_probs[valid] = ids, probs
@@ -95,7 +95,7 @@ class Drafts:
         return torch.where(self.q_ids == self.tokens[:, :, None], self.q_probs, 0).sum(-1)
 
 
-def _support(flat: NDArray[np.int64], lengths: NDArray[np.int64], q: Sequence[SparseRows | None]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def supports(flat: NDArray[np.int64], lengths: NDArray[np.int64], q: Sequence[SparseRows | None]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """One support for each draft token, ids and probs [draft tokens, support]; a certain token has all of its own."""
     given = [rows for rows in q if rows is not None]
     width = max((rows.ids.shape[1] for rows in given), default=1)

@@ -52,6 +52,12 @@ def row_keys(
     return torch.from_numpy(key[..., None].view(np.int32)).to(device)
 
 
+def stage_seed(seed: int, round: int, stage: int) -> int:
+    """A seed of its own for what one stage of a cascade draws in one round: there its purposes, and its positions, are no others'."""
+    key = _mix64(_mix64(seed_array([seed])) ^ np.uint64(round))
+    return int(_mix64(key ^ np.uint64(stage + 1))[0])
+
+
 def uniform(keys: Tensor) -> Tensor:
     """One float32 for each key, strictly inside (0, 1), fine near 0: keys [..., 2] -> [...]."""
     unit = keys[..., 0].double().mul_(2.0**-32).add_(0.5 + 2.0**-33)
