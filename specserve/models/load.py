@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,14 @@ class Loaded:
     spec: Architecture
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model without its weights, or one rank's share of it."""
+
+    spec: Architecture
+    num_parameters: int
+
+
 @contextmanager
 def _quiet_library() -> Iterator[None]:
     """Loading reports through exceptions; the library's progress bars and warnings stay off meanwhile."""
@@ -75,22 +83,28 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 
 def find_checkpoint(model: str | Path, *, revision: str | None = None) -> Path:
     """The directory that holds `model`: a local path, or else a hub name, downloaded unless it lies in the hub's cache."""
-    path = Path(model).expanduser()
-    if not path.exists():
-        path = _downloaded(str(model), revision)
-    if not path.is_dir():
-        raise ModelNotFound(f"{model} is a file; a model is a directory with config.json and safetensors files")
-    if not (path / "config.json").is_file():
-        raise ModelNotFound(f"{model} is no model: it has no config.json")
+    path = find_config(model, revision=revision, wanted=WANTED_FILES)
     files(path)
     return path
 
 
-def _downloaded(name: str, revision: str | None) -> Path:
+def find_config(model: str | Path, *, revision: str | None = None, wanted: Sequence[str] = ("*.json",)) -> Path:
+    """Likewise, where the config is enough; of a hub name, only the `wanted` files are fetched."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        path = _downloaded(str(model), revision, wanted)
+    if not path.is_dir():
+        raise ModelNotFound(f"{model} is a file; a model is a directory with config.json and safetensors files")
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"{model} is no model: it has no config.json")
+    return path
+
+
+def _downloaded(name: str, revision: str | None, wanted: Sequence[str]) -> Path:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ModelNotFound(f"{name} does not exist")
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED_FILES)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
     except (OSError, ValueError) as error:  # no such name or revision, no network, a name that the hub could not have
         at = f" at revision {revision}" if revision else ""
         raise ModelNotFound(f"{name} is no local directory, and the hub did not give it{at}: {_first_line(error)}") from error
@@ -140,6 +154,20 @@ def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | st
             module = _share(directory, config, shard, dtype=dtype, attention=attention)
         module.to(device).eval().requires_grad_(False)
         return Loaded(module, config, _architecture(directory, config, size))
+
+
+def describe(directory: Path, *, ranks: int = 1) -> Described:
+    """What a config alone says of one of so many ranks: the first, which holds the most. Raises NoShardingPlan if they cannot share it."""
+    config = read_config(directory)
+    check_plan(config, ranks)
+    with _quiet_library(), _library_errors(directory):
+        module = _empty(config, dtype=torch.bfloat16, attention="eager")
+        spec = _architecture(directory, config, ranks)
+        if ranks == 1:
+            return Described(spec, sum(parameter.numel() for parameter in module.parameters()))  # what is tied counts once
+        division = _division(module, Shard(0, ranks))
+        held: dict[str, Tensor] = module.state_dict()  # the embedding and, apart from it, a share of the head
+        return Described(spec, sum(_num_held(division, name, tensor.shape) for name, tensor in held.items()))
 
 
 def _architecture(directory: Path, config: Any, size: int) -> Architecture:
@@ -193,12 +221,8 @@ def _whole(directory: Path, *, dtype: torch.dtype, attention: str) -> Any:
 
 
 def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str) -> Any:
-    with init_empty_weights(include_buffers=False):
-        module: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            copy.deepcopy(config), dtype=dtype, attn_implementation=attention
-        )
-    head = next(name for name, part in module.named_modules() if part is module.get_output_embeddings())
-    division = Division(module, shard, prefix=module.base_model_prefix, head=head)
+    module = _empty(config, dtype=dtype, attention=attention)
+    division = _division(module, shard)
     weights = Weights(directory, prefix=module.base_model_prefix)
     wanted: dict[str, Tensor] = module.state_dict()
     sources = {name: _source(name, weights, module.all_tied_weights_keys) for name in wanted}
@@ -208,6 +232,24 @@ def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, at
     _check_complete(directory, unexpected=_unexpected(module, weights))
     division.narrow(module)
     return module
+
+
+def _empty(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+    """The library's module with shapes instead of weights, whatever the size."""
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            copy.deepcopy(config), dtype=dtype, attn_implementation=attention
+        )
+
+
+def _num_held(division: Division, name: str, shape: torch.Size) -> int:
+    part = division.part(name, shape)
+    return (shape if part is None else part.shape(shape)).numel()
+
+
+def _division(module: Any, shard: Shard) -> Division:
+    head = next(name for name, part in module.named_modules() if part is module.get_output_embeddings())
+    return Division(module, shard, prefix=module.base_model_prefix, head=head)
 
 
 def _source(name: str, weights: Weights, tied: dict[str, str]) -> str:
