@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -193,7 +194,11 @@ def _parser() -> Parser:
     _add_simulate(commands.add_parser("simulate", help="ask how many replicas and devices a load needs", formatter_class=_Plain))
     _add_tables(commands.add_parser("tables", help="count tables for draft.kind unigram, bigram and max_gram", formatter_class=_Plain))
     _add(commands.add_parser("plan", help="ask theory and memory before anything runs", formatter_class=_Plain), add_plan, plan)
-    _add(commands.add_parser("reproduce", help="the papers' tables, ours beside theirs", formatter_class=_Plain), add_reproduce, reproduce)
+    _add(
+        commands.add_parser("reproduce", help="the papers' tables, ours beside theirs", formatter_class=_Plain),
+        partial(add_reproduce, count=count),
+        reproduce,
+    )
     _add_inflate(commands.add_parser("inflate", help="write a widened copy that costs what a larger model costs", formatter_class=_Plain))
     return parser
 

@@ -164,7 +164,8 @@ def describe(directory: Path, *, ranks: int = 1) -> Described:
         module = _empty(config, dtype=torch.bfloat16, attention="eager")
         spec = _architecture(directory, config, ranks)
         if ranks == 1:
-            return Described(spec, sum(parameter.numel() for parameter in module.parameters()))  # what is tied counts once
+            twice = module.get_output_embeddings().weight.numel() if spec.tied else 0
+            return Described(spec, sum(parameter.numel() for parameter in module.parameters()) - twice)
         division = _division(module, Shard(0, ranks))
         held: dict[str, Tensor] = module.state_dict()  # the embedding and, apart from it, a share of the head
         return Described(spec, sum(_num_held(division, name, tensor.shape) for name, tensor in held.items()))

@@ -76,6 +76,8 @@ def _pairs(options: Options, models: Models | None) -> tuple[list[str], list[Pai
     if options.measure:
         assert models is not None
         return _measured(options, models)
+    if options.stages and options.alpha is None and options.cost is None:
+        return [], []
     if models is None and options.cost is None:
         if options.alpha is None:
             return [], []
