@@ -72,7 +72,7 @@ def test_the_whole_page_is_written_with_its_plots(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["table-9"], "invalid choice: 'table-9'"),
+        (["table-9"], "one of table-1, figures, alphas, speed, cascades, not 'table-9'"),
         (["--out", "/nowhere/at/all"], "is no directory"),
         (["--turns", "0"], "--turns"),
         (["alphas", "--max-tokens", "1"], "2 or more"),

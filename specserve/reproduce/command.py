@@ -59,7 +59,7 @@ def reproduce(options: argparse.Namespace, tell: Callable[[str], None]) -> str:
     budget = Budget(options.params, options.text_tokens, options.prompts, options.max_tokens, options.turns, options.threads)
     if budget.max_tokens < 2:
         raise BadValue("--max-tokens must be 2 or more: the first token comes with the prompt", param="max_tokens")
-    names = list(SECTIONS) if options.table is None else [options.table]
+    names = [name for name in SECTIONS if name in (options.tables or SECTIONS)]
     if options.out is not None:
         if not options.out.is_dir():
             raise BadValue(f"--out {options.out} is no directory", param="out")
