@@ -176,10 +176,10 @@ def test_overlap_is_measured_as_it_is_defined(tmp_path: Path) -> None:
     assert found["unigram"].num_tokens == 300
     assert found["itself"].alphas[0.0] == 1
     assert 0 < found["itself"].alphas[1.0] <= 1 + 1e-6  # its own 64 likeliest tokens
-    p = torch.cat([target.p(text[:256])[1.0], target.p(text[256:])[1.0]])
+    p = torch.cat([target.p(0, text[:256])[1.0], target.p(256, text[256:])[1.0]])
     expected = theory.acceptance(p[:, [5, 7]].tolist(), [[0.75, 0.25]] * 300)
     assert found["unigram"].alphas[1.0] == pytest.approx(expected, abs=1e-5)
-    greedy = torch.cat([target.p(text[:256])[0.0], target.p(text[256:])[0.0]])
+    greedy = torch.cat([target.p(0, text[:256])[0.0], target.p(256, text[256:])[0.0]])
     assert found["unigram"].alphas[0.0] == pytest.approx(float((greedy.argmax(-1) == 5).float().mean()))
 
 

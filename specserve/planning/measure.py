@@ -19,7 +19,7 @@ from specserve.types import Step
 
 TEMPERATURES = (0.0, 1.0)
 SEQUENCE = 2**61  # no request ever has this id
-WINDOW = 256  # positions that are judged at once; the context of each begins with its window
+WINDOW, REACH = 256, 1024  # positions that are judged at once; how far they look back at most
 BEHIND, TIMES = 128, 15  # positions that a timed pass looks back on; passes of each model, in turns
 
 
@@ -34,8 +34,10 @@ class Support:
 class Guesser(Protocol):
     """What drafts, as a distribution behind every token of a text."""
 
-    def q(self, tokens: Sequence[int]) -> Mapping[float, Support]:
-        """By temperature; greedy is a one-hot."""
+    context: int
+
+    def q(self, start: int, tokens: Sequence[int]) -> Mapping[float, Support]:
+        """By temperature; greedy is a one-hot. What came before `start` was asked for before."""
         ...
 
 
@@ -45,21 +47,18 @@ class Reader:
     def __init__(self, opened: Opened, *, support: int) -> None:
         self.runner, self.spec, self.support, self.context = opened.runner, opened.spec, support, opened.max_context
 
-    def logits(self, tokens: Sequence[int]) -> Tensor:  # [tokens, vocab]
-        """Behind every token."""
-        try:
-            return self.runner.run([Step(SEQUENCE, 0, tuple(tokens))], [len(tokens)]).float()
-        finally:
-            self.runner.release([SEQUENCE])
+    def logits(self, start: int, tokens: Sequence[int]) -> Tensor:  # [tokens, vocab]
+        """Behind every token of a window; a step at 0 forgets the windows before."""
+        return self.runner.run([Step(SEQUENCE, start, tuple(tokens))], [len(tokens)]).float()
 
-    def p(self, tokens: Sequence[int]) -> dict[float, Tensor]:  # [tokens, vocab]
+    def p(self, start: int, tokens: Sequence[int]) -> dict[float, Tensor]:  # [tokens, vocab]
         """By temperature."""
-        logits = self.logits(tokens)
+        logits = self.logits(start, tokens)
         return {temperature: _warped(logits, temperature) for temperature in TEMPERATURES}
 
-    def q(self, tokens: Sequence[int]) -> dict[float, Support]:
+    def q(self, start: int, tokens: Sequence[int]) -> dict[float, Support]:
         """What the engine's drafter would draw from."""
-        return {temperature: Support(*truncate(p, self.support if temperature else 1)) for temperature, p in self.p(tokens).items()}
+        return {temperature: Support(*truncate(p, self.support if temperature else 1)) for temperature, p in self.p(start, tokens).items()}
 
     def pass_seconds(self, rows: int) -> Callable[[], float]:
         """To be called again and again: the seconds of a pass of so many rows. A step may be repeated, so nothing is undone."""
@@ -78,10 +77,10 @@ class Tabled:
     """Counted tables."""
 
     def __init__(self, table: Table) -> None:
-        self._table = table
+        self._table, self.context = table, REACH
 
-    def q(self, tokens: Sequence[int]) -> dict[float, Support]:
-        rows = [self._table.row(token, position) for position, token in enumerate(tokens, start=1)]
+    def q(self, start: int, tokens: Sequence[int]) -> dict[float, Support]:
+        rows = [self._table.row(token, position) for position, token in enumerate(tokens, start + 1)]
         ids = torch.tensor(np.stack([row.ids for row in rows if row is not None]))
         probs = torch.tensor(np.stack([row.probs for row in rows if row is not None]))
         assert len(ids) == len(tokens), "counted tables know something everywhere"
@@ -100,10 +99,11 @@ class Overlap:
 def overlaps(target: Reader, guessers: Mapping[str, Guesser], text: Sequence[int]) -> dict[str, Overlap]:
     """Of each guesser with the target, on the same prefixes."""
     sums = {name: dict.fromkeys(TEMPERATURES, 0.0) for name in guessers}
-    for window in _windows(text, target.context):
-        p = target.p(window)
+    reach = min(REACH, target.context, *(guesser.context for guesser in guessers.values()))
+    for start, window in _windows(text, reach):
+        p = target.p(start, window)
         for name, guesser in guessers.items():
-            for temperature, q in guesser.q(window).items():
+            for temperature, q in guesser.q(start, window).items():
                 sums[name][temperature] += _overlap(p[temperature], q)
     return {name: Overlap({t: total / len(text) for t, total in own.items()}, len(text)) for name, own in sums.items()}
 
@@ -132,6 +132,9 @@ def _overlap(p: Tensor, q: Support) -> float:
     return float(torch.minimum(at_ids * known, q.probs).sum())
 
 
-def _windows(text: Sequence[int], context: int) -> Iterator[Sequence[int]]:
-    size = min(WINDOW, context)
-    return (text[first : first + size] for first in range(0, len(text), size))
+def _windows(text: Sequence[int], reach: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Each with how much of the text before it is looked back on."""
+    for first in range(0, len(text), reach):
+        stretch = text[first : first + reach]
+        for start in range(0, len(stretch), WINDOW):
+            yield start, stretch[start : start + WINDOW]
