@@ -75,7 +75,7 @@ def speed(bench: Bench) -> Section:
         rows += [_row(bench, name, temperature, result, plain) for name, result in zip((SMALL, DRAFT), others, strict=True)]
     rows += [(row.task, row.draft, str(row.temperature), str(row.gamma), f"{row.alpha:.2f}", "", "", "", "", f"{row.factor:.1f}") for row in TABLE_2]
     text = (
-        f"The target is {label('target')}, widened to {bench.family.params / 1e6:.0f}M parameters, which computes the same; draft and target take "
+        f"Judged by the {label('target')}, widened to {bench.family.params / 1e6:.0f}M parameters, which computes the same; draft and target take "
         f"turns in one process. gamma is the best by Theorem 3.8. The theorem takes a pass over gamma + 1 rows to cost what a pass over one costs; "
         f"the column behind it puts the measured time of that pass in its place. Published, below: T5-XXL on a TPU.\n\n"
     )
