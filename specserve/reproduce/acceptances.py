@@ -17,8 +17,8 @@ def acceptances(family: Family, budget: Budget) -> Section:
     rows += [(row.task, row.draft, "", "", f"{row.greedy:.2f}", f"{row.sampled:.2f}") for row in TABLE_3]
     tokens = next(iter(found.values())).num_tokens
     text = (
-        f"E[sum min(p, q)] on {tokens:,} held-out tokens of Python's standard library, up to 1,024 of context, judged by the {label('target')}; tables "
-        "counted from the text that it learnt from. Below, the papers' models and tasks: what is to be compared is the order, and how far apart the "
+        f"E[sum min(p, q)] on {tokens:,} held-out tokens of Python's standard library, up to 1,024 of context, judged by the {label('target')}; "
+        "tables counted from the text that it learnt from. Below, the papers' models and tasks: what is to be compared is the order, and how far apart the "
         "kinds lie.\n\n"
     )
     heads = ("task", "draft", "ours, T = 0", "ours, T = 1", "published, T = 0", "published, T = 1")
