@@ -18,8 +18,8 @@ def acceptances(family: Family, budget: Budget) -> Section:
     tokens = next(iter(found.values())).num_tokens
     text = (
         f"E[sum min(p, q)] on {tokens:,} held-out tokens of Python's standard library, up to 1,024 of context, judged by the {label('target')}; "
-        "tables counted from the text that it learnt from. Below, the papers' models and tasks: what is to be compared is the order, and how far apart the "
-        "kinds lie.\n\n"
+        "tables counted from the text that it learnt from. Below, the papers' models and tasks: what is to be compared is the order, and how far "
+        "apart the kinds lie.\n\n"
     )
     heads = ("task", "draft", "ours, T = 0", "ours, T = 1", "published, T = 0", "published, T = 1")
     return Section("Table 3 of 2211.17192: alpha by draft", text + table(heads, rows))
