@@ -9,7 +9,8 @@ from specserve.api.text import Text
 from specserve.config import Config, Draft
 from specserve.drafters.tables import load as load_tables
 from specserve.errors import TokenizerMismatch, UnsupportedModel
-from specserve.models.load import find_checkpoint, is_encoder_decoder, read_config
+from specserve.models.hub import find_checkpoint
+from specserve.models.load import is_encoder_decoder, read_config
 from specserve.stages import STATISTICAL
 
 

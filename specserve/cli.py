@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -15,6 +16,9 @@ from specserve import __version__, tabulate
 from specserve.bench.options import Options, add_options
 from specserve.config import Config, load, override
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
+from specserve.planning.options import Options as PlanOptions
+from specserve.planning.options import add_arguments as add_plan
+from specserve.reproduce.options import add_arguments as add_reproduce
 from specserve.request import Sampling
 
 if TYPE_CHECKING:
@@ -25,8 +29,10 @@ EXAMPLES = """examples:
   specserve generate --prompt 'import os' --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --gamma 5
   specserve generate --prompt 'import os' --seed 1 --json --set cache.page_size=32
   specserve inflate --model specserve/demo/target --params 200M --out /tmp/target-200M
+  specserve plan --target specserve/demo/target --draft specserve/demo/draft --measure
   specserve bench --url http://127.0.0.1:8000 --concurrency 16 --html report.html
 """
+Command = Callable[[argparse.Namespace], None]
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -48,7 +54,7 @@ def entry() -> NoReturn:
 def main(arguments: Sequence[str]) -> int:
     try:
         options = _parser().parse_args(arguments)
-        command: Callable[[argparse.Namespace], None] = options.command
+        command: Command = options.command
         command(options)
     except SystemExit as done:  # --help and --version
         return 0 if done.code is None else int(done.code)
@@ -98,6 +104,21 @@ def inflate(options: argparse.Namespace) -> None:
 
     reached = widen(options.model, options.params, options.out)
     print(f"{options.out} has {reached / 1e6:.0f}M parameters; it computes what {options.model} does, at the cost of a model of that size.")
+
+
+def plan(options: argparse.Namespace) -> None:
+    """Says what speculation would gain, and what fits on which GPUs."""
+    asked = PlanOptions.of(options)  # before torch is imported
+    from specserve.planning.command import plan as make
+
+    print(make(asked).text())
+
+
+def reproduce(options: argparse.Namespace) -> None:
+    """The tables and figures of the papers, ours beside theirs."""
+    from specserve.reproduce.command import reproduce as make
+
+    print(make(options, lambda line: print(line, file=sys.stderr, flush=True)))
 
 
 def simulate(options: argparse.Namespace) -> None:
@@ -172,8 +193,19 @@ def _parser() -> Parser:
     add_bench.set_defaults(command=bench)
     _add_simulate(commands.add_parser("simulate", help="ask how many replicas and devices a load needs", formatter_class=_Plain))
     _add_tables(commands.add_parser("tables", help="count tables for draft.kind unigram, bigram and max_gram", formatter_class=_Plain))
+    _add(commands.add_parser("plan", help="ask theory and memory before anything runs", formatter_class=_Plain), add_plan, plan)
+    _add(
+        commands.add_parser("reproduce", help="the papers' tables, ours beside theirs", formatter_class=_Plain),
+        partial(add_reproduce, count=count),
+        reproduce,
+    )
     _add_inflate(commands.add_parser("inflate", help="write a widened copy that costs what a larger model costs", formatter_class=_Plain))
     return parser
+
+
+def _add(parser: argparse.ArgumentParser, arguments: Callable[[argparse.ArgumentParser], None], command: Command) -> None:
+    arguments(parser)
+    parser.set_defaults(command=command)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:

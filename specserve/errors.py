@@ -99,3 +99,8 @@ class WorkerLost(SpecserveError):
 
 class BadFrame(SpecserveError):
     """A message that is not ours, or of another version."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of others' errors, which may tell their whole story."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

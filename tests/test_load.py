@@ -28,7 +28,8 @@ from transformers import (
 )
 
 from specserve.errors import ModelError, ModelNotFound, UnsupportedModel
-from specserve.models.load import find_checkpoint, load_model, read_config, register_attention
+from specserve.models.hub import find_checkpoint
+from specserve.models.load import load_model, read_config, register_attention
 from specserve.models.shard import Shard
 
 IDS = torch.arange(3, 23)[None]
@@ -256,7 +257,7 @@ def test_a_hub_model_is_downloaded_without_pickles(llama: Path, monkeypatch: pyt
         asked.update(options, name=name)
         return str(llama)
 
-    monkeypatch.setattr("specserve.models.load.snapshot_download", snapshot_download)
+    monkeypatch.setattr("specserve.models.hub.snapshot_download", snapshot_download)
     assert find_checkpoint("someone/model", revision="v2") == llama
     assert (asked["name"], asked["revision"]) == ("someone/model", "v2")
     assert not any("bin" in pattern for pattern in asked["allow_patterns"])

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import AutoTokenizer
 from transformers.utils.logging import get_verbosity, set_verbosity
 
-from specserve.errors import BadValue, ModelError, ModelNotFound, TokenizerMismatch
+from specserve.errors import BadValue, ModelError, ModelNotFound, TokenizerMismatch, first_line
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _CONTEXT = 4  # the longest character in bytes: so many tokens back a character may have begun
@@ -44,7 +44,7 @@ class Text:
             return cls(AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=False))
         except (OSError, ValueError, KeyError, ImportError) as error:
             missing = ModelError if Path(path).is_dir() else ModelNotFound
-            raise missing(f"no tokenizer can be loaded from {path}: {_first_line(error)}") from error
+            raise missing(f"no tokenizer can be loaded from {path}: {first_line(error)}") from error
         finally:
             set_verbosity(verbosity)
 
@@ -68,7 +68,7 @@ class Text:
         try:
             prompt = self._tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the model's maker and may raise what it likes
-            raise BadValue(f"the model's chat template does not take these messages: {_first_line(error)}", param="messages") from error
+            raise BadValue(f"the model's chat template does not take these messages: {first_line(error)}", param="messages") from error
         return self.encode(prompt, special=False)
 
     @cached_property
@@ -235,7 +235,3 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise BadValue(f"messages[{i}] must have a role and a content, both text", param=f"messages[{i}]")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from specserve.cluster.link import Address, Keys, Server
 from specserve.config import Config
 from specserve.drafters.open import open_drafter
-from specserve.models.load import find_checkpoint
+from specserve.models.hub import find_checkpoint
 from specserve.models.rank import open_rank
 from specserve.models.shard import Shard
 from specserve.models.warmup import SEQUENCE, warm_up

@@ -1,6 +1,6 @@
-"""Trains the demo pair on Python's own standard library: `python -m specserve.demo.train --out DIR`.
+"""Trains the demo family on Python's own standard library: `python -m specserve.demo.train --out DIR`.
 
-A byte-level BPE, a target by next-token loss, and a draft distilled from that target. One file in fifty is held out, and
+A byte-level BPE, a target by next-token loss, and a draft (or a smaller one) distilled from that target. One file in fifty is held out, and
 what the model card states is measured there.
 """
 
@@ -26,7 +26,10 @@ END = "<|endoftext|>"
 VOCAB, CONTEXT, BATCH = 4096, 1024, 2
 LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}  # not the library itself, or tables
 TARGET = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 4}
-DRAFT = {"hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+DRAFTS = {
+    "draft": {"hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "small": {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,10 @@ def new_model(sizes: dict[str, Any], end: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def small_brother(target: Any) -> Any:
+def small_brother(target: Any, sizes: dict[str, Any]) -> Any:
     """A draft whose embedding starts as the target's, seen along its widest directions."""
-    draft: Any = new_model(DRAFT, target.config.eos_token_id)
-    width = DRAFT["hidden_size"]
+    draft: Any = new_model(sizes, target.config.eos_token_id)
+    width = sizes["hidden_size"]
     embedding = target.get_input_embeddings().weight.detach()
     left, spread, _ = torch.linalg.svd(embedding, full_matrices=False)
     draft.get_input_embeddings().weight.data.copy_(left[:, :width] * spread[:width])
@@ -198,12 +201,13 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="a fifth faster; needs a C++ compiler")
     parser.add_argument("--resume", action="store_true", help="go on from the target in --out, at half the rates and in another order")
     parser.add_argument("--only", choices=("target", "draft"), help="train one of the two; for the draft, the target lies in --out already")
+    parser.add_argument("--draft", choices=DRAFTS, default="draft", help="which draft to train, and where it lies in --out")
     parser.add_argument("--lesson", choices=("text", "divergence", "refusal"), help="go on with the draft in --out, by this lesson alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     corpus = standard_library()
-    target_dir, draft_dir = args.out / "target", args.out / "draft"
+    target_dir, draft_dir = args.out / "target", args.out / args.draft
     there = args.resume or args.only == "draft"
     tokenizer = PreTrainedTokenizerFast.from_pretrained(target_dir) if there else train_tokenizer(corpus.train)
     text, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
@@ -213,7 +217,7 @@ def main() -> None:
         course = Course(args.minutes, peak=0.5 if args.resume else 1.0, compile=args.compile, seed=3 if args.resume else 1)
         train(target, text, next_token_loss, course, save=lambda: save(target, tokenizer, target_dir))
     if args.only != "target":
-        draft: Any = LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32) if args.lesson else small_brother(target)
+        draft: Any = LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32) if args.lesson else small_brother(target, DRAFTS[args.draft])
         lessons = {
             "text": Lesson(next_token_loss, share=1 / 12, peak=1.0),
             "divergence": Lesson(distilled_from(target, divergence, faster=args.compile), share=1 / 4, peak=1.0),

@@ -19,7 +19,7 @@ from specserve.drafters.kinds import open_source, open_statistical
 from specserve.drafters.neural import NeuralDrafter
 from specserve.drafters.ngram import Learns, StatisticalDrafter
 from specserve.drafters.writers import Stage, Tally
-from specserve.models.load import find_checkpoint
+from specserve.models.hub import find_checkpoint
 from specserve.models.open import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.stages import CASCADES, STATISTICAL, asked_of
@@ -55,6 +55,11 @@ class OpenDrafter:
     @property
     def num_pages_used(self) -> int:
         return sum(runner.cache.num_used for runner in self._runners)
+
+    @property
+    def passes(self) -> tuple[int, ...] | None:
+        """Of each stage of a cascade until now, the largest first."""
+        return self._drafter.passes if isinstance(self._drafter, Cascade) else None
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """The deadline is a time of `time.perf_counter`."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
@@ -24,12 +23,11 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as library_logging
 
-from specserve.errors import ModelError, ModelNotFound, UnsupportedModel
+from specserve.errors import ModelError, UnsupportedModel, first_line
 from specserve.models.plans import Heads, check_plan
 from specserve.models.shard import Division, Shard
-from specserve.models.weights import Weights, files
+from specserve.models.weights import Weights
 
-WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # others keep a state that is no list of keys and values
 ENCODER_DECODERS = ("mt5", "t5")
 USUAL_POSITIONS = 512  # that T5s were trained with, where a checkpoint does not say
@@ -66,7 +64,7 @@ class Loaded:
 
 
 @contextmanager
-def _quiet_library() -> Iterator[None]:
+def quiet_library() -> Iterator[None]:
     """Loading reports through exceptions; the library's progress bars and warnings stay off meanwhile."""
     verbosity, bars = library_logging.get_verbosity(), library_logging.is_progress_bar_enabled()
     library_logging.set_verbosity(logging.ERROR)
@@ -84,36 +82,13 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
     AttentionInterface.register(name, function)
 
 
-def find_checkpoint(model: str | Path, *, revision: str | None = None) -> Path:
-    """The directory that holds `model`: a local path, or else a hub name, downloaded unless it lies in the hub's cache."""
-    path = Path(model).expanduser()
-    if not path.exists():
-        path = _downloaded(str(model), revision)
-    if not path.is_dir():
-        raise ModelNotFound(f"{model} is a file; a model is a directory with config.json and safetensors files")
-    if not (path / "config.json").is_file():
-        raise ModelNotFound(f"{model} is no model: it has no config.json")
-    files(path)
-    return path
-
-
-def _downloaded(name: str, revision: str | None) -> Path:
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ModelNotFound(f"{name} does not exist")
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(WANTED_FILES)))
-    except (OSError, ValueError) as error:  # no such name or revision, no network, a name that the hub could not have
-        at = f" at revision {revision}" if revision else ""
-        raise ModelNotFound(f"{name} is no local directory, and the hub did not give it{at}: {_first_line(error)}") from error
-
-
-@_quiet_library()
+@quiet_library()
 def read_config(directory: Path) -> Any:
     """The library's config of a checkpoint; raises unless it is of a language model that specserve can run."""
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{directory} cannot be read as a model that transformers knows: {_first_line(error)}") from error
+        raise UnsupportedModel(f"{directory} cannot be read as a model that transformers knows: {first_line(error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel("quantized checkpoints are not supported; use one in bf16, fp16 or fp32")
     if not is_encoder_decoder(config):
@@ -155,13 +130,13 @@ def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | st
             raise UnsupportedModel(f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32")
     elif attention not in OWN_ATTENTION:
         _check_attention(config)
-    with _quiet_library(), _library_errors(directory):
+    with quiet_library(), library_errors(directory):
         if shard is None or size == 1:
             module = _whole(directory, config, dtype=dtype, attention=attention)
         else:
             module = _share(directory, config, shard, dtype=dtype, attention=attention)
         module.to(device).eval().requires_grad_(False)
-        return Loaded(module, config, _architecture(directory, config, size))
+        return Loaded(module, config, architecture(directory, config, size))
 
 
 def _check_attention(config: Any) -> None:
@@ -170,7 +145,7 @@ def _check_attention(config: Any) -> None:
         raise UnsupportedModel(f"{config.model_type} computes its attention itself, so that no other can be put in its place")
 
 
-def _architecture(directory: Path, config: Any, size: int) -> Architecture:
+def architecture(directory: Path, config: Any, size: int) -> Architecture:
     heads = Heads.of(config).local(size)
     head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Architecture(
@@ -243,12 +218,9 @@ def _whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: str) 
 
 
 def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str) -> Any:
-    with init_empty_weights(include_buffers=False):
-        module: Any = _library_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
-    head = next(name for name, part in module.named_modules() if part is module.get_output_embeddings())
-    prefix = module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
-    division = Division(module, shard, prefix=prefix, head=head)
-    weights = Weights(directory, prefix=prefix)
+    module = hollow(config, dtype=dtype, attention=attention)
+    division = division_of(module, shard)
+    weights = Weights(directory, prefix=_prefix(module))
     wanted: dict[str, Tensor] = module.state_dict()
     sources = {name: _source(name, weights, module.all_tied_weights_keys) for name in wanted}
     _check_complete(directory, missing=[name for name, source in sources.items() if source not in weights])
@@ -261,6 +233,21 @@ def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, at
     _check_complete(directory, unexpected=_unexpected(module, weights))
     division.narrow(module)
     return module
+
+
+def hollow(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+    """The library's module with shapes instead of weights, whatever the size."""
+    with init_empty_weights(include_buffers=False):
+        return _library_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+
+
+def division_of(module: Any, shard: Shard) -> Division:
+    head = next(name for name, part in module.named_modules() if part is module.get_output_embeddings())
+    return Division(module, shard, prefix=_prefix(module), head=head)
+
+
+def _prefix(module: Any) -> str:
+    return module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
 
 
 def _source(name: str, weights: Weights, tied: dict[str, str]) -> str:
@@ -298,13 +285,9 @@ def _check_complete(directory: Path, *, missing: Iterable[str] = (), unexpected:
 
 
 @contextmanager
-def _library_errors(directory: Path) -> Iterator[None]:
+def library_errors(directory: Path) -> Iterator[None]:
     """What the library and safetensors say of a broken checkpoint, as one of our sentences."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{directory} cannot be loaded: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+        raise ModelError(f"{directory} cannot be loaded: {first_line(error)}") from error

@@ -1,0 +1,57 @@
+"""Panels of curves as a picture, PNG or SVG by its name. The only place that knows matplotlib, which the extra `plots` brings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.errors import ConfigError
+
+FORMATS = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    dashed: bool = False
+    colour: int | None = None  # curves of one number share a colour; None: the next one
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    steps: bool = False  # whole numbers, which do not rise in between
+
+
+def check_drawable(file: Path) -> None:
+    """Raises ConfigError before any work is done for a picture that cannot be drawn."""
+    if file.suffix.lower() not in FORMATS:
+        raise ConfigError(f"a plot is written as {', '.join(FORMATS)}, not {file.suffix or file.name!r}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib; install it with: pip install 'specserve[plots]'") from error
+
+
+def draw(panels: Sequence[Panel], file: Path) -> None:
+    """Side by side."""
+    check_drawable(file)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.hashsalt": "specserve", "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}):
+        figure = Figure(figsize=(5.2 * len(panels), 3.8), layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for curve in panel.curves:
+                colour = None if curve.colour is None else f"C{curve.colour}"
+                style = "--" if curve.dashed else "-"
+                axes.plot(curve.xs, curve.ys, style, label=curve.name, color=colour, drawstyle="steps-post" if panel.steps else "default")
+            axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+            axes.legend(fontsize="small", frameon=False)
+        figure.savefig(file, dpi=100, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
