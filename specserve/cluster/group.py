@@ -15,9 +15,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.cluster.link import Client, Keys
 from specserve.cluster.placement import FIRST_RANK, Bundle
-from specserve.cluster.remote import RemoteDrafter, RemoteTarget, Report
+from specserve.cluster.remote import RemoteDrafter, RemoteTarget, Report, SentAhead
 from specserve.cluster.workers import DraftWorker, Place, Ready, TargetWorker
-from specserve.config import Config
+from specserve.config import WITHOUT_WORKER, Config
 from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import ModelInfo
 from specserve.wire import Stop
@@ -42,7 +42,11 @@ class Group:
     def __init__(self, ranks: tuple[Worker, ...], drafter: Worker | None, *, deadline_s: float, report: Report | None = None) -> None:
         self.ranks, self.draft_worker = ranks, drafter
         self.target = RemoteTarget([rank.client for rank in ranks], deadline_s=deadline_s, report=report)
-        self.drafter = None if drafter is None else RemoteDrafter(drafter.client, deadline_s=deadline_s, report=report)
+        self.drafter: RemoteDrafter | SentAhead | None = None
+        if drafter is not None:
+            self.drafter = RemoteDrafter(drafter.client, deadline_s=deadline_s, report=report)
+        elif ranks[0].ready.drafts:
+            self.drafter = SentAhead(ranks[0].client)
         self._dead: str | None = None
         self._watches = [asyncio.create_task(self._watch(worker)) for worker in self.workers]
 
@@ -121,7 +125,7 @@ def _actors(config: Config, wanted: Sequence[Bundle], admits: bytes) -> _Actors:
     ranks = tuple(
         _actor(TargetWorker, wanted[FIRST_RANK + rank], FIRST_RANK + rank, config, rank, admits) for rank in range(config.target.tensor_parallel)
     )
-    draft = None if config.draft.kind == "none" else _actor(DraftWorker, wanted[last], last, config, admits)
+    draft = None if config.draft.kind in WITHOUT_WORKER else _actor(DraftWorker, wanted[last], last, config, admits)
     return _Actors(ranks, draft)
 
 

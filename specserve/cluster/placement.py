@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specserve.config import Config
+from specserve.config import WITHOUT_WORKER, Config
 from specserve.errors import ConfigError
 
 COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
@@ -22,7 +22,7 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     target, draft = config.target, config.draft
     rank = Bundle(_resources(1.0 if _on_gpu(target.device, has_gpus) else 0.0, target.threads), target.label_selector)
     wanted = (Bundle({"CPU": 1.0}, {}), *[rank] * target.tensor_parallel)
-    if draft.kind == "none":
+    if draft.kind in WITHOUT_WORKER:
         return wanted
     share = draft.num_gpus if draft.num_gpus is not None else 1.0 if _on_gpu(draft.device, has_gpus) else 0.0
     return (*wanted, Bundle(_resources(share, draft.threads), draft.label_selector))

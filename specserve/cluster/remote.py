@@ -11,7 +11,7 @@ from specserve.cluster.clocks import Alignment
 from specserve.cluster.link import Client
 from specserve.engine.journal import Exchange
 from specserve.errors import WorkerLost
-from specserve.types import DraftStep, Proposal, Span, SparseRows, Verdict, VerifyStep
+from specserve.types import DraftStep, Foreseen, Proposal, Span, SparseRows, Verdict, VerifyStep
 from specserve.wire import Message, Prepared, Proposals, Propose, Verdicts, Verify
 
 Report = Callable[[Exchange], None]
@@ -137,6 +137,31 @@ class RemoteDrafter:
             answered = time.perf_counter()
             self._report(Exchange("draft", sent, answered, self._clocks.aligned(answer.spans, sent=sent, answered=answered)))
         return answer.proposals
+
+
+class SentAhead:
+    """What drafts on rank 0 of the target. Its proposals come unasked, ahead of the verdicts that they continue; nobody is ever waited for."""
+
+    def __init__(self, rank: Client) -> None:
+        self._foreseen: dict[int, Foreseen] = {}  # by sequence, the latest
+        rank.unasked = self._foresee
+
+    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
+        """Empty where none has come."""
+        return _at_once([self._known(step) for step in steps])
+
+    async def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._foreseen.pop(seq_id, None)
+
+    def _foresee(self, message: Prepared) -> None:
+        self._foreseen.update({one.proposal.seq_id: one for one in message.foreseen})
+
+    def _known(self, step: DraftStep) -> Proposal:
+        stop, one = step.start + len(step.tokens), self._foreseen.get(step.seq_id)
+        if not step.gamma or one is None or (one.proposal.start, one.token) != (stop, step.tokens[-1]):
+            return Proposal(step.seq_id, stop, (), None, stop)
+        return replace(_shortened(one.proposal, step.gamma), held=stop + step.gamma)
 
 
 def _noticed(answer: asyncio.Future[Sequence[Proposal]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +14,18 @@ from specserve.drafters.base import Forks
 from specserve.drafters.fanout import Fanout
 from specserve.drafters.kinds import KINDS, open_statistical
 from specserve.drafters.neural import NeuralDrafter
-from specserve.models.load import find_checkpoint
-from specserve.models.open import Placement, open_model
+from specserve.drafters.tied import HeadsDrafter, SkippingDrafter
+from specserve.models.load import find_checkpoint, read_config
+from specserve.models.open import Opened, Placement, open_model
 from specserve.models.runner import Runner
+from specserve.models.skip import skipped
+from specserve.models.target import TargetModel
 from specserve.types import DraftStep, Foreseen, Proposal
+
+TIED: Mapping[str, Callable[[Config, TargetModel], SkippingDrafter | HeadsDrafter]] = {
+    "layer_skip": SkippingDrafter.of,
+    "heads": HeadsDrafter.of,
+}  # to a target in the same process
 
 
 class OpenDrafter:
@@ -65,8 +73,7 @@ def open_drafter(config: Config, *, target_vocab_size: int, alone: bool = False)
         path = None if draft.path is None else Path(draft.path)
         statistical = open_statistical(draft.kind, path=path, learn=draft.learn, support=draft.support, vocab_size=target_vocab_size)
         return OpenDrafter(statistical, context=statistical.context, runner=None, fanout=fanout)
-    assert draft.path is not None, "the config has been checked"
-    opened = open_model(find_checkpoint(draft.path), Placement.of(draft, config))
+    opened = _opened(config)
     neural = NeuralDrafter(
         opened.runner,
         vocab_size=opened.spec.vocab_size,
@@ -75,3 +82,20 @@ def open_drafter(config: Config, *, target_vocab_size: int, alone: bool = False)
         support=draft.support,
     )
     return OpenDrafter(neural, context=opened.max_context, runner=opened.runner, fanout=fanout)
+
+
+def open_beside(config: Config, target: TargetModel) -> OpenDrafter | SkippingDrafter | HeadsDrafter:
+    """What drafts in the target's own process. Raises likewise."""
+    if config.draft.kind in TIED:
+        return TIED[config.draft.kind](config, target)
+    return open_drafter(config, target_vocab_size=target.info.vocab_size)
+
+
+def _opened(config: Config) -> Opened:
+    """The model that drafts, which may be the target's without some layers."""
+    own, where = config.target, Placement.of(config.draft, config)
+    if config.draft.kind == "layer_skip":
+        checkpoint = find_checkpoint(own.path, revision=own.revision)
+        return open_model(checkpoint, where, skip=skipped(read_config(checkpoint).num_hidden_layers, config.draft.skip))
+    assert config.draft.path is not None, "the config has been checked"
+    return open_model(find_checkpoint(config.draft.path), where)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers.utils import logging as library_logging
 from specserve.errors import ModelError, ModelNotFound, UnsupportedModel
 from specserve.models.plans import Heads, check_plan
 from specserve.models.shard import Division, Shard
+from specserve.models.skip import layers_of, without
 from specserve.models.weights import Weights, files
 
 WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
@@ -52,6 +53,7 @@ class Loaded:
     module: nn.Module  # the library's ...ForCausalLM
     config: Any  # the checkpoint's own, whatever the shard
     spec: Architecture
+    kept: tuple[int, ...]  # numbers of the layers that are there
 
 
 @contextmanager
@@ -125,8 +127,19 @@ def _check_decoder(config: Any) -> None:
         raise UnsupportedModel("quantized checkpoints are not supported; use one in bf16, fp16 or fp32")
 
 
-def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | str, shard: Shard | None = None, attention: str = "sdpa") -> Loaded:
-    """The model of a checkpoint, for inference. With a shard of several ranks, only this rank's part of it is ever read."""
+def load_model(
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: Shard | None = None,
+    attention: str = "sdpa",
+    skip: Collection[int] = (),
+) -> Loaded:
+    """The model of a checkpoint, for inference, without the layers to `skip`.
+
+    With those, or with a shard of several ranks, what is left out is never read.
+    """
     config = read_config(directory)
     size = 1 if shard is None else shard.size
     check_plan(config, size)
@@ -134,12 +147,15 @@ def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | st
     if attention not in OWN_ATTENTION and not modelling._supports_attention_backend:
         raise UnsupportedModel(f"{config.model_type} computes its attention itself, so that no other can be put in its place")
     with _quiet_library(), _library_errors(directory):
-        if shard is None or size == 1:
+        if skip:
+            module = _partial(directory, config, skip, dtype=dtype, attention=attention)
+        elif shard is None or size == 1:
             module = _whole(directory, dtype=dtype, attention=attention)
         else:
             module = _share(directory, config, shard, dtype=dtype, attention=attention)
         module.to(device).eval().requires_grad_(False)
-        return Loaded(module, config, _architecture(directory, config, size))
+        kept = tuple(layer for layer in range(config.num_hidden_layers) if layer not in skip)
+        return Loaded(module, config, replace(_architecture(directory, config, size), num_layers=len(kept)), kept)
 
 
 def _architecture(directory: Path, config: Any, size: int) -> Architecture:
@@ -193,21 +209,38 @@ def _whole(directory: Path, *, dtype: torch.dtype, attention: str) -> Any:
 
 
 def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str) -> Any:
-    with init_empty_weights(include_buffers=False):
-        module: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            copy.deepcopy(config), dtype=dtype, attn_implementation=attention
-        )
+    module = _empty(config, dtype=dtype, attention=attention)
     head = next(name for name, part in module.named_modules() if part is module.get_output_embeddings())
     division = Division(module, shard, prefix=module.base_model_prefix, head=head)
-    weights = Weights(directory, prefix=module.base_model_prefix)
-    wanted: dict[str, Tensor] = module.state_dict()
-    sources = {name: _source(name, weights, module.all_tied_weights_keys) for name in wanted}
-    _check_complete(directory, missing=[name for name, source in sources.items() if source not in weights])
-    for name, empty in wanted.items():
-        _set_tensor(module, name, _read_part(weights, sources[name], division, name, empty))
-    _check_complete(directory, unexpected=_unexpected(module, weights))
+    _fill(module, Weights(directory, prefix=module.base_model_prefix), division)
     division.narrow(module)
     return module
+
+
+def _partial(directory: Path, config: Any, skip: Collection[int], *, dtype: torch.dtype, attention: str) -> Any:
+    whole = _empty(config, dtype=dtype, attention=attention)
+    module, weights = without(whole, skip), Weights(directory, prefix=whole.base_model_prefix)
+    name = layers_of(whole)[0].rpartition(".")[2]
+    _fill(module, weights, None, ignored=rf"(^|\.){name}\.({'|'.join(map(str, skip))})\.")
+    module.tie_weights()
+    return module
+
+
+def _empty(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            copy.deepcopy(config), dtype=dtype, attn_implementation=attention
+        )
+
+
+def _fill(module: Any, weights: Weights, division: Division | None, *, ignored: str | None = None) -> None:
+    """Reads what an empty model lacks, all of it or a rank's part. Raises for tensors that are missing, or more than it has use for."""
+    wanted: dict[str, Tensor] = module.state_dict()
+    sources = {name: _source(name, weights, module.all_tied_weights_keys) for name in wanted}
+    _check_complete(weights.directory, missing=[name for name, source in sources.items() if source not in weights])
+    for name, empty in wanted.items():
+        _set_tensor(module, name, _read_part(weights, sources[name], division, name, empty))
+    _check_complete(weights.directory, unexpected=_unexpected(module, weights, ignored))
 
 
 def _source(name: str, weights: Weights, tied: dict[str, str]) -> str:
@@ -216,13 +249,14 @@ def _source(name: str, weights: Weights, tied: dict[str, str]) -> str:
     return name if name in weights else twins.get(name, name)
 
 
-def _read_part(weights: Weights, source: str, division: Division, name: str, empty: Tensor) -> Tensor:
-    part = division.part(name, empty.shape)
+def _read_part(weights: Weights, source: str, division: Division | None, name: str, empty: Tensor) -> Tensor:
+    part = None if division is None else division.part(name, empty.shape)
     tensor = weights.read(source) if part is None else weights.read(source, dim=part.dim, ranges=part.ranges)
     shape = empty.shape if part is None else part.shape(empty.shape)
     if tensor.shape != shape:
         raise ModelError(f"{weights.directory} holds {source} in another shape than config.json implies")
-    return (torch.zeros_like(tensor) if division.is_zero(name) else tensor).to(empty.dtype)
+    is_zero = division is not None and division.is_zero(name)
+    return (torch.zeros_like(tensor) if is_zero else tensor).to(empty.dtype)
 
 
 def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
@@ -231,10 +265,10 @@ def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     setattr(parent, leaf, nn.Parameter(value, requires_grad=False) if leaf in parent._parameters else value)
 
 
-def _unexpected(module: Any, weights: Weights) -> set[str]:
-    """What nobody read, without the buffers that older versions of the library used to write."""
-    ignored = re.compile("|".join((r"rotary_emb\.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ()))))
-    return {name for name in weights.unread() if not ignored.search(name)}
+def _unexpected(module: Any, weights: Weights, ignored: str | None) -> set[str]:
+    """What nobody read, without what is `ignored`, and the buffers that older versions of the library used to write."""
+    known = re.compile("|".join((r"rotary_emb\.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ()), *([ignored] if ignored else ()))))
+    return {name for name in weights.unread() if not known.search(name)}
 
 
 def _check_complete(directory: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:

@@ -31,10 +31,11 @@ class Follower:
 
 def open_rank(checkpoint: Path, config: Config, *, shard: Shard | None = None) -> TargetModel | Follower:
     """Raises whatever is wrong with the checkpoint, or TooLittleMemory."""
-    opened = open_model(checkpoint, Placement.of(config.target, config), shard=shard)
+    tells_hidden = config.draft.kind == "heads"
+    opened = open_model(checkpoint, Placement.of(config.target, config), shard=shard, tells_hidden=tells_hidden)
     cache, spec = opened.runner.cache, opened.spec
     info = ModelInfo(
         vocab_size=spec.vocab_size, max_context=opened.max_context, end_ids=spec.end_ids, page_size=cache.page_size, num_pages=cache.num_pages
     )
     judges = shard is None or shard.rank == 0
-    return TargetModel(opened.runner, info) if judges else Follower(opened.runner, info)
+    return TargetModel(opened.runner, info, network=opened.network, tells_hidden=tells_hidden) if judges else Follower(opened.runner, info)
