@@ -21,7 +21,8 @@ from specserve.models.weights import fingerprint
 from specserve.tabulate import read_text
 
 WINDOW, HELD_OUT = 512, 20  # tokens that are read at once; of so many windows one is held out
-LOGITS = 2**24  # that a step may hold of each kind: fewer places of a window are learnt from where the vocabulary is large
+PLACES, LOGITS = 256, 2**24  # of a window that a step learns from; fewer where the vocabulary is so large that their logits would be more
+LIKELY = 64  # tokens of the target's distribution that are learnt from at a place; the rest is hardly ever drawn
 RATE, WARM_UP, FLOOR = 2e-3, 50, 0.02  # of AdamW; steps to reach it; its share at the end
 FADE = 0.9  # what a place further ahead counts less
 Tell = Callable[[str], None]
@@ -33,7 +34,8 @@ class Places:
 
     hidden: Tensor  # [places, hidden]
     newest: Tensor  # [places, hidden] embeddings
-    log_p: Tensor  # [heads, places, vocab]
+    ids: Tensor  # [heads, places, likely] the target's likeliest tokens where each head guesses
+    p: Tensor  # likewise
 
 
 class Teacher:
@@ -49,16 +51,16 @@ class Teacher:
         logits: Tensor = self.module.get_output_embeddings()(hidden)
         return logits.float()
 
-    def places(self, window: Tensor, num_heads: int) -> Places:
+    @torch.no_grad()
+    def places(self, window: Tensor, num_heads: int, *, likely: int = LIKELY) -> Places:
         """Of a window [tokens]: some of its places, evenly spread, so that what is held does not depend on the vocabulary."""
-        with torch.no_grad():
-            hidden = self.module.base_model(input_ids=window[None], use_cache=False).last_hidden_state[0]  # [tokens, hidden]
-            most = max(1, LOGITS // (num_heads * self.spec.vocab_size))
-            last = len(window) - num_heads - 1
-            at = torch.linspace(0, last, min(most, last + 1), device=self.device).long()
-            ahead = at + torch.arange(1, num_heads + 1, device=self.device)[:, None]  # [heads, places]
-            log_p = self.head(hidden[ahead]).log_softmax(-1)
-            return Places(hidden[at], self.module.get_input_embeddings()(window[at + 1]), log_p)
+        hidden = self.module.base_model(input_ids=window[None], use_cache=False).last_hidden_state[0]  # [tokens, hidden]
+        most = min(PLACES, max(1, LOGITS // (num_heads * self.spec.vocab_size)))
+        last = len(window) - num_heads - 1
+        at = torch.linspace(0, last, min(most, last + 1), device=self.device).long()
+        ahead = at + torch.arange(1, num_heads + 1, device=self.device)[:, None]  # [heads, places]
+        p, ids = self.head(hidden).softmax(-1).topk(min(likely, self.spec.vocab_size), dim=-1)
+        return Places(hidden[at], self.module.get_input_embeddings()(window[at + 1]), ids[ahead], p[ahead])
 
 
 def fit(target: str, texts: Sequence[Path], out: Path, *, num_heads: int, minutes: float, threads: int | None = None, tell: Tell) -> str:
@@ -84,8 +86,8 @@ def coverage(heads: Heads, teacher: Teacher, windows: Sequence[Tensor]) -> list[
     total, count = torch.zeros(heads.num_heads), 0
     with torch.no_grad():
         for window in windows:
-            places = teacher.places(window.to(teacher.device), heads.num_heads)
-            total += torch.minimum(places.log_p, _guesses(heads, teacher, places)).exp().sum(-1).sum(-1).cpu()
+            places = teacher.places(window.to(teacher.device), heads.num_heads, likely=teacher.spec.vocab_size)
+            total += torch.minimum(places.p, _log_q(heads, teacher, places).exp()).sum(-1).sum(-1).cpu()
             count += len(places.hidden)
     return (total / count).tolist()
 
@@ -102,28 +104,28 @@ def _train(heads: Heads, teacher: Teacher, windows: Sequence[Tensor], *, minutes
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
         places = teacher.places(window.to(teacher.device), heads.num_heads)
-        losses = _losses(places.log_p, _guesses(heads, teacher, places), refusal=progress > 0.5)  # [heads]
+        losses = _losses(places.p, _log_q(heads, teacher, places), refusal=progress > 0.5)  # [heads]
         torch.autograd.backward((losses * fade).sum())
         torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if int(20 * progress) > told:
             told = int(20 * progress)
-            tell(
-                f"{progress:4.0%}, {step + 1} windows, {'refused' if progress > 0.5 else 'divergence'} {', '.join(f'{x:.3f}' for x in losses.tolist())}"
-            )
+            what, each = "refused" if progress > 0.5 else "divergence", ", ".join(f"{loss:.3f}" for loss in losses.tolist())
+            tell(f"{progress:4.0%}, {step + 1} windows, {what} {each}")
 
 
-def _guesses(heads: Heads, teacher: Teacher, places: Places) -> Tensor:  # [heads, places, vocab]
-    """log q, with the heads in full precision."""
+def _log_q(heads: Heads, teacher: Teacher, places: Places) -> Tensor:  # [heads, places, likely]
+    """The heads in full precision, the target's vocabulary head in its own."""
     guesses = heads(places.hidden.float(), places.newest.float())
-    return teacher.head(guesses.to(places.hidden.dtype)).log_softmax(-1)
+    logits = teacher.head(guesses.to(places.hidden.dtype))
+    return logits.gather(-1, places.ids) - logits.logsumexp(-1, keepdim=True)
 
 
-def _losses(log_p: Tensor, log_q: Tensor, *, refusal: bool) -> Tensor:  # [heads]
+def _losses(p: Tensor, log_q: Tensor, *, refusal: bool) -> Tensor:  # [heads]
     if refusal:
-        return 1 - torch.minimum(log_p, log_q).exp().sum(-1).mean(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1).mean(-1)
+        return 1 - torch.minimum(p, log_q.exp()).sum(-1).mean(-1)
+    return (p * (p.log() - log_q)).sum(-1).mean(-1)
 
 
 def _windows(texts: Sequence[Sequence[int]], num_heads: int) -> list[Tensor]:

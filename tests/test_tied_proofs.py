@@ -90,16 +90,17 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
 def test_in_bf16_not_a_bit_is_changed_and_what_is_found_by_its_name_is_the_whole_models(demo: dict[str, Engine], drafter: str) -> None:
     """The second time prompts go on where the first texts ended: their pages were written between drafts, and are found by name."""
     prompts = [tuple((17 * i + 31 * j) % 4096 for j in range(20 + 3 * i)) for i in range(6)]
-    hits = []
+    hits, num_preempted = [], 0
     for _ in range(2):
         requests = [Request(prompt, 40, GREEDY, i, ignore_eos=True) for i, prompt in enumerate(prompts)]
         plain = demo["none"].run(requests, gamma=0)
         run = demo[drafter].run(requests, pacer=RandomPacer(max_gamma=5, seed=3), gamma=None, max_gamma=5)
         assert run.texts == plain.texts
         assert run.drafted > 0
-        assert run.num_preempted > 0
+        num_preempted += run.num_preempted
         hits.append(demo[drafter].target.runner.cache.prefix_hits)
         prompts = [prompt + text for prompt, text in zip(prompts[:3], plain.texts, strict=False)]
+    assert num_preempted > 0
     assert hits[1] > hits[0]
 
 

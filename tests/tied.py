@@ -106,5 +106,5 @@ class TiedPairs(Pairs):
     def _first_heads_logits(self, texts: Tensor) -> Tensor:  # [texts, length] -> [texts, vocab]
         model = self._target.model
         hidden = model.model(texts[:, :-1], use_cache=False).last_hidden_state[:, -1]
-        seen = torch.cat([hidden, model.model.embed_tokens(texts[:, -1])], dim=-1)
+        seen = torch.cat([F.rms_norm(rows, (64,)) for rows in (hidden, model.model.embed_tokens(texts[:, -1]))], dim=-1)
         return model.lm_head(hidden + F.silu(seen @ self._heads["weight"][0] + self._heads["bias"][0]))  # type: ignore[no-any-return]

@@ -43,7 +43,8 @@ class Heads(nn.Module):
 
     def forward(self, hidden: Tensor, newest: Tensor) -> Tensor:  # both [rows, hidden] -> [heads, rows, hidden]
         """For the vocabulary head. `newest` are the embeddings of the tokens that the hidden states brought."""
-        seen = torch.cat([hidden, newest], dim=-1).expand(self.num_heads, -1, -1)
+        size = hidden.shape[-1:]
+        seen = torch.cat([F.rms_norm(hidden, size), F.rms_norm(newest, size)], dim=-1).expand(self.num_heads, -1, -1)
         return hidden + F.silu(torch.baddbmm(self.bias, seen, self.weight))
 
 

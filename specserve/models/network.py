@@ -71,7 +71,8 @@ class LibraryNetwork:
                 part.paged_attention = self.attention  # type: ignore[assignment]
         pack(self.module)
         if tells_hidden:
-            self.module.get_output_embeddings().register_forward_pre_hook(lambda _, given: self._told.append(given[0][0]))
+            head: nn.Module = self.module.get_output_embeddings()
+            head.register_forward_pre_hook(lambda _, given: self._told.append(given[0][0]))
 
     def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
         self.attention.layout = layout
@@ -153,7 +154,8 @@ class FusedNetwork:
         if wanted is not None:
             x = x.index_select(0, wanted)
         x = self.norm(x)
-        return torch.cat([self.head(x), x], dim=-1) if self.tells_hidden else self.head(x)
+        logits = self.head(x)
+        return torch.cat([logits, x], dim=-1) if self.tells_hidden else logits
 
     def without(self, skip: Collection[int]) -> Lending:
         other, kept = copy.copy(self), [i for i in range(len(self.layers)) if i not in skip]
