@@ -18,6 +18,7 @@ from specserve import LLM, Sampling
 from specserve.cli import main
 from specserve.cluster.remote import SentAhead
 from specserve.config import DEMO, parse
+from specserve.drafters.open import open_drafter
 from specserve.drafters.tied import LONGEST_REST, HeadsDrafter, SkippingDrafter, Unasked
 from specserve.errors import ConfigError, ModelError, ModelNotFound
 from specserve.models.load import load_model
@@ -142,6 +143,19 @@ def test_with_no_layer_left_out_every_draft_is_accepted(target: Path) -> None:
         (output,) = llm.generate([TEXT], Sampling(max_tokens=40, seed=1, ignore_eos=True, speculation={"verifier": "coupled"}))
     assert output.stats is not None
     assert output.stats.accepted == output.stats.drafted > 20
+
+
+def test_with_a_device_of_its_own_it_reads_its_layers_from_the_targets_checkpoint_and_prepares_for_the_verdict(target: Path) -> None:
+    config = parse({**FEW, "target.path": str(target), "draft.kind": "layer_skip", "draft.skip": [1]})
+    drafter = open_drafter(config, target_vocab_size=checkpoints.VOCAB, alone=True)
+    policy = Policy(GREEDY, "block", 1, len(TEXT))
+    (first,) = drafter.propose([DraftStep(1, 0, TEXT, 4, policy)], math.inf)
+    drafter.prepare(bool)
+    (second,) = drafter.propose([DraftStep(1, first.held, (*first.tokens[3:], 9), 4, policy)], math.inf)
+    assert (len(first.tokens), len(second.tokens)) == (4, 4)
+    assert second.anticipated is not None, "nothing was prepared"
+    part = open_model(target, placement(), skip=(1,)).runner
+    assert part.run([Step(0, 0, TEXT)], [1]).argmax().item() == first.tokens[0]
 
 
 def fitted(target: Path, out: Path, text: Path, *more: str) -> int:

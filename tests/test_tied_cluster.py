@@ -24,15 +24,15 @@ def test_only_drafters_with_a_device_of_their_own_get_a_bundle() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["heads", "layer_skip"])
-def test_served_texts_are_those_of_plain_decoding_and_proposals_are_met(kind: str) -> None:
+def test_served_texts_are_those_of_plain_decoding_and_proposals_are_there_before_they_are_asked_for() -> None:
     with LLM(**KEYS | {"draft.kind": "none"}) as plain:
         expected = [output.text for output in plain.generate(PROMPTS, Sampling(max_tokens=40, temperature=0))]
-    with served({**KEYS, "draft.kind": kind}) as (url, _):
+    with served({**KEYS, "draft.kind": "heads"}) as (url, _):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         answers = [client.completions.create(model="demo", prompt=prompt, max_tokens=40, temperature=0) for prompt in PROMPTS]
         places = handle("Engine").places.remote().result()
     assert [answer.choices[0].text for answer in answers] == expected
-    assert set(places) == ({"target-0"} if kind == "heads" else {"target-0", "draft"})
+    assert set(places) == {"target-0"}
     stats = [answer.model_extra["specserve"] for answer in answers if answer.model_extra]
-    assert all(one["anticipated"] > 0 and one["accepted"] > 0 and one["lossless"] for one in stats)
+    assert all(one["anticipated"] > 0 and one["lossless"] for one in stats)
+    assert sum(one["accepted"] for one in stats) > 0
