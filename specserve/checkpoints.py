@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.api.text import Text
-from specserve.config import Config, Draft
+from specserve.config import TIED, Config, Draft
 from specserve.drafters.tables import load as load_tables
 from specserve.errors import TokenizerMismatch, UnsupportedModel
+from specserve.models.heads import require_heads_of
 from specserve.models.hub import find_checkpoint
 from specserve.models.load import is_encoder_decoder, read_config
+from specserve.models.skip import skipped
 from specserve.stages import STATISTICAL
 
 
@@ -24,8 +26,11 @@ def find_checkpoints(config: Config) -> Checkpoints:
     """Raises ModelNotFound, ModelError, or TokenizerMismatch: for the target, and for whatever the draft is read from."""
     target = find_checkpoint(config.target.path, revision=config.target.revision)
     text = Text.load(target)
-    for part in config.draft.parts:
-        _require_same_tokens(target, text, part)
+    if config.draft.kind in TIED:
+        _require_tied(target, config.draft)
+    else:
+        for part in config.draft.parts:
+            _require_same_tokens(target, text, part)
     return Checkpoints(target, text)
 
 
@@ -49,3 +54,13 @@ def _require_counted_in(text: Text, tables: Path) -> None:
     """Tables name tokens by their ids; those of another tokenizer would be nonsense, if exact nonsense."""
     if load_tables(tables).fingerprint not in ("", text.fingerprint):
         raise TokenizerMismatch(f"the tables at {tables} were counted with another tokenizer than the target's")
+
+
+def _require_tied(target: Path, draft: Draft) -> None:
+    """Layers that the target has, or heads that were fitted to it."""
+    if is_encoder_decoder(read_config(target)):
+        raise UnsupportedModel(f"draft.kind {draft.kind} is for decoder-only targets, and {target} is an encoder-decoder", param="draft.kind")
+    if draft.path is None:
+        skipped(read_config(target).num_hidden_layers, draft.skip)
+    else:
+        require_heads_of(target, Path(draft.path))

@@ -98,6 +98,14 @@ def tables(options: argparse.Namespace) -> None:
     print(tabulate.tabulate(options.tokenizer, options.text, options.out, keep=options.keep))
 
 
+def heads(options: argparse.Namespace) -> None:
+    """Fits heads to a target."""
+    from specserve.fitting import fit  # late, as below
+
+    out, sizes = options.out, {"num_heads": options.heads, "minutes": options.minutes, "threads": options.threads}
+    print(fit(options.target, options.text, out, **sizes, tell=lambda line: print(line, file=sys.stderr, flush=True)))
+
+
 def inflate(options: argparse.Namespace) -> None:
     """Writes a widened copy of a model."""
     from specserve.models.inflate import inflate as widen  # torch takes seconds to import; --help and bad usage do not wait for it
@@ -199,6 +207,7 @@ def _parser() -> Parser:
         partial(add_reproduce, count=count),
         reproduce,
     )
+    _add_heads(commands.add_parser("heads", help="fit heads to a target, for draft.kind heads", formatter_class=_Plain))
     _add_inflate(commands.add_parser("inflate", help="write a widened copy that costs what a larger model costs", formatter_class=_Plain))
     return parser
 
@@ -224,7 +233,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="makes the text repeatable")
     parser.add_argument("--gamma", type=_gamma, metavar="N", help="draft tokens a round; 0 is plain decoding, auto is the default")
     parser.add_argument("--verifier", metavar="V", help="speculative, block, coupled or lenient")
-    parser.add_argument("--drafter", metavar="D", help="what drafts: neural, bigram, unigram, max_gram, prompt_copy, random or none")
+    parser.add_argument(
+        "--drafter", metavar="D", help="what drafts: neural, layer_skip, heads, bigram, unigram, max_gram, prompt_copy, random or none"
+    )
     parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write what each round did, for Perfetto and python -m specserve.bench.timeline")
     parser.set_defaults(command=generate)
@@ -233,6 +244,16 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _add_tables(parser: argparse.ArgumentParser) -> None:
     tabulate.add_arguments(parser)
     parser.set_defaults(command=tables)
+
+
+def _add_heads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, metavar="M", help="a local directory or a hub name")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8, such as the target is to write")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for draft.path")
+    parser.add_argument("--heads", type=int, default=4, metavar="N", help="tokens that are guessed at once")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="that the fitting takes, once the texts have been read")
+    parser.add_argument("--threads", type=int, metavar="N", help="of a CPU")
+    parser.set_defaults(command=heads)
 
 
 def _add_inflate(parser: argparse.ArgumentParser) -> None:

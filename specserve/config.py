@@ -29,7 +29,9 @@ DRAFT_KINDS = (
     "heads",
     "none",
 )
-BUILT_KINDS = ("neural", *STATISTICAL, *CASCADES, "none")
+TIED = ("layer_skip", "heads")  # to the target's own weights
+BUILT_KINDS = ("neural", *STATISTICAL, *CASCADES, *TIED, "none")
+WITHOUT_WORKER = ("heads", "none")  # heads draft where the target judges
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -53,7 +55,8 @@ class Draft:
     """What guesses."""
 
     kind: str = setting("", choice(*DRAFT_KINDS))  # left out: neural if there is a path, else none
-    path: str | None = setting(None, text())  # of a model, or of tables that `specserve tables` made
+    path: str | None = setting(None, text())  # of a model, of tables that `specserve tables` made, or of heads that `specserve heads` made
+    skip: tuple[int, ...] | None = setting(None, items(whole(0, 10_000)))  # layers that `layer_skip` leaves out; None: about every second
     learn: bool | None = setting(None, boolean())  # whether tables follow the served texts; None: if there are none to begin with
     dtype: str = setting("auto", choice(*DTYPES))
     device: str = setting("auto", device_name())
@@ -242,6 +245,8 @@ def _settled(config: Config) -> Config:
         model = model or "demo"
         if draft.path is None and draft.kind in ("", "neural"):
             draft = replace(draft, path=str(DEMO / "draft"))
+    if draft.kind == "heads" and draft.path is None and Path(target.path).resolve() == (DEMO / "target").resolve():
+        draft = replace(draft, path=str(DEMO / "heads"))
     if not draft.kind:
         draft = replace(draft, kind="neural" if draft.path else "none")
     return replace(config, target=target, draft=draft, model=model or Path(target.path).name)
@@ -257,6 +262,7 @@ def _checked(config: Config) -> Config:
         raise ConfigError(f"draft.path is of no use to draft.kind {draft.kind}, whose stages have their own; leave it out")
     if draft.kind == "neural" and draft.path is None:
         raise ConfigError("draft.kind neural needs draft.path, the model that drafts")
+    _check_tied(draft, tensor_parallel=config.target.tensor_parallel)
     if draft.learn is not None and draft.kind not in STATISTICAL:
         raise ConfigError(f"draft.learn belongs to the kinds {', '.join(STATISTICAL)}, and draft.kind is {draft.kind}; leave it out")
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
@@ -270,3 +276,18 @@ def _checked(config: Config) -> Config:
     if replicas.min > replicas.max:
         raise ConfigError(f"replicas.min {replicas.min} is above replicas.max {replicas.max}; lower the one or raise the other")
     return config
+
+
+def _check_tied(draft: Draft, *, tensor_parallel: int) -> None:
+    if draft.kind == "layer_skip" and draft.path is not None:
+        raise ConfigError("draft.kind layer_skip drafts with the target's own layers; leave draft.path out")
+    if draft.skip is not None and draft.kind != "layer_skip":
+        raise ConfigError(f"draft.skip belongs to the kind layer_skip, and draft.kind is {draft.kind}; leave it out")
+    if draft.skip is not None and len(set(draft.skip)) < len(draft.skip):
+        raise ConfigError(f"draft.skip names a layer twice: {', '.join(map(str, draft.skip))}; name each once")
+    if draft.kind == "heads" and draft.path is None:
+        raise ConfigError("draft.kind heads needs draft.path, heads that `specserve heads --target M --text FILE --out DIR` has fitted to the target")
+    if draft.kind == "heads" and tensor_parallel > 1:
+        raise ConfigError(
+            f"draft.kind heads needs the whole vocabulary head on one rank, and target.tensor_parallel is {tensor_parallel}; set it to 1"
+        )

@@ -12,10 +12,11 @@ import torch
 from specserve.api.text import Text
 from specserve.checkpoints import find_checkpoints
 from specserve.config import Config
-from specserve.drafters.open import open_drafter
+from specserve.drafters.open import open_beside
 from specserve.engine.journal import Exchange
 from specserve.errors import ConfigError
 from specserve.models.rank import open_rank
+from specserve.models.target import TargetModel
 from specserve.models.warmup import warm_up
 from specserve.types import Drafter, DraftStep, ModelInfo, Proposal, Span, Target, Verdict, VerifyStep
 
@@ -97,7 +98,8 @@ def open_parts(config: Config, report: Report | None = None) -> Parts:
     info = replace(target.info, curve=warm_up(target)) if config.speculation.gamma is None else target.info
     if config.draft.kind == "none":
         return Parts(found.text, beside, info)
-    drafter = open_drafter(config, target_vocab_size=target.info.vocab_size)
+    assert isinstance(target, TargetModel), "the only rank judges"
+    drafter = open_beside(config, target)
     ahead = LocalDrafter(drafter, threads=config.draft.threads or threads, report=report)
     return Parts(found.text, beside, info, ahead, draft_context=drafter.context)
 

@@ -26,14 +26,15 @@ def tabulate(tokenizer: str, texts: Sequence[Path], out: Path, *, keep: int = KE
     if keep < 1:
         raise BadValue(f"--keep must be 1 or more, not {keep}", param="keep")
     speaks = Text.load(tokenizer)
-    counts = count((speaks.encode(_read(text), special=False) for text in texts), keep=keep, fingerprint=speaks.fingerprint)
+    counts = count((speaks.encode(read_text(text), special=False) for text in texts), keep=keep, fingerprint=speaks.fingerprint)
     if not counts.vocab_size:
         raise BadValue("the texts are empty", param="text")
     save(counts, out)
     return f"{out} has {len(counts.ids):,} pairs, from {int(counts.unigram.sum()):,} tokens in {len(texts):,} files"
 
 
-def _read(text: Path) -> str:
+def read_text(text: Path) -> str:
+    """Raises BadValue."""
     try:
         return text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

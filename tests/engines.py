@@ -180,12 +180,12 @@ def placement(*, dtype: str = "float32", pages: int = 400, prefix_caching: bool 
     return Placement(dtype=dtype, device="cpu", page_size=page_size, pages=pages, prefix_caching=prefix_caching)
 
 
-def opened_target(directory: Path, where: Placement, *, shard: Shard | None = None) -> TargetModel:
-    opened = open_model(directory, where, shard=shard)
+def opened_target(directory: Path, where: Placement, *, shard: Shard | None = None, tells_hidden: bool = False) -> TargetModel:
+    opened = open_model(directory, where, shard=shard, tells_hidden=tells_hidden)
     spec, cache = opened.spec, opened.runner.cache
     info = ModelInfo(spec.vocab_size, opened.max_context, spec.end_ids, page_size=cache.page_size, num_pages=cache.num_pages)
     info = replace(info, decoder_start=spec.decoder_start)
-    return TargetModel(opened.runner, info)
+    return TargetModel(opened.runner, info, network=opened.network, tells_hidden=tells_hidden)
 
 
 def opened_drafter(opened: Opened, info: ModelInfo, *, support: int) -> NeuralDrafter:

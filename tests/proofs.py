@@ -22,6 +22,7 @@ from cascades import CASCADES, Cascades
 from continuations import COUNTED, DRAFTERS, PROMPTS, VOCAB, WARPS, Case, Pairs, Result, sample
 from fit import AT_LEAST, Acceptance, Fit
 from scipy import stats
+from tied import TIED, TiedPairs
 
 from specserve.types import VERIFIERS
 
@@ -46,7 +47,9 @@ same prefixes: the sum of min(p, q), or, under `coupled`, the probability that t
 with gamma > 1 later draft tokens have a say in the first, and there is no such formula.)
 
 - **drafters**: `full` draws from all ids, `top 3` from the three likeliest and has three quarters of the pages, `7 of 8 ids` lacks an id of the
-  target, `none` drafts nothing; the others are cascades ([cascades.md](cascades.md)): largest stage first, each smaller one agrees less.
+  target, `none` drafts nothing. `layer_skip` and `heads` are tied to a target of three layers: one without the second layer, on the target's
+  own pages; the other with random heads, and, as `top 3 heads`, with a support of three. The others are cascades ([cascades.md](cascades.md)):
+  largest stage first, each smaller one agrees less.
 - **gamma**: `random` is another gamma from 0 to 4 for each sequence in each round.
 - **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at temperature 1, truncated, with penalties
   (presence, frequency, repetition), with min-p and biases, and greedy ones, side by side.
@@ -78,8 +81,8 @@ def all_cases() -> Iterator[Case]:
     for verifier in VERIFIERS:
         yield from (Case(verifier, drafter, gamma) for drafter in DRAFTERS for gamma in (1, 2, 4, None))
         yield from (Case(verifier, drafter, None, warps) for drafter in DRAFTERS for warps in ("truncated", "mixed"))
-        yield from (Case(verifier, cascade, gamma) for cascade in CASCADES for gamma in (1, 4, None))
-    yield from (Case("each", drafter, None, "mixed") for drafter in (*DRAFTERS, *CASCADES))
+        yield from (Case(verifier, drafter, gamma) for drafter in (*CASCADES, *TIED) for gamma in (1, 4, None))
+    yield from (Case("each", drafter, None, "mixed") for drafter in (*DRAFTERS, *CASCADES, *TIED))
     yield from (Case("each", "none", 0, warps) for warps in WARPS)
     yield from (Case("each", "full", 0, warps) for warps in WARPS)
     yield from (Case("lenient", "full", 4, lenience=lenience) for lenience in (1.2, 2.0))
@@ -112,8 +115,14 @@ def _start() -> None:
 
 
 def _share(numbered: Sequence[tuple[int, Case]], samples: int) -> list[Proof]:
-    with tempfile.TemporaryDirectory() as directory:
-        return list(prove(Cascades(Path(directory)), numbered, samples))
+    """What is tied to its target has one of more layers."""
+    tied = {number for number, case in numbered if case.drafter in TIED}
+    proofs = {}
+    for own, pairs in ((tied, TiedPairs), ({number for number, _ in numbered} - tied, Cascades)):
+        with tempfile.TemporaryDirectory() as directory:
+            mine = [one for one in numbered if one[0] in own]
+            proofs |= dict(zip([number for number, _ in mine], prove(pairs(Path(directory)), mine, samples), strict=True)) if mine else {}
+    return [proofs[number] for number, _ in numbered]
 
 
 def page(proofs: Sequence[Proof], again: Sequence[Proof], *, jobs: int, seconds: float) -> str:
@@ -165,17 +174,23 @@ def _second_look(again: Sequence[Proof]) -> str:
 
 
 def _pooled(proofs: Sequence[Proof]) -> Iterator[tuple[object, ...]]:
-    with tempfile.TemporaryDirectory() as directory:
-        pairs: Pairs = Cascades(Path(directory))
-    for verifier in (*VERIFIERS, "each"):
-        results = [proof.result for proof in proofs if proof.case.verifier == verifier]
-        fit, acceptance = pairs.fit(*results), Acceptance()
-        for result in results:
-            if result.acceptance is not None:
-                acceptance.include(result.acceptance)
-        known = _alpha(acceptance) if acceptance.rounds else ("", "")
-        off = f"{acceptance.errors_off:+.1f}" if acceptance.rounds else ""
-        yield (verifier, _count(result.samples for result in results), *_chi_square(fit), *known, off)
+    for world, name in ((Cascades, "{}"), (TiedPairs, "{}, tied drafters")):
+        with tempfile.TemporaryDirectory() as directory:
+            pairs = world(Path(directory))
+        for verifier in (*VERIFIERS, "each"):
+            own = [proof.result for proof in proofs if proof.case.verifier == verifier and (proof.case.drafter in TIED) == (world is TiedPairs)]
+            if own:
+                yield name.format(verifier), *_together(pairs, own)
+
+
+def _together(pairs: Pairs, results: Sequence[Result]) -> tuple[object, ...]:
+    fit, acceptance = pairs.fit(*results), Acceptance()
+    for result in results:
+        if result.acceptance is not None:
+            acceptance.include(result.acceptance)
+    known = _alpha(acceptance) if acceptance.rounds else ("", "")
+    off = f"{acceptance.errors_off:+.1f}" if acceptance.rounds else ""
+    return (_count(result.samples for result in results), *_chi_square(fit), *known, off)
 
 
 def _row(proof: Proof) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from continuations import COUNTED, DRAFTERS, PROMPTS, VOCAB, WARPS, Case, Group,
 from exact import Floats, Ints, agreement, overlap
 from fit import Fit
 from proofs import Proof, all_cases, page, prove
+from tied import TIED
 from torch import Tensor
 
 from specserve.sampling import Purpose, exponential, row_keys, verify
@@ -147,7 +148,7 @@ def test_the_long_run_covers_every_verifier_drafter_gamma_and_warp() -> None:
     assert len(set(cases)) == len(cases)
     for verifier in VERIFIERS:
         own = [case for case in cases if case.verifier == verifier and case.is_lossless]
-        assert {case.drafter for case in own} == {*DRAFTERS, *CASCADES}
+        assert {case.drafter for case in own} == {*DRAFTERS, *CASCADES, *TIED}
         assert {case.gamma for case in own} == {1, 2, 4, None}
         assert {case.warps for case in own} == set(WARPS)
     assert Warp(temperature=0) in WARPS["mixed"]

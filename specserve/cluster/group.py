@@ -16,9 +16,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from specserve.cluster.keeper import Keeper, Worker, Workers
 from specserve.cluster.link import Client, Keys
 from specserve.cluster.placement import FIRST_RANK, Bundle
-from specserve.cluster.remote import RemoteDrafter, RemoteTarget, Report
+from specserve.cluster.remote import RemoteDrafter, RemoteTarget, Report, SentAhead
 from specserve.cluster.workers import DraftWorker, Place, Ready, TargetWorker
-from specserve.config import Config
+from specserve.config import WITHOUT_WORKER, Config
 from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import ModelInfo
 
@@ -30,8 +30,13 @@ class Group:
 
     def __init__(self, config: Config, wanted: Sequence[Bundle], keys: Keys, report: Report | None) -> None:
         self._config, self._draft_config, self._wanted, self._keys = config, config, wanted, keys
-        self.target = RemoteTarget(deadline_s=config.faults.round_deadline_s, report=report)
-        self.drafter = None if config.draft.kind == "none" else RemoteDrafter(deadline_s=config.faults.round_deadline_s, report=report)
+        deadline_s = config.faults.round_deadline_s
+        self.target = RemoteTarget(deadline_s=deadline_s, report=report)
+        self.drafter: RemoteDrafter | SentAhead | None = None
+        if config.draft.kind not in WITHOUT_WORKER:
+            self.drafter = RemoteDrafter(deadline_s=deadline_s, report=report)
+        elif config.draft.kind != "none":
+            self.drafter = SentAhead(self.target)
         self.keepers: tuple[Keeper, ...] = ()
         self.draft_context: int | None = None
         self.info: ModelInfo
@@ -40,7 +45,7 @@ class Group:
     async def start(cls, config: Config, wanted: Sequence[Bundle], report: Report | None = None) -> Group:
         """Starts and opens all workers; raises what the first of them raised, and leaves none behind then. `report` hears of every exchange."""
         group = cls(config, wanted, Keys.fresh(), report)
-        drafter = None if group.drafter is None else group._new_drafter()  # its process starts while the ranks read their weights
+        drafter = group._new_drafter() if isinstance(group.drafter, RemoteDrafter) else None  # its process starts while the ranks read their weights
         with _none_left([] if drafter is None else [drafter]):
             ranks = await group._start_ranks()
             group.info = _info(ranks)
@@ -95,7 +100,7 @@ class Group:
         self._config = replace(self._config, cache=replace(self._config.cache, pages=self.info.num_pages))
         self.keepers = (Keeper(TARGET, ranks, self.target, self._start_ranks, max_restarts=tries),)
         self.draft_context = drafters[0].ready.context if drafters else None
-        if self.drafter is not None:
+        if isinstance(self.drafter, RemoteDrafter):
             self.keepers += (Keeper(DRAFT, drafters, self.drafter, self._start_drafter, max_restarts=None),)
 
     async def _start_ranks(self) -> Workers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specserve.config import Config, Draft
+from specserve.config import WITHOUT_WORKER, Config, Draft
 from specserve.errors import ConfigError
 from specserve.stages import STATISTICAL
 
@@ -24,7 +24,7 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     target, draft = config.target, config.draft
     rank = Bundle(_resources(1.0 if _on_gpu(target.device, has_gpus) else 0.0, target.threads), target.label_selector)
     wanted = (Bundle({"CPU": 1.0}, {}), *[rank] * target.tensor_parallel)
-    if draft.kind == "none":
+    if draft.kind in WITHOUT_WORKER:
         return wanted
     share = draft.num_gpus if draft.num_gpus is not None else _num_gpus(draft, has_gpus)
     return (*wanted, Bundle(_resources(share, draft.threads), draft.label_selector))

@@ -15,7 +15,7 @@ from specserve.cluster.clocks import Alignment
 from specserve.cluster.link import Client
 from specserve.engine.journal import Exchange
 from specserve.errors import Displaced, WorkerLost
-from specserve.types import DraftStep, Proposal, Span, SparseRows, Verdict, VerifyStep
+from specserve.types import DraftStep, Foreseen, Proposal, Span, SparseRows, Verdict, VerifyStep
 from specserve.wire import Message, Prepared, Proposals, Propose, Verdicts, Verify
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class RemoteTarget:
         self._number = 0
         self._released: list[int] = []
         self.lose: Lose = log.error  # is told why the ranks cannot be relied on any more
+        self.unasked: Callable[[Prepared], None] | None = None  # takes what rank 0 sends ahead, if it drafts
         self.has_answered = False  # since they are here
         self.busy_seconds = 0.0  # of rank 0
         self.pages_used = self.prefix_queries = self.prefix_hits = 0
@@ -47,6 +48,7 @@ class RemoteTarget:
     def attach(self, ranks: Sequence[Client]) -> None:
         """Work for these from now on. They hold nothing."""
         self._ranks, self._clocks, self.has_answered = tuple(ranks), Alignment(), False
+        self._ranks[0].unasked = self.unasked
         self._prefix_before = (self.prefix_queries, self.prefix_hits)
         self._released.clear()
         self._here.set()
@@ -225,6 +227,31 @@ class RemoteDrafter:
     def _lose_if_late(self, worker: Client, why: str) -> None:
         if worker is self._worker and worker.is_late:
             self.lose(why)
+
+
+class SentAhead:
+    """What drafts on rank 0 of the target. Its proposals come unasked, ahead of the verdicts that they continue; nobody is ever waited for."""
+
+    def __init__(self, target: RemoteTarget) -> None:
+        self._foreseen: dict[int, Foreseen] = {}  # by sequence, the latest
+        target.unasked = self._foresee
+
+    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
+        """Empty where none has come."""
+        return _at_once([self._known(step) for step in steps])
+
+    async def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._foreseen.pop(seq_id, None)
+
+    def _foresee(self, message: Prepared) -> None:
+        self._foreseen.update({one.proposal.seq_id: one for one in message.foreseen})
+
+    def _known(self, step: DraftStep) -> Proposal:
+        stop, one = step.start + len(step.tokens), self._foreseen.get(step.seq_id)
+        if not step.gamma or one is None or (one.proposal.start, one.token) != (stop, step.tokens[-1]):
+            return Proposal(step.seq_id, stop, (), None, stop)
+        return replace(_shortened(one.proposal, step.gamma), held=stop + step.gamma)
 
 
 def _noticed(answer: asyncio.Future[Sequence[Proposal]]) -> None:

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -17,19 +17,20 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specserve.cluster.link import Address, Keys, Server
-from specserve.config import Config
+from specserve.config import WITHOUT_WORKER, Config
 from specserve.drafters.open import open_drafter
+from specserve.drafters.tied import HeadsDrafter, Unasked
 from specserve.models.hub import find_checkpoint
 from specserve.models.rank import open_rank
 from specserve.models.shard import Shard
+from specserve.models.target import TargetModel
 from specserve.models.warmup import SEQUENCE, warm_up
-from specserve.types import DraftStep, ModelInfo, Policy, Span, Warp
+from specserve.types import DraftStep, ModelInfo, Policy, Span, Verdict, Warp
 from specserve.wire import Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify
 
 if TYPE_CHECKING:
     from specserve.drafters.open import OpenDrafter
     from specserve.models.rank import Follower
-    from specserve.models.target import TargetModel
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Ready:
     context: int  # positions that one sequence may have
     num_pages: int
     info: ModelInfo | None = None  # of a target
+    drafts: bool = False  # a target whose rank 0 drafts, too
 
 
 class TargetWorker:
@@ -68,6 +70,7 @@ class TargetWorker:
         self._server = Server(Keys.fresh(), ray.util.get_node_ip_address(), admits)
         self._store: TCPStore | None = None
         self._model: TargetModel | Follower | None = None
+        self._unasked: Unasked | None = None
 
     def meet(self) -> tuple[str, int]:
         """Of rank 0: opens the place where the ranks find one another; its host and port."""
@@ -78,11 +81,14 @@ class TargetWorker:
     def open(self, meeting: tuple[str, int] | None) -> Ready:
         """Reads this rank's share of the weights and warms up. Every rank must be told to, at the same time."""
         own = self._config.target
-        _use_threads(own.threads, sharers=own.tensor_parallel + (self._config.draft.kind != "none"))
+        _use_threads(own.threads, sharers=own.tensor_parallel + (self._config.draft.kind not in WITHOUT_WORKER))
         self._model = open_rank(find_checkpoint(own.path, revision=own.revision), self._config, shard=self._joined(meeting))
         info = replace(self._model.info, curve=warm_up(self._model, timed=self._size == 1))
+        if self._config.draft.kind == "heads":
+            assert isinstance(self._model, TargetModel), "the only rank judges"
+            self._unasked = Unasked(HeadsDrafter.of(self._config, self._model))
         _settle()
-        return Ready(self._server.address, _place(self._model.runner.device), info.max_context, info.num_pages, info)
+        return Ready(self._server.address, _place(self._model.runner.device), info.max_context, info.num_pages, info, self._unasked is not None)
 
     def run(self) -> None:
         """Answers until it is told to stop. While this call is under way, the worker is alive."""
@@ -106,9 +112,19 @@ class TargetWorker:
         begun = time.perf_counter()
         self._model.release(message.released)
         verdicts = tuple(self._model.verify(message.steps))
-        cache, ended = self._model.runner.cache, time.perf_counter()
-        spans = (Span("verify", begun, ended),)
-        return Verdicts(message.number, verdicts, ended - begun, cache.num_used, cache.prefix_queries, cache.prefix_hits, spans)
+        spans = [Span("verify", begun, time.perf_counter())]
+        if self._unasked is not None:
+            spans.append(self._draft(self._unasked, message, verdicts))
+        cache, seconds = self._model.runner.cache, spans[-1].ended - begun
+        return Verdicts(message.number, verdicts, seconds, cache.num_used, cache.prefix_queries, cache.prefix_hits, tuple(spans))
+
+    def _draft(self, unasked: Unasked, message: Verify, verdicts: Sequence[Verdict]) -> Span:
+        """Sent before the verdicts: these call for the next round, which would find no proposals if they came later."""
+        begun = time.perf_counter()
+        unasked.release(message.released)
+        if foreseen := unasked.after(message.steps, verdicts):
+            self._server.send(Prepared(message.number, foreseen))
+        return Span("draft", begun, time.perf_counter())
 
 
 class DraftWorker:

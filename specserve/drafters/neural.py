@@ -82,6 +82,10 @@ class NeuralDrafter:
     def release(self, seq_ids: Sequence[int]) -> None:
         self._make_forks()
         self.runner.release(seq_ids)
+        self.forget(seq_ids)
+
+    def forget(self, seq_ids: Sequence[int]) -> None:
+        """What was drafted for them; the pages stay."""
         for seq_id in seq_ids:
             self._drafts.pop(seq_id, None)
 

@@ -18,12 +18,22 @@ from specserve.drafters.fanout import Fanout
 from specserve.drafters.kinds import open_source, open_statistical
 from specserve.drafters.neural import NeuralDrafter
 from specserve.drafters.ngram import Learns, StatisticalDrafter
+from specserve.drafters.tied import HeadsDrafter, SkippingDrafter
 from specserve.drafters.writers import Stage, Tally
 from specserve.models.hub import find_checkpoint
+from specserve.models.load import read_config
+from specserve.models.open import Opened as OpenedModel
 from specserve.models.open import Placement, open_model
 from specserve.models.runner import Runner
+from specserve.models.skip import skipped
+from specserve.models.target import TargetModel
 from specserve.stages import CASCADES, STATISTICAL, asked_of
 from specserve.types import DraftStep, Foreseen, Proposal
+
+TIED: Mapping[str, Callable[[Config, TargetModel], SkippingDrafter | HeadsDrafter]] = {
+    "layer_skip": SkippingDrafter.of,
+    "heads": HeadsDrafter.of,
+}  # to a target in the same process
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,15 @@ def _open_neural(draft: Draft, config: Config, target_vocab_size: int) -> Opened
     return Opened(neural, neural.context, (neural.runner,))
 
 
+def _open_skipping(draft: Draft, config: Config, target_vocab_size: int) -> Opened:
+    """The target's own layers, some of them, on a device of their own."""
+    own = config.target
+    checkpoint = find_checkpoint(own.path, revision=own.revision)
+    opened = open_model(checkpoint, Placement.of(draft, config), skip=skipped(read_config(checkpoint).num_hidden_layers, draft.skip))
+    neural = _drafting(opened, draft, target_vocab_size)
+    return Opened(neural, neural.context, (neural.runner,))
+
+
 def _open_statistical(draft: Draft, config: Config, target_vocab_size: int) -> Opened:
     drafter = open_statistical(draft.kind, path=_path(draft), learn=draft.learn, support=draft.support, vocab_size=target_vocab_size)
     return Opened(drafter, drafter.context)
@@ -118,6 +137,7 @@ def _open_cascade(draft: Draft, config: Config, target_vocab_size: int) -> Opene
 
 OPENERS: Mapping[str, Callable[[Draft, Config, int], Opened]] = {
     "neural": _open_neural,
+    "layer_skip": _open_skipping,
     **dict.fromkeys(STATISTICAL, _open_statistical),
     **dict.fromkeys(CASCADES, _open_cascade),
 }
@@ -125,7 +145,10 @@ OPENERS: Mapping[str, Callable[[Draft, Config, int], Opened]] = {
 
 def _neural(draft: Draft, config: Config, target_vocab_size: int) -> NeuralDrafter:
     assert draft.path is not None, "the config has been checked"
-    opened = open_model(find_checkpoint(draft.path), Placement.of(draft, config))
+    return _drafting(open_model(find_checkpoint(draft.path), Placement.of(draft, config)), draft, target_vocab_size)
+
+
+def _drafting(opened: OpenedModel, draft: Draft, target_vocab_size: int) -> NeuralDrafter:
     return NeuralDrafter(
         opened.runner,
         vocab_size=opened.spec.vocab_size,
@@ -137,3 +160,10 @@ def _neural(draft: Draft, config: Config, target_vocab_size: int) -> NeuralDraft
 
 def _path(draft: Draft) -> Path | None:
     return None if draft.path is None else Path(draft.path)
+
+
+def open_beside(config: Config, target: TargetModel) -> OpenDrafter | SkippingDrafter | HeadsDrafter:
+    """What drafts in the target's own process. Raises likewise."""
+    if config.draft.kind in TIED:
+        return TIED[config.draft.kind](config, target)
+    return open_drafter(config, target_vocab_size=target.info.vocab_size)

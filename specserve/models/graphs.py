@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specserve.models.layout import FEW_QUERIES, Geometry, Layout, Sight, Writes
-from specserve.models.network import Network
+from specserve.models.network import Lending
 
 SMALLEST_CONTEXT = 256
 
@@ -48,7 +49,7 @@ def round_up(writes: Writes, geometry: Geometry) -> Writes | None:
 class GraphedNetwork:
     """Replays a captured pass where one fits, and runs the wrapped network where none does."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Lending) -> None:
         self.network = network
         self.captured: dict[Shape, Captured] = {}
         self.pool = torch.cuda.graph_pool_handle()
@@ -64,6 +65,15 @@ class GraphedNetwork:
         _refill(captured, ids, layout)
         captured.graph.replay()
         return captured.logits.clone()  # the graph's own output is overwritten by its next replay
+
+    def without(self, skip: Collection[int]) -> Lending:
+        return GraphedNetwork(self.network.without(skip))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.network.embed(ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.network.head(hidden)
 
     def _capture(self, ids: Tensor, layout: Layout) -> Captured:
         """Two passes on a side stream warm the kernels up. They write what the replay writes again: a step is idempotent."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -24,8 +23,10 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as library_logging
 
 from specserve.errors import ModelError, UnsupportedModel, first_line
+from specserve.models.fill import check_complete, fill
 from specserve.models.plans import Heads, check_plan
 from specserve.models.shard import Division, Shard
+from specserve.models.skip import layers_of, without
 from specserve.models.weights import Weights
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # others keep a state that is no list of keys and values
@@ -61,6 +62,7 @@ class Loaded:
     module: nn.Module  # the library's ...ForCausalLM, or ...ForConditionalGeneration
     config: Any  # the checkpoint's own, whatever the shard
     spec: Architecture
+    kept: tuple[int, ...]  # numbers of the layers that are there
 
 
 @contextmanager
@@ -119,8 +121,19 @@ def _check_decoder(config: Any) -> None:
         raise UnsupportedModel(f"{kind} states no context length (max_position_embeddings)")
 
 
-def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | str, shard: Shard | None = None, attention: str = "sdpa") -> Loaded:
-    """The model of a checkpoint, for inference. With a shard of several ranks, only this rank's part of it is ever read."""
+def load_model(
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: Shard | None = None,
+    attention: str = "sdpa",
+    skip: Collection[int] = (),
+) -> Loaded:
+    """The model of a checkpoint, for inference, without the layers to `skip`.
+
+    With those, or with a shard of several ranks, what is left out is never read.
+    """
     config = read_config(directory)
     size = 1 if shard is None else shard.size
     check_plan(config, size)
@@ -131,12 +144,16 @@ def load_model(directory: Path, *, dtype: torch.dtype, device: torch.device | st
     elif attention not in OWN_ATTENTION:
         _check_attention(config)
     with quiet_library(), library_errors(directory):
-        if shard is None or size == 1:
+        if skip:
+            module = _partial(directory, config, skip, dtype=dtype, attention=attention)
+        elif shard is None or size == 1:
             module = _whole(directory, config, dtype=dtype, attention=attention)
         else:
             module = _share(directory, config, shard, dtype=dtype, attention=attention)
         module.to(device).eval().requires_grad_(False)
-        return Loaded(module, config, architecture(directory, config, size))
+        spec = architecture(directory, config, size)
+        kept = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
+        return Loaded(module, config, replace(spec, num_layers=len(kept)), kept)
 
 
 def _check_attention(config: Any) -> None:
@@ -213,24 +230,14 @@ def _whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: str) 
         output_loading_info=True,
     )
     module, report = loaded
-    _check_complete(directory, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
+    check_complete(directory, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
     return module
 
 
 def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str) -> Any:
     module = hollow(config, dtype=dtype, attention=attention)
     division = division_of(module, shard)
-    weights = Weights(directory, prefix=_prefix(module))
-    wanted: dict[str, Tensor] = module.state_dict()
-    sources = {name: _source(name, weights, module.all_tied_weights_keys) for name in wanted}
-    _check_complete(directory, missing=[name for name, source in sources.items() if source not in weights])
-    read: dict[str, Tensor] = {}  # tied parameters that the rank holds all of are read once
-    for name, empty in wanted.items():
-        key = sources[name] if division.part(name, empty.shape) is None else name
-        if key not in read:
-            read[key] = _read_part(weights, sources[name], division, name, empty)
-        _set_tensor(module, name, read[key])
-    _check_complete(directory, unexpected=_unexpected(module, weights))
+    fill(module, Weights(directory, prefix=_prefix(module)), division)
     division.narrow(module)
     return module
 
@@ -250,38 +257,13 @@ def _prefix(module: Any) -> str:
     return module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
 
 
-def _source(name: str, weights: Weights, tied: dict[str, str]) -> str:
-    """The name to read a parameter from: its own, or, when the file leaves it out, that of the parameter it is tied to."""
-    twins = {**{source: target for target, source in tied.items()}, **tied}
-    return name if name in weights else twins.get(name, name)
-
-
-def _read_part(weights: Weights, source: str, division: Division, name: str, empty: Tensor) -> Tensor:
-    part = division.part(name, empty.shape)
-    tensor = weights.read(source) if part is None else weights.read(source, dim=part.dim, ranges=part.ranges)
-    shape = empty.shape if part is None else part.shape(empty.shape)
-    if tensor.shape != shape:
-        raise ModelError(f"{weights.directory} holds {source} in another shape than config.json implies")
-    return (torch.zeros_like(tensor) if division.is_zero(name) else tensor).to(empty.dtype)
-
-
-def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
-    owner, _, leaf = name.rpartition(".")
-    parent = module.get_submodule(owner)
-    setattr(parent, leaf, nn.Parameter(value, requires_grad=False) if leaf in parent._parameters else value)
-
-
-def _unexpected(module: Any, weights: Weights) -> set[str]:
-    """What nobody read, without the buffers that older versions of the library used to write."""
-    ignored = re.compile("|".join((r"rotary_emb\.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ()))))
-    return {name for name in weights.unread() if not ignored.search(name)}
-
-
-def _check_complete(directory: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
-    for names, what in ((sorted(missing), "lacks"), (sorted(unexpected), "has, beside the model's,")):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"{directory} {what} the tensors {', '.join(names[:3])}{more}")
+def _partial(directory: Path, config: Any, skip: Collection[int], *, dtype: torch.dtype, attention: str) -> Any:
+    whole = hollow(config, dtype=dtype, attention=attention)
+    module, weights = without(whole, skip), Weights(directory, prefix=_prefix(whole))
+    name = layers_of(whole)[0].rpartition(".")[2]
+    fill(module, weights, None, ignored=rf"(^|\.){name}\.({'|'.join(map(str, skip))})\.")
+    module.tie_weights()
+    return module
 
 
 @contextmanager

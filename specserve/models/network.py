@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ from specserve.models.linear import PackedLinear, PlainLinear, joined, linear, m
 from specserve.models.load import Loaded
 from specserve.models.norm import Norm
 from specserve.models.shard import Shard
+from specserve.models.skip import without
 
 LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")  # the angle depends on the position alone, so that a table will do
@@ -27,10 +30,22 @@ class Network(Protocol):
     def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor: ...  # [wanted, vocab]
 
 
-def network(loaded: Loaded, cache: PagedCache, *, kernel: Kernel, shard: Shard | None) -> Network:
+class Lending(Network, Protocol):
+    """A network that others can draft with. If it `tells_hidden`, each row has behind the logits what the head made them of."""
+
+    def without(self, skip: Collection[int]) -> Lending:
+        """The same weights and pages, with some layers left out."""
+        ...
+
+    def embed(self, ids: Tensor) -> Tensor: ...  # [rows] -> [rows, hidden]
+
+    def head(self, hidden: Tensor) -> Tensor: ...  # [rows, hidden] -> [rows, vocab]
+
+
+def network(loaded: Loaded, cache: PagedCache, *, kernel: Kernel, shard: Shard | None, tells_hidden: bool = False) -> Lending:
     if can_fuse(loaded):
-        return FusedNetwork(loaded, cache, kernel=kernel, shard=shard)
-    return LibraryNetwork(loaded, cache, kernel=kernel)
+        return FusedNetwork(loaded, cache, kernel=kernel, shard=shard, tells_hidden=tells_hidden)
+    return LibraryNetwork(loaded, cache, kernel=kernel, tells_hidden=tells_hidden)
 
 
 def can_fuse(loaded: Loaded) -> bool:
@@ -47,30 +62,51 @@ def can_fuse(loaded: Loaded) -> bool:
 class LibraryNetwork:
     """The library's modelling code over packed rows; only the attention is ours, and the linears are packed."""
 
-    def __init__(self, loaded: Loaded, cache: PagedCache, *, kernel: Kernel) -> None:
-        self.module = loaded.module
-        self.attention = PagedAttention(cache, kernel)
+    def __init__(self, loaded: Loaded, cache: PagedCache, *, kernel: Kernel, tells_hidden: bool = False) -> None:
+        self.module: Any = loaded.module
+        self.attention = PagedAttention(cache, kernel, loaded.kept)
+        self._told: list[Tensor] = []  # what the head was given in the pass under way
         for part in self.module.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
                 part.paged_attention = self.attention  # type: ignore[assignment]
         pack(self.module)
+        if tells_hidden:
+            whole: Any = self.module
+            head: nn.Module = whole.get_output_embeddings()
+            head.register_forward_pre_hook(lambda _, given: self._told.append(given[0][0]))
 
     def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
         self.attention.layout = layout
         out = self.module(input_ids=ids[None], position_ids=layout.positions[None], use_cache=False, logits_to_keep=0 if wanted is None else wanted)
-        return out.logits[0]  # type: ignore[no-any-return]
+        logits: Tensor = out.logits[0]
+        return torch.cat([logits, self._told.pop()], dim=-1) if self._told else logits
+
+    def without(self, skip: Collection[int]) -> Lending:
+        other = copy.copy(self)
+        other.module = without(self.module, skip)
+        return other
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.module.get_input_embeddings()(ids)  # type: ignore[no-any-return]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """As it is: what an architecture does to its logits afterwards is left out."""
+        logits: Tensor = self.module.get_output_embeddings()(hidden[None])[0]
+        self._told.clear()
+        return logits
 
 
 class PagedAttention:
     """What the attention modules of one model share: the cache, and the layout of the pass under way."""
 
-    def __init__(self, cache: PagedCache, kernel: Kernel) -> None:
-        self.cache, self.kernel = cache, kernel
+    def __init__(self, cache: PagedCache, kernel: Kernel, layers: Sequence[int]) -> None:
+        self.kernel = kernel
+        self.keys, self.values = (dict(zip(layers, pools, strict=True)) for pools in (cache.keys, cache.values))  # by layer
         self.layout: Layout | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         assert self.layout is not None
-        return attend(self.layout, self.cache.keys[layer], self.cache.values[layer], q, k, v, rule=rule, kernel=self.kernel)
+        return attend(self.layout, self.keys[layer], self.values[layer], q, k, v, rule=rule, kernel=self.kernel)
 
 
 def library_attention(
@@ -95,29 +131,45 @@ def library_attention(
 class FusedNetwork:
     """Embedding, layers, norm, head. Same arithmetic as the library's, in some 25 operations a layer instead of 60."""
 
-    def __init__(self, loaded: Loaded, cache: PagedCache, *, kernel: Kernel, shard: Shard | None) -> None:
+    def __init__(self, loaded: Loaded, cache: PagedCache, *, kernel: Kernel, shard: Shard | None, tells_hidden: bool = False) -> None:
         module: Any = loaded.module
         config, spec, body = loaded.config, loaded.spec, module.model
-        self.cache = cache
+        self.tells_hidden = tells_hidden
         self.embedding = body.embed_tokens.weight.detach()
         windows = [config.sliding_window if kind == "sliding_attention" else None for kind in _layer_types(config)]
         self.layers = [
-            FusedLayer(layer, Heads(spec.num_heads, spec.kv_heads, spec.head_dim), window=window, kernel=kernel, shard=shard)
-            for layer, window in zip(body.layers, windows, strict=True)
+            FusedLayer(body.layers[i], Heads(spec.num_heads, spec.kv_heads, spec.head_dim), window=windows[i], kernel=kernel, shard=shard)
+            for i in loaded.kept
         ]
+        self.keys, self.values = cache.keys, cache.values  # of each layer
         self.norm = Norm(body.norm.weight, config.rms_norm_eps)
         pack(module.lm_head)  # of a rank's share; the whole head is a plain linear itself
-        self.head = linear(module.lm_head.weight, module.lm_head.bias) if isinstance(module.lm_head, nn.Linear) else module.lm_head
+        self._head = linear(module.lm_head.weight, module.lm_head.bias) if isinstance(module.lm_head, nn.Linear) else module.lm_head
         self.rotary = _rotary_table(body.rotary_emb, self.embedding, spec.max_context)
 
     def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
-        x = self.embedding.index_select(0, ids)  # [rows, hidden]
+        x = self.embed(ids)  # [rows, hidden]
         cos, sin = self.rotary.index_select(0, layout.positions).unbind(1)  # [rows, 1, head_dim] both
-        for layer, keys, values in zip(self.layers, self.cache.keys, self.cache.values, strict=True):
+        for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
             x = layer.forward(x, cos, sin, layout, keys, values)
         if wanted is not None:
             x = x.index_select(0, wanted)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        x = self.norm(x)
+        logits = self.head(x)
+        return torch.cat([logits, x], dim=-1) if self.tells_hidden else logits
+
+    def without(self, skip: Collection[int]) -> Lending:
+        other, kept = copy.copy(self), [i for i in range(len(self.layers)) if i not in skip]
+        other.layers = [self.layers[i] for i in kept]
+        other.keys, other.values = [self.keys[i] for i in kept], [self.values[i] for i in kept]
+        return other
+
+    def embed(self, ids: Tensor) -> Tensor:
+        rows: Tensor = self.embedding.index_select(0, ids)
+        return rows
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self._head(hidden)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

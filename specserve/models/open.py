@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from specserve.models.flash import PAGE_MULTIPLE, flash, is_installed
 from specserve.models.graphs import GraphedNetwork, round_up
 from specserve.models.load import Architecture, load_model, register_attention
 from specserve.models.memory import free_memory, keep_freed_memory, pages_for
-from specserve.models.network import library_attention, network
+from specserve.models.network import Lending, library_attention, network
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.models.t5 import T5Network
@@ -62,17 +62,20 @@ class Opened:
     runner: Runner
     spec: Architecture
     max_context: int
+    network: Lending | None = None  # the runner's, if others can draft with it
 
 
-def open_model(directory: Path, placement: Placement, *, shard: Shard | None = None) -> Opened:
-    """Raises ModelError for what cannot be served, TooLittleMemory when not one sequence fits."""
+def open_model(
+    directory: Path, placement: Placement, *, shard: Shard | None = None, skip: Collection[int] = (), tells_hidden: bool = False
+) -> Opened:
+    """Without the layers to `skip`. Raises ModelError for what cannot be served, TooLittleMemory when not one sequence fits."""
     device = torch.device(_device(placement.device))
-    dtype = _dtype(placement.dtype, device)
+    dtype = dtype_of(placement.dtype, device)
     kernel, page_size = _kernel(placement, device)
     if device.type == "cpu":
         keep_freed_memory()
     register_attention(ATTENTION, library_attention)
-    loaded = load_model(directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION)
+    loaded = load_model(directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION, skip=skip)
     spec = loaded.spec
     context = _context(spec, placement)
     cache = PagedCache(
@@ -90,10 +93,11 @@ def open_model(directory: Path, placement: Placement, *, shard: Shard | None = N
         if spec.encodes:
             t5 = T5Network(loaded, cache, shard=shard)
             return Opened(Runner(t5, cache, device=device, encoder=t5), spec, context)
-        net = network(loaded, cache, kernel=kernel, shard=shard)
+        net = network(loaded, cache, kernel=kernel, shard=shard, tells_hidden=tells_hidden)
     if device.type != "cuda" or shard is not None:
-        return Opened(Runner(net, cache, device=device), spec, context)
-    return Opened(Runner(GraphedNetwork(net), cache, device=device, round_up=round_up), spec, context)
+        return Opened(Runner(net, cache, device=device), spec, context, net)
+    graphed = GraphedNetwork(net)
+    return Opened(Runner(graphed, cache, device=device, round_up=round_up), spec, context, graphed)
 
 
 def _context(spec: Architecture, placement: Placement) -> int:
@@ -110,7 +114,8 @@ def _device(name: str) -> str:
     return name
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def dtype_of(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is what the device computes fast."""
     if name != "auto":
         return DTYPES[name]
     fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()

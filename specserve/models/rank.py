@@ -31,7 +31,8 @@ class Follower:
 
 def open_rank(checkpoint: Path, config: Config, *, shard: Shard | None = None) -> TargetModel | Follower:
     """Raises whatever is wrong with the checkpoint, or TooLittleMemory."""
-    opened = open_model(checkpoint, Placement.of(config.target, config), shard=shard)
+    tells_hidden = config.draft.kind == "heads"
+    opened = open_model(checkpoint, Placement.of(config.target, config), shard=shard, tells_hidden=tells_hidden)
     cache, spec = opened.runner.cache, opened.spec
     info = ModelInfo(
         vocab_size=spec.vocab_size,
@@ -42,4 +43,4 @@ def open_rank(checkpoint: Path, config: Config, *, shard: Shard | None = None) -
         decoder_start=spec.decoder_start,
     )
     judges = shard is None or shard.rank == 0
-    return TargetModel(opened.runner, info) if judges else Follower(opened.runner, info)
+    return TargetModel(opened.runner, info, network=opened.network, tells_hidden=tells_hidden) if judges else Follower(opened.runner, info)

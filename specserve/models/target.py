@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from specserve.models.network import Lending
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import History, WarpBatch, logprobs
 from specserve.sampling.drafts import Drafts
@@ -14,11 +17,24 @@ from specserve.sampling.verify import Streams, agree, verify
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
 
 
-class TargetModel:
-    """Rank 0 of a target, or the only one."""
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """What the head of the model made a sequence's newest token of."""
 
-    def __init__(self, runner: Runner, info: ModelInfo) -> None:
-        self.runner, self.info = runner, info
+    stop: int  # length of the sequence with that token
+    row: Tensor  # [hidden]
+
+
+class TargetModel:
+    """Rank 0 of a target, or the only one. One whose network `tells_hidden` keeps of each sequence what heads draft by."""
+
+    def __init__(self, runner: Runner, info: ModelInfo, *, network: Lending | None = None, tells_hidden: bool = False) -> None:
+        self.runner, self.info, self.network, self._tells_hidden = runner, info, network, tells_hidden
+        self.newest: dict[int, Newest] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.runner.cache.keys)
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if not steps:
@@ -26,10 +42,25 @@ class TargetModel:
         writes = [Step(step.seq_id, step.start, step.tokens + step.drafts, step.source) for step in steps]
         logits = self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
         decided = [step for step in steps if step.decide]
-        return self._verdicts(decided, logits[:, : self.info.vocab_size]) if decided else []
+        if not decided:
+            return []
+        verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size])
+        if self._tells_hidden:
+            self._keep(decided, verdicts, logits[:, self.info.vocab_size :])
+        return verdicts
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self.runner.release(seq_ids)
+        for seq_id in seq_ids:
+            self.newest.pop(seq_id, None)
+
+    @torch.inference_mode()
+    def _keep(self, steps: Sequence[VerifyStep], verdicts: Sequence[Verdict], hidden: Tensor) -> None:
+        """One row of each sequence, copied, so that the rest of the pass can go."""
+        ends = [0, *accumulate(len(step.drafts) + 1 for step in steps)]
+        rows = hidden[[first + verdict.accepted for first, verdict in zip(ends, verdicts, strict=False)]]
+        for step, verdict, row in zip(steps, verdicts, rows.unbind(), strict=True):
+            self.newest[step.seq_id] = Newest(step.start + len(step.tokens) + verdict.accepted + 1, row)
 
     @torch.inference_mode()
     def _verdicts(self, steps: Sequence[VerifyStep], logits: Tensor) -> list[Verdict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ CONVERT = "If you trust its maker, AutoModelForCausalLM.from_pretrained(...).sav
 Range = tuple[int, int]  # first, and one past the last
 
 RENAMED = ((re.compile(r"\.block_sparse_moe\."), ".mlp."), (re.compile(r"^embed_out\."), "lm_head."))  # in the file, in the module
+NORMS = re.compile(r"norm|ln_")
 # A module holds all experts in one tensor, gate above up; a file mostly holds each matrix of each expert by itself.
 EXPERT_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
@@ -95,6 +97,17 @@ def files(directory: Path) -> list[Path]:
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
         raise ModelError(f"{directory} holds pickled weights only; specserve reads safetensors only, because a pickle may run code. {CONVERT}")
     raise ModelError(f"{directory} holds no weights: neither model.safetensors nor model.safetensors.index.json (pickles are never fetched)")
+
+
+def fingerprint(directory: Path) -> str:
+    """Of the model that a checkpoint holds: of its norms, which are small, and change with any training. A widened copy has the same."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in files(directory):
+        file = _opened(path)
+        for name in sorted(file.keys()):
+            if NORMS.search(name) and len(file.get_slice(name).get_shape()) == 1:
+                digest.update(name.encode() + file.get_tensor(name).float().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _opened(path: Path) -> Any:

@@ -1,0 +1,126 @@
+"""Drafters tied to the demo target, on code that nobody was trained on: alpha as measured beside what p and q say. `python -m specserve.bench.tied`
+
+Texts are written at temperature 1 under `speculative`; the drafter's proposals are noted on the way. A place counts if it was judged. There q is
+what its token was drawn from, and p what the library says the target's distribution is behind the very text that was written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specserve.bench.held_out import held_out_prompts
+from specserve.config import DEMO, parse
+from specserve.llm import LLM, Output
+from specserve.local import open_parts
+from specserve.models.load import load_model
+from specserve.request import Sampling
+from specserve.types import Drafter, DraftStep, Proposal
+
+GAMMA, LENGTH = 4, 128  # tokens drafted; tokens of a prompt
+VARIANTS: dict[str, dict[str, object]] = {
+    "heads": {"draft.kind": "heads"},
+    "layer_skip": {"draft.kind": "layer_skip"},
+    "layer_skip, without 2, 4": {"draft.kind": "layer_skip", "draft.skip": [2, 4]},
+    "layer_skip, without 3": {"draft.kind": "layer_skip", "draft.skip": [3]},
+}
+
+
+@dataclass(slots=True)
+class Noting:
+    """A drafter that keeps what it proposed, in order."""
+
+    drafter: Drafter
+    proposals: list[Proposal] = field(default_factory=list)
+
+    async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+        proposals = await self.drafter.propose(steps, math.inf)
+        self.proposals += proposals
+        return proposals
+
+    async def release(self, seq_ids: Sequence[int]) -> None:
+        await self.drafter.release(seq_ids)
+
+
+@dataclass(slots=True)
+class Place:
+    """The judged drafts of one place in a proposal."""
+
+    judged: int = 0
+    accepted: int = 0
+    expected: float = 0.0  # sum of sum min(p, q)
+    variance: float = 0.0
+
+    def add(self, beta: float, *, accepted: bool) -> None:
+        self.judged += 1
+        self.accepted += accepted
+        self.expected += beta
+        self.variance += beta * (1 - beta)
+
+    def row(self) -> str:
+        alpha, expected, error = self.accepted / self.judged, self.expected / self.judged, math.sqrt(self.variance) / self.judged
+        return f"{self.judged:,} | {alpha:.3f} | {expected:.3f} ± {error:.3f} | {(alpha - expected) / error:+.1f}"
+
+
+def written(keys: dict[str, object], prompts: Sequence[Sequence[int]], *, tokens: int) -> tuple[list[Output], list[Proposal]]:
+    config = parse({"target.dtype": "float32", "target.threads": 1, "draft.threads": 1, "cache.pages": 2048, "speculation.gamma": GAMMA} | keys)
+    parts = open_parts(config)
+    assert parts.drafter is not None
+    noting = Noting(parts.drafter)
+    wanted = [Sampling(max_tokens=tokens, seed=i, ignore_eos=True, speculation={"verifier": "speculative"}) for i in range(len(prompts))]
+    with LLM.over(replace(parts, drafter=noting), config) as llm:
+        return llm.generate(prompts, wanted), noting.proposals
+
+
+def judged(outputs: Sequence[Output], proposals: Sequence[Proposal], module: Any) -> Iterator[tuple[int, float, bool]]:
+    """Of each draft that was judged: its place in the proposal, sum min(p, q), and whether it was accepted."""
+    for seq_id, output in enumerate(outputs):
+        text = (*output.prompt_token_ids, *output.token_ids)
+        with torch.inference_mode():
+            p: Tensor = module(input_ids=torch.tensor([text])).logits[0].softmax(-1)  # [tokens, vocab]
+        for proposal in (one for one in proposals if one.seq_id == seq_id and one.q is not None):
+            assert proposal.q is not None
+            for place, token in enumerate(proposal.tokens):
+                at = proposal.start + place
+                if at >= len(text):
+                    break
+                ids, q = torch.from_numpy(proposal.q.ids[place]), torch.from_numpy(proposal.q.probs[place])
+                yield place, float(torch.minimum(p[at - 1, ids], q).sum()), token == text[at]  # a refused one is never drawn anew
+                if token != text[at]:
+                    break
+
+
+def table(*, num_prompts: int, tokens: int) -> str:
+    module = load_model(DEMO / "target", dtype=torch.float32, device="cpu").module
+    prompts = held_out_prompts(count=num_prompts, length=LENGTH)
+    rows = ["| drafter | place | judged | alpha measured | sum min(p, q) | standard errors off |", "|---|---|---|---|---|---|"]
+    for name, keys in VARIANTS.items():
+        places = [Place() for _ in range(GAMMA)]
+        for place, beta, accepted in judged(*written(keys, prompts, tokens=tokens), module):
+            places[place].add(beta, accepted=accepted)
+        rows += [f"| {name} | {place + 1} | {one.row()} |" for place, one in enumerate(places) if one.judged]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=200, help="of each text")
+    parser.add_argument("--out", type=Path, help="write the report here, too")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report = table(num_prompts=args.prompts, tokens=args.tokens)
+    print(report)
+    if args.out:
+        args.out.write_text(f"# Drafters tied to the target\n\n`python -m specserve.bench.tied`\n\n{report}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Heads: blocks on a target's last hidden state that guess several tokens ahead, and their files. Knows no sequences and no draws.
+
+As Medusa's (2401.10774), but each head also sees the token that was chosen last, which costs nothing: it is known before any head is
+asked. So all heads of all sequences are one batched product, and one pass of the target's own vocabulary head.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specserve.errors import ModelError, ModelNotFound
+from specserve.models.weights import fingerprint
+
+WEIGHTS, INFO = "heads.safetensors", "heads.json"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsInfo:
+    """What heads fit to."""
+
+    num_heads: int
+    hidden_size: int
+    vocab_size: int
+    target: str  # its fingerprint
+
+
+class Heads(nn.Module):
+    """Head k guesses the token at the k-th place behind the newest one, by the hidden state that the newest was chosen from."""
+
+    def __init__(self, num_heads: int, hidden_size: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.weight = nn.Parameter(torch.zeros(num_heads, 2 * hidden_size, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(num_heads, 1, hidden_size))
+
+    def forward(self, hidden: Tensor, newest: Tensor) -> Tensor:  # both [rows, hidden] -> [heads, rows, hidden]
+        """For the vocabulary head. `newest` are the embeddings of the tokens that the hidden states brought."""
+        size = hidden.shape[-1:]
+        seen = torch.cat([F.rms_norm(hidden, size), F.rms_norm(newest, size)], dim=-1).expand(self.num_heads, -1, -1)
+        return hidden + F.silu(torch.baddbmm(self.bias, seen, self.weight))
+
+
+def save(heads: Heads, info: HeadsInfo, directory: Path) -> None:
+    """In bf16, which is what a draft is worth."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.to(torch.bfloat16).contiguous() for name, tensor in heads.state_dict().items()}, directory / WEIGHTS)
+    (directory / INFO).write_text(json.dumps(asdict(info), indent=2) + "\n")
+
+
+def require_heads_of(target: Path, directory: Path) -> HeadsInfo:
+    """What the heads in a directory fit to. Raises unless that is this target; reads no weights but its norms."""
+    info = _info(directory)
+    if info.target != fingerprint(target):
+        raise ModelError(f"the heads at {directory} were fitted to another target than {target}; `specserve heads` fits heads to this one")
+    return info
+
+
+def load_heads(directory: Path, *, dtype: torch.dtype, device: torch.device) -> Heads:
+    info = _info(directory)
+    heads = Heads(info.num_heads, info.hidden_size)
+    try:
+        heads.load_state_dict(load_file(directory / WEIGHTS))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ModelError(f"{directory / WEIGHTS} does not hold the heads that {INFO} states: {str(error).splitlines()[0]}") from error
+    return heads.to(device, dtype).eval().requires_grad_(False)
+
+
+def _info(directory: Path) -> HeadsInfo:
+    file = directory / INFO
+    if not file.is_file():
+        raise ModelNotFound(f"there are no heads at {directory}; `specserve heads` fits them to a target")
+    try:
+        return HeadsInfo(**json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{file} does not say what the heads fit to: {error}") from error
