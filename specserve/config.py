@@ -30,7 +30,6 @@ DRAFT_KINDS = (
     "none",
 )
 TIED = ("layer_skip", "heads")  # to the target's own weights
-BUILT_KINDS = ("neural", *STATISTICAL, *CASCADES, *TIED, "none")
 WITHOUT_WORKER = ("heads", "none")  # heads draft where the target judges
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -255,8 +254,6 @@ def _settled(config: Config) -> Config:
 def _checked(config: Config) -> Config:
     """What no key can see alone."""
     draft, speculation, cache, replicas = config.draft, config.speculation, config.cache, config.replicas
-    if draft.kind not in BUILT_KINDS:
-        raise ConfigError(f"draft.kind {draft.kind} is not available in this version; use one of {', '.join(BUILT_KINDS)}")
     check_stages(draft.kind, draft.stages, draft.k, draft.lenience)
     if draft.kind in CASCADES and draft.path is not None:
         raise ConfigError(f"draft.path is of no use to draft.kind {draft.kind}, whose stages have their own; leave it out")

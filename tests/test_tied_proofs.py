@@ -80,9 +80,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     target = DEMO / "target"
     heads = random_heads(target, tmp_path_factory.mktemp("demo") / "heads", hidden_size=256, vocab_size=4096, spread=0.01)
     return {
-        "none": Engine(target, pages=24, dtype="bfloat16"),
-        "layer_skip": TiedEngine(target, lambda model: SkippingDrafter(model, (3, 5), support=64), pages=24, dtype="bfloat16"),
-        "heads": TiedEngine(target, with_heads(heads, support=64), pages=24, dtype="bfloat16"),
+        "none": Engine(target, pages=21, dtype="bfloat16"),
+        "layer_skip": TiedEngine(target, lambda model: SkippingDrafter(model, (3, 5), support=64), pages=21, dtype="bfloat16"),
+        "heads": TiedEngine(target, with_heads(heads, support=64), pages=21, dtype="bfloat16"),
     }
 
 
