@@ -13,7 +13,7 @@ from specserve.errors import ConfigError
 CONTRACT = {
     "model": None,
     "target": {"path", "revision", "dtype", "tensor_parallel", "device", "threads", "attention", "label_selector"},
-    "draft": {"kind", "path", "learn", "dtype", "device", "threads", "num_gpus", "label_selector", "support", "stages"},
+    "draft": {"kind", "path", "skip", "learn", "dtype", "device", "threads", "num_gpus", "label_selector", "support", "stages"},
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
     "limits": {"max_context", "max_running", "max_queued", "request_timeout_s", "max_body_bytes"},
@@ -143,7 +143,7 @@ def test_an_item_of_a_list_is_refused_by_its_place():
         ({"cache.pages": 10, "cache.memory_fraction": 0.5}, "cache.pages and cache.memory_fraction"),
         ({"replicas.min": 2}, "replicas.min 2 is above replicas.max 1"),
         ({"draft.kind": "neural", "target.path": "t"}, "draft.kind neural needs draft.path"),
-        ({"draft.kind": "layer_skip"}, "draft.kind layer_skip is not available in this version"),
+        ({"draft.kind": "cascade"}, "draft.kind cascade is not available in this version"),
         ({"draft.learn": True}, "draft.learn belongs to the kinds unigram"),
         ({"draft.kind": "none", "draft.stages": [{"kind": "unigram"}]}, "draft.stages belongs to the kinds vertical"),
     ],
