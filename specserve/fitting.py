@@ -21,7 +21,7 @@ from specserve.models.open import dtype_of
 from specserve.models.weights import fingerprint
 from specserve.tabulate import read_text
 
-WINDOW, HELD_OUT = 512, 20  # tokens that are read at once; of so many windows one is held out
+WINDOW, HELD_OUT, JUDGED = 512, 20, 32  # tokens that are read at once; of so many windows one is held out; and so many of those are looked at
 PLACES, LOGITS = 256, 2**24  # of a window that a step learns from; fewer where the vocabulary is so large that their logits would be more
 LIKELY = 64  # tokens of the target's distribution that are learnt from at a place; the rest is hardly ever drawn
 RATE, WARM_UP, FLOOR = 2e-3, 50, 0.02  # of AdamW; steps to reach it; its share at the end
@@ -75,11 +75,13 @@ def fit(target: str, texts: Sequence[Path], out: Path, *, num_heads: int, minute
     windows = _windows([speaks.encode(read_text(text)) for text in texts], num_heads)
     teacher = Teacher(checkpoint)
     heads = Heads(num_heads, teacher.spec.hidden_size).to(teacher.device)
-    held_out = windows[::HELD_OUT]
+    held_out = windows[::HELD_OUT][:JUDGED]
     _train(heads, teacher, [window for i, window in enumerate(windows) if i % HELD_OUT] or windows, minutes=minutes, tell=tell)
     save(heads, HeadsInfo(num_heads, teacher.spec.hidden_size, teacher.spec.vocab_size, fingerprint(checkpoint)), out)
     covered = coverage(heads, teacher, held_out)
-    return f"{out} has {num_heads} heads; on {len(held_out) * WINDOW:,} tokens held out, alpha is {', '.join(f'{one:.3f}' for one in covered)}"
+    return (
+        f"{out} has {num_heads} heads; on {len(held_out) * WINDOW:,} tokens that were held out, alpha is {', '.join(f'{one:.3f}' for one in covered)}"
+    )
 
 
 def coverage(heads: Heads, teacher: Teacher, windows: Sequence[Tensor]) -> list[float]:

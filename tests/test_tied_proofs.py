@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from continuations import VOCAB, Case, sample
 from engines import GREEDY, Engine, RandomPacer
@@ -9,8 +11,7 @@ from tied import TIED, TiedEngine, TiedPairs, random_heads, with_heads
 
 from specserve.config import DEMO
 from specserve.drafters.tied import HeadsDrafter, SkippingDrafter
-from specserve.models.target import TargetModel
-from specserve.types import VERIFIERS, DraftStep, Request, Speculation, Warp
+from specserve.types import VERIFIERS, DraftStep, Policy, Request, Speculation, Warp
 
 SAMPLES = 1500  # of each case
 SEED = 1 << 42
@@ -80,9 +81,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     target = DEMO / "target"
     heads = random_heads(target, tmp_path_factory.mktemp("demo") / "heads", hidden_size=256, vocab_size=4096, spread=0.01)
     return {
-        "none": Engine(target, pages=21, dtype="bfloat16"),
-        "layer_skip": TiedEngine(target, lambda model: SkippingDrafter(model, (3, 5), support=64), pages=21, dtype="bfloat16"),
-        "heads": TiedEngine(target, with_heads(heads, support=64), pages=21, dtype="bfloat16"),
+        "none": Engine(target, pages=18, dtype="bfloat16"),
+        "layer_skip": TiedEngine(target, lambda model: SkippingDrafter(model, (3, 5), support=64), pages=18, dtype="bfloat16"),
+        "heads": TiedEngine(target, with_heads(heads, support=64), pages=18, dtype="bfloat16"),
     }
 
 
@@ -104,23 +105,10 @@ def test_in_bf16_not_a_bit_is_changed_and_what_is_found_by_its_name_is_the_whole
     assert hits[1] > hits[0]
 
 
-def shared(pairs: TiedPairs, drafter: str) -> tuple[TargetModel, SkippingDrafter | HeadsDrafter]:
+@pytest.mark.parametrize("drafter", TIED)
+def test_a_sequence_that_the_target_has_not_read_is_answered_with_nothing(pairs: TiedPairs, drafter: str) -> None:
     engine = pairs.engines[drafter]
     assert isinstance(engine.drafter, (SkippingDrafter, HeadsDrafter))
-    return engine.target, engine.drafter
-
-
-def test_a_step_that_goes_on_from_what_the_target_has_not_read_is_answered_with_nothing(pairs: TiedPairs) -> None:
-    policy = asked("block")[0]
-    for drafter in TIED:
-        target, own = shared(pairs, drafter)
-        (proposal,) = own.propose([DraftStep(99, 0, policy.prompt, 3, _policy())], float("inf"))
-        assert proposal.tokens == ()
-        target.runner.cache.check()
-        assert target.runner.cache.num_used == 0
-
-
-def _policy():  # type: ignore[no-untyped-def]
-    from specserve.types import Policy
-
-    return Policy(GREEDY, "block", 1, 4)
+    (proposal,) = engine.drafter.propose([DraftStep(99, 0, (1, 2, 3), 3, Policy(GREEDY, "block", 1, 3))], math.inf)
+    assert proposal.tokens == ()
+    engine.check_idle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from specserve.cluster.group import Group
-from specserve.cluster.remote import RemoteDrafter
+from specserve.cluster.remote import SentAhead
 from specserve.engine import Coordinator
 from specserve.metrics import Registry
 
@@ -31,7 +31,7 @@ class Gauges:
         self._count("prefix_cache_hits_total", group.target.prefix_hits)
         registry.gauge("kv_cache_usage_perc").set(group.target.pages_used / group.info.num_pages, "target")
         busy = {"target": group.target.busy_seconds}
-        if isinstance(group.drafter, RemoteDrafter) and group.draft_worker is not None:
+        if group.draft_worker is not None and group.drafter is not None and not isinstance(group.drafter, SentAhead):
             if group.draft_worker.ready.num_pages:
                 registry.gauge("kv_cache_usage_perc").set(group.drafter.pages_used / group.draft_worker.ready.num_pages, "draft")
             busy["draft"] = group.drafter.busy_seconds

@@ -63,17 +63,16 @@ class LibraryNetwork:
     """The library's modelling code over packed rows; only the attention is ours, and the linears are packed."""
 
     def __init__(self, loaded: Loaded, cache: PagedCache, *, kernel: Kernel, tells_hidden: bool = False) -> None:
-        self.module: Any = loaded.module
+        module: Any = loaded.module
+        self.module = module
         self.attention = PagedAttention(cache, kernel, loaded.kept)
         self._told: list[Tensor] = []  # what the head was given in the pass under way
-        for part in self.module.modules():
+        for part in module.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
-                part.paged_attention = self.attention  # type: ignore[assignment]
-        pack(self.module)
+                part.paged_attention = self.attention
+        pack(module)
         if tells_hidden:
-            whole: Any = self.module
-            head: nn.Module = whole.get_output_embeddings()
-            head.register_forward_pre_hook(lambda _, given: self._told.append(given[0][0]))
+            module.get_output_embeddings().register_forward_pre_hook(lambda _, given: self._told.append(given[0][0]))
 
     def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
         self.attention.layout = layout
@@ -135,7 +134,7 @@ class FusedNetwork:
         module: Any = loaded.module
         config, spec, body = loaded.config, loaded.spec, module.model
         self.tells_hidden = tells_hidden
-        self.embedding = body.embed_tokens.weight.detach()
+        self.embedding: Tensor = body.embed_tokens.weight.detach()
         windows = [config.sliding_window if kind == "sliding_attention" else None for kind in _layer_types(config)]
         self.layers = [
             FusedLayer(body.layers[i], Heads(spec.num_heads, spec.kv_heads, spec.head_dim), window=windows[i], kernel=kernel, shard=shard)
