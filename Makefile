@@ -9,7 +9,7 @@ PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-engine bench-pipeline bench-serving bench-peers proofs fuzz check clean
+.PHONY: serve test test-fast test-gpu bench bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -52,6 +52,9 @@ fuzz: $(VENV)/installed-for-tests
 
 chaos: $(VENV)/installed-for-tests
 	$(BIN)/python tests/chaos/table.py $(ARGS)
+
+overload: $(VENV)/installed-for-tests
+	$(BIN)/python tests/chaos/overload.py $(ARGS)
 
 check: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check .

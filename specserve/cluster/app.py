@@ -35,7 +35,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     logs = logging_config(config)
     board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0}, logging_config=logs)(Board).bind()
     engines = serve.deployment(name="Engine", logging_config=logs, **_engine_options(config, wanted))(engine or Engine).bind(config, wanted, board)
-    gateway = serve.deployment(name="Gateway", logging_config=logs, **_gateway_options(config.replicas))(Gateway)
+    gateway = serve.deployment(name="Gateway", logging_config=logs, **_gateway_options(config))(Gateway)
     application: Application = gateway.bind(config, engines, board)
     return application
 
@@ -60,11 +60,16 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
     return options | _scale(config.replicas)
 
 
-def _gateway_options(replicas: Replicas) -> dict[str, Any]:
-    options: dict[str, Any] = {"max_ongoing_requests": GATEWAY_STREAMS, "max_constructor_retry_count": 3, "max_surge_percent": 100}
-    if replicas.gateways == 1:
+def _gateway_options(config: Config) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "max_ongoing_requests": GATEWAY_STREAMS,
+        "max_constructor_retry_count": 3,
+        "max_surge_percent": 100,
+        "graceful_shutdown_timeout_s": config.limits.request_timeout_s,  # its streams cannot move: their connections end here
+    }
+    if config.replicas.gateways == 1:
         return options
-    return options | {"autoscaling_config": {"min_replicas": 1, "max_replicas": replicas.gateways, "target_ongoing_requests": GATEWAY_TARGET}}
+    return options | {"autoscaling_config": {"min_replicas": 1, "max_replicas": config.replicas.gateways, "target_ongoing_requests": GATEWAY_TARGET}}
 
 
 def _scale(replicas: Replicas) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from ray import serve
 from ray.cluster_utils import Cluster
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,8 +28,12 @@ from specserve.bench.address import Address
 from specserve.bench.chaos.report import HEAD, lines, row
 from specserve.bench.chaos.siege import Outcome, Siege, Strike, processes_of
 from specserve.bench.chaos.victims import KILLED, Blow
+from specserve.cluster.app import APP_NAME, application
+from specserve.cluster.logs import logging_config
+from specserve.config import parse
 
 CLIENTS, TOKENS = 16, 400
+BLOWS = {"draft": 100, "target": 100, "coordinator": 100, "controller": 20, "update": 50, "node": 20}
 STOPPING = 0.2
 KEYS = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
 CPUS = {"head": 4, "node": 8}  # what Ray is told; the machine has what it has
@@ -68,6 +73,21 @@ def on_nodes() -> Iterator[Nodes]:
     nodes.shutdown()
 
 
+class Updates:
+    """Deploys another config: engines and gateway are replaced. What changes makes no difference to the texts."""
+
+    def __init__(self, keys: dict[str, object]) -> None:
+        self._keys, self._count = keys, 0
+
+    async def strike(self, chance: random.Random) -> Blow | None:
+        self._count += 1
+        config = parse({**self._keys, "limits.max_queued": 1024 + self._count})
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await asyncio.to_thread(serve.run, application(config), name=APP_NAME, logging_config=logging_config(config))
+        return Blow(begun, "update", "deployed anew", 0, until=loop.time())
+
+
 def besiege(url: str, strike: Strike, *, blows: int, seed: int) -> Outcome:
     siege = Siege(Address.of(url), "demo", CLIENTS, TOKENS)
     return asyncio.run(siege.run(strike, num_blows=blows, seed=seed, say=lambda line: print(line, flush=True)))
@@ -75,11 +95,14 @@ def besiege(url: str, strike: Strike, *, blows: int, seed: int) -> Outcome:
 
 def sieges(wanted: dict[str, int], seed: int) -> Iterator[tuple[str, Outcome]]:
     """Processes first, on two replicas in one place; then nodes, with a replica each."""
-    roles = {role: blows for role, blows in wanted.items() if role != "node" and blows}
+    roles = {role: blows for role, blows in wanted.items() if role not in ("node", "update") and blows}
     if roles:
         with served({**KEYS, "replicas.min": 2, "replicas.max": 2}) as (url, _):
             for role, blows in roles.items():
                 yield role, besiege(url, processes_of([role], stopping=STOPPING), blows=blows, seed=seed)
+    if wanted.get("update"):
+        with served(KEYS) as (url, config):
+            yield "update", besiege(url, Updates({**KEYS, "http.port": config.http.port}).strike, blows=wanted["update"], seed=seed)
     if wanted.get("node"):
         labels = {"target.label_selector": {"pool": "engines"}, "draft.label_selector": {"pool": "engines"}}
         with on_nodes() as nodes, served({**KEYS, **labels, "replicas.min": 2, "replicas.max": 2}, join=True) as (url, _):
@@ -88,13 +111,13 @@ def sieges(wanted: dict[str, int], seed: int) -> Iterator[tuple[str, Outcome]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for role, blows in {"draft": 100, "target": 100, "coordinator": 100, "controller": 20, "node": 20}.items():
+    for role, blows in BLOWS.items():
         parser.add_argument(f"--{role}", type=int, default=blows, metavar="N", help=f"blows; {blows} by default")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="where the table goes, after each role; the terminal by default")
     given = parser.parse_args()
     rows = []
-    for role, outcome in sieges({role: getattr(given, role) for role in ("draft", "target", "coordinator", "controller", "node")}, given.seed):
+    for role, outcome in sieges({role: getattr(given, role) for role in BLOWS}, given.seed):
         print("\n".join(lines(role, outcome)), flush=True)
         rows.append(row(role, outcome))
         machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"

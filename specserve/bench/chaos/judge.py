@@ -57,8 +57,9 @@ def pauses(blow: Blow, asked: Sequence[Asked]) -> list[float]:
     found = []
     for one in asked:
         times = one.stream.times
-        gaps = [later - earlier for earlier, later in pairwise(times) if later > blow.at and earlier < blow.at + PAUSE_WITHIN_S]
-        if times and times[0] < blow.at < times[-1] and gaps:
+        over = max(blow.until, blow.at + PAUSE_WITHIN_S)
+        gaps = [later - earlier for earlier, later in pairwise(times) if later > blow.at and earlier < over]
+        if times and times[0] < over and times[-1] > blow.at and gaps:
             found.append(max(gaps))
     return found
 

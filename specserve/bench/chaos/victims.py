@@ -29,6 +29,7 @@ class Blow:
     role: str
     how: str  # KILLED or STOPPED
     pid: int
+    until: float = 0.0  # of what takes a while
 
 
 def check_roles(roles: str) -> tuple[str, ...]:

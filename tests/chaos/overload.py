@@ -1,0 +1,230 @@
+"""`make overload`: five times what the server can do, for five minutes; how it scales under a step of load; half an hour of everything mixed.
+
+Each part prints its figures for docs/reliability.md. `--only overload step soak` picks parts; `--seconds` is the length of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from serving import served
+
+from specserve.bench.address import Address
+from specserve.bench.prompts import CODE
+from specserve.bench.streams import Stream
+
+TOKENS, RUNNING, QUEUED, LIMIT_S = 64, 8, 8, 30.0
+KEYS: dict[str, object] = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
+ACTORS = ("Gateway", "Engine", "TargetWorker", "DraftWorker")
+
+
+@dataclass(slots=True)
+class Seen:
+    """What became of the requests, by their status; 0 is no answer at all."""
+
+    streams: list[Stream] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)
+
+    async def ask(self, address: Address, number: int, *, max_tokens: int = TOKENS, seconds: float = LIMIT_S * 2) -> None:
+        stream, prompt = Stream(), f"# {number}\n{CODE[number % len(CODE)]}"
+        self.streams.append(stream)
+        self.arrived.append(time.monotonic())
+        body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        try:
+            async with asyncio.timeout(seconds):
+                await address.post("/v1/completions", body, into=stream)
+        except (OSError, EOFError, ValueError, TimeoutError) as error:
+            stream.error = stream.error or {"message": f"{type(error).__name__}: {error}"}
+
+    def by_status(self) -> dict[int, int]:
+        statuses = [stream.status for stream in self.streams]
+        return {status: statuses.count(status) for status in sorted(set(statuses))}
+
+    @property
+    def complete(self) -> list[Stream]:
+        return [stream for stream in self.streams if stream.status == 200 and stream.num_finals == 1 and stream.ended is not None]
+
+    @property
+    def waits(self) -> list[float]:
+        """To the first token."""
+        return [stream.times[0] - stream.sent for stream in self.complete]
+
+    @property
+    def refusals(self) -> list[float]:
+        return [stream.ended - stream.sent for stream in self.streams if stream.status == 429 and stream.ended is not None]
+
+
+async def for_a_while(seconds: float, client: Callable[[], Awaitable[None]], clients: int) -> None:
+    until = time.monotonic() + seconds
+
+    async def again() -> None:
+        while time.monotonic() < until:
+            await client()
+
+    await asyncio.gather(*(again() for _ in range(clients)))
+
+
+def processes() -> dict[str, psutil.Process]:
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        title = " ".join(process.info["cmdline"] or ())
+        found |= {name: process for name in ACTORS if title.startswith("ray::") and name in title}
+    return found
+
+
+def memory() -> dict[str, float]:
+    return {name: process.memory_info().rss / 2**20 for name, process in processes().items()}
+
+
+def numbered() -> Callable[[], int]:
+    return iter(range(10**9)).__next__
+
+
+async def overload(address: Address, seconds: float) -> Iterator[str]:
+    """An open loop: who is refused does not come back, and those who come do not wait for one another."""
+    peak, number = Seen(), numbered()
+    begun = time.monotonic()
+    await for_a_while(min(60.0, seconds), lambda: peak.ask(address, number()), RUNNING + QUEUED // 2)
+    best = len(peak.complete) / (time.monotonic() - begun)
+    chance, seen, before, tasks = random.Random(1), Seen(), memory(), []
+    begun = due = time.monotonic()
+    while due < begun + seconds:
+        due += chance.expovariate(5 * best)
+        await asyncio.sleep(due - time.monotonic())
+        tasks.append(asyncio.create_task(seen.ask(address, number())))
+    over = time.monotonic()
+    goodput = sum(stream.ended is not None and stream.ended < over for stream in seen.complete) / (over - begun)
+    await asyncio.gather(*tasks)
+    broken = [stream.error for stream in seen.streams if stream.status not in (200, 429) or (stream.status == 200 and stream.num_finals != 1)]
+    return iter(
+        (
+            f"peak, closed loop: {best:.2f} requests/s of {TOKENS} tokens",
+            f"open loop at {5 * best:.1f} requests/s for {seconds:.0f} s: {len(seen.streams)} requests, by status {seen.by_status()}",
+            f"goodput {goodput:.2f} requests/s, {goodput / best:.2f} of the peak",
+            f"time to first token of those that were served, s: {spread(seen.waits)}",
+            f"refusals, s: {spread(seen.refusals)}",
+            f"neither served nor refused: {len(broken)} {broken[:2]}",
+            f"memory, MiB: {growth(before, memory())}",
+        )
+    )
+
+
+async def step(address: Address, seconds: float) -> Iterator[str]:
+    """Few clients, many, few again: a third of the time each."""
+    number, phases, sizes, done = numbered(), [Seen() for _ in range(3)], [], False
+
+    async def watch() -> None:
+        while not done:
+            sizes.append((time.monotonic(), await num_replicas(address)))
+            await asyncio.sleep(1.0)
+
+    begun, watching = time.monotonic(), asyncio.create_task(watch())
+    for seen, clients in zip(phases, (2, 24, 2), strict=True):
+        await for_a_while(seconds / 3, lambda seen=seen: seen.ask(address, number()), clients)
+    done = True
+    await watching
+    changes = [f"{then - begun:.0f} s: {now}" for (_, before), (then, now) in pairwise(sizes) if now != before]
+    failed = [sum(stream.status != 200 or stream.num_finals != 1 for stream in seen.streams) for seen in phases]
+    waits = ", ".join(f"{median(seen.waits):.2f} (p99 {at(seen.waits, 99):.2f})" for seen in phases)
+    return iter((f"replicas: {sizes[0][1]} at first; {'; '.join(changes)}", f"time to first token, s: {waits}", f"failed: {failed}"))
+
+
+async def num_replicas(address: Address) -> int:
+    text = (await address.get("/metrics")).body.decode()
+    samples = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    return int(samples.get("specserve_replicas", 0))
+
+
+async def soak(address: Address, seconds: float) -> Iterator[str]:
+    """Random lengths, and clients that leave in the middle. What is held is read every minute, with nothing under way."""
+    chance, number, seen, held = random.Random(2), numbered(), Seen(), []
+
+    async def client() -> None:
+        leaves = chance.random() < 0.3
+        await seen.ask(address, number(), max_tokens=chance.randint(1, 300), seconds=chance.uniform(0.05, 2.0) if leaves else 120.0)
+
+    begun = time.monotonic()
+    while time.monotonic() < begun + seconds:
+        await for_a_while(55.0, client, 8)
+        await asyncio.sleep(5.0)
+        held.append(footprint())
+    lines = [f"{len(seen.streams)} requests in {seconds / 60:.0f} minutes, by status {seen.by_status()}"]
+    for name in held[0]:
+        series = [one[name] for one in held]
+        lines.append(
+            f"{name}: {series[0]:.1f} at first, {series[-1]:.1f} at last, {slope(series[len(series) // 3 :]):+.3f} a minute in the last two thirds"
+        )
+    return iter(lines)
+
+
+def footprint() -> dict[str, float]:
+    found = processes()
+    sizes = {f"{name} MiB": process.memory_info().rss / 2**20 for name, process in found.items()}
+    handles = {f"{name} file handles": float(process.num_fds()) for name, process in found.items()}
+    return sizes | handles | {"processes": float(sum("ray::" in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])))}
+
+
+def slope(series: list[float]) -> float:
+    """Of the line through it by least squares."""
+    middle, mean = (len(series) - 1) / 2, sum(series) / len(series)
+    spread = sum((i - middle) ** 2 for i in range(len(series)))
+    return sum((i - middle) * (value - mean) for i, value in enumerate(series)) / spread if spread else 0.0
+
+
+def growth(before: dict[str, float], after: dict[str, float]) -> str:
+    return ", ".join(f"{name} {before[name]:.0f} to {after[name]:.0f}" for name in before if name in after)
+
+
+def spread(seconds: list[float]) -> str:
+    return f"p50 {median(seconds):.3f}, p99 {at(seconds, 99):.3f}, most {max(seconds):.3f}" if seconds else "none"
+
+
+def at(values: list[float], percent: int) -> float:
+    return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else max(values, default=0.0)
+
+
+PARTS: dict[str, tuple[Callable[[Address, float], Awaitable[Iterator[str]]], float, dict[str, object]]] = {
+    "overload": (overload, 300.0, {"limits.max_running": RUNNING, "limits.max_queued": QUEUED, "limits.request_timeout_s": LIMIT_S}),
+    "step": (
+        step,
+        900.0,
+        {
+            "replicas.max": 3,
+            "replicas.target_ongoing_requests": 8,
+            "replicas.upscale_delay_s": 5,
+            "replicas.downscale_delay_s": 60,
+        },
+    ),
+    "soak": (soak, 1800.0, {}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seconds", type=float)
+    given = parser.parse_args()
+    for name in given.only:
+        part, seconds, keys = PARTS[name]
+        with served({**KEYS, **keys}) as (url, _):
+            print(f"\n## {name}\n", flush=True)
+            for line in asyncio.run(part(Address.of(url), given.seconds or seconds)):
+                print(f"- {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
