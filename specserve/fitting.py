@@ -78,7 +78,8 @@ def fit(target: str, texts: Sequence[Path], out: Path, *, num_heads: int, minute
     _train(heads, teacher, [window for i, window in enumerate(windows) if i % HELD_OUT] or windows, minutes=minutes, tell=tell)
     save(heads, HeadsInfo(num_heads, teacher.spec.hidden_size, teacher.spec.vocab_size, fingerprint(checkpoint)), out)
     covered = coverage(heads, teacher, held_out)
-    return f"{out} has {num_heads} heads; on {len(held_out) * WINDOW:,} tokens that were held out, alpha is {', '.join(f'{one:.3f}' for one in covered)}"
+    alphas = ", ".join(f"{one:.3f}" for one in covered)
+    return f"{out} has {num_heads} heads; on {len(held_out) * WINDOW:,} tokens that were held out, alpha is {alphas}"
 
 
 def coverage(heads: Heads, teacher: Teacher, windows: Sequence[Tensor]) -> list[float]:
