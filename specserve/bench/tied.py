@@ -2,15 +2,19 @@
 
 Texts are written at temperature 1 under `speculative`; the drafter's proposals are noted on the way. A place counts if it was judged. There q is
 what its token was drawn from, and p what the library says the target's distribution is behind the very text that was written.
+
+With `--cost`, what heads add to a pass of the target instead: the same pass with and without them, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,11 +22,15 @@ from torch import Tensor
 
 from specserve.bench.held_out import held_out_prompts
 from specserve.config import DEMO, parse
+from specserve.drafters.tied import HeadsDrafter
 from specserve.llm import LLM, Output
 from specserve.local import open_parts
+from specserve.models.heads import require_heads_of
 from specserve.models.load import load_model
+from specserve.models.rank import open_rank
+from specserve.models.target import TargetModel
 from specserve.request import Sampling
-from specserve.types import Drafter, DraftStep, Proposal
+from specserve.types import Drafter, DraftStep, Policy, Proposal, VerifyStep, Warp
 
 GAMMA, LENGTH = 4, 128  # tokens drafted; tokens of a prompt
 VARIANTS: dict[str, dict[str, object]] = {
@@ -109,14 +117,53 @@ def table(*, num_prompts: int, tokens: int) -> str:
     return "\n".join(rows)
 
 
+def rounds(target: TargetModel, drafter: HeadsDrafter | None, *, sequences: int, number: int) -> list[float]:
+    """Seconds of each of so many rounds that judge one token of each sequence, and draft behind it if there are heads."""
+    policy = Policy(Warp(), "block", 1, LENGTH)
+    target.verify([VerifyStep(i, 0, (i + 1,) * LENGTH, (), None, policy) for i in range(sequences)])
+    seconds = []
+    for start in range(LENGTH, LENGTH + number):
+        begun = time.perf_counter()
+        verdicts = target.verify([VerifyStep(i, start, (7,), (), None, policy) for i in range(sequences)])
+        if drafter is not None:
+            asked = [DraftStep(one.seq_id, start + 1, (one.next_token,), GAMMA, policy) for one in verdicts]
+            assert all(proposal.tokens for proposal in drafter.propose(asked, math.inf))
+        seconds.append(time.perf_counter() - begun)
+    target.release(range(sequences))
+    return seconds
+
+
+def cost(checkpoint: Path, *, turns: int = 7, number: int = 30) -> str:
+    """Of the demo target, or a widened copy of it, whose heads are the same."""
+    keys: dict[str, object] = {"target.path": str(checkpoint), "draft.path": str(DEMO / "heads"), "cache.pages": 512}
+    config = parse({"draft.kind": "heads"} | keys)
+    require_heads_of(checkpoint, DEMO / "heads")
+    alone, telling = open_rank(checkpoint, parse({"draft.kind": "none"} | keys)), open_rank(checkpoint, config)
+    assert isinstance(alone, TargetModel)
+    assert isinstance(telling, TargetModel)
+    heads = HeadsDrafter.of(config, telling)
+    rows = ["| sequences | pass alone, ms | with heads, ms | ratio |", "|---|---|---|---|"]
+    for sequences in (1, 8, 32):
+        pairs = [
+            (median(rounds(alone, None, sequences=sequences, number=number)), median(rounds(telling, heads, sequences=sequences, number=number)))
+            for _ in range(turns)
+        ]
+        plain, drafting = median(one for one, _ in pairs), median(other for _, other in pairs)
+        ratios = sorted(other / one for one, other in pairs)
+        rows.append(f"| {sequences} | {1e3 * plain:.2f} | {1e3 * drafting:.2f} | {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |")
+    return "\n".join(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=200, help="of each text")
+    parser.add_argument("--cost", type=Path, metavar="DIR", help="of the demo target or a widened copy")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write the report here, too")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    report = table(num_prompts=args.prompts, tokens=args.tokens)
+    torch.set_num_threads(args.threads)
+    report = table(num_prompts=args.prompts, tokens=args.tokens) if args.cost is None else cost(args.cost)
     print(report)
     if args.out:
         args.out.write_text(f"# Drafters tied to the target\n\n`python -m specserve.bench.tied`\n\n{report}\n")
