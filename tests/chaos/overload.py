@@ -165,9 +165,8 @@ async def soak(address: Address, seconds: float) -> Iterator[str]:
     lines = [f"{len(seen.streams)} requests in {seconds / 60:.0f} minutes, by status {seen.by_status()}"]
     for name in held[0]:
         series = [one[name] for one in held]
-        lines.append(
-            f"{name}: {series[0]:.1f} at first, {series[-1]:.1f} at last, {slope(series[len(series) // 3 :]):+.3f} a minute in the last two thirds"
-        )
+        late = slope(series[len(series) // 3 :])
+        lines.append(f"{name}: {series[0]:.1f} at first, {series[-1]:.1f} at last, {late:+.3f} a minute in the last two thirds")
     return iter(lines)
 
 
