@@ -20,7 +20,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[float]]:
     target = SimpleNamespace(pages_used=25, busy_seconds=10.0, prefix_queries=40, prefix_hits=32)
     drafter = SimpleNamespace(pages_used=5, busy_seconds=1.0)
     ready = SimpleNamespace(num_pages=50)
-    group = SimpleNamespace(target=target, drafter=drafter, draft_worker=SimpleNamespace(ready=ready), info=SimpleNamespace(num_pages=100))
+    group = SimpleNamespace(
+        target=target, drafter=drafter, draft_worker=SimpleNamespace(ready=ready), info=SimpleNamespace(num_pages=100), restarts={"target": 2, "draft": 0}
+    )
     return coordinator, group, now
 
 
@@ -51,6 +53,7 @@ def test_totals_of_others_are_counted_once(parts: tuple[Any, Any, list[float]]) 
     assert samples["preemptions_total"] == {(): (5.0,)}
     assert samples["prefix_cache_queries_total"] == {(): (40.0,)}
     assert samples["prefix_cache_hits_total"] == {(): (48.0,)}
+    assert samples["worker_restarts_total"] == {("target",): (2.0,), ("draft",): (0.0,)}
 
 
 def test_without_a_drafter_gamma_is_nothing(parts: tuple[Any, Any, list[float]]) -> None:
