@@ -31,6 +31,13 @@ def test_without_engines_there_is_no_health():
     assert status.why == "no engine replica reports"
 
 
+def test_where_engines_may_sleep_none_is_well_and_one_in_trouble_is_not():
+    board = Board(may_sleep=True)
+    assert board.status().healthy
+    board.report(Report("a", ENGINE, "a worker died", snapshot(0)))
+    assert not board.status().healthy
+
+
 def test_one_engine_that_makes_progress_is_enough():
     board = Board()
     board.report(Report("a", ENGINE, "a worker died", snapshot(0)))

@@ -33,7 +33,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     """A gateway in front of as many engines as the load asks for, and a board between them. `engine` may be another class of the same methods."""
     wanted = bundles(config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
     logs = logging_config(config)
-    board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0}, logging_config=logs)(Board).bind()
+    board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0}, logging_config=logs)(Board).bind(may_sleep=config.replicas.min == 0)
     engines = serve.deployment(name="Engine", logging_config=logs, **_engine_options(config, wanted))(engine or Engine).bind(config, wanted, board)
     gateway = serve.deployment(name="Gateway", logging_config=logs, **_gateway_options(config))(Gateway)
     application: Application = gateway.bind(config, engines, board)
