@@ -132,7 +132,9 @@ class Replicas:
     target_ongoing_requests: float = setting(32.0, number(0, 1e6, above=True))
     upscale_delay_s: float = setting(10.0, number(0, 1e6))
     downscale_delay_s: float = setting(120.0, number(0, 1e6))
-    surge_percent: int = setting(25, whole(0, 100))  # of the replicas, at least one, come in addition while an update replaces them; 0: none
+    surge_percent: int | None = setting(
+        None, whole(0, 100)
+    )  # replicas, at least one, that an update starts before old ones go; None: if there is room
     gateways: int = setting(1, whole(1, 1024))  # at most; they scale apart from the engines
 
 

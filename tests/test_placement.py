@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specserve.cluster.placement import bundles, check_fits
+from specserve.cluster.placement import Bundle, bundles, check_fits, has_room
 from specserve.config import parse
 from specserve.errors import ConfigError
 
@@ -40,3 +40,9 @@ def test_a_cluster_that_is_too_small_is_told_how_much_is_asked_for_and_there():
     with pytest.raises(ConfigError, match=r"10 GPUs are asked for \(2 x \(0 \+ 1 \+ 1 \+ 1 \+ 1 \+ 1\).*has 8"):
         check_fits(asked, {"GPU": 8, "CPU": 64}, replicas=2)
     check_fits(asked, {"GPU": 10, "CPU": 64}, replicas=2)
+
+
+@pytest.mark.parametrize(("cpus", "gpus", "room"), [(7.0, 3.0, True), (6.0, 3.0, False), (7.0, 2.0, False)])
+def test_an_update_brings_a_new_replica_first_only_where_it_has_room(cpus: float, gpus: float, room: bool) -> None:
+    wanted = (Bundle({"CPU": 3.0}, {}), Bundle({"CPU": 1.0, "GPU": 2.0}, {}), Bundle({"CPU": 2.0, "GPU": 1.0}, {}))
+    assert has_room(wanted, {"CPU": cpus, "GPU": gpus}) is room

@@ -13,13 +13,14 @@ from ray.serve import Application
 from specserve.cluster.board import Board
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.logs import logging_config
-from specserve.cluster.placement import COORDINATOR, Bundle, bundles
+from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
 from specserve.cluster.scaling import policy
 from specserve.config import Config, Replicas, parse
 
 APP_NAME = "specserve"
 GATEWAY_STREAMS = 4096  # that one gateway holds open at once; the engines refuse long before
 GATEWAY_TARGET = 256  # beyond which there should be another
+USUAL_SURGE = 25  # percent
 BURST = 64  # requests on their way to an engine that are not counted yet
 LOOK_BACK_S = 30.0
 
@@ -32,10 +33,12 @@ def build(args: Mapping[str, object]) -> Application:
 def application(config: Config, *, engine: type[Any] | None = None) -> Application:
     """A gateway in front of as many engines as the load asks for, and a board between them. `engine` may be another class of the same methods."""
     wanted = bundles(config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
-    logs = logging_config(config)
+    logs, surge = logging_config(config), _surge_percent(config.replicas, wanted)
     board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0}, logging_config=logs)(Board).bind(may_sleep=config.replicas.min == 0)
-    engines = serve.deployment(name="Engine", logging_config=logs, **_engine_options(config, wanted))(engine or Engine).bind(config, wanted, board)
-    gateway = serve.deployment(name="Gateway", logging_config=logs, **_gateway_options(config))(Gateway)
+    engines = serve.deployment(name="Engine", logging_config=logs, max_surge_percent=surge, **_engine_options(config, wanted))(engine or Engine).bind(
+        config, wanted, board
+    )
+    gateway = serve.deployment(name="Gateway", logging_config=logs, max_surge_percent=100 if surge else 0, **_gateway_options(config))(Gateway)
     application: Application = gateway.bind(config, engines, board)
     return application
 
@@ -53,18 +56,23 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
         "graceful_shutdown_wait_loop_s": 0.5,
         "graceful_shutdown_timeout_s": 20.0,
         "max_constructor_retry_count": 3,
-        "max_surge_percent": config.replicas.surge_percent,  # new replicas come before old ones go
     }
     if any(bundle.labels for bundle in wanted):
         options["placement_group_bundle_label_selector"] = [dict(bundle.labels) for bundle in wanted]
     return options | _scale(config.replicas)
 
 
+def _surge_percent(replicas: Replicas, wanted: tuple[Bundle, ...]) -> int:
+    """New replicas come before old ones go, if there is room for them: without it, an update would wait for ever."""
+    if replicas.surge_percent is not None:
+        return replicas.surge_percent
+    return USUAL_SURGE if ray.is_initialized() and has_room(wanted, ray.available_resources()) else 0
+
+
 def _gateway_options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_ongoing_requests": GATEWAY_STREAMS,
         "max_constructor_retry_count": 3,
-        "max_surge_percent": 100,
         "graceful_shutdown_timeout_s": config.limits.request_timeout_s,  # its streams cannot move: their connections end here
     }
     if config.replicas.gateways == 1:

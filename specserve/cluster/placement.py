@@ -10,6 +10,7 @@ from specserve.errors import ConfigError
 from specserve.stages import STATISTICAL
 
 FIRST_GPU = "cuda:0"  # is also what `auto` and `cuda` come to
+GATEWAY_CPUS = 1.0
 COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
 
 
@@ -40,6 +41,12 @@ def check_fits(wanted: tuple[Bundle, ...], available: Mapping[str, float], *, re
             raise ConfigError(
                 f"{asked:g} {kind}s are asked for ({replicas} x ({each}): coordinator, target ranks, draft), and the cluster has {there:g}"
             )
+
+
+def has_room(wanted: tuple[Bundle, ...], available: Mapping[str, float]) -> bool:
+    """Whether one replica more, and a gateway, would find a place now."""
+    need = {kind: sum(bundle.resources.get(kind, 0.0) for bundle in wanted) for kind in ("GPU", "CPU")}
+    return available.get("GPU", 0.0) >= need["GPU"] and available.get("CPU", 0.0) >= need["CPU"] + GATEWAY_CPUS
 
 
 def _resources(gpus: float, threads: int | None) -> dict[str, float]:
