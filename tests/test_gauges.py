@@ -21,7 +21,11 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[float]]:
     drafter = SimpleNamespace(pages_used=5, busy_seconds=1.0)
     ready = SimpleNamespace(num_pages=50)
     group = SimpleNamespace(
-        target=target, drafter=drafter, draft_worker=SimpleNamespace(ready=ready), info=SimpleNamespace(num_pages=100), restarts={"target": 2, "draft": 0}
+        target=target,
+        drafter=drafter,
+        draft_worker=SimpleNamespace(ready=ready),
+        info=SimpleNamespace(num_pages=100),
+        restarts={"target": 2, "draft": 0},
     )
     return coordinator, group, now
 
