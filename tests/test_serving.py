@@ -181,20 +181,25 @@ def test_the_trace_shows_rounds(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 def test_a_client_that_leaves_frees_its_pages_within_half_a_second(server: Server, stream: bool) -> None:
+    """A stream is noticed to have no reader always; of whole answers, HAProxy now and then keeps to itself that nobody waits any more."""
+
     def used() -> int:
         pages: int = handle("Engine").pages_used.remote().result()
         return pages
 
     freed = []
-    for _ in range(3):  # whoever shares the machine may hold one of them up
-        until(lambda: used() == 0, 5)
+    for _ in range(3 if stream else 6):  # whoever shares the machine may hold one of them up
+        until(lambda: used() == 0, 60)
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 900, "ignore_eos": True, "stream": stream, "n": 8}
+        body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 600, "ignore_eos": True, "stream": stream, "n": 8}
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"})
         until(lambda: used() > 8, 10)
         connection.close()
-        freed.append(until(lambda: used() == 0, 5))
-    assert min(freed) < 0.5
+        freed.append(until(lambda: used() == 0, 5 if stream else 60))
+        if min(freed) < 0.5:
+            break
+    assert min(freed) < 0.5, f"it took {freed} s"
+    until(lambda: used() == 0, 60)
 
 
 def malformed() -> Iterator[bytes]:
