@@ -27,12 +27,12 @@ from specserve.demo.train import new_model
 from specserve.models.describe import describe
 
 log = logging.getLogger(__name__)
-SIZES = {
-    "hidden_size": 128,
+SIZES: dict[str, Any] = {
+    "hidden_size": 192,
     "num_hidden_layers": 3,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "intermediate_size": 384,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
     "attention_bias": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
@@ -40,7 +40,7 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 SHORTEST, LONGEST = 32, 200  # tokens of a text
 TOKENS = 1024  # of a batch
 GROWN = 0.4  # of the lessons, after which all lengths are met
-MATRICES, REST = 0.02, 0.001  # rates of Muon and AdamW
+MATRICES, REST = 0.005, 0.001  # rates of Muon and AdamW
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def train(rewriting: Rewriting, course: Course) -> Any:
     torch.manual_seed(0)
     model: Any = new_model(SIZES, rewriting.end)
     chance = random.Random(0)
-    induce(model)
+    induce(model, rewriting.end)
     optimizers = _optimizers(model)
     begun, step = time.monotonic(), 0
     while (progress := max((time.monotonic() - begun) / (60 * course.minutes), step / course.steps)) < 1:
