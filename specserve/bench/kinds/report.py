@@ -32,17 +32,17 @@ ALPHA, GOOD_FOR, COPY, SPEED, HEADS = (
 TITLES = (GOOD_FOR, ALPHA, COPY, SPEED, HEADS)
 REMARKS = {
     "neural, draft": "the usual choice: a model of the target's family, a tenth of its size or less, on a device of its own.",
-    "neural, small": "where the target is fast, or drafting shares its device: what it loses in alpha it may win in c.",
-    "unigram": "a floor to compare with; it knows which tokens are frequent, and nothing of the text.",
-    "bigram": "no model at hand: costs nothing, and beats nothing at all. Better as the last stage of a cascade.",
-    "max_gram": "no model at hand, and texts that repeat themselves; it copies where it can and counts where it cannot.",
-    "prompt_copy": "answers that repeat their prompt (rewriting, summaries, code edits). Elsewhere it mostly stays silent, which is free.",
-    "vertical, draft > bigram": "where the draft's own passes are what costs: guesses save some of them, and its alpha stays as it is.",
+    "neural, small": "where drafting shares the target's device, or the target is quick: what it loses in alpha it may win in c.",
+    "unigram": "a floor to compare with: it knows which tokens are frequent, and nothing of the text.",
+    "bigram": "no model at hand, or the last stage of a cascade: it costs microseconds, and is right now and then.",
+    "max_gram": "no model at hand, and texts that repeat themselves: it copies where it can and counts where it cannot.",
+    "prompt_copy": "answers that repeat their prompt: rewriting, edits of code, extracts. Where nothing repeats it stays silent, which is free.",
+    "vertical, draft > bigram": "where the draft's own passes are what costs: guesses save some of them, and alpha is the draft's.",
     "horizontal, draft > bigram": "long proposals, whose late places are seldom reached and not worth a pass of the draft.",
     "cascade, draft > small > bigram": "both, where the sizes lie far apart; `specserve plan` finds k.",
-    "layer_skip": "no second model, and no memory for one. It is worth what the middle layers add little to.",
-    "layer_skip, without 3": "the same with one layer left out: accepted more, saving less.",
-    "heads": "batches of few sequences and a target that may be fitted once: all places of all sequences in one product.",
+    "layer_skip": "no second model, and no memory for one, in return for a c of the share of layers that are kept.",
+    "layer_skip, without 3": "the same with a single layer left out: accepted more, and saving hardly anything.",
+    "heads": "no second model, and a c near 0: all places of all sequences in one product. They are to be fitted to the target first.",
 }
 Found = Mapping[str, alpha.Found]
 
@@ -81,12 +81,15 @@ def _row(name: str, found: alpha.Found) -> tuple[str, ...]:
 
 
 def good_for(found: Found) -> Section:
-    lines = [f"- **{name}** (alpha {_alpha(one)}, {one.tokens_per_round:.2f} tokens a round): {REMARKS[name]}" for name, one in found.items()]
+    lines = [f"- **{name}** ({_worth(one)}): {REMARKS[name]}" for name, one in found.items()]
     return Section(GOOD_FOR, "The figures are those of the next section: Python that nobody was trained on.\n\n" + "\n".join(lines))
 
 
-def _alpha(found: alpha.Found) -> str:
-    return f"{found.share.alpha:.2f} in the {found.proposed / found.rounds:.0%} of rounds in which it drafts" if found.share.judged else "none"
+def _worth(found: alpha.Found) -> str:
+    if not found.drafts:
+        return "no drafts"
+    seldom = f" in the {found.proposed / found.rounds:.0%} of rounds in which it drafts" if found.proposed < found.rounds else ""
+    return f"alpha {found.share.alpha:.2f}{seldom}, {found.tokens_per_round:.2f} tokens a round"
 
 
 def copy(copyist: Copyist, directory: Path, budget: Budget) -> Section:
