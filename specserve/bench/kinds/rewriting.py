@@ -52,14 +52,11 @@ class Rewriting:
     def drawn(self, length: int, chance: random.Random, *, held_out: bool = False, shuffled: bool = False) -> Task:
         """A stretch of the text, or as many of its names in no order, where nothing can be guessed from what usually follows."""
         for _ in range(TRIES):
-            tokens = self._stretch(length, chance, held_out=held_out)
-            if shuffled:
-                tokens = self._shuffled(length, chance)
-            old = self._recurring(tokens, chance)
-            if old is not None:
-                new = chance.choice([name for name in chance.choices(self.names, k=length + 1) if name not in tokens] or self.names)
+            tokens = self._shuffled(length, chance) if shuffled else self._stretch(length, chance, held_out=held_out)
+            old, new = self._recurring(tokens, chance), chance.choice(self.names)
+            if old is not None and new not in tokens:
                 return self.task(tokens, old, new)
-        raise AssertionError("some stretch repeats a name")
+        raise AssertionError("among so many texts one repeats a name")
 
     def task(self, tokens: Sequence[int], old: int, new: int) -> Task:
         answer = tuple(new if token == old else token for token in tokens)
