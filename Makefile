@@ -9,7 +9,7 @@ PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload check clean
+.PHONY: serve test test-fast test-gpu bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -37,6 +37,9 @@ bench-pipeline: $(VENV)/installed
 	$(BIN)/python -m specserve.bench.pipeline --out docs/pipeline-speed.md --trace docs/trace.json --plot docs/pacer.svg $(ARGS)
 	$(BIN)/python -m specserve.bench.timeline docs/trace.json --out docs/trace.svg
 	rm docs/trace.json
+
+bench-drafters: $(VENV)/installed
+	$(BIN)/python -m specserve.bench.kinds --out docs/drafters.md $(ARGS)
 
 # A peer that cannot be installed is named in the report, with why.
 bench-peers: $(VENV)/installed
