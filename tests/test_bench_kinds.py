@@ -102,11 +102,11 @@ def test_a_name_is_a_whole_word() -> None:
 
 
 def test_the_copying_model_begins_with_a_rough_idea_of_copying(rewriting: Rewriting) -> None:
-    """A hundredth of the tokens would be luck; what is missing is learnt."""
+    """A hundredth of the tokens would be luck; what is missing is learnt. One step is too short to have learnt it."""
     chance = random.Random(0)
     tasks = [rewriting.drawn(SHORTEST, chance, shuffled=True) for _ in range(8)]
     right, _ = agreement(train(rewriting, Course(minutes=9, steps=1)), tasks)
-    assert right > 0.1
+    assert right > 0.5
 
 
 def test_texts_of_a_batch_are_of_one_length_and_grow(rewriting: Rewriting) -> None:
