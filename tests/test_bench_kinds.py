@@ -15,7 +15,7 @@ from specserve.bench.kinds.__main__ import SECTIONS, main
 from specserve.bench.kinds.alpha import Found, Judged, Share
 from specserve.bench.kinds.copyist import SHORTEST, Copyist, Course, agreement, drawn, train
 from specserve.bench.kinds.options import SECTIONS as NAMES
-from specserve.bench.kinds.rewriting import Rewriting, is_name
+from specserve.bench.kinds.rewriting import Rewriting, is_name, repeats
 from specserve.bench.kinds.ways import ways
 from specserve.config import DEMO, DRAFT_KINDS, parse
 from specserve.errors import ModelError
@@ -93,12 +93,18 @@ def test_a_task_changes_one_recurring_name_and_nothing_else(rewriting: Rewriting
         assert source.count(old) >= 2
         assert new not in source
         assert {old, new} <= set(rewriting.names)
+        assert not repeats(source)
         assert begin == rewriting.end
 
 
 def test_a_name_is_a_whole_word() -> None:
     assert all(map(is_name, ("self", " value", "__init__")))
     assert not any(map(is_name, ("  ", "=", "in", " (self", "\n    ")))
+
+
+def test_four_tokens_that_come_twice_are_noticed() -> None:
+    assert repeats([1, 2, 3, 4, 5, 1, 2, 3, 4])
+    assert not repeats([1, 2, 3, 4, 5, 1, 2, 3, 5])
 
 
 def test_the_copying_model_begins_with_a_rough_idea_of_copying(rewriting: Rewriting) -> None:
