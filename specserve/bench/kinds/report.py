@@ -102,8 +102,8 @@ def copy(copyist: Copyist, directory: Path, budget: Budget) -> Section:
     tokens, whole = copyist.right(copying.tasks(copyist.rewriting, count=EXAMINED, length=budget.length, seed=2))
     right, factor = copying.share_right(plain.answers, tasks), copied.sample.against(plain.sample)
     text = (
-        f"{circumstances(budget.threads)}. Held-out Python of {budget.length} tokens, no {ALIKE} of which come twice in a row, is to be repeated with "
-        f"one name changed. The target is a Llama of {copyist.described} (`specserve/bench/kinds/copyist.py`): of {EXAMINED} texts it has "
+        f"{circumstances(budget.threads)}. Held-out Python of {budget.length} tokens, no {ALIKE} of which come twice in a row, is to be repeated "
+        f"with one name changed. The target is a Llama of {copyist.described} (`specserve/bench/kinds/copyist.py`): of {EXAMINED} texts it has "
         f"{tokens:.2%} of the tokens likeliest in their place, and {whole:.0%} from end to end. It is widened to {params / 1e6:.0f}M parameters, "
         f"which computes the same, and writes one text after the other, in bf16, greedily; {budget.turns} turns of {budget.texts} texts, the reading "
         f"of the prompts included; gamma {copying.GAMMA}. Both ways write the same, and {right:.0%} of it is right to the last token. Goal: 3 times "
