@@ -39,10 +39,10 @@ SIZES: dict[str, Any] = {
 }
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 SHORTEST, LONGEST = 32, 200  # tokens of a text
-TOKENS = 2048  # of a batch
+TOKENS = 1024  # of a batch
 GROWN = 0.3  # of the lessons, after which all lengths are met
 SHUFFLED, THEN = 0.15, 4  # of the lessons, in which all texts are names in no order; after which every fourth is
-MATRICES, REST = 0.01, 0.001  # rates of Muon and AdamW
+MATRICES, REST = 0.002, 0.0005  # rates of Muon and AdamW
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from specserve.bench.kinds import alpha, copying, telling
 from specserve.bench.kinds.copyist import Copyist
 from specserve.bench.kinds.options import Budget
 from specserve.bench.kinds.page import circumstances
+from specserve.bench.kinds.rewriting import ALIKE
 from specserve.bench.kinds.ways import ways
 from specserve.config import DEMO
 from specserve.models.inflate import inflate
@@ -101,12 +102,12 @@ def copy(copyist: Copyist, directory: Path, budget: Budget) -> Section:
     tokens, whole = copyist.right(copying.tasks(copyist.rewriting, count=EXAMINED, length=budget.length, seed=2))
     right, factor = copying.share_right(plain.answers, tasks), copied.sample.against(plain.sample)
     text = (
-        f"{circumstances(budget.threads)}. Held-out Python of {budget.length} tokens is to be repeated with one name changed. The target is a Llama "
-        f"of {copyist.described} (`specserve/bench/kinds/copyist.py`): of {EXAMINED} texts it has {tokens:.2%} of the tokens likeliest in their "
-        f"place, and {whole:.0%} from end to end. It is widened to {params / 1e6:.0f}M parameters, which computes the same, and writes one text "
-        f"after the other, in bf16, greedily; {budget.turns} turns of {budget.texts} texts, the reading of the prompts included; gamma "
-        f"{copying.GAMMA}. Both ways write the same, and {right:.0%} of it is right to the last token. Goal: 3 times plain decoding. "
-        f"**{factor:.2f} times.**\n\n"
+        f"{circumstances(budget.threads)}. Held-out Python of {budget.length} tokens, no {ALIKE} of which come twice in a row, is to be repeated "
+        f"with one name changed. The target is a Llama of {copyist.described} (`specserve/bench/kinds/copyist.py`): of {EXAMINED} texts it has "
+        f"{tokens:.2%} of the tokens likeliest in their place, and {whole:.0%} from end to end. It is widened to {params / 1e6:.0f}M parameters, "
+        f"which computes the same, and writes one text after the other, in bf16, greedily; {budget.turns} turns of {budget.texts} texts, the reading "
+        f"of the prompts included; gamma {copying.GAMMA}. Both ways write the same, and {right:.0%} of it is right to the last token. Goal: 3 times "
+        f"plain decoding. **{factor:.2f} times.**\n\n"
     )
     rows = [
         (name, f"{one.sample.middle:.1f}", f"{min(one.sample.rates):.1f} to {max(one.sample.rates):.1f}", f"{one.passes:.1f}")
