@@ -128,7 +128,8 @@ def _share(numbered: Sequence[tuple[int, Case]], samples: int) -> list[Proof]:
 def page(proofs: Sequence[Proof], again: Sequence[Proof], *, jobs: int, seconds: float) -> str:
     lossless = [proof for proof in proofs if proof.case.is_lossless]
     p_values = [proof.fit.p_value for proof in lossless]
-    errors_off = [abs(proof.result.acceptance.errors_off) for proof in lossless if proof.result.acceptance is not None]
+    known = [proof.result.acceptance for proof in lossless if proof.result.acceptance is not None]
+    errors_off = [abs(acceptance.errors_off) for acceptance in known if acceptance.rounds]
     return f"""{INTRODUCTION}
 ## Result
 
@@ -197,7 +198,7 @@ def _row(proof: Proof) -> tuple[object, ...]:
     case, result = proof.case, proof.result
     gamma = "random" if case.gamma is None else case.gamma
     accepted = f"{result.accepted / result.drafted:.2f}" if result.drafted else ""
-    known = _alpha(result.acceptance) if result.acceptance else ("", "")
+    known = _alpha(result.acceptance) if result.acceptance and result.acceptance.rounds else ("", "")
     return case.verifier, case.drafter, gamma, case.warps, f"{result.samples:,}", *_chi_square(proof.fit), accepted, result.preempted, *known
 
 

@@ -82,6 +82,10 @@ class TiedPairs(Pairs):
         self._heads = {name: tensor.double() for name, tensor in load_file(heads / WEIGHTS).items()}
         self.p, self.q, self.joint = cache(self._p), cache(self._q), cache(self._joint)
 
+    def whole(self, drafter: str) -> str:
+        """Nobody asks for the q of a coupled draft, which is drawn from all ids."""
+        return "heads" if drafter == "top 3 heads" else drafter
+
     def _q(self, group: Group, drafter: str) -> Conditionals:
         """Of the first draft of a round: the tokens before the newest were read by the whole target."""
         logits = self._skipping_logits if drafter == "layer_skip" else self._first_heads_logits
