@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from specserve.cluster.link import Client
 from specserve.cluster.workers import Ready
-from specserve.errors import Displaced, WorkerLost
+from specserve.errors import Displaced, WorkerLost, first_line
 from specserve.wire import Stop
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Keeper:
             await worker.running
             self.lose("it has stopped")
         except RayError as error:
-            self.lose(str(error).strip().splitlines()[0])
+            self.lose(first_line(error))
 
     async def _revive(self) -> None:
         self.workers = ()

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from serving import served
 
 from specserve.bench.address import Address
+from specserve.bench.chaos.report import at
 from specserve.bench.prompts import CODE
 from specserve.bench.streams import Stream
 
@@ -190,10 +191,6 @@ def growth(before: dict[str, float], after: dict[str, float]) -> str:
 
 def spread(seconds: list[float]) -> str:
     return f"p50 {median(seconds):.3f}, p99 {at(seconds, 99):.3f}, most {max(seconds):.3f}" if seconds else "none"
-
-
-def at(values: list[float], percent: int) -> float:
-    return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else max(values, default=0.0)
 
 
 PARTS: dict[str, tuple[Callable[[Address, float], Awaitable[Iterator[str]]], float, dict[str, object]]] = {

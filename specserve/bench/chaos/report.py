@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import quantiles
 
 from specserve.bench.chaos.siege import Outcome
+from specserve.bench.figures import percentile
 
 HEAD = (
     "| struck | blows | requests | lost | truncated | different | went on elsewhere | pause p50 | p99 | between tokens p99 | minutes |\n"
@@ -33,5 +33,5 @@ def lines(name: str, outcome: Outcome) -> Iterator[str]:
         yield f"  first that went wrong: {outcome.first_wrong}"
 
 
-def at(values: Sequence[float], percent: int) -> float:
-    return quantiles(values, n=100, method="inclusive")[percent - 1] if len(values) > 1 else values[0] if values else 0.0
+def at(seconds: Sequence[float], percent: int) -> float:
+    return percentile(sorted(seconds), percent / 100) if seconds else 0.0
