@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from specserve.errors import BadValue
 
 VERIFIERS = ("speculative", "block", "coupled", "lenient")
+GRAMMARS = ("json_schema", "regex", "lark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,14 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a whole text must be: a JSON schema, a regular expression or a Lark grammar, by `kind`, in `text`."""
+
+    kind: str  # one of GRAMMARS
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One continuation asked for. The seed is always there; `seeded` says that the client chose it."""
 
@@ -227,6 +236,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
     speculation: Speculation = field(default_factory=Speculation)
+    grammar: Grammar | None = None
     written: tuple[int, ...] = ()  # by an engine that is gone, and known to the client: the text goes on behind them
 
 
