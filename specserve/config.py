@@ -146,6 +146,7 @@ class Http:
     open_paths: tuple[str, ...] = setting(("/", "/health", "/ready", "/metrics"), items(text()))  # need no key
     cors_origins: tuple[str, ...] = setting((), items(text()))
     root_path: str = setting("", text(empty=True))
+    label_selector: Mapping[str, str] = setting({}, labels())  # where Ray may place gateways: clients' connections end with their node
     tls_cert: str | None = setting(None, text())  # PEM files; with both, https alone is spoken
     tls_key: str | None = setting(None, text())
 

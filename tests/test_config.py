@@ -27,7 +27,8 @@ CONTRACT = {
         "root_path",
         "tls_cert",
         "tls_key",
-    },  # open_paths and TLS go beyond the promise
+        "label_selector",
+    },  # open_paths, TLS and labels go beyond the promise
     "logs": {"format", "level", "prompts"},  # and so do these
     "faults": {"round_deadline_s", "max_restarts"},
 }

@@ -277,6 +277,15 @@ def test_a_worker_that_is_struck_costs_its_streams_a_pause_and_nothing_else(serv
     until(lambda: server.status("/health") == 200 and not struck.is_running() and count(role) == 1, 120)
 
 
+def test_a_draft_that_is_stopped_while_it_reads_its_weights_is_replaced_too(server: Server) -> None:
+    worker("DraftWorker.run").kill()
+    until(lambda: count("DraftWorker.open") == 1, 60)
+    struck = worker("DraftWorker.open")
+    struck.suspend()
+    until(lambda: count("DraftWorker.run") == 1 and not struck.is_running(), 120)
+    assert "draft" not in server.get("/health")[1].decode()
+
+
 def count(kind: str) -> int:
     return sum(kind in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
 

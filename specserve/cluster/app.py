@@ -71,6 +71,7 @@ def _surge_percent(replicas: Replicas, wanted: tuple[Bundle, ...]) -> int:
 
 def _gateway_options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": 1, **({"label_selector": dict(labels)} if (labels := config.http.label_selector) else {})},
         "max_ongoing_requests": GATEWAY_STREAMS,
         "max_constructor_retry_count": 3,
         "graceful_shutdown_timeout_s": config.limits.request_timeout_s,  # its streams cannot move: their connections end here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,11 +13,11 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from specserve.cluster.keeper import Keeper, Worker, Workers
+from specserve.cluster.keeper import Keeper, Worker, Workers, end_process
 from specserve.cluster.link import Client, Keys
 from specserve.cluster.placement import FIRST_RANK, Bundle
 from specserve.cluster.remote import RemoteDrafter, RemoteTarget, Report, SentAhead
-from specserve.cluster.workers import DraftWorker, Place, Ready, TargetWorker
+from specserve.cluster.workers import Born, DraftWorker, Place, Ready, TargetWorker
 from specserve.config import WITHOUT_WORKER, Config
 from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import ModelInfo
@@ -108,8 +108,7 @@ class Group:
         actors = [_actor(TargetWorker, bundle, FIRST_RANK + rank, config, rank, self._keys.public) for rank, bundle in enumerate(first)]
         with _none_left(actors):
             meeting = await _answer(actors[0].meet.remote()) if len(actors) > 1 else None
-            readies = await asyncio.gather(*(_answer(actor.open.remote(meeting)) for actor in actors))
-            return tuple(_linked(TARGET, actor, ready, self._keys) for actor, ready in zip(actors, readies, strict=True))
+            return tuple(await asyncio.gather(*(_opened(TARGET, actor, self._keys, meeting) for actor in actors)))
 
     async def _start_drafter(self) -> Workers:
         return await self._opened(self._new_drafter())
@@ -120,7 +119,7 @@ class Group:
 
     async def _opened(self, actor: Any) -> Workers:
         with _none_left([actor]):
-            return (_linked(DRAFT, actor, await _answer(actor.open.remote(self.info)), self._keys),)
+            return (await _opened(DRAFT, actor, self._keys, self.info),)
 
 
 @contextlib.contextmanager
@@ -152,8 +151,30 @@ def _actor(kind: type[Any], bundle: Bundle, number: int, *arguments: object) -> 
     return cast(Any, ray.remote(kind)).options(**options).remote(*arguments)
 
 
-def _linked(role: str, actor: Any, ready: Ready, keys: Keys) -> Worker:
-    return Worker(role, actor, Client(keys, ready.address), ready, asyncio.wrap_future(actor.run.remote().future()))
+async def _opened(role: str, actor: Any, keys: Keys, argument: object) -> Worker:
+    """Linked before it reads its weights: what is stopped while it reads would be waited for, for as long as the largest weights may take."""
+    born: Born = await _answer(actor.born.remote())
+    client = Client(keys, born.address)
+    try:
+        ready = await _unless_silent(client, _answer(actor.open.remote(argument)))
+    except BaseException:
+        client.close()
+        end_process(born.node, born.pid)
+        raise
+    return Worker(role, actor, client, ready, asyncio.wrap_future(actor.run.remote().future()))
+
+
+async def _unless_silent(client: Client, opening: Coroutine[Any, Any, Ready]) -> Ready:
+    silence: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+    client.on_silence = lambda error: None if silence.done() else silence.set_exception(error)
+    client.listen()
+    both = asyncio.ensure_future(opening), silence
+    try:
+        done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+    finally:
+        for one in both:
+            one.cancel()
 
 
 async def _answer(reference: Awaitable[Any]) -> Any:

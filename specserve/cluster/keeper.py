@@ -39,13 +39,17 @@ class Worker:
     def end(self) -> None:
         """Also when it is dead already, or stopped: Ray alone asks a process to end first, and waits 40 s for one that cannot hear it."""
         self.client.close()
-        place = self.ready.place
-        if place.node == ray.get_runtime_context().get_node_id():
-            _kill(place.pid)
-        else:
-            there = NodeAffinitySchedulingStrategy(place.node, soft=False)
-            ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there, max_retries=0).remote(place.pid)
+        end_process(self.ready.place.node, self.ready.place.pid)
         ray.kill(self.actor)
+
+
+def end_process(node: str, pid: int) -> None:
+    """Wherever it is."""
+    if node == ray.get_runtime_context().get_node_id():
+        _kill(pid)
+    else:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there, max_retries=0).remote(pid)
 
 
 def _kill(pid: int) -> None:

@@ -51,6 +51,15 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Born:
+    """What a worker says of itself before it has read anything: from then on its silence is noticed."""
+
+    address: Address
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """What a worker says of itself once it can work."""
 
@@ -71,6 +80,9 @@ class TargetWorker:
         self._store: TCPStore | None = None
         self._model: TargetModel | Follower | None = None
         self._unasked: Unasked | None = None
+
+    def born(self) -> Born:
+        return _born(self._server)
 
     def meet(self) -> tuple[str, int]:
         """Of rank 0: opens the place where the ranks find one another; its host and port."""
@@ -137,11 +149,12 @@ class DraftWorker:
         self._prepared: tuple[Span, ...] = ()  # since the last answer
         self._number = 0  # of the last round
 
+    def born(self) -> Born:
+        return _born(self._server)
+
     def open(self, target: ModelInfo) -> Ready:
         """Reads the weights and warms up."""
         own = self._config.draft
-        if own.device == "cpu" or not torch.cuda.is_available():
-            os.nice(NICENESS)
         _use_threads(own.threads, sharers=self._config.target.tensor_parallel + 1)
         self._drafter = open_drafter(self._config, target_vocab_size=target.vocab_size, alone=True)
         for rows in WARM_LENGTHS:
@@ -150,6 +163,8 @@ class DraftWorker:
             self._drafter.prepare(bool)
             self._drafter.release([SEQUENCE])
         _settle()
+        if own.device == "cpu" or not torch.cuda.is_available():
+            os.nice(NICENESS)
         return Ready(self._server.address, _place(self._drafter.device), self._drafter.context, self._drafter.num_pages)
 
     def run(self) -> None:
@@ -173,6 +188,10 @@ class DraftWorker:
         if not self._server.waiting() and (foreseen := self._drafter.foreseen()):
             self._server.send(Prepared(self._number, foreseen))
         self._prepared = (Span("anticipate", begun, time.perf_counter()),)
+
+
+def _born(server: Server) -> Born:
+    return Born(server.address, ray.get_runtime_context().get_node_id(), os.getpid())
 
 
 def _answer_all(server: Server, answer: Callable[[Message], Message], rest: Callable[[], None], *, watch_s: float) -> None:

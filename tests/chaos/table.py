@@ -43,7 +43,9 @@ class Nodes:
     """A head with Serve's own actors, and nodes that hold the engines: each can vanish, and another comes in its place."""
 
     def __init__(self, count: int) -> None:
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS["head"], "include_dashboard": False})
+        self._cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": CPUS["head"], "labels": {"pool": "gateways"}, "include_dashboard": False}
+        )
         self._nodes = [self._fresh() for _ in range(count)]
 
     @property
@@ -69,6 +71,7 @@ def on_nodes() -> Iterator[Nodes]:
     nodes = Nodes(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", nodes.address)
+        patch.setattr("ray._private.utils.set_sigterm_handler", lambda handler: None)  # nodes are started from a thread, which may set none
         yield nodes
     nodes.shutdown()
 
@@ -104,7 +107,8 @@ def sieges(wanted: dict[str, int], seed: int) -> Iterator[tuple[str, Outcome]]:
         with served(KEYS) as (url, config):
             yield "update", besiege(url, Updates({**KEYS, "http.port": config.http.port}).strike, blows=wanted["update"], seed=seed)
     if wanted.get("node"):
-        labels = {"target.label_selector": {"pool": "engines"}, "draft.label_selector": {"pool": "engines"}}
+        places = {"http": "gateways", "target": "engines", "draft": "engines"}  # a gateway that dies takes its clients' connections with it
+        labels = {f"{part}.label_selector": {"pool": pool} for part, pool in places.items()}
         with on_nodes() as nodes, served({**KEYS, **labels, "replicas.min": 2, "replicas.max": 2}, join=True) as (url, _):
             yield "node", besiege(url, nodes.strike, blows=wanted["node"], seed=seed)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from specserve.errors import BadValue
 
-TITLES = {  # Ray names its processes after what they run
-    "draft": "ray::DraftWorker",
-    "target": "ray::TargetWorker",
+TITLES = {  # Ray names its processes after what they run; workers that are at work, not those that still read their weights
+    "draft": "ray::DraftWorker.run",
+    "target": "ray::TargetWorker.run",
     "coordinator": "ray::ServeReplica:specserve:Engine",
     "controller": "ray::ServeController",
 }
