@@ -130,7 +130,7 @@ async def step(address: Address, seconds: float) -> Iterator[str]:
 
     async def watch() -> None:
         while not done:
-            sizes.append((time.monotonic(), await num_replicas(address)))
+            sizes.append((time.monotonic(), int(await gauge(address, "replicas"))))
             await asyncio.sleep(1.0)
 
     begun, watching = time.monotonic(), asyncio.create_task(watch())
@@ -144,10 +144,13 @@ async def step(address: Address, seconds: float) -> Iterator[str]:
     return iter((f"replicas: {sizes[0][1]} at first; {'; '.join(changes)}", f"time to first token, s: {waits}", f"failed: {failed}"))
 
 
-async def num_replicas(address: Address) -> int:
+async def gauge(address: Address, name: str) -> float:
+    """The largest of those with that name."""
     text = (await address.get("/metrics")).body.decode()
-    samples = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
-    return int(samples.get("specserve_replicas", 0))
+    return max(
+        (sample.value for family in text_string_to_metric_families(text) for sample in family.samples if sample.name == f"specserve_{name}"),
+        default=0,
+    )
 
 
 async def soak(address: Address, seconds: float) -> Iterator[str]:
@@ -162,7 +165,7 @@ async def soak(address: Address, seconds: float) -> Iterator[str]:
     while time.monotonic() < begun + seconds:
         await for_a_while(55.0, client, 8)
         await asyncio.sleep(5.0)
-        held.append(footprint())
+        held.append(footprint() | {"cache in use": await gauge(address, "kv_cache_usage_perc")})
     lines = [f"{len(seen.streams)} requests in {seconds / 60:.0f} minutes, by status {seen.by_status()}"]
     for name in held[0]:
         series = [one[name] for one in held]
@@ -175,6 +178,7 @@ def footprint() -> dict[str, float]:
     found = processes()
     sizes = {f"{name} MiB": process.memory_info().rss / 2**20 for name, process in found.items()}
     handles = {f"{name} file handles": float(process.num_fds()) for name, process in found.items()}
+    handles |= {f"{name} sockets": float(len(process.net_connections())) for name, process in found.items()}
     return sizes | handles | {"processes": float(sum("ray::" in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])))}
 
 
