@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
@@ -30,6 +31,7 @@ from specserve.bench.chaos.siege import Outcome, Siege, Strike, processes_of
 from specserve.bench.chaos.victims import KILLED, Blow
 from specserve.cluster.app import APP_NAME, application
 from specserve.cluster.logs import logging_config
+from specserve.cluster.placement import bundles, has_room
 from specserve.config import parse
 
 CLIENTS, TOKENS = 16, 400
@@ -77,7 +79,10 @@ def on_nodes() -> Iterator[Nodes]:
 
 
 class Updates:
-    """Deploys another config: engines and gateway are replaced. What changes makes no difference to the texts."""
+    """Deploys another config: engines and gateway are replaced. What changes makes no difference to the texts.
+
+    Each comes when the one before is over, and what it replaced has left: until then there is no room for new ones beside the old.
+    """
 
     def __init__(self, keys: dict[str, object]) -> None:
         self._keys, self._count = keys, 0
@@ -85,6 +90,8 @@ class Updates:
     async def strike(self, chance: random.Random) -> Blow | None:
         self._count += 1
         config = parse({**self._keys, "limits.max_queued": 1024 + self._count})
+        while not has_room(bundles(config, has_gpus=False), ray.available_resources()):
+            await asyncio.sleep(0.5)
         loop = asyncio.get_running_loop()
         begun = loop.time()
         await asyncio.to_thread(serve.run, application(config), name=APP_NAME, logging_config=logging_config(config))
@@ -104,8 +111,9 @@ def sieges(wanted: dict[str, int], seed: int) -> Iterator[tuple[str, Outcome]]:
             for role, blows in roles.items():
                 yield role, besiege(url, processes_of([role], stopping=STOPPING), blows=blows, seed=seed)
     if wanted.get("update"):
-        with served(KEYS) as (url, config):
-            yield "update", besiege(url, Updates({**KEYS, "http.port": config.http.port}).strike, blows=wanted["update"], seed=seed)
+        roomy = {**KEYS, "replicas.max": 2}  # of which one is asked for: what an update needs beside it
+        with served(roomy) as (url, config):
+            yield "update", besiege(url, Updates({**roomy, "http.port": config.http.port}).strike, blows=wanted["update"], seed=seed)
     if wanted.get("node"):
         places = {"http": "gateways", "target": "engines", "draft": "engines"}  # a gateway that dies takes its clients' connections with it
         labels = {f"{part}.label_selector": {"pool": pool} for part, pool in places.items()}
