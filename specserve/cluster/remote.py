@@ -25,6 +25,7 @@ Lose = Callable[[str], None]
 
 PATIENCE_S = 0.1  # that a round waits for a drafter at least, before it goes on without
 PATIENCE = 4.0  # times what its answers usually take
+FIRST_S, BLEND = 0.1, 0.1  # what they are thought to take at first, and how fast that is learnt
 
 
 class RemoteTarget:
@@ -118,7 +119,7 @@ class RemoteDrafter:
         self._released: list[int] = []
         self._foreseen: dict[tuple[int, int, int], Proposal] = {}  # by sequence, where it begins, and the token before that
         self._unheard: asyncio.Future[Sequence[Proposal]] | None = None  # an answer that nobody waited for
-        self._usual_s = 1.0  # that an answer takes: the first may take long
+        self._usual_s = FIRST_S  # that an answer takes; known of its predecessors, too
         self.lose: Lose = log.error  # is told why the worker cannot be relied on any more
         self.has_answered = False
         self.busy_seconds = 0.0
@@ -128,7 +129,7 @@ class RemoteDrafter:
         """Ask this one from now on. It holds nothing."""
         (self._worker,) = workers
         self._worker.unasked = self._foresee
-        self._clocks, self._usual_s, self.has_answered = Alignment(), 1.0, False
+        self._clocks, self.has_answered = Alignment(), False
         self._released.clear()
 
     def detach(self) -> None:
@@ -205,7 +206,7 @@ class RemoteDrafter:
             raise WorkerLost(f"the drafter answered a round with {type(answer).__name__}")
         answered = time.perf_counter()
         self.has_answered = True
-        self._usual_s = max(answered - sent, 0.9 * self._usual_s + 0.1 * (answered - sent))
+        self._usual_s += BLEND * (answered - sent - self._usual_s)
         self.pages_used = answer.pages_used
         self.busy_seconds += _worked(answer.spans) or answer.seconds
         if self._report is not None:
@@ -220,7 +221,7 @@ class RemoteDrafter:
             self.lose(str(error))
             return _nothing(message.steps, is_here=False)
         log.warning("a round goes on without its drafts: %s", error)
-        self._usual_s *= 2
+        self._usual_s *= 1.5
         asyncio.get_running_loop().call_later(self._deadline_s, self._lose_if_late, worker, str(error))
         return _nothing(message.steps, is_here=True)
 
