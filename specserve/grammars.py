@@ -45,9 +45,8 @@ def limits() -> LLParserLimits:
 def _impossible(grammar: Grammar) -> str:
     """Why not even a first byte can be written; "" if one can."""
     matcher = LLMatcher(LLTokenizer("byte"), source(grammar), log_level=0, limits=limits())
-    if not matcher.is_error() and any(matcher.compute_bitmask()):
-        return ""
-    return "no text can follow it"
+    able = not matcher.is_error() and any(matcher.compute_bitmask())
+    return "" if able and not matcher.is_error() else "no text can follow it"  # that there is no way on is found on the way
 
 
 def _json_source(text: str) -> str:
@@ -55,9 +54,14 @@ def _json_source(text: str) -> str:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadValue(f"the JSON schema is no JSON: {error}", param=_PARAM) from error
-    if not isinstance(schema, (dict, bool)):
-        raise BadValue(f"a JSON schema is an object, not {type(schema).__name__}", param=_PARAM)
-    return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACES})
+    if schema is True:  # anything at all
+        text, schema = "{}", {}
+    if not isinstance(schema, dict):
+        raise BadValue(f"a JSON schema that can be followed is an object, or true, not {str(schema)[:20]}", param=_PARAM)
+    try:
+        return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACES})
+    except ValueError as error:  # of x-guidance, the library's own keyword
+        raise BadValue(_json_said(str(error)), param=_PARAM) from error
 
 
 def _json_said(error: str) -> str:

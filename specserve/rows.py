@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
@@ -158,7 +159,9 @@ def _read_policy(numbers: bytes, verifier: str, tokens: bytes, biases: bytes) ->
     if verifier not in VERIFIERS:
         raise ValueError("an unknown verifier")
     logit_bias = tuple(zip(unpacked("I", tokens), unpacked("d", biases), strict=True))
-    return Policy(Warp(*knobs, logit_bias=logit_bias), verifier, seed, prompt_length, logprobs if has_logprobs else None, lenience, constrained)
+    return Policy(
+        replace(Warp(*knobs), logit_bias=logit_bias), verifier, seed, prompt_length, logprobs if has_logprobs else None, lenience, constrained
+    )
 
 
 def _write_grammar(grammar: Grammar | None) -> Row | None:

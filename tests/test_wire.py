@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from specserve.errors import BadFrame, OutOfPages, WorkerLost
 from specserve.types import (
+    GRAMMARS,
     VERIFIERS,
     Chunk,
     DraftStep,
     Finish,
     Foreseen,
+    Grammar,
     Logprobs,
     Origin,
     Policy,
@@ -54,9 +56,10 @@ def all_logprobs(draw: st.DrawFn) -> tuple[Logprobs, ...]:
 
 
 warps = st.builds(Warp, reals, counts, reals, reals, reals, reals, reals, st.lists(st.tuples(tokens, reals), max_size=4).map(tuple))
-policies = st.builds(Policy, warps, st.sampled_from(VERIFIERS), counts, counts, st.none() | counts, reals)
-draft_steps = st.builds(DraftStep, counts, counts, many_tokens, counts, policies, many_tokens)
-verdicts = st.builds(Verdict, counts, counts, counts, st.none() | all_logprobs())
+policies = st.builds(Policy, warps, st.sampled_from(VERIFIERS), counts, counts, st.none() | counts, reals, st.booleans())
+grammars = st.none() | st.builds(Grammar, st.sampled_from(GRAMMARS), st.text())
+draft_steps = st.builds(DraftStep, counts, counts, many_tokens, counts, policies, many_tokens, grammars)
+verdicts = st.builds(Verdict, counts, counts, counts, st.none() | all_logprobs(), st.none() | st.text())
 spans = st.builds(Span, st.text(), reals, reals)
 stats = st.builds(Stats, st.text(), st.booleans(), counts, counts, counts, counts, counts, counts)
 chunks = st.builds(
@@ -81,7 +84,8 @@ def proposals(draw: st.DrawFn) -> Proposal:
 def verify_steps(draw: st.DrawFn) -> VerifyStep:
     drafts = draw(many_tokens)
     q = draw(st.none() | sparse_rows(len(drafts)))
-    return VerifyStep(draw(counts), draw(counts), draw(many_tokens), drafts, q, draw(policies), draw(st.booleans()), draw(many_tokens))
+    more = draw(policies), draw(st.booleans()), draw(many_tokens), draw(grammars)
+    return VerifyStep(draw(counts), draw(counts), draw(many_tokens), drafts, q, *more)
 
 
 def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
@@ -127,7 +131,7 @@ def verify(num_steps: int = 2) -> Verify:
 def samples() -> list[Message]:
     return [
         verify(),
-        Propose(1, math.inf, (DraftStep(1, 2, (3, 4), 5, policy(logprobs=0), source=(9, 8)),), (6,)),
+        Propose(1, math.inf, (DraftStep(1, 2, (3, 4), 5, policy(logprobs=0, constrained=True), (9, 8), Grammar("regex", "a+")),), (6,)),
         Verdicts(1, (Verdict(1, 1, 2, (Logprobs(-0.1, (1, 2), (-0.1, -math.inf)), Logprobs(-9.0, (), ()))),), 0.1, 3),
         Chunks((Chunk(1, (2,), (Origin.BONUS,), None, Finish.ERROR, Stats("block", True, 1, 2, 3, 4), "fällt aus"),)),
         Failed(1, "OutOfPages", "no room"),

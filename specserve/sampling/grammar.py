@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 from numpy.typing import NDArray
 
 from specserve.errors import SpecserveError, first_line
@@ -126,13 +126,16 @@ class Parse:
         return only.tolist() if len(only) == 1 else []
 
     def lawful(self, tokens: Sequence[int]) -> int:
-        """How many of these may follow in a row, up to one that ends the text. The spelling is not looked at: whoever judges them does."""
+        """How many of these may follow in a row, up to one that ends the text.
+
+        Neither the spelling is looked at nor whether the text may end there: whoever judges them does.
+        """
         if self.is_over:
             return 0
         assert self._matcher is not None
-        ends = [i for i, token in enumerate(tokens) if token in self._grammars.end_ids]
-        stand = self._matcher.validate_tokens(list(tokens[: ends[0]] if ends else tokens))
-        return stand + (bool(ends) and stand == ends[0])
+        lawful = list(_before_end(tokens, self._grammars.end_ids))
+        stand = self._matcher.validate_tokens(lawful) if lawful else 0
+        return stand + (stand == len(lawful) < len(tokens))
 
     def fork(self, length: int) -> Parse:
         """Another text with the same first `length` tokens."""
@@ -144,22 +147,29 @@ class Parse:
     def _advance(self) -> None:
         """Takes what it can of the tokens that are new."""
         assert self._matcher is not None
-        new = self.tokens[self._read :]
-        ends = [i for i, token in enumerate(new) if token in self._grammars.end_ids]
-        new = new[: ends[0]] if ends else new
-        self._read += self._matcher.try_consume_tokens(new)
+        self._read += self._matcher.try_consume_tokens(list(_before_end(self.tokens[self._read :], self._grammars.end_ids)))
 
 
 def rows_of(grammars: Grammars, asked: Sequence[tuple[Parse, Sequence[int]]]) -> Bits:  # [rows, words]
     """What may come behind each text and behind each of its drafts; rows behind a draft that may not stand, or ends the text, allow all."""
     counts = [len(drafts) + 1 for _, drafts in asked]
     bits = np.full((sum(counts), grammars.words), -1, np.int32)
-    jobs, first = [], 0
+    alone, drafted, first = [], [], 0
     for (parse, drafts), count in zip(asked, counts, strict=True):
         if parse._matcher is not None and not parse.is_over:
-            ends = [i for i, token in enumerate(drafts) if token in grammars.end_ids]
-            jobs.append((parse._matcher, first, list(drafts[: ends[0]] if ends else drafts)))
+            lawful = _before_end(drafts, grammars.end_ids)
+            if lawful:
+                drafted.append((parse._matcher, first, list(lawful)))
+            else:
+                alone.append((parse._matcher, first))
         first += count
-    if jobs:
-        fill_next_token_bitmask_par_with_draft_tokens(grammars.executor, jobs, bits)
+    if alone:
+        fill_next_token_bitmask_par(grammars.executor, alone, bits)
+    if drafted:
+        fill_next_token_bitmask_par_with_draft_tokens(grammars.executor, drafted, bits)
     return bits
+
+
+def _before_end(tokens: Sequence[int], end_ids: frozenset[int]) -> Sequence[int]:
+    """What stands before the first token that ends a text."""
+    return tokens[: next((i for i, token in enumerate(tokens) if token in end_ids), len(tokens))]
