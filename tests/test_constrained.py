@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from grammatical import END, GRAMMAR, LONG, TOKENS, Exact, allowed, obey, reques
 from tied import TiedPairs
 
 from specserve.drafters.kinds import open_statistical
+from specserve.errors import BadValue
 from specserve.types import VERIFIERS, Finish, Grammar, Request, Speculation, Warp
 
 SAMPLES, SEED, ALARM = 600, 1 << 45, 1e-4
@@ -81,7 +83,7 @@ def test_sequences_that_lose_their_pages_in_mid_text_go_on_under_their_grammar(p
     asked = [replace(request, grammar=LONG) for request in requests("each", SAMPLES, first_seed=SEED * 4, max_tokens=24)]
     run = written(pairs.engines["full"], asked, 4)
     assert run.num_preempted > 0
-    assert all(re.fullmatch("[abc]{12,30}", text_of(tokens)) for tokens in run.texts)
+    assert all(re.fullmatch("[abc]{24,30}d*", text_of(tokens)) for tokens in run.texts)
     assert Exact(pairs, LONG).fit(asked, run).p_value > ALARM
 
 
@@ -144,6 +146,43 @@ def test_a_text_goes_on_where_another_engine_left_it(pairs: Pairs):
     rest = [replace(request, written=text[: len(text) // 2]) for request, text in zip(asked, whole.texts, strict=True)]
     again = written(pairs.engines["full"], rest, 3)
     assert [(*request.written, *text) for request, text in zip(rest, again.texts, strict=True)] == whole.texts
+
+
+@pytest.mark.parametrize("drafter", ["full", "ahead"])
+def test_long_prompts_come_in_chunks_and_the_grammar_with_the_first(pairs: Pairs, exact: Exact, drafter):
+    asked = [Request(prompt, 20, GREEDY, seed, grammar=GRAMMAR) for seed, prompt in enumerate(PROMPTS)]
+    run = written(pairs.engines[drafter], asked, 3, max_batch_tokens=8)
+    assert run.texts == [plain_greedy(exact, prompt, 20) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("lost", ["target", "drafter", "both"])
+def test_workers_that_start_anew_are_told_the_grammar_again(pairs: Pairs, lost):
+    """They forget all that they held, the target in the middle of a pass."""
+    engine = pairs.engines["full"]
+    asked = [replace(request, seeded=True, grammar=LONG) for request in requests("coupled", 12, first_seed=SEED * 12, max_tokens=24)]
+    whole = written(engine, asked, 3)
+    calls, verify = itertools.count(), engine.target.verify
+
+    def failing(steps):
+        if next(calls) in (3, 7):
+            if lost != "target":
+                engine.drafter.release(range(12))
+            if lost != "drafter":
+                engine.target.release(range(12))
+                raise RuntimeError("struck")
+        return verify(steps)
+
+    engine.target.verify = failing
+    try:
+        assert written(engine, asked, 3).texts == whole.texts
+    finally:
+        del engine.target.verify
+
+
+@pytest.mark.parametrize("refused", [{"ignore_eos": True}])
+def test_what_does_not_go_with_a_grammar_is_refused_before_it_is_queued(pairs: Pairs, refused):
+    with pytest.raises(BadValue, match="ignore_eos does not go with a grammar"):
+        written(pairs.engines["none"], [Request(PROMPTS[0], 9, Warp(), 5, grammar=GRAMMAR, **refused)], 0)
 
 
 FORCED = Grammar("regex", "abcdcabdcaab(c|d)")

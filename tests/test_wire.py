@@ -201,7 +201,7 @@ def head(*, magic: object = b"specserve", kind: object = "Verdicts", num_items: 
     return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
 
 
-GOOD_ROW = (bytes(24), None)
+GOOD_ROW = (bytes(24), None, None)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +251,13 @@ def test_what_is_not_a_message_is_refused(frames: list[bytes]) -> None:
     assert unpack([head(rows=(GOOD_ROW,))]).verdicts == (Verdict(0, 0, 0, None),)
     with pytest.raises(BadFrame):
         unpack(frames)
+
+
+def test_a_grammar_of_no_known_kind_is_refused() -> None:
+    (frame,) = sent(Propose(1, 1.0, (DraftStep(1, 0, (3,), 5, policy(), (), Grammar("regex", "a+")),)))
+    assert isinstance(unpack([frame]), Propose)
+    with pytest.raises(BadFrame, match="kind of grammar"):
+        unpack([frame.replace(b"regex", b"regeX")])
 
 
 def test_rows_wider_than_their_frame_are_refused() -> None:

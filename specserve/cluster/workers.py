@@ -89,6 +89,8 @@ class TargetWorker:
         if self._config.draft.kind == "heads":
             assert isinstance(self._model, TargetModel), "the only rank judges"
             self._unasked = Unasked(HeadsDrafter.of(self._config, self._model))
+        if isinstance(self._model, TargetModel):
+            self._model.parses.warm()
         _settle()
         return Ready(self._server.address, _place(self._model.runner.device), info.max_context, info.num_pages, info, self._unasked is not None)
 

@@ -18,7 +18,7 @@ from specserve.sampling.parses import Parses
 from specserve.types import Policy, Step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Going:
     """A sequence on its way to `goal` draft tokens. Its parse, if it has a grammar, stands behind those that there are."""
 

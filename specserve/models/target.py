@@ -48,10 +48,13 @@ class TargetModel:
         self.parses.meet(steps)
         masks = self.parses.masking(decided, self.runner.cache.tokens)  # beside the pass
         writes = [Step(step.seq_id, step.start, step.tokens + step.drafts, step.source) for step in steps]
-        logits = self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
+        try:
+            logits = self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
+        finally:
+            found = None if masks is None else masks.result()
         if not decided:
             return []
-        verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], None if masks is None else masks.result())
+        verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], found)
         if self._tells_hidden:
             self._keep(decided, verdicts, logits[:, self.info.vocab_size :])
         return verdicts

@@ -71,6 +71,11 @@ class Parses:
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "grammar")
 
+    def warm(self) -> None:
+        """Reads the tokenizer before it is wanted, beside whatever else there is to do."""
+        if self.grammars is not None:
+            self._thread.submit(lambda grammars: grammars.tokenizer, self.grammars)
+
     def meet(self, steps: Sequence[DraftStep | VerifyStep]) -> None:
         """Whoever answers steps shows them all here first."""
         if self.grammars is None:
