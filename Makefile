@@ -9,7 +9,7 @@ PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload check clean
+.PHONY: serve test test-fast test-gpu bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload structured check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -48,6 +48,10 @@ bench-peers: $(VENV)/installed
 
 proofs: $(VENV)/installed-for-tests
 	$(BIN)/python tests/proofs.py $(ARGS)
+
+# What it prints stands in docs/structured.md.
+structured: $(VENV)/installed-for-tests
+	$(BIN)/python tests/schemas.py $(ARGS)
 
 # What it prints stands in docs/reliability.md.
 fuzz: $(VENV)/installed-for-tests

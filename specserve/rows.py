@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, islice
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from specserve.types import (
+    GRAMMARS,
     VERIFIERS,
     Chunk,
     DraftStep,
     Finish,
     Foreseen,
+    Grammar,
     Logprobs,
     Origin,
     Policy,
@@ -39,7 +42,7 @@ _SIZES = {"I": 4, "Q": 8, "d": 8}  # tokens, ids of sequences, real numbers
 _ORIGINS = tuple(Origin)
 _ORIGIN_CODES = {origin: code for code, origin in enumerate(_ORIGINS)}
 
-_POLICY = struct.Struct("<QQ?Qd dQddddd")  # seed, prompt_length, logprobs, lenience; a Warp up to its biases
+_POLICY = struct.Struct("<QQ?Qd? dQddddd")  # seed, prompt_length, logprobs, lenience, constrained; a Warp up to its biases
 _DRAFT_STEP = struct.Struct("<QQQ")  # seq_id, start, gamma
 _PROPOSAL = struct.Struct("<QQQB?I")  # seq_id, start, held, anticipated, support
 _VERIFY_STEP = struct.Struct("<QQ??I")  # seq_id, start, decide, support
@@ -135,6 +138,7 @@ def _write_policy(policy: Policy) -> Row:
         policy.prompt_length,
         *_optional(policy.logprobs),
         policy.lenience,
+        policy.constrained,
         warp.temperature,
         warp.top_k,
         warp.top_p,
@@ -151,12 +155,26 @@ def _write_policy(policy: Policy) -> Row:
 
 @lru_cache(maxsize=256)  # a sequence's policy comes with each of its steps, always the same
 def _read_policy(numbers: bytes, verifier: str, tokens: bytes, biases: bytes) -> Policy:
-    seed, prompt_length, has_logprobs, logprobs, lenience, temperature, top_k, top_p, min_p, presence, frequency, repetition = _POLICY.unpack(numbers)
+    seed, prompt_length, has_logprobs, logprobs, lenience, constrained, *knobs = _POLICY.unpack(numbers)
     if verifier not in VERIFIERS:
         raise ValueError("an unknown verifier")
     logit_bias = tuple(zip(unpacked("I", tokens), unpacked("d", biases), strict=True))
-    warp = Warp(temperature, top_k, top_p, min_p, presence, frequency, repetition, logit_bias)
-    return Policy(warp, verifier, seed, prompt_length, logprobs if has_logprobs else None, lenience)
+    return Policy(
+        replace(Warp(*knobs), logit_bias=logit_bias), verifier, seed, prompt_length, logprobs if has_logprobs else None, lenience, constrained
+    )
+
+
+def _write_grammar(grammar: Grammar | None) -> Row | None:
+    return None if grammar is None else (grammar.kind, grammar.text)
+
+
+def _read_grammar(row: Any) -> Grammar | None:
+    if row is None:
+        return None
+    kind, written = row
+    if kind not in GRAMMARS:
+        raise ValueError("an unknown kind of grammar")
+    return Grammar(kind, text(written))
 
 
 def _write_logprobs(logprobs: tuple[Logprobs, ...] | None) -> Row | None:
@@ -178,13 +196,14 @@ def _read_logprobs(row: Any) -> tuple[Logprobs, ...] | None:
 
 
 def write_draft_step(step: DraftStep, arrays: ArraysOut) -> Row:
-    return _DRAFT_STEP.pack(step.seq_id, step.start, step.gamma), packed("I", step.tokens), _write_policy(step.policy), packed("I", step.source)
+    numbers = _DRAFT_STEP.pack(step.seq_id, step.start, step.gamma)
+    return numbers, packed("I", step.tokens), _write_policy(step.policy), packed("I", step.source), _write_grammar(step.grammar)
 
 
 def read_draft_step(row: Any, arrays: ArraysIn) -> DraftStep:
-    numbers, tokens, policy, source = row
+    numbers, tokens, policy, source, grammar = row
     seq_id, start, gamma = _DRAFT_STEP.unpack(numbers)
-    return DraftStep(seq_id, start, unpacked("I", tokens), gamma, _read_policy(*policy), unpacked("I", source))
+    return DraftStep(seq_id, start, unpacked("I", tokens), gamma, _read_policy(*policy), unpacked("I", source), _read_grammar(grammar))
 
 
 def write_proposal(proposal: Proposal, arrays: ArraysOut) -> Row:
@@ -212,25 +231,27 @@ def read_foreseen(row: Any, arrays: ArraysIn) -> Foreseen:
 
 def write_verify_step(step: VerifyStep, arrays: ArraysOut) -> Row:
     numbers = _VERIFY_STEP.pack(step.seq_id, step.start, step.decide, *arrays.put(step.q, len(step.drafts)))
-    return numbers, packed("I", step.tokens), packed("I", step.drafts), _write_policy(step.policy), packed("I", step.source)
+    tokens, drafts, source = packed("I", step.tokens), packed("I", step.drafts), packed("I", step.source)
+    return numbers, tokens, drafts, _write_policy(step.policy), source, _write_grammar(step.grammar)
 
 
 def read_verify_step(row: Any, arrays: ArraysIn) -> VerifyStep:
-    numbers, tokens, drafts, policy, source = row
+    numbers, tokens, drafts, policy, source, grammar = row
     seq_id, start, decide, has_rows, support = _VERIFY_STEP.unpack(numbers)
     drafts = unpacked("I", drafts)
     q = arrays.take(len(drafts), has_rows=has_rows, support=support)
-    return VerifyStep(seq_id, start, unpacked("I", tokens), drafts, q, _read_policy(*policy), decide, unpacked("I", source))
+    source = unpacked("I", source)
+    return VerifyStep(seq_id, start, unpacked("I", tokens), drafts, q, _read_policy(*policy), decide, source, _read_grammar(grammar))
 
 
 def write_verdict(verdict: Verdict, arrays: ArraysOut) -> Row:
-    return _VERDICT.pack(verdict.seq_id, verdict.accepted, verdict.next_token), _write_logprobs(verdict.logprobs)
+    return _VERDICT.pack(verdict.seq_id, verdict.accepted, verdict.next_token), _write_logprobs(verdict.logprobs), verdict.error
 
 
 def read_verdict(row: Any, arrays: ArraysIn) -> Verdict:
-    numbers, logprobs = row
+    numbers, logprobs, error = row
     seq_id, accepted, next_token = _VERDICT.unpack(numbers)
-    return Verdict(seq_id, accepted, next_token, _read_logprobs(logprobs))
+    return Verdict(seq_id, accepted, next_token, _read_logprobs(logprobs), None if error is None else text(error))
 
 
 def _write_stats(stats: Stats) -> Row:

@@ -52,6 +52,15 @@ class Policy:
     prompt_length: int  # presence and frequency count what was written after it
     logprobs: int | None = None  # how many alternatives to report beside each token; None: no logprobs at all
     lenience: float = 1.0  # of `lenient` alone
+    constrained: bool = False  # there is a grammar for what is written after `prompt_length`; it comes with the steps that start at 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a whole text must be: a JSON schema, a regular expression or a Lark grammar, by `kind`, in `text`."""
+
+    kind: str  # one of GRAMMARS
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,7 @@ class DraftStep:
     gamma: int
     policy: Policy
     source: tuple[int, ...] = ()  # as in Step
+    grammar: Grammar | None = None  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,7 @@ class VerifyStep:
     policy: Policy
     decide: bool = True  # False: a chunk of a prompt that is not its last; no verdict is wanted
     source: tuple[int, ...] = ()  # as in Step
+    grammar: Grammar | None = None  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +151,7 @@ class Verdict:
     accepted: int
     next_token: int  # a correction if accepted < proposed, else the bonus
     logprobs: tuple[Logprobs, ...] | None  # accepted + 1 of them
+    error: str | None = None  # why this sequence alone cannot go on; what the rest says is then nothing
 
 
 class Origin(StrEnum):
@@ -213,14 +225,6 @@ class Speculation:
             raise BadValue(f"speculation.gamma must be 0 or more, not {self.gamma}", param="speculation.gamma")
         if self.verifier is not None and self.verifier not in VERIFIERS:
             raise BadValue(f"speculation.verifier must be one of {', '.join(VERIFIERS)}, not {self.verifier!r}", param="speculation.verifier")
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What a whole text must be: a JSON schema, a regular expression or a Lark grammar, by `kind`, in `text`."""
-
-    kind: str  # one of GRAMMARS
-    text: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from specserve.rows import (
 )
 from specserve.types import Chunk, DraftStep, Foreseen, Proposal, Span, Verdict, VerifyStep
 
-MAGIC, VERSION = b"specserve", 3
+MAGIC, VERSION = b"specserve", 4
 Frame = bytes | memoryview
 
 

@@ -23,6 +23,7 @@ from specserve.drafters.open import OpenDrafter, open_drafter
 from specserve.drafters.review import Guesses, _law, review
 from specserve.drafters.writers import Ask, Tally
 from specserve.sampling.distribution import WarpBatch
+from specserve.sampling.parses import Parses
 from specserve.types import DraftStep, Policy, Proposal, SparseRows, Step, Warp
 
 PROMPT = (3, 1, 4, 1, 5, 2, 6)
@@ -200,7 +201,7 @@ class Guessing:
     support = 2
 
     def __init__(self, alpha: float) -> None:
-        self.alpha, self.rng = alpha, np.random.default_rng(0)
+        self.alpha, self.rng, self.parses = alpha, np.random.default_rng(0), Parses(None)
 
     def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> list[Proposal]:
         guesses = [tuple((self.rng.random(step.gamma) < self.alpha).astype(int).tolist()) for step in steps]

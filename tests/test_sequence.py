@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specserve.engine.sequence import Sequence
-from specserve.types import Finish, Logprobs, Origin, Policy, Proposal, Request, Speculation, Verdict, Warp
+from specserve.types import Finish, Grammar, Logprobs, Origin, Policy, Proposal, Request, Speculation, Verdict, Warp
 
 EOS, STOP = 90, 91
 A, C, B, P = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS, Origin.PLAIN
@@ -102,6 +102,25 @@ def test_a_fully_accepted_proposal_leaves_the_last_draft_for_the_drafter_to_read
     commit(sequence, (10, 11, 12), accepted=3, next_token=40)
     assert (sequence.target_held, sequence.draft_held) == (6, 5)
     assert sequence.draft_step(stop=7, gamma=1).tokens == (12, 40)
+
+
+def test_a_grammar_goes_with_the_steps_that_start_at_0_and_with_no_others():
+    grammar = Grammar("regex", "a+")
+    sequence = make(grammar=grammar)
+    steps = sequence.verify_step(stop=2, proposal=None), sequence.draft_step(stop=2, gamma=0)
+    assert [step.grammar for step in steps] == [grammar, grammar]
+    sequence.read(stop=2, proposal=Proposal(5, 2, (), None, held=2))
+    steps = sequence.verify_step(stop=3, proposal=None), sequence.draft_step(stop=3, gamma=1)
+    assert [step.grammar for step in steps] == [None, None]
+    sequence.forget()
+    assert sequence.verify_step(stop=3, proposal=None).grammar == grammar
+
+
+def test_a_verdict_that_is_an_error_ends_the_sequence_without_a_token():
+    sequence = make()
+    chunk = sequence.commit(Verdict(5, 0, 7, None, "its grammar takes too much"), None)
+    assert (chunk.tokens, chunk.finish, chunk.error) == ((), Finish.ERROR, "its grammar takes too much")
+    assert sequence.committed == [1, 2, 3]
 
 
 def test_rounds_without_drafts_leave_a_hole_that_the_next_draft_step_fills():

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from specserve.errors import BadFrame, OutOfPages, WorkerLost
 from specserve.types import (
+    GRAMMARS,
     VERIFIERS,
     Chunk,
     DraftStep,
     Finish,
     Foreseen,
+    Grammar,
     Logprobs,
     Origin,
     Policy,
@@ -54,9 +56,10 @@ def all_logprobs(draw: st.DrawFn) -> tuple[Logprobs, ...]:
 
 
 warps = st.builds(Warp, reals, counts, reals, reals, reals, reals, reals, st.lists(st.tuples(tokens, reals), max_size=4).map(tuple))
-policies = st.builds(Policy, warps, st.sampled_from(VERIFIERS), counts, counts, st.none() | counts, reals)
-draft_steps = st.builds(DraftStep, counts, counts, many_tokens, counts, policies, many_tokens)
-verdicts = st.builds(Verdict, counts, counts, counts, st.none() | all_logprobs())
+policies = st.builds(Policy, warps, st.sampled_from(VERIFIERS), counts, counts, st.none() | counts, reals, st.booleans())
+grammars = st.none() | st.builds(Grammar, st.sampled_from(GRAMMARS), st.text())
+draft_steps = st.builds(DraftStep, counts, counts, many_tokens, counts, policies, many_tokens, grammars)
+verdicts = st.builds(Verdict, counts, counts, counts, st.none() | all_logprobs(), st.none() | st.text())
 spans = st.builds(Span, st.text(), reals, reals)
 stats = st.builds(Stats, st.text(), st.booleans(), counts, counts, counts, counts, counts, counts)
 chunks = st.builds(
@@ -81,7 +84,8 @@ def proposals(draw: st.DrawFn) -> Proposal:
 def verify_steps(draw: st.DrawFn) -> VerifyStep:
     drafts = draw(many_tokens)
     q = draw(st.none() | sparse_rows(len(drafts)))
-    return VerifyStep(draw(counts), draw(counts), draw(many_tokens), drafts, q, draw(policies), draw(st.booleans()), draw(many_tokens))
+    more = draw(policies), draw(st.booleans()), draw(many_tokens), draw(grammars)
+    return VerifyStep(draw(counts), draw(counts), draw(many_tokens), drafts, q, *more)
 
 
 def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
@@ -127,7 +131,7 @@ def verify(num_steps: int = 2) -> Verify:
 def samples() -> list[Message]:
     return [
         verify(),
-        Propose(1, math.inf, (DraftStep(1, 2, (3, 4), 5, policy(logprobs=0), source=(9, 8)),), (6,)),
+        Propose(1, math.inf, (DraftStep(1, 2, (3, 4), 5, policy(logprobs=0, constrained=True), (9, 8), Grammar("regex", "a+")),), (6,)),
         Verdicts(1, (Verdict(1, 1, 2, (Logprobs(-0.1, (1, 2), (-0.1, -math.inf)), Logprobs(-9.0, (), ()))),), 0.1, 3),
         Chunks((Chunk(1, (2,), (Origin.BONUS,), None, Finish.ERROR, Stats("block", True, 1, 2, 3, 4), "fällt aus"),)),
         Failed(1, "OutOfPages", "no room"),
@@ -197,7 +201,7 @@ def head(*, magic: object = b"specserve", kind: object = "Verdicts", num_items: 
     return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
 
 
-GOOD_ROW = (bytes(24), None)
+GOOD_ROW = (bytes(24), None, None)
 
 
 @pytest.mark.parametrize(
@@ -231,11 +235,12 @@ GOOD_ROW = (bytes(24), None)
         [head(own=("x" * 40, ()), rows=(GOOD_ROW,))],
         [head(own=(bytes(40), ((bytes(16), "verify"),)), rows=(GOOD_ROW,))],
         [head(rows=(b"",))],
-        [head(rows=((bytes(23), None),))],
-        [head(rows=((bytes(24), None, None),))],
-        [head(rows=((bytes(24), (bytes(8), bytes(4), bytes(4), b"")),))],
-        [head(rows=((bytes(24), (bytes(8), b"\xff\xff\xff\xff", b"", b"")),))],
-        [head(rows=((bytes(24), (bytes(7), b"", b"", b"")),))],
+        [head(rows=((bytes(23), None, None),))],
+        [head(rows=((bytes(24), None),))],
+        [head(rows=((bytes(24), None, 7),))],
+        [head(rows=((bytes(24), (bytes(8), bytes(4), bytes(4), b""), None),))],
+        [head(rows=((bytes(24), (bytes(8), b"\xff\xff\xff\xff", b"", b""), None),))],
+        [head(rows=((bytes(24), (bytes(7), b"", b"", b""), None),))],
         [head(rows=({},))],
         [head(rows=({1: 2},))],
         [head(rows=(msgpack.ExtType(5, b"x"),))],
@@ -247,6 +252,13 @@ def test_what_is_not_a_message_is_refused(frames: list[bytes]) -> None:
     assert unpack([head(rows=(GOOD_ROW,))]).verdicts == (Verdict(0, 0, 0, None),)
     with pytest.raises(BadFrame):
         unpack(frames)
+
+
+def test_a_grammar_of_no_known_kind_is_refused() -> None:
+    (frame,) = sent(Propose(1, 1.0, (DraftStep(1, 0, (3,), 5, policy(), (), Grammar("regex", "a+")),)))
+    assert isinstance(unpack([frame]), Propose)
+    with pytest.raises(BadFrame, match="kind of grammar"):
+        unpack([frame.replace(b"regex", b"regeX")])
 
 
 def test_rows_wider_than_their_frame_are_refused() -> None:

@@ -20,11 +20,13 @@ from specserve.cluster.link import Address, Keys, Server
 from specserve.config import WITHOUT_WORKER, Config
 from specserve.drafters.open import open_drafter
 from specserve.drafters.tied import HeadsDrafter, Unasked
-from specserve.models.hub import find_checkpoint
+from specserve.models.hub import TOKENIZER_FILES, find_checkpoint, find_config
+from specserve.models.load import load_tokenizer
 from specserve.models.rank import open_rank
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
 from specserve.models.warmup import SEQUENCE, warm_up
+from specserve.sampling.grammar import Grammars
 from specserve.types import DraftStep, ModelInfo, Policy, Span, Verdict, Warp
 from specserve.wire import Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify
 
@@ -99,6 +101,8 @@ class TargetWorker:
         if self._config.draft.kind == "heads":
             assert isinstance(self._model, TargetModel), "the only rank judges"
             self._unasked = Unasked(HeadsDrafter.of(self._config, self._model))
+        if isinstance(self._model, TargetModel):
+            self._model.parses.warm()
         _settle()
         return Ready(self._server.address, _place(self._model.runner.device), info.max_context, info.num_pages, info, self._unasked is not None)
 
@@ -156,7 +160,8 @@ class DraftWorker:
         """Reads the weights and warms up."""
         own = self._config.draft
         _use_threads(own.threads, sharers=self._config.target.tensor_parallel + 1)
-        self._drafter = open_drafter(self._config, target_vocab_size=target.vocab_size, alone=True)
+        grammars = Grammars.of(self._tokenizer, vocab_size=target.vocab_size, end_ids=target.end_ids)
+        self._drafter = open_drafter(self._config, target_vocab_size=target.vocab_size, grammars=grammars, alone=True)
         for rows in WARM_LENGTHS:
             source = () if target.decoder_start is None else (0,)
             self._drafter.propose([_draft_step(min(rows, self._drafter.context - 2), source)], float("inf"))
@@ -170,6 +175,11 @@ class DraftWorker:
     def run(self) -> None:
         """Answers until it is told to stop. While this call is under way, the worker is alive."""
         _answer_all(self._server, self._answer, self._prepare, watch_s=WATCH_S)
+
+    def _tokenizer(self) -> str:
+        """The target's: a draft has the same, if it has one at all."""
+        own = self._config.target
+        return load_tokenizer(find_config(own.path, revision=own.revision, wanted=TOKENIZER_FILES))
 
     def _answer(self, message: Message) -> Message:
         assert self._drafter is not None

@@ -66,6 +66,7 @@ class Cascade:
             return []
         counts = [len(script.laws) + 1 for script, _ in going]
         logits = self._first.read([step for _, step in going], counts)
+        logits = self._first.parses.allowed([script.guessed(script.start) for script, _ in going]).applied(logits)
         histories = [self._first.history(script.seq_id, script.start, script.policy) for script, _ in going]
         adjusted = WarpBatch([script.policy.warp for script, _ in going], counts, histories).adjusted(logits)
         rows = iter(adjusted)

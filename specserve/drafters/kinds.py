@@ -9,6 +9,7 @@ from specserve.drafters.ngram import Learns, StatisticalDrafter
 from specserve.drafters.tables import Bigram, Counts, Table, Uniform, Unigram, load
 from specserve.drafters.tallies import Learnt
 from specserve.errors import ConfigError, TokenizerMismatch
+from specserve.sampling.grammar import Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,12 @@ class Source:
     learner: Learns | None = None
 
 
-def open_statistical(kind: str, *, path: Path | None, learn: bool | None, support: int, vocab_size: int) -> StatisticalDrafter:
+def open_statistical(
+    kind: str, *, path: Path | None, learn: bool | None, support: int, vocab_size: int, grammars: Grammars | None = None
+) -> StatisticalDrafter:
     """`path` is a file of tables or a directory with one. With `learn`, and by default without tables, counts follow the served texts."""
     source = open_source(kind, path=path, learn=learn, support=support, vocab_size=vocab_size)
-    return StatisticalDrafter(copies=source.copies, table=source.table, learner=source.learner)
+    return StatisticalDrafter(copies=source.copies, table=source.table, learner=source.learner, grammars=grammars)
 
 
 def open_source(kind: str, *, path: Path | None, learn: bool | None, support: int, vocab_size: int) -> Source:

@@ -10,7 +10,8 @@ import numpy as np
 from specserve.drafters.ranking import mode
 from specserve.sampling.drafts import supports
 from specserve.sampling.noise import stage_seed
-from specserve.types import DraftStep, Policy, Proposal, SparseRows, Step
+from specserve.sampling.parses import Guessed, Rule
+from specserve.types import DraftStep, Grammar, Policy, Proposal, SparseRows, Step
 
 Law = SparseRows | None  # what one token was drawn from, a single row; None: it was certain
 
@@ -18,11 +19,12 @@ Law = SparseRows | None  # what one token was drawn from, a single row; None: it
 class Manuscript:
     """One sequence, or a branch of one: what is committed, and behind it what was drafted, each token with its law."""
 
-    __slots__ = ("is_branch", "laws", "learnt", "policy", "read", "seq_id", "source", "start", "tokens")
+    __slots__ = ("grammar", "is_branch", "laws", "learnt", "policy", "read", "seq_id", "source", "start", "tokens")
 
     def __init__(self, seq_id: int, policy: Policy, *, num_stages: int) -> None:
         self.seq_id, self.policy = seq_id, policy
         self.source: tuple[int, ...] = ()  # what an encoder reads of it
+        self.grammar: Grammar | None = None
         self.tokens: list[int] = []
         self.start = 0  # length of what is committed, by which the round is named
         self.laws: list[Law] = []  # of the tokens behind it
@@ -42,7 +44,7 @@ class Manuscript:
         self.laws = []
         self.cut(step.start)
         self.tokens += step.tokens
-        self.source = self.source if step.start else step.source
+        self.source, self.grammar = (self.source, self.grammar) if step.start else (step.source, step.grammar)
         self.start, self.policy = len(self.tokens), step.policy
 
     def add(self, tokens: Sequence[int], laws: Sequence[Law]) -> None:
@@ -62,7 +64,12 @@ class Manuscript:
     def asked(self, stage: int, gamma: int) -> DraftStep:
         """The same, as a question for `gamma` more."""
         step = self.unread(stage, before=len(self.tokens))
-        return DraftStep(self.seq_id, step.start, step.tokens, gamma, self.policy_of(stage), step.source)
+        return DraftStep(self.seq_id, step.start, step.tokens, gamma, self.policy_of(stage), step.source, None if step.start else self.grammar)
+
+    def guessed(self, mark: int) -> Guessed:
+        """What stands behind a mark, under the grammar if there is one."""
+        rule = None if self.grammar is None else Rule(self.grammar, self.policy.prompt_length)
+        return Guessed(self.seq_id, rule, tuple(self.tokens[:mark]), tuple(self.tokens[mark:]))
 
     def policy_of(self, stage: int) -> Policy:
         """Its draws are its own, another stage's and the target's are others. But coupled ones are the target's."""
@@ -72,7 +79,7 @@ class Manuscript:
 
     def forked(self, as_id: int, length: int) -> Manuscript:
         branch = Manuscript(as_id, self.policy, num_stages=len(self.read))
-        branch.tokens, branch.start, branch.source = self.tokens[:length], length, self.source
+        branch.tokens, branch.start, branch.source, branch.grammar = self.tokens[:length], length, self.source, self.grammar
         branch.learnt, branch.is_branch = self.learnt, True
         return branch
 

@@ -4,41 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.drafters.base import Outlook
+from specserve.drafters.begun import Draft, Todo, pages_from, stop_of
+from specserve.drafters.constrained import Constrained
 from specserve.drafters.draws import Draws, Place, Source
-from specserve.drafters.ranking import Ranked, Sight, mode, ranked
+from specserve.drafters.ranking import ranked
 from specserve.errors import OutOfPages
 from specserve.models.cache import Fork
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import History
-from specserve.types import DraftStep, Policy, Proposal, SparseRows, Step
-
-
-@dataclass(slots=True)
-class Draft:
-    """What has been drawn behind a prefix so far. All of it is cached but the last token."""
-
-    start: int  # length of the prefix
-    policy: Policy
-    tokens: list[int] = field(default_factory=list)
-    rows: list[tuple[Source, int]] = field(default_factory=list)  # what each was drawn from, and its row there
-
-
-@dataclass(frozen=True, slots=True)
-class Todo:
-    """One sequence in a call of `draft`: what is to be read before it can go on, and how many tokens it still wants."""
-
-    seq_id: int
-    read: Step
-    draft: Draft
-    wanted: int
+from specserve.sampling.parses import Parses
+from specserve.types import DraftStep, Policy, Proposal, Step
 
 
 class NeuralDrafter:
@@ -56,10 +37,14 @@ class NeuralDrafter:
         context: int,
         support: int,
         clock: Callable[[], float] = time.perf_counter,
+        parses: Parses | None = None,
     ) -> None:
+        """Without `parses` that know grammars, drafts follow none, and the target refuses what it must."""
         self.runner, self.context, self.support, self.clock = runner, context, support, clock
         self.shared_vocab = min(vocab_size, target_vocab_size)  # padding of either embedding is never proposed
         self.lacks_tokens = vocab_size < target_vocab_size
+        self.parses = parses or Parses(None)
+        self._constrained = Constrained(runner, self.parses, self.history, support=support, shared_vocab=self.shared_vocab)
         self._drafts: dict[int, Draft] = {}
         self._forks: list[Fork] = []  # asked for and not yet made; made together they cost little more than one
 
@@ -71,8 +56,11 @@ class NeuralDrafter:
     def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
         """A sequence that does not fit, or whose step leaves a gap, gets an empty proposal that says what is held of it."""
         self._make_forks()
+        self.parses.meet(steps)
         todo = sorted(self._fitting(steps), key=lambda one: -one.wanted)  # those who go on are always the first
-        if todo:
+        if self._follow(steps) and todo:
+            self._constrained.draw(todo, enough)
+        elif todo:
             logits = self._read(todo)
             drafting = [one for one in todo if one.wanted]
             if drafting:
@@ -82,6 +70,7 @@ class NeuralDrafter:
     def release(self, seq_ids: Sequence[int]) -> None:
         self._make_forks()
         self.runner.release(seq_ids)
+        self.parses.release(seq_ids)
         self.forget(seq_ids)
 
     def forget(self, seq_ids: Sequence[int]) -> None:
@@ -93,24 +82,26 @@ class NeuralDrafter:
     def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
         """One pass reads all last draft tokens. What does not fit, or has no drafts, has no outlook."""
         drafts = {seq_id: self._drafts[seq_id] for seq_id in seq_ids if seq_id in self._drafts and self._drafts[seq_id].tokens}
-        todo = [one for seq_id, draft in drafts.items() if self._fits(one := _last_read(seq_id, draft, wanted=1), self.runner.cache.num_free)]
+        todo = [one for seq_id, draft in drafts.items() if self._fits(one := self._last_read(seq_id, draft, wanted=1), self.runner.cache.num_free)]
         if not todo:
             return []
         draws = self._draws(todo)
-        draws.draw(self._shared(self._read(todo)))
-        sights = [sight for row, one in enumerate(todo) for sight in _sights(one.draft, draws.drawn[0].logits[row])]
+        draws.draw(self._constrained.masked([self.parses.of(one.seq_id) for one in todo], self._shared(self._read(todo))))
+        sights = [sight for row, one in enumerate(todo) for sight in one.draft.sights(draws.drawn[0].logits[row])]
         places = iter(ranked(sights, width))
-        return [_outlook(one, [next(places) for _ in range(len(one.draft.tokens) + 1)]) for one in todo]
+        return [one.draft.outlook(one.seq_id, [next(places) for _ in range(len(one.draft.tokens) + 1)]) for one in todo]
 
     def fork(self, seq_id: int, as_id: int, length: int) -> bool:
         if 4 * len(self._forks) >= self.runner.cache.num_free:  # each takes a page or two; half of the free ones are left alone
             return False
         self._forks.append(Fork(seq_id, as_id, length))
+        self.parses.fork(seq_id, as_id, length)
         return True
 
     def become(self, seq_id: int, branch_id: int) -> None:
         self._make_forks()
         self.runner.become(seq_id, branch_id)
+        self.parses.become(seq_id, branch_id)
         self._drafts.pop(seq_id, None)
         if branch_id in self._drafts:
             self._drafts[seq_id] = self._drafts.pop(branch_id)
@@ -125,7 +116,7 @@ class NeuralDrafter:
         self._make_forks()
         cache, free, fit = self.runner.cache, self.runner.cache.num_free, []
         for step in steps:
-            pages = _pages_from(step.start, step.stop, cache.page_size) + -(-len(step.source) // cache.page_size)
+            pages = pages_from(step.start, step.stop, cache.page_size) + -(-len(step.source) // cache.page_size)
             fit.append(cache.length(step.seq_id) >= step.start and step.stop <= self.context and pages <= free)
             free -= pages * fit[-1]
         return fit
@@ -156,7 +147,7 @@ class NeuralDrafter:
         for step in steps:
             one = self._todo(step)
             if one is not None and self._fits(one, free):
-                free -= _num_pages(one, page_size)
+                free -= one.num_pages(page_size)
                 self._drafts[step.seq_id] = one.draft
                 fitting.append(one)
         return fitting
@@ -166,22 +157,37 @@ class NeuralDrafter:
         if (
             begun is None
             or not begun.tokens
-            or begun.start != _stop(step)
+            or begun.start != stop_of(step)
             or begun.policy != step.policy  # in a cascade another round has another seed
             or not self.runner.cache.holds(step.seq_id, step.start, self._known(step.tokens))
         ):
             self._drafts.pop(step.seq_id, None)
             read = Step(step.seq_id, step.start, self._known(step.tokens), self._known(step.source))
-            return Todo(step.seq_id, read, Draft(_stop(step), step.policy), step.gamma)
+            return Todo(step.seq_id, read, Draft(stop_of(step), step.policy), step.gamma)
         if step.gamma <= len(begun.tokens):
             del begun.tokens[step.gamma :], begun.rows[step.gamma :]
             return None
-        return _last_read(step.seq_id, begun, wanted=step.gamma - len(begun.tokens))
+        return self._last_read(step.seq_id, begun, wanted=step.gamma - len(begun.tokens))
+
+    def _last_read(self, seq_id: int, draft: Draft, *, wanted: int) -> Todo:
+        """What is not written of a draft is, before the drafting goes on behind it."""
+        return Todo(seq_id, draft.unread(seq_id, self.runner.cache.length(seq_id)), draft, wanted)
+
+    def _follow(self, steps: Sequence[DraftStep]) -> bool:
+        """Texts under grammars are read as far as their drafts; whether there are any."""
+        if self.parses.grammars is None:
+            return False
+        drafted = [step for step in steps if step.gamma and step.seq_id in self._drafts]
+        parses = [(step.seq_id, self.parses.follow(step, self.runner.cache.tokens)) for step in drafted]
+        for seq_id, parse in parses:
+            if parse is not None:
+                parse.write(len(parse.tokens), self._drafts[seq_id].tokens)
+        return any(parse is not None for _, parse in parses)
 
     def _fits(self, one: Todo, free: int) -> bool:
         cache = self.runner.cache
-        longest = max(_room(one), len(one.read.source))
-        return cache.length(one.seq_id) >= one.read.start and longest <= self.context and _num_pages(one, cache.page_size) <= free
+        longest = max(one.room, len(one.read.source))
+        return cache.length(one.seq_id) >= one.read.start and longest <= self.context and one.num_pages(cache.page_size) <= free
 
     def _read(self, todo: Sequence[Todo]) -> Tensor:  # [drafting, vocab]
         """Write the tokens that are committed, or were drawn last; logits behind them where drafts are wanted."""
@@ -218,8 +224,8 @@ class NeuralDrafter:
             own = [source for source in sources if row < len(source.tokens)]
             tokens = [source.tokens[row] for source in own]
             self.runner.cache.append(one.seq_id, tokens[:-1])
-            one.draft.tokens += tokens
-            one.draft.rows += [(source, row) for source in own]
+            for token, source in zip(tokens, own, strict=True):
+                one.draft.add(token, source, row)
 
     def _proposal(self, step: DraftStep) -> Proposal:
         held = self.runner.cache.length(step.seq_id)
@@ -227,9 +233,9 @@ class NeuralDrafter:
         if draft is None or not step.gamma:
             if not self.runner.cache.holds(step.seq_id, step.start, self._known(step.tokens)):
                 held = min(held, step.start)  # there was no room: behind it may lie drafts that were refused
-            return Proposal(step.seq_id, _stop(step), (), None, held)
+            return Proposal(step.seq_id, stop_of(step), (), None, held)
         tokens = tuple(draft.tokens)
-        return Proposal(step.seq_id, draft.start, tokens, _sources(draft), min(held, draft.start + max(0, len(tokens) - 1)))
+        return Proposal(step.seq_id, draft.start, tokens, draft.sources(), min(held, draft.start + max(0, len(tokens) - 1)))
 
     def _shared(self, logits: Tensor) -> Tensor:  # [rows, shared vocabulary]
         return logits if logits.shape[1] == self.shared_vocab else logits[:, : self.shared_vocab]
@@ -237,60 +243,3 @@ class NeuralDrafter:
     def _known(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """A target with a larger padded embedding may, if hardly ever, commit an id that the draft has no row for."""
         return tuple(token if token < self.shared_vocab else 0 for token in tokens) if self.lacks_tokens else tokens
-
-
-def _stop(step: DraftStep) -> int:
-    return step.start + len(step.tokens)
-
-
-def _last_read(seq_id: int, draft: Draft, *, wanted: int) -> Todo:
-    """The last draft token is written before the drafting goes on behind it."""
-    return Todo(seq_id, Step(seq_id, draft.start + len(draft.tokens) - 1, (draft.tokens[-1],)), draft, wanted)
-
-
-def _room(one: Todo) -> int:
-    return one.read.stop + max(one.wanted - 1, 0)
-
-
-def _num_pages(one: Todo, page_size: int) -> int:
-    """With what a source takes."""
-    return _pages_from(one.read.start, _room(one), page_size) + -(-len(one.read.source) // page_size)
-
-
-def _pages_from(start: int, stop: int, page_size: int) -> int:
-    """What it may take of the free pages to write from `start` to `stop`, one that is copied on write counted."""
-    return -(-stop // page_size) - start // page_size
-
-
-def _sources(draft: Draft) -> SparseRows | None:
-    """What the tokens were drawn from; None where each was certain, or nobody asks."""
-    if draft.policy.warp.temperature == 0 or draft.policy.verifier == "coupled" or not draft.tokens:
-        return None
-    return SparseRows(np.stack([source.ids[row] for source, row in draft.rows]), np.stack([_probs(source, row) for source, row in draft.rows]))
-
-
-def _probs(source: Source, row: int) -> NDArray[np.float32]:
-    assert source.probs is not None, "a sampled token was drawn from probabilities"
-    row_of: NDArray[np.float32] = source.probs[row]
-    return row_of
-
-
-def _sights(draft: Draft, end: Tensor) -> list[Sight]:
-    """Every place of a draft, and the one behind it with the logits `end`."""
-    places = [
-        Sight(source.logits[row], draft.policy, draft.start + i, token)
-        for i, (token, (source, row)) in enumerate(zip(draft.tokens, draft.rows, strict=True))
-    ]
-    return [*places, Sight(end, draft.policy, draft.start + len(draft.tokens), None)]
-
-
-def _outlook(one: Todo, places: Sequence[Ranked]) -> Outlook:
-    return Outlook(
-        one.seq_id,
-        one.draft.start,
-        tuple(one.draft.tokens),
-        nexts=tuple(place.tokens for place in places),
-        trust=tuple(place.trust for place in places[:-1]),
-        shares=tuple(place.shares for place in places),
-        mode=mode(one.draft.policy),
-    )

@@ -8,9 +8,12 @@ from typing import Protocol
 
 from specserve.drafters.base import Outlook
 from specserve.drafters.endings import Endings
+from specserve.drafters.lawful import lawful
 from specserve.drafters.sampler import Sampler
 from specserve.drafters.strand import Plain, Strand, Written
 from specserve.drafters.tables import Table
+from specserve.sampling.grammar import Grammars
+from specserve.sampling.parses import Parses
 from specserve.types import DraftStep, Proposal, SparseRows
 
 SHORTEST = 2  # tokens that must agree before what followed is copied: a single one is what bigrams are counted for
@@ -60,8 +63,17 @@ class StatisticalDrafter:
     microseconds, so none is ever begun and left: `enough` is not asked.
     """
 
-    def __init__(self, *, copies: bool = False, table: Table | None = None, learner: Learns | None = None, context: int = UNBOUNDED) -> None:
+    def __init__(
+        self,
+        *,
+        copies: bool = False,
+        table: Table | None = None,
+        learner: Learns | None = None,
+        context: int = UNBOUNDED,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.context = context
+        self._parses = Parses(grammars)
         self._copies = copies
         self._sampler = None if table is None else Sampler(table)
         self._learner = learner
@@ -72,15 +84,19 @@ class StatisticalDrafter:
 
     def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
         """Copies where there is something to copy; draws for the others, all at once. A step that leaves a gap gets an empty proposal."""
+        self._parses.meet(steps)
         able = {step.seq_id: self._read(step) for step in steps if self.held(step.seq_id) >= step.start}
         q = self._draw([followed for followed in able.values() if followed.step.gamma and not followed.drafts])
+        for seq_id, followed in able.items():
+            parse = self._parses.follow(followed.step, self._known) if followed.step.gamma else None
+            if parse is not None:
+                followed.drafts, q[seq_id] = lawful(parse, followed.step, followed.drafts, q.get(seq_id))
         return [self._proposal(step, able.get(step.seq_id), q.get(step.seq_id)) for step in steps]
 
     def release(self, seq_ids: Sequence[int]) -> None:
+        self._parses.release(seq_ids)
         for seq_id in seq_ids:
-            followed = self._followed.pop(seq_id, None)
-            if followed is not None:
-                followed.strand.release()
+            self._drop(seq_id)
 
     def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
         return [self._outlook(seq_id, self._followed[seq_id], width) for seq_id in seq_ids]
@@ -89,10 +105,12 @@ class StatisticalDrafter:
         followed = self._followed[seq_id]
         strand = followed.strand.fork(followed.lead + length)
         self._followed[as_id] = Followed(strand, followed.step, followed.lead, learnt=followed.learnt, is_branch=True)
+        self._parses.fork(seq_id, as_id, length)
         return True
 
     def become(self, seq_id: int, branch_id: int) -> None:
-        self.release([seq_id])
+        self._parses.become(seq_id, branch_id)
+        self._drop(seq_id)
         branch = self._followed[seq_id] = self._followed.pop(branch_id)
         branch.is_branch = False
 
@@ -100,6 +118,15 @@ class StatisticalDrafter:
         """Positions of it that are known, drafts included."""
         followed = self._followed.get(seq_id)
         return 0 if followed is None else followed.held
+
+    def _drop(self, seq_id: int) -> None:
+        followed = self._followed.pop(seq_id, None)
+        if followed is not None:
+            followed.strand.release()
+
+    def _known(self, seq_id: int) -> Sequence[int]:
+        followed = self._followed[seq_id]
+        return followed.text().tokens[followed.lead :]
 
     def _read(self, step: DraftStep) -> Followed:
         followed = self._followed.get(step.seq_id)

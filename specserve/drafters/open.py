@@ -27,6 +27,8 @@ from specserve.models.open import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.models.skip import skipped
 from specserve.models.target import TargetModel
+from specserve.sampling.grammar import Grammars
+from specserve.sampling.parses import Parses
 from specserve.stages import CASCADES, STATISTICAL, asked_of
 from specserve.types import DraftStep, Foreseen, Proposal
 
@@ -88,44 +90,54 @@ class OpenDrafter:
         (self._anticipation or self._drafter).release(seq_ids)
 
 
-def open_drafter(config: Config, *, target_vocab_size: int, alone: bool = False) -> OpenDrafter:
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What a drafter must know of its target: how many ids there are, and what grammars mean to its tokenizer."""
+
+    vocab_size: int
+    grammars: Grammars | None = None  # None: drafts follow none, and are refused more often
+
+
+def open_drafter(config: Config, *, target_vocab_size: int, grammars: Grammars | None = None, alone: bool = False) -> OpenDrafter:
     """Raises whatever is wrong with its files, or TooLittleMemory. Only one that is `alone` on its device can work ahead."""
     anticipation = config.speculation.anticipation
     fanout = Fanout(per_stop=anticipation.fanout) if alone and anticipation.enabled else None
-    opened = OPENERS[config.draft.kind](config.draft, config, target_vocab_size)
+    opened = OPENERS[config.draft.kind](config.draft, config, Aim(target_vocab_size, grammars))
     return OpenDrafter(opened.drafter, context=opened.context, runners=opened.runners, fanout=fanout)
 
 
-def _open_neural(draft: Draft, config: Config, target_vocab_size: int) -> Opened:
-    neural = _neural(draft, config, target_vocab_size)
+def _open_neural(draft: Draft, config: Config, aim: Aim) -> Opened:
+    neural = _neural(draft, config, aim)
     return Opened(neural, neural.context, (neural.runner,))
 
 
-def _open_skipping(draft: Draft, config: Config, target_vocab_size: int) -> Opened:
+def _open_skipping(draft: Draft, config: Config, aim: Aim) -> Opened:
     """The target's own layers, some of them, on a device of their own."""
     own = config.target
     checkpoint = find_checkpoint(own.path, revision=own.revision)
     opened = open_model(checkpoint, Placement.of(draft, config), skip=skipped(read_config(checkpoint).num_hidden_layers, draft.skip))
-    neural = _drafting(opened, draft, target_vocab_size)
+    neural = _drafting(opened, draft, aim)
     return Opened(neural, neural.context, (neural.runner,))
 
 
-def _open_statistical(draft: Draft, config: Config, target_vocab_size: int) -> Opened:
-    drafter = open_statistical(draft.kind, path=_path(draft), learn=draft.learn, support=draft.support, vocab_size=target_vocab_size)
+def _open_statistical(draft: Draft, config: Config, aim: Aim) -> Opened:
+    drafter = open_statistical(
+        draft.kind, path=_path(draft), learn=draft.learn, support=draft.support, vocab_size=aim.vocab_size, grammars=aim.grammars
+    )
     return Opened(drafter, drafter.context)
 
 
-def _open_cascade(draft: Draft, config: Config, target_vocab_size: int) -> Opened:
+def _open_cascade(draft: Draft, config: Config, aim: Aim) -> Opened:
     """Tables learn from what is committed, so the cascade teaches them: a stage reads guesses, too."""
     *larger, last = draft.parts
-    neural = [_neural(part, config, target_vocab_size) for part in larger]
+    neural = [_neural(part, config, aim) for part in larger]
     smallest: Stage
     learner: Learns | None = None
     if last.kind in STATISTICAL:
-        source = open_source(last.kind, path=_path(last), learn=last.learn, support=last.support, vocab_size=target_vocab_size)
-        smallest, learner = StatisticalDrafter(copies=source.copies, table=source.table), source.learner
+        source = open_source(last.kind, path=_path(last), learn=last.learn, support=last.support, vocab_size=aim.vocab_size)
+        smallest, learner = StatisticalDrafter(copies=source.copies, table=source.table, grammars=aim.grammars), source.learner
     else:
-        smallest = _neural(last, config, target_vocab_size)
+        smallest = _neural(last, config, aim)
         neural.append(smallest)
     tally = Tally(len(draft.stages))
     asked = asked_of(draft.kind, len(draft.stages), draft.k)
@@ -135,7 +147,7 @@ def _open_cascade(draft: Draft, config: Config, target_vocab_size: int) -> Opene
     return Opened(cascade, min(stage.context for stage in neural), [stage.runner for stage in neural])
 
 
-OPENERS: Mapping[str, Callable[[Draft, Config, int], Opened]] = {
+OPENERS: Mapping[str, Callable[[Draft, Config, Aim], Opened]] = {
     "neural": _open_neural,
     "layer_skip": _open_skipping,
     **dict.fromkeys(STATISTICAL, _open_statistical),
@@ -143,18 +155,19 @@ OPENERS: Mapping[str, Callable[[Draft, Config, int], Opened]] = {
 }
 
 
-def _neural(draft: Draft, config: Config, target_vocab_size: int) -> NeuralDrafter:
+def _neural(draft: Draft, config: Config, aim: Aim) -> NeuralDrafter:
     assert draft.path is not None, "the config has been checked"
-    return _drafting(open_model(find_checkpoint(draft.path), Placement.of(draft, config)), draft, target_vocab_size)
+    return _drafting(open_model(find_checkpoint(draft.path), Placement.of(draft, config)), draft, aim)
 
 
-def _drafting(opened: OpenedModel, draft: Draft, target_vocab_size: int) -> NeuralDrafter:
+def _drafting(opened: OpenedModel, draft: Draft, aim: Aim) -> NeuralDrafter:
     return NeuralDrafter(
         opened.runner,
         vocab_size=opened.spec.vocab_size,
-        target_vocab_size=target_vocab_size,
+        target_vocab_size=aim.vocab_size,
         context=opened.max_context,
         support=draft.support,
+        parses=Parses(aim.grammars),
     )
 
 
@@ -166,4 +179,4 @@ def open_beside(config: Config, target: TargetModel) -> OpenDrafter | SkippingDr
     """What drafts in the target's own process. Raises likewise."""
     if config.draft.kind in TIED:
         return TIED[config.draft.kind](config, target)
-    return open_drafter(config, target_vocab_size=target.info.vocab_size)
+    return open_drafter(config, target_vocab_size=target.info.vocab_size, grammars=target.parses.grammars)

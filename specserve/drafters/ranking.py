@@ -44,7 +44,7 @@ def mode(policy: Policy) -> str:
 
 def ranked(sights: Sequence[Sight], width: int) -> list[Ranked]:
     """All places at once."""
-    logits = torch.stack([sight.logits for sight in sights]).float()  # [places, vocab]
+    logits = torch.stack([sight.logits.float() for sight in sights])  # [places, vocab]
     heats = torch.tensor([sight.policy.warp.temperature or 1.0 for sight in sights], device=logits.device)
     top, ids = (logits / heats[:, None]).topk(min(CONSIDERED, logits.shape[1]), dim=-1)
     coupled = [mode(sight.policy) == "coupled" for sight in sights]
@@ -53,8 +53,10 @@ def ranked(sights: Sequence[Sight], width: int) -> list[Ranked]:
     shares, order = top.softmax(-1).sort(dim=-1, descending=True)
     ids = ids.gather(1, order)
     kept = width + 1
+    possible = (shares[:, :kept] > 0).sum(-1).tolist()  # a grammar may leave fewer
     return [
-        _without_drawn(sight.drawn, tokens, of) for sight, tokens, of in zip(sights, ids[:, :kept].tolist(), shares[:, :kept].tolist(), strict=True)
+        _without_drawn(sight.drawn, tokens[:num], of[:num], width)
+        for sight, tokens, of, num in zip(sights, ids[:, :kept].tolist(), shares[:, :kept].tolist(), possible, strict=True)
     ]
 
 
@@ -63,9 +65,9 @@ def _noise(sights: Sequence[Sight], ids: Tensor) -> Tensor:  # [places, consider
     return exponential_noise(row_keys(seeds, positions, positions, Purpose.COUPLED, device=ids.device), ids)
 
 
-def _without_drawn(drawn: int | None, tokens: list[int], shares: list[float]) -> Ranked:
+def _without_drawn(drawn: int | None, tokens: list[int], shares: list[float], width: int) -> Ranked:
     if drawn is None or drawn not in tokens:
-        return Ranked(tuple(tokens[:-1]), tuple(shares[:-1]), 0.0)
+        return Ranked(tuple(tokens[:width]), tuple(shares[:width]), 0.0)
     at = tokens.index(drawn)
     trust = shares.pop(at)
     del tokens[at]

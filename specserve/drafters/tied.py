@@ -17,6 +17,7 @@ import torch
 
 from specserve.config import Config
 from specserve.drafters.draws import Draws, Place, Source
+from specserve.drafters.lawful import lawful
 from specserve.drafters.neural import NeuralDrafter
 from specserve.errors import UnsupportedModel
 from specserve.models.heads import Heads, load_heads
@@ -24,7 +25,9 @@ from specserve.models.network import Lending
 from specserve.models.runner import Runner
 from specserve.models.skip import skipped
 from specserve.models.target import TargetModel
+from specserve.sampling.allowed import Allowed
 from specserve.sampling.distribution import History
+from specserve.sampling.grammar import Parse
 from specserve.types import DraftStep, Foreseen, Proposal, SparseRows, Verdict, VerifyStep
 
 LONGEST_REST = 32  # passes
@@ -37,7 +40,7 @@ class SkippingDrafter:
         shared, self.context = target.runner, target.info.max_context
         runner = Runner(_lending(target).without(skip), shared.cache, device=shared.device, round_up=shared.round_up)
         size = target.info.vocab_size
-        self._drafter = NeuralDrafter(runner, vocab_size=size, target_vocab_size=size, context=self.context, support=support)
+        self._drafter = NeuralDrafter(runner, vocab_size=size, target_vocab_size=size, context=self.context, support=support, parses=target.parses)
 
     @classmethod
     def of(cls, config: Config, target: TargetModel) -> SkippingDrafter:
@@ -102,10 +105,12 @@ class HeadsDrafter:
         rows = torch.tensor([i * self.num_heads + depth for i, num in enumerate(depths) for depth in range(num)], device=hidden.device)
         logits = self._network.head(guesses.index_select(0, rows))[:, : self._target.info.vocab_size]
         places = [self._place(step, depth) for step, num in zip(steps, depths, strict=True) for depth in range(num)]
+        parses = [self._target.parses.follow(step, self._target.runner.cache.tokens) for step in steps]
+        ends = np.cumsum(depths).tolist()
         draws = Draws(places, support=self._support, device=logits.device)
-        draws.draw(logits)
-        source, ends = draws.drawn[0].fetched(), np.cumsum(depths).tolist()
-        return [_proposal(step, source, slice(end - num, end)) for step, num, end in zip(steps, depths, ends, strict=True)]
+        draws.draw(_firsts(parses, depths).applied(logits))
+        source = draws.drawn[0].fetched()
+        return [_proposal(step, source, slice(end - num, end), parse) for step, num, end, parse in zip(steps, depths, ends, parses, strict=True)]
 
     def _place(self, step: DraftStep, depth: int) -> Place:
         return Place(_stop(step), depth, 1, step.policy, self._history(step))
@@ -183,9 +188,17 @@ def _held_by_target(step: DraftStep, proposal: Proposal | None) -> Proposal:
     return replace(proposal, held=_stop(step) + len(proposal.tokens))
 
 
-def _proposal(step: DraftStep, source: Source, rows: slice) -> Proposal:
-    tokens, start = tuple(source.tokens[rows]), _stop(step)
-    if step.policy.warp.temperature == 0 or step.policy.verifier == "coupled":  # certain, or nobody asks
-        return Proposal(step.seq_id, start, tokens, None, start)
-    assert source.probs is not None, "a sampled token was drawn from probabilities"
-    return Proposal(step.seq_id, start, tokens, SparseRows(source.ids[rows], source.probs[rows]), start)
+def _firsts(parses: Sequence[Parse | None], depths: Sequence[int]) -> Allowed:
+    """A head knows no drafts but the newest token, so of each sequence's rows a grammar says something of the first alone."""
+    starts = np.cumsum([0, *depths]).tolist()
+    return Allowed.of([(row, parse.bits()) for row, parse in zip(starts, parses, strict=False) if parse is not None and parse.bits().any()])
+
+
+def _proposal(step: DraftStep, source: Source, rows: slice, parse: Parse | None) -> Proposal:
+    tokens, start, q = tuple(source.tokens[rows]), _stop(step), None
+    if step.policy.warp.temperature > 0 and step.policy.verifier != "coupled":  # else certain, or nobody asks
+        assert source.probs is not None, "a sampled token was drawn from probabilities"
+        q = SparseRows(source.ids[rows], source.probs[rows])
+    if parse is not None:
+        tokens, q = lawful(parse, step, tokens, q)
+    return Proposal(step.seq_id, start, tokens, q, start)

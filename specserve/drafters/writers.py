@@ -92,6 +92,7 @@ class Reviewer:
         going = list(compress(zip(asks, marks, steps, strict=True), fit))
         if going:
             logits = self._drafter.read([step for *_, step in going], [len(ask.script) - mark + 1 for ask, mark, _ in going])
+            logits = self._drafter.parses.allowed([ask.script.guessed(mark) for ask, mark, _ in going]).applied(logits)
             guesses = [self._guesses(ask.script, mark) for ask, mark, _ in going]
             opinions = review(logits, guesses, support=self._drafter.support, lenience=self._lenience)
             for (ask, mark, _), opinion in zip(going, opinions, strict=True):

@@ -32,6 +32,8 @@ class Admission:
             raise BadValue(f"max_tokens must be {len(request.written) + 1} or more, not {request.max_tokens}", param="max_tokens")
         if gamma is not None and gamma > self._max_gamma:
             raise BadValue(f"speculation.gamma must be at most {self._max_gamma}, not {gamma}", param="speculation.gamma")
+        if request.grammar is not None:
+            self._check_constrained(request)
 
     def room(self, request: Request) -> int:
         """Positions that the request's text may have. A source has pages of its own, next to which the text must fit."""
@@ -50,7 +52,15 @@ class Admission:
             prompt_length=len(request.prompt) if self._info.decoder_start is None else 1,
             logprobs=request.logprobs,
             lenience=self._lenience if verifier == "lenient" else 1.0,
+            constrained=request.grammar is not None,
         )
+
+    def _check_constrained(self, request: Request) -> None:
+        """Whether the grammar itself can be followed has been looked at before: it takes too long for the time between two rounds."""
+        if request.ignore_eos:
+            raise BadValue("ignore_eos does not go with a grammar, whose text ends where the grammar does; leave one of them out", param="ignore_eos")
+        if not self._info.end_ids:
+            raise BadValue("the model has no token to end a text with, so it can follow no grammar", param="grammar")
 
     def _check_length(self, request: Request) -> None:
         length, written = len(request.prompt), len(request.written)

@@ -21,6 +21,7 @@ class Sequence:
         "draft_limit",
         "finish",
         "gamma_wish",
+        "grammar",
         "policy",
         "seq_id",
         "source",
@@ -46,6 +47,7 @@ class Sequence:
         self.target_held = 0  # positions that are valid in the target's cache
         self.draft_held = 0  # the same for the drafter's
         self.draft_limit = draft_limit if len(self.source) <= draft_limit else 0  # positions that the drafter can hold; 0 when nothing drafts
+        self.grammar = request.grammar
         self.gamma_wish = request.speculation.gamma
         self.finish: Finish | None = None
         self._end = min(len(given) + request.max_tokens, context)
@@ -82,17 +84,16 @@ class Sequence:
 
     def draft_step(self, *, stop: int, gamma: int) -> DraftStep:
         """Fills whatever hole the drafter's cache has before `stop`, then asks for `gamma` tokens."""
-        source = () if self.draft_held else self.source
-        return DraftStep(self.seq_id, self.draft_held, tuple(self.committed[self.draft_held : stop]), gamma, self.policy, source)
+        source, grammar = ((), None) if self.draft_held else (self.source, self.grammar)
+        return DraftStep(self.seq_id, self.draft_held, tuple(self.committed[self.draft_held : stop]), gamma, self.policy, source, grammar)
 
     def verify_step(self, *, stop: int, proposal: Proposal | None) -> VerifyStep:
         """Reads committed tokens up to `stop`; judges the proposal once all of them are read."""
         tokens = tuple(self.committed[self.target_held : stop])
         decide = stop == len(self.committed)
-        source = () if self.target_held else self.source
-        if proposal is None:
-            return VerifyStep(self.seq_id, self.target_held, tokens, (), None, self.policy, decide, source)
-        return VerifyStep(self.seq_id, self.target_held, tokens, proposal.tokens, proposal.q, self.policy, decide, source)
+        source, grammar = ((), None) if self.target_held else (self.source, self.grammar)
+        drafts, q = ((), None) if proposal is None else (proposal.tokens, proposal.q)
+        return VerifyStep(self.seq_id, self.target_held, tokens, drafts, q, self.policy, decide, source, grammar)
 
     def read(self, *, stop: int, proposal: Proposal | None) -> None:
         """The target has read a chunk of the prompt up to `stop`, and perhaps the drafter too."""
@@ -103,6 +104,8 @@ class Sequence:
 
     def commit(self, verdict: Verdict, proposal: Proposal | None) -> Chunk:
         """Appends the accepted drafts and the next token, up to the first stop. The only place where a sequence grows."""
+        if verdict.error is not None:
+            return self.end(Finish.ERROR, error=verdict.error)
         drafts = proposal.tokens if proposal is not None else ()
         accepted = verdict.accepted
         assert self.finish is None

@@ -10,7 +10,8 @@ from huggingface_hub import snapshot_download
 from specserve.errors import ModelNotFound, first_line
 from specserve.models.weights import files
 
-WANTED_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt")
+TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
+WANTED_FILES = ("*.safetensors", *TOKENIZER_FILES)
 
 
 def find_checkpoint(model: str | Path, *, revision: str | None = None) -> Path:

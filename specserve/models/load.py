@@ -14,7 +14,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -96,6 +96,19 @@ def read_config(directory: Path) -> Any:
     if not is_encoder_decoder(config):
         _check_decoder(config)
     return config
+
+
+@quiet_library()
+def load_tokenizer(directory: Path) -> str:
+    """The checkpoint's tokenizer, in the format of the tokenizers library; what only the library's config files say of it is put in."""
+    try:
+        backend: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False).backend_tokenizer
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"no tokenizer of the tokenizers library can be loaded from {directory}: {first_line(error)}") from error
+    backend.no_padding()
+    backend.no_truncation()
+    written: str = backend.to_str()
+    return written
 
 
 def is_encoder_decoder(config: Any) -> bool:

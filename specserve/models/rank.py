@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specserve.config import Config
+from specserve.models.load import load_tokenizer
 from specserve.models.open import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
+from specserve.sampling.grammar import Grammars
 from specserve.types import ModelInfo, Step, Verdict, VerifyStep
 
 
@@ -42,5 +44,7 @@ def open_rank(checkpoint: Path, config: Config, *, shard: Shard | None = None) -
         num_pages=cache.num_pages,
         decoder_start=spec.decoder_start,
     )
-    judges = shard is None or shard.rank == 0
-    return TargetModel(opened.runner, info, network=opened.network, tells_hidden=tells_hidden) if judges else Follower(opened.runner, info)
+    if shard is not None and shard.rank != 0:
+        return Follower(opened.runner, info)
+    grammars = Grammars.of(lambda: load_tokenizer(checkpoint), vocab_size=spec.vocab_size, end_ids=spec.end_ids)
+    return TargetModel(opened.runner, info, network=opened.network, tells_hidden=tells_hidden, grammars=grammars)

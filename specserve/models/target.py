@@ -13,6 +13,8 @@ from specserve.models.network import Lending
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import History, WarpBatch, logprobs
 from specserve.sampling.drafts import Drafts
+from specserve.sampling.grammar import Grammars
+from specserve.sampling.parses import Masks, Parses
 from specserve.sampling.verify import Streams, agree, verify
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
 
@@ -28,8 +30,11 @@ class Newest:
 class TargetModel:
     """Rank 0 of a target, or the only one. One whose network `tells_hidden` keeps of each sequence what heads draft by."""
 
-    def __init__(self, runner: Runner, info: ModelInfo, *, network: Lending | None = None, tells_hidden: bool = False) -> None:
+    def __init__(
+        self, runner: Runner, info: ModelInfo, *, network: Lending | None = None, tells_hidden: bool = False, grammars: Grammars | None = None
+    ) -> None:
         self.runner, self.info, self.network, self._tells_hidden = runner, info, network, tells_hidden
+        self.parses = Parses(grammars)
         self.newest: dict[int, Newest] = {}
 
     @property
@@ -39,18 +44,24 @@ class TargetModel:
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if not steps:
             return []
-        writes = [Step(step.seq_id, step.start, step.tokens + step.drafts, step.source) for step in steps]
-        logits = self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
         decided = [step for step in steps if step.decide]
+        self.parses.meet(steps)
+        masks = self.parses.masking(decided, self.runner.cache.tokens)  # beside the pass
+        writes = [Step(step.seq_id, step.start, step.tokens + step.drafts, step.source) for step in steps]
+        try:
+            logits = self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
+        finally:
+            found = None if masks is None else masks.result()
         if not decided:
             return []
-        verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size])
+        verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], found)
         if self._tells_hidden:
             self._keep(decided, verdicts, logits[:, self.info.vocab_size :])
         return verdicts
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self.runner.release(seq_ids)
+        self.parses.release(seq_ids)
         for seq_id in seq_ids:
             self.newest.pop(seq_id, None)
 
@@ -63,17 +74,17 @@ class TargetModel:
             self.newest[step.seq_id] = Newest(step.start + len(step.tokens) + verdict.accepted + 1, row)
 
     @torch.inference_mode()
-    def _verdicts(self, steps: Sequence[VerifyStep], logits: Tensor) -> list[Verdict]:
-        """logits [rows, vocab]: for each step a row for each draft token and one more."""
-        policies = [step.policy for step in steps]
+    def _verdicts(self, steps: Sequence[VerifyStep], unmasked: Tensor, masks: Masks | None) -> list[Verdict]:
+        """unmasked [rows, vocab]: for each step a row for each draft token and one more. Logprobs are those of the model alone."""
+        policies, logits = [step.policy for step in steps], unmasked if masks is None else masks.allowed.applied(unmasked)
         warps = WarpBatch([policy.warp for policy in policies], [len(step.drafts) + 1 for step in steps], [self._history(step) for step in steps])
         judged = (
             agree(warps.greedy_tokens(logits).tolist(), [step.drafts for step in steps])
             if warps.all_greedy
             else _judged(steps, warps.probabilities(logits))
         )
-        rows = _logprobs(steps, logits, judged)
-        return [Verdict(step.seq_id, *outcome, row) for step, outcome, row in zip(steps, judged, rows, strict=True)]
+        rows, errors = _logprobs(steps, unmasked, judged), {} if masks is None else masks.errors
+        return [Verdict(step.seq_id, *outcome, row, errors.get(step.seq_id)) for step, outcome, row in zip(steps, judged, rows, strict=True)]
 
     def _history(self, step: VerifyStep) -> History | None:
         if not step.policy.warp.has_penalties:
