@@ -87,7 +87,7 @@ class FakeService:
     async def status(self) -> Status:
         return self.state
 
-    async def trace(self) -> Mapping[str, object]:
+    async def trace(self, last: int | None = None) -> Mapping[str, object]:
         return {"traceEvents": []}
 
 
