@@ -88,7 +88,7 @@ class FakeService:
         return self.state
 
     async def trace(self, last: int | None = None) -> Mapping[str, object]:
-        return {"traceEvents": []}
+        return {"traceEvents": []} | ({} if last is None else {"rounds": last})
 
 
 def _logprobs(token: int, count: int) -> Logprobs:

@@ -34,7 +34,6 @@ def build(service: Service, text: Text, served: Served, config: Config, registry
     app = FastAPI(
         title="specserve",
         version="v1",  # of the protocol, not of the package
-        root_path=config.http.root_path,
         redirect_slashes=False,
         docs_url=None,  # both pages would load scripts from elsewhere
         redoc_url=None,
@@ -42,6 +41,7 @@ def build(service: Service, text: Text, served: Served, config: Config, registry
         exception_handlers=dict.fromkeys((SpecserveError, RequestValidationError, HTTPException), _refuse),
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
+    app.root_path = config.http.root_path  # the parameter of that name is on its way out
     limits, quote = config.limits, config.logs.prompts
     _route(app, Endpoints(service, text, served, registry=registry, meter=meter, timeout_s=limits.request_timeout_s, quote=quote))
     app.get(HOME, include_in_schema=False)(page.home)

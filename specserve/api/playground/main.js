@@ -83,7 +83,7 @@ function panelsOf(asked, { isRace, before }) {
   const all = isRace ? [asked, withoutSpeculation(asked)] : [asked];
   return all.map((one, i) => {
     const title = isRace ? LANES[i] : "Answer";
-    return Object.assign(new Panel({ title, before, expected: one.body.max_tokens, changed: show }), { asked: one, leads: i === 0 });
+    return Object.assign(new Panel({ title, alone: !isRace, before, expected: one.body.max_tokens, changed: show }), { asked: one, leads: i === 0 });
   });
 }
 
@@ -106,7 +106,7 @@ function show(panel) {
 }
 
 function summary({ meter }) {
-  return `Done: ${meter.tokens} tokens in ${meter.seconds.toFixed(2)} s${meter.rate === null ? "" : `, ${number(meter.rate)} a second`}.`;
+  return meter.rate === null ? `Done: ${meter.tokens} tokens.` : `Done: ${meter.tokens} tokens, ${number(meter.rate)} a second.`;
 }
 
 function broke(error, panels) {

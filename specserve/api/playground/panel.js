@@ -15,7 +15,7 @@ export class Panel {
   #facts = element("p", "facts muted");
 
   // `before` is shown in front of the answer; `expected` tokens are its most.
-  constructor({ title, before = "", expected, changed }) {
+  constructor({ title, alone, before = "", expected, changed }) {
     this.meter = new Meter();
     this.changed = changed;
     this.title = title;
@@ -26,7 +26,7 @@ export class Panel {
     if (before) this.#body.append(element("span", "before", before));
     this.element = element("article", "panel");
     this.element.setAttribute("aria-label", title);
-    const head = element("div", "heading");
+    const head = element("div", alone ? "hidden" : "heading"); // says nothing new where there is one answer
     head.append(element("h3", "", title), this.#speed);
     this.element.append(head, this.#bar, this.#body, this.#facts);
     this.#facts.textContent = "Waiting.";

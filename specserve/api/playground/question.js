@@ -40,9 +40,18 @@ export function blame(param) {
   for (const field of form.elements) unmark(field);
   const field = param && document.getElementById(ids[param] ?? param.split(/[.[]/)[0]);
   if (!field || !("value" in field)) return;
+  reveal(field);
   field.setAttribute("aria-invalid", "true");
   field.setAttribute("aria-errormessage", "error");
 }
+
+// A field that is folded away can neither be seen nor get the focus.
+function reveal(field) {
+  const folded = field.closest("details");
+  if (folded) folded.open = true;
+}
+
+for (const field of form.elements) field.addEventListener("invalid", () => reveal(field));
 
 function unmark(field) {
   field.removeAttribute("aria-invalid");
