@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ from served import FakeService
 from specserve.types import Chunk, Request
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Locator, LocatorAssertions, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WIDE, PHONE = (1320, 900), (390, 844)
+KEY = "a-key-of-the-tests"
+DONE = re.compile(r"^Done: \d+ tokens")
 
 
 @dataclass
@@ -51,7 +54,7 @@ def chromium() -> Iterator[Browser]:
 def tab(
     browser: Browser, url: str, *, size: tuple[int, int] = WIDE, scheme: str = "light", key: str = "", ready: bool = True, **more: Any
 ) -> Iterator[Page]:
-    """A tab of a browser that has never been here. Whatever it complains of to its developers fails the test, but refusals, which it tells there too."""
+    """A tab of a browser that has never been here. What it tells its developers fails the test, but for refusals, which stand there too."""
     context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, **more)
     page, complaints = context.new_page(), []
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -74,3 +77,19 @@ def inside(page: Page, expression: str) -> Any:
     session.detach()
     assert "exceptionDetails" not in answer, answer
     return answer["result"].get("value")
+
+
+def expect(locator: Locator) -> LocatorAssertions:
+    """What is expected of a part of the page may come true a little later."""
+    from playwright.sync_api import expect as expecting
+
+    return expecting(locator)
+
+
+def finish(page: Page, words: re.Pattern[str] = DONE, *, within_s: float = 30) -> None:
+    """Until the page says so."""
+    expect(page.locator("#outcome")).to_have_text(words, timeout=within_s * 1000)
+
+
+def written(page: Page, lane: int = 0) -> str:
+    return "".join(page.locator(".panel").nth(lane).locator(".token").all_text_contents())

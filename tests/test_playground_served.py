@@ -1,4 +1,4 @@
-"""The playground in a real Chromium against a real server: Ray, gateway, engine, the demo pair. Takes the pictures of the docs where `--screenshots` says."""
+"""The playground in a real Chromium against a real server: Ray, gateway, engine, the demo pair. `--screenshots` takes the pictures of the docs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browsing import PHONE, chromium, inside, tab
+from browsing import KEY, PHONE, finish, inside, tab
 from serving import served
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.browser, pytest.mark.ray, pytest.mark.slow]
 
-KEY = "a-key-of-the-tests"
 PROMPT = "class Queue:\n    def __init__(self):\n"
 NUM_TOKENS = 96
 
@@ -44,12 +43,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(url)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as running:
-        yield running
-
-
 @pytest.fixture
 def picture(request: pytest.FixtureRequest) -> Callable[[Page, str], None]:
     """Of the whole page, where pictures are wanted."""
@@ -64,11 +57,9 @@ def picture(request: pytest.FixtureRequest) -> Callable[[Page, str], None]:
 
 
 def ask(page: Page, button: str, outcome: str, *, prompt: str = PROMPT) -> None:
-    from playwright.sync_api import expect
-
     page.locator("#prompt").fill(prompt)
     page.get_by_role("button", name=button, exact=True).click()
-    expect(page.locator("#outcome")).to_have_text(re.compile(outcome), timeout=120_000)
+    finish(page, re.compile(outcome), within_s=120)
 
 
 def parameters(page: Page, **values: object) -> None:
@@ -118,9 +109,7 @@ def test_the_answer_is_the_server_s_own_with_its_origins_its_probabilities_and_i
         picture(page, "light")
 
 
-def test_a_race_shows_the_same_text_twice_once_without_a_single_draft(
-    server: Server, browser: Browser, picture: Callable[[Page, str], None]
-) -> None:
+def test_a_race_shows_the_same_text_twice_once_without_a_single_draft(server: Server, browser: Browser, picture: Callable[[Page, str], None]) -> None:
     with tab(browser, server.url, scheme="dark", key=KEY) as page:
         parameters(page, Max_tokens=NUM_TOKENS, Temperature=0, Gamma=4)
         ask(page, "Race", "tokens a second against.*The texts are the same")
