@@ -36,9 +36,10 @@ export class Inspector {
   #tell(token) {
     this.#token?.removeAttribute("aria-describedby");
     this.#token = token;
-    this.#card.hidden = !token;
-    if (!token) return;
-    this.#card.replaceChildren(...lines(pieceOf.get(token)));
+    const piece = pieceOf.get(token);
+    this.#card.hidden = !piece?.tokens.length;
+    if (this.#card.hidden) return;
+    this.#card.replaceChildren(...lines(piece));
     token.setAttribute("aria-describedby", this.#card.id);
     this.#place(token.getClientRects()[0] ?? token.getBoundingClientRect());
   }

@@ -16,7 +16,10 @@ import { number, pause } from "./words.js";
 
 const part = (id) => document.getElementById(id);
 const [form, prompt, go, stop, racing, clear] = ["ask", "prompt", "go", "stop", "race", "clear"].map(part);
-const key = new Key(() => greet());
+const key = new Key(() => {
+  say(null);
+  greet();
+});
 const server = new Server(key);
 const numbers = new Numbers(), origins = new Origins(part("origins")), lanes = new Lanes();
 const watch = new Watch(server, {
@@ -39,9 +42,13 @@ async function greet() {
     tell("state", "Ready");
     part("state").classList.add("ready");
   } catch (refusal) {
-    part("state").classList.remove("ready");
     tell("state", refusal.message);
-    if (refusal.status === 401) key.ask(refusal.message);
+    if (refusal.status === 401) {
+      key.ask(refusal.message);
+      return;
+    }
+    await pause(3);
+    await greet();
   }
 }
 
@@ -156,8 +163,9 @@ function changeMode() {
   part("empty").hidden = chat ? conversation.length > 0 : part("panels").childElementCount > 0;
 }
 
+// What has not changed is not said again to who listens.
 function tell(id, words) {
-  part(id).textContent = words;
+  if (part(id).textContent !== words) part(id).textContent = words;
 }
 
 // An error, or null for none.
