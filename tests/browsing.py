@@ -38,8 +38,9 @@ class Slow(FakeService):
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """That of the system: nothing is downloaded."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=30_000)  # whoever is right is told so at once
     path = next(filter(None, map(shutil.which, NAMES)), None)
     assert path, "no Chromium was found; on Debian or Ubuntu: apt-get install chromium"
     with sync_playwright() as playwright:
@@ -61,7 +62,7 @@ def tab(
     page.on("console", lambda told: complaints.append(told.text) if told.type == "error" and "Failed to load resource" not in told.text else None)
     page.goto(url)
     if key:
-        page.get_by_label("Key").fill(key)
+        page.get_by_role("textbox", name="Key").fill(key)
         page.keyboard.press("Enter")
     if ready:
         page.locator(".state.ready").wait_for()

@@ -115,7 +115,7 @@ def test_a_chat_remembers_its_turns_until_it_is_begun_anew(page: Page) -> None:
         assert page.get_by_label("Message").input_value() == ""
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "and then?"}]
     assert [body["messages"] for body in bodies] == [turns[:1], turns]
-    assert page.locator(".said").all_inner_texts() == ["You\nhello", "You\nand then?"]
+    assert page.locator(".said").all_inner_texts() == ["You\n\nhello", "You\n\nand then?"]
     assert written(page, 1) == TEXT
     page.get_by_text("Completion", exact=True).click()
     assert "fibonacci" in page.get_by_label("Text to continue").input_value(), "each way of asking keeps its own text"

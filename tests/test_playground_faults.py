@@ -77,10 +77,10 @@ def test_a_server_that_is_still_starting_says_so_and_then_is_ready(browser: Brow
 def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, keys: str) -> None:
     with serving(Slow(pace_s=0), **{"http.api_keys_file": keys}) as server, tab(browser, server.url, ready=False) as page:
         dialog = page.get_by_role("dialog", name="API key")
-        page.get_by_label("Key").fill("a-wrong-one")
+        page.get_by_role("textbox", name="Key").fill("a-wrong-one")
         dialog.get_by_role("button", name="Use it").click()
         expect(dialog).to_contain_text("has not got one that it knows")
-        page.get_by_label("Key").fill(KEY)
+        page.get_by_role("textbox", name="Key").fill(KEY)
         page.keyboard.press("Enter")
         page.locator(".state.ready").wait_for()
         page.get_by_role("button", name="Continue").click()
