@@ -9,7 +9,7 @@ PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload structured check clean
+.PHONY: serve test test-browser test-fast test-gpu bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload structured check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -18,10 +18,14 @@ test: check
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: check
-	$(BIN)/python -m pytest -m "not gpu and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not browser and not slow" $(ARGS)
 
 test-gpu: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# The playground in the system's Chromium. ARGS="--screenshots docs/playground" takes the pictures of the docs anew.
+test-browser: $(VENV)/installed-for-browser
+	$(BIN)/python -m pytest -m browser $(ARGS)
 
 # Slow, and not part of the tests: what they print stands in docs/, with date and machine.
 bench: bench-engine bench-pipeline
@@ -79,6 +83,10 @@ $(VENV)/installed-for-tests: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
 	touch $(VENV)/installed $@
+
+$(VENV)/installed-for-browser: $(VENV)/installed-for-tests
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test,browser]'
+	touch $@
 
 # torchvision comes with the converter, which does without it, and may be built for another torch than the one that is pinned.
 $(PEERS)/installed: $(PEERS_PINNED)

@@ -1,11 +1,20 @@
-"""One thread for all tests: they run beside one another on small machines, and bits must not depend on how many there are."""
+"""One thread for all tests: they run beside one another on small machines, and bits must not depend on how many there are.
+
+One browser for those that need it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+    from served import Running
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -14,3 +23,41 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--screenshots", metavar="DIR", help="where the tests of the playground leave pictures of it")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    from browsing import chromium
+
+    with chromium() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """With the engine of a script; modules that need another have their own."""
+    from browsing import Slow
+    from served import serving
+
+    with serving(Slow(pace_s=0.005)) as running:
+        yield running
+
+
+@pytest.fixture
+def page(browser: Browser, server: Running) -> Iterator[Page]:
+    from browsing import tab
+
+    with tab(browser, server.url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    from browsing import KEY
+
+    (file := tmp_path / "keys").write_text(f"{KEY}\n")
+    return str(file)

@@ -87,8 +87,8 @@ class FakeService:
     async def status(self) -> Status:
         return self.state
 
-    async def trace(self) -> Mapping[str, object]:
-        return {"traceEvents": []}
+    async def trace(self, last: int | None = None) -> Mapping[str, object]:
+        return {"traceEvents": []} | ({} if last is None else {"rounds": last})
 
 
 def _logprobs(token: int, count: int) -> Logprobs:

@@ -49,6 +49,17 @@ def test_the_trace_has_each_worker_s_span_in_microseconds_and_forgets_old_rounds
     assert (verify["args"]["drafted"], verify["args"]["accepted"]) == (4, 2)
 
 
+def test_a_part_of_the_trace_has_the_last_rounds_and_what_was_done_in_their_time() -> None:
+    journal = Journal(Registry())
+    for number in range(5):
+        journal.exchange(Exchange("target", number + 0.01, number + 0.04, (Span("verify", number + 0.01, number + 0.04),)))
+        journal.record(a_round(number, ((4, 2),)))
+    spans = [event for event in journal.trace(2)["traceEvents"] if event["ph"] == "X"]
+    assert sorted({span["args"]["round"] for span in spans if span["name"] == "round"}) == [3, 4]
+    assert sum(span["name"] == "to target" for span in spans) == 2
+    assert journal.trace(5) == journal.trace(100) == journal.trace()
+
+
 def test_what_workers_did_stands_in_their_own_lanes_with_the_way_there_and_back() -> None:
     journal = Journal(Registry())
     journal.record(a_round(1, ((4, 2),), anticipated=True))

@@ -17,6 +17,7 @@ from specserve.api.endpoints import Endpoints
 from specserve.api.keys import KeyFile
 from specserve.api.meter import Meter
 from specserve.api.middleware import REQUEST_ID, BodyLimit, HeadLimit, Journal, KeyCheck, LastResort
+from specserve.api.page import HOME, PARTS, Page
 from specserve.api.rates import Accounts
 from specserve.api.refusal import Refusal
 from specserve.api.schema import Error
@@ -29,20 +30,22 @@ from specserve.metrics import Registry
 
 def build(service: Service, text: Text, served: Served, config: Config, registry: Registry) -> FastAPI:
     """The server over a service. `registry` is this process's own; the engine's snapshots come through the service."""
-    meter = Meter(registry, time.perf_counter)
+    meter, page = Meter(registry, time.perf_counter), Page()
     app = FastAPI(
         title="specserve",
         version="v1",  # of the protocol, not of the package
-        root_path=config.http.root_path,
         redirect_slashes=False,
         docs_url=None,  # both pages would load scripts from elsewhere
         redoc_url=None,
-        middleware=_middleware(config, meter),
+        middleware=_middleware(config, meter, page),
         exception_handlers=dict.fromkeys((SpecserveError, RequestValidationError, HTTPException), _refuse),
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
+    app.root_path = config.http.root_path  # the parameter of that name is on its way out
     limits, quote = config.limits, config.logs.prompts
     _route(app, Endpoints(service, text, served, registry=registry, meter=meter, timeout_s=limits.request_timeout_s, quote=quote))
+    app.get(HOME, include_in_schema=False)(page.home)
+    app.get(PARTS + "{name}", include_in_schema=False)(page.part)
     return app
 
 
@@ -57,10 +60,9 @@ def _route(app: FastAPI, endpoints: Endpoints) -> None:
     app.get("/ready")(endpoints.ready)
     app.get("/metrics")(endpoints.metrics)
     app.get("/trace")(endpoints.trace)
-    app.get("/", include_in_schema=False)(endpoints.page)
 
 
-def _middleware(config: Config, meter: Meter) -> list[Middleware]:
+def _middleware(config: Config, meter: Meter, page: Page) -> list[Middleware]:
     """From the outside in: even what is refused has an id, and a browser may read why."""
     cors, keys_file = config.http.cors_origins, config.http.api_keys_file
     return [
@@ -72,13 +74,16 @@ def _middleware(config: Config, meter: Meter) -> list[Middleware]:
         ),
         Middleware(LastResort, quote=config.logs.prompts),
         Middleware(HeadLimit),
-        *([_key_check(Path(keys_file), config, meter)] if keys_file else []),
+        *([_key_check(Path(keys_file), config, meter, page)] if keys_file else []),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes),
     ]
 
 
-def _key_check(file: Path, config: Config, meter: Meter) -> Middleware:
-    return Middleware(KeyCheck, keys=KeyFile(file), accounts=Accounts(time.monotonic, meter.limited), open_paths=config.http.open_paths)
+def _key_check(file: Path, config: Config, meter: Meter, page: Page) -> Middleware:
+    """Where the first page is open, its parts are."""
+    configured = frozenset(config.http.open_paths)
+    open_paths = configured | page.paths if HOME in configured else configured
+    return Middleware(KeyCheck, keys=KeyFile(file), accounts=Accounts(time.monotonic, meter.limited), open_paths=open_paths)
 
 
 _EXPOSED = (REQUEST_ID, "Retry-After")

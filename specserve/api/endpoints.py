@@ -6,10 +6,11 @@ import asyncio
 import json
 import logging
 import time
-from importlib.resources import files
+from typing import Annotated
 
+from fastapi import Query
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from specserve import metrics
 from specserve.api.answer import Answer, Head, Streamed, Whole
@@ -27,7 +28,7 @@ from specserve.metrics import Registry, Snapshot
 log = logging.getLogger(__name__)
 
 STATUS_S = 5.0  # an engine that does not say how it is within that time is not well
-PAGE_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'"
+Rounds = Annotated[int | None, Query(ge=1, le=2000, description="So many of the last rounds; left out, all that are kept.")]
 
 
 class Endpoints:
@@ -39,7 +40,6 @@ class Endpoints:
         self._service, self._text, self._served = service, text, served
         self._registry, self._meter, self._timeout_s, self._quote = registry, meter, timeout_s, quote
         self._reader = Reader(text, served)
-        self._page = files("specserve.api").joinpath("playground", "index.html").read_text(encoding="utf-8")
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continues prompts."""
@@ -97,12 +97,9 @@ class Endpoints:
         snapshots: list[Snapshot] = [self._registry.snapshot(), *status.metrics]
         return Response(metrics.render(metrics.merge(snapshots)), media_type=metrics.CONTENT_TYPE)
 
-    async def trace(self) -> Response:
+    async def trace(self, rounds: Rounds = None) -> Response:
         """The last rounds, for Perfetto."""
-        return respond(dict(await self._service.trace()))
-
-    async def page(self) -> Response:
-        return HTMLResponse(self._page, headers={"Content-Security-Policy": PAGE_POLICY})
+        return respond(dict(await self._service.trace(rounds)))
 
     def _answer(self, form: Form, asked: Asked, request: Request, begun: float) -> Answer:
         account = getattr(request.state, "account", None)

@@ -100,8 +100,8 @@ class Engine:
         """Serve asks every now and then, and hands it to the policy."""
         return stats(self._coordinator, num_pages=self._group.info.num_pages)
 
-    async def trace(self) -> dict[str, Any]:
-        return self._journal.trace()
+    async def trace(self, last: int | None = None) -> dict[str, Any]:
+        return self._journal.trace(last)
 
     def check_health(self) -> None:
         """Raises when this replica can serve no more: Serve then replaces it, workers and all."""

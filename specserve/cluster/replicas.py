@@ -86,9 +86,9 @@ class Replicas:
             return Status(ready=False, healthy=False, why=f"the engines' board does not answer: {type(error).__name__}", metrics=(), replicas=0)
         return status
 
-    async def trace(self) -> Mapping[str, Any]:
+    async def trace(self, last: int | None = None) -> Mapping[str, Any]:
         try:
-            trace: Mapping[str, Any] = await self._engine.trace.remote()
+            trace: Mapping[str, Any] = await self._engine.trace.remote(last)
         except (RayError, RayServeException) as error:
             raise Unavailable(f"no engine has a trace now: {type(error).__name__}") from error
         return trace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import abc, deque
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from specserve.engine.batch import Batch, Outcome
@@ -75,11 +76,13 @@ class Journal:
             self._registry.histogram("draft_seconds").observe(done.drafted - done.begun)
             self._count(done.outcomes)
 
-    def trace(self) -> dict[str, Any]:
-        """The last rounds in Chrome's trace format, which Perfetto opens."""
-        since = self._rounds[0].begun if self._rounds else 0.0
+    def trace(self, last: int | None = None) -> dict[str, Any]:
+        """The last rounds, all that are kept or so many, in Chrome's trace format, which Perfetto opens."""
+        kept = len(self._rounds)
+        rounds = [*islice(self._rounds, max(0, kept - last) if last is not None else 0, kept)]
+        since = rounds[0].begun if rounds else 0.0
         exchanges = [done for done in self._exchanges if done.sent >= since]
-        events = [*_names(), *(event for done in self._rounds for event in _round_events(done))]
+        events = [*_names(), *(event for done in rounds for event in _round_events(done))]
         return {"traceEvents": events + [event for done in exchanges for event in _exchange_events(done)], "displayTimeUnit": "ms"}
 
     def _count(self, outcomes: abc.Sequence[Outcome]) -> None:
