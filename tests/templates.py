@@ -11,24 +11,26 @@ from specserve.api.formats import Spelling
 from specserve.api.text import Text
 from specserve.config import DEMO
 
-_HERMES = """{% if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}Call within <tool_call></tool_call>.<|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-_LLAMA = """{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
-{% if tools and loop.first %}{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}{% endif %}{% for call in m.tool_calls or [] %}{{ '{"name": "' + call.function.name + '", ' }}{{ '"parameters": ' }}{{ call.function.arguments | tojson }}}
-{% else %}{{ m.content }}{% endfor %}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>
-"""
-_MISTRAL = """{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
-{% elif m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}{% if call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}{% endfor %}]
-{% elif m.role == 'tool' %}{"call_id": "{{ m.tool_call_id }}", "content": {{ m.content }}}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+_HERMES = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call within <tool_call></tool_call>.<|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LLAMA = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{% if tools and loop.first %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}"
+    "{{ '{\"name\": \"' + call.function.name + '\", \"parameters\": ' }}{{ call.function.arguments | tojson }}{{ '}' }}"
+    "{% else %}{{ m.content }}{% endfor %}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+_MISTRAL = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}"
+    "{% if call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}{% endfor %}]'
+    '{% elif m.role == \'tool\' %}{"call_id": "{{ m.tool_call_id }}", "content": {{ m.content }}}{% else %}{{ m.content }}{% endif %}{% endfor %}'
+)
 
 TEMPLATES: Mapping[str, str] = {
     "plain": "",
