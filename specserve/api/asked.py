@@ -78,9 +78,9 @@ class Reader:
         """What is wrong with parameters is said before anything is done with messages."""
         self.check_model(body.model)
         offer, sampling = offered(body), self._sampling(body, default_max_tokens=1)
+        await _check_grammar(sampling)
         if offer is not None:
             sampling = await self._with_tools(sampling, offer)
-        await _check_grammar(sampling)
         ids = await self.chat_ids(body.messages, offer)
         self._check(ids, param="messages")
         sampling = replace(sampling, max_tokens=_max_tokens(body, self._served.room(len(ids))))
@@ -92,8 +92,7 @@ class Reader:
         answer = sampling.grammar
         if answer is not None and not offer.must_call and not self._spelling.format.trigger:
             raise BadValue("response_format and tools exclude one another here: this model's calls begin as JSON does", param="response_format")
-        await _check_grammar(sampling)
-        await _aside(offer.size, offer.check, small=SMALL_GRAMMAR)
+        await _aside(offer.size, lambda: offer.check(self._spelling, answer), small=SMALL_GRAMMAR)
         return replace(sampling, response_format=None, guided={"grammar": offer.grammar(self._spelling, answer)})
 
     async def chat_ids(self, messages: Sequence[Message], offer: Offer | None = None) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specserve.api.formats import Spelling
 from specserve.api.lark import CallGrammar
@@ -47,21 +47,30 @@ class Offer:
         """Characters that tools add to a prompt, about."""
         return len(json.dumps(self.shown))
 
-    def check(self) -> None:
+    def check(self, spelling: Spelling, answer: Grammar | None) -> None:
         """Raises BadValue naming the tool whose arguments no grammar can follow. Takes a while for large ones."""
         for tool in self.callable:
             try:
                 check(tool.arguments)
             except BadValue as error:
                 raise BadValue(f"{tool.param}: {error}", param=tool.param) from error
+        in_words = replace(spelling, special={})  # without a tokenizer, ids of tokens mean nothing
+        try:
+            check(Grammar("lark", self.grammar(in_words, answer)))
+        except BadValue as error:
+            raise BadValue(f"tools together: {error}", param="tools") from error
 
     def grammar(self, spelling: Spelling, answer: Grammar | None) -> str:
-        """Of calls, or of a text instead where none need be; `answer` says which."""
-        made = CallGrammar(spelling, [(tool.name, tool.arguments.text) for tool in self.callable], repeats=self.repeats)
-        text = made.calls_only() if self.must_call else made.calls_or_text() if answer is None else made.calls_or_json(answer.text)
+        """Of calls, or of a text instead where none need be; `answer`, a schema, says which."""
+        made = CallGrammar(spelling, [(tool.name, _spaced(tool.arguments)) for tool in self.callable], repeats=self.repeats)
+        text = made.calls_only() if self.must_call else made.calls_or_text() if answer is None else made.calls_or_json(_spaced(answer))
         if len(text) > MAX_SIZE:
-            raise BadValue(f"tools come to {len(text)} characters as a grammar; {MAX_SIZE} is the most", param="tools")
+            raise BadValue(f"they come to {len(text)} characters as a grammar; {MAX_SIZE} is the most", param="tools")
         return text
+
+
+def _spaced(schema: Grammar) -> str:
+    return json.dumps(json.loads(schema.text) | SEPARATORS)
 
 
 def offered(body: ChatBody) -> Offer | None:
@@ -96,7 +105,7 @@ def _tool(param: str, given: FunctionTool) -> Tool:
     if schema.get("type", "object") != "object":
         raise BadValue(f"{where} must be the schema of an object", param=where)
     shown: dict[str, object] = {"name": given.name, "description": given.description or "", "parameters": schema}
-    arguments = schema_grammar(where, {"type": "object", **schema, **SEPARATORS})
+    arguments = schema_grammar(where, {"type": "object", **schema})
     return Tool(where, given.name, {"type": "function", "function": shown}, arguments)
 
 
