@@ -46,7 +46,8 @@ def schema_grammar(param: str, schema: object) -> Grammar:
     """Raises BadValue for what is no JSON, or too much of it; what the schema says is for others to judge."""
     if not isinstance(schema, Mapping):
         raise BadValue(f"{param} needs a JSON schema, which is an object, not {shortened(schema)}", param=param)
-    check_depth(param, schema)
+    if is_too_deep(schema):
+        raise BadValue(f"{param} holds a schema nested more than {MAX_DEPTH} levels deep", param=param)
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -54,15 +55,10 @@ def schema_grammar(param: str, schema: object) -> Grammar:
     return Grammar("json_schema", _sized(param, text))
 
 
-def check_depth(param: str, value: object) -> None:
-    """Raises BadValue for what is nested deeper than anything here can follow."""
-    if _is_deeper(value, MAX_DEPTH):
-        raise BadValue(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
-
-
-def _is_deeper(value: object, levels: int) -> bool:
+def is_too_deep(value: object, levels: int = MAX_DEPTH) -> bool:
+    """Whether it is nested deeper than anything here should have to follow."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
-    return inner is not None and (levels == 0 or any(_is_deeper(one, levels - 1) for one in inner))
+    return inner is not None and (levels == 0 or any(is_too_deep(one, levels - 1) for one in inner))
 
 
 def _described(given: object) -> object:

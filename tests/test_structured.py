@@ -90,6 +90,7 @@ def test_parse_asks_for_a_schema_and_gives_the_model_back(server, client, answer
     check(request.grammar)
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of its own types
 def test_a_parsed_message_can_be_sent_back_as_it_is(server, client):
     server.service.written = ANSWERS[0].model_dump_json()
     message = client.chat.completions.parse(model="demo", messages=CHAT, response_format=Event).choices[0].message

@@ -65,8 +65,8 @@ class Calls:
     def finish(self) -> str:
         """Content that was held back, since it might have become a call. Of a call that was cut in its opening nothing is shown."""
         held, self._held = self._held, ""
-        begun = not self._format.trigger or held.startswith(self._format.trigger)
-        return held if self._read == self._text and not begun else ""
+        beginnings = tuple(filter(None, (self._format.trigger or "{", self._format.prelude)))
+        return held if self._read == self._text and not held.startswith(beginnings) else ""
 
     def _text(self) -> bool:
         openings = self._openings()

@@ -12,7 +12,7 @@ from typing_extensions import TypeAliasType
 
 from specserve.errors import BadValue
 from specserve.request import MAX_BIASES
-from specserve.structure import check_depth
+from specserve.structure import MAX_DEPTH, is_too_deep
 
 # What nothing else bounds. OpenAI takes as many messages, and as much metadata.
 MAX_MESSAGES, MAX_PARTS = 2048, 2048
@@ -33,9 +33,10 @@ def _entries(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _shallow(given: Any, info: ValidationInfo) -> Any:
+def _shallow(given: Any) -> Any:
     """What is nested too deeply is refused before anybody follows it down."""
-    check_depth(info.field_name or "", given)
+    if is_too_deep(given):
+        raise PydanticCustomError("too_deep", f"it is nested more than {MAX_DEPTH} levels deep")
     return given
 
 

@@ -21,7 +21,7 @@ NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}, "addi
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that was offered; `param` is where."""
+    """A function that was offered; `param` is where its parameters are."""
 
     param: str
     name: str
@@ -91,11 +91,11 @@ def offered(body: ChatBody) -> Offer | None:
 
 def _tools(body: ChatBody) -> tuple[Tool, ...]:
     tools = tuple(_tool(f"tools[{i}].function", given.function) for i, given in enumerate(body.tools or ()))
-    names: set[str] = set()
-    for tool in tools:
-        if tool.name in names:
-            raise BadValue(f"{tool.param}.name {tool.name!r} is that of another tool; give each its own", param=f"{tool.param}.name")
-        names.add(tool.name)
+    names = [tool.name for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            where = f"tools[{i}].function.name"
+            raise BadValue(f"{where} {name!r} is that of another tool; give each its own", param=where)
     return tools
 
 
