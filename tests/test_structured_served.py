@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -111,3 +113,16 @@ def test_a_call_that_need_not_be_is_forced_from_its_trigger_on(llm, before):
     content, pieces = reader.push(text.decode([*written, *tokens]))
     assert (content, reader.called, [call.name for call in joined(pieces)]) == (before, True, ["count"])
     jsonschema.validate(json.loads(joined(pieces)[0].arguments), SCHEMA)
+
+
+def test_the_examples_of_the_docs_run(llm, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "tools.md").read_text()
+    with serving(Engine(llm), max_context=1024) as server:
+        program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+        code = compile(program.replace("http://127.0.0.1:8000", server.url), "docs/tools.md", "exec", dont_inherit=True)
+        exec(code, names := {"__name__": "docs"})
+        names["client"].close()
+    event, choice, call, *_ = capsys.readouterr().out.splitlines()
+    assert event.startswith("kind=")
+    assert choice in ("True", "False")
+    assert call.startswith("get_weather {")
