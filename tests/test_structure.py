@@ -78,7 +78,7 @@ def test_what_is_no_json_is_refused(schema):
         (Grammar("json_schema", '{"if": {}}'), "if"),
         (Grammar("json_schema", '{"type": "strang"}'), "strang"),
         (Grammar("regex", "(a"), "unclosed"),
-        (Grammar("lark", "foo: 1"), "foo"),
+        (Grammar("lark", "foo: 1"), "1"),  # its line
     ],
 )
 def test_what_is_not_supported_is_named(grammar, named):

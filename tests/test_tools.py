@@ -9,11 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher
 from pydantic import BaseModel
 from served import FakeService, Running, serving
 from templates import FAMILIES, family, spelling
-
-from specserve.grammars import check
 
 CHAT: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
 SCHEMA = {
@@ -146,7 +145,7 @@ def test_the_choice_of_tools_becomes_a_grammar_that_can_be_obeyed(name, options,
         client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER, TIME], **options)
         (request,) = server.service.requests
     text = request.grammar.text
-    check(request.grammar)
+    assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)) == ""
     assert ("TEXT" in text) == start
     assert text.count("%json") == functions
     assert ("call)*" in text) == (repeats and name != "llama")
