@@ -106,6 +106,7 @@ class LLM:
         try:
             ids = self._prompt_ids(prompt)
             sampling.check_ids(self._vocab_size)
+            sampling.check_grammar()
             if self._encodes:
                 sampling.check_source()
         except BadRequest as error:

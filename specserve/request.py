@@ -10,7 +10,9 @@ from reprlib import repr as shortened
 from typing import Any
 
 from specserve.errors import BadValue
-from specserve.types import Request, Speculation, Warp
+from specserve.grammars import check
+from specserve.structure import read_guided, read_response_format
+from specserve.types import Grammar, Request, Speculation, Warp
 
 MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS, MAX_BIASES, MAX_LOGPROBS = 128, 16, 1024, 1024, 1024, 20
 MAX_COUNT = 2**31  # of tokens: more than any model knows or writes, and within what messages between processes can carry
@@ -43,6 +45,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None  # ids may be text, as in JSON; a dict once checked
     speculation: Speculation | Mapping[str, object] | None = None  # a Speculation once checked
+    response_format: Mapping[str, object] | None = None  # what the text must be, as OpenAI says it
+    guided: Mapping[str, object] | None = None  # or by `regex`, `grammar` (Lark), `json` (a schema) or `choice`
 
     def __post_init__(self) -> None:
         """Raises BadValue naming the parameter. What is stored is plain ints, floats and tuples, whatever was given."""
@@ -64,6 +68,12 @@ class Sampling:
         keep(self, "logit_bias", _biases(self.logit_bias))
         keep(self, "speculation", _speculation(self.speculation))
         self._check_logprobs()
+        self._check_structure()
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the whole text must be; None: anything."""
+        return read_response_format(self.response_format) or read_guided(self.guided)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -80,8 +90,8 @@ class Sampling:
 
     def requests(self, prompt: Sequence[int], fresh_seed: Callable[[], int] = fresh_seed) -> list[Request]:
         """One for each of the `n`. The first has the seed itself, the others seeds that follow from it."""
-        seed = (self.seed if self.seed is not None else fresh_seed()) & _BITS
-        return [self._request(tuple(prompt), _mixed(seed, i)) for i in range(self.n)]
+        seed, grammar = (self.seed if self.seed is not None else fresh_seed()) & _BITS, self.grammar
+        return [self._request(tuple(prompt), _mixed(seed, i), grammar) for i in range(self.n)]
 
     def check_ids(self, vocab_size: int) -> None:
         """Raises BadValue for a bias on an id that the vocabulary does not have."""
@@ -89,12 +99,22 @@ class Sampling:
             if token >= vocab_size:
                 raise BadValue(f"logit_bias has token id {token}, but the vocabulary ends at {vocab_size - 1}", param="logit_bias")
 
+    def check_grammar(self) -> None:
+        """Raises BadValue for a grammar that cannot be obeyed. Of a large one it takes tenths of a second."""
+        if (grammar := self.grammar) is None:
+            return
+        param = "guided" if self.guided is not None else "response_format"
+        try:
+            check(grammar)
+        except BadValue as error:
+            raise BadValue(f"{param}: {error}", param=param) from error
+
     def check_source(self) -> None:
         """Raises BadValue for what makes no sense where a prompt is a source, as an encoder-decoder reads it."""
         if self.echo:
             raise BadValue("echo is not for encoder-decoders, whose text does not continue the prompt", param="echo")
 
-    def _request(self, prompt: tuple[int, ...], seed: int) -> Request:
+    def _request(self, prompt: tuple[int, ...], seed: int, grammar: Grammar | None) -> Request:
         assert isinstance(self.speculation, Speculation)
         return Request(
             prompt=prompt,
@@ -106,6 +126,7 @@ class Sampling:
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
             speculation=self.speculation,
+            grammar=grammar,
         )
 
     def _warp(self) -> Warp:
@@ -129,6 +150,17 @@ class Sampling:
                 raise BadValue("top_logprobs goes with logprobs true", param="top_logprobs")
         if self.echo and self.num_logprobs is not None:
             raise BadValue("echo with logprobs is not supported: the prompt's own logprobs are not computed", param="echo")
+
+    def _check_structure(self) -> None:
+        """What is under a grammar ends where the grammar says, and is nothing else besides."""
+        given = [name for name in ("response_format", "guided") if getattr(self, name) is not None]
+        if self.grammar is None:
+            return
+        if len(given) == 2 and read_response_format(self.response_format) is not None:
+            raise BadValue("response_format and guided both say what the text must be; give one of them", param="guided")
+        for name in ("ignore_eos", "echo"):
+            if getattr(self, name):
+                raise BadValue(f"{name} and {given[-1]} exclude one another: a text that must be something ends when it is that", param=name)
 
 
 def _mixed(seed: int, i: int) -> int:

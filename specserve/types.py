@@ -165,6 +165,7 @@ class Origin(StrEnum):
 
 class Finish(StrEnum):
     STOP = "stop"
+    TOOL_CALLS = "tool_calls"  # never an engine's word: a stop, of an answer that was read as calls
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"

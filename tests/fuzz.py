@@ -224,6 +224,14 @@ PARAMETERS = (
     *("prompt", "messages", "tokens", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop"),
     *("stop_token_ids", "ignore_eos", "seed", "logprobs", "top_logprobs", "echo", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "response_format", "stream", "stream_options", "user", "speculation", "tools", "best_of", "metadata", "nonsense"),
+    *("guided", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tool_choice", "parallel_tool_calls"),
+)
+
+
+WORDS = ("required", "json_object", "json_schema", "function", "object", "(a", "start: /a/", '{"type": "object"}')
+MEMBERS = (
+    *("5", "gamma", "role", "content", "type", "text", "x" * 300, "json_schema", "schema", "properties", "enum", "$ref", "regex", "choice"),
+    *("function", "name", "parameters", "tool_calls", "arguments"),
 )
 
 
@@ -241,12 +249,34 @@ def _asked(server: Running, rng: random.Random) -> str:
 
 
 def _json(rng: random.Random, depth: int) -> object:
-    plain = (None, True, False, 0, 1, -1, 7, 10**30, 0.5, -2.5, 1e308, math.nan, math.inf, "", "x", "\ud800", "日本", "x" * 3000, "auto", "block")
+    plain = (
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        7,
+        10**30,
+        0.5,
+        -2.5,
+        1e308,
+        math.nan,
+        math.inf,
+        "",
+        "x",
+        "\ud800",
+        "日本",
+        "x" * 3000,
+        "auto",
+        "block",
+        *WORDS,
+    )
     if not depth or rng.random() < 0.6:
         return rng.choice(plain)
     if rng.random() < 0.5:
         return [_json(rng, depth - 1) for _ in range(rng.choice((0, 1, 2, 5, 200)))]
-    return {rng.choice(("5", "gamma", "role", "content", "type", "text", "x" * 300)): _json(rng, depth - 1) for _ in range(rng.randrange(4))}
+    return {rng.choice(MEMBERS): _json(rng, depth - 1) for _ in range(rng.randrange(4))}
 
 
 def _no_request(rng: random.Random) -> bytes:

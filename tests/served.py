@@ -39,6 +39,7 @@ class FakeService:
     """Writes `written` and ends. Everything a test may want to go wrong is a field."""
 
     written: str = TEXT
+    text: Text = field(default_factory=lambda: demo_text())
     refusal: Exception | None = None  # before the first chunk
     fails_after: int | None = None  # chunks
     error: Exception | None = None  # raised then; None: a last chunk with Finish.ERROR
@@ -71,7 +72,7 @@ class FakeService:
             self.num_live -= 1
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
-        ids = (*demo_text().encode(self.written), 0)[: request.max_tokens]
+        ids = (*self.text.encode(self.written), 0)[: request.max_tokens]
         finish = Finish.STOP if ids[-1] == 0 else Finish.LENGTH
         start, rounds = 0, 0
         for size in cycle(_ROUNDS):
@@ -156,11 +157,17 @@ class Running:
 
 @contextmanager
 def serving(
-    service: FakeService | None = None, *, text: Text | None = None, max_context: int = CONTEXT, encodes: bool = False, **keys: object
+    service: FakeService | None = None,
+    *,
+    text: Text | None = None,
+    max_context: int = CONTEXT,
+    vocab_size: int = 4096,
+    encodes: bool = False,
+    **keys: object,
 ) -> Iterator[Running]:
     """In a thread of its own; `keys` are those of the config."""
     service, registry = service or FakeService(), Registry()
-    served = Served("demo", vocab_size=4096, max_context=max_context, max_gamma=16, created=1, encodes=encodes)
+    served = Served("demo", vocab_size=vocab_size, max_context=max_context, max_gamma=16, created=1, encodes=encodes)
     app = build(service, text or demo_text(), served, parse({}, keys), registry)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=2))
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -11,6 +11,8 @@ from served import CONTEXT, Running, demo_text, serving
 from specserve.types import Request, Speculation
 
 CHAT = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def check_everything(request: Request) -> None:
 def test_null_is_the_default_of_every_parameter(server):
     plain = asked(server, "/v1/chat/completions", messages=CHAT, seed=1)
     names = [*EVERYTHING, *EXTENSIONS, "n", "stop", "logprobs", "top_logprobs", "logit_bias", "response_format", "stream", "stream_options", "model"]
-    nulls = dict.fromkeys([*names, "tools", "audio", "max_completion_tokens"])
+    nulls = dict.fromkeys([*names, "tools", "tool_choice", "parallel_tool_calls", "guided", "guided_regex", "audio", "max_completion_tokens"])
     assert asked(server, "/v1/chat/completions", **(nulls | {"messages": CHAT, "seed": 1})) == plain
 
 
@@ -120,6 +122,7 @@ def test_without_a_seed_every_request_has_its_own(server):
     [
         {"tools": []},
         {"tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "none", "ignore_eos": True},
         {"parallel_tool_calls": True},
         {"store": False},
         {"service_tier": "auto"},
@@ -163,7 +166,27 @@ BOTH = [
     ({"logit_bias": [1]}, "logit_bias"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}}, "response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ({"response_format": {"type": "json_object"}, "guided": {"regex": "a"}}, "guided"),
+    ({"guided": {}}, "guided"),
+    ({"guided": {"regex": "a", "choice": ["b"]}}, "guided"),
+    ({"guided": {"regex": "(a"}}, "guided"),
+    ({"guided": {"regex": ""}}, "guided"),
+    ({"guided": {"regex": "\ud800"}}, "guided"),
+    ({"guided": {"regex": "a"}, "guided_choice": ["b"]}, "guided"),
+    ({"guided": {"grammar": "foo: 1"}}, "guided"),
+    ({"guided": {"choice": []}}, "guided"),
+    ({"guided": {"json": "{"}}, "guided"),
+    ({"guided": {"json": {"type": "strang"}}}, "guided"),
+    ({"guided": {"patience": "long"}}, "patience"),
+    ({"guided_regex": 5}, "guided_regex"),
+    ({"guided_regex": "a", "guided_json": {}}, "guided"),
     ({"response_format": "text"}, "response_format"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -197,6 +220,7 @@ COMPLETIONS = [
     ({"suffix": "end"}, "suffix"),
     ({"logprobs": 21}, "logprobs"),
     ({"logprobs": 2, "echo": True}, "echo"),
+    ({"guided_choice": ["a"], "echo": True}, "echo"),
     ({"messages": CHAT}, "messages"),
 ]
 CHATS = [
@@ -207,8 +231,23 @@ CHATS = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
     ({"messages": [{"role": "user", "content": "x " * 2000}]}, "messages"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "function_call"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "custom"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters"),
+    ({"tools": [TOOL, {"type": "function", "function": {"name": "g", "parameters": {"not": {}}}}]}, "tools[1].function.parameters"),
+    ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ({"tools": [TOOL], "guided": {"regex": "a"}}, "guided"),
+    ({"tools": [TOOL], "guided_choice": ["a"]}, "guided_choice"),
+    ({"tools": [TOOL], "ignore_eos": True}, "ignore_eos"),
     ({"functions": [{}]}, "functions"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"audio": {"voice": "x"}}, "audio"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 import pytest
 from served import CONTEXT, Running, demo_text, serving
@@ -12,11 +13,14 @@ from served import CONTEXT, Running, demo_text, serving
 from specserve.api.asked import MAX_CONTINUATIONS, TOKENIZED
 from specserve.api.schema import MAX_LABEL, MAX_MESSAGES, MAX_METADATA, MAX_PARTS
 from specserve.request import MAX_BIASES, MAX_COUNT, MAX_LOGPROBS, MAX_N, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS
+from specserve.structure import MAX_DEPTH, MAX_SIZE
 from specserve.types import Policy, VerifyStep
 from specserve.wire import Verify, pack
 
 CHAT = {"role": "user", "content": "x"}
 MOST = CONTEXT * demo_text().longest
+
+NESTED = list(accumulate(range(MAX_DEPTH + 1), lambda inner, _: {"items": inner}, initial={}))
 
 LIMITS = [  # parameter, the most that it may be (None: cannot be served with the script's 256 positions), and a little more
     ("n", None, MAX_N + 1),
@@ -37,6 +41,9 @@ LIMITS = [  # parameter, the most that it may be (None: cannot be served with th
     ("metadata", {f"k{i}": "v" for i in range(MAX_METADATA)}, {f"k{i}": "v" for i in range(MAX_METADATA + 1)}),
     ("metadata", {"k": "x" * MAX_LABEL}, {"k": "x" * (MAX_LABEL + 1)}),
     ("metadata", {"x" * MAX_LABEL: "v"}, {"x" * (MAX_LABEL + 1): "v"}),
+    ("guided", {"regex": "a" * MAX_SIZE}, {"regex": "a" * (MAX_SIZE + 1)}),
+    ("guided", {"json": NESTED[MAX_DEPTH - 1]}, {"json": NESTED[MAX_DEPTH]}),
+    ("guided_json", NESTED[MAX_DEPTH - 1], NESTED[MAX_DEPTH]),
     ("prompt", ["x"] * 16, ["x"] * (MAX_CONTINUATIONS + 1)),
     ("prompt", "x", "x" * (MOST + 1)),
     ("prompt", [5] * (CONTEXT - 1), [5] * CONTEXT),

@@ -121,7 +121,8 @@ JSON = st.recursive(
 )
 NAMES = (
     *("prompt", "messages", "max_tokens", "temperature", "top_p", "n", "stop", "stop_token_ids", "seed", "logprobs", "echo", "logit_bias"),
-    *("response_format", "stream", "stream_options", "speculation", "tools", "tokens", "model"),
+    *("response_format", "stream", "stream_options", "speculation", "tools", "tokens", "model", "guided", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "tool_choice", "parallel_tool_calls"),
 )
 
 

@@ -120,7 +120,7 @@ class Streamed(Answer):
 
     def _is_worth_sending(self, index: int, piece: Piece) -> bool:
         """A round may end inside a character, and then shows nothing."""
-        return bool(piece.text or piece.finish or piece.logprobs or not self._begun[index] or (self._origins and piece.origins))
+        return bool(piece.text or piece.calls or piece.finish or piece.logprobs or not self._begun[index] or (self._origins and piece.origins))
 
     def _chunk(self, index: int, piece: Piece, *, last: bool) -> str:
         self._begun[index] = True

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
-from specserve.api.schema import ChatBody, CompletionBody, Generate, Message
+from specserve.api.formats import Spelling
+from specserve.api.messages import for_template
+from specserve.api.schema import ChatBody, CompletionBody, Generate, Message, Shape
 from specserve.api.service import Served
 from specserve.api.text import Text
+from specserve.api.tools import Offer, offered
 from specserve.errors import BadRequest, BadValue, EmptyPrompt, NotServed, TooLong, UnknownToken
 from specserve.request import Sampling
 from specserve.types import Speculation
@@ -17,7 +20,9 @@ from specserve.types import Speculation
 MAX_CONTINUATIONS = 512  # of one HTTP request: its prompts times n
 TOKENIZED = 100_000  # characters that /tokenize takes, whatever the context
 SMALL = 20_000  # characters that the event loop may tokenize itself, in some 5 ms; more go to a thread
-SAMPLED = tuple(field.name for field in fields(Sampling) if field.name not in ("max_tokens", "speculation"))
+SMALL_GRAMMAR = 2_000  # and of a grammar, which is checked in as long
+ELSEWHERE = ("max_tokens", "speculation", "response_format", "guided")  # what has a shape of its own in a body
+SAMPLED = tuple(field.name for field in fields(Sampling) if field.name not in ELSEWHERE)
 
 T = TypeVar("T")
 
@@ -44,6 +49,7 @@ class Asked:
     sampling: Sampling
     stream: bool
     include_usage: bool  # in a chunk of its own; an answer in one piece always has it
+    spelling: Spelling | None = None  # how it calls functions; None: it cannot
 
 
 class Reader:
@@ -51,12 +57,14 @@ class Reader:
 
     def __init__(self, text: Text, served: Served) -> None:
         self._text, self._served = text, served
+        self._spelling = Spelling.of(text.tool_template, text)
 
     async def completion(self, body: CompletionBody) -> Asked:
         self.check_model(body.model)
         sampling = self._sampling(body, default_max_tokens=16)
         if self._served.encodes:
             sampling.check_source()
+        await _check_grammar(sampling)
         given = _prompts(body.prompt)
         if len(given) * sampling.n > MAX_CONTINUATIONS:
             raise BadValue(f"{len(given)} prompts times n {sampling.n} is more than the {MAX_CONTINUATIONS} that one request may ask for", param="n")
@@ -67,20 +75,35 @@ class Reader:
         return _asked(body, prompts, sampling)
 
     async def chat(self, body: ChatBody) -> Asked:
+        """What is wrong with parameters is said before anything is done with messages."""
         self.check_model(body.model)
-        self._sampling(body, default_max_tokens=1)  # what is wrong with it is said before anything is done
-        ids = await self.chat_ids(body.messages)
+        offer, sampling = offered(body), self._sampling(body, default_max_tokens=1)
+        await _check_grammar(sampling)
+        if offer is not None:
+            sampling = await self._with_tools(sampling, offer)
+        ids = await self.chat_ids(body.messages, offer)
         self._check(ids, param="messages")
-        sampling = self._sampling(body, default_max_tokens=self._served.room(len(ids)))
-        return _asked(body, (Prompt(ids, is_source=self._served.encodes),), sampling)
+        sampling = replace(sampling, max_tokens=_max_tokens(body, self._served.room(len(ids))))
+        asked = _asked(body, (Prompt(ids, is_source=self._served.encodes),), sampling)
+        return asked if offer is None else replace(asked, spelling=self._spelling)
 
-    async def chat_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The prompt that the model's template makes of messages."""
-        plain = [_plain(message) for message in messages]
-        size = sum(len(value) for message in plain for value in message.values())
+    async def _with_tools(self, sampling: Sampling, offer: Offer) -> Sampling:
+        """Of an answer that calls, or is what it would have to be without tools."""
+        answer = sampling.grammar
+        if answer is not None and not offer.must_call and not self._spelling.format.trigger:
+            raise BadValue("response_format and tools exclude one another here: this model's calls begin as JSON does", param="response_format")
+        await _aside(offer.size, lambda: offer.check(self._spelling, answer), small=SMALL_GRAMMAR)
+        return replace(sampling, response_format=None, guided={"grammar": offer.grammar(self._spelling, answer)})
+
+    async def chat_ids(self, messages: Sequence[Message], offer: Offer | None = None) -> tuple[int, ...]:
+        """The prompt that the model's template makes of messages and tools."""
+        tools = [] if offer is None else offer.shown
+        plain = for_template(messages, tools, self._spelling)
+        size = sum(len(str(value)) for message in plain for value in message.values())
+        size += offer.size if offer is not None and self._spelling.taught else 0
         self._check_size(size, param="messages")
         try:
-            return await _aside(size, lambda: self._text.apply_chat(plain))
+            return await _aside(size, lambda: self._text.apply_chat(plain, tools=tools))
         except BadRequest as error:
             raise type(error)(str(error), param="messages") from error
 
@@ -134,7 +157,13 @@ class Reader:
     def _sampling(self, body: Generate, *, default_max_tokens: int) -> Sampling:
         given = {name: value for name in SAMPLED if (value := getattr(body, name, None)) is not None}
         speculation = None if body.speculation is None else body.speculation.model_dump()
-        sampling = Sampling(max_tokens=_max_tokens(body, default_max_tokens), speculation=speculation, **given)
+        sampling = Sampling(
+            max_tokens=_max_tokens(body, default_max_tokens),
+            speculation=speculation,
+            response_format=_structure(body.response_format),
+            guided=_guided(body),
+            **given,
+        )
         sampling.check_ids(self._served.vocab_size)
         assert isinstance(sampling.speculation, Speculation)
         gamma, most = sampling.speculation.gamma, self._served.max_gamma
@@ -170,13 +199,25 @@ def _prompts(given: str | list[int] | list[str | list[int]]) -> list[str | list[
     return prompts or [ids]
 
 
-def _plain(message: Message) -> dict[str, str]:
-    """As templates know messages. They have no developers, whose word is the system's, and no parts."""
-    content = message.content if isinstance(message.content, str) else "\n".join(part.text for part in message.content)
-    plain = {"role": "system" if message.role == "developer" else message.role, "content": content}
-    return plain | {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+def _structure(given: Shape | None) -> dict[str, object] | None:
+    """By the names that clients use; what is null was not given."""
+    return None if given is None else {name: value for name, value in given.model_dump(by_alias=True).items() if value is not None}
 
 
-async def _aside(size: int, work: Callable[[], T]) -> T:
+def _guided(body: Generate) -> dict[str, object] | None:
+    """Under one name or in one object."""
+    flat = {name: value for name in ("regex", "grammar", "json", "choice") if (value := getattr(body, f"guided_{name}")) is not None}
+    if body.guided is not None and flat:
+        raise BadValue(f"guided and guided_{next(iter(flat))} say the same thing; give one of them", param="guided")
+    return _structure(body.guided) if body.guided is not None else flat or None
+
+
+async def _check_grammar(sampling: Sampling) -> None:
+    grammar = sampling.grammar
+    if grammar is not None:
+        await _aside(len(grammar.text), sampling.check_grammar, small=SMALL_GRAMMAR)
+
+
+async def _aside(size: int, work: Callable[[], T], *, small: int = SMALL) -> T:
     """Work that grows with `size`, in a thread if it would hold up other requests."""
-    return work() if size <= SMALL else await asyncio.to_thread(work)
+    return work() if size <= small else await asyncio.to_thread(work)

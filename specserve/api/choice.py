@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specserve.api.asked import Prompt
+from specserve.api.calls import CallPiece, joined
 from specserve.api.continuation import Piece
 from specserve.api.logprobs import CompletionLogprobs, chat_logprobs
 from specserve.api.text import Text
@@ -37,15 +38,32 @@ class CompletionChoice:
 class ChatChoice:
     def __init__(self, text: Text, prompt: Prompt) -> None:
         self._text = text
-        self._role = '"role":"assistant",'  # in the first chunk
+        self._begun: dict[str, object] = {"role": "assistant"}  # in the first chunk
 
     def members(self, piece: Piece) -> str:
-        role, self._role = self._role, ""
+        delta, self._begun = self._begun, {}
         logprobs = "null" if piece.logprobs is None else dumps(chat_logprobs(self._text, piece))
-        return f'"delta":{{{role}"content":{dumps(piece.text)}}},"logprobs":{logprobs}'
+        if piece.text or piece.calls is None or delta:
+            delta["content"] = piece.text if piece.text or piece.calls is None else None
+        if piece.calls:
+            delta["tool_calls"] = [_delta(call) for call in piece.calls]
+        return f'"delta":{dumps(delta)},"logprobs":{logprobs}'
 
     def whole(self, piece: Piece) -> dict[str, object]:
-        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}, "logprobs": chat_logprobs(self._text, piece)}
+        message: dict[str, object] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.calls:
+            message |= {"content": piece.text or None, "tool_calls": [_called(call) for call in joined(piece.calls)]}
+        return {"message": message, "logprobs": chat_logprobs(self._text, piece)}
+
+
+def _called(call: CallPiece) -> dict[str, object]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _delta(call: CallPiece) -> dict[str, object]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index, **_called(call)}
 
 
 @dataclass(frozen=True, slots=True)

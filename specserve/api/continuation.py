@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from specserve.api.calls import CallPiece, Calls
+from specserve.api.formats import Spelling
 from specserve.api.text import Text, TextStream
 from specserve.types import Chunk, Finish, Logprobs, Origin, Stats
 
@@ -18,6 +20,7 @@ class Piece:
     origins: tuple[Origin, ...] = ()
     logprobs: tuple[Logprobs, ...] | None = None
     finish: Finish | None = None
+    calls: tuple[CallPiece, ...] | None = None  # None: in this answer there can be none
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Piece:
@@ -29,21 +32,32 @@ class Piece:
             origins=tuple(origin for piece in pieces for origin in piece.origins),
             logprobs=tuple(logprob for some in logprobs for logprob in some) if logprobs else None,
             finish=pieces[-1].finish if pieces else None,
+            calls=tuple(call for piece in pieces for call in piece.calls or ()) if any(piece.calls is not None for piece in pieces) else None,
         )
 
 
 class Continuation:
     """Holds the tokens that were committed: a request that moves to another engine goes on from `prompt` and `token_ids`."""
 
-    __slots__ = ("_stream", "finish", "prompt", "stats", "token_ids")
+    __slots__ = ("_calls", "_stream", "finish", "prompt", "stats", "token_ids")
 
-    def __init__(self, text: Text, prompt: tuple[int, ...], *, before: tuple[int, ...] | None = None, stop: Iterable[str] = ()) -> None:
-        """`before` is what the text goes on from, where that is not the prompt."""
+    def __init__(
+        self,
+        text: Text,
+        prompt: tuple[int, ...],
+        *,
+        before: tuple[int, ...] | None = None,
+        stop: Iterable[str] = (),
+        spelling: Spelling | None = None,
+    ) -> None:
+        """`before` is what the text goes on from, where that is not the prompt; `spelling` is how it calls functions, where it may."""
         self.prompt = prompt
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
         self.stats: Stats | None = None  # the latest that came
-        self._stream = TextStream(text, prompt if before is None else before, stop=tuple(stop))
+        shown = () if spelling is None else spelling.special.values()
+        self._stream = TextStream(text, prompt if before is None else before, stop=tuple(stop), shown=shown)
+        self._calls = None if spelling is None else Calls(spelling.format)
 
     @property
     def stopped(self) -> bool:
@@ -63,4 +77,15 @@ class Continuation:
         self.finish = Finish.STOP if self.stopped else chunk.finish
         self.token_ids += chunk.tokens[:end]
         logprobs = None if chunk.logprobs is None else chunk.logprobs[:end]
-        return Piece(shown, chunk.tokens[:end], chunk.origins[:end], logprobs, self.finish)
+        content, calls = self._read(shown)
+        return Piece(content, chunk.tokens[:end], chunk.origins[:end], logprobs, self.finish, calls)
+
+    def _read(self, text: str) -> tuple[str, tuple[CallPiece, ...] | None]:
+        """What of the text is content, and what calls. An answer that has called, and has ended by itself, ended with its calls."""
+        if self._calls is None:
+            return text, None
+        content, calls = self._calls.push(text)
+        if self.finish is not None:
+            content += self._calls.finish()
+            self.finish = Finish.TOOL_CALLS if self.finish is Finish.STOP and self._calls.called else self.finish
+        return content, calls

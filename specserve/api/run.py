@@ -30,7 +30,8 @@ class Run:
         self._requests = [request for prompt in asked.prompts for request in asked.sampling.requests(prompt.ids)]
         before = [prompt.before for prompt in asked.prompts for _ in range(asked.sampling.n)]
         self.continuations = [
-            Continuation(text, request.prompt, before=own, stop=asked.sampling.stops) for request, own in zip(self._requests, before, strict=True)
+            Continuation(text, request.prompt, before=own, stop=asked.sampling.stops, spelling=asked.spelling)
+            for request, own in zip(self._requests, before, strict=True)
         ]
         self._queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
         self._live = len(self._requests)

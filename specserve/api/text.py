@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,17 +59,29 @@ class Text:
         stream = TextStream(self)
         return stream.push(token_ids) + stream.finish()
 
-    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """The prompt that asks for the assistant's next message, by the model's own template if it has one."""
+    def apply_chat(self, messages: Sequence[Mapping[str, object]], *, tools: Sequence[Mapping[str, object]] = ()) -> tuple[int, ...]:
+        """The prompt that asks for the assistant's next message, by the model's own template if it has one. Others leave `tools` out."""
         _check_messages(messages)
         if not self._tokenizer.chat_template:
             lines = [f"{message['role']}: {message['content']}\n" for message in messages]
             return self.encode("".join(lines) + "assistant:")
+        given, shown = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
         try:
-            prompt = self._tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, add_generation_prompt=True)
+            prompt = self._tokenizer.apply_chat_template(given, tools=shown, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the model's maker and may raise what it likes
             raise BadValue(f"the model's chat template does not take these messages: {first_line(error)}", param="messages") from error
         return self.encode(prompt, special=False)
+
+    @cached_property
+    def tool_template(self) -> str:
+        """The chat template that shows tools, if there is one; of several that a model may have, the one that does."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else str(template.get("tool_use", template.get("default", "")))
+
+    def special_id(self, name: str) -> int | None:
+        """The id of a token without a text; None if there is none of that name."""
+        token: int | None = self._backend.token_to_id(name)
+        return token if token in self._special else None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -139,14 +151,14 @@ class Text:
 class TextStream:
     """The text of one continuation, token by token: never part of a character, never part of a stop string.
 
-    With the tokens of the prompt before it, the first token is not the beginning of a text.
+    With the tokens of the prompt before it, the first token is not the beginning of a text. Tokens that have none may be `shown` by their names.
     """
 
-    def __init__(self, text: Text, prompt_ids: Sequence[int] = (), *, stop: Sequence[str] = ()) -> None:
+    def __init__(self, text: Text, prompt_ids: Sequence[int] = (), *, stop: Sequence[str] = (), shown: Collection[int] = ()) -> None:
         self.stopped = False  # at the first stop string
         self.num_tokens = 0  # pushed until now; once stopped, up to the one that completed the stop string
         self._text = text
-        self._stop = tuple(stop)
+        self._stop, self._shown = tuple(stop), shown
         self._reach = max(map(len, self._stop), default=1) - 1  # so many characters may be the beginning of a stop string
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._first = not any(text.has_text(token) for token in prompt_ids)
@@ -174,7 +186,7 @@ class TextStream:
         if self._first and self._text.has_text(token):
             self._first = False
             return self._text.piece(token, first=True)
-        return self._text.piece(token)
+        return self._text.name(token).encode() if token in self._shown else self._text.piece(token)
 
     def _take(self, text: str) -> bool:
         """Adds text; at a stop string, cuts it off there and says True."""
@@ -229,7 +241,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise BadValue("messages must be a list with at least one message", param="messages")
     for i, message in enumerate(messages):
