@@ -33,7 +33,7 @@ def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -
     import ray
 
     with contextlib.ExitStack() as stack:
-        ours = not (join and _joined())
+        ours = not (join and joined())
         if ours:
             require_free_port(config)
             say("starting Ray")
@@ -94,7 +94,8 @@ def _serve_settings(config: Config) -> dict[str, str]:
     return SERVE_SETTINGS | {HA_PROXY: "0"}
 
 
-def _joined() -> bool:
+def joined() -> bool:
+    """Whether a cluster runs here; then this process has joined it."""
     import ray
 
     try:
@@ -111,6 +112,11 @@ def _keep_proxy_files_in(directory: str) -> None:
     os.environ["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = f"{directory}/metrics.sock"
     os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = directory
     os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = f"{directory}/server-state"
+
+
+def ours_would_hold(config: Config, *, num_gpus: int) -> dict[str, float]:
+    """The resources of a Ray that we would start."""
+    return {"CPU": float(_num_cpus(config)), "GPU": float(num_gpus)}
 
 
 def _num_cpus(config: Config) -> int:

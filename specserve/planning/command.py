@@ -22,6 +22,7 @@ from specserve.planning.measure import Reader, overlaps, seconds
 from specserve.planning.memory import Fit, Gpus, Plan, Share, fits, smallest, whole
 from specserve.planning.options import Options
 from specserve.planning.report import Memory, Report
+from specserve.progress import Tell, silent
 from specserve.theory import walltime_factor
 
 LADDER = (0.5, 0.6, 0.7, 0.8, 0.9)  # acceptances to look at when none is given
@@ -38,7 +39,7 @@ class Models:
     draft: Path | None
 
 
-def plan(options: Options) -> Report:
+def plan(options: Options, tell: Tell = silent) -> Report:
     """Raises whatever is wrong with the arguments, the models or the text; writes the files that were asked for."""
     for file in (options.json, options.plot):
         if file is not None and not file.resolve().parent.is_dir():
@@ -46,7 +47,7 @@ def plan(options: Options) -> Report:
     if options.plot is not None:
         check_drawable(options.plot)
     models = _models(options)
-    notes, pairs = _pairs(options, models)
+    notes, pairs = _pairs(options, models, tell)
     report = Report(
         tuple(notes),
         tuple(Advice.of(pair, hit_rate=options.hit_rate, max_gamma=options.max_gamma) for pair in pairs),
@@ -72,11 +73,11 @@ def _models(options: Options) -> Models | None:
     return Models(find_config(options.target), None if options.draft is None else find_config(options.draft))
 
 
-def _pairs(options: Options, models: Models | None) -> tuple[list[str], list[Pair]]:
+def _pairs(options: Options, models: Models | None, tell: Tell) -> tuple[list[str], list[Pair]]:
     """And where the numbers come from."""
     if options.measure:
         assert models is not None
-        return _measured(options, models)
+        return _measured(options, models, tell)
     if options.stages and options.alpha is None and options.cost is None:
         return [], []
     if models is None and options.cost is None:
@@ -99,15 +100,17 @@ def _ratio(models: Models) -> float:
     return describe(models.draft).num_parameters / describe(models.target).num_parameters
 
 
-def _measured(options: Options, models: Models) -> tuple[list[str], list[Pair]]:
+def _measured(options: Options, models: Models, tell: Tell) -> tuple[list[str], list[Pair]]:
     if models.draft is None:
         raise BadValue("--measure needs --draft, the model that drafts", param="draft")
+    tell("reading the text")
     ids = _text(options, models)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    tell("loading target and draft")
     target, draft = (_reader(models, which) for which in ("target", "draft"))
-    overlap = overlaps(target, {"draft": draft}, ids)["draft"]
-    taken = seconds({"target": target.pass_seconds(1), "draft": draft.pass_seconds(1)})
+    overlap = overlaps(target, {"draft": draft}, ids, tell=tell)["draft"]
+    taken = seconds({"target": target.pass_seconds(1), "draft": draft.pass_seconds(1)}, tell=tell)
     c = taken["draft"] / taken["target"]
     note = f"Measured on {overlap.num_tokens:,} tokens; a pass of one token takes the target {1e3 * taken['target']:.2f} ms, "
     note += f"the draft {1e3 * taken['draft']:.2f} ms (on {target.runner.device.type}, {torch.get_num_threads()} threads)."
