@@ -5,11 +5,12 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PINNED := pyproject.toml constraints.txt
+BUILDER := .venv-build
 PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload check clean
+.PHONY: serve test test-fast test-gpu dist test-wheel wheel-times bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -22,6 +23,19 @@ test-fast: check
 
 test-gpu: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# A wheel and an sdist, in dist/. Built from what the sdist holds, so that a stale build/ cannot slip in.
+dist: $(BUILDER)/installed
+	rm -rf dist build
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BUILDER)/bin/python -m build --outdir dist $(ARGS)
+
+# From the wheel, in an empty folder: doctor, generate, serve and a request. With the dependencies that are here, without network.
+test-wheel: $(VENV)/installed-for-tests
+	$(BIN)/python tests/wheel.py --borrow $(ARGS)
+
+# The same in a fresh environment, into which all dependencies are installed: what each step takes. docs/packaging.md has figures.
+wheel-times: $(VENV)/installed-for-tests
+	$(BIN)/python tests/wheel.py $(ARGS)
 
 # Slow, and not part of the tests: what they print stands in docs/, with date and machine.
 bench: bench-engine bench-pipeline
@@ -76,6 +90,11 @@ $(VENV)/installed-for-tests: $(PINNED)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
 	touch $(VENV)/installed $@
 
+$(BUILDER)/installed: constraints.txt
+	$(PYTHON) -m venv $(BUILDER)
+	$(BUILDER)/bin/python -m pip install -c constraints.txt build
+	touch $@
+
 # torchvision comes with the converter, which does without it, and may be built for another torch than the one that is pinned.
 $(PEERS)/installed: $(PEERS_PINNED)
 	$(PYTHON) -m venv $(PEERS)
@@ -84,4 +103,4 @@ $(PEERS)/installed: $(PEERS_PINNED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BUILDER) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

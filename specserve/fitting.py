@@ -66,11 +66,12 @@ class Teacher:
 
 def fit(target: str, texts: Sequence[Path], out: Path, *, num_heads: int, minutes: float, threads: int | None = None, tell: Tell) -> str:
     """Writes the heads; says how much of the target's distribution each covers on what was held out."""
-    if num_heads < 1 or minutes <= 0:
-        raise BadValue("--heads must be 1 or more, and --minutes above 0", param="heads")
+    for name, value in (("heads", num_heads), ("minutes", minutes)):
+        if value <= 0:
+            raise BadValue(f"--{name} must be above 0, not {value:g}", param=name)
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint = find_checkpoint(target)
+    checkpoint = find_checkpoint(target, key="--target")
     speaks = Text.load(checkpoint)
     tell("reading the texts")
     windows = _windows([speaks.encode(read_text(text)) for text in texts], num_heads)
@@ -135,7 +136,9 @@ def _windows(texts: Sequence[Sequence[int]], num_heads: int) -> list[Tensor]:
     """Whole windows of one text after the other; of a shorter whole, one that is shorter."""
     tokens = torch.tensor([token for text in texts for token in text])
     if len(tokens) < num_heads + 2:
-        raise BadValue(f"the texts have {len(tokens)} tokens, and {num_heads} heads need {num_heads + 2} at least", param="text")
+        raise BadValue(
+            f"the files of --text have {len(tokens)} tokens, and {num_heads} heads need {num_heads + 2} at least; name more text", param="text"
+        )
     return list(torch.split(tokens, WINDOW)[: max(1, len(tokens) // WINDOW)])
 
 

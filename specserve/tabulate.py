@@ -29,7 +29,7 @@ def tabulate(tokenizer: str, texts: Sequence[Path], out: Path, *, keep: int = KE
     speaks = Text.load(tokenizer)
     counts = count((speaks.encode(text, special=False) for text in _read_all(texts, tell)), keep=keep, fingerprint=speaks.fingerprint)
     if not counts.vocab_size:
-        raise BadValue("the texts are empty", param="text")
+        raise BadValue("the files of --text are empty; name files with text in them", param="text")
     save(counts, out)
     return f"{out} has {len(counts.ids):,} pairs, from {int(counts.unigram.sum()):,} tokens in {len(texts):,} files"
 
@@ -45,4 +45,4 @@ def read_text(text: Path) -> str:
     try:
         return text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadValue(f"{text} cannot be read as UTF-8 text: {error}", param="text") from error
+        raise BadValue(f"--text {text} cannot be read as UTF-8 text: {error}", param="text") from error

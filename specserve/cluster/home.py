@@ -78,7 +78,9 @@ def require_free_port(config: Config) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from error
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port (http.port), or end what listens there"
+            ) from error
 
 
 def _serve_settings(config: Config) -> dict[str, str]:
@@ -88,7 +90,7 @@ def _serve_settings(config: Config) -> dict[str, str]:
         return SERVE_SETTINGS
     for file in files:
         if not os.access(file, os.R_OK):
-            raise ConfigError(f"{file}, of http.tls_cert and http.tls_key, cannot be read")
+            raise ConfigError(f"{file}, of http.tls_cert and http.tls_key, cannot be read; both name PEM files that this user may read")
     if os.environ.get(HA_PROXY, "0") == "1":
         raise ConfigError(f"Serve's HAProxy cannot speak TLS: unset {HA_PROXY}, or leave http.tls_cert out and end TLS in a proxy in front")
     return SERVE_SETTINGS | {HA_PROXY: "0"}

@@ -11,6 +11,7 @@ from specserve.doctor import cluster, machine, models, ports, room, secrets
 from specserve.doctor.findings import Finding, bad, guarded, ok
 from specserve.doctor.report import Report
 from specserve.errors import ConfigError
+from specserve.models.hub import find_config
 from specserve.progress import Tell, silent
 
 
@@ -40,9 +41,9 @@ def _findings(read: Callable[[], Config], tell: Tell) -> Iterator[Finding]:
 
 
 def _room(config: Config) -> Iterator[Finding]:
-    target = models.directory(config.target.path, key="target.path", revision=config.target.revision)
+    target = find_config(config.target.path, revision=config.target.revision, key="target.path")
     draft = config.draft.path if config.draft.kind == "neural" else None
-    return room.room(config, target, None if draft is None else models.directory(draft, key="draft.path"))
+    return room.room(config, target, None if draft is None else find_config(draft, key="draft.path"))
 
 
 def _ray(config: Config) -> Iterator[Finding]:

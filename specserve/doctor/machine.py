@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import resource
 import shutil
@@ -11,13 +12,13 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-import psutil
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
 import specserve
 from specserve.config import DEMO
 from specserve.doctor.findings import Finding, bad, gib, ok, warn
+from specserve.models.memory import free_memory
 
 LEAST_PYTHON = (3, 11)
 LEAST_FILES = 4096  # each stream is a connection, each worker has some dozens
@@ -97,8 +98,8 @@ def _driver(file: Path) -> str:
 
 
 def memory() -> Iterator[Finding]:
-    found = psutil.virtual_memory()
-    yield ok("memory", f"{gib(found.available)} of {gib(found.total)} free")
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield ok("memory", f"{gib(free_memory(torch.device('cpu')))} of {gib(whole)} free")
 
 
 def shared(num_bytes: int | None) -> Iterator[Finding]:

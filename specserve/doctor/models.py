@@ -12,7 +12,6 @@ from specserve.api.text import Text
 from specserve.checkpoints import find_checkpoints
 from specserve.config import TIED, Config, Draft
 from specserve.doctor.findings import Finding, bad, ok, warn
-from specserve.errors import ModelNotFound
 from specserve.models.describe import describe
 from specserve.models.hub import find_config
 from specserve.models.weights import files
@@ -21,15 +20,6 @@ from specserve.stages import STATISTICAL
 SHOWN = 5  # ids that differ
 SIMILAR = 0.99  # of the ids: then it is likely the same tokenizer in another version
 SAME = "a draft must give every id the target's meaning, for it proposes ids and the target judges them: "
-
-
-def directory(model: str, *, key: str, revision: str | None = None) -> Path:
-    """Of a local path or a hub name, whose small files are fetched. Raises ModelNotFound, which says what is wrong with the key."""
-    try:
-        return find_config(model, revision=revision)
-    except ModelNotFound as error:
-        remedy = "give a directory with config.json, or a hub name such as owner/model (gated ones need HF_TOKEN)"
-        raise ModelNotFound(f"{key}: {error}; {remedy}") from error
 
 
 def checkpoint(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
@@ -106,7 +96,7 @@ def same_tokens(target: Text, draft: Text, *, key: str) -> Iterator[Finding]:
 
 def pair(config: Config) -> Iterator[Finding]:
     """Target and draft, each by itself and with one another."""
-    target = directory(config.target.path, key="target.path", revision=config.target.revision)
+    target = find_config(config.target.path, revision=config.target.revision, key="target.path")
     yield from checkpoint("target", target, local=Path(config.target.path).exists())
     text = Text.load(target)
     yield from tokenizer(text)
@@ -126,7 +116,7 @@ def _part(config: Config, part: Draft, text: Text) -> Iterator[Finding]:
         if part.kind in STATISTICAL and part.path is not None:
             yield from _fits(config)
         return
-    found = directory(part.path, key="draft.path")
+    found = find_config(part.path, key="draft.path")
     yield from checkpoint("draft", found, local=Path(part.path).exists())
     yield from same_tokens(text, Text.load(found), key="draft")
 

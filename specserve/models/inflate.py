@@ -67,9 +67,9 @@ def inflate(model_dir: Path, params: int, out_dir: Path, tell: Tell = silent) ->
     source = _open(model_dir)
     own = source.num_parameters
     if params < own:
-        raise BadValue(f"params must be at least the model's own {own:,}, not {params:,}.", param="params")
+        raise BadValue(f"--params must be at least the model's own {own:,}, not {params:,}: a model can be widened only.", param="params")
     if out_dir.exists() and any(out_dir.iterdir()):
-        raise BadValue(f"{out_dir} is not empty.", param="out")
+        raise BadValue(f"--out {out_dir} is not empty; name a new directory.", param="out")
     width = _new_width(source, params)
     reached = own + (width - source.width) * source.column_parameters
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def inflate(model_dir: Path, params: int, out_dir: Path, tell: Tell = silent) ->
 
 def _open(directory: Path) -> Checkpoint:
     if not (directory / "config.json").is_file():
-        raise ModelNotFound(f"{directory} is no model directory: it has no config.json.")
+        raise ModelNotFound(f"--model {directory} is no model directory: it has no config.json; name one that has.")
     config = json.loads((directory / "config.json").read_text())
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, Path] = {}
@@ -102,7 +102,7 @@ def _weight_files(directory: Path) -> list[Path]:
         index = json.loads((directory / INDEX).read_text())
         return [directory / name for name in sorted(set(index["weight_map"].values()))]
     if not (directory / "model.safetensors").is_file():
-        raise ModelError(f"{directory} has no model.safetensors; other formats are not read.")
+        raise ModelError(f"--model {directory} has no model.safetensors; other formats are not read.")
     return [directory / "model.safetensors"]
 
 

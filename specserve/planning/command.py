@@ -43,7 +43,7 @@ def plan(options: Options, tell: Tell = silent) -> Report:
     """Raises whatever is wrong with the arguments, the models or the text; writes the files that were asked for."""
     for file in (options.json, options.plot):
         if file is not None and not file.resolve().parent.is_dir():
-            raise BadValue(f"cannot write {file}: its directory does not exist", param="out")
+            raise BadValue(f"cannot write {file}: its directory does not exist; make it first", param="out")
     if options.plot is not None:
         check_drawable(options.plot)
     models = _models(options)
@@ -70,7 +70,7 @@ def _models(options: Options) -> Models | None:
         return None if numbers and not options.gpus and not options.measure else Models(DEMO / "target", DEMO / "draft")
     if options.target is None:
         raise BadValue("--draft needs --target, the model that it drafts for", param="draft")
-    return Models(find_config(options.target), None if options.draft is None else find_config(options.draft))
+    return Models(find_config(options.target, key="--target"), None if options.draft is None else find_config(options.draft, key="--draft"))
 
 
 def _pairs(options: Options, models: Models | None, tell: Tell) -> tuple[list[str], list[Pair]]:
@@ -125,9 +125,9 @@ def _text(options: Options, models: Models) -> list[int]:
     try:
         ids = target.encode(options.text.read_text(encoding="utf-8"), special=False)[: options.tokens]
     except (OSError, UnicodeDecodeError) as error:
-        raise BadValue(f"{options.text} cannot be read as UTF-8 text: {error}", param="text") from error
+        raise BadValue(f"--text {options.text} cannot be read as UTF-8 text: {error}", param="text") from error
     if not ids:
-        raise BadValue(f"{options.text} is empty", param="text")
+        raise BadValue(f"--text {options.text} is empty; name a file with text in it", param="text")
     return list(ids)
 
 

@@ -56,11 +56,11 @@ def reproduce(options: argparse.Namespace, tell: Tell = silent) -> str:
     """The page; `tell` hears what is under way."""
     budget = Budget(options.params, options.text_tokens, options.prompts, options.max_tokens, options.turns, options.threads)
     if budget.max_tokens < 2:
-        raise BadValue("--max-tokens must be 2 or more: the first token comes with the prompt", param="max_tokens")
+        raise BadValue(f"--max-tokens must be 2 or more, not {budget.max_tokens}: the first token comes with the prompt", param="max_tokens")
     names = [name for name in SECTIONS if name in (options.tables or SECTIONS)]
     if options.out is not None:
         if not options.out.is_dir():
-            raise BadValue(f"--out {options.out} is no directory", param="out")
+            raise BadValue(f"--out {options.out} is no directory; make it first", param="out")
         check_drawable(options.out / "any.png")
     torch.set_num_threads(budget.threads)
     sections = []
