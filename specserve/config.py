@@ -199,13 +199,11 @@ def read_tree(file: Path) -> dict[str, object]:
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--config {file} cannot be read: {_why(error)}; give the path of a YAML file, or leave it out for the demo pair"
-        ) from error
+        raise ConfigError(f"the config file {file} cannot be read: {_why(error)}; give the path of one that is YAML") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file} is not YAML: {' '.join(str(error).split())}; mend it there") from error
+        raise ConfigError(f"the config file {file} is not YAML: {' '.join(str(error).split())}; mend it there") from error
     if tree is not None and not isinstance(tree, dict):
-        raise ConfigError(f"--config {file} must hold keys and values, such as `model: demo`, not a {type(tree).__name__}")
+        raise ConfigError(f"the config file {file} must hold keys and values, such as `model: demo`, not a {type(tree).__name__}")
     return tree or {}
 
 

@@ -49,9 +49,9 @@ GENERATE = ["generate", "--prompt", "a"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [  # the key, the value, and what to do
-        ([*GENERATE, "--config", "{folder}/none.yaml"], ("--config", "none.yaml cannot be read: No such file", "give the path of a YAML file")),
-        ([*GENERATE, "--config", "{folder}/broken.yaml"], ("--config", "broken.yaml is not YAML", "line 2", "mend it")),
-        ([*GENERATE, "--config", "{folder}/list.yaml"], ("--config", "list.yaml must hold keys and values", "not a list")),
+        ([*GENERATE, "--config", "{folder}/none.yaml"], ("config file", "none.yaml cannot be read: No such file", "give the path")),
+        ([*GENERATE, "--config", "{folder}/broken.yaml"], ("config file", "broken.yaml is not YAML", "line 2", "mend it")),
+        ([*GENERATE, "--config", "{folder}/list.yaml"], ("config file", "list.yaml must hold keys and values", "not a list")),
         ([*GENERATE, "--target", "{folder}/nowhere"], ("target.path", "nowhere does not exist", "give a directory with config.json")),
         ([*GENERATE, "--target", "{folder}/a-file"], ("target.path", "a-file is a file", "give a directory")),
         ([*GENERATE, "--target", "{folder}/no-config"], ("target.path", "it has no config.json", "give a directory")),
@@ -63,7 +63,7 @@ GENERATE = ["generate", "--prompt", "a"]
         ([*GENERATE, "--set", "draft.stages=[{"], ("draft.stages", "'[{'", "mend the brackets")),
         ([*GENERATE, "--set", "speculation"], ("--set", "'speculation'", "key=value")),
         ([*GENERATE, "--set", "target.tensor_parallel=2"], ("target.tensor_parallel 2", "specserve serve --tp 2")),
-        ([*GENERATE, "--set", "target.device=cuda", "--target", "{model}"], ("device cuda", "use device: cpu", "doctor")),
+        ([*GENERATE, "--set", "target.device=cuda", "--target", "{model}"], ("device cuda", "set target.device", "doctor")),
         ([*GENERATE, "--drafter", "neural", "--target", "{model}"], ("draft.kind neural", "give --draft")),
         ([*GENERATE, "--trace", "{folder}/nowhere/t.json"], ("--trace", "nowhere/t.json", "a directory that exists")),
         (["serve", "--port", "70000"], ("http.port", "70000", "from 0 to 65535")),

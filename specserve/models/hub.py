@@ -15,7 +15,7 @@ WANTED = "give a directory with config.json and safetensors files, or a hub name
 
 
 def find_checkpoint(model: str | Path, *, revision: str | None = None, key: str = "the model") -> Path:
-    """The directory that holds `model`: a local path, or else a hub name, downloaded unless it lies in the hub's cache. `key` names it in refusals."""
+    """The directory that holds `model`: a local path, or else a hub name, downloaded unless it lies in the hub's cache. `key` is for refusals."""
     path = find_config(model, revision=revision, wanted=WANTED_FILES, key=key)
     files(path)
     return path
