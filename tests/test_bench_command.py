@@ -180,7 +180,7 @@ def test_ctrl_c_prints_the_report_and_ends_the_command():
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=90)  # who probes a server that hangs waits for it, and machines are shared
     assert "requests: 3 interrupted" in out
-    assert err.splitlines()[0].startswith("0 of 64 requests")
+    assert err.splitlines()[0].startswith("requests, 5%, 3 of 64, ")
     assert err.splitlines()[-1] == "specserve: interrupted"
     assert process.returncode == 1
 

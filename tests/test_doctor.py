@@ -171,7 +171,7 @@ def test_tokenizers_that_differ_are_told_by_their_ids(target: Path, tmp_path: Pa
     assert found.found.startswith(f"2 of {ours.vocab_size:,} ids mean something else than to the target: 5 ({first!r}, {second!r}), 6 (")
     assert "layer_skip or heads" in found.remedy
     assert only(models.same_tokens(ours, Text.load(target), key="draft"), Grade.OK)
-    assert "changed since" not in found.found, "two of so few ids are many"
+    assert "may have been changed" in found.found, "two of 260 are few"
 
 
 def test_drafts_without_a_second_model_are_looked_at_as_serving_does(target: Path) -> None:
