@@ -66,6 +66,8 @@ class Bar:
     def _draw(self) -> None:
         while not self._ended.wait(_REDRAW_S):
             state = self._state
+            if not state.what:
+                continue
             if self._terminal.draws:
                 self._terminal.redraw_line(f"{bar(state.share or 0.0, width=_BAR)} {self._line(state)}")
             elif self._is_due(state, time.monotonic()):
@@ -73,7 +75,7 @@ class Bar:
                 self._last, self._written = state.what, time.monotonic()
 
     def _is_due(self, state: State, now: float) -> bool:
-        if not state.what or now - self._begun < _SHORT_S:
+        if now - self._begun < _SHORT_S:
             return False
         return state.what != self._last or now - self._written >= _LINE_S
 

@@ -77,12 +77,24 @@ def deployed(config: Config, say: Say, *, ours: bool = True, engine: type[Any] |
     with contextlib.ExitStack() as stack:
         if not serve_runs():
             require_free_port(config)
-            serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=logging_config(config))
+            _start_serve(config)
             if not ours:
                 stack.callback(serve.shutdown)
         stack.callback(serve.delete, APP_NAME)
         _deploy(lambda: serve.run(application(config, engine=engine), name=APP_NAME, logging_config=logging_config(config)), say)
         yield _url()
+
+
+def _start_serve(config: Config) -> None:
+    """Serve waits for its controller and its proxy, and says little of why they do not come."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    try:
+        serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=logging_config(config))
+    except (RayError, RuntimeError, TimeoutError) as error:
+        why = f"Ray Serve did not start: {errors.first_line(error)}"
+        raise Unavailable(f"{why}; see whether the machine is busy or a port is taken (`specserve doctor`), and try again") from error
 
 
 def _url() -> str:
