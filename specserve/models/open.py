@@ -113,7 +113,7 @@ def _device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
-            f"device {name} was asked for, and torch sees no CUDA device; set target.device or draft.device to cpu (`specserve doctor` says more)."
+            f"device {name} was asked for, and no CUDA device is visible; set target.device or draft.device to cpu (`specserve doctor` says more)."
         )
     return name
 
