@@ -5,11 +5,12 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PINNED := pyproject.toml constraints.txt
+BUILDER := .venv-build
 PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-browser test-fast test-gpu bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload structured check clean
+.PHONY: serve test test-browser test-fast test-gpu dist test-wheel wheel-times bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload structured check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -26,6 +27,19 @@ test-gpu: $(VENV)/installed-for-tests
 # The playground in the system's Chromium. ARGS="--screenshots docs/playground" takes the pictures of the docs anew.
 test-browser: $(VENV)/installed-for-browser
 	$(BIN)/python -m pytest -m browser $(ARGS)
+
+# A wheel and an sdist, in dist/. Built from what the sdist holds, so that a stale build/ cannot slip in.
+dist: $(BUILDER)/installed
+	rm -rf dist build
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BUILDER)/bin/python -m build --outdir dist $(ARGS)
+
+# From the wheel, in an empty folder: doctor, generate, serve and a request. With the dependencies that are here, without network.
+test-wheel: $(VENV)/installed-for-tests
+	$(BIN)/python tests/wheel.py --borrow $(ARGS)
+
+# The same in a fresh environment, into which all dependencies are installed: what each step takes. docs/packaging.md has figures.
+wheel-times: $(VENV)/installed-for-tests
+	$(BIN)/python tests/wheel.py $(ARGS)
 
 # Slow, and not part of the tests: what they print stands in docs/, with date and machine.
 bench: bench-engine bench-pipeline
@@ -88,6 +102,11 @@ $(VENV)/installed-for-browser: $(VENV)/installed-for-tests
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test,browser]'
 	touch $@
 
+$(BUILDER)/installed: constraints.txt
+	$(PYTHON) -m venv $(BUILDER)
+	$(BUILDER)/bin/python -m pip install -c constraints.txt build
+	touch $@
+
 # torchvision comes with the converter, which does without it, and may be built for another torch than the one that is pinned.
 $(PEERS)/installed: $(PEERS_PINNED)
 	$(PYTHON) -m venv $(PEERS)
@@ -96,4 +115,4 @@ $(PEERS)/installed: $(PEERS_PINNED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BUILDER) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -24,7 +24,7 @@ class Checkpoints:
 
 def find_checkpoints(config: Config) -> Checkpoints:
     """Raises ModelNotFound, ModelError, or TokenizerMismatch: for the target, and for whatever the draft is read from."""
-    target = find_checkpoint(config.target.path, revision=config.target.revision)
+    target = find_checkpoint(config.target.path, revision=config.target.revision, key="target.path")
     text = Text.load(target)
     if config.draft.kind in TIED:
         _require_tied(target, config.draft)
@@ -45,7 +45,7 @@ def _require_same_tokens(target: Path, text: Text, draft: Draft) -> None:
     if draft.path is not None and draft.kind in STATISTICAL:
         _require_counted_in(text, Path(draft.path))
     elif draft.path is not None and draft.kind != "none":
-        found = find_checkpoint(draft.path)
+        found = find_checkpoint(draft.path, key="draft.path")
         require_same_kind(target, found, key="draft.path")
         text.require_same(Text.load(found))
 

@@ -200,12 +200,17 @@ def read_tree(file: Path) -> dict[str, object]:
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {file} cannot be read: {error}") from error
+        raise ConfigError(f"the config file {file} cannot be read: {_why(error)}; give the path of one that is YAML") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"the config file {file} is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"the config file {file} is not YAML: {' '.join(str(error).split())}; mend it there") from error
     if tree is not None and not isinstance(tree, dict):
-        raise ConfigError(f"the config file {file} must hold keys and values, not {type(tree).__name__}")
+        raise ConfigError(f"the config file {file} must hold keys and values, such as `model: demo`, not a {type(tree).__name__}")
     return tree or {}
+
+
+def _why(error: Exception) -> str:
+    """Without the path, which is named already."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def override(argument: str) -> tuple[str, object]:
@@ -216,7 +221,7 @@ def override(argument: str) -> tuple[str, object]:
     try:
         return key.strip(), yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {key.strip()} is not YAML: {value!r}") from error
+        raise ConfigError(f"the value of {key.strip()} is not YAML: {value!r}; put it in quotes, or mend the brackets") from error
 
 
 def _nested(keys: Mapping[str, object]) -> dict[str, object]:
@@ -261,7 +266,7 @@ def _checked(config: Config) -> Config:
     if draft.kind in CASCADES and draft.path is not None:
         raise ConfigError(f"draft.path is of no use to draft.kind {draft.kind}, whose stages have their own; leave it out")
     if draft.kind == "neural" and draft.path is None:
-        raise ConfigError("draft.kind neural needs draft.path, the model that drafts")
+        raise ConfigError("draft.kind neural needs draft.path, the model that drafts; give --draft, or choose a draft.kind that needs none")
     _check_tied(draft, tensor_parallel=config.target.tensor_parallel)
     if draft.learn is not None and draft.kind not in STATISTICAL:
         raise ConfigError(f"draft.learn belongs to the kinds {', '.join(STATISTICAL)}, and draft.kind is {draft.kind}; leave it out")

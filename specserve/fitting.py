@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from specserve.models.hub import find_checkpoint
 from specserve.models.load import load_model
 from specserve.models.open import dtype_of
 from specserve.models.weights import fingerprint
+from specserve.progress import Tell
 from specserve.tabulate import read_text
 
 WINDOW, HELD_OUT, JUDGED = 512, 20, 32  # tokens that are read at once; of so many windows one is held out; and so many of those are looked at
@@ -26,7 +27,6 @@ PLACES, LOGITS = 256, 2**24  # of a window that a step learns from; fewer where 
 LIKELY = 64  # tokens of the target's distribution that are learnt from at a place; the rest is hardly ever drawn
 RATE, WARM_UP, FLOOR = 2e-3, 50, 0.02  # of AdamW; steps to reach it; its share at the end
 FADE = 0.9  # what a place further ahead counts less
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +66,22 @@ class Teacher:
 
 def fit(target: str, texts: Sequence[Path], out: Path, *, num_heads: int, minutes: float, threads: int | None = None, tell: Tell) -> str:
     """Writes the heads; says how much of the target's distribution each covers on what was held out."""
-    if num_heads < 1 or minutes <= 0:
-        raise BadValue("--heads must be 1 or more, and --minutes above 0", param="heads")
+    for name, value in (("heads", num_heads), ("minutes", minutes)):
+        if value <= 0:
+            raise BadValue(f"--{name} must be above 0, not {value:g}", param=name)
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint = find_checkpoint(target)
+    checkpoint = find_checkpoint(target, key="--target")
     speaks = Text.load(checkpoint)
+    tell("reading the texts")
     windows = _windows([speaks.encode(read_text(text)) for text in texts], num_heads)
+    tell("loading the target")
     teacher = Teacher(checkpoint)
     heads = Heads(num_heads, teacher.spec.hidden_size).to(teacher.device)
     held_out = windows[::HELD_OUT][:JUDGED]
     _train(heads, teacher, [window for i, window in enumerate(windows) if i % HELD_OUT] or windows, minutes=minutes, tell=tell)
     save(heads, HeadsInfo(num_heads, teacher.spec.hidden_size, teacher.spec.vocab_size, fingerprint(checkpoint)), out)
+    tell("judging the heads")
     covered = coverage(heads, teacher, held_out)
     alphas = ", ".join(f"{one:.3f}" for one in covered)
     return f"{out} has {num_heads} heads; on {len(held_out) * WINDOW:,} tokens that were held out, alpha is {alphas}"
@@ -98,7 +102,7 @@ def _train(heads: Heads, teacher: Teacher, windows: Sequence[Tensor], *, minutes
     """First by the divergence from the target, whose gradient is strong from far away; then by what is refused, which is what counts."""
     optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.0)
     fade = torch.tensor([FADE**place for place in range(heads.num_heads)], device=teacher.device)
-    begun, told = time.monotonic(), -1
+    begun = time.monotonic()
     for step, window in enumerate(_for_ever(windows)):
         progress = (time.monotonic() - begun) / (60 * minutes)
         if progress >= 1:
@@ -111,10 +115,8 @@ def _train(heads: Heads, teacher: Teacher, windows: Sequence[Tensor], *, minutes
         torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if int(20 * progress) > told:
-            told = int(20 * progress)
-            what, each = "refused" if progress > 0.5 else "divergence", ", ".join(f"{loss:.3f}" for loss in losses.tolist())
-            tell(f"{progress:4.0%}, {step + 1} windows, {what} {each}")
+        what, each = "refused" if progress > 0.5 else "divergence", ", ".join(f"{loss:.3f}" for loss in losses.tolist())
+        tell("fitting the heads", progress, f"{step + 1} windows, {what} {each}")
 
 
 def _log_q(heads: Heads, teacher: Teacher, places: Places) -> Tensor:  # [heads, places, likely]
@@ -134,7 +136,9 @@ def _windows(texts: Sequence[Sequence[int]], num_heads: int) -> list[Tensor]:
     """Whole windows of one text after the other; of a shorter whole, one that is shorter."""
     tokens = torch.tensor([token for text in texts for token in text])
     if len(tokens) < num_heads + 2:
-        raise BadValue(f"the texts have {len(tokens)} tokens, and {num_heads} heads need {num_heads + 2} at least", param="text")
+        raise BadValue(
+            f"the files of --text have {len(tokens)} tokens, and {num_heads} heads need {num_heads + 2} at least; name more text", param="text"
+        )
     return list(torch.split(tokens, WINDOW)[: max(1, len(tokens) // WINDOW)])
 
 

@@ -18,6 +18,7 @@ from specserve.engine import Coordinator
 from specserve.engine.journal import Journal
 from specserve.errors import BadRequest, BadValue, Overloaded, SpecserveError, WorkerLost
 from specserve.local import Parts, open_parts
+from specserve.progress import Tell, silent
 from specserve.request import Sampling
 from specserve.types import Chunk, Finish, Logprobs, Request, Stats
 
@@ -48,9 +49,9 @@ class LLM:
         self._start(open_parts(config), config)
 
     @classmethod
-    def of(cls, config: Config, journal: Journal | None = None) -> LLM:
-        """An LLM by a config that is parsed already. The journal, if one is given, hears of all that happens."""
-        return cls.over(open_parts(config, None if journal is None else journal.exchange), config, journal)
+    def of(cls, config: Config, journal: Journal | None = None, tell: Tell = silent) -> LLM:
+        """An LLM by a config that is parsed already. The journal, if one is given, hears of all that happens; `tell` of how far opening has come."""
+        return cls.over(open_parts(config, None if journal is None else journal.exchange, tell), config, journal)
 
     @classmethod
     def over(cls, parts: Parts, config: Config, journal: Journal | None = None) -> LLM:

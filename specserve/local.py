@@ -18,6 +18,7 @@ from specserve.errors import ConfigError
 from specserve.models.rank import open_rank
 from specserve.models.target import TargetModel
 from specserve.models.warmup import warm_up
+from specserve.progress import Tell, silent
 from specserve.types import Drafter, DraftStep, ModelInfo, Proposal, Span, Target, Verdict, VerifyStep
 
 Report = Callable[[Exchange], None]
@@ -84,21 +85,26 @@ class Parts:
     draft_context: int | None = None  # None: as long as the target's
 
 
-def open_parts(config: Config, report: Report | None = None) -> Parts:
-    """Raises whatever is wrong with the paths and the tokenizers before any weights are read. `report` hears of everything that they do."""
+def open_parts(config: Config, report: Report | None = None, tell: Tell = silent) -> Parts:
+    """Raises whatever is wrong with the paths and the tokenizers before any weights are read. `report` hears of everything that they do,
+    `tell` of how far opening has come.
+    """
     if config.target.tensor_parallel > 1:
         degree = config.target.tensor_parallel
         raise ConfigError(
             f"target.tensor_parallel {degree} takes {degree} processes, and LLM and generate are one; use `specserve serve --tp {degree}`"
         )
+    tell("finding the models")
     found = find_checkpoints(config)
     threads = config.target.threads or torch.get_num_threads()
+    tell("loading the target")
     target = open_rank(found.target, config)
     beside = LocalTarget(target, threads=threads, report=report)
-    info = replace(target.info, curve=warm_up(target)) if config.speculation.gamma is None else target.info
+    info = replace(target.info, curve=warm_up(target, tell=tell)) if config.speculation.gamma is None else target.info
     if config.draft.kind == "none":
         return Parts(found.text, beside, info)
     assert isinstance(target, TargetModel), "the only rank judges"
+    tell("loading the draft")
     drafter = open_beside(config, target)
     ahead = LocalDrafter(drafter, threads=config.draft.threads or threads, report=report)
     return Parts(found.text, beside, info, ahead, draft_context=drafter.context)

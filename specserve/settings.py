@@ -150,16 +150,17 @@ def _hint(name: str, path: str, known: Mapping[str, Field[Any]], root: type[Any]
     near = difflib.get_close_matches(name, known, n=1)
     if near:
         return f"did you mean {prefix}{near[0]}?"
-    below = {full.rpartition(".")[2]: full for full in _all_keys(root, prefix)}
+    below = {full.rpartition(".")[2]: full for full in all_keys(root, prefix)}
     near = difflib.get_close_matches(name, below, n=1)
     if near:
         return f"did you mean {below[near[0]]}?"
     return f"known here: {', '.join(known)}"
 
 
-def _all_keys(kind: type[Any], prefix: str) -> Iterator[str]:
+def all_keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
+    """Dotted, with those of the sections themselves."""
     for key in fields(kind):
         yield prefix + key.name
         inner = _rule(key).keys
         if inner is not None:
-            yield from _all_keys(inner, f"{prefix}{key.name}.")
+            yield from all_keys(inner, f"{prefix}{key.name}.")

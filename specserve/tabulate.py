@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from specserve.errors import BadValue
+from specserve.progress import Tell, silent
 
 KEEP = 64  # followers of a token, as many as a drafter draws from by default
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", type=int, default=KEEP, metavar="N", help="followers of each token, the most frequent")
 
 
-def tabulate(tokenizer: str, texts: Sequence[Path], out: Path, *, keep: int = KEEP) -> str:
+def tabulate(tokenizer: str, texts: Sequence[Path], out: Path, *, keep: int = KEEP, tell: Tell = silent) -> str:
     """Writes the tables; says what is in them."""
     from specserve.api.text import Text  # late: the tokenizer's library takes seconds to import
     from specserve.drafters.tables import count, save
@@ -26,11 +27,17 @@ def tabulate(tokenizer: str, texts: Sequence[Path], out: Path, *, keep: int = KE
     if keep < 1:
         raise BadValue(f"--keep must be 1 or more, not {keep}", param="keep")
     speaks = Text.load(tokenizer)
-    counts = count((speaks.encode(read_text(text), special=False) for text in texts), keep=keep, fingerprint=speaks.fingerprint)
+    counts = count((speaks.encode(text, special=False) for text in _read_all(texts, tell)), keep=keep, fingerprint=speaks.fingerprint)
     if not counts.vocab_size:
-        raise BadValue("the texts are empty", param="text")
+        raise BadValue("the files of --text are empty; name files with text in them", param="text")
     save(counts, out)
     return f"{out} has {len(counts.ids):,} pairs, from {int(counts.unigram.sum()):,} tokens in {len(texts):,} files"
+
+
+def _read_all(texts: Sequence[Path], tell: Tell) -> Iterator[str]:
+    for number, text in enumerate(texts):
+        tell("counting", number / len(texts), text.name)
+        yield read_text(text)
 
 
 def read_text(text: Path) -> str:
@@ -38,4 +45,4 @@ def read_text(text: Path) -> str:
     try:
         return text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise BadValue(f"{text} cannot be read as UTF-8 text: {error}", param="text") from error
+        raise BadValue(f"--text {text} cannot be read as UTF-8 text: {error}", param="text") from error

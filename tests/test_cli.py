@@ -11,7 +11,8 @@ import pytest
 from checkpoints import add_tokenizer, make, perturbed
 
 import specserve
-from specserve.cli import count, main
+from specserve.arguments import count
+from specserve.cli import main
 from specserve.errors import OutOfPages
 
 FEW = ["--set", "cache.pages=60", "--set", "target.threads=1"]

@@ -38,7 +38,7 @@ def write(tmp_path: Path):
     return written
 
 
-def quiet(_: str) -> None:
+def quiet(what: str, share: float | None = None, note: str = "") -> None:
     pass
 
 

@@ -38,6 +38,7 @@ class Status:
     healthy: bool
     why: str = ""
     replicas: int = 0
+    troubles: tuple[str, ...] = ()  # of single replicas, also while others are well
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
 
 

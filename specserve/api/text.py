@@ -91,15 +91,31 @@ class Text:
 
     def require_same(self, other: Text) -> None:
         """Raises TokenizerMismatch unless `other`, a draft's, gives every id the same meaning."""
-        if self.fingerprint == other.fingerprint:
+        token = next(iter(self.differing(other)), None)
+        if token is None:
             return
-        ours, theirs = (text._backend.get_vocab(with_added_tokens=True) for text in (self, other))
-        token = min(token for _, token in ours.items() ^ theirs.items())
         here, there = (text._backend.id_to_token(token) for text in (self, other))
         raise TokenizerMismatch(
             f"the draft speaks another vocabulary than the target: token {token} is {here!r} to the target and {there!r} to the draft; "
-            "a draft must have the target's tokenizer"
+            "a draft must have the target's tokenizer: choose one of the target's family, or a draft.kind that needs no second model"
         )
+
+    def differing(self, other: Text) -> tuple[int, ...]:
+        """The ids that mean something else to `other`, or nothing, or that mean nothing here."""
+        if self.fingerprint == other.fingerprint:
+            return ()
+        ours, theirs = (text._backend.get_vocab(with_added_tokens=True) for text in (self, other))
+        return tuple(sorted({token for _, token in ours.items() ^ theirs.items()}))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, added ones too; an embedding may have rows of padding beyond."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model's maker says how a chat is written."""
+        return bool(self._tokenizer.chat_template)
 
     def piece(self, token_id: int, *, first: bool = False) -> bytes:
         """What a token adds to a text; `first` at its very beginning, where some tokenizers drop a space."""

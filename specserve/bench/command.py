@@ -15,15 +15,16 @@ from specserve.bench.figures import Measured
 from specserve.bench.load import Asking, ClosedLoop, Load, OpenLoop, Question
 from specserve.bench.options import DEFAULT_WARM_UP, Options, read_key
 from specserve.bench.page import page
-from specserve.bench.progress import Progress
 from specserve.bench.prompts import CODE, read_prompts
 from specserve.bench.report import Report
 from specserve.bench.streams import Stream
 from specserve.errors import SpecserveError
+from specserve.progress import Bar, Tell
 
 STILL_S = 1.6  # a server's parts report to /metrics once a second: what has not moved for so long is the last word
 _LOOK_EVERY_S, _STILL_WITHIN_S = 0.2, 6.0  # others may keep it busy for ever
 _PROBE_S = 15.0
+_TELL_EVERY_S = 0.2
 
 
 def bench(options: Options, say: Callable[[str], None], progress: TextIO, *, still_s: float = STILL_S) -> None:
@@ -35,7 +36,8 @@ def bench(options: Options, say: Callable[[str], None], progress: TextIO, *, sti
         return
     address = Address.of(options.url, read_key(options.api_key_file))
     question = _question(options)
-    report = asyncio.run(measure(options, address, question, progress, still_s=still_s))
+    with Bar(progress, keeps=True) as bar:
+        report = asyncio.run(measure(options, address, question, bar, still_s=still_s))
     for line in report.lines():
         say(line)
     if options.json is not None:
@@ -48,15 +50,16 @@ def bench(options: Options, say: Callable[[str], None], progress: TextIO, *, sti
         raise SpecserveError(f"{report.num_failed} of {len(report.records)} requests failed")
 
 
-async def measure(options: Options, address: Address, question: Question, progress: TextIO, *, still_s: float) -> Report:
+async def measure(options: Options, address: Address, question: Question, tell: Tell, *, still_s: float) -> Report:
     """Cancelled while it loads, it reports what there is until then."""
     asking = Asking(address, question, model=await served_model(address), timeout_s=options.timeout)
     warm_up = range(options.requests, options.requests + options.num_warm_up)
+    tell("warming up")
     await ClosedLoop(options.clients or DEFAULT_WARM_UP).drive(asking.ask, warm_up)
     before = await _settled(address, still_s)
     begun = datetime.now().astimezone()
     asking.begin()
-    interrupted = await _drive(_load(options), asking, range(options.requests), progress)
+    interrupted = await _drive(_load(options), asking, range(options.requests), tell)
     after = await _settled(address, still_s)
     server = None if before is None or after is None else ServerSide.of(after.since(before))
     records = sorted(asking.records, key=lambda record: record.number)
@@ -82,10 +85,9 @@ def _question(options: Options) -> Question:
     )
 
 
-async def _drive(load: Load, asking: Asking, numbers: range, out: TextIO) -> bool:
+async def _drive(load: Load, asking: Asking, numbers: range, tell: Tell) -> bool:
     """Whether it was interrupted: Ctrl-C cancels this task, and what is under way with it."""
-    progress = Progress(out, total=len(numbers), done=lambda: len(asking.records), tokens=lambda: asking.num_tokens)
-    showing = asyncio.create_task(progress.show())
+    telling = asyncio.create_task(_tell_for_ever(asking, len(numbers), tell))
     try:
         await load.drive(asking.ask, numbers)
     except asyncio.CancelledError:
@@ -94,9 +96,24 @@ async def _drive(load: Load, asking: Asking, numbers: range, out: TextIO) -> boo
         task.uncancel()  # the counters are still to be read
         return True
     finally:
-        showing.cancel()
-        await asyncio.gather(showing, return_exceptions=True)
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
     return False
+
+
+async def _tell_for_ever(asking: Asking, total: int, tell: Tell) -> None:
+    """Until cancelled; then once more, for good."""
+    try:
+        while True:
+            _tell(asking, total, tell)
+            await asyncio.sleep(_TELL_EVERY_S)
+    finally:
+        _tell(asking, total, tell)
+
+
+def _tell(asking: Asking, total: int, tell: Tell) -> None:
+    done, seconds = len(asking.records), time.monotonic() - asking.begun
+    tell("requests", done / max(1, total), f"{done} of {total}, {asking.num_tokens / max(seconds, 1e-9):.0f} tokens/s")
 
 
 async def served_model(address: Address) -> str:

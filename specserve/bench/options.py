@@ -39,7 +39,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.rate is not None:
-            raise BadValue("give either --concurrency or --rate", param="rate")
+            raise BadValue("--concurrency and --rate are two ways to load; give one of them", param="rate")
         for name, least in (("concurrency", 1), ("requests", 1), ("max_tokens", 1), ("warm_up", 0), ("gamma", 0), ("kills", 1)):
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
@@ -50,9 +50,9 @@ class Options:
                 raise BadValue(f"{_option(name)} must be above 0, not {value:g}", param=name)
         if not 0 <= self.temperature < math.inf:
             raise BadValue(f"--temperature must be 0 or more, not {self.temperature:g}", param="temperature")
-        for file in (self.json, self.html):
+        for name, file in (("json", self.json), ("html", self.html)):
             if file is not None and not _can_write(file):
-                raise BadValue(f"{file} cannot be written", param="json" if file is self.json else "html")
+                raise BadValue(f"--{name} {file} cannot be written; name a file in a directory that is yours", param=name)
 
     @classmethod
     def of(cls, given: argparse.Namespace) -> Options:
@@ -120,7 +120,7 @@ def read_key(file: Path | None) -> str | None:
     for line in lines:
         if key := line.partition("#")[0].strip():
             return key
-    raise BadValue(f"--api-key-file {file} has no key in it", param="api_key_file")
+    raise BadValue(f"--api-key-file {file} has no key in it; write the key on its first line", param="api_key_file")
 
 
 def _option(name: str) -> str:

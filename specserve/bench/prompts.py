@@ -35,7 +35,7 @@ def read_prompts(file: Path) -> tuple[str, ...]:
         raise BadValue(f"--prompts {file} cannot be read: {error}", param="prompts") from error
     prompts = tuple(_prompt(line, f"--prompts {file}, line {number}") for number, line in enumerate(lines, start=1) if line.strip())
     if not prompts:
-        raise BadValue(f"--prompts {file} has no prompt in it", param="prompts")
+        raise BadValue(f"--prompts {file} has no prompt in it; write one a line", param="prompts")
     return prompts
 
 

@@ -50,7 +50,7 @@ class Board:
         metrics = [report.metrics for _, report in self._reports.values() if report.replica != besides]
         if self._gone is not None:
             metrics.append(self._gone)
-        return Status(ready=healthy, healthy=healthy, why=why, metrics=tuple(metrics), replicas=len(engines))
+        return Status(ready=healthy, healthy=healthy, why=why, metrics=tuple(metrics), replicas=len(engines), troubles=tuple(troubles))
 
     def _forget_silent(self) -> None:
         for replica, (when, report) in list(self._reports.items()):

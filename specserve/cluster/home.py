@@ -33,7 +33,7 @@ def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -
     import ray
 
     with contextlib.ExitStack() as stack:
-        ours = not (join and _joined())
+        ours = not (join and joined())
         if ours:
             require_free_port(config)
             say("starting Ray")
@@ -78,7 +78,9 @@ def require_free_port(config: Config) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from error
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --port (http.port), or end what listens there"
+            ) from error
 
 
 def _serve_settings(config: Config) -> dict[str, str]:
@@ -88,13 +90,14 @@ def _serve_settings(config: Config) -> dict[str, str]:
         return SERVE_SETTINGS
     for file in files:
         if not os.access(file, os.R_OK):
-            raise ConfigError(f"{file}, of http.tls_cert and http.tls_key, cannot be read")
+            raise ConfigError(f"{file}, of http.tls_cert and http.tls_key, cannot be read; both name PEM files that this user may read")
     if os.environ.get(HA_PROXY, "0") == "1":
         raise ConfigError(f"Serve's HAProxy cannot speak TLS: unset {HA_PROXY}, or leave http.tls_cert out and end TLS in a proxy in front")
     return SERVE_SETTINGS | {HA_PROXY: "0"}
 
 
-def _joined() -> bool:
+def joined() -> bool:
+    """Whether a cluster runs here; then this process has joined it."""
     import ray
 
     try:
@@ -111,6 +114,11 @@ def _keep_proxy_files_in(directory: str) -> None:
     os.environ["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = f"{directory}/metrics.sock"
     os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = directory
     os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = f"{directory}/server-state"
+
+
+def ours_would_hold(config: Config, *, num_gpus: int) -> dict[str, float]:
+    """The resources of a Ray that we would start."""
+    return {"CPU": float(_num_cpus(config)), "GPU": float(num_gpus)}
 
 
 def _num_cpus(config: Config) -> int:

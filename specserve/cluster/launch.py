@@ -16,6 +16,8 @@ from specserve.cluster.home import ray_here, require_free_port, serve_runs
 from specserve.cluster.logs import logging_config
 from specserve.config import Config
 from specserve.errors import SpecserveError, Unavailable
+from specserve.progress import Bar
+from specserve.terminal import Terminal
 
 Say = Callable[[str], None]
 
@@ -23,17 +25,43 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 START_TIMEOUT_S = 1800.0
 WATCH_EVERY_S = 0.5
 STATUS_EVERY_S = 10.0
+REDRAW_EVERY_S = 1.0
 
 
-def serve_until_ended(config: Config, say: Say) -> None:
-    """Returns after Ctrl-C or SIGTERM, with everything that it started gone."""
+def serve_until_ended(config: Config, say: Say, terminal: Terminal) -> None:
+    """Returns after Ctrl-C or SIGTERM, with everything that it started gone. On a terminal it draws; elsewhere it says a line now and then."""
     find_checkpoints(config)  # mistakes in the paths should not wait for Ray
-    with ray_here(config, say) as ours, _signals_as_interrupts(), deployed(config, say, ours=ours) as url:
+    with contextlib.ExitStack() as stack:
+        with _starting(say, terminal) as told:
+            ours = stack.enter_context(ray_here(config, told))
+            stack.enter_context(_signals_as_interrupts())
+            url = stack.enter_context(deployed(config, told, ours=ours))
+        example = _example(url, config.model)
         say(f"ready {url}")
-        say(_example(url, config.model))
+        say(example)
         with contextlib.suppress(KeyboardInterrupt):
-            _follow(say)
+            if terminal.draws:
+                _watch(terminal, title=f"specserve   {config.model}   {url}", hints=(example, "Ctrl-C ends it"))
+            else:
+                _follow(say)
         say("stopping")
+
+
+@contextlib.contextmanager
+def _starting(say: Say, terminal: Terminal) -> Iterator[Say]:
+    """Where somebody looks, what is said meanwhile becomes one line, beside which the seconds pass."""
+    if not terminal.draws:
+        yield say
+        return
+    states: dict[str, str] = {}  # of the deployments, once they are told of
+    with Bar(terminal.out) as bar:
+
+        def told(line: str) -> None:
+            name, _, state = line.strip().partition(": ")
+            states.update({name: state} if state else {})
+            bar(", ".join(f"{name} {state}" for name, state in states.items()) or line)
+
+        yield told
 
 
 @contextlib.contextmanager
@@ -49,12 +77,24 @@ def deployed(config: Config, say: Say, *, ours: bool = True, engine: type[Any] |
     with contextlib.ExitStack() as stack:
         if not serve_runs():
             require_free_port(config)
-            serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=logging_config(config))
+            _start_serve(config)
             if not ours:
                 stack.callback(serve.shutdown)
         stack.callback(serve.delete, APP_NAME)
         _deploy(lambda: serve.run(application(config, engine=engine), name=APP_NAME, logging_config=logging_config(config)), say)
         yield _url()
+
+
+def _start_serve(config: Config) -> None:
+    """Serve waits for its controller and its proxy, and says little of why they do not come."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    try:
+        serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=logging_config(config))
+    except (RayError, RuntimeError, TimeoutError) as error:
+        why = f"Ray Serve did not start: {errors.first_line(error)}"
+        raise Unavailable(f"{why}; see whether the machine is busy or a port is taken (`specserve doctor`), and try again") from error
 
 
 def _url() -> str:
@@ -165,6 +205,19 @@ def _follow(say: Say) -> None:
             line = f"no status: {type(error).__name__}"
         if line is not None:
             say(line)
+
+
+def _watch(terminal: Terminal, *, title: str, hints: Sequence[str]) -> None:
+    from specserve.cluster.screen import Screen
+
+    board, screen = handle("Board"), Screen(terminal, title=title, hints=hints)
+    with terminal.page():
+        while True:
+            try:
+                screen.draw(board.status.remote().result(timeout_s=5.0))
+            except Exception as error:  # what is wrong is the status then
+                screen.draw(None, missing=type(error).__name__)
+            time.sleep(REDRAW_EVERY_S)
 
 
 def _http_options(config: Config) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def check_fits(wanted: tuple[Bundle, ...], available: Mapping[str, float], *, re
         if asked > there:
             each = " + ".join(f"{bundle.resources.get(kind, 0.0):g}" for bundle in wanted)
             raise ConfigError(
-                f"{asked:g} {kind}s are asked for ({replicas} x ({each}): coordinator, target ranks, draft), and the cluster has {there:g}"
+                f"{asked:g} {kind}s are asked for ({replicas} x ({each}): coordinator, target ranks, draft), and the cluster has {there:g}; "
+                "ask for less (target.tensor_parallel, draft.num_gpus, replicas.min, device: cpu), or add nodes"
             )
 
 

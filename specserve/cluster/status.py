@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specserve.api.service import Status
+from specserve.cluster.figures import total
 from specserve.metrics import Snapshot, merge
 
 
@@ -31,7 +32,7 @@ class Pulse:
         accepted = self._grown("spec_decode_num_accepted_tokens_total", merged)
         seconds, self._when = (now - self._when if self._when is not None else 0.0), now
         parts = [
-            f"{_value(merged, 'num_requests_running'):.0f} running, {_value(merged, 'num_requests_waiting'):.0f} waiting on {status.replicas} engines"
+            f"{total(merged, 'num_requests_running'):.0f} running, {total(merged, 'num_requests_waiting'):.0f} waiting on {status.replicas} engines"
         ]
         if written and seconds:
             parts.append(f"{written / seconds:.0f} tokens/s")
@@ -40,10 +41,5 @@ class Pulse:
         return ", ".join(parts)
 
     def _grown(self, name: str, merged: Snapshot) -> float:
-        before, self._counts[name] = self._counts.get(name, 0.0), _value(merged, name)
+        before, self._counts[name] = self._counts.get(name, 0.0), total(merged, name)
         return self._counts[name] - before
-
-
-def _value(merged: Snapshot, name: str) -> float:
-    """The sum over all labels."""
-    return sum(sample[0] for sample in merged.samples.get(name, {}).values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import sys
 import sysconfig
 import time
 import zlib
@@ -21,6 +22,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specserve.progress import Bar, Tell
 
 END = "<|endoftext|>"
 VOCAB, CONTEXT, BATCH = 4096, 1024, 2
@@ -94,13 +97,14 @@ def windows(tokens: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
 class Course:
     """How long to train, and how hard."""
 
+    name: str
     minutes: float
     peak: float  # of the rates, as a share of the usual ones
     compile: bool
     seed: int  # of the windows
 
 
-def train(model: Any, text: torch.Tensor, loss_of: Callable[..., torch.Tensor], course: Course, *, save: Callable[[], None]) -> None:
+def train(model: Any, text: torch.Tensor, loss_of: Callable[..., torch.Tensor], course: Course, *, save: Callable[[], None], tell: Tell) -> None:
     """Muon for the matrices inside the layers, AdamW for the rest; the rates follow the elapsed share of the time."""
     inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     ids = {id(p) for p in inside}
@@ -127,7 +131,7 @@ def train(model: Any, text: torch.Tensor, loss_of: Callable[..., torch.Tensor], 
             optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0:
             pace = (step + 1) * BATCH * CONTEXT / (time.monotonic() - begun)
-            print(f"{progress:6.1%} step {step} loss {loss.item():.3f} {pace:.0f} tokens/s", flush=True)
+            tell(course.name, progress, f"step {step}, loss {loss.item():.3f}, {pace:.0f} tokens/s")
         if time.monotonic() - saved > 300:
             save()
             saved = time.monotonic()
@@ -214,8 +218,9 @@ def main() -> None:
     print(f"{len(text)} tokens to learn from, {len(held_out)} held out", flush=True)
     target: Any = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32) if there else new_model(TARGET, tokenizer.eos_token_id)
     if args.only != "draft":
-        course = Course(args.minutes, peak=0.5 if args.resume else 1.0, compile=args.compile, seed=3 if args.resume else 1)
-        train(target, text, next_token_loss, course, save=lambda: save(target, tokenizer, target_dir))
+        course = Course("target", args.minutes, peak=0.5 if args.resume else 1.0, compile=args.compile, seed=3 if args.resume else 1)
+        with Bar(sys.stderr) as bar:
+            train(target, text, next_token_loss, course, save=lambda: save(target, tokenizer, target_dir), tell=bar)
     if args.only != "target":
         draft: Any = LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32) if args.lesson else small_brother(target, DRAFTS[args.draft])
         lessons = {
@@ -225,8 +230,9 @@ def main() -> None:
         }
         for seed, (name, lesson) in enumerate(lessons.items(), start=4):
             if args.lesson in (None, name):
-                course = Course(args.minutes * lesson.share, peak=lesson.peak, compile=args.compile, seed=seed)
-                train(draft, text, lesson.loss_of, course, save=lambda: save(draft, tokenizer, draft_dir))
+                course = Course(f"{args.draft}, {name}", args.minutes * lesson.share, peak=lesson.peak, compile=args.compile, seed=seed)
+                with Bar(sys.stderr) as bar:
+                    train(draft, text, lesson.loss_of, course, save=lambda: save(draft, tokenizer, draft_dir), tell=bar)
         print(held_out_figures(target.eval(), draft.eval(), held_out))
 
 

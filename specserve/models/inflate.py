@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specserve.errors import BadValue, ModelError, ModelNotFound, UnsupportedModel
+from specserve.progress import Tell, silent
 
 SHARD_BYTES = 2_000_000_000
 MULTIPLE = 64  # of intermediate sizes; kernels like round ones
@@ -61,18 +62,18 @@ class Checkpoint:
         return sum(torch.Size(shape[1:]).numel() for shape in sides)
 
 
-def inflate(model_dir: Path, params: int, out_dir: Path) -> int:
+def inflate(model_dir: Path, params: int, out_dir: Path, tell: Tell = silent) -> int:
     """Write a widened copy of about `params` parameters to `out_dir`, which must be new or empty; the number reached."""
     source = _open(model_dir)
     own = source.num_parameters
     if params < own:
-        raise BadValue(f"params must be at least the model's own {own:,}, not {params:,}.", param="params")
+        raise BadValue(f"--params must be at least the model's own {own:,}, not {params:,}: a model can be widened only.", param="params")
     if out_dir.exists() and any(out_dir.iterdir()):
-        raise BadValue(f"{out_dir} is not empty.", param="out")
+        raise BadValue(f"--out {out_dir} is not empty; name a new directory.", param="out")
     width = _new_width(source, params)
     reached = own + (width - source.width) * source.column_parameters
     out_dir.mkdir(parents=True, exist_ok=True)
-    _write(_widened(source, width), out_dir)
+    _write(_widened(source, width, tell), out_dir)
     (out_dir / "config.json").write_text(json.dumps({**source.config, "intermediate_size": width}, indent=2) + "\n")
     (out_dir / "README.md").write_text(CARD.format(name=model_dir.resolve().name, own=own, reached=reached, before=source.width, after=width))
     for path in _companions(model_dir):
@@ -82,7 +83,7 @@ def inflate(model_dir: Path, params: int, out_dir: Path) -> int:
 
 def _open(directory: Path) -> Checkpoint:
     if not (directory / "config.json").is_file():
-        raise ModelNotFound(f"{directory} is no model directory: it has no config.json.")
+        raise ModelNotFound(f"--model {directory} is no model directory: it has no config.json; name one that has.")
     config = json.loads((directory / "config.json").read_text())
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, Path] = {}
@@ -101,7 +102,7 @@ def _weight_files(directory: Path) -> list[Path]:
         index = json.loads((directory / INDEX).read_text())
         return [directory / name for name in sorted(set(index["weight_map"].values()))]
     if not (directory / "model.safetensors").is_file():
-        raise ModelError(f"{directory} has no model.safetensors; other formats are not read.")
+        raise ModelError(f"--model {directory} has no model.safetensors; other formats are not read.")
     return [directory / "model.safetensors"]
 
 
@@ -132,9 +133,10 @@ def _new_width(source: Checkpoint, params: int) -> int:
     return max(round(wanted / MULTIPLE), -(-source.width // MULTIPLE)) * MULTIPLE
 
 
-def _widened(source: Checkpoint, width: int) -> Iterator[tuple[str, Tensor]]:
+def _widened(source: Checkpoint, width: int, tell: Tell) -> Iterator[tuple[str, Tensor]]:
     """One tensor after another, so that a model larger than the memory can be made."""
-    for name, path in source.files.items():
+    for number, (name, path) in enumerate(source.files.items()):
+        tell("widening", number / len(source.files), name)
         with safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         yield name, _widen(name, tensor, width) if _grows(name) else tensor

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 import torch
 
 from specserve.errors import TooLittleMemory
+from specserve.models.weights import num_stored
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 KEPT, STEP = 2**31 - 1, 2**26
@@ -33,6 +35,18 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def require_room(directory: Path, *, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+    """Raises TooLittleMemory for a model that cannot fit: a system that runs out of memory while it reads says nothing, it kills."""
+    needed = num_stored(directory) * dtype.itemsize // ranks
+    free = free_memory(device)
+    if needed > free:
+        share = f", a rank's share of {ranks}," if ranks > 1 else ""
+        raise TooLittleMemory(
+            f"the weights of {directory}{share} take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of {device.type} memory are free; "
+            "use a smaller model or number format, or more GPUs (target.tensor_parallel; `specserve plan --gpus` says how many)"
+        )
+
+
 def pages_for(
     memory_bytes: int,
     *,
@@ -46,5 +60,8 @@ def pages_for(
     """How many pages of a cache with these options fit into a memory budget. Raises TooLittleMemory when not one does."""
     page_bytes = num_layers * kv_heads * (head_dim + (v_head_dim or head_dim)) * page_size * dtype.itemsize
     if memory_bytes < page_bytes:
-        raise TooLittleMemory(f"A cache of {memory_bytes} bytes does not hold a single page of {page_size} positions ({page_bytes} bytes).")
+        raise TooLittleMemory(
+            f"a cache of {memory_bytes / 2**20:.1f} MiB does not hold a single page of {page_size} positions ({page_bytes / 2**20:.1f} MiB); "
+            "free memory, raise cache.memory_fraction or target.tensor_parallel, or use a smaller model"
+        )
     return memory_bytes // page_bytes

@@ -15,7 +15,7 @@ from specserve.models.cache import PagedCache
 from specserve.models.flash import PAGE_MULTIPLE, flash, is_installed
 from specserve.models.graphs import GraphedNetwork, round_up
 from specserve.models.load import Architecture, load_model, register_attention
-from specserve.models.memory import free_memory, keep_freed_memory, pages_for
+from specserve.models.memory import free_memory, keep_freed_memory, pages_for, require_room
 from specserve.models.network import Lending, library_attention, network
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
@@ -75,6 +75,8 @@ def open_model(
     if device.type == "cpu":
         keep_freed_memory()
     register_attention(ATTENTION, library_attention)
+    if not skip:
+        require_room(directory, dtype=dtype, device=device, ranks=1 if shard is None else shard.size)
     loaded = load_model(directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION, skip=skip)
     spec = loaded.spec
     context = _context(spec, placement)
@@ -110,7 +112,9 @@ def _device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name} was asked for, and no CUDA device is visible; use device: cpu.")
+        raise ConfigError(
+            f"device {name} was asked for, and no CUDA device is visible; set target.device or draft.device to cpu (`specserve doctor` says more)."
+        )
     return name
 
 

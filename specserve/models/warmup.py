@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from specserve.progress import Tell, silent
 from specserve.types import ModelInfo, Policy, Verdict, VerifyStep, Warp
 
 SEQUENCE = 2**62  # no request ever has this id
@@ -23,12 +24,15 @@ class Verifies(Protocol):
 POLICY = Policy(Warp(temperature=0.0), "speculative", seed=0, prompt_length=1)
 
 
-def warm_up(model: Verifies, *, clock: Callable[[], float] = time.perf_counter, timed: bool = True) -> tuple[tuple[int, float], ...]:
+def warm_up(
+    model: Verifies, *, clock: Callable[[], float] = time.perf_counter, timed: bool = True, tell: Tell = silent
+) -> tuple[tuple[int, float], ...]:
     """Seconds by rows. Every rank of a target must do it at the same time; where there are several, no rank may stop early: `timed` False."""
     begun, curve = clock(), []
     encodes = model.info.decoder_start is not None
     room = min(model.info.max_context, (model.info.num_pages - encodes) * model.info.page_size)
-    for rows in ROWS:
+    for number, rows in enumerate(ROWS):
+        tell("warming the target up", number / len(ROWS))
         if rows <= room and (not timed or clock() - begun < ENOUGH_S):
             curve.append((rows, min(_seconds(model, rows, clock) for _ in range(TIMES + (rows == 1)))))
     model.release([SEQUENCE])

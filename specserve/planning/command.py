@@ -22,6 +22,7 @@ from specserve.planning.measure import Reader, overlaps, seconds
 from specserve.planning.memory import Fit, Gpus, Plan, Share, fits, smallest, whole
 from specserve.planning.options import Options
 from specserve.planning.report import Memory, Report
+from specserve.progress import Tell, silent
 from specserve.theory import walltime_factor
 
 LADDER = (0.5, 0.6, 0.7, 0.8, 0.9)  # acceptances to look at when none is given
@@ -38,15 +39,15 @@ class Models:
     draft: Path | None
 
 
-def plan(options: Options) -> Report:
+def plan(options: Options, tell: Tell = silent) -> Report:
     """Raises whatever is wrong with the arguments, the models or the text; writes the files that were asked for."""
     for file in (options.json, options.plot):
         if file is not None and not file.resolve().parent.is_dir():
-            raise BadValue(f"cannot write {file}: its directory does not exist", param="out")
+            raise BadValue(f"cannot write {file}: its directory does not exist; make it first", param="out")
     if options.plot is not None:
         check_drawable(options.plot)
     models = _models(options)
-    notes, pairs = _pairs(options, models)
+    notes, pairs = _pairs(options, models, tell)
     report = Report(
         tuple(notes),
         tuple(Advice.of(pair, hit_rate=options.hit_rate, max_gamma=options.max_gamma) for pair in pairs),
@@ -69,14 +70,14 @@ def _models(options: Options) -> Models | None:
         return None if numbers and not options.gpus and not options.measure else Models(DEMO / "target", DEMO / "draft")
     if options.target is None:
         raise BadValue("--draft needs --target, the model that it drafts for", param="draft")
-    return Models(find_config(options.target), None if options.draft is None else find_config(options.draft))
+    return Models(find_config(options.target, key="--target"), None if options.draft is None else find_config(options.draft, key="--draft"))
 
 
-def _pairs(options: Options, models: Models | None) -> tuple[list[str], list[Pair]]:
+def _pairs(options: Options, models: Models | None, tell: Tell) -> tuple[list[str], list[Pair]]:
     """And where the numbers come from."""
     if options.measure:
         assert models is not None
-        return _measured(options, models)
+        return _measured(options, models, tell)
     if options.stages and options.alpha is None and options.cost is None:
         return [], []
     if models is None and options.cost is None:
@@ -99,15 +100,17 @@ def _ratio(models: Models) -> float:
     return describe(models.draft).num_parameters / describe(models.target).num_parameters
 
 
-def _measured(options: Options, models: Models) -> tuple[list[str], list[Pair]]:
+def _measured(options: Options, models: Models, tell: Tell) -> tuple[list[str], list[Pair]]:
     if models.draft is None:
         raise BadValue("--measure needs --draft, the model that drafts", param="draft")
+    tell("reading the text")
     ids = _text(options, models)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    tell("loading target and draft")
     target, draft = (_reader(models, which) for which in ("target", "draft"))
-    overlap = overlaps(target, {"draft": draft}, ids)["draft"]
-    taken = seconds({"target": target.pass_seconds(1), "draft": draft.pass_seconds(1)})
+    overlap = overlaps(target, {"draft": draft}, ids, tell=tell)["draft"]
+    taken = seconds({"target": target.pass_seconds(1), "draft": draft.pass_seconds(1)}, tell=tell)
     c = taken["draft"] / taken["target"]
     note = f"Measured on {overlap.num_tokens:,} tokens; a pass of one token takes the target {1e3 * taken['target']:.2f} ms, "
     note += f"the draft {1e3 * taken['draft']:.2f} ms (on {target.runner.device.type}, {torch.get_num_threads()} threads)."
@@ -122,9 +125,9 @@ def _text(options: Options, models: Models) -> list[int]:
     try:
         ids = target.encode(options.text.read_text(encoding="utf-8"), special=False)[: options.tokens]
     except (OSError, UnicodeDecodeError) as error:
-        raise BadValue(f"{options.text} cannot be read as UTF-8 text: {error}", param="text") from error
+        raise BadValue(f"--text {options.text} cannot be read as UTF-8 text: {error}", param="text") from error
     if not ids:
-        raise BadValue(f"{options.text} is empty", param="text")
+        raise BadValue(f"--text {options.text} is empty; name a file with text in it", param="text")
     return list(ids)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specserve.drafters.tables import Table
 from specserve.models.open import Opened
+from specserve.progress import Tell, silent
 from specserve.sampling.distribution import truncate
 from specserve.types import Step
 
@@ -96,11 +97,14 @@ class Overlap:
 
 
 @torch.inference_mode()
-def overlaps(target: Reader, guessers: Mapping[str, Guesser], text: Sequence[int]) -> dict[str, Overlap]:
+def overlaps(target: Reader, guessers: Mapping[str, Guesser], text: Sequence[int], *, tell: Tell = silent) -> dict[str, Overlap]:
     """Of each guesser with the target, on the same prefixes."""
     sums = {name: dict.fromkeys(TEMPERATURES, 0.0) for name in guessers}
     reach = min(REACH, target.context, *(guesser.context for guesser in guessers.values()))
+    done = 0
     for start, window in _windows(text, reach):
+        tell("measuring alpha", done / len(text))
+        done += len(window)
         p = target.p(start, window)
         for name, guesser in guessers.items():
             for temperature, q in guesser.q(start, window).items():
@@ -108,10 +112,11 @@ def overlaps(target: Reader, guessers: Mapping[str, Guesser], text: Sequence[int
     return {name: Overlap({t: total / len(text) for t, total in own.items()}, len(text)) for name, own in sums.items()}
 
 
-def seconds(passes: Mapping[str, Callable[[], float]], *, times: int = TIMES) -> dict[str, float]:
+def seconds(passes: Mapping[str, Callable[[], float]], *, times: int = TIMES, tell: Tell = silent) -> dict[str, float]:
     """The median of each, taken in turns, so that every pass finds the caches as the others left them."""
     taken: dict[str, list[float]] = {name: [] for name in passes}
     for turn in range(times + 2):
+        tell("timing passes", turn / (times + 2))
         for name, timed in passes.items():
             value = timed()
             if turn >= 2:

@@ -49,7 +49,9 @@ class Options:
         if options.text is not None and not options.measure:
             raise BadValue("--text is read with --measure only", param="text")
         if len(options.gpus) > 2:
-            raise BadValue("--gpus takes the target's and, if they are others, the draft's", param="gpus")
+            raise BadValue(
+                f"--gpus takes one or two groups, the target's and, if they are others, the draft's, not {len(options.gpus)}", param="gpus"
+            )
         return options
 
 
@@ -59,7 +61,10 @@ def _stages(given: Sequence[Stage]) -> tuple[Stage, ...]:
     for place, one in enumerate(given):
         if len(one.alphas) > place + 1:
             reviewers = f"the target and {place} above it" if place else "the target alone"
-            raise BadValue(f"--stages: stage {place + 1} is reviewed by {reviewers}, and has {len(one.alphas)} alphas", param="stages")
+            raise BadValue(
+                f"--stages: stage {place + 1} is reviewed by {reviewers}, and has {len(one.alphas)} alphas; give one for each reviewer",
+                param="stages",
+            )
     return tuple(_filled(one, place) for place, one in enumerate(given))
 
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 from specserve.bench.held_out import held_out_tokens
 from specserve.planning.measure import Overlap, overlaps
+from specserve.progress import Tell
 from specserve.reproduce.family import DRAFT, SMALL, Budget, Family, label, readers
 from specserve.reproduce.page import Section, table
 from specserve.reproduce.published import TABLE_3
 
 
-def acceptances(family: Family, budget: Budget) -> Section:
-    found = measured(family, budget)
+def acceptances(family: Family, budget: Budget, tell: Tell) -> Section:
+    found = measured(family, budget, tell)
     rows = [("Python, held out", name, f"{own.alphas[0.0]:.2f}", f"{own.alphas[1.0]:.2f}", "", "") for name, own in found.items()]
     rows += [(row.task, row.draft, "", "", f"{row.greedy:.2f}", f"{row.sampled:.2f}") for row in TABLE_3]
     tokens = next(iter(found.values())).num_tokens
@@ -25,8 +26,8 @@ def acceptances(family: Family, budget: Budget) -> Section:
     return Section("Table 3 of 2211.17192: alpha by draft", text + table(heads, rows))
 
 
-def measured(family: Family, budget: Budget) -> Mapping[str, Overlap]:
+def measured(family: Family, budget: Budget, tell: Tell) -> Mapping[str, Overlap]:
     """From the least to the greatest draft."""
     models = readers("target", SMALL, DRAFT)
     guessers = family.tabled() | {label(name): models[name] for name in (SMALL, DRAFT)}
-    return overlaps(models["target"], guessers, held_out_tokens(budget.text_tokens))
+    return overlaps(models["target"], guessers, held_out_tokens(budget.text_tokens), tell=tell)

@@ -62,7 +62,7 @@ def _theories(bench: Bench) -> dict[float, Theory]:
     """How the stages of each cascade accept one another, by temperature."""
     models = readers("target", DRAFT, SMALL)
     guessers: dict[str, Guesser] = {DRAFT: models[DRAFT], SMALL: models[SMALL], MAX_GRAM: bench.family.tabled()["bigram"]}
-    accepted = {name: overlaps(model, guessers, bench.text) for name, model in models.items()}
+    accepted = {name: overlaps(model, guessers, bench.text, tell=bench.tell) for name, model in models.items()}
     costs = _costs(bench.costs.drafts)
 
     def stage(names: Sequence[str], place: int, temperature: float) -> Stage:

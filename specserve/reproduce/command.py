@@ -13,6 +13,7 @@ import torch
 
 from specserve.errors import BadValue
 from specserve.planning.curves import check_drawable
+from specserve.progress import Tell, silent
 from specserve.reproduce.acceptances import acceptances
 from specserve.reproduce.cascades import cascades
 from specserve.reproduce.family import Budget, Family
@@ -30,39 +31,36 @@ machine than the papers': what is to be compared is the shape."""
 class Workshop:
     """Opens what the sections need when the first of them asks for it."""
 
-    def __init__(self, budget: Budget, stack: ExitStack, tell: Callable[[str], None]) -> None:
-        self.budget, self._stack, self._tell = budget, stack, tell
+    def __init__(self, budget: Budget, stack: ExitStack, tell: Tell) -> None:
+        self.budget, self._stack, self.tell = budget, stack, tell
 
     @cached_property
     def family(self) -> Family:
-        self._tell("widening the target, counting tables")
-        return self._stack.enter_context(Family.widened(self.budget.params))
+        return self._stack.enter_context(Family.widened(self.budget.params, self.tell))
 
     @cached_property
     def bench(self) -> Bench:
-        family = self.family
-        self._tell("timing passes, measuring acceptances")
-        return Bench.open(family, self.budget)
+        return Bench.open(self.family, self.budget, self.tell)
 
 
 SECTIONS: Mapping[str, Callable[[Workshop], Section]] = {
     "table-1": lambda _: table_1(),
     "figures": lambda _: figures(),
-    "alphas": lambda shop: acceptances(shop.family, shop.budget),
+    "alphas": lambda shop: acceptances(shop.family, shop.budget, shop.tell),
     "speed": lambda shop: speed(shop.bench),
     "cascades": lambda shop: cascades(shop.bench),
 }
 
 
-def reproduce(options: argparse.Namespace, tell: Callable[[str], None]) -> str:
+def reproduce(options: argparse.Namespace, tell: Tell = silent) -> str:
     """The page; `tell` hears what is under way."""
     budget = Budget(options.params, options.text_tokens, options.prompts, options.max_tokens, options.turns, options.threads)
     if budget.max_tokens < 2:
-        raise BadValue("--max-tokens must be 2 or more: the first token comes with the prompt", param="max_tokens")
+        raise BadValue(f"--max-tokens must be 2 or more, not {budget.max_tokens}: the first token comes with the prompt", param="max_tokens")
     names = [name for name in SECTIONS if name in (options.tables or SECTIONS)]
     if options.out is not None:
         if not options.out.is_dir():
-            raise BadValue(f"--out {options.out} is no directory", param="out")
+            raise BadValue(f"--out {options.out} is no directory; make it first", param="out")
         check_drawable(options.out / "any.png")
     torch.set_num_threads(budget.threads)
     sections = []

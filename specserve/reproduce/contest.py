@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +12,11 @@ from specserve.config import Config
 from specserve.drafters.open import open_drafter
 from specserve.llm import LLM
 from specserve.local import LocalDrafter, Parts
+from specserve.progress import Tell
 from specserve.request import Sampling
 from specserve.stages import CASCADES
 from specserve.types import Target, Verdict, VerifyStep
 
-log = logging.getLogger(__name__)
 Prompts = Sequence[tuple[int, ...]]
 
 
@@ -136,11 +135,13 @@ class Contender:
         return () if self._drafter is None else (self._witness.count.drafted,)
 
 
-def hold(parts: Parts, ways: Sequence[Way], prompts: Prompts, *, max_tokens: int, temperature: float, turns: int, threads: int) -> list[Result]:
+def hold(
+    parts: Parts, ways: Sequence[Way], prompts: Prompts, *, max_tokens: int, temperature: float, turns: int, threads: int, tell: Tell
+) -> list[Result]:
     """Of all ways, in turns (A B C A B C), so that the machine's moods meet all alike."""
     contenders = [Contender(parts, way, threads=threads) for way in ways]
     for turn in range(turns):
-        for contender in contenders:
+        for number, contender in enumerate(contenders):
+            tell("letting all take turns", (turn + number / len(ways)) / turns, contender.way.name)
             contender.turn(prompts, max_tokens=max_tokens, temperature=temperature)
-            log.info("turn %d of %d: %s", turn + 1, turns, contender.way.name)
     return [contender.result() for contender in contenders]

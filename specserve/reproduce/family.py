@@ -17,6 +17,7 @@ from specserve.models.hub import find_checkpoint
 from specserve.models.inflate import inflate
 from specserve.models.open import Placement, open_model
 from specserve.planning.measure import Reader, Tabled
+from specserve.progress import Tell, silent
 
 SUPPORT, PAGES = 64, 512
 SMALL, DRAFT = "small", "draft"
@@ -44,11 +45,12 @@ class Family:
 
     @staticmethod
     @contextmanager
-    def widened(params: int) -> Iterator[Family]:
+    def widened(params: int, tell: Tell = silent) -> Iterator[Family]:
         """For as long as it is needed."""
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            reached = inflate(DEMO / "target", params, directory / "target")
+            reached = inflate(DEMO / "target", params, directory / "target", tell)
+            tell("counting tables")
             speaks = Text.load(DEMO / "target")
             texts = (speaks.encode(text, special=False) for text in standard_library().train)
             save(count(texts, keep=SUPPORT, fingerprint=speaks.fingerprint), directory / FILE)

@@ -9,6 +9,7 @@ from specserve.bench.held_out import held_out_prompts, held_out_tokens
 from specserve.config import DEMO
 from specserve.local import Parts, open_parts
 from specserve.planning.measure import TEMPERATURES, Overlap, seconds
+from specserve.progress import Tell
 from specserve.reproduce.acceptances import measured
 from specserve.reproduce.contest import Prompts, Result, Way, hold
 from specserve.reproduce.family import DRAFT, SMALL, Budget, Family, label, num_parameters, reader, readers
@@ -28,11 +29,11 @@ class Costs:
     target: Mapping[int, float]  # by rows: what verifying takes more than plain decoding, of which the theorem knows nothing
 
     @classmethod
-    def of(cls, family: Family) -> Costs:
+    def of(cls, family: Family, tell: Tell) -> Costs:
         """Timed in turns, on the widened target."""
         target = reader(family.target)
         passes = {f"{rows} rows": target.pass_seconds(rows) for rows in ROWS}
-        taken = seconds(passes | {name: own.pass_seconds(1) for name, own in readers(SMALL, DRAFT).items()})
+        taken = seconds(passes | {name: own.pass_seconds(1) for name, own in readers(SMALL, DRAFT).items()}, tell=tell)
         one = taken["1 rows"]
         return cls({name: taken[name] / one for name in (SMALL, DRAFT)}, {rows: taken[f"{rows} rows"] / one for rows in ROWS})
 
@@ -48,12 +49,13 @@ class Bench:
     parts: Parts  # of the engine that decodes plainly; the others share its target
     prompts: Prompts
     text: Sequence[int]  # that acceptances are measured on
+    tell: Tell
 
     @classmethod
-    def open(cls, family: Family, budget: Budget) -> Bench:
-        costs, alphas, text = Costs.of(family), measured(family, budget), held_out_tokens(budget.text_tokens)
+    def open(cls, family: Family, budget: Budget, tell: Tell) -> Bench:
+        costs, alphas, text = Costs.of(family, tell), measured(family, budget, tell), held_out_tokens(budget.text_tokens)
         prompts = held_out_prompts(count=budget.prompts, length=PROMPT)
-        return cls(family, budget, costs, alphas, open_parts(family.config(draft__kind="none")), prompts, text)
+        return cls(family, budget, costs, alphas, open_parts(family.config(draft__kind="none")), prompts, text, tell)
 
     def plain(self) -> Way:
         return Way("autoregressive", self.family.config(draft__kind="none"), 0)
@@ -65,7 +67,8 @@ class Bench:
 
     def hold(self, ways: list[Way], temperature: float) -> list[Result]:
         budget = self.budget
-        return hold(self.parts, ways, self.prompts, max_tokens=budget.max_tokens, temperature=temperature, turns=budget.turns, threads=budget.threads)
+        how = {"turns": budget.turns, "threads": budget.threads, "max_tokens": budget.max_tokens}
+        return hold(self.parts, ways, self.prompts, temperature=temperature, tell=self.tell, **how)
 
 
 def speed(bench: Bench) -> Section:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specserve.errors import ConfigError
+from specserve.progress import Tell
 from specserve.simulate.run import Result, simulate
 from specserve.simulate.scenario import Scenario
 from specserve.simulate.study import Find, Split, Study, scenario, with_replicas
@@ -27,7 +28,7 @@ class Answer:
         return None if self.replicas is None else self.replicas * self.devices
 
 
-def find(study: Study, *, directory: Path, tell: Callable[[str], None]) -> list[Answer]:
+def find(study: Study, *, directory: Path, tell: Tell) -> list[Answer]:
     """The cheapest first, those without an answer last. `tell` hears what is being tried."""
     assert study.find is not None
     answers = [_of(study, study.find, split, directory, tell) for split in study.find.splits or (None,)]
@@ -41,7 +42,7 @@ def keeps(limits: Find, result: Result) -> bool:
     return in_time and not result.refused and not result.failed
 
 
-def _of(study: Study, limits: Find, split: Split | None, directory: Path, tell: Callable[[str], None]) -> Answer:
+def _of(study: Study, limits: Find, split: Split | None, directory: Path, tell: Tell) -> Answer:
     try:
         base = scenario(study, directory=directory, split=split)
     except ConfigError as error:  # a split that is too small is an answer
@@ -49,7 +50,7 @@ def _of(study: Study, limits: Find, split: Split | None, directory: Path, tell: 
             raise
         return Answer(_named(split.target, split.draft), None, split.target + split.draft, None, why=str(error))
     name = _named(base.target.num_devices, base.num_devices - base.target.num_devices)
-    replicas, result = _fewest(base, limits, lambda count: tell(f"{name}: {count} replicas"))
+    replicas, result = _fewest(base, limits, lambda count: tell("trying how many replicas do", note=f"{name}: {count}"))
     why = "" if replicas else f"{limits.max_replicas} replicas are too few"
     return Answer(name, replicas, base.num_devices, result, why=why)
 

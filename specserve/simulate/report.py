@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from specserve.progress import Tell, silent
 from specserve.simulate.find import Answer, find
 from specserve.simulate.run import Quantiles, Result, simulate
 from specserve.simulate.scenario import Mode
@@ -63,11 +64,12 @@ class Report:
         return [f"{one.result.tokens_per_second / same[mode]:.2f}" if same.get(mode) else "" for mode in (Mode.PLAIN, Mode.LOCKSTEP)]
 
 
-def study(file: Path, *, tell: Callable[[str], None]) -> Report:
+def study(file: Path, *, tell: Tell = silent) -> Report:
     """Reads the file and simulates all that it asks for."""
     asked, directory, played = load_study(file), file.parent, []
-    for case in cases(asked, directory=directory):
-        tell(f"{case.load}, {case.replicas} replicas, {case.mode}, gamma {_gamma(case)}")
+    wanted = list(cases(asked, directory=directory))
+    for number, case in enumerate(wanted):
+        tell("simulating", number / len(wanted), f"{case.load}, {case.replicas} replicas, {case.mode}, gamma {_gamma(case)}")
         played.append(Played(case, simulate(case.scenario)))
     return Report(played, find(asked, directory=directory, tell=tell) if asked.find is not None else [])
 

@@ -1,0 +1,74 @@
+"""What stands at the end of each command's --help: command lines that work as they are, or with your own names in them."""
+
+from __future__ import annotations
+
+EXAMPLES = {
+    "serve": """
+specserve serve
+specserve serve --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --tp 2 --port 9000
+specserve serve --config my.yaml --set limits.max_running=32 --set speculation.gamma=5
+""",
+    "generate": """
+specserve generate --prompt 'def add(a, b):' --max-tokens 64 --temperature 0
+specserve generate --prompt 'import os' --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --gamma 5
+specserve generate --prompt 'import os' --seed 1 --json --set cache.page_size=32
+specserve generate --prompt 'for x in' --drafter prompt_copy --trace rounds.json
+""",
+    "doctor": """
+specserve doctor
+specserve doctor --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B
+specserve doctor --config my.yaml --set http.port=9000 --json
+""",
+    "bench": """
+specserve bench --url http://127.0.0.1:8000
+specserve bench --url http://127.0.0.1:8000 --concurrency 16 --html report.html
+specserve bench --url http://127.0.0.1:8000 --rate 2.5 --requests 200 --gamma 0 --json plain.json
+specserve bench --url http://127.0.0.1:8000 --chaos draft,target --kills 5
+""",
+    "simulate": """
+specserve simulate deploy/simulate-70b.yaml
+specserve simulate deploy/simulate-70b.yaml --json cases.json
+""",
+    "tables": """
+specserve tables --tokenizer meta-llama/Llama-3.1-8B --text corpus.txt --out tables.safetensors
+specserve tables --tokenizer path/to/target --text one.txt two.txt --out DIR/tables.safetensors --keep 128
+""",
+    "plan": """
+specserve plan --alpha 0.75 --cost 0.05
+specserve plan --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --measure --text held-out.txt
+specserve plan --target meta-llama/Llama-3.3-70B-Instruct --draft meta-llama/Llama-3.2-1B-Instruct --gpus 4xH100 1xL4
+specserve plan --stages 0.8:0.05 0.6,0.7:0.01
+""",
+    "reproduce": """
+specserve reproduce table-1 figures
+specserve reproduce alphas --text-tokens 4096
+specserve reproduce --out docs
+""",
+    "heads": """
+specserve heads --target meta-llama/Llama-3.1-8B --text corpus.txt --out heads
+specserve heads --target path/to/target --text one.txt two.txt --out heads --heads 6 --minutes 30
+""",
+    "inflate": """
+specserve inflate --model path/to/target --params 200M --out target-200M
+specserve inflate --model path/to/target --params 1B --out target-1B
+""",
+    "completion": """
+specserve completion bash >> ~/.bashrc
+specserve completion zsh > ~/.zfunc/_specserve
+specserve completion fish > ~/.config/fish/completions/specserve.fish
+""",
+}
+FIRST = ("serve", "generate", "doctor", "bench", "plan")  # commands that `specserve --help` shows an example of
+
+
+def epilog(command: str) -> str:
+    return _shown(EXAMPLES[command].strip().splitlines())
+
+
+def overview() -> str:
+    """One of each command that is asked for most."""
+    return _shown([EXAMPLES[command].strip().splitlines()[0] for command in FIRST])
+
+
+def _shown(lines: list[str]) -> str:
+    return "\n".join(["examples:", *(f"  {line}" for line in lines)])
