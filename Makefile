@@ -9,7 +9,7 @@ PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-fast test-gpu bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload check clean
+.PHONY: serve test test-fast test-gpu bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload docs check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -59,6 +59,11 @@ chaos: $(VENV)/installed-for-tests
 overload: $(VENV)/installed-for-tests
 	$(BIN)/python tests/chaos/overload.py $(ARGS)
 
+# The guides as a site, in site/; `make docs ARGS=serve` shows it while you write. Strict: a broken link fails. Not among the tests, which do without the generator
+# and hold links, names and commands of the pages by themselves (tests/test_guide.py).
+docs: $(VENV)/installed-for-docs
+	$(BIN)/mkdocs $(or $(ARGS),build --clean --strict)
+
 check: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -76,6 +81,11 @@ $(VENV)/installed-for-tests: $(PINNED)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
 	touch $(VENV)/installed $@
 
+$(VENV)/installed-for-docs: $(PINNED)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	touch $(VENV)/installed $@
+
 # torchvision comes with the converter, which does without it, and may be built for another torch than the one that is pinned.
 $(PEERS)/installed: $(PEERS_PINNED)
 	$(PYTHON) -m venv $(PEERS)
@@ -84,4 +94,4 @@ $(PEERS)/installed: $(PEERS_PINNED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
