@@ -29,6 +29,7 @@ def tabulate(tokenizer: str, texts: Sequence[Path], out: Path, *, keep: int = KE
     counts = count((speaks.encode(read_text(text), special=False) for text in texts), keep=keep, fingerprint=speaks.fingerprint)
     if not counts.vocab_size:
         raise BadValue("the texts are empty", param="text")
+    out.parent.mkdir(parents=True, exist_ok=True)
     save(counts, out)
     return f"{out} has {len(counts.ids):,} pairs, from {int(counts.unigram.sum()):,} tokens in {len(texts):,} files"
 

@@ -29,13 +29,13 @@ class Key:
 
 
 def page() -> str:
-    listed = list(keys())
+    listed = list(all_keys())
     sections = dict.fromkeys(key.name.rpartition(".")[0] for key in listed)
     parts = [INTRODUCTION, *(_section(section, [key for key in listed if key.name.rpartition(".")[0] == section]) for section in sections)]
     return "\n".join(parts)
 
 
-def keys() -> Iterator[Key]:
+def all_keys() -> Iterator[Key]:
     """Every key that a config may have; those of a stage below `draft.stages[i]`."""
     yield from _keys(Config, "")
     yield from _keys(Stage, STAGE)
@@ -113,7 +113,7 @@ MEANINGS: Mapping[str, str] = {
     "replicas.target_ongoing_requests": "Requests an engine above which another one is started.",
     "replicas.upscale_delay_s": "How long it must be so before one is.",
     "replicas.downscale_delay_s": "How long it must be otherwise before one is given up.",
-    "replicas.surge_percent": "New engines that an update starts before old ones go, at least one; left out, a quarter if there is room.",
+    "replicas.surge_percent": "Per cent of the engines, at least one, that an update starts before old ones go; left out, 25 if there is room.",
     "replicas.gateways": "Gateways at most; they scale apart from the engines.",
     "http.host": "For `specserve serve`; files of `serve deploy` say it in `http_options`.",
     "http.port": "Likewise.",

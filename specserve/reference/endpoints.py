@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any, cast
 
 from specserve.api import schema
@@ -67,7 +67,8 @@ def _fields(name: str, shape: Schema) -> str:
     """The parameters, those that must be given first; then what is taken for the sake of others' clients."""
     required = shape.get("required", ())
     names = sorted(shape["properties"], key=lambda one: one not in required)
-    rows = [(code(one), _kind(shape["properties"][one]), _limits(name, one), _meaning(shape["properties"][one], one in required)) for one in names]
+    given = {one: shape["properties"][one] for one in names}
+    rows = [(code(one), _kind(kind), _limits(name, one, kind), _meaning(kind, one in required)) for one, kind in given.items()]
     return table(("parameter", "type", "accepts, by default", "meaning"), rows) + _unsupported(name)
 
 
@@ -92,6 +93,8 @@ def _kind(given: Schema) -> str:
         return " or ".join(dict.fromkeys(_kind(one) for one in given["anyOf"] if one.get("type") != "null"))
     if "enum" in given or "const" in given:
         return ", ".join(code(one) for one in given.get("enum", [given.get("const")]))
+    if "maxLength" in given:
+        return f"text of up to {given['maxLength']} characters"
     if given.get("type") == "array":
         return f"list of {_kind(given['items'])}"
     if given.get("type") == "object":
@@ -100,7 +103,7 @@ def _kind(given: Schema) -> str:
 
 
 _WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
-_ALIASES = {"Ids": "list of whole number", "Texts": "list of text", "Prompts": "list of text or token ids"}
+_ALIASES = {"Ids": "list of whole numbers", "Texts": "list of texts", "Prompts": "list of texts or lists of ids"}
 
 
 def _named(name: str) -> str:
@@ -114,14 +117,17 @@ def _name(given: Schema) -> str:
     return str(given["$ref"]).rpartition("/")[2]
 
 
-def _limits(shape: str, name: str) -> str:
+def _limits(shape: str, name: str, given: Schema) -> str:
     """What `Sampling` says when it refuses, and what it has by default."""
-    sampled = {field.name: field for field in fields(Sampling)}
+    sampled = {field.name: field.default for field in fields(Sampling)}
     if not issubclass(getattr(schema, shape), schema.Generate) or name not in sampled or name == "speculation":
         return ""
-    default = sampled[name].default
-    said = "" if default in (None, (), MISSING) else f"; {str(default).lower()}"
-    return f"{_accepted(name)}{said}" if _accepted(name) else said.removeprefix("; ")
+    default = DEFAULTS.get((shape, name), sampled[name])
+    shown = "" if default in (None, (), False) else str(default)
+    return "; ".join(part for part in ("" if _kind(given) == _WORDS["boolean"] else _accepted(name), shown) if part)
+
+
+DEFAULTS = {("ChatBody", "max_tokens"): "what the context has room for"}  # by completions, `Sampling`'s own
 
 
 def _accepted(name: str) -> str:

@@ -9,12 +9,14 @@ from html import escape, unescape
 from specserve.errors import SpecserveError
 
 LETTERS = ("alpha", "beta", "gamma", "tau", "phi")
-SIGNS = ("cdot", "le", "ge", "ne", "lt", "sim", "approx", "mid", "in", "sum", "prod")
-SYMBOLS = {name: unescape(f"&{name};") for name in (*LETTERS, *SIGNS)} | {"cdots": unescape("&ctdot;")}  # HTML has most under the same names
+SIGNS = ("le", "ge", "ne", "lt", "sim", "approx", "mid", "in", "sum", "prod")
+SYMBOLS = {name: unescape(f"&{name};") for name in (*LETTERS, *SIGNS)}  # HTML has these under the same names
+SYMBOLS |= {"cdot": unescape("&sdot;"), "cdots": unescape("&ctdot;")}
 LARGE = ("sum", "prod")  # what stands at their feet goes below them
 WORDS = ("min", "max", "log")
 TOKEN = re.compile(r"\\([A-Za-z]+|[,;{}])|(\d+(?:\.\d+)?)|([A-Za-z])|(\S)|\s+")
 SPACES = {",": "0.17em", ";": "0.28em"}
+MARKS = {"-": unescape("&minus;"), "'": unescape("&prime;")}
 
 
 class BadFormula(SpecserveError):
@@ -74,7 +76,7 @@ class Formula:
             return f"<mi>{letter}</mi>"
         if mark == "{":
             return f"<mrow>{self._row(until='}')}</mrow>"
-        return f"<mo>{'&minus;' if mark == '-' else escape(mark)}</mo>"
+        return f"<mo>{escape(MARKS.get(mark, mark))}</mo>"
 
     def _command(self, name: str) -> str:
         if name == "frac":

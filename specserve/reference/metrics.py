@@ -20,8 +20,8 @@ over the whole application, so one address is scraped and not every node. Counte
 PANELS = """
 ## The dashboard
 
-`deploy/grafana.json` (in Grafana: Dashboards, Import) has these panels. It is checked against the metrics that exist, and was never loaded into a Grafana:
-there is no picture of it for that reason. `5m` stands below for the interval that Grafana chooses.
+`deploy/grafana.json` (in Grafana: Dashboards, Import) has these panels. It is checked against the metrics that exist. No Grafana was at hand
+to load it into, so there is no picture of it. `5m` stands below for the interval that Grafana chooses.
 
 """
 
@@ -44,4 +44,9 @@ def _queries(panels: list[Mapping[str, Any]]) -> Iterator[tuple[str, str, str, s
         if panel["type"] == "row":
             row = panel["title"]
         for target in panel.get("targets", ()):
-            yield row, panel["title"], target["legendFormat"].strip("{}"), code(target["expr"].replace("$__rate_interval", "5m"))
+            yield (
+                row,
+                panel["title"],
+                target["legendFormat"].replace("{{", "").replace("}}", ""),
+                code(target["expr"].replace("$__rate_interval", "5m")),
+            )
