@@ -1,4 +1,4 @@
-"""What mkdocs asks while it builds the site: adds the pages that are made from the program, and the deployment files that pages link to."""
+"""What mkdocs asks while it builds the site: adds the pages that are made from the program, and the files beside docs/ that pages link to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from specserve.reference.pages import PAGES, rendered
+from specserve.reference.pages import BESIDE, PAGES, rendered
 
 ROOT = Path(__file__).parents[1]
 LOADED = re.compile(
@@ -21,8 +21,9 @@ LOADED = re.compile(
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in PAGES.items():
         files.append(File.generated(config, name, content=page()))
-    for file in (ROOT / "cluster.yaml", *sorted((ROOT / "deploy").iterdir())):
-        files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
+    for name in BESIDE:
+        for file in sorted((ROOT / name).iterdir()) if name.endswith("/") else [ROOT / name]:
+            files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
     return files
 
 

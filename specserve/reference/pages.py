@@ -15,7 +15,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/metrics.md": metrics.page,
 }
 FORMULAS = re.compile(r"^```math\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OUTSIDE = re.compile(r"\]\(\.\./(?=deploy/|cluster\.yaml)")
+BESIDE = ("deploy/", "cluster.yaml", "CHANGELOG.md")  # files beside docs/ that the site has copies of
+OUTSIDE = re.compile(rf"\]\(\.\./(?={'|'.join(map(re.escape, BESIDE))})")
 
 
 def rendered(markdown: str) -> str:
