@@ -62,7 +62,7 @@ overload: $(VENV)/installed-for-tests
 # The guides as a site, in site/; `make docs ARGS=serve` shows it while you write. Strict: a broken link fails. Not among the tests, which do without the generator
 # and hold links, names and commands of the pages by themselves (tests/test_guide.py).
 docs: $(VENV)/installed-for-docs
-	$(BIN)/mkdocs $(or $(ARGS),build --clean --strict)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --clean --strict)
 
 check: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check .
