@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -53,6 +53,21 @@ class Block:
         for placeholder, pair in STAND_INS:
             text = text.replace(placeholder, pair)
         return text
+
+
+def programs(blocks: Sequence[Block]) -> list[Block]:
+    """What is run at once: each shell block, and all the Python of a page, where a block may use what those before it have made."""
+    alone = [block for block in blocks if block.language != "python"]
+    pages = dict.fromkeys(block.page for block in blocks if block.language == "python")
+    return alone + [_joined([block for block in blocks if block.page == page and block.language == "python"]) for page in pages]
+
+
+def _joined(blocks: Sequence[Block]) -> Block:
+    """With every line where the page has it, for the sake of tracebacks."""
+    text = ""
+    for block in blocks:
+        text += "\n" * (block.line - text.count("\n")) + block.text
+    return replace(blocks[0], text=text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on
 
 BLOCKS = guide.blocks()
 LANGUAGES = ("sh", "console", "python", "yaml", "json", "math", "")
-RUN = [block for block in BLOCKS if block.language in ("sh", "console", "python") and block.excuse is None]
+RUN = guide.programs([block for block in BLOCKS if block.language in ("sh", "console", "python") and block.excuse is None])
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
 OTHERS = {"--address", "--num-cpus", "--labels", "--help", "--device-draft"}  # options of Ray and of others
 SERVE_FILE = {"applications", "http_options", "proxy_location"}  # of `serve deploy`
@@ -94,7 +94,7 @@ def typed(block: Block) -> str:
 def run_python(block: Block, url: str) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        exec(compile(block.filled(url), block.name, "exec"), names)
+        exec(compile(block.filled(url), block.page.name, "exec"), names)
     finally:
         for value in names.values():
             if isinstance(value, openai.OpenAI):
