@@ -10,7 +10,7 @@ PEERS := .venv-peers
 PEERS_PINNED := specserve/bench/peers/requirements.txt
 
 .DELETE_ON_ERROR:
-.PHONY: serve test test-browser test-fast test-gpu dist test-wheel wheel-times bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload structured check clean
+.PHONY: serve test test-browser test-fast test-gpu dist test-wheel wheel-times bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload structured docs check clean
 
 serve: $(VENV)/installed
 	$(BIN)/specserve serve $(ARGS)
@@ -81,6 +81,11 @@ chaos: $(VENV)/installed-for-tests
 overload: $(VENV)/installed-for-tests
 	$(BIN)/python tests/chaos/overload.py $(ARGS)
 
+# The guides as a site, in site/; `make docs ARGS=serve` shows it while you write. Strict: a broken link fails. Not among the tests, which do without the generator
+# and hold links, names and commands of the pages by themselves (tests/test_guide.py).
+docs: $(VENV)/installed-for-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --clean --strict)
+
 check: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -107,6 +112,11 @@ $(BUILDER)/installed: constraints.txt
 	$(BUILDER)/bin/python -m pip install -c constraints.txt build
 	touch $@
 
+$(VENV)/installed-for-docs: $(PINNED)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	touch $(VENV)/installed $@
+
 # torchvision comes with the converter, which does without it, and may be built for another torch than the one that is pinned.
 $(PEERS)/installed: $(PEERS_PINNED)
 	$(PYTHON) -m venv $(PEERS)
@@ -115,4 +125,4 @@ $(PEERS)/installed: $(PEERS_PINNED)
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BUILDER) $(PEERS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BUILDER) $(PEERS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -30,6 +30,7 @@ def tabulate(tokenizer: str, texts: Sequence[Path], out: Path, *, keep: int = KE
     counts = count((speaks.encode(text, special=False) for text in _read_all(texts, tell)), keep=keep, fingerprint=speaks.fingerprint)
     if not counts.vocab_size:
         raise BadValue("the files of --text are empty; name files with text in them", param="text")
+    out.parent.mkdir(parents=True, exist_ok=True)
     save(counts, out)
     return f"{out} has {len(counts.ids):,} pairs, from {int(counts.unigram.sum()):,} tokens in {len(texts):,} files"
 

@@ -54,9 +54,11 @@ class Endpoints:
         return self._answer(CHAT, await self._reader.chat(body), request, begun)
 
     async def models(self) -> Response:
+        """The model that is served, as a list of one."""
         return respond({"object": "list", "data": [self._model()]})
 
     async def model(self, name: str) -> Response:
+        """The same by its name."""
         self._reader.check_model(name)
         return respond(self._model())
 

@@ -1,0 +1,38 @@
+"""What mkdocs asks while it builds the site: adds the pages that are made from the program, and the files beside docs/ that pages link to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from specserve.reference.pages import BESIDE, PAGES, rendered
+
+ROOT = Path(__file__).parents[1]
+LOADED = re.compile(
+    r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//|<link\b[^>]*\brel=["']?(?:stylesheet|preload|preconnect)\b[^>]*//"""
+)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name, page in PAGES.items():
+        files.append(File.generated(config, name, content=page()))
+    for name in BESIDE:
+        for file in sorted((ROOT / name).iterdir()) if name.endswith("/") else [ROOT / name]:
+            files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return rendered(markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """The site must work where nothing else can be reached."""
+    if found := LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} would load something from elsewhere: {found[0]}")
+    return output

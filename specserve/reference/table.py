@@ -1,0 +1,22 @@
+"""Tables and code in Markdown. Knows nothing of what stands in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; cells keep to one line."""
+    lines = [head, ["---"] * len(head), *rows]
+    assert all(len(line) == len(head) for line in lines), "every row has a cell for each column"
+    return "\n".join("| " + " | ".join(_cell(text) for text in line) + " |" for line in lines) + "\n"
+
+
+def code(text: object) -> str:
+    """Text as it is typed. Two backticks where the text has one itself."""
+    plain = str(text)
+    return f"`` {plain} ``" if "`" in plain else f"`{plain}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
