@@ -93,7 +93,7 @@ def _start_serve(config: Config) -> None:
     try:
         serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=logging_config(config))
     except (RayError, RuntimeError, TimeoutError) as error:
-        why = f"Ray Serve did not start: {errors.first_line(error)}"
+        why = f"Ray Serve did not start: {errors.first_line(error).rstrip('.')}"
         raise Unavailable(f"{why}; see whether the machine is busy or a port is taken (`specserve doctor`), and try again") from error
 
 
