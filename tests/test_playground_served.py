@@ -91,7 +91,9 @@ def test_the_answer_is_the_server_s_own_with_its_origins_its_probabilities_and_i
         assert stats["lossless"] is True
         assert f"{NUM_TOKENS} tokens in" in page.locator(".facts").inner_text()
         settle(page)
-        assert re.match(r"12 rounds, \d+ tokens", page.locator("#rounds-words").inner_text())
+        drawn = re.match(r"(\d+) rounds, \d+ tokens", page.locator("#rounds-words").inner_text())
+        assert drawn
+        assert 1 <= int(drawn[1]) <= 12
         for kind in ("accepted", "next"):
             assert page.locator(f"#lanes svg[role=img] .cell.{kind}").count() > 0
         assert page.locator("#lanes svg[role=img] .cell.draft, #lanes svg[role=img] .cell.anticipate").count() > 0, "the draft's lane is empty"
@@ -99,7 +101,7 @@ def test_the_answer_is_the_server_s_own_with_its_origins_its_probabilities_and_i
         assert re.fullmatch(r"[\d.]+ %", page.locator("#hits").inner_text())
         assert float(page.locator("#accepted").inner_text()) == pytest.approx(counts["accepted"] / (NUM_TOKENS - counts["accepted"]), rel=0.3)
         page.get_by_text("As a table").click()
-        assert page.locator("#rounds-table tbody tr").count() == 12
+        assert page.locator("#rounds-table tbody tr").count() == int(drawn[1])
         page.get_by_text("As a table").click()
         place = next(i for i, text in enumerate(tokens.all_text_contents()) if text.strip() and i > 8)
         tokens.nth(place).hover()
