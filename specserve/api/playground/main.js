@@ -99,7 +99,8 @@ async function write(panel, signal) {
   try {
     for await (const chunk of server.stream(panel.asked.path, panel.asked.body, signal)) panel.take(chunk);
   } catch (error) {
-    panel.end(error.name === "AbortError" ? `Stopped after ${panel.meter.tokens} tokens.` : `Broke off after ${panel.meter.tokens} tokens.`);
+    const count = panel.meter.tokens, how = error.name === "AbortError" ? "Stopped" : "Broke off";
+    panel.end(count ? `${how} after ${count} tokens.` : "No answer.");
     throw error;
   }
   panel.end();
@@ -131,6 +132,7 @@ function begin(num) {
   running = new AbortController();
   part("empty").hidden = true;
   tell("outcome", num > 1 ? "Racing." : "Writing.");
+  numbers.clear();
   switchButtons(true);
   watch.begin();
 }
