@@ -23,7 +23,7 @@ import yaml
 from guide import DOCS, ROOT, Block, Command
 from serving import served
 
-from specserve import cli
+from specserve import arguments, cli
 from specserve.config import parse
 from specserve.reference.commands import command_line, commands
 from specserve.reference.configuration import all_keys
@@ -34,7 +34,17 @@ BLOCKS = guide.blocks()
 LANGUAGES = ("sh", "console", "python", "yaml", "json", "math", "")
 RUN = guide.programs([block for block in BLOCKS if block.language in ("sh", "console", "python") and block.excuse is None])
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
-OTHERS = {"--address", "--num-cpus", "--labels", "--help", "--device-draft"}  # options of Ray and of others
+OTHERS = {
+    "--version",
+    "--build-arg",
+    "--shm-size",
+    "--gpus",
+    "--address",
+    "--num-cpus",
+    "--labels",
+    "--help",
+    "--device-draft",
+}  # options of Ray and of others
 SERVE_FILE = {"applications", "http_options", "proxy_location"}  # of `serve deploy`
 named = {"ids": lambda block: block.name}
 
@@ -156,7 +166,7 @@ def test_every_command_takes_these_options_and_files(block: Block, folder: Path)
 
 
 def read_config(command: Command) -> None:
-    cli._config(command_line().parse_args(command.words[1:]))
+    arguments.config(command_line().parse_args(command.words[1:]))
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], **named)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TypeVar
 
 from specserve.api.formats import Spelling
@@ -57,7 +58,10 @@ class Reader:
 
     def __init__(self, text: Text, served: Served) -> None:
         self._text, self._served = text, served
-        self._spelling = Spelling.of(text.tool_template, text)
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling.of(self._text.tool_template, self._text)
 
     async def completion(self, body: CompletionBody) -> Asked:
         self.check_model(body.model)

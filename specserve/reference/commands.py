@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from specserve.cli import parser as command_line
+from specserve.arguments import parser as command_line
 from specserve.reference.table import code, table
 
 INTRODUCTION = """# Commands

@@ -121,6 +121,7 @@ MEANINGS: Mapping[str, str] = {
     "http.open_paths": "Paths that need no key.",
     "http.cors_origins": "Pages of other origins that browsers may ask from.",
     "http.root_path": "Where a proxy in front has put the server.",
+    "http.label_selector": "Ray labels of the nodes that gateways may run on: clients' connections end with the node.",
     "http.tls_cert": "A PEM file; with both of these https alone is spoken.",
     "http.tls_key": "The key that belongs to it.",
     "logs.format": "`json` writes an object a line.",

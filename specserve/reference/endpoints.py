@@ -98,7 +98,8 @@ def _kind(given: Schema) -> str:
     if given.get("type") == "array":
         return f"list of {_kind(given['items'])}"
     if given.get("type") == "object":
-        return f"object of {_kind(given['additionalProperties'])}"
+        values = given.get("additionalProperties", True)
+        return "object" if isinstance(values, bool) else f"object of {_kind(values)}"
     return _WORDS[given["type"]]
 
 
@@ -110,7 +111,7 @@ def _named(name: str) -> str:
     return _ALIASES.get(name) or f"[{name}](#{name.lower()})" if name not in _LISTS else f"list of [{_LISTS[name]}](#{_LISTS[name].lower()})"
 
 
-_LISTS = {"Messages": "Message", "Parts": "TextPart"}
+_LISTS = {"Messages": "Message", "Parts": "TextPart", "ToolCalls": "ToolCall", "Tools": "ToolBody"}
 
 
 def _name(given: Schema) -> str:
