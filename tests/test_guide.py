@@ -104,7 +104,7 @@ def typed(block: Block) -> str:
 def run_python(block: Block, url: str) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        exec(compile(block.filled(url), block.page.name, "exec"), names)
+        exec(compile(block.filled(url), block.page.name, "exec", dont_inherit=True), names)
     finally:
         for value in names.values():
             if isinstance(value, openai.OpenAI):
