@@ -24,7 +24,7 @@ test-fast: check
 test-gpu: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# The playground in the system's Chromium. ARGS="--screenshots docs/playground" takes the pictures of the docs anew.
+# The playground in the system's Chromium. ARGS="--screenshots=docs/playground" takes the pictures of the docs anew.
 test-browser: $(VENV)/installed-for-browser
 	$(BIN)/python -m pytest -m browser $(ARGS)
 
