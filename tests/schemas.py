@@ -10,7 +10,8 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 from jsonschema import Draft202012Validator
 
@@ -20,23 +21,14 @@ from specserve.errors import BadValue
 from specserve.grammars import check
 from specserve.llm import Output
 from specserve.request import Sampling
-from specserve.types import Finish, Grammar, Request
+from specserve.types import Finish, Grammar
 
 PROMPT = "# A record as JSON, for schema {number}\nrecord = "
 AT_ONCE, MAX_TOKENS = 32, 256
 
 
-class Under(Sampling):
-    """A sampling whose texts are under a grammar."""
-
-    def requests(self, *arguments: object, **options: object) -> list[Request]:
-        return [replace(request, grammar=self.__dict__["under"]) for request in Sampling.requests(self, *arguments, **options)]  # type: ignore[arg-type]
-
-
-def under(grammar: Grammar, **sampling: object) -> Under:
-    wanted = Under(**sampling)  # type: ignore[arg-type]
-    object.__setattr__(wanted, "under", grammar)
-    return wanted
+def under(schema: Schema, **sampling: Any) -> Sampling:
+    return Sampling(guided={"json": schema}, **sampling)
 
 
 def of(schema: Schema) -> Grammar:
@@ -106,7 +98,7 @@ def run(llm: LLM, numbered: Sequence[tuple[int, Schema]], *, gamma: int | None, 
     speculation = None if gamma is None else {"gamma": gamma}
     for start in range(0, len(numbered), AT_ONCE):
         part = numbered[start : start + AT_ONCE]
-        samplings = [under(of(schema), max_tokens=max_tokens, seed=number, speculation=speculation) for number, schema in part]
+        samplings = [under(schema, max_tokens=max_tokens, seed=number, speculation=speculation) for number, schema in part]
         outputs = llm.generate([PROMPT.format(number=number) for number, _ in part], samplings)
         for (number, schema), output in zip(part, outputs, strict=True):
             tally.take(number, schema, output)

@@ -41,7 +41,7 @@ SEED, TOKENS = 11, 64
 def plain() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[str]]:
     """Prompts, and what is written in one process without drafts: as ids, and as texts that ended."""
     with LLM(**KEYS, **{"draft.kind": "none", "draft.path": None}) as llm:
-        outputs = llm.generate(PROMPTS, under(of(SCHEMA), max_tokens=TOKENS, seed=SEED))
+        outputs = llm.generate(PROMPTS, under(SCHEMA, max_tokens=TOKENS, seed=SEED))
     return (
         [output.prompt_token_ids for output in outputs],
         [output.token_ids for output in outputs],

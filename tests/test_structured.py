@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
-from schemas import PROMPT, of, run, schemas, under
+from schemas import PROMPT, run, schemas, under
 
 from specserve import LLM
 from specserve.bench.schemas import LEVELS, made
 from specserve.errors import WorkerLost
-from specserve.request import Sampling
-from specserve.types import Grammar
+from specserve.request import Sampling, fresh_seed
+from specserve.types import Grammar, Request
 
 COUNT = 3 * LEVELS
 
@@ -49,15 +50,22 @@ def test_the_text_of_a_schema_is_that_of_plain_decoding(llm: LLM):
     ways = [(0.0, 3), (1.0, 6)]
     for temperature, number in ways:
         prompt, wanted = PROMPT.format(number=number), {"max_tokens": 40, "temperature": temperature, "seed": 5}
-        drafted, plain = llm.generate([prompt] * 2, [under(of(made(number)), **wanted), under(of(made(number)), **wanted, speculation={"gamma": 0})])
+        drafted, plain = llm.generate([prompt] * 2, [under(made(number), **wanted), under(made(number), **wanted, speculation={"gamma": 0})])
         assert drafted.token_ids == plain.token_ids
         assert drafted.stats is not None
         assert drafted.stats.accepted > 0
 
 
+class Unchecked(Sampling):
+    """Under a grammar that would have been refused."""
+
+    def requests(self, prompt: Sequence[int], fresh_seed: Callable[[], int] = fresh_seed) -> list[Request]:
+        broken = Grammar("lark", "start: <|no such token|>")
+        return [replace(request, grammar=broken) for request in super().requests(prompt, fresh_seed)]
+
+
 def test_a_grammar_that_breaks_in_the_worker_is_the_error_of_its_output_alone(llm: LLM):
-    broken = under(Grammar("lark", "start: <|no such token|>"), max_tokens=8)
-    bad, good = llm.generate(["a", "b"], [broken, Sampling(max_tokens=4)])
+    bad, good = llm.generate(["a", "b"], [Unchecked(max_tokens=8), Sampling(max_tokens=4)])
     assert isinstance(bad.error, WorkerLost)
     assert good.error is None
     assert len(good.token_ids) > 0
