@@ -95,6 +95,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, keys: str) ->
         expect(other.get_by_role("dialog", name="API key")).to_be_visible()
         page.get_by_role("button", name="API key: set").click()
         page.get_by_role("button", name="Forget it").click()
+        page.get_by_role("button", name="API key: none").wait_for()
         assert inside(page, "sessionStorage.length") == 0
         page.get_by_role("button", name="Continue").click()
         expect(page.get_by_role("alert")).to_contain_text("wants an API key")
