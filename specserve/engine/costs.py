@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import abc
+from collections import abc, deque
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,9 @@ Reals = NDArray[np.float64]
 
 _BLEND = 0.1  # of the newest seconds into their running mean
 _SLOW = 0.02  # the same for what describes the machine and not its mood
-_TRUST = 0.01  # how much must be seen before the measured steepness counts as much as the curve's
+_TRUST = 0.1  # how much must be seen before the measured steepness counts as much as the curve's: machines have moods that look like steepness
 _HOPED_COST = 0.1  # one draft pass over one target pass, before anything is measured
+_FEW, _LAST = 3, 15  # waits for drafts: as many must have been seen before they are believed, and so many are remembered
 _GUESSED_CURVE = ((1, 1.0), (256, 6.0))  # for a target that did not say
 
 
@@ -25,7 +27,7 @@ class Costs:
         self._mean_rows = float(rows[0])
         self._mean_seconds: float | None = None  # until a round was seen
         self._steepness = np.array([_TRUST, _TRUST])  # covariance and variance, so that their ratio starts at 1
-        self._pass: float | None = None
+        self._passes: deque[float] = deque(maxlen=_LAST)  # seconds of one, in the last rounds that waited
         self.wait = 0.0  # for proposals that are ready
         self.hit_rate = 0.0  # of proposals, prepared in advance
 
@@ -38,8 +40,10 @@ class Costs:
 
     @property
     def draft_pass(self) -> float:
-        """Seconds of one more token for all that draft."""
-        return self._pass if self._pass is not None else _HOPED_COST * float(self.verify(self._mean_rows))
+        """Seconds of one more token for all that draft. The middle of what was seen: a first pass of its shape can take twenty times as long,
+        and where proposals are prepared in advance there may be no second one for long.
+        """
+        return median(self._passes) if len(self._passes) >= _FEW else _HOPED_COST * float(self.verify(self._mean_rows))
 
     def observe_verify(self, rows: int, seconds: float) -> None:
         seconds = max(seconds, 1e-9)  # a clock may stand still
@@ -57,8 +61,11 @@ class Costs:
         if not passes:
             self.wait += _BLEND * (seconds - self.wait)
             return
-        each = max(seconds - self.wait, 0.0) / passes
-        self._pass = each if self._pass is None else self._pass + _BLEND * (each - self._pass)
+        self._passes.append(max(seconds - self.wait, 0.0) / passes)
+
+    def doubt_draft(self) -> None:
+        """What drafting was seen to take was long ago, or in passes that were the first of their shapes."""
+        self._passes.clear()
 
     def _curve(self, rows: float | Reals) -> Reals:
         """By straight lines between what was measured, and on as the last of them runs."""

@@ -101,6 +101,8 @@ class Pacer:
         self._resting += 1
         if self._resting >= self._rest + _TRIAL:
             self._rest, self._resting = min(2 * self._rest, _LONGEST_REST), 0
+        if self._resting == self._rest:
+            self.costs.doubt_draft()
         on_trial = self._resting >= self._rest
         return [min(1, self._max_gamma) if on_trial and i == 0 else 0 for i in range(num_sequences)]
 
