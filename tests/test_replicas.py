@@ -113,6 +113,31 @@ def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(ending
     run(scenario)
 
 
+def test_after_a_refusal_nobody_is_sent_to_a_full_engine_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.cluster.replicas.STILL_FULL_S", 0.3)
+
+    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
+        async def refused() -> bool:
+            try:
+                return [chunk async for chunk in replicas.generate(ASKED)] == []
+            except Overloaded:
+                return True
+
+        first = asyncio.create_task(refused())
+        await until(lambda: len(engine.calls) == 1)
+        engine.calls[0].result.set_result(Overloaded("the queue is full"))
+        assert await first
+        assert await refused()
+        assert len(engine.calls) == 1, "the second was refused without a call"
+        await asyncio.sleep(0.3)
+        late = asyncio.create_task(refused())
+        await until(lambda: len(engine.calls) == 2)
+        outlet.send(Chunks((chunk(engine.numbers[1], 5, Finish.LENGTH),)))
+        assert not await late
+
+    run(scenario)
+
+
 def test_whoever_stops_listening_cancels_the_call() -> None:
     async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
         chunks = replicas.generate(ASKED)

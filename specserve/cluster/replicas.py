@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 LAST_CHUNK_S = 5.0  # within which the last chunk follows the end of its call
 FULL_S = 0.5  # between two tries to go on where every queue is full
+STILL_FULL_S = 0.05  # after a refusal nobody else is sent to ask: a flood of refusals must not take the engine's time from those it serves
 
 Mail = asyncio.Queue[Chunk | SpecserveError]
 
@@ -37,10 +39,13 @@ class Replicas:
         self._engine, self._board, self._inbox, self._own, self._resumed = engine, board, inbox, own, resumed
         self._numbers = itertools.count()
         self._mail: dict[int, Mail] = {}
+        self._full_until, self._why_full = 0.0, ""
         self._sorting = asyncio.create_task(self._sort())
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """An engine that goes away is followed by another one. Only what no engine has begun is refused for a full queue."""
+        if time.monotonic() < self._full_until:
+            raise Overloaded(self._why_full)
         story = Story(request)
         while True:
             try:
@@ -53,7 +58,9 @@ class Replicas:
                 pause = story.lost(error)
                 log.warning("a request goes on elsewhere: %s", error)
                 self._resumed()
-            except (Overloaded, Unavailable):
+            except (Overloaded, Unavailable) as error:
+                if isinstance(error, Overloaded):
+                    self._full_until, self._why_full = time.monotonic() + STILL_FULL_S, str(error)
                 if not story.num_resumed:
                     raise
                 pause = FULL_S
