@@ -263,7 +263,8 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
             if "switch" in only:
                 section("switch", await off_and_on(rigs))
             if "simulation" in only:
-                section("simulation", iter(await check(rigs.lockstep, rigs.ahead, requests(texts, *KINDS["greedy"]), gamma=options.gamma)))
+                asked = requests(texts, *KINDS["greedy"])
+                section("simulation", iter(await check(rigs.lockstep, rigs.ahead, asked, gamma=options.gamma, turns=options.turns)))
     if "weighs" in only:
         async with opened(small, DEMO / "draft", texts) as rigs:
             section("weighs", await best_gammas(rigs, turns=options.turns))

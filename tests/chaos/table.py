@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import math
 import os
 import platform
 import random
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -98,27 +100,27 @@ class Updates:
         return Blow(begun, "update", "deployed anew", 0, until=loop.time())
 
 
-def besiege(url: str, strike: Strike, *, blows: int, seed: int) -> Outcome:
-    siege = Siege(Address.of(url), "demo", CLIENTS, TOKENS)
+def besiege(url: str, strike: Strike, *, blows: int, seed: int, seconds: float) -> Outcome:
+    siege = Siege(Address.of(url), "demo", CLIENTS, TOKENS, seconds)
     return asyncio.run(siege.run(strike, num_blows=blows, seed=seed, say=lambda line: print(line, flush=True)))
 
 
-def sieges(wanted: dict[str, int], seed: int) -> Iterator[tuple[str, Outcome]]:
+def sieges(wanted: dict[str, int], **how: Any) -> Iterator[tuple[str, Outcome]]:
     """Processes first, on two replicas in one place; then nodes, with a replica each."""
     roles = {role: blows for role, blows in wanted.items() if role not in ("node", "update") and blows}
     if roles:
         with served({**KEYS, "replicas.min": 2, "replicas.max": 2}) as (url, _):
             for role, blows in roles.items():
-                yield role, besiege(url, processes_of([role], stopping=STOPPING), blows=blows, seed=seed)
+                yield role, besiege(url, processes_of([role], stopping=STOPPING), blows=blows, **how)
     if wanted.get("update"):
         roomy = {**KEYS, "replicas.max": 2}  # of which one is asked for: what an update needs beside it
         with served(roomy) as (url, config):
-            yield "update", besiege(url, Updates({**roomy, "http.port": config.http.port}).strike, blows=wanted["update"], seed=seed)
+            yield "update", besiege(url, Updates({**roomy, "http.port": config.http.port}).strike, blows=wanted["update"], **how)
     if wanted.get("node"):
         places = {"http": "gateways", "target": "engines", "draft": "engines"}  # a gateway that dies takes its clients' connections with it
         labels = {f"{part}.label_selector": {"pool": pool} for part, pool in places.items()}
         with on_nodes() as nodes, served({**KEYS, **labels, "replicas.min": 2, "replicas.max": 2}, join=True) as (url, _):
-            yield "node", besiege(url, nodes.strike, blows=wanted["node"], seed=seed)
+            yield "node", besiege(url, nodes.strike, blows=wanted["node"], **how)
 
 
 def main() -> None:
@@ -126,10 +128,11 @@ def main() -> None:
     for role, blows in BLOWS.items():
         parser.add_argument(f"--{role}", type=int, default=blows, metavar="N", help=f"blows; {blows} by default")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of each role: what has not been struck by then is not struck")
     parser.add_argument("--out", type=Path, help="where the table goes, after each role; the terminal by default")
     given = parser.parse_args()
     rows = []
-    for role, outcome in sieges({role: getattr(given, role) for role in BLOWS}, given.seed):
+    for role, outcome in sieges({role: getattr(given, role) for role in BLOWS}, seed=given.seed, seconds=60 * given.minutes):
         print("\n".join(lines(role, outcome)), flush=True)
         rows.append(row(role, outcome))
         machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"

@@ -1,8 +1,9 @@
-"""A siege: clients that ask without a break, and blows that fall at random times until there have been enough."""
+"""A siege: clients that ask without a break, and blows that fall at random times until there have been enough, or its time is over."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -51,6 +52,7 @@ class Siege:
     model: str
     num_clients: int
     max_tokens: int
+    seconds: float = math.inf  # after which nothing more is struck
     _over: bool = False
 
     async def run(self, strike: Strike, *, num_blows: int, seed: int, say: Callable[[str], None]) -> Outcome:
@@ -73,7 +75,8 @@ class Siege:
 
     async def _blows(self, strike: Strike, num_blows: int, chance: random.Random, say: Callable[[str], None]) -> list[Blow]:
         blows: list[Blow] = []
-        while len(blows) < num_blows:
+        begun = time.monotonic()
+        while len(blows) < num_blows and time.monotonic() - begun < self.seconds:
             await self._whole()
             await asyncio.sleep(chance.uniform(LEAST_REST_S, MOST_REST_S))
             if (blow := await strike(chance)) is not None:
