@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 TARGET_CORE, DRAFT_CORE = 0, 1
 TOKENS, GAMMA = 128, 5
+LOOP_TOKENS = 48  # of each request of the closed loops
 KINDS = {
     "greedy": (Warp(temperature=0.0), None),
     "T = 1, `coupled`": (Warp(), "coupled"),
@@ -185,16 +186,17 @@ async def best_gammas(rigs: Rigs, *, turns: int) -> Iterator[str]:
 
 
 async def sweep(rigs: Rigs, *, turns: int, batches: Sequence[int] = (1, 4, 16, 32)) -> tuple[list[str], dict[int, dict[str, list[float]]]]:
-    """Closed loops: the pacer's choice against fixed gammas, each with anticipation."""
+    """Closed loops, in which whoever has its text is followed by another: the pacer's choice against fixed gammas, each with anticipation."""
     choices: dict[str, int | None] = {"0": 0, "2": 2, "4": 4, "8": 8, "auto": None}
     rates: dict[int, dict[str, list[float]]] = {}
     lines = ["| streams | gamma 0 | 2 | 4 | 8 | auto | auto / best fixed | auto / gamma 0 |", "|---|---|---|---|---|---|---|---|"]
     for batch in batches:
-        asked = requests([rigs.prompts[i % len(rigs.prompts)] for i in range(batch)], *KINDS["greedy"], tokens=TOKENS if batch < 16 else TOKENS // 2)
+        loop = [rigs.prompts[i % len(rigs.prompts)] for i in range(batch * (3 if batch < 16 else 2))]
+        asked = requests(loop, *KINDS["greedy"], tokens=LOOP_TOKENS)
         found = rates[batch] = {name: [] for name in choices}
         for turn in range(-1, turns):
             for name in _rotated(list(choices), turn):  # what comes later in a turn meets another machine than what came first
-                done = await rigs.ahead.complete(asked, gamma=choices[name])
+                done = await rigs.ahead.complete(asked, gamma=choices[name], concurrency=batch)
                 if turn >= 0:
                     found[name].append(done.rate)
         middle = {name: median(values) for name, values in found.items()}
