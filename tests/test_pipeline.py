@@ -15,18 +15,18 @@ from specserve.engine.pacer import Pacer
 from specserve.types import Span
 
 
-def run(*, verify: float, draft: float, accepted: tuple[int, ...], streams: int = 1, gamma: int = 4, beside: float = 0.001) -> Run:
-    """A prompt, then rounds that draft, verify, and spend `beside` on everything else."""
+def run(*, verify: float, draft: float, accepted: tuple[int, ...], streams: int = 1, gamma: int = 4, beside: float = 0.001, link: float = 0.0) -> Run:
+    """A prompt, then rounds that draft, verify, each a way there and a way back, and spend `beside` on everything else."""
     done, at = Run(0.0), 0.0
     decision = Pacer(gamma, max_gamma=8).decision
     for number, stand in enumerate((0, *accepted)):
         prompt = 100 if number == 0 else 0
-        drafted, verified = at + draft, at + draft + verify
+        drafted, verified = at + draft + 2 * link, at + draft + verify + 4 * link
         outcomes = () if prompt else tuple(Outcome(i, gamma, stand, stand % 2 == 0) for i in range(streams))
         rows = streams * (gamma + 1)
         done.rounds.append(Round(number, at, drafted, verified, verified, streams, rows, prompt, outcomes, streams * (stand + 1), decision))
-        done.exchanges.append(Exchange("draft", at, drafted, (Span("draft", at, drafted),)))
-        done.exchanges.append(Exchange("target", drafted, verified, (Span("verify", drafted, verified),)))
+        done.exchanges.append(Exchange("draft", at, drafted, (Span("draft", at + link, drafted - link),)))
+        done.exchanges.append(Exchange("target", drafted, verified, (Span("verify", drafted + link, verified - link),)))
         at = verified + beside
     done.texts, done.ended = {i: [0] * sum(stand + 1 for stand in accepted) for i in range(streams)}, at
     return done
@@ -54,6 +54,14 @@ def test_a_simulation_is_fitted_by_passes_acceptance_and_what_lies_between() -> 
     assert fitted.host.per_sequence == pytest.approx(0.0001, rel=0.05)
     assert overhead(one) == pytest.approx(0.0011)
     assert decoding_rate(one) == pytest.approx(3 / 0.0101, rel=0.05)
+
+
+def test_a_way_is_what_an_exchange_takes_beside_its_work_and_none_of_the_hosts() -> None:
+    one, many = (run(verify=0.006, draft=0.002, accepted=(3, 1, 2) * 4, streams=n, beside=0.001, link=0.0005) for n in (1, 8))
+    fitted = fit(one, many)
+    assert fitted.target.link_s == pytest.approx(0.0005)
+    assert fitted.draft.link_s == pytest.approx(0.0005)
+    assert fitted.host.per_round == pytest.approx(0.001, rel=0.05)
 
 
 def test_acceptance_at_a_place_counts_those_that_got_there() -> None:

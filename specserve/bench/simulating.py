@@ -67,15 +67,23 @@ async def _turn(lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: i
 
 
 def fit(one: Run, many: Run) -> Fitted:
-    """Passes by least squares over both runs; what a round spends beside them is the host's, the links' included."""
+    """Passes by least squares over both runs; what an exchange takes beside its work is the link's, and what is left of a round the host's."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "trace.json"
         events = [event for run in (one, many) for event in trace_of(run)["traceEvents"]]
         file.write_text(json.dumps({"traceEvents": events}))
-        target, draft = (Worker(from_trace(file, role)) for role in ("target", "draft"))
-    alone, together = overhead(one), overhead(many)
+        target, draft = (Worker(from_trace(file, role), link_s=link(one, role)) for role in ("target", "draft"))
+    links = 2 * (target.link_s + draft.link_s)
+    alone, together = overhead(one) - links, overhead(many) - links
     each = max(0.0, (together - alone) / (len(many.texts) - 1))
     return Fitted(target, draft, Host(per_round=max(0.0, alone - each), per_sequence=each))
+
+
+def link(run: Run, role: str) -> float:
+    """Seconds of one way, of the exchanges while it decoded."""
+    since, until = run.decoding[0].begun, run.decoding[-1].ended
+    exchanges = [done for done in run.exchanges if done.role == role and since <= done.sent < until]
+    return max(0.0, median(done.answered - done.sent - sum(span.ended - span.begun for span in done.spans) for done in exchanges) / 2)
 
 
 def overhead(run: Run) -> float:
