@@ -43,7 +43,7 @@ def test_everything_can_be_done_with_the_keyboard(browser: Browser) -> None:
         page.locator("#stop").focus()
         page.keyboard.press("Enter")
         finish(page, re.compile("^Stopped"))
-        assert inside(page, "document.activeElement.id") == "go", "a button that goes away hands its focus on"
+        expect(page.locator("#go")).to_be_focused()  # a button that goes away hands its focus on
         page.locator(".token").first.focus()
         page.keyboard.press("ArrowRight")
         page.keyboard.press("ArrowRight")
@@ -81,8 +81,9 @@ def test_who_wants_little_motion_gets_no_rounds_that_move(browser: Browser, serv
         assert page.get_by_role("button", name="Live").get_attribute("aria-pressed") == "false"
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
-        page.get_by_role("button", name="Continue").click()
-        finish(page)
+        with page.expect_request("**/trace*"):
+            page.get_by_role("button", name="Continue").click()
+            finish(page)
         page.wait_for_timeout(200)
         assert sum("/trace" in url for url in asked) == 1, "once, in the end"
 

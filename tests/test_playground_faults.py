@@ -35,7 +35,7 @@ def test_what_goes_wrong_is_said_in_words_and_the_message_is_not_lost(browser: B
         expect(page.get_by_role("alert")).to_contain_text(words)
         expect(page.get_by_role("button", name="Send")).to_be_enabled()
         refused = "refusal" in faults
-        assert page.get_by_label("Message").input_value() == ("hello" if refused else "")
+        expect(page.get_by_label("Message")).to_have_value("hello" if refused else "")
         expect(page.locator(".turn")).to_have_count(0 if refused else 1)
 
 
@@ -43,7 +43,7 @@ def test_a_value_that_the_server_refuses_is_marked_where_it_stands(page: Page) -
     page.get_by_label("Gamma").fill("99")
     page.get_by_role("button", name="Continue").click()
     expect(page.get_by_role("alert")).to_contain_text("speculation.gamma must be at most 16")
-    assert page.get_by_label("Gamma").get_attribute("aria-invalid") == "true"
+    expect(page.get_by_label("Gamma")).to_have_attribute("aria-invalid", "true")
     page.get_by_label("Gamma").fill("")
     page.get_by_role("button", name="Continue").click()
     finish(page)
