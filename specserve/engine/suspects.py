@@ -6,8 +6,7 @@ from collections import abc
 
 from specserve.engine.sequence import Sequence
 
-MAX_DEATHS = 3  # in a row, of batches with the same request in them
-ALONE_AFTER = 2  # then it runs alone, so that no other request is blamed for it
+MAX_DEATHS = 3  # in a row, of batches with the same request in them; all but the first of it alone
 
 
 class Suspects:
@@ -17,7 +16,7 @@ class Suspects:
         self._deaths: dict[int, int] = {}
 
     def blame(self, batch: abc.Sequence[Sequence]) -> list[Sequence]:
-        """After a pass that died: the one that can be blamed, if there is one. It must have died alone, and often enough."""
+        """After a pass that died: the one that can be blamed, if there is one. It must have died often enough, and alone the last time."""
         for sequence in batch:
             self._deaths[sequence.seq_id] = self._deaths.get(sequence.seq_id, 0) + 1
         return [sequence for sequence in batch if len(batch) == 1 and self._deaths[sequence.seq_id] >= MAX_DEATHS]
@@ -29,7 +28,10 @@ class Suspects:
                 self._deaths.pop(seq_id, None)
 
     def alone(self, running: abc.Sequence[Sequence]) -> Sequence | None:
-        """Who must run without company next."""
+        """Who must run without company next: whoever was there, one after the other, until each has a token. The least suspect first: chance
+        strikes a lone pass again only if it comes soon, and those who are innocent have their tokens before the guilty one kills again.
+        """
         if not self._deaths:
             return None
-        return next((sequence for sequence in running if self._deaths.get(sequence.seq_id, 0) >= ALONE_AFTER), None)
+        suspects = [sequence for sequence in running if sequence.seq_id in self._deaths]
+        return min(suspects, key=lambda sequence: self._deaths[sequence.seq_id], default=None)
