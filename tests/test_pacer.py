@@ -55,6 +55,16 @@ def test_a_dear_draft_is_asked_for_less_than_a_cheap_one():
     assert 0 < dear < cheap
 
 
+def test_drafts_that_take_no_time_at_all_are_no_trouble():
+    assert feed(Pacer(None, max_gamma=8), accepted=1.0, pass_seconds=0.0)[-1] == 8
+
+
+def test_one_slow_first_pass_does_not_put_an_end_to_drafting_that_pays():
+    pacer = Pacer(None, max_gamma=8)
+    feed(pacer, accepted=1.0, pass_seconds=0.1, rounds=1)  # memory is touched, kernels are made
+    assert min(feed(pacer, accepted=1.0, pass_seconds=0.0005, rounds=100)[24:]) > 1
+
+
 def test_drafting_that_does_not_pay_is_given_up_but_for_short_trials():
     gammas = feed(Pacer(None, max_gamma=16), accepted=0.0, pass_seconds=0.005, rounds=640)
     assert gammas[-128:].count(0) >= 112

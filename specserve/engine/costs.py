@@ -14,6 +14,7 @@ _BLEND = 0.1  # of the newest seconds into their running mean
 _SLOW = 0.02  # the same for what describes the machine and not its mood
 _TRUST = 0.1  # how much must be seen before the measured steepness counts as much as the curve's: machines have moods that look like steepness
 _HOPED_COST = 0.1  # one draft pass over one target pass, before anything is measured
+_SHORTEST = 1e-5  # seconds: drafts that came sooner than those that were ready cost something all the same
 _FEW, _LAST = 3, 15  # waits for drafts: as many must have been seen before they are believed, and so many are remembered
 _GUESSED_CURVE = ((1, 1.0), (256, 6.0))  # for a target that did not say
 
@@ -61,7 +62,7 @@ class Costs:
         if not passes:
             self.wait += _BLEND * (seconds - self.wait)
             return
-        self._passes.append(max(seconds - self.wait, 0.0) / passes)
+        self._passes.append(max(seconds - self.wait, _SHORTEST) / passes)
 
     def doubt_draft(self) -> None:
         """What drafting was seen to take was long ago, or in passes that were the first of their shapes."""
