@@ -195,7 +195,8 @@ async def sweep(rigs: Rigs, *, turns: int, batches: Sequence[int] = (1, 4, 16, 3
         asked = requests(loop, *KINDS["greedy"], tokens=LOOP_TOKENS)
         found = rates[batch] = {name: [] for name in choices}
         for turn in range(-1, turns):
-            for name in _rotated(list(choices), turn):  # what comes later in a turn meets another machine than what came first
+            for place in range(len(choices)):
+                name = list(choices)[(turn + place) % len(choices)]  # who comes later in a turn meets another machine than who comes first
                 done = await rigs.ahead.complete(asked, gamma=choices[name], concurrency=batch)
                 if turn >= 0:
                     found[name].append(done.rate)
@@ -205,11 +206,6 @@ async def sweep(rigs: Rigs, *, turns: int, batches: Sequence[int] = (1, 4, 16, 3
         cells = " | ".join(f"{middle[name]:.0f}" for name in choices)
         lines.append(f"| {batch} | {cells} | {against[best]:.3f} (of gamma {best}) | {against['0']:.3f} |")
     return lines, rates
-
-
-def _rotated(names: list[str], turn: int) -> list[str]:
-    first = turn % len(names)
-    return names[first:] + names[:first]
 
 
 async def off_and_on(rigs: Rigs, *, batch: int = 4, turns: int = 5) -> Iterator[str]:
