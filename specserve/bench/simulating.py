@@ -13,6 +13,7 @@ from statistics import mean, median
 
 from specserve.bench.rig import Rig, Run, trace_of
 from specserve.config import parse
+from specserve.engine.journal import Round
 from specserve.simulate.devices import Host
 from specserve.simulate.fit import from_trace
 from specserve.simulate.load import Arrival
@@ -94,7 +95,7 @@ def overhead(run: Run) -> float:
 
 def acceptance(runs: Sequence[Run], *, hit_rate: float = 1.0) -> Acceptance:
     """By place in the proposal."""
-    outcomes = [outcome for run in runs for done in run.decoding for outcome in done.outcomes]
+    outcomes = [outcome for run in runs for done in full(run) for outcome in done.outcomes]
     deepest = max(outcome.proposed for outcome in outcomes)
     reached = [sum(outcome.accepted >= place and outcome.proposed > place for outcome in outcomes) for place in range(deepest)]
     passed = [sum(outcome.accepted > place for outcome in outcomes) for place in range(deepest)]
@@ -126,6 +127,12 @@ def scenario(fitted: Fitted, mode: Mode, gamma: int, streams: int) -> Scenario:
 
 def decoding_rate(run: Run) -> float:
     """Tokens a second over the rounds in which all streams were running."""
-    full = [done for done in run.decoding if done.num_sequences == max(other.num_sequences for other in run.decoding)]
-    seconds = mean(later.begun - earlier.begun for earlier, later in pairwise(full) if later.number == earlier.number + 1)
-    return mean(done.num_committed for done in full) / seconds
+    rounds = full(run)
+    seconds = mean(later.begun - earlier.begun for earlier, later in pairwise(rounds) if later.number == earlier.number + 1)
+    return mean(done.num_committed for done in rounds) / seconds
+
+
+def full(run: Run) -> list[Round]:
+    """The rounds in which all streams were running. Those whose drafts are refused most run on alone, and say nothing about the others."""
+    most = max(done.num_sequences for done in run.decoding)
+    return [done for done in run.decoding if done.num_sequences == most]
