@@ -1,6 +1,6 @@
 """`make chaos`: every role of a server of its own is struck again and again under load; the table of what clients saw. Slow: an hour or more.
 
-Not a test by itself, like proofs.py: tests/test_chaos.py strikes a few times.
+Not a test by itself, like proofs.py: tests/test_chaos.py tries who strikes and who judges.
 """
 
 from __future__ import annotations
