@@ -181,6 +181,6 @@ def test_a_real_terminal_is_drawn_on_at_any_size_and_left_as_it_was() -> None:
             frame = read_until(leader, b"\x1b[J").rpartition(b"\x1b[H")[2]
         assert b"specserve  \x1b[0m" in frame or frame.startswith(b"\x1b[1mspecserve "), frame
         process.send_signal(signal.SIGINT)
-        after = read_until(leader, b"stopping")
+        after = read_until(leader, b"stopping\r\n")
         assert after.endswith(b"\x1b[?25h\x1b[?1049lstopping\r\n")
         assert process.wait(timeout=30) == 0

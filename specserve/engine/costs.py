@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 Reals = NDArray[np.float64]
 
 _BLEND = 0.1  # of the newest seconds into their running mean
-_SLOW = 0.02  # the same for what describes the machine and not its mood
-_TRUST = 0.1  # how much must be seen before the measured steepness counts as much as the curve's: machines have moods that look like steepness
+_SLOW = 0.005  # the same for what describes the machine: its moods last for some tens of rounds, and must not look like steepness
+_TRUST = 0.02  # variance of (relative) row counts that must be seen before the measured steepness counts as much as the curve's
 _HOPED_COST = 0.1  # one draft pass over one target pass, before anything is measured
 _SHORTEST = 1e-5  # seconds: drafts that came sooner than those that were ready cost something all the same
 _FEW, _LAST = 3, 15  # waits for drafts: as many must have been seen before they are believed, and so many are remembered
