@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.models.recurring import recurring
+
 Ints = NDArray[np.int64]
 
 DIRECT = 4096  # up to so many multiplications torch's own loops take a bf16 product over from oneDNN, and sum in another order
@@ -126,11 +128,12 @@ class Planner:
 
     def unroll(self, writes: Writes, passes: int) -> list[Layout]:
         """`passes` passes in a row that write as many tokens of each sequence. `writes` is the last; all reach and gather as far as that one."""
-        if len(writes.counts) == 1 and writes.seen is None:
+        recurs = int(writes.counts[0]) == self._queries(int(writes.counts[0]))
+        if len(writes.counts) == 1 and writes.seen is None and recurs:
             layouts = self._alone(writes, passes)
         else:
             kinds = _kinds(writes) if writes.context is None else None
-            even = (writes.counts == writes.counts[0]).all() and (kinds is None or (kinds == kinds[0]).all())
+            even = recurs and (writes.counts == writes.counts[0]).all() and (kinds is None or (kinds == kinds[0]).all())
             layouts = self._even(writes, passes) if even else self._uneven(writes, kinds, passes)
         self._last = tuple(group.pages for group in layouts[0].groups)
         return layouts
@@ -168,7 +171,7 @@ class Planner:
         companies = [np.arange(len(counts))] if kinds is None else [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
         groups = []
         for index, members in enumerate(companies):
-            columns = np.arange(counts[members].max())
+            columns = np.arange(self._queries(int(counts[members].max())))
             own = counts[members, None]
             places = np.minimum(columns, own - 1) + firsts[members, None]  # [seqs, queries], padding repeats the last
             seen = None if writes.seen is None else writes.seen[members]
@@ -180,6 +183,10 @@ class Planner:
             groups.append(self._groups(at, pages, context, part, rows=self._tensor(places.reshape(-1)), valid=valid))
         of_passes = zip(self._tensor(positions).unbind(0), self._tensor(slots).unbind(0), zip(*groups, strict=True), strict=True)
         return [Layout(*of_pass) for of_pass in of_passes]
+
+    def _queries(self, queries: int) -> int:
+        """Of a group whose longest run has so many rows."""
+        return recurring(queries) if self.geometry.device.type == "cpu" else queries
 
     def _slots(self, table: Ints, owner: Ints, positions: Ints) -> Ints:
         """Where positions of these rows of the table live; the arguments broadcast."""

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.models.huge import use_huge_pages
+from specserve.models.recurring import recurring
 
 LONG_INNER = 1024  # from about here on oneDNN sums a single row in another order
-EVERY = 16  # up to so many rows each number has a kernel of its own, beyond there are eight between one power of two and the next
 
 
 class PackedLinear(nn.Module):
@@ -41,10 +41,8 @@ class PackedLinear(nn.Module):
         return out[: len(x)] if lacking else out
 
     def _lacking(self, rows: int) -> int:
-        """Rows of zeros that go along, so that the pass is of a shape that recurs: oneDNN compiles a kernel for each, a millisecond and 0.7 MiB."""
-        if rows <= EVERY:
-            return int(self.twice and rows == 1)
-        return -rows % (1 << ((rows - 1).bit_length() - 4))
+        """How many rows of zeros go along."""
+        return 1 if self.twice and rows == 1 else recurring(rows) - rows
 
 
 def _padded(rows: Tensor, lacking: int) -> Tensor:
