@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specserve.bench.plots import HEIGHT, WIDTH, Axis, bars, histogram, steps
@@ -14,6 +14,7 @@ VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 
 
 @given(VALUES)
+@example([5e-324])
 def test_a_histogram_counts_every_value_once(values):
     plot = ET.fromstring(histogram(values, label="ms", marks={"p50": values[0]}))
     counts = [int((box.findtext("title") or "").split()[0]) for box in plot.iter("rect")]

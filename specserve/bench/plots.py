@@ -10,6 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 480, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 40
 _BINS = 40
+_NOTHING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,12 @@ class Axis:
 def histogram(values: Sequence[float], *, label: str, marks: Mapping[str, float]) -> str:
     """How often which value occurred. The few that are very large share the last bin; `marks` are named values, such as percentiles."""
     ordered = sorted(values)
-    end = min(ordered[-1], 2 * ordered[math.ceil(0.99 * (len(ordered) - 1))]) * 1.0001 or 1.0
+    across = _across(min(ordered[-1], 2 * ordered[math.ceil(0.99 * (len(ordered) - 1))]) * 1.0001, label)
+    end = across.end
     counts = [0] * _BINS
     for value in ordered:
         counts[min(_BINS - 1, int(value / end * _BINS))] += 1
-    across, up = _across(end, label), _up(max(counts) * 1.2, "count")
+    up = _up(max(counts) * 1.2, "count")
     bars = [
         _bar(
             across.at(end * i / _BINS),
@@ -55,7 +57,7 @@ def histogram(values: Sequence[float], *, label: str, marks: Mapping[str, float]
 
 def steps(values: Sequence[float], *, end: float, x_label: str, y_label: str) -> str:
     """A value for each of as many equal stretches from 0 to `end`."""
-    across, up = _across(end, x_label), _up(max(values, default=0.0) * 1.1 or 1.0, y_label)
+    across, up = _across(end, x_label), _up(max(values, default=0.0) * 1.1, y_label)
     width = end / max(1, len(values))
     points = [f"{across.at(x):.1f},{up.at(value):.1f}" for i, value in enumerate(values) for x in (i * width, (i + 1) * width)]
     floor = up.at(0)
@@ -74,11 +76,16 @@ def bars(values: Sequence[float], *, notes: Sequence[str], predicted: Sequence[f
 
 
 def _across(end: float, label: str) -> Axis:
-    return Axis(end, _LEFT, WIDTH - _RIGHT, label)
+    return Axis(_shown(end), _LEFT, WIDTH - _RIGHT, label)
 
 
 def _up(end: float, label: str) -> Axis:
-    return Axis(end, HEIGHT - _BOTTOM, _TOP, label)
+    return Axis(_shown(end), HEIGHT - _BOTTOM, _TOP, label)
+
+
+def _shown(end: float) -> float:
+    """Where all values are next to nothing, an axis goes to 1."""
+    return end if end > _NOTHING else 1.0
 
 
 def _plot(parts: Sequence[str], name: str) -> str:
