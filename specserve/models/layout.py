@@ -18,6 +18,7 @@ Ints = NDArray[np.int64]
 
 DIRECT = 4096  # up to so many multiplications torch's own loops take a bf16 product over from oneDNN, and sum in another order
 FEW_QUERIES = 32  # up to here sequences are batched together; longer runs (prompts) attend one sequence at a time
+COARSE, FINE = 4, 16  # up to here each number of sequences, or of rows, keeps a shape of its own
 SMALL_CONTEXT = 8  # contexts up to 2**8 keys are all alike
 
 
@@ -128,7 +129,7 @@ class Planner:
 
     def unroll(self, writes: Writes, passes: int) -> list[Layout]:
         """`passes` passes in a row that write as many tokens of each sequence. `writes` is the last; all reach and gather as far as that one."""
-        recurs = int(writes.counts[0]) == self._queries(int(writes.counts[0]))
+        recurs = self._recurs(int(writes.counts[0]))
         if len(writes.counts) == 1 and writes.seen is None and recurs:
             layouts = self._alone(writes, passes)
         else:
@@ -170,23 +171,32 @@ class Planner:
         slots = self._slots(writes.table, owner, positions)
         companies = [np.arange(len(counts))] if kinds is None else [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
         groups = []
-        for index, members in enumerate(companies):
-            columns = np.arange(self._queries(int(counts[members].max())))
+        for index, company in enumerate(companies):
+            seqs, queries = self._padded(len(company), int(counts[company].max()))
+            members = np.concatenate([company, np.repeat(company[-1:], seqs - len(company))])
+            columns = np.arange(queries)
             own = counts[members, None]
             places = np.minimum(columns, own - 1) + firsts[members, None]  # [seqs, queries], padding repeats the last
+            inside = columns < own
+            inside[len(company) :] = False
             seen = None if writes.seen is None else writes.seen[members]
             part = Writes(writes.starts[members], counts[members], writes.table[members], writes.context, seen)
-            ragged = bool((own != len(columns)).any())
-            valid = self._tensor(np.flatnonzero(columns < own)) if ragged else None
+            valid = None if inside.all() else self._tensor(np.flatnonzero(inside))
             at = self._tensor(part.sights(positions[:, places]))
             pages, context = self._pages(index, part, int(part.lengths.max()))
             groups.append(self._groups(at, pages, context, part, rows=self._tensor(places.reshape(-1)), valid=valid))
         of_passes = zip(self._tensor(positions).unbind(0), self._tensor(slots).unbind(0), zip(*groups, strict=True), strict=True)
         return [Layout(*of_pass) for of_pass in of_passes]
 
-    def _queries(self, queries: int) -> int:
-        """Of a group whose longest run has so many rows."""
-        return recurring(queries) if self.geometry.device.type == "cpu" else queries
+    def _recurs(self, queries: int) -> bool:
+        """Whether runs of so many rows are of a shape that comes again: the short ones of decoding, and some of the long ones."""
+        return queries <= FEW_QUERIES or self._padded(1, queries) == (1, queries)
+
+    def _padded(self, seqs: int, queries: int) -> tuple[int, int]:
+        """To what a mixed company grows. Short runs are mixed in every way there is, so that they share few shapes; long ones attend alone."""
+        if self.geometry.device.type != "cpu":
+            return seqs, queries
+        return recurring(seqs, exact=COARSE), recurring(queries, exact=COARSE if queries <= FEW_QUERIES else FINE)
 
     def _slots(self, table: Ints, owner: Ints, positions: Ints) -> Ints:
         """Where positions of these rows of the table live; the arguments broadcast."""
