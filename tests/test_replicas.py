@@ -13,6 +13,7 @@ from ray.serve.exceptions import BackPressureError
 
 from specserve.cluster.mail import Inbox, Outlet
 from specserve.cluster.replicas import Replicas
+from specserve.cluster.story import Story
 from specserve.errors import BadValue, Displaced, Overloaded, WorkerLost
 from specserve.types import Chunk, Finish, Origin, Request, Stats, Warp
 from specserve.wire import Chunks
@@ -192,16 +193,39 @@ def test_a_text_goes_on_in_another_engine_where_it_was(ending: Callable[[Any], N
 
 def test_a_request_that_loses_every_engine_without_getting_further_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specserve.cluster.story.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("specserve.cluster.story.PATIENCE_S", 0.5)
 
     async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
         waiting = asyncio.ensure_future(anext(replicas.generate(ASKED)))
-        for life in range(6):
+        for life in range(8):
             await until(lambda life=life: len(engine.calls) == life + 1)
+            if life == 7:
+                await asyncio.sleep(0.6)
             engine.calls[life].result.set_exception(ActorDiedError())
-        with pytest.raises(WorkerLost, match="lost its engine 5 times"):
+        with pytest.raises(WorkerLost, match="lost its engine 8 times"):
             await waiting
 
     run(scenario)
+
+
+def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token() -> None:
+    now = 0.0
+    story = Story(ASKED, lambda: now)
+    pauses = [story.lost(Displaced("gone")) for _ in range(20)]
+    assert pauses[0] == 0.0
+    assert all(0.5 * least < pause < 1.5 * least for pause, least in zip(pauses[1:6], (0.1, 0.3, 0.7, 1.5, 3.0), strict=True))
+    assert len(set(pauses[5:])) == 15, "nobody keeps step with the one that kills"
+    now = 119.0
+    story.take(chunk(0, 4))
+    now = 238.0
+    for _ in range(6):
+        story.lost(Displaced("gone"))
+    now = 240.0
+    with pytest.raises(WorkerLost, match="lost its engine 7 times without getting any further: gone"):
+        story.lost(Displaced("gone"))
+    late = Story(ASKED, lambda: now)
+    now = 1000.0
+    assert [late.lost(Displaced("gone")) for _ in range(5)], "a long wait for the first engine is nobody's fault"
 
 
 def test_a_text_that_has_begun_waits_where_every_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
