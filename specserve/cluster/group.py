@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -23,6 +23,7 @@ from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import ModelInfo
 
 TARGET, DRAFT = "target", "draft"
+_ACTORS: dict[type[Any], Any] = {kind: ray.remote(kind) for kind in (TargetWorker, DraftWorker)}  # sent to the cluster once, and not at each start
 
 
 class Group:
@@ -148,7 +149,7 @@ def _actor(kind: type[Any], bundle: Bundle, number: int, *arguments: object) -> 
         options["label_selector"] = dict(bundle.labels)
     else:
         options["scheduling_strategy"] = strategy
-    return cast(Any, ray.remote(kind)).options(**options).remote(*arguments)
+    return _ACTORS[kind].options(**options).remote(*arguments)
 
 
 async def _opened(role: str, actor: Any, keys: Keys, argument: object) -> Worker:
