@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 DIRECT = 4096  # up to so many multiplications torch's own loops take a bf16 product over from oneDNN, and sum in another order
 FEW_QUERIES = 32  # up to here sequences are batched together; longer runs (prompts) attend one sequence at a time
-COARSE, FINE = 4, 16  # up to here each number of sequences, or of rows, keeps a shape of its own
+COARSE = 4  # up to so many rows short runs in mixed company keep a number of their own
 SMALL_CONTEXT = 8  # contexts up to 2**8 keys are all alike
 
 
@@ -193,10 +193,10 @@ class Planner:
         return queries <= FEW_QUERIES or self._padded(1, queries) == (1, queries)
 
     def _padded(self, seqs: int, queries: int) -> tuple[int, int]:
-        """To what a mixed company grows. Short runs are mixed in every way there is, so that they share few shapes; long ones attend alone."""
+        """To what a mixed company grows. Short runs are mixed in every way there is and share few lengths; a sequence more has its keys gathered."""
         if self.geometry.device.type != "cpu":
             return seqs, queries
-        return recurring(seqs, exact=COARSE), recurring(queries, exact=COARSE if queries <= FEW_QUERIES else FINE)
+        return recurring(seqs), recurring(queries, exact=COARSE) if queries <= FEW_QUERIES else recurring(queries)
 
     def _slots(self, table: Ints, owner: Ints, positions: Ints) -> Ints:
         """Where positions of these rows of the table live; the arguments broadcast."""
