@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PINNED := pyproject.toml constraints.txt
 BUILDER := .venv-build
 PEERS := .venv-peers
-PEERS_PINNED := specserve/bench/peers/requirements.txt
+PEERS_PINNED := benchmarks/peers/requirements.txt
 
 .DELETE_ON_ERROR:
 .PHONY: serve test test-browser test-fast test-gpu dist test-wheel wheel-times bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload structured docs check clean
@@ -35,61 +35,61 @@ dist: $(BUILDER)/installed
 
 # From the wheel, in an empty folder: doctor, generate, serve and a request. With the dependencies that are here, without network.
 test-wheel: $(VENV)/installed-for-tests
-	$(BIN)/python tests/wheel.py --borrow $(ARGS)
+	$(BIN)/python -m tests.support.wheel --borrow $(ARGS)
 
 # The same in a fresh environment, into which all dependencies are installed: what each step takes. docs/packaging.md has figures.
 wheel-times: $(VENV)/installed-for-tests
-	$(BIN)/python tests/wheel.py $(ARGS)
+	$(BIN)/python -m tests.support.wheel $(ARGS)
 
 # Slow, and not part of the tests: what they print stands in docs/, with date and machine.
 bench: bench-engine bench-pipeline
 
 bench-engine: $(VENV)/installed
-	$(BIN)/python -m specserve.bench.engine --out docs/engine-speed.md $(ARGS)
+	$(BIN)/python -m benchmarks.engine --out docs/engine-speed.md $(ARGS)
 
 bench-serving: $(VENV)/installed
-	$(BIN)/python -m specserve.bench.link --out docs/link-speed.md
-	$(BIN)/python -m specserve.bench.serving --out docs/serving-speed.md $(ARGS)
+	$(BIN)/python -m benchmarks.link --out docs/link-speed.md
+	$(BIN)/python -m benchmarks.serving --out docs/serving-speed.md $(ARGS)
 
 bench-pipeline: $(VENV)/installed
-	$(BIN)/python -m specserve.bench.pipeline --out docs/pipeline-speed.md --trace docs/trace.json --plot docs/pacer.svg $(ARGS)
-	$(BIN)/python -m specserve.bench.timeline docs/trace.json --out docs/trace.svg
+	$(BIN)/python -m benchmarks.pipeline --out docs/pipeline-speed.md --trace docs/trace.json --plot docs/pacer.svg $(ARGS)
+	$(BIN)/python -m specserve.tools.timeline docs/trace.json --out docs/trace.svg
 	rm docs/trace.json
 
 bench-drafters: $(VENV)/installed
-	$(BIN)/python -m specserve.bench.kinds --out docs/drafters.md $(ARGS)
+	$(BIN)/python -m benchmarks.drafters --out docs/drafters.md $(ARGS)
 
 # A peer that cannot be installed is named in the report, with why.
 bench-peers: $(VENV)/installed
 	-$(MAKE) $(PEERS)/installed
-	$(BIN)/python -m specserve.bench.peers --python $(PEERS)/bin/python --out docs/peers-speed.md $(ARGS)
+	$(BIN)/python -m benchmarks.peers --python $(PEERS)/bin/python --out docs/peers-speed.md $(ARGS)
 
 proofs: $(VENV)/installed-for-tests
-	$(BIN)/python tests/proofs.py $(ARGS)
+	$(BIN)/python -m tests.proofs.distribution $(ARGS)
 
 # What it prints stands in docs/structured.md.
 structured: $(VENV)/installed-for-tests
-	$(BIN)/python tests/schemas.py $(ARGS)
+	$(BIN)/python -m benchmarks.structured $(ARGS)
 
 # What it prints stands in docs/reliability.md.
 fuzz: $(VENV)/installed-for-tests
-	$(BIN)/python tests/fuzz.py $(ARGS)
+	$(BIN)/python -m tests.chaos.fuzz $(ARGS)
 
 chaos: $(VENV)/installed-for-tests
-	$(BIN)/python tests/chaos/table.py $(ARGS)
+	$(BIN)/python -m tests.chaos.table $(ARGS)
 
 overload: $(VENV)/installed-for-tests
-	$(BIN)/python tests/chaos/overload.py $(ARGS)
+	$(BIN)/python -m tests.chaos.overload $(ARGS)
 
 # The guides as a site, in site/; `make docs ARGS=serve` shows it while you write. Strict: a broken link fails. Not among the tests, which do without the generator
-# and hold links, names and commands of the pages by themselves (tests/test_guide.py).
+# and hold links, names and commands of the pages by themselves (tests/docs/test_pages.py).
 docs: $(VENV)/installed-for-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --clean --strict)
 
 check: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict specserve
+	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
 # The stamps are older than the files that they depend on when something is to be installed anew.

@@ -10,7 +10,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from specserve.reference.pages import BESIDE, PAGES, rendered
+from docs._build.pages import BESIDE, PAGES, rendered
 
 ROOT = Path(__file__).parents[1]
 LOADED = re.compile(

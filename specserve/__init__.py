@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from specserve import errors
 from specserve.errors import SpecserveError
-from specserve.request import Sampling
+from specserve.sampling_params import Sampling
 
 if TYPE_CHECKING:
     from specserve.llm import LLM, Output

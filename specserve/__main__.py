@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from specserve.cli import entry
+from specserve.cli.main import entry
 
 entry()

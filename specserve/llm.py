@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import Any
 
 from specserve.api.continuation import Continuation, Piece
-from specserve.api.text import Text
-from specserve.config import Config, parse
+from specserve.api.tokenizer import Text
+from specserve.config.tree import Config, parse
 from specserve.engine import Coordinator
-from specserve.engine.journal import Journal
+from specserve.engine.trace import Journal
 from specserve.errors import BadRequest, BadValue, Overloaded, SpecserveError, WorkerLost
-from specserve.local import Parts, open_parts
+from specserve.inprocess import Parts, open_parts
 from specserve.progress import Tell, silent
-from specserve.request import Sampling
+from specserve.sampling_params import Sampling
 from specserve.types import Chunk, Finish, Logprobs, Request, Stats
 
 Prompt = str | Sequence[int]

@@ -14,7 +14,8 @@ import torch
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-    from served import Running
+
+    from tests.support.http_server import Running
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -31,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    from browsing import chromium
+    from tests.support.browser import chromium
 
     with chromium() as running:
         yield running
@@ -40,8 +41,8 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """With the engine of a script; modules that need another have their own."""
-    from browsing import Slow
-    from served import serving
+    from tests.support.browser import Slow
+    from tests.support.http_server import serving
 
     with serving(Slow(pace_s=0.005)) as running:
         yield running
@@ -49,7 +50,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def page(browser: Browser, server: Running) -> Iterator[Page]:
-    from browsing import tab
+    from tests.support.browser import tab
 
     with tab(browser, server.url) as opened:
         yield opened
@@ -57,7 +58,7 @@ def page(browser: Browser, server: Running) -> Iterator[Page]:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> str:
-    from browsing import KEY
+    from tests.support.browser import KEY
 
     (file := tmp_path / "keys").write_text(f"{KEY}\n")
     return str(file)

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specserve import LLM, Sampling
-from specserve.api.text import Text
-from specserve.config import parse
+from specserve.api.tokenizer import Text
+from specserve.config.tree import parse
 from specserve.errors import BadValue, EmptyPrompt, Overloaded, TooLong, UnknownToken, WorkerLost
-from specserve.local import LocalDrafter, LocalTarget, Parts
+from specserve.inprocess import LocalDrafter, LocalTarget, Parts
 from specserve.types import DraftStep, Logprobs, ModelInfo, Proposal, Verdict, VerifyStep
 
 END = 256

@@ -9,11 +9,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import wheel
-from wheel import Built
 
 import specserve
-from specserve.arguments import parser
+from specserve.cli.arguments import parser
+from tests.support import wheel
+from tests.support.wheel import Built
 
 ROOT = Path(specserve.__file__).parents[1]
 DATA = {".json", ".safetensors", ".html", ".js", ".css", ".svg", ".md", ".typed"}  # what the package reads or ships beside its code

@@ -13,17 +13,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve.api.endpoints import Endpoints
 from specserve.api.keys import KeyFile
-from specserve.api.meter import Meter
+from specserve.api.metering import Meter
 from specserve.api.middleware import REQUEST_ID, BodyLimit, HeadLimit, Journal, KeyCheck, LastResort
-from specserve.api.page import HOME, PARTS, Page
+from specserve.api.playground.page import HOME, PARTS, Page
 from specserve.api.rates import Accounts
 from specserve.api.refusal import Refusal
+from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
 from specserve.api.service import Served, Service
-from specserve.api.text import Text
-from specserve.config import Config
+from specserve.api.tokenizer import Text
+from specserve.config.tree import Config
 from specserve.errors import SpecserveError
 from specserve.metrics import Registry
 

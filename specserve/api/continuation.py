@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from specserve.api.calls import CallPiece, Calls
-from specserve.api.formats import Spelling
-from specserve.api.text import Text, TextStream
+from specserve.api.tokenizer import Text, TextStream
+from specserve.api.tools.formats import Spelling
+from specserve.api.tools.parse import CallPiece, Calls
 from specserve.types import Chunk, Finish, Logprobs, Origin, Stats
 
 

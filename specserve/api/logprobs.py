@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specserve.api.continuation import Piece
-from specserve.api.text import Text, TextStream
+from specserve.api.tokenizer import Text, TextStream
 from specserve.types import Logprobs
 
 LOWEST = -9999.0

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.api.discretion import log_failure
 from specserve.api.keys import KeyFile
-from specserve.api.meter import Meter
+from specserve.api.metering import Meter
 from specserve.api.rates import Account, Accounts
 from specserve.api.refusal import BAD_KEY, STATUS_OF_GONE, Refusal
 from specserve.errors import RateLimited

@@ -11,8 +11,8 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from specserve.errors import BadValue
-from specserve.request import MAX_BIASES
-from specserve.structure import MAX_DEPTH, is_too_deep
+from specserve.grammar.request import MAX_DEPTH, is_too_deep
+from specserve.sampling_params import MAX_BIASES
 
 # What nothing else bounds. OpenAI takes as many messages, and as much metadata.
 MAX_MESSAGES, MAX_PARTS = 2048, 2048

@@ -10,12 +10,12 @@ import yaml
 from ray import serve
 from ray.serve import Application
 
-from specserve.cluster.board import Board
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
 from specserve.cluster.scaling import policy
-from specserve.config import Config, Replicas, parse
+from specserve.cluster.status_board import Board
+from specserve.config.tree import Config, Replicas, parse
 
 APP_NAME = "specserve"
 GATEWAY_STREAMS = 4096  # that one gateway holds open at once; the engines refuse long before

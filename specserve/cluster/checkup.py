@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specserve.cluster.home import HA_PROXY, joined, ours_would_hold, serve_runs
 from specserve.cluster.placement import bundles, check_fits
-from specserve.config import Config
+from specserve.cluster.ray_session import HA_PROXY, joined, ours_would_hold, serve_runs
+from specserve.config.tree import Config
 from specserve.errors import ConfigError, first_line
 
 

@@ -14,22 +14,22 @@ from ray import serve
 
 from specserve.api.app import build as build_app
 from specserve.api.service import Served
-from specserve.api.text import Text
-from specserve.cluster.board import ENGINE, GATEWAY, Report, report_for_ever
+from specserve.api.tokenizer import Text
 from specserve.cluster.gauges import Gauges
 from specserve.cluster.group import TARGET, Group
 from specserve.cluster.logs import join_serve
-from specserve.cluster.mail import Inbox, Outlet, Ticket
 from specserve.cluster.placement import Bundle
 from specserve.cluster.replicas import Replicas
 from specserve.cluster.scaling import stats
-from specserve.config import Config
+from specserve.cluster.status_board import ENGINE, GATEWAY, Report, report_for_ever
+from specserve.cluster.transport.chunk_stream import Inbox, Outlet, Ticket
+from specserve.config.tree import Config
 from specserve.engine import Coordinator
-from specserve.engine.journal import Journal
+from specserve.engine.trace import Journal
 from specserve.errors import Displaced, SpecserveError, WorkerLost
 from specserve.metrics import Registry
 from specserve.types import Chunk, Finish, ModelInfo, Request
-from specserve.wire import Chunks
+from specserve.wire.messages import Chunks
 
 log = logging.getLogger(__name__)
 

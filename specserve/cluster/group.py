@@ -13,12 +13,12 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from specserve.cluster.keeper import Keeper, Worker, Workers, end_process
-from specserve.cluster.link import Client, Keys
 from specserve.cluster.placement import FIRST_RANK, Bundle
 from specserve.cluster.remote import RemoteDrafter, RemoteTarget, Report, SentAhead
+from specserve.cluster.supervisor import Keeper, Worker, Workers, end_process
+from specserve.cluster.transport.link import Client, Keys
 from specserve.cluster.workers import Born, DraftWorker, Place, Ready, TargetWorker
-from specserve.config import WITHOUT_WORKER, Config
+from specserve.config.tree import WITHOUT_WORKER, Config
 from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import ModelInfo
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specserve import errors
-from specserve.checkpoints import find_checkpoints
-from specserve.cluster.home import ray_here, require_free_port, serve_runs
+from specserve.checkpoint_files import find_checkpoints
 from specserve.cluster.logs import logging_config
-from specserve.config import Config
+from specserve.cluster.ray_session import ray_here, require_free_port, serve_runs
+from specserve.config.tree import Config
 from specserve.errors import SpecserveError, Unavailable
 from specserve.progress import Bar
 from specserve.terminal import Terminal
@@ -208,7 +208,7 @@ def _follow(say: Say) -> None:
 
 
 def _watch(terminal: Terminal, *, title: str, hints: Sequence[str]) -> None:
-    from specserve.cluster.screen import Screen
+    from specserve.cluster.console import Screen
 
     board, screen = handle("Board"), Screen(terminal, title=title, hints=hints)
     with terminal.page():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from specserve.config import Config
+from specserve.config.tree import Config
 
 SERVE = "ray.serve"  # the one logger that Serve gives handlers
 OWN = "specserve"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specserve.config import WITHOUT_WORKER, Config, Draft
+from specserve.config.cascade import STATISTICAL
+from specserve.config.tree import WITHOUT_WORKER, Config, Draft
 from specserve.errors import ConfigError
-from specserve.stages import STATISTICAL
 
 FIRST_GPU = "cuda:0"  # is also what `auto` and `cuda` come to
 GATEWAY_CPUS = 1.0

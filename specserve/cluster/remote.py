@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from specserve.cluster.clocks import Alignment
-from specserve.cluster.link import Client
-from specserve.engine.journal import Exchange
+from specserve.cluster.transport.link import Client
+from specserve.engine.trace import Exchange
 from specserve.errors import Displaced, WorkerLost
 from specserve.types import DraftStep, Foreseen, Proposal, Span, SparseRows, Verdict, VerifyStep
-from specserve.wire import Message, Prepared, Proposals, Propose, Verdicts, Verify
+from specserve.wire.messages import Message, Prepared, Proposals, Propose, Verdicts, Verify
 
 log = logging.getLogger(__name__)
 

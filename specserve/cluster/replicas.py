@@ -17,8 +17,8 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from specserve.api.service import Status
-from specserve.cluster.mail import Inbox
-from specserve.cluster.story import Story
+from specserve.cluster.resume import Story
+from specserve.cluster.transport.chunk_stream import Inbox
 from specserve.errors import Displaced, Overloaded, SpecserveError, Unavailable, WorkerLost
 from specserve.types import Chunk, Request
 

@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from specserve.cluster.link import Address, Keys, Server
-from specserve.config import WITHOUT_WORKER, Config
-from specserve.drafters.open import open_drafter
-from specserve.drafters.tied import HeadsDrafter, Unasked
-from specserve.models.hub import TOKENIZER_FILES, find_checkpoint, find_config
-from specserve.models.load import load_tokenizer
+from specserve.cluster.transport.link import Address, Keys, Server
+from specserve.config.tree import WITHOUT_WORKER, Config
+from specserve.drafters.heads import HeadsDrafter, Unasked
+from specserve.drafters.registry import open_drafter
+from specserve.grammar.matcher import Grammars
+from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
+from specserve.models.checkpoints.load import load_tokenizer
 from specserve.models.rank import open_rank
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
 from specserve.models.warmup import SEQUENCE, warm_up
-from specserve.sampling.grammar import Grammars
 from specserve.types import DraftStep, ModelInfo, Policy, Span, Verdict, Warp
-from specserve.wire import Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify
+from specserve.wire.messages import Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify
 
 if TYPE_CHECKING:
-    from specserve.drafters.open import OpenDrafter
+    from specserve.drafters.registry import OpenDrafter
     from specserve.models.rank import Follower
 
 log = logging.getLogger(__name__)

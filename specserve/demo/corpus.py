@@ -1,11 +1,54 @@
-"""Writes what the demo pair was trained on, and what was held out, as text files: `python -m specserve.demo.corpus DIR`."""
+"""The demo pair's corpus: Python's standard library, one file in fifty held out.
+
+`python -m specserve.demo.corpus DIR` writes both parts as text files.
+"""
 
 from __future__ import annotations
 
 import sys
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from specserve.demo.train import standard_library
+from specserve.api.tokenizer import Text
+from specserve.config.tree import DEMO
+
+LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}  # not the library itself, or tables
+STRETCH = 1024  # tokens of one file
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    train: list[str]
+    held_out: list[str]
+
+
+def standard_library() -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    train: list[str] = []
+    held_out: list[str] = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if LEFT_OUT & set(name.parts):
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        (held_out if zlib.crc32(str(name).encode()) % 50 == 0 else train).append(text)
+    return Corpus(train, held_out)
+
+
+def held_out_prompts(*, count: int, length: int) -> tuple[tuple[int, ...], ...]:
+    """The beginnings of held-out files, past their first lines."""
+    text = Text.load(DEMO / "target")
+    contents = [content[200:] for content in standard_library().held_out if len(content) > 4000]
+    return tuple(text.encode(content)[:length] for content in contents[:count])
+
+
+def held_out_tokens(limit: int) -> list[int]:
+    """Stretches of as many held-out files as there are, one behind the other."""
+    prompts = held_out_prompts(count=64, length=STRETCH)
+    return list(chain.from_iterable(prompts))[:limit]
 
 
 def write(directory: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from specserve.drafters.base import Forks, Outlook
-from specserve.drafters.fanout import Branch, Fanout
+from specserve.drafters.branches import Branch, Fanout
 from specserve.types import DraftStep, Foreseen, Proposal
 
 BRANCHES = 2**61  # ids from here on are branches'; no request ever has one

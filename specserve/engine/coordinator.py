@@ -8,15 +8,15 @@ import time
 from collections import abc
 from dataclasses import dataclass, replace
 
-from specserve.config import Config
+from specserve.config.tree import Config
 from specserve.engine.admission import DEFAULT_VERIFIER, Admission
 from specserve.engine.batch import Batch
-from specserve.engine.crew import Crew
-from specserve.engine.journal import Round
+from specserve.engine.crash_tracker import MAX_DEATHS, Suspects
 from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
-from specserve.engine.suspects import MAX_DEATHS, Suspects
+from specserve.engine.trace import Round
+from specserve.engine.workers import Crew
 from specserve.errors import BadValue, Displaced, Overloaded
 from specserve.types import Chunk, Drafter, Finish, ModelInfo, Request, Target, VerifyStep
 

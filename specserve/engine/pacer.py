@@ -10,7 +10,7 @@ import numpy as np
 
 from specserve.engine.acceptance import Acceptance
 from specserve.engine.batch import Batch, Outcome
-from specserve.engine.costs import Costs
+from specserve.engine.estimates import Costs
 from specserve.engine.sequence import Sequence
 
 _EVERY, _SELDOM = 8, 64  # rounds between two decisions for the same number of sequences, and where there is nothing to decide

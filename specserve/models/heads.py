@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.errors import ModelError, ModelNotFound
-from specserve.models.weights import fingerprint
+from specserve.models.checkpoints.weights import fingerprint
 
 WEIGHTS, INFO = "heads.safetensors", "heads.json"
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.models.recurring import recurring
+from specserve.models.shape_buckets import recurring
 
 Ints = NDArray[np.int64]
 

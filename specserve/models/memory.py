@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from specserve.errors import TooLittleMemory
-from specserve.models.weights import num_stored
+from specserve.models.checkpoints.weights import num_stored
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 KEPT, STEP = 2**31 - 1, 2**26

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from specserve.models.attention import Kernel, Rule, attend
 from specserve.models.cache import PagedCache
+from specserve.models.checkpoints.load import Loaded
+from specserve.models.layers import PackedLinear, PlainLinear, joined, linear, moved, pack
 from specserve.models.layout import Layout
-from specserve.models.linear import PackedLinear, PlainLinear, joined, linear, moved, pack
-from specserve.models.load import Loaded
 from specserve.models.norm import Norm
 from specserve.models.shard import Shard
 from specserve.models.skip import without

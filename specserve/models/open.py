@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from specserve.config import Config, Draft, Target
+from specserve.config.tree import Config, Draft, Target
 from specserve.errors import ConfigError
 from specserve.models.attention import Kernel, invariant, sdpa
 from specserve.models.cache import PagedCache
+from specserve.models.checkpoints.load import Architecture, load_model, register_attention
 from specserve.models.flash import PAGE_MULTIPLE, flash, is_installed
 from specserve.models.graphs import GraphedNetwork, round_up
-from specserve.models.load import Architecture, load_model, register_attention
 from specserve.models.memory import free_memory, keep_freed_memory, pages_for, require_room
 from specserve.models.network import Lending, library_attention, network
 from specserve.models.runner import Runner

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from specserve.config import Config
-from specserve.models.load import load_tokenizer
+from specserve.config.tree import Config
+from specserve.grammar.matcher import Grammars
+from specserve.models.checkpoints.load import load_tokenizer
 from specserve.models.open import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
-from specserve.sampling.grammar import Grammars
 from specserve.types import ModelInfo, Step, Verdict, VerifyStep
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from specserve.models.cache import Fork, PagedCache
+from specserve.models.encoder_cache import Encoder, Sources
 from specserve.models.layout import Geometry, Ints, Layout, Planner, Writes, key_block
 from specserve.models.network import Network
-from specserve.models.sources import Encoder, Sources
 from specserve.types import Step
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.errors import NoShardingPlan
+from specserve.models.checkpoints.weights import Range
 from specserve.models.plans import ANY, HEADS, KV_HEADS, OWN_PLANS, STYLES, Cut, Heads, Style, check_plan, plan_for
-from specserve.models.weights import Range
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from specserve.models.attention import Rule, attend, invariant, look
 from specserve.models.cache import PagedCache
+from specserve.models.checkpoints.load import Loaded
+from specserve.models.layers import PackedLinear, PlainLinear, joined, linear, moved, pack
 from specserve.models.layout import Group, Layout
-from specserve.models.linear import PackedLinear, PlainLinear, joined, linear, moved, pack
-from specserve.models.load import Loaded
 from specserve.models.network import Heads
 from specserve.models.norm import Norm
 from specserve.models.shard import Shard

@@ -9,12 +9,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from specserve.grammar.matcher import Grammars
+from specserve.grammar.sequences import Masks, Parses
 from specserve.models.network import Lending
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import History, WarpBatch, logprobs
 from specserve.sampling.drafts import Drafts
-from specserve.sampling.grammar import Grammars
-from specserve.sampling.parses import Masks, Parses
 from specserve.sampling.verify import Streams, agree, verify
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
 

@@ -8,25 +8,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from serving import served
-
-from specserve.bench.address import Address
-from specserve.bench.chaos.report import at
-from specserve.bench.prompts import CODE
-from specserve.bench.streams import Stream
+from specserve.tools.bench.address import Address
+from specserve.tools.bench.chaos.report import at
+from specserve.tools.bench.prompts import CODE
+from specserve.tools.bench.streams import Stream
+from tests.support.ray_server import served
 
 TOKENS, RUNNING, QUEUED, LIMIT_S = 64, 8, 8, 30.0
 KEYS: dict[str, object] = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}

@@ -1,6 +1,6 @@
 """`make chaos`: every role of a server of its own is struck again and again under load; the table of what clients saw. Slow: an hour or more.
 
-Not a test by itself, like proofs.py: tests/test_chaos.py tries who strikes and who judges.
+Not a test by itself, like proofs.py: tests/tools/bench/test_chaos.py tries who strikes and who judges.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,18 +22,15 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from serving import served
-
-from specserve.bench.address import Address
-from specserve.bench.chaos.report import HEAD, lines, row
-from specserve.bench.chaos.siege import Outcome, Siege, Strike, processes_of
-from specserve.bench.chaos.victims import KILLED, Blow
 from specserve.cluster.app import APP_NAME, application
 from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import bundles, has_room
-from specserve.config import parse
+from specserve.config.tree import parse
+from specserve.tools.bench.address import Address
+from specserve.tools.bench.chaos.report import HEAD, lines, row
+from specserve.tools.bench.chaos.siege import Outcome, Siege, Strike, processes_of
+from specserve.tools.bench.chaos.victims import KILLED, Blow
+from tests.support.ray_server import served
 
 CLIENTS, TOKENS = 16, 400
 BLOWS = {"draft": 100, "target": 100, "coordinator": 100, "controller": 20, "update": 50, "node": 20}

@@ -1,0 +1,1 @@
+"""Benchmarks that `make bench-*` runs. Not part of the wheel."""

@@ -1,0 +1,157 @@
+"""The HTTP interface as a page: paths, parameters and errors, from the app's own OpenAPI description and from what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, cast
+
+from specserve.api import schema
+from specserve.api.app import build
+from specserve.api.refusal import BAD_KEY, INTERNAL, KINDS, PLAIN, STATUS_OF_GONE, Kind
+from specserve.api.service import Served, Service
+from specserve.api.tokenizer import Text
+from specserve.config.tree import Config
+from specserve.errors import BadValue
+from specserve.metrics import Registry
+from docs._build.table import code, table
+from specserve.sampling_params import Sampling
+
+INTRODUCTION = """# HTTP paths and parameters
+
+Made from the server's own OpenAPI description (`GET /openapi.json`) when these pages are built. [HTTP](../api.md) shows the requests at work,
+and the form of the answers.
+"""
+Schema = Mapping[str, Any]
+
+
+def page() -> str:
+    """The paths in the order of the app, then the shapes that bodies are made of, then the errors."""
+    description = openapi()
+    shapes: Mapping[str, Schema] = description["components"]["schemas"]
+    bodies = {name for _, _, operation in _operations(description) if (name := _body(operation))}
+    parts = [INTRODUCTION, *(_path(method, path, operation, shapes) for method, path, operation in _operations(description))]
+    inner = [
+        name for name, shape in shapes.items() if "properties" in shape and name not in bodies and issubclass(getattr(schema, name), schema.Shape)
+    ]
+    parts += ["## Shapes inside bodies\n", *(f"### {name}\n\n{_fields(name, shapes[name])}" for name in sorted(inner))]
+    return "\n".join([*parts, _errors()])
+
+
+def openapi() -> Mapping[str, Any]:
+    """Of an app without an engine: a description of shapes asks nothing of what generates, nor of the tokenizer."""
+    served = Served("demo", vocab_size=1, max_context=1, max_gamma=1, created=0)
+    description: Mapping[str, Any] = build(cast(Service, None), cast(Text, None), served, Config(), Registry()).openapi()
+    return description
+
+
+def _operations(description: Mapping[str, Any]) -> Iterator[tuple[str, str, Schema]]:
+    for path, methods in description["paths"].items():
+        for method, operation in methods.items():
+            yield method.upper(), path, operation
+
+
+def _body(operation: Schema) -> str | None:
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    return None if content is None else _name(content)
+
+
+def _path(method: str, path: str, operation: Schema, shapes: Mapping[str, Schema]) -> str:
+    body = _body(operation)
+    told = operation.get("description", "")
+    return f"## {method} {path}\n\n{told}\n" + (f"\n{_fields(body, shapes[body])}" if body else "")
+
+
+def _fields(name: str, shape: Schema) -> str:
+    """The parameters, those that must be given first; then what is taken for the sake of others' clients."""
+    required = shape.get("required", ())
+    names = sorted(shape["properties"], key=lambda one: one not in required)
+    given = {one: shape["properties"][one] for one in names}
+    rows = [(code(one), _kind(kind), _limits(name, one, kind), _meaning(kind, one in required)) for one, kind in given.items()]
+    return table(("parameter", "type", "accepts, by default", "meaning"), rows) + _unsupported(name)
+
+
+def _meaning(parameter: Schema, required: bool) -> str:
+    return " ".join([*(["**Required.**"] if required else []), parameter.get("description", "")])
+
+
+def _unsupported(name: str) -> str:
+    """Names of OpenAI's that are refused unless they ask for nothing."""
+    known: Mapping[str, tuple[object, ...]] = getattr(schema, name).UNSUPPORTED
+    if not known:
+        return ""
+    taken = ", ".join(f"{code(one)} ({', '.join(['null', *map(repr, values)])})" for one, values in sorted(known.items()))
+    return f"\nKnown to clients of OpenAI's API and refused here, but for the values that ask for nothing: {taken}.\n"
+
+
+def _kind(given: Schema) -> str:
+    """The type in words. Null is left out: it is the same as leaving the parameter out."""
+    if "$ref" in given:
+        return _named(_name(given))
+    if "anyOf" in given:
+        return " or ".join(dict.fromkeys(_kind(one) for one in given["anyOf"] if one.get("type") != "null"))
+    if "enum" in given or "const" in given:
+        return ", ".join(code(one) for one in given.get("enum", [given.get("const")]))
+    if "maxLength" in given:
+        return f"text of up to {given['maxLength']} characters"
+    if given.get("type") == "array":
+        return f"list of {_kind(given['items'])}"
+    if given.get("type") == "object":
+        values = given.get("additionalProperties", True)
+        return "object" if isinstance(values, bool) else f"object of {_kind(values)}"
+    return _WORDS[given["type"]]
+
+
+_WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
+_ALIASES = {"Ids": "list of whole numbers", "Texts": "list of texts", "Prompts": "list of texts or lists of ids"}
+
+
+def _named(name: str) -> str:
+    return _ALIASES.get(name) or f"[{name}](#{name.lower()})" if name not in _LISTS else f"list of [{_LISTS[name]}](#{_LISTS[name].lower()})"
+
+
+_LISTS = {"Messages": "Message", "Parts": "TextPart", "ToolCalls": "ToolCall", "Tools": "ToolBody"}
+
+
+def _name(given: Schema) -> str:
+    return str(given["$ref"]).rpartition("/")[2]
+
+
+def _limits(shape: str, name: str, given: Schema) -> str:
+    """What `Sampling` says when it refuses, and what it has by default."""
+    sampled = {field.name: field.default for field in fields(Sampling)}
+    if not issubclass(getattr(schema, shape), schema.Generate) or name not in sampled or name == "speculation":
+        return ""
+    default = DEFAULTS.get((shape, name), sampled[name])
+    shown = "" if default in (None, (), False) else str(default)
+    return "; ".join(part for part in ("" if _kind(given) == _WORDS["boolean"] else _accepted(name), shown) if part)
+
+
+DEFAULTS = {("ChatBody", "max_tokens"): "what the context has room for"}  # by completions, `Sampling`'s own
+
+
+def _accepted(name: str) -> str:
+    try:
+        Sampling(**{name: object()})  # type: ignore[arg-type]
+    except BadValue as refusal:
+        found = re.search(r" must be (?:a whole number, |a number, |)(.*), not <", str(refusal))
+        return "" if found is None else found[1]
+    return ""
+
+
+def _errors() -> str:
+    kinds = dict.fromkeys([*KINDS.values(), BAD_KEY, *PLAIN.values(), INTERNAL])
+    rows = [(str(kind.status), code(kind.type), _code(kind), "`Retry-After`" if kind.retry else "") for kind in sorted(kinds, key=_order)]
+    return (
+        '## Errors\n\nEvery refusal has the form `{"error": {"message", "type", "param", "code"}}`; `param` names the parameter at fault, if one is. '
+        f"In mid-stream it comes as an event. Metrics and logs count a client that left as {STATUS_OF_GONE}.\n\n"
+    ) + table(("status", "type", "code", "with"), rows)
+
+
+def _code(kind: Kind) -> str:
+    return code(kind.code) if kind.code else ""
+
+
+def _order(kind: Kind) -> tuple[int, str]:
+    return kind.status, kind.code or ""

@@ -1,0 +1,161 @@
+"""The arguments of every command, and what they mean as values. Parses; knows no command's work, and imports nothing that takes time."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from specserve import __version__
+from specserve.cli.completion import SHELLS
+from specserve.cli.examples import epilog, overview
+from specserve.config.tree import Config, load, override
+from specserve.errors import ConfigError
+from specserve.tools import count_ngrams as tabulate
+from specserve.tools.bench.options import add_options as add_bench
+from specserve.tools.plan.options import add_arguments as add_plan
+from specserve.tools.reproduce.options import add_arguments as add_reproduce
+
+Add = Callable[[argparse.ArgumentParser], None]
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+SHORT_NAMES = {
+    "target": "target.path",
+    "draft": "draft.path",
+    "drafter": "draft.kind",
+    "tp": "target.tensor_parallel",
+    "host": "http.host",
+    "port": "http.port",
+}
+
+
+class BadUsage(Exception):
+    """What argparse finds wrong with the arguments."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, instead of a line behind pages of usage. Keeps the lines of the examples as they are."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise BadUsage(f"{message} (see {self.prog} --help)")
+
+
+def parser() -> Parser:
+    """What it makes has the name of the command in `command`."""
+    made = Parser(prog="specserve", description="Serves language models by distributed speculative decoding.", epilog=overview())
+    made.add_argument("--version", action="version", version=f"specserve {__version__}")
+    commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, (add, says) in _commands().items():
+        add(commands.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".", epilog=epilog(name)))
+    return made
+
+
+def config(options: argparse.Namespace) -> Config:
+    """The file, then `--set`, then the options that are keys of the config under a shorter name."""
+    short = {key: getattr(options, name, None) for name, key in SHORT_NAMES.items()}
+    return load(options.config, dict(options.set) | {key: value for key, value in short.items() if value is not None})
+
+
+def count(text: str) -> int:
+    """200M, 1.5B, 8e9 as a number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"a number of parameters is written 200M, 1B or 8e9, not {text!r}")
+    return round(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _commands() -> dict[str, tuple[Add, str]]:
+    return {
+        "serve": (_add_serve, "serve the models over HTTP"),
+        "generate": (_add_generate, "continue one prompt in this process"),
+        "doctor": (_add_doctor, "check this machine, the config and the models, and say what to do"),
+        "bench": (partial(add_bench, gamma=_gamma), "load a running server and measure it"),
+        "simulate": (_add_simulate, "ask how many replicas and devices a load needs"),
+        "tables": (tabulate.add_arguments, "count tables for draft.kind unigram, bigram and max_gram"),
+        "plan": (add_plan, "ask theory and memory before anything runs"),
+        "reproduce": (partial(add_reproduce, count=count), "the papers' tables, ours beside theirs"),
+        "heads": (_add_heads, "fit heads to a target, for draft.kind heads"),
+        "inflate": (_add_inflate, "write a widened copy that costs what a larger model costs"),
+        "completion": (_add_completion, "print what makes a shell complete these commands"),
+    }
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel degree of the target")
+    parser.add_argument("--host", metavar="H", help="address to listen on; 127.0.0.1 by default")
+    parser.add_argument("--port", type=int, metavar="P", help="8000 by default")
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", required=True, metavar="TEXT")
+    _add_config(parser)
+    parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
+    parser.add_argument("--seed", type=int, metavar="S", help="makes the text repeatable")
+    parser.add_argument("--gamma", type=_gamma, metavar="N", help="draft tokens a round; 0 is plain decoding, auto is the default")
+    parser.add_argument("--verifier", metavar="V", help="speculative, block, coupled or lenient")
+    parser.add_argument(
+        "--drafter", metavar="D", help="what drafts: neural, layer_skip, heads, bigram, unigram, max_gram, prompt_copy, random or none"
+    )
+    parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write what each round did, for Perfetto and python -m specserve.tools.timeline")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--json", action="store_true", help="print the findings for programs")
+
+
+def _add_heads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", required=True, metavar="M", help="a local directory or a hub name")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8, such as the target is to write")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for draft.path")
+    parser.add_argument("--heads", type=int, default=4, metavar="N", help="tokens that are guessed at once")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="that the fitting takes, once the texts have been read")
+    parser.add_argument("--threads", type=int, metavar="N", help="of a CPU")
+
+
+def _add_inflate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--params", type=count, required=True, metavar="N", help="such as 200M, 1B or 8e9")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML, such as deploy/simulate-70b.yaml")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every case that was simulated, in full")
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML; see docs/architecture.md")
+    parser.add_argument("--target", metavar="M", help="a local directory or a hub name; the demo pair's by default")
+    parser.add_argument("--draft", metavar="M", help="likewise")
+    parser.add_argument(
+        "--set", type=_override, action="append", default=[], metavar="a.b=c", help="any key of the config, such as speculation.gamma=5"
+    )
+
+
+def _gamma(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a whole number or auto, not {text!r}") from None
+
+
+def _override(argument: str) -> tuple[str, object]:
+    try:
+        return override(argument)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

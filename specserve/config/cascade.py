@@ -1,0 +1,127 @@
+"""The stages of a cascade of drafters in the config: their keys, and how many tokens each is asked for. Knows no other key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specserve.config.fields import Rule, boolean, choice, items, number, setting, text, whole
+from specserve.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+STATISTICAL = ("unigram", "bigram", "prompt_copy", "max_gram", "random")  # need no model
+CASCADES = ("vertical", "horizontal", "cascade")
+STAGE_KINDS = ("neural", *STATISTICAL)
+TABLED = ("unigram", "bigram")  # are nothing without a table
+ASKED = 4  # tokens, where draft.k is left out
+
+
+def device_name() -> Rule:
+    def read(value: object, key: str) -> str:
+        if isinstance(value, str) and (value in ("auto", "cpu", "cuda") or (value.startswith("cuda:") and value[5:].isdecimal())):
+            return value
+        raise ValueError
+
+    return Rule("auto, cpu, cuda or cuda:N", read)
+
+
+def stage_kind() -> Rule:
+    plain = choice(*STAGE_KINDS)
+
+    def read(value: object, key: str) -> str:
+        if value in CASCADES:
+            raise ConfigError(f"{key} {value} would be a cascade in a cascade; name its stages in draft.stages themselves")
+        found: str = plain.read(value, key)
+        return found
+
+    return Rule(plain.expects, read)
+
+
+def leniences() -> Rule:
+    """One number for all, or a list."""
+    one = number(1, 1000)
+
+    def read(value: object, key: str) -> tuple[float, ...]:
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            found: tuple[float, ...] = items(one).read(value, key)
+            return found
+        return (one.read(value, key),)
+
+    return Rule(f"{one.expects}, or a list of such numbers", read)
+
+
+def asked() -> Rule:
+    return items(items(whole(0, 64)))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One drafter of a cascade. What it leaves out is as the draft has it."""
+
+    kind: str = setting("neural", stage_kind())
+    path: str | None = setting(None, text())
+    dtype: str | None = setting(None, choice(*DTYPES))
+    device: str | None = setting(None, device_name())
+    support: int | None = setting(None, whole(1, 4096))
+    learn: bool | None = setting(None, boolean())
+
+
+def check_stages(kind: str, stages: Sequence[Stage], k: Sequence[Sequence[int]], lenience: Sequence[float]) -> None:
+    """Of a draft of whatever kind; raises ConfigError."""
+    if kind in CASCADES:
+        _check_each(kind, stages)
+        _check_asked(kind, len(stages), k)
+        _check_lenience(kind, len(stages), lenience)
+        return
+    for key, given in (("stages", stages), ("k", k), ("lenience", lenience != (1.0,))):
+        if given:
+            raise ConfigError(f"draft.{key} belongs to the kinds {', '.join(CASCADES)}, and draft.kind is {kind}; leave it out")
+
+
+def asked_of(kind: str, num_stages: int, k: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """k[i][j]: tokens that the target (i = 0) or the stage before stage i asks of stage j."""
+    if k:
+        return tuple(tuple(row) for row in k)
+    rows = 1 if kind == "horizontal" else num_stages
+    return tuple(tuple(ASKED if j == i or (j > i and kind != "vertical") else 0 for j in range(num_stages)) for i in range(rows))
+
+
+def _check_each(kind: str, stages: Sequence[Stage]) -> None:
+    if len(stages) < 2:
+        raise ConfigError(f"draft.kind {kind} needs draft.stages, two or more from the largest to the smallest, not {len(stages)}")
+    for i, stage in enumerate(stages):
+        key = f"draft.stages[{i}]"
+        if stage.kind == "neural" and stage.path is None:
+            raise ConfigError(f"{key}.path is missing: the kind neural needs a model")
+        if stage.kind != "neural" and i < len(stages) - 1:
+            raise ConfigError(f"{key}.kind {stage.kind} can only be the last stage, for it cannot review; put it last, or make it neural")
+        if stage.kind in TABLED and stage.path is None and stage.learn is False:
+            raise ConfigError(f"{key}.path is missing: the kind {stage.kind} needs a file of tables (`specserve tables` makes one), or learn true")
+        if stage.learn is not None and stage.kind not in STATISTICAL:
+            raise ConfigError(f"{key}.learn belongs to the kinds {', '.join(STATISTICAL)}, and its kind is {stage.kind}; leave it out")
+
+
+def _check_asked(kind: str, num_stages: int, k: Sequence[Sequence[int]]) -> None:
+    if not k:
+        return
+    rows = 1 if kind == "horizontal" else num_stages
+    if len(k) != rows or any(len(row) != num_stages for row in k):
+        raise ConfigError(f"draft.k must be {rows} x {num_stages} for draft.kind {kind} with {num_stages} stages, not {' and '.join(map(_size, k))}")
+    for i, row in enumerate(k):
+        if any(row[:i]):
+            raise ConfigError(f"draft.k[{i}] must begin with {i} zeros, not {list(row)}: no stage asks a larger one")
+        if row[i] == 0:
+            raise ConfigError(f"draft.k[{i}][{i}] must be above 0: the next smaller stage is asked for something, or left out of draft.stages")
+        if kind == "vertical" and any(row[i + 1 :]):
+            raise ConfigError(f"draft.k[{i}] must end with zeros for draft.kind vertical, not {list(row)}; use draft.kind cascade")
+
+
+def _size(row: Sequence[int]) -> str:
+    return f"a row of {len(row)}"
+
+
+def _check_lenience(kind: str, num_stages: int, lenience: Sequence[float]) -> None:
+    if kind == "horizontal" and lenience != (1.0,):
+        raise ConfigError("draft.lenience belongs to the kinds vertical and cascade: in draft.kind horizontal nothing is reviewed; leave it out")
+    if len(lenience) not in (1, num_stages - 1):
+        raise ConfigError(f"draft.lenience must be one number, or {num_stages - 1} for {num_stages} stages, not {len(lenience)}")

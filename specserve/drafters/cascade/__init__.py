@@ -1,0 +1,1 @@
+"""Drafters that review one another's proposals."""

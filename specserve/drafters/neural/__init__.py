@@ -1,0 +1,1 @@
+"""A draft model that proposes tokens."""

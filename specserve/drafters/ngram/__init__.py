@@ -1,0 +1,1 @@
+"""Drafters without a model: counts of n-grams, and copies from the text itself."""

@@ -1,0 +1,288 @@
+"""From a checkpoint to a module with weights, whole or one rank's share. The only room of the models that knows transformers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+from transformers.utils import logging as library_logging
+
+from specserve.errors import ModelError, UnsupportedModel, first_line
+from specserve.models.checkpoints.fill import check_complete, fill
+from specserve.models.checkpoints.weights import Weights
+from specserve.models.plans import Heads, check_plan
+from specserve.models.shard import Division, Shard
+from specserve.models.skip import layers_of, without
+
+LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # others keep a state that is no list of keys and values
+ENCODER_DECODERS = ("mt5", "t5")
+USUAL_POSITIONS = 512  # that T5s were trained with, where a checkpoint does not say
+OWN_ATTENTION = {"eager", "sdpa"}  # the library's, which models know without asking its register
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What a runner must know of a model, and of this rank's part of it."""
+
+    model_type: str
+    num_layers: int
+    num_heads: int  # on this rank
+    kv_heads: int  # on this rank
+    head_dim: int  # of queries and keys
+    v_head_dim: int
+    hidden_size: int
+    vocab_size: int  # rows of logits; a tokenizer may know fewer
+    max_context: int
+    end_ids: frozenset[int]
+    tied: bool  # the vocabulary head is the embedding
+    decoder_start: int | None = None  # of an encoder-decoder: what every text begins with
+
+    @property
+    def encodes(self) -> bool:
+        return self.decoder_start is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    module: nn.Module  # the library's ...ForCausalLM, or ...ForConditionalGeneration
+    config: Any  # the checkpoint's own, whatever the shard
+    spec: Architecture
+    kept: tuple[int, ...]  # numbers of the layers that are there
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """Loading reports through exceptions; the library's progress bars and warnings stay off meanwhile."""
+    verbosity, bars = library_logging.get_verbosity(), library_logging.is_progress_bar_enabled()
+    library_logging.set_verbosity(logging.ERROR)
+    library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        library_logging.set_verbosity(verbosity)
+        if bars:
+            library_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def register_attention(name: str, function: Callable[..., Any]) -> None:
+    """Make `function` known to the library's modelling code as the attention implementation `name`."""
+    AttentionInterface.register(name, function)
+
+
+@quiet_library()
+def read_config(directory: Path) -> Any:
+    """The library's config of a checkpoint; raises unless it is of a language model that specserve can run."""
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{directory} cannot be read as a model that transformers knows: {first_line(error)}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel("quantized checkpoints are not supported; use one in bf16, fp16 or fp32")
+    if not is_encoder_decoder(config):
+        _check_decoder(config)
+    return config
+
+
+@quiet_library()
+def load_tokenizer(directory: Path) -> str:
+    """The checkpoint's tokenizer, in the format of the tokenizers library; what only the library's config files say of it is put in."""
+    try:
+        backend: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False).backend_tokenizer
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"no tokenizer of the tokenizers library can be loaded from {directory}: {first_line(error)}") from error
+    backend.no_padding()
+    backend.no_truncation()
+    written: str = backend.to_str()
+    return written
+
+
+def is_encoder_decoder(config: Any) -> bool:
+    """Whether it is of one that specserve runs: its prompt is then a source, and its text begins with a token of its own."""
+    known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return config.model_type in ENCODER_DECODERS and known in (getattr(config, "architectures", None) or [known])
+
+
+def _check_decoder(config: Any) -> None:
+    kind = config.model_type
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    written = set(getattr(config, "architectures", None) or [known])
+    encodes = config.is_encoder_decoder or getattr(config, "use_bidirectional_attention", None) is True
+    if known not in written or encodes or config.get_text_config() is not config:
+        others = f", nor an encoder-decoder of the kinds {', '.join(ENCODER_DECODERS)}" if encodes else ""
+        raise UnsupportedModel(f"{kind} ({', '.join(map(str, written))}) is no decoder-only language model{others}")
+    strange = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if strange or not isinstance(getattr(config, "num_attention_heads", None), int):
+        raise UnsupportedModel(f"{kind} has layers that are not plain attention: {', '.join(sorted(strange)) or 'no heads'}")
+    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModel(f"{kind} has layers that differ in their sizes, or share keys and values")
+    if not isinstance(getattr(config, "max_position_embeddings", None), int):
+        raise UnsupportedModel(f"{kind} states no context length (max_position_embeddings)")
+
+
+def load_model(
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    shard: Shard | None = None,
+    attention: str = "sdpa",
+    skip: Collection[int] = (),
+) -> Loaded:
+    """The model of a checkpoint, for inference, without the layers to `skip`.
+
+    With those, or with a shard of several ranks, what is left out is never read.
+    """
+    config = read_config(directory)
+    size = 1 if shard is None else shard.size
+    check_plan(config, size)
+    if is_encoder_decoder(config):
+        attention = "eager"  # of which nothing is used: the forward pass is ours
+        if dtype == torch.float16:
+            raise UnsupportedModel(f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32")
+    elif attention not in OWN_ATTENTION:
+        _check_attention(config)
+    with quiet_library(), library_errors(directory):
+        if skip:
+            module = _partial(directory, config, skip, dtype=dtype, attention=attention)
+        elif shard is None or size == 1:
+            module = _whole(directory, config, dtype=dtype, attention=attention)
+        else:
+            module = _share(directory, config, shard, dtype=dtype, attention=attention)
+        module.to(device).eval().requires_grad_(False)
+        spec = architecture(directory, config, size)
+        kept = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
+        return Loaded(module, config, replace(spec, num_layers=len(kept)), kept)
+
+
+def _check_attention(config: Any) -> None:
+    modelling: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if not modelling._supports_attention_backend:
+        raise UnsupportedModel(f"{config.model_type} computes its attention itself, so that no other can be put in its place")
+
+
+def architecture(directory: Path, config: Any, size: int) -> Architecture:
+    heads = Heads.of(config).local(size)
+    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Architecture(
+        model_type=config.model_type,
+        num_layers=config.num_decoder_layers if is_encoder_decoder(config) else config.num_hidden_layers,
+        num_heads=heads.query,
+        kv_heads=heads.kv,
+        head_dim=head_dim,
+        v_head_dim=getattr(config, "v_head_dim", None) or head_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_context=_context(config),
+        end_ids=_end_ids(directory, config),
+        tied=bool(config.tie_word_embeddings),
+        decoder_start=_decoder_start(directory, config) if is_encoder_decoder(config) else None,
+    )
+
+
+def _decoder_start(directory: Path, config: Any) -> int:
+    """generation_config.json has the last word here, too; the token of padding is T5's."""
+    written = _generation(directory, "decoder_start_token_id")
+    named = (written, getattr(config, "decoder_start_token_id", None), config.pad_token_id)
+    start: int | None = next((token for token in named if token is not None), None)
+    if start is None:
+        raise UnsupportedModel(f"{directory} does not say which token a text begins with (decoder_start_token_id)")
+    return start
+
+
+def _context(config: Any) -> int:
+    """Some rotary frequencies switch for all texts of a pass once one is long. Contexts end before, so that no text changes another's."""
+    if is_encoder_decoder(config):
+        return getattr(config, "n_positions", None) or USUAL_POSITIONS
+    rotary = getattr(config, "rope_parameters", None) or {}
+    switch: int | None = rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else None
+    longest: int = config.max_position_embeddings
+    return longest if switch is None else min(longest, switch)
+
+
+def _end_ids(directory: Path, config: Any) -> frozenset[int]:
+    """generation_config.json has the last word, as in the library's generate()."""
+    written = _generation(directory, "eos_token_id")
+    ids: Any = config.eos_token_id if written is None else written
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _generation(directory: Path, name: str) -> Any:
+    """What generation_config.json says of it; None if nothing."""
+    if not (directory / "generation_config.json").is_file():
+        return None
+    return getattr(GenerationConfig.from_pretrained(directory, local_files_only=True), name)
+
+
+def _library_class(config: Any) -> Any:
+    return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
+
+
+def _whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+    loaded: Any = _library_class(config).from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation=attention,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    module, report = loaded
+    check_complete(directory, missing=report["missing_keys"], unexpected=report["unexpected_keys"])
+    return module
+
+
+def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str) -> Any:
+    module = hollow(config, dtype=dtype, attention=attention)
+    division = division_of(module, shard)
+    fill(module, Weights(directory, prefix=_prefix(module)), division)
+    division.narrow(module)
+    return module
+
+
+def hollow(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+    """The library's module with shapes instead of weights, whatever the size."""
+    with init_empty_weights(include_buffers=False):
+        return _library_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+
+
+def division_of(module: Any, shard: Shard) -> Division:
+    head = next(name for name, part in module.named_modules() if part is module.get_output_embeddings())
+    return Division(module, shard, prefix=_prefix(module), head=head)
+
+
+def _prefix(module: Any) -> str:
+    return module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
+
+
+def _partial(directory: Path, config: Any, skip: Collection[int], *, dtype: torch.dtype, attention: str) -> Any:
+    whole = hollow(config, dtype=dtype, attention=attention)
+    module, weights = without(whole, skip), Weights(directory, prefix=_prefix(whole))
+    name = layers_of(whole)[0].rpartition(".")[2]
+    fill(module, weights, None, ignored=rf"(^|\.){name}\.({'|'.join(map(str, skip))})\.")
+    module.tie_weights()
+    return module
+
+
+@contextmanager
+def library_errors(directory: Path) -> Iterator[None]:
+    """What the library and safetensors say of a broken checkpoint, as one of our sentences."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"{directory} cannot be loaded: {first_line(error)}") from error

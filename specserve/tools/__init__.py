@@ -1,0 +1,1 @@
+"""Commands beside serving: load, plan, simulate, reproduce, diagnose, train and widen."""

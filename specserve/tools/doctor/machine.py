@@ -1,0 +1,140 @@
+"""Python, specserve's own install, torch, and what the system allows: memory to share, open files, disk. Knows no config."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+
+import specserve
+from specserve.config.tree import DEMO
+from specserve.models.memory import free_memory
+from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
+
+LEAST_PYTHON = (3, 11)
+LEAST_FILES = 4096  # each stream is a connection, each worker has some dozens
+LEAST_SHARED, LEAST_DISK = 2**30, 2 * 2**30
+SHARED, DRIVER, FLAGS = Path("/dev/shm"), Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
+DEMO_FILES = ("target/model.safetensors", "target/tokenizer.json", "draft/model.safetensors", "heads/heads.safetensors")
+FAST = ("amx_tile", "avx512_bf16", "avx512f", "avx2")  # what a processor may have, the best first
+
+
+def python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
+    name = f"{platform.python_implementation()} {'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
+    if version < LEAST_PYTHON:
+        yield bad("python", name, "specserve needs Python 3.11 or newer: make the environment with another one")
+    else:
+        yield ok("python", name)
+
+
+def install(demo: Path = DEMO) -> Iterator[Finding]:
+    """Whether the package is whole, and whose it is."""
+    where = Path(specserve.__file__).parent
+    try:
+        installed = distribution("specserve").version
+    except PackageNotFoundError:
+        yield warn(
+            "specserve", f"{specserve.__version__} in {where}, not installed", "run `pip install -e .`, so that `serve` and Ray find it anywhere"
+        )
+    else:
+        if installed != specserve.__version__:
+            yield warn("specserve", f"{where} is {specserve.__version__}, and {installed} is installed", "install it again, or leave the directory")
+        else:
+            yield ok("specserve", f"{installed} in {where}")
+    missing = [name for name in DEMO_FILES if not (demo / name).is_file()]
+    if missing:
+        yield bad("demo pair", f"{', '.join(missing)} missing in {demo}", "install specserve again; the demo pair is a part of the package")
+    else:
+        yield ok("demo pair", f"{demo}")
+
+
+def processor(flags: frozenset[str], *, bf16: bool, threads: int) -> Iterator[Finding]:
+    """Of a machine that computes on it: without bf16 every position of a pass costs."""
+    has = [name for name in FAST if name in flags] or [torch.backends.cpu.get_cpu_capability().lower()]
+    found = f"torch {torch.__version__}, {threads} threads, {', '.join(has)}"
+    if bf16 or torch.cuda.is_available():
+        yield ok("torch", found)
+    else:
+        remedy = "on this CPU float32 is used, where a pass of many positions costs more: expect less of speculation"
+        yield warn("torch", f"{found}; bfloat16 is not fast here", remedy)
+
+
+def flags(file: Path = FLAGS) -> frozenset[str]:
+    """Of the processor, where the system tells."""
+    if not file.is_file():
+        return frozenset()
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def cuda(driver: Path = DRIVER) -> Iterator[Finding]:
+    if torch.cuda.is_available():
+        for number in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(number)
+            name = torch.cuda.get_device_name(number)
+            yield ok(f"cuda:{number}", f"{name}, {gib(free)} of {gib(total)} free, CUDA {torch.version.cuda}{_driver(driver)}")
+    elif driver.is_file():
+        built = f"torch was built {'for CPUs only' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}"
+        remedy = "install a build of torch for the CUDA version of your driver (nvidia-smi shows it), or set target.device and draft.device to cpu"
+        yield warn("cuda", f"there is an NVIDIA driver{_driver(driver)}, and torch sees no device; {built}", remedy)
+    else:
+        yield ok("cuda", "none; models run on CPUs")
+
+
+def _driver(file: Path) -> str:
+    if not file.is_file():
+        return ""
+    words = file.read_text(encoding="utf-8", errors="replace").split()
+    return f", driver {next((word for word in words if word.count('.') >= 1 and word[0].isdigit()), 'unknown')}"
+
+
+def memory() -> Iterator[Finding]:
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    yield ok("memory", f"{gib(free_memory(torch.device('cpu')))} of {gib(whole)} free")
+
+
+def shared(num_bytes: int | None) -> Iterator[Finding]:
+    """Where Ray keeps its objects. None: there is no such place."""
+    if num_bytes is None:
+        yield warn("shared memory", f"there is no {SHARED}", "Ray will use files instead, which is slower; on Linux, mount it")
+    elif num_bytes < LEAST_SHARED:
+        yield warn("shared memory", f"{gib(num_bytes)} free in {SHARED}", "Ray wants 1 GiB or more: in a container, `docker run --shm-size=2g`")
+    else:
+        yield ok("shared memory", f"{gib(num_bytes)} free in {SHARED}")
+
+
+def open_files(soft: int, hard: int) -> Iterator[Finding]:
+    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+        yield warn("open files", f"{soft} for each process", f"`ulimit -n {LEAST_FILES}` or more before you start; the system allows {hard}")
+    else:
+        yield ok("open files", f"{'no limit' if soft == resource.RLIM_INFINITY else soft} for each process")
+
+
+def disk(places: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
+    """`places` by what they are for."""
+    for what, place in places:
+        there = next(path for path in (place, *place.parents) if path.exists())
+        free = shutil.disk_usage(there).free
+        if free < LEAST_DISK:
+            yield warn(f"disk, {what}", f"{gib(free)} free at {place}", "make room, or models and logs may not find a place")
+        else:
+            yield ok(f"disk, {what}", f"{gib(free)} free at {place}")
+
+
+def system() -> Iterator[Finding]:
+    """All of this machine."""
+    yield from processor(flags(), bf16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), threads=torch.get_num_threads())
+    yield from cuda()
+    yield from memory()
+    yield from shared(shutil.disk_usage(SHARED).free if SHARED.is_dir() else None)
+    yield from open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield from disk([("temporary files", Path(tempfile.gettempdir())), ("models from the hub", Path(HF_HUB_CACHE))])

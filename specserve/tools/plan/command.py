@@ -1,0 +1,179 @@
+"""`specserve plan`: gathers what is known of a pair, and asks theory and memory. Builds; neither parses nor prints."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specserve.api.tokenizer import Text
+from specserve.config.tree import DEMO, parse
+from specserve.demo.corpus import held_out_tokens
+from specserve.errors import BadValue
+from specserve.models.checkpoints.describe import describe
+from specserve.models.checkpoints.find import find_checkpoint, find_config
+from specserve.models.open import DTYPES, MEMORY_SHARE, Placement, open_model
+from specserve.progress import Tell, silent
+from specserve.theory import walltime_factor
+from specserve.tools.plan.cascades import best_choices
+from specserve.tools.plan.curves import Curve, Panel, check_drawable, draw
+from specserve.tools.plan.gains import Advice, Pair
+from specserve.tools.plan.measure import Reader, overlaps, seconds
+from specserve.tools.plan.memory import Fit, Gpus, Plan, Share, fits, smallest, whole
+from specserve.tools.plan.options import Options
+from specserve.tools.plan.report import Memory, Report
+
+LADDER = (0.5, 0.6, 0.7, 0.8, 0.9)  # acceptances to look at when none is given
+PLANNED_CONTEXT = 8192
+PAGES = 64  # that measuring takes
+UNTIMED = "c is the ratio of the parameters; the time of small models is mostly overhead, so measure it (--measure) before you rely on it"
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The directories that are planned for."""
+
+    target: Path
+    draft: Path | None
+
+
+def plan(options: Options, tell: Tell = silent) -> Report:
+    """Raises whatever is wrong with the arguments, the models or the text; writes the files that were asked for."""
+    for file in (options.json, options.plot):
+        if file is not None and not file.resolve().parent.is_dir():
+            raise BadValue(f"cannot write {file}: its directory does not exist; make it first", param="out")
+    if options.plot is not None:
+        check_drawable(options.plot)
+    models = _models(options)
+    notes, pairs = _pairs(options, models, tell)
+    report = Report(
+        tuple(notes),
+        tuple(Advice.of(pair, hit_rate=options.hit_rate, max_gamma=options.max_gamma) for pair in pairs),
+        None if models is None else _memory(options, models),
+        tuple(best_choices(options.stages, options.max_gamma)) if options.stages else (),
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(report.json(), indent=2) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        if not report.advice:
+            raise BadValue("there is nothing to plot without a draft, or --alpha and --cost", param="plot")
+        draw(_panels(report.advice), options.plot)
+    return report
+
+
+def _models(options: Options) -> Models | None:
+    """Those that were named, or the demo pair where nothing was; None where numbers alone were given."""
+    if options.target is None and options.draft is None:
+        numbers = options.alpha is not None or options.cost is not None or options.stages
+        return None if numbers and not options.gpus and not options.measure else Models(DEMO / "target", DEMO / "draft")
+    if options.target is None:
+        raise BadValue("--draft needs --target, the model that it drafts for", param="draft")
+    return Models(find_config(options.target, key="--target"), None if options.draft is None else find_config(options.draft, key="--draft"))
+
+
+def _pairs(options: Options, models: Models | None, tell: Tell) -> tuple[list[str], list[Pair]]:
+    """And where the numbers come from."""
+    if options.measure:
+        assert models is not None
+        return _measured(options, models, tell)
+    if options.stages and options.alpha is None and options.cost is None:
+        return [], []
+    if models is None and options.cost is None:
+        if options.alpha is None:
+            return [], []
+        raise BadValue("--alpha alone says nothing of time; give --cost, or --target and --draft", param="cost")
+    ratio = None if models is None or models.draft is None else _ratio(models)
+    c = ratio if options.cost is None else options.cost
+    if c is None:
+        return ["No draft was named; --draft, or --alpha and --cost, say what speculation would gain."], []
+    notes = [UNTIMED + "."] if options.cost is None else []
+    if options.alpha is not None:
+        return notes, [Pair("given", options.alpha, c, c if ratio is None else ratio)]
+    notes.append("alpha was not given, so here are several; --measure --text FILE finds it.")
+    return notes, [Pair(f"if alpha is {alpha}", alpha, c, c if ratio is None else ratio) for alpha in LADDER]
+
+
+def _ratio(models: Models) -> float:
+    assert models.draft is not None
+    return describe(models.draft).num_parameters / describe(models.target).num_parameters
+
+
+def _measured(options: Options, models: Models, tell: Tell) -> tuple[list[str], list[Pair]]:
+    if models.draft is None:
+        raise BadValue("--measure needs --draft, the model that drafts", param="draft")
+    tell("reading the text")
+    ids = _text(options, models)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    tell("loading target and draft")
+    target, draft = (_reader(models, which) for which in ("target", "draft"))
+    overlap = overlaps(target, {"draft": draft}, ids, tell=tell)["draft"]
+    taken = seconds({"target": target.pass_seconds(1), "draft": draft.pass_seconds(1)}, tell=tell)
+    c = taken["draft"] / taken["target"]
+    note = f"Measured on {overlap.num_tokens:,} tokens; a pass of one token takes the target {1e3 * taken['target']:.2f} ms, "
+    note += f"the draft {1e3 * taken['draft']:.2f} ms (on {target.runner.device.type}, {torch.get_num_threads()} threads)."
+    return [note], [Pair(f"T = {temperature:g}", alpha, c, _ratio(models)) for temperature, alpha in overlap.alphas.items()]
+
+
+def _text(options: Options, models: Models) -> list[int]:
+    target, draft = (Text.load(find_checkpoint(path)) for path in (models.target, models.draft) if path is not None)
+    target.require_same(draft)
+    if options.text is None:
+        return held_out_tokens(options.tokens)
+    try:
+        ids = target.encode(options.text.read_text(encoding="utf-8"), special=False)[: options.tokens]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadValue(f"--text {options.text} cannot be read as UTF-8 text: {error}", param="text") from error
+    if not ids:
+        raise BadValue(f"--text {options.text} is empty; name a file with text in it", param="text")
+    return list(ids)
+
+
+def _reader(models: Models, which: str) -> Reader:
+    config = parse({"target.path": str(models.target), "draft.path": str(models.draft), "cache.pages": PAGES})
+    own = config.target if which == "target" else config.draft
+    assert own.path is not None
+    return Reader(open_model(find_checkpoint(own.path), Placement.of(own, config)), support=config.draft.support)
+
+
+def _memory(options: Options, models: Models) -> Memory:
+    described = describe(models.target)
+    context = min(described.spec.max_context, options.context or PLANNED_CONTEXT)
+    fraction = MEMORY_SHARE if options.memory_fraction is None else options.memory_fraction
+    how = Plan(DTYPES[options.dtype], options.page_size, fraction, context)
+    target = Share.of(described, how.dtype, how.page_size)
+    draft = None if models.draft is None else whole(models.draft, how)
+    if not options.gpus:
+        return Memory(how, target, draft)
+    groups = [Gpus.of(text) for text in options.gpus]
+    found = fits(models.target, groups[0], how)
+    return Memory(how, target, draft, tuple(found), _draft_fit(models, groups, found, how), groups[0].count)
+
+
+def _draft_fit(models: Models, groups: list[Gpus], found: list[Fit], how: Plan) -> Fit | None:
+    """On a GPU of the second group, or on one that the target leaves."""
+    best = smallest(found)
+    if models.draft is None or best is None or (len(groups) == 1 and best.ranks == groups[0].count):
+        return None
+    return fits(models.draft, Gpus(1, groups[-1].gib), how)[0]
+
+
+def _panels(advice: tuple[Advice, ...]) -> list[Panel]:
+    """The factor by gamma for each pair, and what the best gamma gains by alpha at their cost."""
+    by_gamma, by_alpha = [], []
+    alphas = [i / 100 for i in range(100)]
+    for colour, one in enumerate(advice):
+        name = f"{one.pair.name}, alpha {one.pair.alpha:.2f}"
+        gammas = [gain.gamma for gain in one.by_gamma]
+        by_gamma.append(Curve(name, gammas, [gain.serial for gain in one.by_gamma], colour=colour))
+        by_gamma.append(Curve(f"{one.hit_rate:.0%} hidden", gammas, [gain.hidden for gain in one.by_gamma], dashed=True, colour=colour))
+    pair, most = advice[0].pair, len(advice[0].by_gamma)
+    for name, hit_rate in (("drafting serial", 0.0), (f"{advice[0].hit_rate:.0%} hidden", advice[0].hit_rate)):
+        best = [max(walltime_factor(alpha, gamma, pair.c, hit_rate=hit_rate) for gamma in range(most)) for alpha in alphas]
+        by_alpha.append(Curve(name, alphas, best, dashed=hit_rate > 0, colour=0))
+    return [
+        Panel(f"by gamma, c = {pair.c:.3g}", "gamma", "times faster than plain decoding", by_gamma),
+        Panel(f"the best gamma up to {most - 1}, c = {pair.c:.3g}", "alpha", "times faster than plain decoding", by_alpha),
+    ]

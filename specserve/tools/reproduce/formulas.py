@@ -1,0 +1,75 @@
+"""What the formulas alone give: Table 1 of 2312.11462, and the curves of Figures 2 to 4 of 2211.17192. Plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from specserve.theory import arithmetic_factor, best_gamma, horizontal_factor, tokens_per_round, walltime_factor
+from specserve.tools.plan.curves import Curve, Panel
+from specserve.tools.reproduce.page import Section, table
+from specserve.tools.reproduce.published import TABLE_1, TARGET, TRADES, Setup, Trade
+
+ALPHAS = [i / 100 for i in range(100)]
+MANY = 64  # the longest draft that is looked at where the best gamma is asked for
+GAMMAS = (1, 3, 5, 7, 10)
+COSTS = (0.01, 0.02, 0.05, 0.1)
+
+
+def factor(setup: Setup) -> float:
+    """A horizontal cascade; with a single draft it is Theorem 3.8 of 2211.17192."""
+    alphas = [alpha for _, positions, alpha, _ in setup.drafts for _ in range(positions)]
+    costs = [parameters / TARGET for _, positions, _, parameters in setup.drafts for _ in range(positions)]
+    return horizontal_factor(alphas, costs)
+
+
+def table_1() -> Section:
+    rows = []
+    for setup in TABLE_1:
+        drafts = " + ".join(f"{name} x {positions}" for name, positions, _, _ in setup.drafts)
+        alphas = ", ".join(f"{alpha:.2f}" for _, _, alpha, _ in setup.drafts)
+        rows.append((setup.task, drafts, alphas, f"{factor(setup):.3f}", f"{setup.factor:.2f}"))
+    text = "Expected walltime factors of drafts and horizontal cascades; c is the ratio of the parameters, to those of a target of 11.3B.\n\n"
+    return Section("Table 1 of 2312.11462, by formula", text + table(("task", "drafts", "alpha", "ours", "published"), rows))
+
+
+def figures() -> Section:
+    """With Table 1, whose figures lie on the curves."""
+    rows = [
+        (f"{row.alpha}", str(row.gamma), f"{operations(row):.3f}", f"{row.operations:.2f}", f"{speed(row):.3f}", f"{row.speed:.2f}") for row in TRADES
+    ]
+    text = "\n\n".join(
+        (
+            "The papers print the curves without numbers; Table 1 of the same paper has some of them, for c = c_ops = 0.",
+            table(("alpha", "gamma", "operations, ours", "published", "speed, ours", "published"), rows),
+            f"The best gamma at alpha 0.8: {', '.join(f'{best_gamma(0.8, c, MANY)} (c = {c})' for c in COSTS)}.",
+        )
+    )
+    tokens = [_curve(f"gamma {gamma}", partial(tokens_per_round, gamma=gamma)) for gamma in GAMMAS]
+    best = [_curve(f"c = {c}", partial(best_gamma, c=c, max_gamma=MANY)) for c in COSTS]
+    panels = [
+        Panel("Figure 2: tokens a round", "alpha", "expected tokens", tokens),
+        Panel("Figure 3: the best gamma", "alpha", "gamma", best, steps=True),
+    ]
+    return Section("Figures 2 to 4 of 2211.17192, by formula", text, {"figures-2-3": panels, "figure-4": _figure_4()})
+
+
+def operations(row: Trade) -> float:
+    return arithmetic_factor(row.alpha, row.gamma, 0.0)
+
+
+def speed(row: Trade) -> float:
+    return walltime_factor(row.alpha, row.gamma, 0.0)
+
+
+def _figure_4() -> list[Panel]:
+    faster = [_curve(f"gamma {gamma}", partial(walltime_factor, gamma=gamma, c=0.0)) for gamma in GAMMAS]
+    more = [_curve(f"gamma {gamma}", partial(arithmetic_factor, gamma=gamma, c_ops=0.0)) for gamma in GAMMAS]
+    return [
+        Panel("Figure 4: speed, c = 0", "alpha", "times faster than plain decoding", faster),
+        Panel("Figure 4: operations, c_ops = 0", "alpha", "times those of plain decoding", more),
+    ]
+
+
+def _curve(name: str, of_alpha: Callable[[float], float]) -> Curve:
+    return Curve(name, ALPHAS, [of_alpha(alpha) for alpha in ALPHAS])

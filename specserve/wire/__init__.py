@@ -1,0 +1,1 @@
+"""What processes say to one another, and how it is packed."""

@@ -1,0 +1,289 @@
+"""The messages between processes, and the frames that carry them. Knows no sockets.
+
+Frame 0, the head, is a stream of msgpack arrays: one that opens the message, then one for each of its items (rows.py). Frame 1, if there
+is one, has all sparse rows of the message: first every id, then every probability.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+
+from specserve import errors
+from specserve.errors import BadFrame, SpecserveError, WorkerLost
+from specserve.types import Chunk, DraftStep, Foreseen, Proposal, Span, Verdict, VerifyStep
+from specserve.wire.codec import (
+    ArraysIn,
+    ArraysOut,
+    Row,
+    packed,
+    read_chunk,
+    read_draft_step,
+    read_foreseen,
+    read_proposal,
+    read_span,
+    read_verdict,
+    read_verify_step,
+    text,
+    unpacked,
+    write_chunk,
+    write_draft_step,
+    write_foreseen,
+    write_proposal,
+    write_span,
+    write_verdict,
+    write_verify_step,
+)
+
+MAGIC, VERSION = b"specserve", 4
+Frame = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Forget the released sequences, then draft. `number` is the round's, so that a late answer to an earlier one is recognised."""
+
+    number: int
+    deadline: float  # seconds from now, since clocks differ between hosts
+    steps: tuple[DraftStep, ...]
+    released: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    number: int
+    proposals: tuple[Proposal, ...]
+    seconds: float  # that the worker spent on them
+    pages_used: int
+    spans: tuple[Span, ...] = ()  # what it did since the last answer, by its own clock
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Sent unasked, after the answer of the same number: what the next one will be, for the likelier verdicts."""
+
+    number: int
+    foreseen: tuple[Foreseen, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Forget the released sequences, then verify."""
+
+    number: int
+    steps: tuple[VerifyStep, ...]
+    released: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    number: int
+    verdicts: tuple[Verdict, ...]
+    seconds: float
+    pages_used: int
+    prefix_queries: int = 0  # prompt tokens that were ever looked for in the prefix cache
+    prefix_hits: int = 0  # and found
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer of a worker that could not do what it was asked; `kind` is the name of a class in errors.py, or of any other."""
+
+    number: int
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, number: int, error: BaseException) -> Failed:
+        return cls(number, type(error).__name__, str(error))
+
+    def error(self) -> SpecserveError:
+        """What the worker raised, if it is one of ours; anything else means that the worker cannot be relied on."""
+        kind = vars(errors).get(self.kind)
+        if isinstance(kind, type) and issubclass(kind, SpecserveError):
+            return kind(self.message)
+        return WorkerLost(f"the worker failed: {self.kind}: {self.message}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """What one round committed for the requests of one gateway; `seq_id` is the gateway's own number of the request."""
+
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ends a worker's run."""
+
+
+Message = Propose | Proposals | Prepared | Verify | Verdicts | Failed | Chunks | Stop
+
+
+def pack(message: Message) -> list[bytes]:
+    """The frames of a message. Texts that are not Unicode are escaped: a message about an error must not fail itself."""
+    layout, arrays = _LAYOUTS[type(message)], ArraysOut()
+    items = layout.items(message)
+    packer = msgpack.Packer(autoreset=False, buf_size=4096, unicode_errors="backslashreplace")
+    packer.pack((MAGIC, VERSION, type(message).__name__, len(items), layout.fields(message)))
+    for item in items:
+        packer.pack(layout.write(item, arrays))
+    head: bytes = packer.bytes()
+    return [head, *arrays.frames()]
+
+
+def unpack(frames: Sequence[Frame]) -> Message:
+    """The message of these frames, or BadFrame. Sparse rows are read-only views of one array for the whole message."""
+    try:
+        return _unpack(frames)
+    except (ValueError, TypeError, IndexError, struct.error, msgpack.UnpackException) as error:
+        raise BadFrame(f"a malformed message: {error}") from error
+
+
+_MAX_WIDTH = 16  # of an array in the head: nested a thousand deep, arrays cannot make a small frame claim much memory
+
+
+def _unpack(frames: Sequence[Frame]) -> Message:
+    if not 1 <= len(frames) <= 2 or not len(frames[0]):
+        raise BadFrame(f"a message has a head and perhaps arrays; these are {len(frames)} frames")
+    size = len(frames[0])
+    limits = {"max_array_len": _MAX_WIDTH, "max_map_len": 0, "max_ext_len": 0, "max_buffer_size": size}
+    unpacker = msgpack.Unpacker(use_list=False, read_size=size, **limits)
+    unpacker.feed(frames[0])
+    magic, version, *rest = unpacker.unpack()
+    if magic != MAGIC or type(version) is not int:
+        raise BadFrame("not a message of specserve")
+    if version != VERSION:
+        raise BadFrame(f"a message of protocol version {version}, and this is version {VERSION}; run the same release everywhere")
+    kind, num_items, fields = rest
+    layout = _KINDS.get(text(kind))
+    if layout is None or type(num_items) is not int or num_items < 0:
+        raise BadFrame("a message of no known kind or size")
+    arrays = ArraysIn(frames[1] if len(frames) == 2 else b"")
+    items = tuple([layout.read(unpacker.unpack(), arrays) for _ in range(num_items)])
+    if unpacker.tell() != size or not arrays.is_empty:
+        raise BadFrame("a message with more in it than it says")
+    return layout.build(fields, items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """One kind of message: what it says itself, and a row for each of its items."""
+
+    fields: Callable[[Any], Row]
+    build: Callable[[Any, tuple[Any, ...]], Message]
+    items: Callable[[Any], Sequence[Any]] = lambda message: ()
+    write: Callable[[Any, ArraysOut], Row] = lambda item, arrays: ()
+    read: Callable[[Any, ArraysIn], Any] = lambda row, arrays: None
+
+
+_TIMED = struct.Struct("<Qd")  # number, deadline
+_SPENT = struct.Struct("<QdQ")  # number, seconds, pages_used
+_JUDGED = struct.Struct("<QdQQQ")  # the same, prefix_queries, prefix_hits
+_NUMBER = struct.Struct("<Q")
+
+
+def _propose(fields: Any, steps: tuple[DraftStep, ...]) -> Propose:
+    numbers, released = fields
+    number, deadline = _TIMED.unpack(numbers)
+    return Propose(number, deadline, steps, unpacked("Q", released))
+
+
+def _proposals(fields: Any, proposals: tuple[Proposal, ...]) -> Proposals:
+    numbers, spans = fields
+    number, seconds, pages_used = _SPENT.unpack(numbers)
+    return Proposals(number, proposals, seconds, pages_used, tuple([read_span(span) for span in spans]))
+
+
+def _prepared(fields: Any, foreseen: tuple[Foreseen, ...]) -> Prepared:
+    (numbers,) = fields
+    (number,) = _NUMBER.unpack(numbers)
+    return Prepared(number, foreseen)
+
+
+def _verify(fields: Any, steps: tuple[VerifyStep, ...]) -> Verify:
+    numbers, released = fields
+    (number,) = _NUMBER.unpack(numbers)
+    return Verify(number, steps, unpacked("Q", released))
+
+
+def _verdicts(fields: Any, verdicts: tuple[Verdict, ...]) -> Verdicts:
+    numbers, spans = fields
+    number, seconds, pages_used, queries, hits = _JUDGED.unpack(numbers)
+    return Verdicts(number, verdicts, seconds, pages_used, queries, hits, tuple([read_span(span) for span in spans]))
+
+
+def _failed(fields: Any, nothing: tuple[()]) -> Failed:
+    (numbers, kind, message), () = fields, nothing
+    (number,) = _NUMBER.unpack(numbers)
+    return Failed(number, text(kind), text(message))
+
+
+def _chunks(fields: Any, chunks: tuple[Chunk, ...]) -> Chunks:
+    () = fields
+    return Chunks(chunks)
+
+
+def _stop(fields: Any, nothing: tuple[()]) -> Stop:
+    (), () = fields, nothing
+    return Stop()
+
+
+_LAYOUTS: dict[type[Any], _Layout] = {
+    Propose: _Layout(
+        fields=lambda message: (_TIMED.pack(message.number, message.deadline), packed("Q", message.released)),
+        build=_propose,
+        items=lambda message: message.steps,
+        write=write_draft_step,
+        read=read_draft_step,
+    ),
+    Proposals: _Layout(
+        fields=lambda message: (_SPENT.pack(message.number, message.seconds, message.pages_used), [write_span(span) for span in message.spans]),
+        build=_proposals,
+        items=lambda message: message.proposals,
+        write=write_proposal,
+        read=read_proposal,
+    ),
+    Prepared: _Layout(
+        fields=lambda message: (_NUMBER.pack(message.number),),
+        build=_prepared,
+        items=lambda message: message.foreseen,
+        write=write_foreseen,
+        read=read_foreseen,
+    ),
+    Verify: _Layout(
+        fields=lambda message: (_NUMBER.pack(message.number), packed("Q", message.released)),
+        build=_verify,
+        items=lambda message: message.steps,
+        write=write_verify_step,
+        read=read_verify_step,
+    ),
+    Verdicts: _Layout(
+        fields=lambda message: (
+            _JUDGED.pack(message.number, message.seconds, message.pages_used, message.prefix_queries, message.prefix_hits),
+            [write_span(span) for span in message.spans],
+        ),
+        build=_verdicts,
+        items=lambda message: message.verdicts,
+        write=write_verdict,
+        read=read_verdict,
+    ),
+    Failed: _Layout(
+        fields=lambda message: (_NUMBER.pack(message.number), message.kind, message.message),
+        build=_failed,
+    ),
+    Chunks: _Layout(
+        fields=lambda message: (),
+        build=_chunks,
+        items=lambda message: message.chunks,
+        write=write_chunk,
+        read=read_chunk,
+    ),
+    Stop: _Layout(fields=lambda message: (), build=_stop),
+}
+_KINDS = {kind.__name__: layout for kind, layout in _LAYOUTS.items()}

@@ -1,0 +1,128 @@
+"""The playground in a real Chromium, over an engine that follows a script: what a person does there."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.browser import Slow, expect, finish, tab, written
+from tests.support.http_server import TEXT, Running, demo_text, serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+pytestmark = pytest.mark.browser
+
+
+def test_a_text_of_any_script_is_shown_whole_and_each_token_says_where_it_came_from_and_how_likely_it_was(page: Page, server: Running) -> None:
+    page.get_by_label("Text to continue").fill("Once")
+    page.get_by_role("button", name="Continue").click()
+    finish(page)
+    assert written(page) == TEXT
+    counts = [int(text) for text in page.locator("#origins strong").all_text_contents()]
+    num_tokens = len(demo_text().encode(TEXT)) + 1
+    assert sum(counts) == num_tokens
+    assert counts[0] > counts[2] > 0
+    request = server.service.requests[-1]
+    assert (demo_text().decode(request.prompt), request.max_tokens, request.speculation.gamma) == ("Once", 128, None)
+    page.locator(".token", has_text="END").hover()
+    shown = page.get_by_role("tooltip").inner_text()
+    assert re.search(r"accepted|bonus", shown)
+    assert f"{math.exp(-0.5) * 100:.1f} %" in shown
+    page.locator(".token", has_text="日").first.hover()
+    assert "tokens make “日" in page.get_by_role("tooltip").inner_text(), "half characters are no tokens of their own to a reader"
+
+
+def test_what_a_model_writes_is_text_and_never_markup(browser: Browser) -> None:
+    text = "<img src=x onerror=alert(1)><script>alert(2)</script><b>&amp;"
+    with serving(Slow(written=text)) as server, tab(browser, server.url) as page:
+        page.get_by_label("Text to continue").fill("<i>prompt</i>")
+        page.get_by_role("button", name="Continue").click()
+        finish(page)
+        assert written(page) == text
+        assert page.locator("#answers").locator("img, script, b, i").count() == 0
+
+
+def test_every_parameter_arrives_and_what_is_empty_is_not_sent(page: Page, server: Running) -> None:
+    page.get_by_label("Max tokens").fill("5")
+    page.get_by_label("Temperature").fill("0.3")
+    page.get_by_label("Top p").fill("0.9")
+    page.get_by_label("Gamma").fill("3")
+    page.get_by_label("Verifier").select_option("speculative")
+    page.get_by_label("Stop, one text a line").fill("END\n\nstop here\n")
+    with page.expect_request("**/v1/completions") as sent:
+        page.get_by_role("button", name="Continue").click()
+    body = sent.value.post_data_json
+    assert body["stop"] == ["END", "stop here"]
+    assert body["speculation"] == {"gamma": 3, "verifier": "speculative"}
+    assert not {"seed", "response_format", "messages"} & {*body}
+    finish(page)
+    request = server.service.requests[-1]
+    assert (request.max_tokens, request.warp.temperature, request.warp.top_p, request.speculation.gamma) == (5, 0.3, 0.9, 3)
+    assert request.seeded is False
+
+
+def test_a_schema_is_sent_in_the_format_of_the_api_and_one_that_is_not_json_is_not_sent(page: Page, server: Running) -> None:
+    field, asked = page.get_by_label("JSON schema"), len(server.service.requests)
+    field.fill("{oops")
+    page.get_by_role("button", name="Continue").click()
+    expect(page.get_by_role("alert")).to_contain_text("is not JSON")
+    expect(field).to_have_attribute("aria-invalid", "true")
+    assert len(server.service.requests) == asked
+    field.fill('{"type": "object"}')
+    with page.expect_request("**/v1/completions") as sent:
+        page.get_by_role("button", name="Continue").click()
+    assert sent.value.post_data_json["response_format"]["json_schema"] == {"name": "answer", "strict": True, "schema": {"type": "object"}}
+
+
+def test_stopping_cancels_the_request_and_keeps_what_came(browser: Browser) -> None:
+    with serving(Slow(hangs_after=6)) as server, tab(browser, server.url) as page:
+        page.get_by_role("button", name="Continue").click()
+        expect(page.locator(".token").nth(5)).to_be_visible()
+        page.get_by_role("button", name="Stop").click()
+        finish(page, re.compile(r"^Stopped after \d+ tokens"))
+        assert server.until(lambda: server.service.num_live == 0), "the server goes on although nobody listens"
+        assert TEXT.startswith(written(page))
+        expect(page.get_by_role("button", name="Continue")).to_be_enabled()
+        expect(page.get_by_role("alert")).to_be_hidden()
+
+
+@pytest.mark.parametrize("order", ["one after the other", "at once"])
+def test_a_race_asks_the_same_with_and_without_speculation(browser: Browser, order: str) -> None:
+    with serving(Slow()) as server, tab(browser, server.url) as page:
+        page.get_by_label(order).check()
+        page.get_by_role("button", name="Race").click()
+        expect(page.get_by_role("article", name="With speculation").locator(".token").first).to_be_visible()
+        if order == "at once":
+            assert server.until(lambda: server.service.num_live == 2)
+        else:
+            assert server.service.num_live == 1
+        finish(page, re.compile(r"times as fast.*tokens a second against.*The texts are the same", re.S))
+        assert [request.speculation.gamma for request in server.service.requests] == [None, 0]
+        assert written(page, 0) == written(page, 1) == TEXT
+        expect(page.locator(".panel .speed").nth(1)).to_contain_text("tokens/s")
+
+
+def test_a_chat_remembers_its_turns_until_it_is_begun_anew(page: Page) -> None:
+    page.get_by_text("Chat", exact=True).click()
+    bodies = []
+    for said in ("hello", "and then?"):
+        page.get_by_label("Message").fill(said)
+        with page.expect_request("**/v1/chat/completions") as sent:
+            page.get_by_role("button", name="Send").click()
+        bodies.append(sent.value.post_data_json)
+        finish(page)
+        expect(page.get_by_label("Message")).to_have_value("")
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "and then?"}]
+    assert [body["messages"] for body in bodies] == [turns[:1], turns]
+    assert page.locator(".said").all_inner_texts() == ["You\n\nhello", "You\n\nand then?"]
+    assert written(page, 1) == TEXT
+    page.get_by_text("Completion", exact=True).click()
+    expect(page.get_by_label("Text to continue")).to_have_value(re.compile("fibonacci"))  # each way of asking keeps its own text
+    page.get_by_text("Chat", exact=True).click()
+    expect(page.locator(".turn")).to_have_count(2)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".turn")).to_have_count(0)

@@ -1,0 +1,136 @@
+"""The file of keys: how it is read, what is kept of it, and that it may change while the server runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specserve.api.keys import MAX_KEYS, KeyFile, Keys
+from specserve.errors import ConfigError
+from tests.support.http_server import serving
+
+GOOD = """
+# ours
+alice  secret-of-alice  requests_per_minute=60 tokens_per_minute=100000
+bob    secret-of-bob    # no rates
+bob    next-of-bob
+a-key-alone
+"""
+
+
+def test_names_and_rates_are_read_and_keys_are_not_kept(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text(GOOD)
+    keys = Keys.read(file)
+    assert len(keys) == 4
+    alice, bob = keys.find("secret-of-alice"), keys.find("secret-of-bob")
+    assert alice is not None
+    assert bob is not None
+    assert (alice.name, alice.rates, bob.name, bob.rates) == ("alice", (60, 100_000), "bob", (None, None))
+    assert bob == keys.find("secret-of-bob") != keys.find("next-of-bob")
+    alone = keys.find("a-key-alone")
+    assert alone is not None
+    assert alone.name == "line-6"
+    for wrong in ("", "alice", "secret-of-alicf", "secret-of-alic", "secret-of-alice\0", "\ud800"):
+        assert keys.find(wrong) is None
+    assert "secret" not in repr((vars(keys), alice, bob))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "has no key"),
+        ("# only a comment\n", "has no key"),
+        (None, "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        ("ok k1\nal/ice k2", "line 2 must begin with a name"),
+        ("x" * 65 + " k", "line 1 must begin with a name"),
+        ("alice k requests_per_minute=0", "line 1 may say"),
+        ("alice k requests_per_minute=-1", "line 1 may say"),
+        ("alice k tokens_per_minute=many", "line 1 may say"),
+        ("alice k tokens_per_minute=" + "9" * 5000, "line 1 may say"),
+        ("alice k tokens_per_minute=1 tokens_per_minute=2", "line 1 may say"),
+        ("alice k tokens=1", "line 1 may say"),
+        ("alice k another", "line 1 may say"),
+        ("alice same\nbob same", "a key is there twice"),
+        ("alice k1 tokens_per_minute=1\nalice k2", "different rates"),
+        ("\n".join(f"key-{number}" for number in range(MAX_KEYS + 1)), "1000 is the most"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_without_quoting_a_key(tmp_path: Path, content: str | bytes | None, said: str) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match="api_keys_file") as refusal:
+        Keys.read(file)
+    assert said in str(refusal.value)
+    assert "another" not in str(refusal.value)
+    assert "same" not in str(refusal.value).replace("the same for all", "")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def followed(tmp_path: Path) -> tuple[Path, Clock, Callable[[str], bool]]:
+    (file := tmp_path / "keys").write_text("old-key\n")
+    keys = KeyFile(file, clock := Clock())
+    return file, clock, lambda key: keys.find(key) is not None
+
+
+def test_a_changed_file_is_taken_a_second_later_and_not_looked_at_before(followed) -> None:
+    file, clock, admits = followed
+    file.write_text("new-key\nand-another\n")
+    clock.now = 0.9
+    assert (admits("old-key"), admits("new-key")) == (True, False)
+    clock.now = 1.0
+    assert (admits("old-key"), admits("new-key")) == (False, True)
+
+
+@pytest.mark.parametrize("harm", ["", "alice k nonsense=1", None])
+def test_a_broken_file_keeps_the_old_keys_and_says_why_once(followed, harm, caplog) -> None:
+    file, clock, admits = followed
+    if harm is None:
+        file.unlink()
+    else:
+        file.write_text(harm)
+    for clock.now in (1.0, 2.0, 3.0):
+        assert admits("old-key")
+    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
+    assert "the 1 keys known until now stay" in caplog.text
+    file.write_text("mended-key\n")
+    clock.now = 4.0
+    assert admits("mended-key")
+
+
+def test_a_link_that_is_turned_to_another_file_is_a_change(tmp_path: Path) -> None:
+    for name in ("first", "other"):
+        (tmp_path / name).write_text(f"{name}-key\n")
+    (link := tmp_path / "keys").symlink_to("first")
+    keys = KeyFile(link, clock := Clock())
+    link.unlink()
+    link.symlink_to("other")
+    clock.now = 1.0
+    assert keys.find("other-key") is not None
+    assert keys.find("first-key") is None
+
+
+def test_a_running_server_changes_its_keys_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.api.keys.LOOK_EVERY_S", 0.05)
+    (file := tmp_path / "keys").write_text("old-key\n")
+    with serving(**{"http.api_keys_file": str(file)}) as server:
+
+        def status(key: str) -> int:
+            return server.ask("/v1/models", headers={"Authorization": f"Bearer {key}"}).status
+
+        assert (status("old-key"), status("new-key")) == (200, 401)
+        file.write_text("carol new-key\n")
+        assert server.until(lambda: status("new-key") == 200)
+        assert status("old-key") == 401

@@ -1,0 +1,137 @@
+"""Everything that a request can make grow has a limit, and what is beyond it is refused by name: the table of docs/security.md, row by row."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+import pytest
+
+from specserve.api.parse import MAX_CONTINUATIONS, TOKENIZED
+from specserve.api.schema import MAX_LABEL, MAX_MESSAGES, MAX_METADATA, MAX_PARTS
+from specserve.grammar.request import MAX_DEPTH, MAX_SIZE
+from specserve.sampling_params import MAX_BIASES, MAX_COUNT, MAX_LOGPROBS, MAX_N, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS
+from specserve.types import Policy, VerifyStep
+from specserve.wire.messages import Verify, pack
+from tests.support.http_server import CONTEXT, Running, demo_text, serving
+
+CHAT = {"role": "user", "content": "x"}
+MOST = CONTEXT * demo_text().longest
+
+NESTED = list(accumulate(range(MAX_DEPTH + 1), lambda inner, _: {"items": inner}, initial={}))
+
+LIMITS = [  # parameter, the most that it may be (None: cannot be served with the script's 256 positions), and a little more
+    ("n", None, MAX_N + 1),
+    ("best_of", 1, 2),
+    ("max_tokens", MAX_COUNT, MAX_COUNT + 1),
+    ("top_k", MAX_COUNT, MAX_COUNT + 1),
+    ("top_k", MAX_COUNT, 10**30),
+    ("logprobs", MAX_LOGPROBS, MAX_LOGPROBS + 1),
+    ("stop", ["x"] * MAX_STOPS, ["x"] * (MAX_STOPS + 1)),
+    ("stop", "x" * MAX_STOP_LENGTH, "x" * (MAX_STOP_LENGTH + 1)),
+    ("stop_token_ids", [1] * MAX_STOP_IDS, [1] * (MAX_STOP_IDS + 1)),
+    ("logit_bias", {str(token): 1 for token in range(MAX_BIASES)}, {str(token): 1 for token in range(MAX_BIASES + 1)}),
+    ("seed", 2**64 - 1, 2**64),
+    ("speculation", {"gamma": 16}, {"gamma": 17}),
+    ("user", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
+    ("safety_identifier", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
+    ("prompt_cache_key", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
+    ("metadata", {f"k{i}": "v" for i in range(MAX_METADATA)}, {f"k{i}": "v" for i in range(MAX_METADATA + 1)}),
+    ("metadata", {"k": "x" * MAX_LABEL}, {"k": "x" * (MAX_LABEL + 1)}),
+    ("metadata", {"x" * MAX_LABEL: "v"}, {"x" * (MAX_LABEL + 1): "v"}),
+    ("guided", {"regex": "a" * MAX_SIZE}, {"regex": "a" * (MAX_SIZE + 1)}),
+    ("guided", {"json": NESTED[MAX_DEPTH - 1]}, {"json": NESTED[MAX_DEPTH]}),
+    ("guided_json", NESTED[MAX_DEPTH - 1], NESTED[MAX_DEPTH]),
+    ("prompt", ["x"] * 16, ["x"] * (MAX_CONTINUATIONS + 1)),
+    ("prompt", "x", "x" * (MOST + 1)),
+    ("prompt", [5] * (CONTEXT - 1), [5] * CONTEXT),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+@pytest.mark.parametrize(("param", "most", "more"), LIMITS)
+def test_the_most_is_taken_and_more_is_refused_by_name(server, param, most, more):
+    if most is not None:
+        assert server.ask("/v1/completions", {"prompt": "x", param: most}).status == 200
+    refused = server.ask("/v1/completions", {"prompt": "x", param: more})
+    assert refused.status == 400
+    assert (refused.error["param"] or "").split("[")[0].split(".")[0] in (param, "n")
+    assert len(refused.body) < 1000
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1), "messages"),
+        ([{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_PARTS + 1)}], "messages"),
+        ([CHAT | {"name": "x" * (MAX_LABEL + 1)}], "messages"),
+        ([CHAT | {"content": "x" * (MOST + 1)}], "messages"),
+        ([CHAT | {"content": "x", "name": "x" * MAX_LABEL}] * (MOST // MAX_LABEL + 1), "messages"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_chats_have_limits_too(server, path, messages, param):
+    refused = server.ask(path, {"messages": messages})
+    assert refused.status == 400
+    assert (refused.error["param"] or "").startswith(param)
+
+
+def test_what_is_converted_has_a_limit(server):
+    assert server.ask("/tokenize", {"prompt": "x" * max(TOKENIZED, MOST)}).status == 200
+    assert server.ask("/tokenize", {"prompt": "x" * (max(TOKENIZED, MOST) + 1)}).error["code"] == "context_length_exceeded"
+    assert server.ask("/detokenize", {"tokens": [5] * CONTEXT}).status == 200
+    assert server.ask("/detokenize", {"tokens": [5] * (CONTEXT + 1)}).error["param"] == "tokens"
+
+
+BOASTS: Mapping[str, bytes] = {
+    "biases": b'{"prompt": "x", "logit_bias": {' + b",".join(b'"k%d":"v"' % i for i in range(30_000)) + b"}}",
+    "metadata": b'{"prompt": "x", "metadata": {' + b",".join(b'"k%d":1' % i for i in range(30_000)) + b"}}",
+    "messages": b'{"messages": [' + b",".join([b'{"role": "user", "content": ""}'] * 15_000) + b"]}",
+    "parts": b'{"messages": [{"role": "user", "content": [' + b",".join([b'{"type": "text", "text": ""}'] * 15_000) + b"]}]}",
+    "prompts": b'{"prompt": [' + b",".join([b'""'] * 100_000) + b"]}",
+    "ids": b'{"tokens": [' + b",".join([b"1"] * 200_000) + b"]}",
+}
+
+
+@pytest.mark.parametrize("name", BOASTS)
+def test_what_is_refused_takes_no_more_memory_than_some_times_its_size(name):
+    path = {"messages": "/v1/chat/completions", "parts": "/v1/chat/completions", "ids": "/detokenize"}.get(name, "/v1/completions")
+    with serving() as server:
+        server.ask(path, b"{}")
+        tracemalloc.start()
+        try:
+            assert server.ask(path, BOASTS[name]).status == 400
+            assert tracemalloc.get_traced_memory()[1] < 50 * len(BOASTS[name])
+        finally:
+            tracemalloc.stop()
+
+
+def test_the_largest_numbers_that_are_taken_fit_the_messages_between_processes(server):
+    server.service.requests.clear()
+    server.ask("/v1/completions", {"prompt": "x", "top_k": MAX_COUNT, "max_tokens": MAX_COUNT, "seed": 2**64 - 1, "logit_bias": {"4095": 100}})
+    (request,) = server.service.requests
+    policy = Policy(request.warp, "block", seed=request.seed, prompt_length=len(request.prompt))
+    assert pack(Verify(1, (VerifyStep(1, 0, request.prompt, (), None, policy, True),)))
+
+
+def test_large_chats_do_not_hold_up_others(server):
+    """What is refused is refused before any template or tokenizer works on it, and the event loop is free again at once."""
+
+    async def both() -> float:
+        loop, body = asyncio.get_running_loop(), {"messages": [CHAT | {"content": "x" * 500_000}]}
+        big = loop.run_in_executor(None, lambda: server.ask("/v1/chat/completions", body))
+        await asyncio.sleep(0.02)
+        begun = loop.time()
+        assert (await loop.run_in_executor(None, lambda: server.ask("/health"))).status == 200
+        waited = loop.time() - begun
+        assert (await big).status == 400
+        return waited
+
+    assert asyncio.run(both()) < 1.0

@@ -1,0 +1,161 @@
+"""Requests and tokens a minute: what each client has left, and what it is told when that is nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import openai
+import pytest
+
+from specserve.api.keys import Client
+from specserve.api.rates import Account, Accounts, Bucket
+from specserve.errors import Overloaded, RateLimited
+from tests.support.http_server import FakeService, Running, serving
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def bucket(per_minute: float | None) -> tuple[Bucket, Clock]:
+    made = Bucket("tokens", clock := Clock())
+    made.set_rate(per_minute)
+    return made, clock
+
+
+def wait_s(asked: Bucket, amount: float) -> float:
+    with pytest.raises(RateLimited) as refusal:
+        asked.take(amount, "alice")
+    return refusal.value.retry_after_s
+
+
+def test_a_minutes_worth_can_be_taken_at_once_and_then_comes_back_evenly() -> None:
+    tokens, clock = bucket(60)
+    for _ in range(6):
+        tokens.take(10, "alice")
+    assert wait_s(tokens, 10) == pytest.approx(10)
+    clock.now += 9.5
+    assert wait_s(tokens, 10) == pytest.approx(0.5)
+    clock.now += 0.5
+    assert tokens.take(10, "alice") == 10
+    clock.now += 3600
+    assert tokens.take(60, "alice") == 60  # no more than a minute's worth is saved up
+    assert wait_s(tokens, 1) == pytest.approx(1)
+
+
+def test_over_a_long_time_nobody_gets_more_than_the_rate() -> None:
+    tokens, clock = bucket(120)
+    taken = 0.0
+    for _ in range(6000):  # ten minutes, asking ten times a second
+        clock.now += 0.1
+        try:
+            taken += tokens.take(7, "alice")
+        except RateLimited:
+            continue
+    assert 10 * 120 - 7 <= taken <= 11 * 120
+
+
+def test_what_is_more_than_a_minutes_worth_waits_for_a_full_bucket_and_is_paid_afterwards() -> None:
+    tokens, clock = bucket(60)
+    assert tokens.take(1000, "alice") == 60
+    tokens.settle(taken=60, used=180)
+    assert wait_s(tokens, 1) == pytest.approx(121)
+    clock.now += 121
+    assert tokens.take(1, "alice") == 1
+
+
+def test_what_was_not_used_comes_back_at_once() -> None:
+    tokens, _ = bucket(60)
+    tokens.settle(taken=tokens.take(60, "alice"), used=5)
+    assert tokens.take(55, "alice") == 55
+    tokens.settle(taken=500, used=0)
+    assert tokens.take(60, "alice") == 60
+    assert wait_s(tokens, 1) > 0  # and never more than a minute's worth
+
+
+def test_a_rate_may_change_and_nobody_begins_anew_by_a_new_key() -> None:
+    accounts = Accounts(clock := Clock(), Counter[str]().update)
+    account = accounts.of(Client("alice", b"1", tokens_per_minute=60))
+    account.reserve(60)
+    again = accounts.of(Client("alice", b"2", tokens_per_minute=120))
+    assert again is account
+    with pytest.raises(RateLimited):
+        again.reserve(1)
+    clock.now += 30
+    assert again.reserve(60) == 60
+    free = accounts.of(Client("alice", b"2"))
+    assert free.reserve(10**9) == 0
+    assert accounts.of(Client("bob", b"3", tokens_per_minute=60)).reserve(60) == 60
+
+
+def test_which_limit_it_was_is_counted() -> None:
+    counted: list[str] = []
+    account = Account("alice", Clock(), counted.append)
+    account.set_rates((1, 10))
+    account.take_request()
+    account.reserve(10)
+    for refused in (account.take_request, lambda: account.reserve(1)):
+        with pytest.raises(RateLimited, match="alice has used up its"):
+            refused()
+    assert counted == ["requests", "tokens"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (file := tmp_path / "keys").write_text("few few-key requests_per_minute=2\nsmall small-key tokens_per_minute=40\nfree free-key\n")
+    return file
+
+
+def ask(server: Running, key: str, **body: object) -> tuple[int, str | None]:
+    reply = server.ask("/v1/completions", {"prompt": [1, 2, 3, 4], "max_tokens": 16, **body}, headers={"Authorization": f"Bearer {key}"})
+    return reply.status, reply.headers.get("retry-after")
+
+
+def test_beyond_its_requests_a_client_gets_429_and_others_go_on(file: Path) -> None:
+    with serving(**{"http.api_keys_file": str(file)}) as server:
+        assert [ask(server, "few-key")[0] for _ in range(2)] == [200, 200]
+        status, retry = ask(server, "few-key")
+        assert status == 429
+        assert 1 <= int(retry or 0) <= 30
+        assert {ask(server, "free-key")[0] for _ in range(5)} == {200}
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="few-key", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError) as refusal:
+                client.completions.create(model="demo", prompt="x")
+            assert refusal.value.code == "rate_limit_exceeded"
+        assert server.registry.counter("rate_limited_total").samples() == {("requests",): (2.0,)}
+        assert server.ask("/health", headers={"Authorization": "Bearer few-key"}).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_reserved_and_settled_by_what_was_written(file: Path, stream: bool) -> None:
+    with serving(FakeService(written="a b"), **{"http.api_keys_file": str(file)}) as server:
+        written = len(server.service.requests), ask(server, "small-key", stream=stream)
+        assert written == (0, (200, None))
+        # 20 of 40 were reserved and fewer than 10 used; so another 20, and a third time 16, can be reserved
+        assert ask(server, "small-key", stream=stream)[0] == 200
+        assert ask(server, "small-key", stream=stream)[0] == 200
+        status, retry = ask(server, "small-key", stream=stream, max_tokens=10_000)
+        assert status == 429
+        assert int(retry or 0) >= 10
+        assert len(server.service.requests) == 3, "what is refused does not reach the engine"
+
+
+def test_what_the_engine_refused_for_want_of_room_costs_no_tokens(file: Path) -> None:
+    with serving(FakeService(refusal=Overloaded("the queue is full")), **{"http.api_keys_file": str(file)}) as server:
+        for _ in range(5):
+            assert ask(server, "small-key", max_tokens=36) == (429, "1")
+        assert not server.registry.counter("rate_limited_total").samples()
+        server.service.refusal = None
+        assert ask(server, "small-key", max_tokens=36)[0] == 200
+
+
+def test_a_client_that_leaves_pays_for_what_it_asked_and_no_more(file: Path) -> None:
+    with serving(FakeService(hangs_after=0), **{"http.api_keys_file": str(file), "limits.request_timeout_s": 0.2}) as server:
+        assert ask(server, "small-key", max_tokens=36)[0] == 408
+        server.service.hangs_after = None
+        assert ask(server, "small-key", max_tokens=31)[0] == 200  # 4 + 31 of the 36 that are left

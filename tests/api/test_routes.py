@@ -1,0 +1,151 @@
+"""The small endpoints, and the pages that describe the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from specserve.api import routes as endpoints
+from specserve.api.service import Status
+from specserve.errors import WorkerLost
+from specserve.metrics import Registry
+from tests.support.http_server import CONTEXT, TEXT, FakeService, Running, demo_text, serving
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+def test_the_official_client_finds_the_model(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
+        (listed,) = client.models.list()
+        found = client.models.retrieve("demo")
+        assert (listed.id, listed.object, listed.created, listed.owned_by) == ("demo", "model", 1, "specserve")
+        assert found == listed
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("org/other")
+
+
+def test_text_becomes_tokens_and_tokens_text(server):
+    ids = list(demo_text().encode(TEXT))
+    assert server.ask("/tokenize", {"prompt": TEXT}).json == {"tokens": ids, "count": len(ids), "max_model_len": CONTEXT}
+    assert server.ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False}).json["tokens"] == list(demo_text().encode(TEXT, special=False))
+    assert server.ask("/detokenize", {"tokens": ids}).json == {"prompt": TEXT}
+    chat = [{"role": "user", "content": "hi"}]
+    assert server.ask("/tokenize", {"messages": chat}).json["tokens"] == list(demo_text().apply_chat(chat))
+    assert server.ask("/tokenize", {"prompt": ""}).json["count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [4096]}, "tokens"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(server, path, body, param):
+    reply = server.ask(path, body)
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("status", "health", "ready"),
+    [
+        (Status(ready=True, healthy=True), 200, 200),
+        (Status(ready=False, healthy=True, why="loading weights"), 200, 503),
+        (Status(ready=False, healthy=False, why="rank 1 hangs"), 503, 503),
+    ],
+)
+def test_health_and_readiness_say_what_is_wrong(status, health, ready):
+    with serving(FakeService(state=status)) as server:
+        replies = {path: server.ask(path) for path in ("/health", "/ready")}
+        assert [reply.status for reply in replies.values()] == [health, ready]
+        for reply in replies.values():
+            if reply.status == 503:
+                assert reply.error["message"] == status.why
+                assert reply.headers["retry-after"]
+
+
+class Ailing(FakeService):
+    async def status(self) -> Status:
+        if self.error is not None:
+            raise self.error
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("error", [None, WorkerLost("nobody answers")])
+def test_an_engine_that_does_not_say_how_it_is_is_not_well_and_metrics_go_on(error, monkeypatch):
+    monkeypatch.setattr(endpoints, "STATUS_S", 0.1)
+    with serving(Ailing(error=error)) as server:
+        assert [server.ask(path).status for path in ("/health", "/ready", "/metrics")] == [503, 503, 200]
+
+
+def test_metrics_are_the_gateways_and_all_replicas_together():
+    replicas = []
+    for preemptions in (2, 3):
+        registry = Registry()
+        registry.counter("preemptions_total").add(preemptions)
+        replicas.append(registry.snapshot())
+    state = Status(ready=True, healthy=True, replicas=2, metrics=tuple(replicas))
+    with serving(FakeService(state=state)) as server:
+        server.ask("/v1/completions", {"prompt": "hello", "max_tokens": 5, "n": 2})
+        server.ask("/v1/completions", {"prompt": "hello", "max_tokens": 0})
+        reply = server.ask("/metrics")
+    assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    read = {
+        (sample.name.removeprefix("specserve_"), *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(reply.body.decode())
+        for sample in family.samples
+    }
+    assert read[("preemptions_total",)] == 5
+    assert read[("replicas",)] == 2
+    assert read[("prompt_tokens_total",)] == len(demo_text().encode("hello"))
+    assert read[("generation_tokens_total",)] == 10
+    assert read[("request_success_total", "length")] == 2
+    assert read[("request_failure_total", "400")] == 1
+    counted = [read[(name + "_count",)] for name in ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds")]
+    assert counted == [2, 2, 2]
+    assert 0 < read[("time_to_first_token_seconds_sum",)] <= read[("e2e_request_latency_seconds_sum",)]
+
+
+def test_the_trace_is_the_services(server):
+    assert server.ask("/trace").json == {"traceEvents": []}
+
+
+def test_the_openapi_page_names_every_path_and_parameter_of_the_contract(server):
+    page = server.ask("/openapi.json").json
+    assert set(page["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"}
+    shapes = page["components"]["schemas"]
+    common = {
+        *(
+            "model",
+            "max_tokens",
+            "max_completion_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "n",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "seed",
+        ),
+        *("logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "response_format", "stream"),
+        *("stream_options", "user", "speculation"),
+    }
+    assert set(shapes["CompletionBody"]["properties"]) >= common | {"prompt", "echo"}
+    assert set(shapes["ChatBody"]["properties"]) >= common | {"messages"}
+    assert "422" not in page["paths"]["/v1/completions"]["post"]["responses"]

@@ -1,0 +1,128 @@
+"""Structured output and tools through the real engine: whatever the demo pair, which knows neither, would rather write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from specserve import LLM, Sampling
+from specserve.api.tools.formats import PLAIN, Spelling
+from specserve.api.tools.grammar import CallGrammar
+from specserve.api.tools.offer import SEPARATORS
+from specserve.api.tools.parse import Calls, joined
+from specserve.errors import BadValue
+from specserve.types import Chunk, Grammar, Request, Warp
+from tests.support.http_server import FakeService, demo_text, serving
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["a", "b"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}, "is": {"type": "boolean"}},
+    "required": ["kind", "count", "is"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "count", "parameters": SCHEMA, "strict": True}}
+CHAT: Any = [{"role": "user", "content": "count"}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM() as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_every_text_is_what_its_response_format_says(llm, temperature):
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    outputs = llm.generate("data = ", Sampling(response_format=wanted, n=6, max_tokens=300, temperature=temperature, seed=3))
+    for output in outputs:
+        assert output.finish_reason == "stop"
+        jsonschema.validate(json.loads(output.text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("guided", "allowed"),
+    [({"choice": ["yes", "no"]}, {"yes", "no"}), ({"regex": "a{2,3}"}, {"aa", "aaa"}), ({"grammar": 'start: "x" | "y" "z"'}, {"x", "yz"})],
+)
+def test_every_text_is_what_guides_it(llm, guided, allowed):
+    assert {output.text for output in llm.generate("x", Sampling(guided=guided, n=8, max_tokens=20, seed=5))} <= allowed
+
+
+def test_a_grammar_that_cannot_be_obeyed_is_refused_before_anything_runs(llm):
+    with pytest.raises(BadValue, match="not"):
+        llm.generate("x", Sampling(guided={"json": {"not": {}}}))
+
+
+class Engine(FakeService):
+    """What a gateway asks, the engine in this process answers, a request at a time."""
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__()
+        self._llm = llm
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        for chunk in run(self._llm, request):
+            yield chunk
+
+
+def run(llm: LLM, request: Request) -> list[Chunk]:
+    coordinator, chunks = llm._coordinator, []
+    coordinator._emit, before = chunks.extend, coordinator._emit
+    try:
+        coordinator.submit(request)
+        while coordinator.has_work:
+            with contextlib.suppress(StopIteration):  # a round of workers in this process never waits
+                coordinator.round().send(None)
+    finally:
+        coordinator._emit = before
+    return chunks
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "count"}}])
+def test_a_call_that_must_be_is_one_whose_arguments_validate(llm, choice):
+    options: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 300, "seed": 1}
+    with (
+        serving(Engine(llm), max_context=1024) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client,
+    ):
+        whole = client.chat.completions.create(model="demo", messages=CHAT, **options).choices[0]
+        stream = client.chat.completions.create(model="demo", messages=CHAT, stream=True, **options)
+        pieces = [piece for chunk in stream for piece in chunk.choices[0].delta.tool_calls or []]
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    (call,) = whole.message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments, "the same seed writes the same"
+
+
+@pytest.mark.parametrize("before", ["", "Let me count.\n"])
+def test_a_call_that_need_not_be_is_forced_from_its_trigger_on(llm, before):
+    """What was written before, as of a request that moves from one engine to another, is a part of the text under the grammar."""
+    text, spelling = demo_text(), Spelling.of("", demo_text())
+    grammar = CallGrammar(spelling, [("count", json.dumps(SCHEMA | SEPARATORS))], repeats=False).calls_or_text()
+    written = text.encode(before + PLAIN.trigger)
+    request = Request(text.encode("count"), 300, Warp(), seed=7, grammar=Grammar("lark", grammar), written=written)
+    tokens = [token for chunk in run(llm, request) for token in chunk.tokens]
+    reader = Calls(PLAIN)
+    content, pieces = reader.push(text.decode([*written, *tokens]))
+    assert (content, reader.called, [call.name for call in joined(pieces)]) == (before, True, ["count"])
+    jsonschema.validate(json.loads(joined(pieces)[0].arguments), SCHEMA)
+
+
+def test_the_examples_of_the_docs_run(llm, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+    with serving(Engine(llm), max_context=1024) as server:
+        program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+        code = compile(program.replace("http://127.0.0.1:8000", server.url), "docs/tools.md", "exec", dont_inherit=True)
+        exec(code, names := {"__name__": "docs"})
+        names["client"].close()
+    event, choice, call, *_ = capsys.readouterr().out.splitlines()
+    assert event.startswith("kind=")
+    assert choice in ("True", "False")
+    assert call.startswith("get_weather {")

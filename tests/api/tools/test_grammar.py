@@ -1,0 +1,138 @@
+"""Grammars of answers that call: what they let through, token by token, is read as calls whose arguments validate, and nothing else gets through."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from specserve.api.tokenizer import TextStream
+from specserve.api.tools.grammar import CallGrammar
+from specserve.api.tools.offer import SEPARATORS
+from specserve.api.tools.parse import Calls, joined
+from tests.support.templates import FAMILIES, family, spelling
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "日本"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"weather": WEATHER, "weather_now": {"type": "object", "properties": {}, "additionalProperties": False}}
+FUNCTIONS = [(name, json.dumps(schema | SEPARATORS)) for name, schema in SCHEMAS.items()]
+END = 0  # the token that ends a text
+WITH_TRIGGER = [name for name in FAMILIES if name != "llama"]
+
+
+@cache
+def vocabulary(name: str) -> LLTokenizer:
+    return LLTokenizer(family(name)._backend.to_str(), eos_token=END)
+
+
+def grammar(name: str, *, repeats: bool = True) -> CallGrammar:
+    return CallGrammar(spelling(name), FUNCTIONS, repeats=repeats)
+
+
+def matcher(name: str, text: str) -> LLMatcher:
+    made = LLMatcher(vocabulary(name), LLMatcher.grammar_from_lark(text))
+    assert not made.is_error(), made.get_error()
+    return made
+
+
+def admits(name: str, grammar: str, text: str) -> bool:
+    """Whether the text, as the tokenizer writes it, gets through to its end."""
+    made, ids = matcher(name, grammar), family(name).encode(text)
+    return made.try_consume_tokens(list(ids)) == len(ids) and made.is_accepting()
+
+
+def written(name: str, *calls: tuple[str, str]) -> str:
+    return spelling(name).format.written(list(calls))
+
+
+ONE, OTHER = ("weather", '{"city": "Paris", "days": 3}'), ("weather_now", "{}")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_required_call_is_one_of_the_functions_with_its_own_arguments(name):
+    text = grammar(name).calls_only()
+    assert admits(name, text, written(name, ONE))
+    assert admits(name, text, written(name, OTHER))
+    for wrong in (
+        "",
+        "Hello.",
+        written(name, ("other", "{}")),
+        written(name, (OTHER[0], ONE[1])),
+        written(name, ("weather", "{}")),
+        written(name, ONE)[:-1],
+    ):
+        assert not admits(name, text, wrong)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_several_calls_get_through_only_where_they_may(name):
+    both = written(name, ONE, OTHER)
+    assert admits(name, grammar(name).calls_only(), both) == (name != "llama")
+    assert not admits(name, grammar(name, repeats=False).calls_only(), both)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_where_no_call_is_needed_any_text_will_do_until_a_call_begins(name):
+    text, form = grammar(name).calls_or_text(), spelling(name).format
+    for answer in ("", "Hello.\n", "a < b {} [", written(name, ONE), "Let me see.\n" + written(name, ONE)):
+        assert admits(name, text, answer), answer
+    begun = "Well. " + form.first if form.trigger else form.first
+    assert not admits(name, text, begun + "other")
+    assert not admits(name, text, begun + "!")
+    assert not admits(name, text, begun)
+
+
+def test_a_prelude_may_stand_before_a_call_and_nowhere_else():
+    text = grammar("llama").calls_or_text()
+    assert admits("llama", text, "<|python_tag|>" + written("llama", ONE))
+    assert not admits("llama", text, "<|python_tag|>Hello")
+    assert not admits("llama", text, "Hello<|python_tag|>")
+
+
+@pytest.mark.parametrize("name", WITH_TRIGGER)
+def test_json_may_be_the_alternative_to_a_call(name):
+    text = grammar(name).calls_or_json('{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": false}')
+    assert admits(name, text, '{"a": null}')
+    assert admits(name, text, written(name, OTHER))
+    assert not admits(name, text, "Hello")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whatever_gets_through_is_read_as_calls_that_validate(name):
+    called = set()
+    for seed in range(12):
+        text = drawn(name, grammar(name).calls_only(), random.Random(seed))
+        reader = Calls(spelling(name).format)
+        content, pieces = reader.push(text)
+        calls = joined(pieces)
+        assert (content, reader.finish(), reader.called) == ("", "", True), text
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name or ""])
+        assert written(name, *((call.name or "", call.arguments) for call in calls)) == text.removeprefix("<|python_tag|>")
+        called.add(tuple(call.name for call in calls))
+    assert len(called) > 1, "chance had a choice"
+
+
+def drawn(name: str, grammar: str, rng: random.Random) -> str:
+    """A text of tokens drawn evenly from those that are allowed, as it is shown."""
+    made, mask, ids = matcher(name, grammar), allocate_token_bitmask(1, vocabulary(name).vocab_size), []
+    while len(ids) < 3000:
+        fill_next_token_bitmask(made, mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        token = END if END in allowed and rng.random() < 0.5 else rng.choice(allowed.tolist())
+        if token == END:
+            break
+        assert made.consume_token(token)
+        ids.append(token)
+    stream = TextStream(family(name), shown=spelling(name).special.values())
+    return stream.push(ids) + stream.finish()

@@ -1,0 +1,41 @@
+"""What --help shows: every command has examples, and every example is a command line that is understood."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from specserve.cli.arguments import parser
+from specserve.cli.examples import EXAMPLES
+from specserve.cli.main import COMMANDS, main
+
+LINES = [(command, line) for command, text in EXAMPLES.items() for line in text.strip().splitlines()]
+
+
+def test_every_command_has_two_to_four_examples_and_something_that_runs_it() -> None:
+    assert set(EXAMPLES) == set(COMMANDS)
+    assert all(2 <= len(text.strip().splitlines()) <= 4 for text in EXAMPLES.values())
+
+
+@pytest.mark.parametrize(("command", "line"), LINES, ids=[line for _, line in LINES])
+def test_an_example_is_understood(command: str, line: str) -> None:
+    words = shlex.split(line.partition(" >")[0])  # where the output goes is the shell's affair
+    assert words[0] == "specserve"
+    assert parser().parse_args(words[1:]).command == command
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_help_says_what_the_command_does_and_shows_its_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"usage: specserve {command}" in shown
+    assert all(f"  {line}\n" in shown for line in EXAMPLES[command].strip().splitlines())
+
+
+def test_files_of_the_repository_that_examples_name_are_there() -> None:
+    root = Path(__file__).parents[2]
+    named = {word for _, line in LINES for word in shlex.split(line) if word.startswith("deploy/")}
+    assert named
+    assert all((root / name).is_file() for name in named)

@@ -1,0 +1,136 @@
+"""The rules, the dashboard and the scrape configuration in deploy/: every metric that they ask for exists, with the labels that they ask by."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specserve.config.tree import Limits
+from specserve.metrics import FAMILIES, PREFIX, Kind
+
+ROOT = Path(__file__).parents[2]
+FUNCTIONS = {"sum", "max", "avg", "rate", "increase", "histogram_quantile", "avg_over_time", "absent", "vector"}
+WORDS = {"by", "on", "ignoring", "group_left", "and", "or", "le"}
+TARGETS_OWN = {"up": {"job"}}  # what Prometheus itself knows of a target
+
+
+def _series() -> dict[str, set[str]]:
+    """Every name that a query may use, and its labels."""
+    known = dict(TARGETS_OWN)
+    for family in FAMILIES:
+        if family.kind is Kind.HISTOGRAM:
+            known |= {f"{PREFIX}{family.name}_{part}": {*family.labels, *extra} for part, extra in (("bucket", {"le"}), ("sum", ()), ("count", ()))}
+        else:
+            known[PREFIX + family.name] = set(family.labels)
+    return known
+
+
+def _rules() -> list[dict[str, Any]]:
+    tree = yaml.safe_load((ROOT / "deploy/prometheus-rules.yaml").read_text(encoding="utf-8"))
+    return [rule for group in tree["groups"] for rule in group["rules"]]
+
+
+def _dashboard() -> dict[str, Any]:
+    tree: dict[str, Any] = json.loads((ROOT / "deploy/grafana.json").read_text(encoding="utf-8"))
+    return tree
+
+
+def _targets() -> Iterator[tuple[str, dict[str, Any]]]:
+    for panel in _dashboard()["panels"]:
+        yield from ((panel["title"], target) for target in panel.get("targets", ()))
+
+
+RULES, TARGETS = _rules(), list(_targets())
+RECORDED = {rule["record"]: set(re.findall(r"^sum by \((\w+)\)", rule["expr"])) for rule in RULES if "record" in rule}
+EXPRESSIONS = [
+    *(pytest.param(rule["expr"], id=rule.get("record") or rule["alert"]) for rule in RULES),
+    *(pytest.param(target["expr"], id=f"{title}: {target['legendFormat']}") for title, target in TARGETS),
+]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_name_in_an_expression_is_a_metric_with_such_labels(expression):
+    known = _series() | RECORDED
+    bare = re.sub(r'"[^"]*"', '""', expression.replace("$__rate_interval", "5m"))
+    assert all(bare.count(opening) == bare.count(closing) for opening, closing in ("()", "[]", "{}"))
+    for name, selector in re.findall(r"([a-zA-Z_:][\w:]*)\s*(?:\{([^}]*)\})", bare):
+        assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector)) <= known[name], name
+    grouped = set(re.findall(r"\b(?:by|ignoring|on) \(([^)]*)\)", bare))
+    without = re.sub(r"\{[^}]*\}|\[[^]]*\]|\b(?:by|ignoring|on) \([^)]*\)", "", bare)
+    names = set(re.findall(r"(?<![\w.])[a-zA-Z_:][\w:]*", without)) - FUNCTIONS - WORDS
+    assert names, "an expression asks for something"
+    assert names <= set(known), names - set(known)
+    labels = {label for name in names for label in known[name]}
+    assert {label.strip() for group in grouped for label in group.split(",") if label.strip()} <= labels
+
+
+def test_a_misspelt_metric_would_be_noticed():
+    with pytest.raises(AssertionError):
+        test_every_name_in_an_expression_is_a_metric_with_such_labels("sum(rate(specserve_generated_tokens_total[5m]))")
+    with pytest.raises(AssertionError):
+        test_every_name_in_an_expression_is_a_metric_with_such_labels('specserve_kv_cache_usage_perc{rank="0"}')
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_counters_are_never_shown_raw_and_gauges_never_as_rates(expression):
+    for family in FAMILIES:
+        name = PREFIX + family.name
+        uses = len(re.findall(rf"{name}(?:_bucket|_sum|_count)?\b", expression))
+        rated = len(re.findall(rf"(?:rate|increase)\({name}(?:_bucket|_sum|_count)?(?:\{{[^}}]*\}})?\[", expression))
+        assert rated == (0 if family.kind in (Kind.SUMMED, Kind.AVERAGED) else uses), name
+
+
+def test_legends_name_labels_that_their_query_keeps():
+    for title, target in TARGETS:
+        for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
+            name = re.search(rf"{PREFIX}\w+", target["expr"])
+            assert name is not None
+            assert f"by ({label})" in target["expr"] or label in _series()[name[0]], title
+
+
+def test_every_alert_has_an_entry_in_the_runbook():
+    runbook = (ROOT / "docs/runbook.md").read_text(encoding="utf-8")
+    headings = set(re.findall(r"^## (\w+)$", runbook, re.MULTILINE))
+    alerts = [rule for rule in RULES if "alert" in rule]
+    assert {alert["alert"] for alert in alerts} <= headings
+    for alert in alerts:
+        assert alert["annotations"]["runbook"] == f"docs/runbook.md#{alert['alert'].lower()}"
+        assert alert["labels"]["severity"] in ("page", "warn")
+        assert alert["annotations"]["summary"]
+
+
+def test_metrics_that_documents_name_exist():
+    names = {family.name for family in FAMILIES} | {key.name for key in fields(Limits)}  # whose endings are alike
+    for page in ("docs/runbook.md", "docs/operating.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for name in re.findall(r"`(?:specserve_)?([a-z_]+_(?:total|seconds|perc|fraction|running|waiting))(?:\{\w+\})?`", text):
+            assert name in names, f"{page} names {name}"
+
+
+def test_the_dashboard_shows_what_an_operator_is_promised():
+    shown = " ".join(target["expr"] for _, target in TARGETS)
+    for name in (
+        *("accepted_tokens_per_pos_total", "anticipation_hits_total", "device_busy_fraction", "time_to_first_token_seconds_bucket"),
+        *("num_requests_waiting", "kv_cache_usage_perc", "worker_restarts_total", "request_failure_total"),
+    ):
+        assert name in shown
+    panels = _dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
+    assert len(set(places)) == len(places)
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
+
+
+def test_prometheus_reads_the_rules_and_the_job_that_they_ask_for():
+    config = yaml.safe_load((ROOT / "deploy/prometheus.yaml").read_text(encoding="utf-8"))
+    (job,) = config["scrape_configs"]
+    assert job["job_name"] == "specserve"
+    assert all((ROOT / "deploy" / name).is_file() for name in config["rule_files"])
+    assert any('up{job="specserve"}' in rule["expr"] for rule in RULES)

@@ -1,0 +1,99 @@
+"""`specserve serve` as a process of its own: what it prints, how it ends, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.ray_server import free_port
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+START_S = 90.0  # on two cores that do nothing else it takes some 25 s
+
+
+def serve(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "specserve", "serve", "--set", "target.threads=1", "--set", "draft.threads=1", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def lines_until(process: subprocess.Popen[str], beginning: str) -> list[str]:
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if line.startswith(beginning):
+            return lines
+    assert process.stderr is not None
+    raise AssertionError(f"no line begins with {beginning!r}: {lines} {process.stderr.read()}")
+
+
+def own_files() -> set[Path]:
+    return set(Path("/tmp").glob("specserve-*"))
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
+    port, before = free_port(), own_files()
+    begun = time.monotonic()
+    process = serve("--port", str(port))
+    try:
+        lines = lines_until(process, "curl ")
+        assert f"ready http://127.0.0.1:{port}" in lines
+        assert time.monotonic() - begun < START_S
+        body = json.dumps({"model": "demo", "prompt": "import os", "max_tokens": 4}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        started = descendants(process.pid)
+        assert any("TargetWorker" in child.name() or "TargetWorker" in " ".join(child.cmdline()) for child in started)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=40)
+        assert process.returncode == 0
+        assert "Traceback" not in errors
+        _, alive = psutil.wait_procs(started, timeout=10)
+        assert alive == []
+        assert own_files() <= before
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--target", "missing/entirely/model"], "missing/entirely/model does not exist"),
+        (["--set", "target.device=cuda"], "1 GPUs are asked for"),
+        (["--set", "speculation.gama=3"], "unknown key speculation.gama; did you mean speculation.gamma?"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments: list[str], said: str) -> None:
+    _, errors = (process := serve("--port", str(free_port()), *arguments)).communicate(timeout=START_S)
+    assert process.returncode == 2
+    assert said in errors
+    assert len(errors.strip().splitlines()) == 1
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_started() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        _, errors = (process := serve("--port", str(port))).communicate(timeout=START_S)
+    assert process.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in errors

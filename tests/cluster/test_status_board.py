@@ -1,0 +1,84 @@
+"""The board: what gateways learn of engines that report, hang, or are gone."""
+
+from __future__ import annotations
+
+from specserve.cluster.status import Pulse
+from specserve.cluster.status_board import ENGINE, GATEWAY, SILENT_AFTER_S, Board, Report
+from specserve.metrics import Registry, Snapshot, merge
+
+
+def snapshot(written: int, running: int = 0) -> Snapshot:
+    registry = Registry()
+    registry.counter("generation_tokens_total").add(written)
+    registry.gauge("num_requests_running").set(running)
+    return registry.snapshot()
+
+
+def written(board: Board) -> float:
+    return merge(board.status().metrics).samples["generation_tokens_total"][()][0]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_engines_there_is_no_health():
+    status = Board().status()
+    assert not status.healthy
+    assert status.why == "no engine replica reports"
+
+
+def test_where_engines_may_sleep_none_is_well_and_one_in_trouble_is_not():
+    board = Board(may_sleep=True)
+    assert board.status().healthy
+    board.report(Report("a", ENGINE, "a worker died", snapshot(0)))
+    assert not board.status().healthy
+
+
+def test_one_engine_that_makes_progress_is_enough():
+    board = Board()
+    board.report(Report("a", ENGINE, "a worker died", snapshot(0)))
+    assert board.status().why == "a worker died"
+    board.report(Report("b", ENGINE, None, snapshot(0)))
+    assert (board.status().healthy, board.status().replicas) == (True, 2)
+
+
+def test_a_gateway_is_no_engine():
+    board = Board()
+    board.report(Report("g", GATEWAY, None, snapshot(3)))
+    assert (board.status().healthy, board.status().replicas) == (False, 0)
+    assert written(board) == 3
+
+
+def test_sums_never_fall_when_a_replica_goes():
+    clock = Clock()
+    board = Board(clock)
+    board.report(Report("a", ENGINE, None, snapshot(10, running=2)))
+    clock.now = SILENT_AFTER_S + 1
+    board.report(Report("b", ENGINE, None, snapshot(5, running=1)))
+    assert written(board) == 15
+    assert merge(board.status().metrics).samples["num_requests_running"][()][0] == 1, "what is gone runs nothing"
+    clock.now *= 3
+    assert written(board) == 15
+    assert not board.status().healthy
+
+
+def test_a_gateway_that_knows_its_own_counts_better_is_left_out_for_it():
+    board = Board()
+    board.report(Report("g", GATEWAY, None, snapshot(3)))
+    board.report(Report("h", GATEWAY, None, snapshot(4)))
+    assert sum(one.samples["generation_tokens_total"][()][0] for one in board.status("g").metrics) == 4
+
+
+def test_a_line_of_status_is_printed_when_there_is_something_new():
+    board, pulse = Board(), Pulse()
+    board.report(Report("a", ENGINE, None, snapshot(0)))
+    assert pulse.line(board.status(), 1.0) == "0 running, 0 waiting on 1 engines"
+    assert pulse.line(board.status(), 2.0) is None
+    board.report(Report("a", ENGINE, None, snapshot(30, running=2)))
+    assert pulse.line(board.status(), 4.0) == "2 running, 0 waiting on 1 engines, 15 tokens/s"
+    board.report(Report("a", ENGINE, "a round does not end", snapshot(30)))
+    assert pulse.line(board.status(), 5.0) == "not healthy: a round does not end"

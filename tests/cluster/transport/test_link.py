@@ -1,0 +1,603 @@
+"""Links over real sockets: whom they admit, what they survive, and what is left of them afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import resource_tracker
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import uvloop
+import zmq
+
+from specserve.cluster.transport.chunk_stream import Inbox, Outlet, Ticket
+from specserve.cluster.transport.link import Address, Client, Keys, Server
+from specserve.errors import OutOfPages, WorkerLost
+from specserve.types import Chunk, Origin, Policy, Proposal, SparseRows, Verdict, VerifyStep, Warp
+from specserve.wire.messages import Chunks, Failed, Message, Proposals, Propose, Stop, Verdicts, Verify, pack
+
+HOST = "127.0.0.1"
+SECONDS = 20  # until a test that hangs is given up
+
+
+def later(condition: Callable[[], object]) -> bool:
+    """Whether it comes true within the time."""
+    until = time.monotonic() + SECONDS
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.005)
+    return bool(condition())
+
+
+def num_sockets() -> int:
+    return len(psutil.Process().net_connections())
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No socket, descriptor or thread of a link outlives its `close`; ZeroMQ's own threads count too."""
+    process = psutil.Process()
+    zmq.Context().term()  # what each of these opens once is open from here on
+    uvloop.new_event_loop().close()
+    resource_tracker.ensure_running()
+    before = process.num_threads(), process.num_fds(), num_sockets()
+    yield
+    assert later(lambda: process.num_threads() <= before[0]), threading.enumerate()
+    assert later(lambda: (process.num_fds(), num_sockets()) <= before[1:])
+
+
+def answer(message: Message) -> Message:
+    assert isinstance(message, (Verify, Propose))
+    if isinstance(message, Propose):
+        return Proposals(message.number, (), seconds=0.5, pages_used=len(message.steps))
+    return Verdicts(message.number, tuple(Verdict(step.seq_id, 0, 1, None) for step in message.steps), seconds=0.5, pages_used=1)
+
+
+def serve(server: Server, respond: Callable[[Message], Message | None] = answer) -> None:
+    """A worker's loop; None leaves the question open."""
+    while not isinstance(message := server.receive(SECONDS), (Stop, type(None))):
+        response = respond(message)
+        if response is not None:
+            server.send(response)
+    server.close()
+
+
+@contextmanager
+def worker(server: Server, respond: Callable[[Message], Message | None] = answer) -> Iterator[threading.Thread]:
+    thread = threading.Thread(target=serve, args=(server, respond))
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+
+
+def pair() -> tuple[Server, Client]:
+    keys = Keys.fresh()
+    server = Server(Keys.fresh(), HOST, keys.public)
+    return server, Client(keys, server.address)
+
+
+async def finish(client: Client, thread: threading.Thread) -> None:
+    client.post(Stop())
+    await asyncio.to_thread(thread.join, SECONDS)
+    client.close()
+
+
+def run(main: Awaitable[None], *, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(SECONDS):
+            await main
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(limited())
+
+
+def verify(number: int, *, num_steps: int = 3) -> Verify:
+    rng = np.random.default_rng(number)
+    q = SparseRows(rng.integers(0, 99, (2, 64)), rng.random((2, 64), dtype=np.float32))
+    return Verify(number, tuple(VerifyStep(i, 7, (1,), (2, 3), q, Policy(Warp(), "block", 5, 7)) for i in range(num_steps)), (8,))
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_each_call_gets_its_own_answer(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    server, client = pair()
+    asked: list[Message] = []
+
+    async def main(thread: threading.Thread) -> None:
+        for number in range(300):
+            got = await client.call(verify(number, num_steps=number % 40), SECONDS)
+            assert isinstance(got, Verdicts)
+            assert (got.number, len(got.verdicts)) == (number, number % 40)
+        assert isinstance(await client.call(Propose(300, math.inf, ()), SECONDS), Proposals)
+        await finish(client, thread)
+
+    with worker(server, lambda message: [asked.append(message), answer(message)][1]) as thread:
+        run(main(thread), loop=loop)
+    assert [message.number for message in asked] == list(range(301))
+    assert asked[7].steps[6].q.probs.tobytes() == verify(7).steps[0].q.probs.tobytes()
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_coordinator_has_calls_to_many_workers_under_way_at_once(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    pairs = [pair() for _ in range(3)]
+
+    async def main(threads: list[threading.Thread]) -> None:
+        for number in range(50):
+            answers = await asyncio.gather(*(client.call(verify(number), SECONDS) for _, client in pairs))
+            assert [each.number for each in answers] == [number] * 3
+        for (_, client), thread in zip(pairs, threads, strict=True):
+            await finish(client, thread)
+
+    with worker(pairs[0][0]) as one, worker(pairs[1][0]) as two, worker(pairs[2][0]) as three:
+        run(main([one, two, three]), loop=loop)
+
+
+def test_messages_of_megabytes_pass() -> None:
+    server, client = pair()
+    prompt = tuple(range(300_000))
+
+    async def main(thread: threading.Thread) -> None:
+        step = VerifyStep(1, 0, prompt, (), None, Policy(Warp(), "block", 5, len(prompt)))
+        assert (await client.call(Verify(1, (step,)), SECONDS)).number == 1
+        await finish(client, thread)
+
+    def respond(message: Message) -> Message:
+        assert message.steps[0].tokens == prompt
+        return answer(message)
+
+    with worker(server, respond) as thread:
+        run(main(thread))
+
+
+def test_a_late_answer_to_an_earlier_round_is_dropped() -> None:
+    server, client = pair()
+
+    def respond(message: Message) -> Message | None:
+        if message.number == 2:  # round 1 is answered only now
+            server.send(answer(verify(1)))
+        return None if message.number == 1 else answer(message)
+
+    async def main(thread: threading.Thread) -> None:
+        with pytest.raises(WorkerLost):
+            await client.call(verify(1), 0.05)
+        for number in (2, 3):
+            assert (await client.call(verify(number), SECONDS)).number == number
+        await finish(client, thread)
+
+    with worker(server, respond) as thread:
+        run(main(thread))
+
+
+def test_a_worker_that_does_not_answer_is_lost_at_the_deadline_and_not_later() -> None:
+    server, client = pair()
+
+    async def main(thread: threading.Thread) -> None:
+        begun = time.monotonic()
+        with pytest.raises(WorkerLost, match=r"127\.0\.0\.1:\d+ has not answered within 0.2 s"):
+            await client.call(verify(1), 0.2)
+        assert 0.19 < time.monotonic() - begun < 1
+        await finish(client, thread)
+
+    with worker(server, lambda message: None) as thread:
+        run(main(thread))
+
+
+def test_a_worker_that_fails_raises_at_the_coordinator_what_it_raised() -> None:
+    server, client = pair()
+    errors = {1: OutOfPages("no room"), 2: ZeroDivisionError("by zero")}
+
+    async def main(thread: threading.Thread) -> None:
+        with pytest.raises(OutOfPages, match="no room"):
+            await client.call(verify(1), SECONDS)
+        with pytest.raises(WorkerLost, match="ZeroDivisionError: by zero"):
+            await client.call(verify(2), SECONDS)
+        assert (await client.call(verify(3), SECONDS)).number == 3
+        await finish(client, thread)
+
+    with worker(server, lambda message: Failed.of(message.number, errors[message.number]) if message.number in errors else answer(message)) as thread:
+        run(main(thread))
+
+
+def die(connection: Any, admits: bytes) -> None:
+    server = Server(Keys.fresh(), HOST, admits)
+    connection.send(server.address)
+    message = server.receive(SECONDS)
+    assert isinstance(message, Verify)
+    server.send(answer(message))
+    server.receive(SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_in_a_round_leaves_the_coordinator_a_deadline_and_nothing_else() -> None:
+    keys = Keys.fresh()
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=die, args=(theirs, keys.public))
+    process.start()
+    client = Client(keys, ours.recv())
+
+    async def main() -> None:
+        assert (await client.call(verify(1), SECONDS)).number == 1
+        with pytest.raises(WorkerLost):
+            await client.call(verify(2), 0.5)
+        await asyncio.to_thread(process.join, SECONDS)
+        with pytest.raises(WorkerLost):
+            await client.call(verify(3), 0.1)
+        client.close()
+
+    run(main())
+    for each in (ours, theirs, process):
+        each.close()
+
+
+def answer_all(pipe: Any, admits: bytes) -> None:
+    server = Server(Keys.fresh(), "127.0.0.1", admits)
+    pipe.send(server.address)
+    while True:
+        message = server.receive()
+        time.sleep(3.0 if message.number == 2 else 0.0)
+        server.send(Verdicts(message.number, (), 0.0, 0))
+
+
+@pytest.mark.parametrize("nearby", [True, False], ids=["ipc", "tcp"])
+def test_a_worker_that_is_stopped_is_noticed_within_five_seconds_and_one_that_is_busy_for_longer_than_a_beat_is_not(nearby: bool) -> None:
+    keys = Keys.fresh()
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=answer_all, args=(theirs, keys.public))
+    process.start()
+    address = ours.recv()
+    client = Client(keys, address if nearby else replace(address, nearby=""))
+    silences: list[WorkerLost] = []
+
+    async def main() -> None:
+        client.on_silence = silences.append
+        assert (await client.call(verify(1), SECONDS)).number == 1
+        assert (await client.call(verify(2), SECONDS)).number == 2, "a long pass was taken for a death"
+        os.kill(process.pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises(WorkerLost, match="silent"):
+            await client.call(verify(3), SECONDS)
+        assert time.monotonic() - begun < 5
+        client.close()
+
+    run(main())
+    assert len(silences) == 1
+    process.kill()
+    process.join()
+    for each in (ours, theirs, process):
+        each.close()
+
+
+def test_whoever_knows_that_the_worker_is_gone_ends_the_call_under_way_and_all_later_ones() -> None:
+    server, client = pair()
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(0.05, client.fail, WorkerLost("it was killed"))
+        for _ in range(2):
+            with pytest.raises(WorkerLost, match="it was killed"):
+                await client.call(verify(1), SECONDS)
+        client.close()
+
+    run(main())
+    server.close()
+
+
+def test_closing_a_client_ends_its_call() -> None:
+    server, client = pair()
+
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(0.05, client.close)
+        with pytest.raises(WorkerLost, match="closed"):
+            await client.call(verify(1), SECONDS)
+
+    run(main())
+    server.close()
+
+
+def test_a_cancelled_call_leaves_the_client_usable() -> None:
+    server, client = pair()
+
+    async def main(thread: threading.Thread) -> None:
+        call = asyncio.create_task(client.call(verify(1), SECONDS))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await client.call(verify(2), SECONDS)).number == 2
+        await finish(client, thread)
+
+    with worker(server) as thread:
+        run(main(thread))
+
+
+def test_a_server_waits_no_longer_than_asked_and_says_when_something_is_there() -> None:
+    server, client = pair()
+    begun = time.monotonic()
+    assert server.receive(0.1) is None
+    assert 0.09 < time.monotonic() - begun < 1
+    assert server.receive(0.0) is None
+    assert not server.waiting()
+    client.post(verify(1))
+    assert server.receive(SECONDS).number == 1
+    client.post(verify(2))
+    assert later(server.waiting)
+    assert server.receive(0.0).number == 2
+    assert not server.waiting()
+    client.close()
+    server.close()
+
+
+def stranger(context: zmq.Context[Any], address: Address, *, client: Keys | None, server: bytes, kind: int = zmq.DEALER) -> Any:
+    """A socket that talks to the address, with whatever keys it has."""
+    peer = context.socket(kind)
+    peer.set(zmq.LINGER, 0)
+    if client is not None:
+        peer.set(zmq.CURVE_SERVERKEY, server)
+        peer.set(zmq.CURVE_PUBLICKEY, client.public)
+        peer.set(zmq.CURVE_SECRETKEY, client.secret)
+    peer.connect(address.endpoint)
+    return peer
+
+
+@pytest.mark.parametrize("secret", ["wrong key", "no key", "wrong server", "http"])
+def test_strangers_are_refused_and_logged_and_the_worker_goes_on(secret: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    server, client = pair()
+    asked: list[int] = []
+    context: zmq.Context[Any] = zmq.Context()
+    if secret == "http":
+        peer: Any = socket.create_connection((HOST, server.address.port))
+        peer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(200))
+    else:
+        wrong = Keys.fresh()
+        guest = None if secret == "no key" else wrong
+        peer = stranger(context, server.address, client=guest, server=wrong.public if secret == "wrong server" else server.address.public)
+        peer.send_multipart(pack(verify(99)))
+
+    def respond(message: Message) -> Message:
+        asked.append(message.number)
+        return answer(message)
+
+    async def main(thread: threading.Thread) -> None:
+        for number in range(20):
+            assert (await client.call(verify(number), SECONDS)).number == number
+            await asyncio.sleep(0.01)
+        assert secret == "http" or await asyncio.to_thread(later, lambda: "refused" in caplog.text)  # ZeroMQ hangs up on others by itself
+        await finish(client, thread)
+
+    with worker(server, respond) as thread:
+        run(main(thread))
+    assert asked == list(range(20))
+    assert ("with another key" in caplog.text) == (secret == "wrong key")
+    assert len([record for record in caplog.records if "refused" in record.message]) < 20  # though it tries again and again
+    peer.close()
+    context.term()
+
+
+def test_malformed_and_foreign_frames_of_the_admitted_are_logged_and_the_worker_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    keys = Keys.fresh()
+    server = Server(Keys.fresh(), HOST, keys.public)
+    context: zmq.Context[Any] = zmq.Context()
+    peer = stranger(context, server.address, client=keys, server=server.address.public)
+    good = [bytes(frame) for frame in pack(verify(5))]
+    bad = [[b""], [b"hello"], [bytes(1000)] * 3, [good[0]], [good[0][:-1], good[1]], [good[0], good[1][:-8]], [*good, b""]]
+    for frames in bad:
+        peer.send_multipart(frames)
+    peer.send_multipart(good)
+    message = server.receive(SECONDS)
+    assert isinstance(message, Verify)
+    assert message.number == 5
+    assert len(caplog.records) == len(bad)
+    peer.close()
+    context.term()
+    server.close()
+
+
+def test_a_worker_that_sends_garbage_is_not_answered_to(caplog: pytest.LogCaptureFixture) -> None:
+    server, client = pair()
+
+    def respond(message: Message) -> Message:
+        server._socket.send_multipart([server._peer, b"garbage"])
+        server.send(Stop())  # well-formed, and no answer
+        return answer(message)
+
+    async def main(thread: threading.Thread) -> None:
+        assert (await client.call(verify(1), SECONDS)).number == 1
+        await finish(client, thread)
+
+    with worker(server, respond) as thread:
+        run(main(thread))
+    assert "ignored" in caplog.text
+
+
+def test_a_coordinator_that_connects_anew_is_the_one_that_is_answered() -> None:
+    keys = Keys.fresh()
+    server = Server(Keys.fresh(), HOST, keys.public)
+
+    async def main(thread: threading.Thread) -> None:
+        first, second = Client(keys, server.address), Client(keys, server.address)
+        for number in range(10):
+            for client in (first, second):
+                assert (await client.call(verify(number), SECONDS)).number == number
+        first.close()
+        assert (await second.call(verify(99), SECONDS)).number == 99
+        await finish(second, thread)
+
+    with worker(server) as thread:
+        run(main(thread))
+
+
+def chunks(engine: int, number: int) -> Chunks:
+    return Chunks((Chunk(engine, (number,), (Origin.PLAIN,)),))
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_chunks_of_two_engines_arrive_complete_and_each_in_order(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    inbox = Inbox(HOST)
+    outlets = [Outlet(inbox.ticket) for _ in range(2)]
+
+    async def main() -> None:
+        got: dict[int, list[int]] = {0: [], 1: []}
+        for start in range(0, 2000, 100):
+            for number in range(start, start + 100):
+                for engine, outlet in enumerate(outlets):
+                    outlet.send(chunks(engine, number))
+            await asyncio.sleep(0)
+        while sum(map(len, got.values())) < 4000:
+            (chunk,) = (await inbox.receive()).chunks
+            got[chunk.seq_id] += chunk.tokens
+        assert got == {0: list(range(2000)), 1: list(range(2000))}
+        inbox.close()
+
+    run(main(), loop=loop)
+    for outlet in outlets:
+        outlet.close()
+
+
+def test_what_an_engine_sent_before_it_closed_still_arrives() -> None:
+    inbox = Inbox(HOST)
+
+    async def main() -> None:
+        outlet = Outlet(inbox.ticket)
+        for number in range(100):
+            outlet.send(chunks(0, number))
+        outlet.close()
+        assert [(await inbox.receive()).chunks[0].tokens[0] for _ in range(100)] == list(range(100))
+        inbox.close()
+
+    run(main())
+
+
+def test_an_inbox_admits_its_ticket_alone_and_survives_garbage(caplog: pytest.LogCaptureFixture) -> None:
+    inbox = Inbox(HOST)
+    outlet, forged = Outlet(inbox.ticket), Outlet(Ticket(inbox.ticket.address, Keys.fresh()))
+    context: zmq.Context[Any] = zmq.Context()
+    peer = stranger(context, inbox.ticket.address, client=inbox.ticket.keys, server=inbox.ticket.address.public, kind=zmq.PUSH)
+
+    async def main() -> None:
+        forged.send(chunks(0, 666))
+        peer.send(b"garbage")
+        peer.send_multipart(pack(verify(1)))  # well-formed, and not for an inbox
+        peer.send_multipart(pack(chunks(0, 1)))
+        assert await inbox.receive() == chunks(0, 1)
+        outlet.send(chunks(0, 2))
+        assert await inbox.receive() == chunks(0, 2)
+        while "with another key" not in caplog.text:
+            await asyncio.sleep(0.01)
+        inbox.close()
+
+    run(main())
+    assert "ignored" in caplog.text
+    for each in (outlet, forged):
+        each.close()
+    peer.close()
+    context.term()
+
+
+def test_an_outlet_never_blocks_and_says_once_that_it_drops(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specserve.cluster.transport.chunk_stream.OUTLET_MARK", 50)
+    inbox = Inbox(HOST)
+    inbox.close()
+    outlet = Outlet(inbox.ticket)
+    begun = time.monotonic()
+    for number in range(100):
+        outlet.send(chunks(0, number))
+    outlet.close()
+    assert time.monotonic() - begun < 0.5
+    assert len([record for record in caplog.records if "takes no messages" in record.message]) == 1
+
+
+def ticket_holder(ticket: Ticket) -> None:
+    outlet = Outlet(ticket)
+    outlet.send(chunks(0, 7))
+    outlet.close()
+
+
+def test_a_ticket_works_in_another_process() -> None:
+    inbox = Inbox(HOST)
+    process = multiprocessing.get_context("spawn").Process(target=ticket_holder, args=(inbox.ticket,))
+    process.start()
+
+    async def main() -> None:
+        assert await inbox.receive() == chunks(0, 7)
+        inbox.close()
+
+    run(main())
+    process.join(SECONDS)
+    assert process.exitcode == 0
+    process.close()
+
+
+def test_addresses_and_tickets_travel_and_secrets_are_not_shown() -> None:
+    keys = Keys.fresh()
+    ticket = Ticket(Address("::1", 5, keys.public), keys)
+    assert pickle.loads(pickle.dumps(ticket)) == ticket
+    assert hash(pickle.loads(pickle.dumps(ticket))) == hash(ticket)
+    assert keys.secret.decode() not in repr(ticket)
+    assert ticket.address.endpoint == "tcp://[::1]:5"
+    assert Address(HOST, 5, b"").endpoint == "tcp://127.0.0.1:5"
+
+
+def test_what_passes_over_a_link_cannot_be_read_on_the_way() -> None:
+    """The bytes on the wire, seen by a relay in the middle."""
+    keys = Keys.fresh()
+    server = Server(Keys.fresh(), HOST, keys.public)
+    seen = bytearray()
+    with socket.create_server((HOST, 0)) as relay:
+        client = Client(keys, Address(HOST, relay.getsockname()[1], server.address.public))
+        near, _ = relay.accept()
+    far = socket.create_connection((HOST, server.address.port))
+
+    def forward(source: socket.socket, sink: socket.socket) -> None:
+        while data := source.recv(65536):
+            seen.extend(data)
+            sink.sendall(data)
+        sink.close()
+
+    threads = [threading.Thread(target=forward, args=ends) for ends in ((near, far), (far, near))]
+    for thread in threads:
+        thread.start()
+
+    async def main(thread: threading.Thread) -> None:
+        assert (await client.call(verify(1), SECONDS)).number == 1
+        await finish(client, thread)
+
+    with worker(server) as thread:
+        run(main(thread))
+    for each in threads:
+        each.join(SECONDS)
+    assert b"CURVE" in seen
+    assert b"specserve" not in seen
+    assert b"Verify" not in seen
+    for end in (near, far):
+        end.close()
+
+
+def test_a_proposal_reaches_the_target_with_the_same_bits() -> None:
+    server, client = pair()
+    q = SparseRows(np.array([[5, 6]]), np.array([[0.1, 0.9]], dtype=np.float32))
+
+    async def main(thread: threading.Thread) -> None:
+        got = await client.call(Propose(1, 0.5, ()), SECONDS)
+        assert isinstance(got, Proposals)
+        back = got.proposals[0].q
+        assert back is not None
+        assert (back.ids.tolist(), back.probs.tobytes()) == ([[5, 6]], q.probs.tobytes())
+        await finish(client, thread)
+
+    with worker(server, lambda message: Proposals(message.number, (Proposal(1, 2, (5,), q, 3),), 0.0, 0)) as thread:
+        run(main(thread))

@@ -1,0 +1,206 @@
+"""The configuration tree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import yaml
+
+from specserve.config.tree import DEMO, Config, Stage, load, override, parse
+from specserve.errors import ConfigError
+
+CONTRACT = {
+    "model": None,
+    "target": {"path", "revision", "dtype", "tensor_parallel", "device", "threads", "attention", "label_selector"},
+    "draft": {"kind", "path", "skip", "learn", "dtype", "device", "threads", "num_gpus", "label_selector", "support", "stages", "k", "lenience"},
+    "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
+    "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
+    "limits": {"max_context", "max_running", "max_queued", "request_timeout_s", "max_body_bytes"},
+    "replicas": {"min", "max", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s", "surge_percent", "gateways"},
+    "http": {
+        "host",
+        "port",
+        "api_keys_file",
+        "open_paths",
+        "cors_origins",
+        "root_path",
+        "tls_cert",
+        "tls_key",
+        "label_selector",
+    },  # open_paths, TLS and labels go beyond the promise
+    "logs": {"format", "level", "prompts"},  # and so do these
+    "faults": {"round_deadline_s", "max_restarts"},
+}
+
+
+def test_the_keys_are_those_that_were_promised():
+    config = parse({})
+    assert {key.name for key in dataclasses.fields(config)} == set(CONTRACT)
+    for name, keys in CONTRACT.items():
+        if keys is not None:
+            assert {key.name for key in dataclasses.fields(getattr(config, name))} == keys
+    assert {key.name for key in dataclasses.fields(config.speculation.anticipation)} == {"enabled", "fanout"}
+
+
+def test_without_keys_the_demo_pair_is_served():
+    config = parse({})
+    assert (config.model, config.target.path, config.draft.path, config.draft.kind) == ("demo", str(DEMO / "target"), str(DEMO / "draft"), "neural")
+
+
+def test_the_demo_target_can_do_without_its_draft():
+    assert parse({}, {"draft.kind": "none"}).draft.kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind"), [({}, "none"), ({"draft.path": "small"}, "neural"), ({"draft.path": "small", "draft.kind": "none"}, "none")]
+)
+def test_a_draft_drafts_if_there_is_one_and_it_is_wanted(keys, kind):
+    config = parse({"target": {"path": "/models/big-7b"}}, keys)
+    assert config.draft.kind == kind
+    assert config.model == "big-7b"
+
+
+def test_overrides_win_and_leave_their_neighbours_alone():
+    config = parse({"speculation": {"gamma": 3, "lenience": 2}}, {"speculation.gamma": 5, "http": {"port": 9}})
+    assert (config.speculation.gamma, config.speculation.lenience, config.http.port) == (5, 2.0, 9)
+
+
+def test_auto_and_null_leave_the_choice_open():
+    config = parse({"speculation": {"gamma": "auto", "verifier": "auto", "max_gamma": None}, "http": None})
+    assert config.speculation.gamma is None
+    assert config.speculation.verifier is None
+    assert config.speculation.max_gamma == 16
+    assert config.http.port == 8000
+
+
+def test_labels_may_have_dots():
+    assert parse({"target": {"label_selector": {"ray.io/accelerator-type": "L4"}}}).target.label_selector == {"ray.io/accelerator-type": "L4"}
+
+
+def test_a_config_written_out_reads_back_the_same():
+    config = parse({}, {"speculation.gamma": 4, "http.cors_origins": ["http://a"], "target.label_selector": {"a": "b"}})
+    assert parse(yaml.safe_load(yaml.safe_dump(_plain(config)))) == config
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value):
+        return {key.name: _plain(getattr(value, key.name)) for key in dataclasses.fields(value)}
+    return list(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("speculation.gama", "speculation.gamma"),
+        ("specluation", "speculation"),
+        ("gamma", "speculation.gamma"),
+        ("tensor_paralel", "target.tensor_parallel"),
+        ("http.prot", "http.port"),
+        ("speculation.anticipation.fan_out", "speculation.anticipation.fanout"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_one(key, nearest):
+    with pytest.raises(ConfigError, match=f"unknown key {key}; did you mean {nearest}\\?"):
+        parse({}, {key: 1})
+
+
+def test_a_key_like_no_other_is_refused_with_all_that_there_are():
+    with pytest.raises(ConfigError, match=r"unknown key http\.zzzz; known here: host, port"):
+        parse({"http": {"zzzz": 1}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "wanted"),
+    [
+        ("speculation.gamma", -1, "auto, or a whole number from 0 to 64"),
+        ("speculation.gamma", True, "a whole number"),
+        ("speculation.gamma", 2.5, "a whole number"),
+        ("speculation.verifier", "fast", "one of speculative, block, coupled, lenient"),
+        ("speculation.lenience", float("nan"), "a number from 1"),
+        ("speculation.lenience", float("inf"), "a number from 1"),
+        ("speculation.lenience", 0.5, "a number from 1"),
+        ("target.dtype", "bf16", "bfloat16"),
+        ("target.device", "gpu", "auto, cpu, cuda or cuda:N"),
+        ("target.device", "cuda:", "cuda:N"),
+        ("target.tensor_parallel", 0, "from 1"),
+        ("target.path", "", "text that is not empty"),
+        ("target.path", 7, "text"),
+        ("target.label_selector", {"a": 1}, "a mapping of text to text"),
+        ("cache.memory_fraction", 0, "above 0 and up to 1"),
+        ("cache.prefix_caching", "yes please", "true or false"),
+        ("limits.max_running", 10**400, "from 1 to 65536"),
+        ("http.port", 70000, "from 0 to 65535"),
+        ("http.cors_origins", "http://a", "a list"),
+        ("http", 8000, "a group of keys"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_refused_naming_key_and_remedy(key, value, wanted):
+    with pytest.raises(ConfigError) as refusal:
+        parse({}, {key: value})
+    assert str(refusal.value).startswith(f"{key} must be ")
+    assert wanted in str(refusal.value)
+
+
+def test_an_item_of_a_list_is_refused_by_its_place():
+    with pytest.raises(ConfigError, match=r"http.cors_origins\[1\] must be text"):
+        parse({}, {"http.cors_origins": ["http://a", 3]})
+
+
+@pytest.mark.parametrize(
+    ("keys", "refusal"),
+    [
+        ({"speculation.gamma": 20}, "speculation.gamma 20 is above speculation.max_gamma 16"),
+        ({"cache.pages": 10, "cache.memory_fraction": 0.5}, "cache.pages and cache.memory_fraction"),
+        ({"replicas.min": 2}, "replicas.min 2 is above replicas.max 1"),
+        ({"http.tls_cert": "cert.pem"}, "http.tls_cert and http.tls_key go together"),
+        ({"draft.kind": "neural", "target.path": "t"}, "draft.kind neural needs draft.path"),
+        ({"draft.learn": True}, "draft.learn belongs to the kinds unigram"),
+        ({"draft.kind": "none", "draft.stages": [{"kind": "unigram"}]}, "draft.stages belongs to the kinds vertical"),
+    ],
+)
+def test_keys_that_contradict_one_another_or_are_not_built_are_refused(keys, refusal):
+    with pytest.raises(ConfigError, match=refusal):
+        parse({}, keys)
+
+
+def test_the_stages_of_a_cascade_are_sections_of_their_own():
+    with pytest.raises(ConfigError, match=r"unknown key draft\.stages\[0\]\.knid; did you mean draft\.stages\[0\]\.kind"):
+        parse({"draft": {"stages": [{"knid": "neural"}]}})
+    assert Stage() == Stage(kind="neural", path=None, device=None)
+
+
+def test_a_file_is_read_and_overridden(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("speculation:\n  gamma: 7\n  verifier: block\n")
+    config = load(file, dict([override("speculation.gamma=auto"), override("http.port=81")]))
+    assert (config.speculation.gamma, config.speculation.verifier, config.http.port) == (None, "block", 81)
+    file.write_text("")
+    assert load(file) == load(None) == parse({})
+
+
+@pytest.mark.parametrize("content", ["a: [", "- a\n- b\n", "just text", b"\xff\xfe\x00"])
+def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, content):
+    file = tmp_path / "config.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as refusal:
+        load(file)
+    assert str(file) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("argument", ["gamma", "=5", "", "http.port=[1"])
+def test_an_override_that_is_not_written_as_one_is_refused(argument):
+    with pytest.raises(ConfigError):
+        override(argument)
+
+
+def test_the_tree_cannot_be_changed():
+    config = Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.http.port = 1

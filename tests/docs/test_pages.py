@@ -1,0 +1,257 @@
+"""The guide: every command on its pages runs, or says why not and is checked; links lead somewhere, and options and keys that are named exist.
+
+A block runs unless the comment above it says `not run: why`. Commands run in this process, against one server for all that ask one. What starts a
+server is checked and not started, for the tests have theirs: `specserve serve` is parsed, and the config that it would serve is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+
+from docs._build.commands import command_line, commands
+from docs._build.configuration import all_keys
+from specserve.cli import arguments
+from specserve.cli import main as cli
+from specserve.config.tree import parse
+from tests.support import pages as guide
+from tests.support.pages import DOCS, ROOT, Block, Command
+from tests.support.ray_server import served
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # of ray.serve's own, once imported
+
+BLOCKS = guide.blocks()
+LANGUAGES = ("sh", "console", "python", "yaml", "json", "math", "")
+RUN = guide.programs([block for block in BLOCKS if block.language in ("sh", "console", "python") and block.excuse is None])
+SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
+OTHERS = {
+    "--version",
+    "--build-arg",
+    "--shm-size",
+    "--gpus",
+    "--address",
+    "--num-cpus",
+    "--labels",
+    "--help",
+    "--device-draft",
+}  # options of Ray and of others
+SERVE_FILE = {"applications", "http_options", "proxy_location"}  # of `serve deploy`
+named = {"ids": lambda block: block.name}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a reader sits: at the top of the repository, with a text and a config of theirs."""
+    for name in ("specserve", "deploy", "constraints.txt"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "my-text.txt").write_text(Path(cli.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "my.yaml").write_text("model: mine\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served({"target.threads": 1, "draft.threads": 1}) as (url, _):
+        yield url
+
+
+# What runs
+
+
+@pytest.mark.parametrize("block", [block for block in RUN if not block.asks_server], **named)
+def test_it_does_what_it_says(block: Block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(block, guide.URL, capsys)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [block for block in RUN if block.asks_server], **named)
+def test_it_does_what_it_says_to_a_server(block: Block, url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(block, url, capsys)
+
+
+def run(block: Block, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if block.language == "python":
+        run_python(block, url)
+        return
+    for command in guide.commands(block.filled(url) if block.language == "sh" else typed(block)):
+        assert command.program in PROGRAMS, f"{block.name}: {command.program} is not run here; say why above the block: <!-- not run: ... -->"
+        PROGRAMS[command.program](command)
+        printed = capsys.readouterr().out
+        if command.into is not None:
+            Path(command.into).write_text(printed, encoding="utf-8")
+    if block.language == "console":
+        assert printed.split() == block.text.partition("\n")[2].split(), f"{block.name} prints something else now"
+
+
+def typed(block: Block) -> str:
+    """What is typed in a block that shows its output too."""
+    assert block.text.startswith("$ ")
+    return block.text.partition("\n")[0]
+
+
+def run_python(block: Block, url: str) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        exec(compile(block.filled(url), block.page.name, "exec", dont_inherit=True), names)
+    finally:
+        for value in names.values():
+            if isinstance(value, openai.OpenAI):
+                value.close()
+
+
+def run_specserve(command: Command) -> None:
+    if command.words[1] == "serve":
+        read_config(command)
+    else:
+        assert cli.main(command.words[1:]) == 0, command.words
+
+
+def run_python_module(command: Command) -> None:
+    subprocess.run([sys.executable, *command.words[1:]], check=True)
+
+
+def run_curl(command: Command) -> None:
+    """As far as the guide uses it, for it may not be installed. Anything but 200 is an error."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("-d", dest="body")
+    parser.add_argument("-H", dest="headers", action="append", default=[])
+    parser.add_argument("-s", "-N", action="store_true")
+    given = parser.parse_args(command.words[1:])
+    headers = dict(header.split(": ", 1) for header in given.headers)
+    request = urllib.request.Request(given.url, None if given.body is None else given.body.encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        text = response.read().decode()
+    assert '"stream": true' not in (given.body or "") or text.endswith("data: [DONE]\n\n")
+    print(text)
+
+
+PROGRAMS: Mapping[str, Callable[[Command], None]] = {"specserve": run_specserve, "python": run_python_module, "curl": run_curl}
+
+
+# What is checked without running
+
+
+def test_every_block_is_of_a_kind_that_is_run_or_checked() -> None:
+    for block in BLOCKS:
+        assert block.language in LANGUAGES, f"{block.name}: {block.language}"
+        assert block.excuse is None or block.language in ("sh", "console", "python"), f"{block.name} needs no excuse"
+    assert {"sh", "console", "python", "yaml", "json", "math"} <= {block.language for block in BLOCKS}
+
+
+@pytest.mark.parametrize("block", SHELL, **named)
+def test_every_command_takes_these_options_and_files(block: Block, folder: Path) -> None:
+    for command in guide.commands(block.filled(guide.URL) if block.language == "sh" else typed(block)):
+        if command.program == "specserve":
+            command_line().parse_args(command.words[1:])
+        if command.program == "specserve" and command.words[1] == "serve" and "draft.path=my-heads" not in command.words:
+            read_config(command)
+        if command.program == "make":
+            assert re.search(rf"^{command.words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        for word in command.words[1:]:
+            if word.startswith("deploy/") or word == "cluster.yaml":
+                assert (ROOT / word).is_file(), word
+
+
+def read_config(command: Command) -> None:
+    arguments.config(command_line().parse_args(command.words[1:]))
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], **named)
+def test_yaml_is_what_it_is_for(block: Block) -> None:
+    tree = yaml.safe_load(block.text)
+    if SERVE_FILE & set(tree):
+        from ray.serve.schema import ServeDeploySchema  # late: the import itself warns
+
+        (application,) = ServeDeploySchema.model_validate(tree).applications
+        assert set(tree) <= set(ServeDeploySchema.model_fields)
+        tree = application.args
+    parse(tree)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], **named)
+def test_json_is_json(block: Block) -> None:
+    json.loads(block.text)
+
+
+def test_a_block_that_nobody_runs_would_be_noticed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = guide.blocks_of(DOCS / "new.md", "text\n\n```sh\nkubectl get pods\n```\n")
+    with pytest.raises(AssertionError, match="not run"):
+        run(block, guide.URL, capsys)
+    (excused,) = guide.blocks_of(DOCS / "new.md", "<!-- not run: no cluster -->\n```sh\nkubectl get pods\n```\n")
+    assert excused.excuse == "no cluster"
+
+
+# What is named exists
+
+
+every_page = pytest.mark.parametrize("page", guide.NAMES)
+
+
+@every_page
+def test_every_link_leads_somewhere(page: str) -> None:
+    for link in guide.links(guide.page(page)):
+        path, _, anchor = link.partition("#")
+        file = (ROOT / page).parent.joinpath(path).resolve() if path else ROOT / page
+        name = str(file.relative_to(ROOT))
+        assert name in guide.NAMES or file.exists(), f"{page} links to {link}"
+        assert not anchor or anchor in guide.anchors(guide.page(name)), f"{page} links to {link}, and has no such heading"
+
+
+@every_page
+def test_every_option_that_is_named_exists(page: str) -> None:
+    known = OTHERS | {spelling for _, _, parser in commands() for action in parser._actions for spelling in action.option_strings}
+    for span in guide.spans(guide.page(page)):
+        for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span):
+            assert option in known or not span.startswith(("specserve", "--")), f"{page} names {option}"
+
+
+@every_page
+def test_every_key_that_is_named_exists(page: str) -> None:
+    known = {key.name for key in all_keys()}
+    sections = {name.partition(".")[0] for name in known if "." in name}
+    branches = {name.rpartition(".")[0] for name in known}
+    for span in guide.spans(guide.page(page)):
+        for key in re.findall(rf"(?<![\w./])(?:{'|'.join(sections)})(?:\.[a-z_]+)+(?![\w/(])", span):
+            assert key in known | branches or key.endswith((".py", ".md", ".json", ".yaml")), f"{page} names {key}"
+
+
+def test_every_page_has_its_place_in_the_navigation() -> None:
+    tree = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = list(_leaves(tree["nav"]))
+    assert len(set(listed)) == len(listed)
+    assert {f"docs/{name}" for name in listed} == set(guide.NAMES) - {"README.md"} | {"docs/CHANGELOG.md"}
+
+
+def _leaves(tree: Any) -> Iterator[str]:
+    for entry in tree if isinstance(tree, list) else tree.values():
+        if isinstance(entry, str):
+            yield entry
+        else:
+            yield from _leaves(entry)
+
+
+def test_figures_on_the_overview_are_those_of_the_page_that_they_are_from() -> None:
+    sections = re.split(r"^## ", guide.page("docs/performance.md"), flags=re.MULTILINE)[1:]
+    checked = 0
+    for section in sections:
+        rows = [line for line in section.splitlines() if line.startswith("|")]
+        if rows:
+            (source,) = guide.links(section.splitlines()[0])
+            missing = [row for row in rows if row not in guide.page(f"docs/{source}").splitlines()]
+            assert not missing, f"docs/{source} has other figures now: {missing}"
+            checked += len(rows)
+    assert checked > 50

@@ -1,0 +1,240 @@
+"""What fits into a round: tokens, pages and slots, and who waits for whom."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.engine.batch import Batch
+from specserve.engine.scheduler import Scheduler, _share
+from specserve.engine.sequence import Sequence
+from specserve.types import Policy, Proposal, Request, Verdict, Warp
+from tests.support.fakes import model_info
+
+
+def scheduler(*, num_pages=1000, page_size=4, max_running=8, max_queued=100, max_batch_tokens=64, max_gamma=4) -> Scheduler:
+    info = model_info(num_pages=num_pages, page_size=page_size)
+    return Scheduler(info, max_running=max_running, max_queued=max_queued, max_batch_tokens=max_batch_tokens, max_gamma=max_gamma)
+
+
+def queue(schedule: Scheduler, *lengths: int, max_tokens: int = 100, draft_limit: int = 10_000) -> list[Sequence]:
+    made = []
+    for length in lengths:
+        request, policy = Request((1,) * length, max_tokens, Warp(), seed=1), Policy(Warp(), "block", 1, length)
+        made.append(Sequence(schedule.num_sequences, request, policy, context=10_000, draft_limit=draft_limit, end_ids=frozenset()))
+        schedule.queue(made[-1])
+    return made
+
+
+def plan(schedule: Scheduler, gamma: int = 0) -> Batch:
+    schedule.select()
+    return schedule.next_batch([gamma] * len(schedule.running))
+
+
+def play(batch: Batch) -> None:
+    """The round succeeds: one token for each row that decides, no draft accepted."""
+    batch.verify_steps([Proposal(row.sequence.seq_id, row.stop, (1,) * row.gamma, None, row.draft_stop) for row in batch.rows if row.draft_stop])
+    batch.commit([Verdict(row.sequence.seq_id, 0, 2, None) for row in batch.rows if row.decides])
+
+
+def decoding(schedule: Scheduler, *lengths: int) -> list[Sequence]:
+    """Queues prompts and plays until each has decided once, so that all decode."""
+    made = queue(schedule, *(length - 1 for length in lengths))
+    for _ in range(1000):
+        waiting = [sequence for sequence, length in zip(made, lengths, strict=True) if sequence.length < length]
+        if not waiting:
+            return made
+        play(plan(schedule))
+    raise AssertionError("some prompt was never read")
+
+
+def tokens(batch: Batch) -> dict[int, int]:
+    return {row.sequence.seq_id: row.stop - row.sequence.target_held for row in batch.rows}
+
+
+def test_a_round_never_has_more_tokens_than_its_budget():
+    schedule = scheduler(max_batch_tokens=20)
+    queue(schedule, 30, 5, 5, 70, 1)
+    for _ in range(30):
+        batch = plan(schedule, gamma=4)
+        assert sum(tokens(batch).values()) + sum(row.gamma for row in batch.rows) <= 20
+        play(batch)
+
+
+def test_a_round_uses_the_whole_budget_while_prompts_wait():
+    schedule = scheduler(max_batch_tokens=20)
+    queue(schedule, 30, 5, 5, 70)
+    for _ in range(4):
+        batch = plan(schedule)
+        assert sum(tokens(batch).values()) == 20
+        play(batch)
+
+
+def test_prompts_progress_even_when_decoding_takes_the_whole_budget():
+    schedule = scheduler(max_batch_tokens=4)
+    decoding(schedule, 2, 2, 2, 2, 2)
+    (prompt,) = queue(schedule, 10)
+    for _ in range(10):
+        play(plan(schedule, gamma=4))
+    assert prompt.length == 11
+
+
+def test_drafts_leave_prompts_half_of_the_round():
+    schedule = scheduler(max_batch_tokens=16, max_gamma=16)
+    decoding(schedule, 5, 5)
+    queue(schedule, 100)
+    batch = plan(schedule, gamma=16)
+    assert [row.gamma for row in batch.rows] == [3, 3, 0]
+    assert tokens(batch)[2] == 8
+
+
+def test_drafts_shrink_alike_when_the_round_is_full():
+    schedule = scheduler(max_batch_tokens=16, max_gamma=16)
+    decoding(schedule, 5, 5, 5, 5)
+    assert [row.gamma for row in plan(schedule, gamma=16).rows] == [3, 3, 3, 3]
+
+
+def test_a_short_prompt_does_not_wait_for_all_chunks_of_long_ones():
+    schedule = scheduler(max_batch_tokens=64, max_running=16, num_pages=100_000)
+    *_, short = queue(schedule, *[10_000] * 5, 20)
+    rounds = 0
+    while short.length == 20:
+        play(plan(schedule))
+        rounds += 1
+    assert rounds <= 4
+
+
+def test_a_long_prompt_is_read_at_half_speed_at_least_whatever_arrives_behind_it():
+    schedule = scheduler(max_batch_tokens=64, max_running=1000)
+    (long,) = queue(schedule, 640)
+    for _ in range(20):
+        queue(schedule, 30, 30, 30, max_tokens=1)
+        play(plan(schedule))
+        schedule.sweep()
+    assert long.length > 640
+
+
+def test_prompts_of_one_length_finish_in_order_of_arrival():
+    schedule = scheduler(max_batch_tokens=32)
+    made = queue(schedule, *[50] * 6)
+    finished: list[int] = []
+    for _ in range(100):
+        play(plan(schedule))
+        finished += [sequence.seq_id for sequence in made if sequence.length > 50 and sequence.seq_id not in finished]
+    assert finished == [0, 1, 2, 3, 4, 5]
+
+
+@given(st.lists(st.integers(2, 300), min_size=1, max_size=20), st.integers(1, 600))
+def test_sharing_wastes_nothing_exceeds_nothing_and_gives_each_its_part(pending, budget):
+    chunks = _share(pending, budget=budget)
+    assert sum(chunks) == min(budget, sum(pending))
+    for chunk, tokens in zip(chunks, pending, strict=True):
+        assert min(tokens, budget // (2 * len(pending))) <= chunk <= tokens
+    assert chunks[0] >= min(pending[0], budget // 2)
+
+
+def test_admission_is_in_order_even_when_a_later_one_would_fit():
+    schedule = scheduler(num_pages=20, page_size=4, max_gamma=0)
+    queue(schedule, 60, 40, 4)
+    schedule.select()
+    assert [sequence.seq_id for sequence in schedule.running] == [0]
+    assert [sequence.seq_id for sequence in schedule.waiting] == [1, 2]
+
+
+def test_admission_leaves_room_for_one_more_round_of_everyone():
+    schedule = scheduler(num_pages=4, page_size=4, max_gamma=4)
+    queue(schedule, 7, 4)  # 2 pages now, 3 after a round; 1 page now, 3 after a round
+    schedule.select()
+    assert len(schedule.running) == 1
+
+
+def test_admission_leaves_that_room_to_those_who_run_already_too():
+    schedule = scheduler(num_pages=5, page_size=4, max_gamma=4)
+    decoding(schedule, 8)  # 2 pages, 4 after a round
+    queue(schedule, 3)  # 1 page, 2 after a round
+    schedule.select()
+    assert len(schedule.running) == 1
+
+
+def test_a_sequence_alone_is_admitted_even_without_room_for_drafts():
+    schedule = scheduler(num_pages=2, page_size=4, max_gamma=16)
+    queue(schedule, 7)
+    schedule.select()
+    assert len(schedule.running) == 1
+
+
+def test_max_running_is_never_exceeded():
+    schedule = scheduler(max_running=3)
+    queue(schedule, *[4] * 7)
+    plan(schedule)
+    assert (len(schedule.running), len(schedule.waiting)) == (3, 4)
+
+
+def test_when_pages_run_short_the_youngest_lose_their_drafts_first():
+    schedule = scheduler(num_pages=10, page_size=4, max_gamma=4)
+    decoding(schedule, 8, 8, 8)  # 2 pages each; all 4 drafts take one more page
+    schedule._num_pages = 8
+    batch = plan(schedule, gamma=4)
+    assert [row.gamma for row in batch.rows] == [4, 4, 0]
+    assert schedule.num_preempted == 0
+
+
+def test_drafts_that_fit_into_pages_already_counted_are_kept():
+    schedule = scheduler(num_pages=10, page_size=4, max_gamma=4)
+    decoding(schedule, 6, 6)
+    schedule._num_pages = 4
+    assert [row.gamma for row in plan(schedule, gamma=4).rows] == [2, 2]
+
+
+def test_when_committed_tokens_do_not_fit_the_youngest_is_preempted_and_comes_back_first():
+    schedule = scheduler(num_pages=10, page_size=4, max_gamma=0, max_running=3)
+    made = decoding(schedule, 8, 8, 8)
+    made[2].draft_held = 7
+    queue(schedule, 4)
+    schedule._num_pages = 5
+    batch = plan(schedule)
+    assert [row.sequence.seq_id for row in batch.rows] == [0, 1]
+    assert [sequence.seq_id for sequence in schedule.waiting] == [2, 3]
+    assert (schedule.released, schedule.num_preempted) == ([2], 1)
+    assert (made[2].target_held, made[2].draft_held) == (0, 0)
+    assert schedule.num_used == 4
+
+
+def test_several_preempted_sequences_keep_their_order():
+    schedule = scheduler(num_pages=10, page_size=4, max_gamma=0)
+    decoding(schedule, 8, 8, 8)
+    schedule._num_pages = 2
+    schedule.select()
+    assert [sequence.seq_id for sequence in schedule.waiting] == [1, 2]
+
+
+def test_the_drafter_reads_the_prompt_beside_the_target():
+    schedule = scheduler(max_batch_tokens=16)
+    queue(schedule, 40)
+    batch = plan(schedule, gamma=4)
+    assert [(row.stop, row.draft_stop, row.gamma) for row in batch.rows] == [(16, 16, 0)]
+
+
+@pytest.mark.parametrize(("gamma", "draft_limit"), [(0, 10_000), (4, 40), (4, 0)])
+def test_the_drafter_is_left_alone_when_it_will_not_draft(gamma, draft_limit):
+    schedule = scheduler(max_batch_tokens=16)
+    queue(schedule, 40, draft_limit=draft_limit)
+    assert plan(schedule, gamma=gamma).draft_steps() == []
+
+
+def test_a_drafter_that_lost_everything_catches_up_over_several_rounds_and_drafts_again_then():
+    schedule = scheduler(max_batch_tokens=16, num_pages=1000)
+    decoding(schedule, 40)  # with gamma 0: the drafter holds nothing
+    seen = []
+    for _ in range(4):
+        batch = plan(schedule, gamma=4)
+        seen.append([(len(step.tokens), step.gamma) for step in batch.draft_steps()])
+        play(batch)
+    assert seen == [[(17, 0)], [(17, 0)], [(8, 4)], [(1, 4)]]
+
+
+def test_catching_up_is_shared_so_that_no_draft_pass_grows_beyond_a_rounds_budget():
+    schedule = scheduler(max_batch_tokens=16, num_pages=1000)
+    decoding(schedule, 10, 20, 30)
+    assert [(len(step.tokens), step.gamma) for step in plan(schedule, gamma=3).draft_steps()] == [(13, 3), (5, 0), (1, 0)]

@@ -1,0 +1,246 @@
+"""Does the engine write what the target alone would write? Sampled continuations beside their exact distribution, on one page.
+
+`python tests/proofs/distribution.py` writes docs/proofs.md; tests/proofs/test_distribution.py does the same with fewer samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from scipy import stats
+
+from specserve.types import VERIFIERS
+from tests.support.cascade_engines import CASCADES, Cascades
+from tests.support.chi_square import AT_LEAST, Acceptance, Fit
+from tests.support.continuations import COUNTED, DRAFTERS, PROMPTS, VOCAB, WARPS, Case, Pairs, Result, sample
+from tests.support.tied_engines import TIED, TiedPairs
+
+log = logging.getLogger("proofs")
+
+SEEDS_APART = 1 << 32
+ALARM = 1e-4  # a p-value below it is a failure; one run in a hundred of a right engine has one among its hundred
+DOUBT, CLOSER = 1e-3, 5  # a p-value below it is looked at again, with fresh seeds and so many times the continuations
+
+INTRODUCTION = f"""# The engine writes what the target would write: sampled proofs
+
+Written by `make proofs`. Requests go through a whole engine (coordinator, scheduler, paged caches with prefix caching, neural
+drafter, target, verifier) in fp32 over tiny Llama checkpoints with {VOCAB} ids, some hundreds at once. Prompts, and in the `mixed` cases
+warps, share every batch; pages are so few that sequences are preempted and computed anew in mid-text. No two requests have the same seed.
+
+The first {COUNTED} tokens of each continuation are counted. Their exact distribution comes from the `transformers` library's own model in
+float64, by enumeration of all {VOCAB**COUNTED:,} continuations of each of {len(PROMPTS)} prompts under each warp. Chi-square over cells of at least
+{AT_LEAST:.0f} expected samples; neighbouring continuations share a cell until it is full.
+
+*alpha* is the acceptance of the first draft token of a round at temperature 1. Expected is what the two models' own p and q say on the
+same prefixes: the sum of min(p, q), or, under `coupled`, the probability that two draws with the same Gumbel noise agree. (Under `block`
+with gamma > 1 later draft tokens have a say in the first, and there is no such formula.)
+
+- **drafters**: `full` draws from all ids, `top 3` from the three likeliest and has three quarters of the pages, `7 of 8 ids` lacks an id of the
+  target, `none` drafts nothing. `layer_skip` and `heads` are tied to a target of three layers: one without the second layer, on the target's
+  own pages; the other with random heads, and, as `top 3 heads`, with a support of three. The others are cascades ([cascades.md](cascades.md)):
+  largest stage first, each smaller one agrees less.
+- **gamma**: `random` is another gamma from 0 to 4 for each sequence in each round.
+- **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at temperature 1, truncated, with penalties
+  (presence, frequency, repetition), with min-p and biases, and greedy ones, side by side.
+- **verifiers**: `each` is all four side by side in every batch. `lenient` has lenience 1 where nothing else is said.
+"""
+
+CASE_HEAD = """| verifier | drafter | gamma | warps | continuations | chi-square | dof | p | drafts accepted | preempted | alpha measured | expected |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was sampled, and how well it fits."""
+
+    result: Result
+    fit: Fit
+
+    @property
+    def case(self) -> Case:
+        return self.result.case
+
+    @property
+    def holds(self) -> bool:
+        """Lossless rules fit; the same test catches what is lossy."""
+        return (self.fit.p_value >= ALARM) == self.case.is_lossless
+
+
+def all_cases() -> Iterator[Case]:
+    for verifier in VERIFIERS:
+        yield from (Case(verifier, drafter, gamma) for drafter in DRAFTERS for gamma in (1, 2, 4, None))
+        yield from (Case(verifier, drafter, None, warps) for drafter in DRAFTERS for warps in ("truncated", "mixed"))
+        yield from (Case(verifier, drafter, gamma) for drafter in (*CASCADES, *TIED) for gamma in (1, 4, None))
+    yield from (Case("each", drafter, None, "mixed") for drafter in (*DRAFTERS, *CASCADES, *TIED))
+    yield from (Case("each", "none", 0, warps) for warps in WARPS)
+    yield from (Case("each", "full", 0, warps) for warps in WARPS)
+    yield from (Case("lenient", "full", 4, lenience=lenience) for lenience in (1.2, 2.0))
+
+
+def prove(pairs: Pairs, numbered: Iterable[tuple[int, Case]], samples: int) -> Iterator[Proof]:
+    """Each case with `samples` continuations. No two requests of all cases have the same seed."""
+    for number, case in numbered:
+        result = sample(pairs, case, samples=samples, first_seed=number * SEEDS_APART)
+        proof = Proof(result, pairs.fit(result))
+        log.info("%s: p %.3g, %.0f continuations a second", case, proof.fit.p_value, result.samples / result.seconds)
+        yield proof
+
+
+def prove_all(numbered: Sequence[tuple[int, Case]], samples: int, *, jobs: int) -> list[Proof]:
+    """In their order, whichever process took them."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_start) as pool:
+        shares = list(pool.map(_share, [numbered[first::jobs] for first in range(jobs)], [samples] * jobs))
+    return [shares[place % jobs][place // jobs] for place in range(len(numbered))]
+
+
+def doubtful(proofs: Sequence[Proof]) -> list[tuple[int, Case]]:
+    """Cases to look at again, with numbers that no case had."""
+    return [(len(proofs) + i, proof.case) for i, proof in enumerate(proofs) if proof.case.is_lossless and proof.fit.p_value < DOUBT]
+
+
+def _start() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+
+
+def _share(numbered: Sequence[tuple[int, Case]], samples: int) -> list[Proof]:
+    """What is tied to its target has one of more layers."""
+    tied = {number for number, case in numbered if case.drafter in TIED}
+    proofs = {}
+    for own, pairs in ((tied, TiedPairs), ({number for number, _ in numbered} - tied, Cascades)):
+        with tempfile.TemporaryDirectory() as directory:
+            mine = [one for one in numbered if one[0] in own]
+            proofs |= dict(zip([number for number, _ in mine], prove(pairs(Path(directory)), mine, samples), strict=True)) if mine else {}
+    return [proofs[number] for number, _ in numbered]
+
+
+def page(proofs: Sequence[Proof], again: Sequence[Proof], *, jobs: int, seconds: float) -> str:
+    lossless = [proof for proof in proofs if proof.case.is_lossless]
+    p_values = [proof.fit.p_value for proof in lossless]
+    known = [proof.result.acceptance for proof in lossless if proof.result.acceptance is not None]
+    errors_off = [abs(acceptance.errors_off) for acceptance in known if acceptance.rounds]
+    return f"""{INTRODUCTION}
+## Result
+
+{_count(proof.result.samples for proof in proofs)} continuations, with {_count(proof.result.preempted for proof in proofs)} preemptions and
+{_count(proof.result.drafted - proof.result.accepted for proof in proofs)} refused draft tokens on the way. Of the {len(lossless)} lossless cases
+the smallest p-value is {min(p_values):.4f}; among so many right ones it is that small in {1 - (1 - min(p_values)) ** len(p_values):.0%} of all runs.
+All their p-values together (Fisher): {stats.combine_pvalues(p_values).pvalue:.2f}.
+In {len(errors_off)} cases alpha is known: the measured one is off by {max(errors_off):.1f} standard errors at most.
+
+All cases of a verifier together, the counts of each prompt and warp added up:
+
+| verifier | continuations | chi-square | dof | p | alpha measured | expected | standard errors off |
+|---|---|---|---|---|---|---|---|
+{_lines(_pooled(lossless))}
+
+## Case by case
+
+{CASE_HEAD}
+{_lines(_row(proof) for proof in lossless)}
+
+{_second_look(again)}## What the test catches
+
+`lenient` with a lenience above 1 is lossy by design, and the same test with as many continuations says so:
+
+| lenience | drafter | gamma | continuations | chi-square | dof | p |
+|---|---|---|---|---|---|---|
+{_lines(_lossy_row(proof) for proof in proofs if not proof.case.is_lossless)}
+
+Measured on {time.strftime("%Y-%m-%d")}, {_processor()}, {os.cpu_count()} cores shared with other work, {jobs} processes of one thread each,
+{seconds / 60:.0f} minutes: `python {" ".join(sys.argv)}`.
+"""
+
+
+def _second_look(again: Sequence[Proof]) -> str:
+    if not again:
+        return ""
+    return f"""Cases with p below {DOUBT}, looked at again with fresh seeds and {CLOSER} times the continuations:
+
+{CASE_HEAD}
+{_lines(map(_row, again))}
+
+"""
+
+
+def _pooled(proofs: Sequence[Proof]) -> Iterator[tuple[object, ...]]:
+    for world, name in ((Cascades, "{}"), (TiedPairs, "{}, tied drafters")):
+        with tempfile.TemporaryDirectory() as directory:
+            pairs = world(Path(directory))
+        for verifier in (*VERIFIERS, "each"):
+            own = [proof.result for proof in proofs if proof.case.verifier == verifier and (proof.case.drafter in TIED) == (world is TiedPairs)]
+            if own:
+                yield name.format(verifier), *_together(pairs, own)
+
+
+def _together(pairs: Pairs, results: Sequence[Result]) -> tuple[object, ...]:
+    fit, acceptance = pairs.fit(*results), Acceptance()
+    for result in results:
+        if result.acceptance is not None:
+            acceptance.include(result.acceptance)
+    known = _alpha(acceptance) if acceptance.rounds else ("", "")
+    off = f"{acceptance.errors_off:+.1f}" if acceptance.rounds else ""
+    return (_count(result.samples for result in results), *_chi_square(fit), *known, off)
+
+
+def _row(proof: Proof) -> tuple[object, ...]:
+    case, result = proof.case, proof.result
+    gamma = "random" if case.gamma is None else case.gamma
+    accepted = f"{result.accepted / result.drafted:.2f}" if result.drafted else ""
+    known = _alpha(result.acceptance) if result.acceptance and result.acceptance.rounds else ("", "")
+    return case.verifier, case.drafter, gamma, case.warps, f"{result.samples:,}", *_chi_square(proof.fit), accepted, result.preempted, *known
+
+
+def _lossy_row(proof: Proof) -> tuple[object, ...]:
+    return proof.case.lenience, proof.case.drafter, proof.case.gamma, f"{proof.result.samples:,}", *_chi_square(proof.fit)
+
+
+def _chi_square(fit: Fit) -> tuple[str, int, str]:
+    p = fit.p_value
+    return f"{fit.chi2:.0f}", fit.dof, f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" if p > 0 else "< 1e-300"
+
+
+def _alpha(acceptance: Acceptance) -> tuple[str, str]:
+    return f"{acceptance.measured_alpha:.4f}", f"{acceptance.expected_alpha:.4f} ± {acceptance.standard_error:.4f}"
+
+
+def _lines(rows: Iterable[tuple[object, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+
+
+def _count(numbers: Iterable[int]) -> str:
+    return f"{sum(numbers):,}"
+
+
+def _processor() -> str:
+    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return models[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=200_000, help="continuations for each verifier, shared by its cases")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--out", type=Path, default=Path("docs/proofs.md"))
+    options = parser.parse_args()
+    cases, began = list(all_cases()), time.perf_counter()
+    per_case = options.samples // sum(case.verifier == VERIFIERS[0] for case in cases)
+    proofs = prove_all(list(enumerate(cases)), per_case, jobs=options.jobs)
+    again = prove_all(doubtful(proofs), CLOSER * per_case, jobs=options.jobs)
+    options.out.write_text(page(proofs, again, jobs=options.jobs, seconds=time.perf_counter() - began))
+    return 0 if all(proof.holds for proof in proofs) and all(proof.fit.p_value >= DOUBT for proof in again) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Continuations sampled through the whole engine have the target's distribution. The long version, with p-values, is docs/proofs.md.
+
+Every draw follows from the requests' seeds, so these tests give the same figures every time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specserve.sampling import Purpose, exponential, row_keys, verify
+from specserve.sampling import sample as draw
+from specserve.sampling.drafts import Drafts
+from specserve.types import VERIFIERS, Warp
+from tests.proofs.distribution import Proof, all_cases, page, prove
+from tests.support.cascade_engines import CASCADES
+from tests.support.chi_square import Fit
+from tests.support.continuations import COUNTED, DRAFTERS, PROMPTS, VOCAB, WARPS, Case, Group, Pairs, sample
+from tests.support.exact_distribution import Floats, Ints, agreement, overlap
+from tests.support.tied_engines import TIED
+
+SAMPLES = 1500  # of each case
+SEED = 1 << 40
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    return Pairs(tmp_path_factory.mktemp("proofs"))
+
+
+CASES = (
+    Case("speculative", "top 3", 2),
+    Case("speculative", "7 of 8 ids", None, "mixed"),
+    Case("block", "top 3", None),
+    Case("block", "7 of 8 ids", 2),
+    Case("coupled", "full", 2),
+    Case("lenient", "7 of 8 ids", 1),
+    Case("each", "full", None, "truncated"),
+    Case("each", "top 3", None, "mixed"),
+    Case("speculative", "ahead", None),
+    Case("block", "ahead", 3),
+    Case("each", "ahead", None, "mixed"),
+    Case("each", "none", 0, "mixed"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}")
+def test_continuations_have_the_targets_distribution(pairs: Pairs, case: Case) -> None:
+    (proof,) = prove(pairs, [(1, case)], SAMPLES)
+    result = proof.result
+    assert result.preempted > 0
+    assert pairs.engines[case.drafter].target.runner.cache.prefix_hits > 0
+    assert result.drafted > result.accepted > 0 or case.drafter == "none"
+    assert proof.fit.dof > 30
+    assert proof.fit.p_value > 1e-3
+    if result.acceptance is not None:
+        assert abs(result.acceptance.errors_off) < 3
+
+
+@pytest.mark.parametrize("verifier", ["speculative", "coupled"])
+def test_measured_acceptance_is_what_the_two_models_say(pairs: Pairs, verifier: str) -> None:
+    """alpha = E[sum min(p, q)], or the chance that coupled draws agree, within three standard errors."""
+    acceptance = sample(pairs, Case(verifier, "full", 4), samples=SAMPLES, first_seed=SEED).acceptance
+    assert acceptance is not None
+    assert 0.3 < acceptance.expected_alpha < 0.9
+    assert acceptance.standard_error < 0.01
+    assert abs(acceptance.errors_off) < 3
+
+
+def test_a_coupled_text_is_a_function_of_its_seed_and_the_target(pairs: Pairs) -> None:
+    """Draws straight from the exact p, with noise by seed and position: the same texts as through the engine, and, of many seeds, the right ones."""
+    case = Case("coupled", "top 3", 2)
+    result = sample(pairs, case, samples=300, first_seed=SEED)
+    fit = Fit()
+    for i, group in enumerate(result.counts):
+        seeds = SEED + np.arange(i, 300_000, len(result.counts))
+        drawn = coupled_texts(pairs, group, seeds)
+        assert (np.bincount(drawn[: 300 // len(result.counts)], minlength=VOCAB**COUNTED) == result.counts[group]).all()
+        fit.add(np.bincount(drawn, minlength=VOCAB**COUNTED), pairs.joint(group))
+    assert fit.p_value > 1e-3
+
+
+def coupled_texts(pairs: Pairs, group: Group, seeds: Ints) -> Ints:
+    """Each seed's continuation, as its number among all of them."""
+    texts = np.zeros(len(seeds), dtype=np.int64)
+    for depth, rows in enumerate(pairs.p(group).rows):
+        keys = row_keys(seeds.astype(np.uint64), [0], [len(group.prompt) + depth], Purpose.COUPLED)
+        tokens = draw(torch.from_numpy(rows[texts]).float(), exponential(keys, torch.arange(VOCAB)))
+        texts = texts * VOCAB + tokens.numpy()
+    return texts
+
+
+def test_a_lossy_rule_is_caught(pairs: Pairs) -> None:
+    result = sample(pairs, Case("lenient", "full", 4, lenience=2.0), samples=SAMPLES, first_seed=SEED)
+    assert pairs.fit(result).p_value < 1e-10
+
+
+@pytest.mark.parametrize("verifier", ["speculative", "block"])
+def test_a_correction_drawn_from_p_instead_of_the_residual_is_caught(pairs: Pairs, verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole_p(p: Tensor, drafts: Drafts, accepted: Tensor, weight: Tensor | None) -> Tensor:
+        return p[drafts.rows.gather(1, accepted[:, None])[:, 0]]
+
+    monkeypatch.setattr(verify, "residual", whole_p)
+    assert pairs.fit(sample(pairs, Case(verifier, "7 of 8 ids", 4), samples=SAMPLES, first_seed=SEED)).p_value < 1e-10
+
+
+def test_the_reference_adds_up(pairs: Pairs) -> None:
+    for warps in WARPS.values():
+        for warp in warps:
+            p = pairs.p(Group(PROMPTS[0], warp))
+            assert [len(rows) for rows in p.rows] == [VOCAB**depth for depth in range(COUNTED)]
+            assert p.joint().sum() == pytest.approx(1, abs=1e-12)
+
+
+def test_acceptance_formulas_agree_with_draws() -> None:
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.ones(5)), np.array([0.5, 0.3, 0.2, 0.0, 0.0])
+    noise = rng.gumbel(size=(100_000, 5))
+    with np.errstate(divide="ignore"):
+        agreed = ((np.log(p) + noise).argmax(1) == (np.log(q) + noise).argmax(1)).mean()
+    assert agreement(p[None], q[None])[0] == pytest.approx(agreed, abs=0.005)
+    assert overlap(p[None], q[None])[0] == pytest.approx(1 - abs(p - q).sum() / 2)
+
+
+def test_the_fit_tells_a_right_sample_from_a_wrong_one() -> None:
+    rng = np.random.default_rng(0)
+    joint = rng.dirichlet(np.full(4096, 0.05))
+    assert _p_value(rng.multinomial(20_000, joint), joint) > 0.001
+    assert _p_value(rng.multinomial(20_000, 0.9 * joint + 0.1 / 4096), joint) < 1e-10
+    p_values = [_p_value(rng.multinomial(2_000, joint), joint) for _ in range(300)]
+    assert np.mean(p_values) == pytest.approx(0.5, abs=0.06)
+
+
+def test_a_continuation_that_cannot_be_is_infinitely_wrong() -> None:
+    assert _p_value(np.array([50, 49, 1]), np.array([0.5, 0.5, 0.0])) == 0
+
+
+def _p_value(counts: np.ndarray, joint: Floats) -> float:
+    fit = Fit()
+    fit.add(counts, joint)
+    return fit.p_value
+
+
+def test_the_long_run_covers_every_verifier_drafter_gamma_and_warp() -> None:
+    cases = list(all_cases())
+    assert len(set(cases)) == len(cases)
+    for verifier in VERIFIERS:
+        own = [case for case in cases if case.verifier == verifier and case.is_lossless]
+        assert {case.drafter for case in own} == {*DRAFTERS, *CASCADES, *TIED}
+        assert {case.gamma for case in own} == {1, 2, 4, None}
+        assert {case.warps for case in own} == set(WARPS)
+    assert Warp(temperature=0) in WARPS["mixed"]
+    assert any(case.gamma == 0 and case.drafter == "none" for case in cases)
+
+
+def test_the_page_states_sizes_and_p_values(pairs: Pairs) -> None:
+    chosen = [Case("speculative", "full", 1), Case("block", "full", 2), Case("coupled", "full", 1), Case("lenient", "full", 1)]
+    chosen += [Case("each", "none", 0), Case("lenient", "full", 2, lenience=2.0)]
+    proofs: list[Proof] = list(prove(pairs, enumerate(chosen), 300))
+    text = page(proofs, [], jobs=1, seconds=60)
+    assert "1,800 continuations" in text
+    assert text.count("\n| speculative |") == 2
+    assert page(proofs, proofs[:1], jobs=1, seconds=60).count("\n| speculative |") == 3
+    assert f"{proofs[0].fit.p_value:.3f}" in text

@@ -1,0 +1,217 @@
+"""Greedy text equals that of the library's generate(), token for token, in fp32, however it is batched, drafted, preempted or divided."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from transformers import GenerationConfig
+
+from specserve.models.network import LLAMA_SHAPED
+from specserve.models.runner import Runner
+from specserve.models.shard import Shard
+from specserve.types import Finish, Step
+from tests.support import checkpoints
+from tests.support.engines import PAGE_SIZE, Engine, Pacing, RandomPacer, greedy, library_greedy, opened_target, placement
+
+LENGTHS = (1, 2, 5, 15, 16, 17, 31, 33, 48, 64, 100, 129, 180, 222, 256, 300)  # around pages, windows, and rounds of 512 tokens
+MAX_TOKENS = 24
+DRAFT_NOISE = 0.05  # of the weights: between a tenth and two thirds of the drafts are accepted
+FEW_PAGES = 26  # the longest text alone takes 21
+RANKS = 2
+Texts = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A checkpoint, a draft that agrees with it in part, and what the library writes with it."""
+
+    name: str
+    target: Path
+    draft: Path
+    texts: Texts
+
+
+@pytest.fixture(scope="module")
+def pairs(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Pair]:
+    root = tmp_path_factory.mktemp("greedy")
+    return {name: make_pair(root, name) for name in checkpoints.ARCHITECTURES}
+
+
+def make_pair(root: Path, name: str) -> Pair:
+    target = checkpoints.make(name, root / name)
+    draft = checkpoints.perturbed(target, draft_of(target), DRAFT_NOISE)
+    return Pair(name, target, draft, library_greedy(target, prompts(), max_tokens=MAX_TOKENS))
+
+
+def draft_of(target: Path) -> Path:
+    return target.with_name(f"{target.name}_draft")
+
+
+def prompts() -> Texts:
+    rng = np.random.default_rng(0)
+    return [tuple(rng.integers(3, checkpoints.VOCAB, length).tolist()) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=checkpoints.ARCHITECTURES)
+def pair(request: pytest.FixtureRequest, pairs: Mapping[str, Pair]) -> Pair:
+    return pairs[request.param]
+
+
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Engine:
+    return Engine(pair.target, pair.draft)
+
+
+def test_the_library_s_texts_are_worth_comparing(pair: Pair) -> None:
+    """Texts of one token repeated, or that forget their prompt, would hide mistakes."""
+    assert len({token for text in pair.texts for token in text}) > 50
+    assert len(set(pair.texts)) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 5])
+def test_texts_are_the_library_s_at_any_gamma(pair: Pair, engine: Engine, gamma: int) -> None:
+    run = engine.run(greedy(prompts(), max_tokens=MAX_TOKENS), gamma=gamma)
+    assert run.texts == pair.texts
+    assert 0 < run.accepted < run.drafted or gamma == 0
+
+
+def test_texts_are_the_library_s_when_gamma_changes_every_round(pair: Pair, engine: Engine) -> None:
+    run = engine.run(greedy(prompts(), max_tokens=MAX_TOKENS), pacer=RandomPacer(max_gamma=7))
+    assert run.texts == pair.texts
+    assert 0 < run.accepted < run.drafted
+
+
+@pytest.mark.parametrize("pacer", [None, RandomPacer(max_gamma=2)], ids=["plain", "random"])
+def test_texts_are_the_library_s_when_pages_run_out(pair: Pair, pacer: Pacing | None) -> None:
+    engine = Engine(pair.target, pair.draft, pages=FEW_PAGES, draft_pages=FEW_PAGES - 4)
+    run = engine.run(greedy(prompts(), max_tokens=MAX_TOKENS), pacer=pacer, drafts=pacer is not None, max_gamma=2)
+    assert run.texts == pair.texts
+    assert run.num_preempted > 0
+    assert pacer is None or 0 < run.accepted < run.drafted
+
+
+def test_texts_are_the_library_s_when_prompts_come_in_chunks_or_out_of_the_prefix_cache(pair: Pair) -> None:
+    engine = Engine(pair.target, pair.draft)
+    requests, cache = greedy(prompts(), max_tokens=MAX_TOKENS), engine.target.runner.cache
+    chunked = engine.run(requests, gamma=3, max_batch_tokens=90)
+    before = cache.prefix_hits
+    cached = engine.run(requests, gamma=3, max_batch_tokens=2 * sum(LENGTHS))
+    # a text that ends at once leaves its prompt's last page without a name
+    expected = sum((n - 1) // PAGE_SIZE * PAGE_SIZE for n, text in zip(LENGTHS, pair.texts, strict=True) if len(text) > 1)
+    assert cache.prefix_hits - before >= expected
+    assert chunked.texts == cached.texts == pair.texts
+
+
+@pytest.mark.parametrize("gamma", [0, 5])
+def test_texts_end_at_the_end_tokens_where_the_library_s_do(pairs: Mapping[str, Pair], tmp_path: Path, gamma: int) -> None:
+    ends = sorted({text[i] for i, text in enumerate(pairs["qwen2"].texts) if len(text) > i})  # each text ends soon, at another place
+    target = checkpoints.make("qwen2", tmp_path / "qwen2")
+    GenerationConfig(eos_token_id=ends, pad_token_id=checkpoints.PAD).save_pretrained(target)
+    run = Engine(target, pairs["qwen2"].draft).run(greedy(prompts(), max_tokens=MAX_TOKENS), gamma=gamma)
+    assert run.texts == library_greedy(target, prompts(), max_tokens=MAX_TOKENS)
+    assert all(answer.finish is Finish.STOP for answer in run.answers)
+    assert len({len(text) for text in run.texts}) > 5
+
+
+# Two ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A target on two ranks, through the fused forward pass or the library's code."""
+
+    name: str
+    fused: bool
+    gamma: int
+
+    def __str__(self) -> str:
+        return f"{self.name}-{'fused' if self.fused else 'library'}-{self.gamma}"
+
+
+SHARED = [
+    *(Shared(name, name in LLAMA_SHAPED, gamma) for name in checkpoints.ARCHITECTURES for gamma in (0, 5)),
+    *(Shared(name, False, 5) for name in LLAMA_SHAPED),
+]
+SHARED_TOKENS = 12  # of each text: between processes on one machine every sum takes milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Fanned:
+    """The runner of rank 0: whatever it does, the other ranks do too."""
+
+    inner: Runner
+
+    @property
+    def cache(self) -> Any:
+        return self.inner.cache
+
+    def run(self, steps: Sequence[Step], wanted: Sequence[int]) -> Tensor:
+        dist.broadcast_object_list([("run", steps, wanted)], src=0)
+        return self.inner.run(steps, wanted)
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        dist.broadcast_object_list([("release", seq_ids)], src=0)
+        self.inner.release(seq_ids)
+
+
+def follow(runner: Runner) -> None:
+    """The life of every other rank, until it hears None."""
+    while True:
+        order: list[Any] = [None]
+        dist.broadcast_object_list(order, src=0)
+        if order[0] is None:
+            return
+        name, *arguments = order[0]
+        getattr(runner, name)(*arguments)
+
+
+def rank_main(rank: int, root: str) -> None:
+    """Two ranks share each target in turn; rank 0 has the draft and the coordinator, and leaves the texts in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+    written = {}
+    for name, fused in dict.fromkeys((case.name, case.fused) for case in SHARED):
+        gammas = [case.gamma for case in SHARED if (case.name, case.fused) == (name, fused)]
+        with patch("specserve.models.network.can_fuse", return_value=fused):
+            texts = shared_texts(Path(root) / name, gammas, Shard(rank, RANKS))
+        written |= {Shared(name, fused, gamma): own for gamma, own in zip(gammas, texts, strict=rank == 0)}
+    if rank == 0:
+        Path(root, "texts.pickle").write_bytes(pickle.dumps(written))
+    dist.destroy_process_group()
+
+
+def shared_texts(target: Path, gammas: Sequence[int], shard: Shard) -> list[Texts]:
+    """What rank 0 writes with each gamma; nothing on the other rank."""
+    if shard.rank > 0:
+        follow(opened_target(target, placement(), shard=shard).runner)
+        return []
+    engine = Engine(target, draft_of(target), shard=shard)
+    engine.target.runner = Fanned(engine.target.runner)  # type: ignore[assignment]
+    requests = greedy(prompts(), max_tokens=SHARED_TOKENS)
+    texts = [engine.run(requests, gamma=gamma, max_batch_tokens=sum(LENGTHS)).texts for gamma in gammas]
+    dist.broadcast_object_list([None], src=0)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def texts_of_two_ranks(pairs: Mapping[str, Pair]) -> Mapping[Shared, Texts]:
+    root = pairs["llama"].target.parent
+    mp.spawn(rank_main, args=(str(root),), nprocs=RANKS)
+    return pickle.loads((root / "texts.pickle").read_bytes())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_two_ranks_write_the_library_s_texts(pairs: Mapping[str, Pair], texts_of_two_ranks: Mapping[Shared, Texts], case: Shared) -> None:
+    assert texts_of_two_ranks[case] == [text[:SHARED_TOKENS] for text in pairs[case.name].texts]

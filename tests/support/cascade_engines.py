@@ -1,0 +1,101 @@
+"""Cascades of tiny drafters in front of the target of the other proofs, opened from a config as a server would open them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specserve.config.tree import parse
+from specserve.drafters.cascade.drafter import Cascade
+from specserve.drafters.ngram.tables import FILE, count, save
+from specserve.drafters.registry import open_drafter
+from tests.support import checkpoints
+from tests.support.continuations import NOISE, PAGES, VOCAB, Group, Pairs
+from tests.support.engines import PAGE_SIZE, Ahead, Engine
+from tests.support.exact_distribution import Conditionals, supported
+
+ROUGH = 2.5  # times the noise of the draft: the smaller model agrees less
+SUPPORT = 5  # of the largest stage; the smaller model draws from fewer, and bigrams from all
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    kind: str
+    stages: tuple[str, ...]
+    k: tuple[tuple[int, ...], ...] = ()
+    lenience: float | tuple[float, ...] = 1.0
+    pages: int = 3 * PAGES  # of each stage: where a larger one had no room, a smaller one would take over
+    ahead: bool = False  # it anticipates
+
+
+CASCADES: Mapping[str, Kind] = {
+    "vertical": Kind("vertical", ("draft", "rough"), pages=PAGES * 3 // 4),
+    "vertical, l = 2": Kind("vertical", ("draft", "rough"), lenience=2.0),
+    "vertical on bigrams, l = 8": Kind("vertical", ("draft", "bigram"), lenience=8.0),
+    "vertical on copies": Kind("vertical", ("draft", "prompt_copy"), k=((1, 0), (0, 2))),
+    "horizontal": Kind("horizontal", ("draft", "rough", "bigram"), k=((1, 1, 1),)),
+    "cascade": Kind("cascade", ("draft", "rough", "bigram"), k=((2, 1, 1), (0, 2, 1), (0, 0, 2))),
+    "cascade, l = 2 and 1.5": Kind("cascade", ("draft", "rough", "bigram"), k=((3, 1, 1), (0, 2, 1), (0, 0, 2)), lenience=(2.0, 1.5)),
+    "cascade ahead": Kind("cascade", ("draft", "rough", "max_gram"), k=((2, 1, 1), (0, 2, 1), (0, 0, 2)), lenience=1.5, ahead=True),
+}
+
+
+class Cascading(Engine):
+    """An engine whose drafter is a cascade, each stage with pages of its own."""
+
+    def __init__(self, target: Path, kind: Kind, stages: Mapping[str, Mapping[str, object]]) -> None:
+        super().__init__(target, pages=PAGES)
+        keys: dict[str, object] = {"draft.kind": kind.kind, "draft.stages": [stages[name] for name in kind.stages], "draft.lenience": kind.lenience}
+        keys |= {"draft.k": kind.k} if kind.k else {}
+        own = {"draft.dtype": "float32", "draft.device": "cpu", "cache.pages": kind.pages, "cache.page_size": PAGE_SIZE, "target.path": str(target)}
+        opened = open_drafter(parse({}, own | keys), target_vocab_size=VOCAB)
+        assert isinstance(opened._drafter, Cascade)
+        self.cascade, self.runners = opened._drafter, opened._runners
+        self.drafter = opened  # type: ignore[assignment]
+        self.ahead = Ahead(self.cascade, None) if kind.ahead else None  # type: ignore[arg-type]
+
+    def check_idle(self) -> None:
+        if self.ahead is not None:
+            self.ahead.anticipation.prepare(lambda: True)
+        for runner in (self.target.runner, *self.runners):
+            runner.cache.check()
+            assert runner.cache.num_used == 0
+        assert not self.cascade._scripts
+
+
+class Cascades(Pairs):
+    """The pairs of the other proofs, and cascades. A law is known where no lenience changes it: it is that of the largest stage."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        checkpoints.perturbed(directory / "draft", directory / "rough", NOISE * ROUGH, seed=2)
+        save(count([_chain()], keep=VOCAB), directory / FILE)
+        stages: dict[str, dict[str, object]] = {
+            "draft": {"path": str(directory / "draft"), "support": SUPPORT},
+            "rough": {"path": str(directory / "rough"), "support": 3},
+            "bigram": {"kind": "bigram", "path": str(directory)},
+            "max_gram": {"kind": "max_gram"},
+            "prompt_copy": {"kind": "prompt_copy"},
+        }
+        self.engines |= {name: Cascading(directory / "target", kind, stages) for name, kind in CASCADES.items()}
+
+    def whole(self, drafter: str) -> str:
+        return "full" if drafter in CASCADES else super().whole(drafter)
+
+    def _q(self, group: Group, drafter: str) -> Conditionals:
+        if drafter in CASCADES:
+            return supported(super()._q(group, "full"), SUPPORT, VOCAB)
+        return super()._q(group, drafter)
+
+
+def _chain() -> list[int]:
+    """A text in which each token is mostly followed by one or two others, unlike in the target's: much for a reviewer to refuse."""
+    rng = np.random.default_rng(5)
+    rows = rng.dirichlet(np.full(VOCAB, 0.3), VOCAB)
+    text = [0]
+    for _ in range(4000):
+        text.append(int(rng.choice(VOCAB, p=rows[text[-1]])))
+    return text

@@ -1,0 +1,248 @@
+"""Short continuations sampled through a whole engine over tiny checkpoints: a target with several drafters, few pages, mixed company."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, PreTrainedConfig
+
+from specserve.types import VERIFIERS, Origin, Request, Speculation, Warp
+from tests.support import checkpoints
+from tests.support.chi_square import Acceptance, Fit
+from tests.support.engines import PAGE_SIZE, Answer, Engine, RandomPacer
+from tests.support.exact_distribution import Conditionals, Floats, Ints, Library, agreement, overlap, supported
+
+VOCAB, COUNTED = 8, 4  # 4,096 continuations of each prompt are told apart
+MAX_GAMMA = 4
+PROMPTS = (  # the pages of admission just suffice at first
+    (1, 2, 3, 0, 5, 6, 7, 4, 1, 1, 6, 3),
+    (4, 6, 1, 0, 2, 3, 3, 5, 2, 7, 6),
+    (*range(8), *range(7, -1, -1), 2, 7, 1, 0, 2, 6, 1, 5, 3, 4, 0),
+)
+TAIL = 2  # tokens beyond those counted and gamma: else no sequence would outgrow what admission sets aside, and none be preempted
+PAGES, RUNNING, BATCH_TOKENS, AT_ONCE = 310, 256, 4096, 4096
+FLATTER, NOISE = 2.5, 0.25  # of the target, so that all continuations occur; of the draft, so that most drafts are accepted
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+TOKENS = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
+
+PLAIN = Warp()
+TRUNCATED = Warp(temperature=0.7, top_k=5, top_p=0.85)
+PENALISED = Warp(temperature=0.7, top_k=6, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.3)
+BIASED = Warp(temperature=1.4, min_p=0.05, logit_bias=((3, 1.5), (6, -2.0)))
+WARPS = {"T = 1": (PLAIN,), "truncated": (TRUNCATED,), "mixed": (PLAIN, TRUNCATED, PENALISED, BIASED, Warp(temperature=0))}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A drafter: the vocabulary of its checkpoint, how many tokens it draws from, its pages."""
+
+    vocab: int = VOCAB
+    support: int = VOCAB
+    pages: int = PAGES
+    ahead: bool = False  # it anticipates
+
+
+DRAFTERS = {
+    "full": Kind(),
+    "top 3": Kind(support=3, pages=PAGES * 3 // 4),
+    "7 of 8 ids": Kind(vocab=7),
+    "ahead": Kind(support=3, pages=2 * PAGES, ahead=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    verifier: str  # "each": another for each request
+    drafter: str  # of DRAFTERS, or "none"
+    gamma: int | None  # None: another for each sequence in each round
+    warps: str = "T = 1"  # of WARPS
+    lenience: float = 1.0
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.lenience == 1
+
+    @property
+    def largest_gamma(self) -> int:
+        return MAX_GAMMA if self.gamma is None else self.gamma
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What the distribution of a continuation depends on."""
+
+    prompt: tuple[int, ...]
+    warp: Warp
+
+
+@dataclass(slots=True)
+class Result:
+    case: Case
+    counts: dict[Group, Ints] = field(default_factory=dict)  # of each continuation, [VOCAB**COUNTED]
+    acceptance: Acceptance | None = None  # None: theory has no closed form for it
+    drafted: int = 0
+    accepted: int = 0
+    preempted: int = 0
+    seconds: float = 0.0
+
+    @property
+    def samples(self) -> int:
+        return sum(int(counts.sum()) for counts in self.counts.values())
+
+
+class Pairs:
+    """A tiny target with all its drafters, as engines and as the library sees them."""
+
+    def __init__(
+        self, directory: Path, config: PreTrainedConfig | None = None, *, pages: int = PAGES, page_size: int = PAGE_SIZE, flatter: float = FLATTER
+    ) -> None:
+        """Of a Llama, unless a config says otherwise."""
+        peaked = checkpoints.write(config or LlamaConfig(**SIZES, **TOKENS), directory / "peaked", seed=3)
+        target = rewritten(peaked, directory / "target", flatter=flatter)
+        draft = checkpoints.perturbed(target, directory / "draft", NOISE)
+        drafts = {VOCAB: draft, 7: rewritten(draft, directory / "narrow", vocab=7)}
+        self.engines = {
+            name: Engine(
+                target,
+                drafts[kind.vocab],
+                pages=pages,
+                draft_pages=pages * kind.pages // PAGES,
+                support=kind.support,
+                ahead=kind.ahead,
+                page_size=page_size,
+            )
+            for name, kind in DRAFTERS.items()
+        }
+        self.engines["none"] = Engine(target, pages=pages, page_size=page_size)
+        self._target = Library(target, vocab=VOCAB)
+        self._drafts = {vocab: Library(draft, vocab=VOCAB) for vocab, draft in drafts.items()}
+        self.p, self.q, self.joint = cache(self._p), cache(self._q), cache(self._joint)
+
+    def _p(self, group: Group) -> Conditionals:
+        return self._target.conditionals(group.prompt, COUNTED, group.warp)
+
+    def _q(self, group: Group, drafter: str) -> Conditionals:
+        kind = DRAFTERS[drafter]
+        return supported(self._drafts[kind.vocab].conditionals(group.prompt, COUNTED, group.warp), kind.support, VOCAB)
+
+    def _joint(self, group: Group) -> Floats:
+        return self.p(group).joint()
+
+    def whole(self, drafter: str) -> str:
+        """The drafter that draws as this one does when nobody asks for its q: from all that it knows."""
+        return "full" if drafter in DRAFTERS and DRAFTERS[drafter].vocab == VOCAB else drafter
+
+    def fit(self, *results: Result) -> Fit:
+        """All counts of the same group together."""
+        fit, total = Fit(), dict[Group, Ints]()
+        for result in results:
+            for group, counts in result.counts.items():
+                total[group] = total.get(group, 0) + counts
+        for group, counts in total.items():
+            fit.add(counts, self.joint(group))
+        return fit
+
+
+def rewritten(directory: Path, out: Path, *, vocab: int = VOCAB, flatter: float = 1.0) -> Path:
+    """A copy that knows the first `vocab` ids alone, and whose logits are smaller."""
+    out.mkdir()
+    config = json.loads((directory / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "vocab_size": vocab}))
+    weights = load_file(directory / "model.safetensors")
+    for name in {"model.embed_tokens.weight", "shared.weight", "lm_head.weight"} & set(weights):
+        weights[name] = weights[name][:vocab].contiguous()
+    weights["lm_head.weight"] /= flatter
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result:
+    """So many continuations through a whole engine, in batches; no two requests of a proof have the same seed."""
+    began = time.perf_counter()
+    result = Result(case, acceptance=Acceptance() if _rule(case) else None)
+    for start in range(0, samples, AT_ONCE):
+        seeds = range(first_seed + start, first_seed + min(start + AT_ONCE, samples))
+        requests = [_request(case, i, seed) for i, seed in enumerate(seeds)]
+        run = pairs.engines[case.drafter].run(
+            requests,
+            pacer=RandomPacer(max_gamma=MAX_GAMMA, seed=first_seed + start) if case.gamma is None else None,
+            gamma=case.gamma,
+            max_gamma=case.largest_gamma,
+            max_running=RUNNING,
+            max_queued=AT_ONCE,
+            max_batch_tokens=BATCH_TOKENS,
+            lenience=case.lenience,
+        )
+        _tally(pairs, result, requests, run.answers)
+        result.drafted, result.accepted = result.drafted + run.drafted, result.accepted + run.accepted
+        result.preempted += run.num_preempted
+    result.seconds = time.perf_counter() - began
+    return result
+
+
+def _request(case: Case, i: int, seed: int) -> Request:
+    """Prompts, warps and verifiers side by side in every batch. Who asks for `coupled` by a seed need not name it."""
+    groups = _groups(case.warps)
+    group = groups[i % len(groups)]
+    verifier = VERIFIERS[i // len(groups) % len(VERIFIERS)] if case.verifier == "each" else case.verifier
+    seeded = verifier == "coupled"
+    max_tokens = COUNTED + case.largest_gamma + TAIL
+    speculation = Speculation(verifier=None if seeded else verifier)
+    return Request(group.prompt, max_tokens, group.warp, seed, seeded=seeded, ignore_eos=True, speculation=speculation)
+
+
+def _groups(warps: str) -> list[Group]:
+    return [Group(prompt, warp) for warp in WARPS[warps] for prompt in PROMPTS]
+
+
+def _tally(pairs: Pairs, result: Result, requests: Sequence[Request], answers: Sequence[Answer]) -> None:
+    assert all(len(answer.tokens) == requests[0].max_tokens for answer in answers)
+    tokens = np.array([answer.tokens[:COUNTED] for answer in answers])
+    origins = np.array([answer.origins[:COUNTED] for answer in answers])
+    groups = _groups(result.case.warps)
+    for first, group in enumerate(groups):
+        codes = np.array(list(_codes(tokens[first :: len(groups)])))  # [COUNTED + 1, samples]
+        counts = np.bincount(codes[COUNTED], minlength=VOCAB**COUNTED)
+        result.counts[group] = result.counts.get(group, 0) + counts
+        if result.acceptance is not None:
+            _accept(pairs, result, group, codes, origins[first :: len(groups)])
+
+
+def _codes(tokens: Ints) -> Iterator[Ints]:
+    """For each depth the number of the prefix among all of its length, in lexicographic order."""
+    code = np.zeros(len(tokens), dtype=np.int64)
+    yield code
+    for column in tokens.T:
+        code = code * VOCAB + column
+        yield code
+
+
+def _accept(pairs: Pairs, result: Result, group: Group, codes: Ints, origins: NDArray[np.str_]) -> None:
+    """Only what begins a round is judged given its prefix alone. The token before it was not an accepted one."""
+    rule = _rule(result.case)
+    assert rule is not None
+    assert result.acceptance is not None
+    p, q = pairs.p(group), pairs.q(group, pairs.whole(result.case.drafter) if rule is agreement else result.case.drafter)
+    for depth in range(COUNTED):
+        begins = origins[:, depth] != Origin.PLAIN
+        if depth:
+            begins &= origins[:, depth - 1] != Origin.ACCEPTED
+        beta = rule(p.rows[depth], q.rows[depth])
+        result.acceptance.add(origins[begins, depth] == Origin.ACCEPTED, beta[codes[depth, begins]])
+
+
+def _rule(case: Case) -> Callable[[Floats, Floats], Floats] | None:
+    """How likely the first draft token of a round is to be accepted, given p and q. Under `block` later ones have a say, unless there are none."""
+    if case.drafter == "none" or "l = " in case.drafter or case.warps != "T = 1" or not case.is_lossless:
+        return None
+    rules = {"speculative": overlap, "lenient": overlap, "coupled": agreement}
+    return overlap if case.verifier == "block" and case.gamma == 1 else rules.get(case.verifier)

@@ -1,0 +1,215 @@
+"""A whole engine over tiny checkpoints, in this process: what the tests of written texts have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from specserve.drafters.anticipation import Anticipation
+from specserve.drafters.branches import Fanout
+from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.engine import Coordinator
+from specserve.engine.batch import Batch, Outcome
+from specserve.engine.sequence import Sequence as Running
+from specserve.inprocess import LocalDrafter, LocalTarget, Proposes
+from specserve.models.open import Opened, Placement, open_model
+from specserve.models.shard import Shard
+from specserve.models.target import TargetModel
+from specserve.types import Chunk, DraftStep, Finish, ModelInfo, Origin, Proposal, Request, Stats, Warp
+
+PAGE_SIZE = 16
+GREEDY = Warp(temperature=0)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request got."""
+
+    tokens: tuple[int, ...] = ()
+    origins: tuple[Origin, ...] = ()
+    finish: Finish | None = None
+    stats: Stats | None = None
+    error: str | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        assert self.finish is None, "a chunk came after the last"
+        self.tokens += chunk.tokens
+        self.origins += chunk.origins
+        self.finish, self.stats, self.error = chunk.finish, chunk.stats, chunk.error
+
+
+@dataclass(slots=True)
+class Run:
+    """What one run of an engine brought: an answer for each request, in their order."""
+
+    answers: list[Answer]
+    num_preempted: int = 0
+    num_rounds: int = 0
+    texts: list[tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.texts = [answer.tokens for answer in self.answers]
+
+    @property
+    def drafted(self) -> int:
+        return sum(answer.stats.drafted for answer in self.answers if answer.stats)
+
+    @property
+    def accepted(self) -> int:
+        return sum(answer.stats.accepted for answer in self.answers if answer.stats)
+
+
+class Pacing(Protocol):
+    """What a coordinator asks of its pacer."""
+
+    deadline: float
+
+    def choose(self, sequences: Sequence[Running]) -> list[int]: ...
+    def observe(self, batch: Batch, outcomes: Sequence[Outcome], *, draft_seconds: float, verify_seconds: float) -> None: ...
+
+
+class RandomPacer:
+    """Another gamma for each sequence in each round, 0 included."""
+
+    deadline = float("inf")
+
+    def __init__(self, *, max_gamma: int, seed: int = 0) -> None:
+        self.max_gamma, self.rng = max_gamma, np.random.default_rng(seed)
+
+    def choose(self, sequences: Sequence[Running]) -> list[int]:
+        return self.rng.integers(0, self.max_gamma + 1, len(sequences)).tolist()  # type: ignore[no-any-return]
+
+    def observe(self, batch: Batch, outcomes: Sequence[Outcome], *, draft_seconds: float, verify_seconds: float) -> None:
+        pass
+
+
+class Ahead:
+    """A drafter that prepares after every answer, in the same process; a message comes sooner or later, as chance has it."""
+
+    def __init__(self, drafter: NeuralDrafter, fanout: int | None) -> None:
+        self.anticipation = Anticipation(drafter, Fanout(per_stop=fanout), clock=time.perf_counter)
+        self.rng = np.random.default_rng(0)
+
+    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+        proposals = self.anticipation.propose(steps, deadline)
+        looks = int(self.rng.integers(1, 12))
+        self.anticipation.prepare(lambda: self._interrupted_after(looks))
+        return proposals
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        self.anticipation.release(seq_ids)
+
+    def _interrupted_after(self, looks: int) -> bool:
+        return bool(self.rng.random() < 1 / looks)
+
+
+class Engine:
+    """A target, and perhaps a draft, opened once for many runs. Each run has a coordinator of its own and leaves no page behind."""
+
+    def __init__(
+        self,
+        target: Path,
+        draft: Path | None = None,
+        *,
+        pages: int = 400,
+        draft_pages: int | None = None,  # None: as many as the target's
+        dtype: str = "float32",
+        support: int = 64,
+        prefix_caching: bool = True,
+        shard: Shard | None = None,  # of the target
+        ahead: bool = False,  # whether the drafter anticipates, and is interrupted at random
+        fanout: int | None = None,
+        page_size: int = PAGE_SIZE,
+    ) -> None:
+        self.target = opened_target(target, placement(dtype=dtype, pages=pages, prefix_caching=prefix_caching, page_size=page_size), shard=shard)
+        self.drafter: NeuralDrafter | None = None
+        if draft is not None:
+            where = placement(dtype=dtype, pages=draft_pages or pages, prefix_caching=prefix_caching, page_size=page_size)
+            beside = open_model(draft, where)
+            self.drafter = opened_drafter(beside, self.target.info, support=support)
+        self.ahead = Ahead(self.drafter, fanout) if ahead and self.drafter is not None else None
+
+    def run(
+        self, requests: Sequence[Request], *, pacer: Pacing | None = None, drafts: bool = True, with_drafter: Proposes | None = None, **options: Any
+    ) -> Run:
+        """All requests at once, to their ends. `options` are the coordinator's; `drafts` False leaves the drafter out."""
+        own = with_drafter or self.ahead or self.drafter
+        drafter = LocalDrafter(own) if drafts and own is not None else None
+        answers: dict[int, Answer] = {}
+
+        def emit(chunks: Sequence[Chunk]) -> None:
+            for chunk in chunks:
+                answers[chunk.seq_id].add(chunk)
+
+        coordinator = Coordinator(LocalTarget(self.target), drafter, info=self.target.info, emit=emit, **options)
+        if pacer is not None:
+            coordinator.pacer = pacer  # type: ignore[assignment]
+        for request in requests:
+            answers[coordinator.submit(request)] = Answer()
+        run = Run(list(answers.values()), num_rounds=asyncio.run(finish(coordinator)), num_preempted=coordinator.scheduler.num_preempted)
+        self.check_idle()
+        return run
+
+    def check_idle(self) -> None:
+        if self.ahead is not None:
+            self.ahead.anticipation.prepare(lambda: True)  # which forgets what is stale
+        for model in (self.target, self.drafter):
+            if model is not None:
+                model.runner.cache.check()
+                assert model.runner.cache.num_used == 0
+
+
+async def finish(coordinator: Coordinator) -> int:
+    """Rounds until nothing is left to do; how many they were."""
+    num_rounds = 0
+    while coordinator.has_work:
+        await coordinator.round()
+        num_rounds += 1
+    return num_rounds
+
+
+def placement(*, dtype: str = "float32", pages: int = 400, prefix_caching: bool = True, page_size: int = PAGE_SIZE) -> Placement:
+    return Placement(dtype=dtype, device="cpu", page_size=page_size, pages=pages, prefix_caching=prefix_caching)
+
+
+def opened_target(directory: Path, where: Placement, *, shard: Shard | None = None, tells_hidden: bool = False) -> TargetModel:
+    opened = open_model(directory, where, shard=shard, tells_hidden=tells_hidden)
+    spec, cache = opened.spec, opened.runner.cache
+    info = ModelInfo(spec.vocab_size, opened.max_context, spec.end_ids, page_size=cache.page_size, num_pages=cache.num_pages)
+    info = replace(info, decoder_start=spec.decoder_start)
+    return TargetModel(opened.runner, info, network=opened.network, tells_hidden=tells_hidden)
+
+
+def opened_drafter(opened: Opened, info: ModelInfo, *, support: int) -> NeuralDrafter:
+    vocab_size = opened.spec.vocab_size
+    return NeuralDrafter(opened.runner, vocab_size=vocab_size, target_vocab_size=info.vocab_size, context=opened.max_context, support=support)
+
+
+def greedy(prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Request]:
+    return [Request(tuple(prompt), max_tokens, GREEDY, seed) for seed, prompt in enumerate(prompts)]
+
+
+def library_greedy(directory: Path, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[tuple[int, ...]]:
+    """What the library's own generate() writes, one prompt after the other."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return [_continued(model, torch.tensor([prompt]), max_tokens) for prompt in prompts]
+
+
+def library_greedy_from_sources(directory: Path, sources: Sequence[Sequence[int]], *, max_tokens: int) -> list[tuple[int, ...]]:
+    """The same of an encoder-decoder: what it writes, one source after the other."""
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    texts = [model.generate(torch.tensor([source]), max_new_tokens=max_tokens, do_sample=False) for source in sources]
+    return [tuple(text[0, 1:].tolist()) for text in texts]
+
+
+def _continued(model: Any, ids: torch.Tensor, max_tokens: int) -> tuple[int, ...]:
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return tuple(out[0, ids.shape[1] :].tolist())

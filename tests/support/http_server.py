@@ -1,0 +1,180 @@
+"""The HTTP server for tests: the real app under a real uvicorn on a free port, over an engine that reads from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+import uvicorn
+
+from specserve.api.app import build
+from specserve.api.service import Served, Status
+from specserve.api.tokenizer import Text
+from specserve.config.tree import DEMO, parse
+from specserve.metrics import Registry
+from specserve.types import Chunk, Finish, Logprobs, Origin, Request, Stats
+
+CONTEXT = 256
+TEXT = "Grüße aus 日本! 👩‍👩‍👧‍👦 the END of it. And more."
+_ROUNDS = (1, 3, 2, 4)  # tokens that they commit, in turn
+
+
+@cache
+def demo_text() -> Text:
+    return Text.load(DEMO / "target")
+
+
+@dataclass
+class FakeService:
+    """Writes `written` and ends. Everything a test may want to go wrong is a field."""
+
+    written: str = TEXT
+    text: Text = field(default_factory=lambda: demo_text())
+    refusal: Exception | None = None  # before the first chunk
+    fails_after: int | None = None  # chunks
+    error: Exception | None = None  # raised then; None: a last chunk with Finish.ERROR
+    silent_after: int | None = None  # chunks; then the request ends without a last one
+    hangs_after: int | None = None  # chunks; then nothing more comes
+    state: Status = field(default_factory=lambda: Status(ready=True, healthy=True, replicas=1))
+    requests: list[Request] = field(default_factory=list)
+    num_live: int = 0
+    num_chunks: int = 0
+
+    async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        self.num_live += 1
+        try:
+            for number, chunk in enumerate(self._chunks(request)):
+                if number == self.hangs_after:
+                    await asyncio.Event().wait()
+                if number == self.silent_after:
+                    return
+                if number == self.fails_after:
+                    if self.error is not None:
+                        raise self.error
+                    chunk = Chunk(0, (), (), finish=Finish.ERROR, error="the target fell over")
+                await asyncio.sleep(0)
+                self.num_chunks += 1
+                yield chunk
+        finally:
+            self.num_live -= 1
+
+    def _chunks(self, request: Request) -> Iterator[Chunk]:
+        ids = (*self.text.encode(self.written), 0)[: request.max_tokens]
+        finish = Finish.STOP if ids[-1] == 0 else Finish.LENGTH
+        start, rounds = 0, 0
+        for size in cycle(_ROUNDS):
+            tokens = ids[start : start + size]
+            start, rounds = start + len(tokens), rounds + 1
+            origins = (*[Origin.ACCEPTED] * (len(tokens) - 1), Origin.BONUS)
+            logprobs = None if request.logprobs is None else tuple(_logprobs(token, request.logprobs) for token in tokens)
+            stats = Stats("block", True, rounds=rounds, drafted=4 * rounds, accepted=start - rounds, target_passes=rounds + 1)
+            yield Chunk(0, tokens, origins, logprobs, finish if start == len(ids) else None, stats)
+            if start == len(ids):
+                return
+
+    async def status(self) -> Status:
+        return self.state
+
+    async def trace(self, last: int | None = None) -> Mapping[str, object]:
+        return {"traceEvents": []} | ({} if last is None else {"rounds": last})
+
+
+def _logprobs(token: int, count: int) -> Logprobs:
+    return Logprobs(-0.5, (token, *range(1, count))[:count], (-0.5, *([float("-inf")] * count))[:count])
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: Mapping[str, str]  # names in lower case
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Every error has these four members and no others."""
+        assert set(self.json) == {"error"}
+        assert set(self.json["error"]) == {"message", "type", "param", "code"}
+        assert "Traceback" not in self.json["error"]["message"]
+        return self.json["error"]
+
+    @property
+    def events(self) -> list[Any]:
+        """The chunks of a stream that ends as it must."""
+        *events, done, rest = self.body.decode().split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        assert all(event.startswith("data: {") for event in events)
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@dataclass
+class Running:
+    """A server that answers at `url`."""
+
+    port: int
+    service: FakeService
+    registry: Registry
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, path: str, body: object = None, *, method: str | None = None, headers: Mapping[str, str] | None = None) -> Reply:
+        """A body of bytes goes as it is, any other as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        kind = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            connection.request(method or ("GET" if body is None else "POST"), path, data, {**kind, **(headers or {})})
+            response = connection.getresponse()
+            return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+        finally:
+            connection.close()
+
+    def until(self, condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
+        """Whether it comes true in time."""
+        end = time.monotonic() + within_s
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.005)
+        return condition()
+
+
+@contextmanager
+def serving(
+    service: FakeService | None = None,
+    *,
+    text: Text | None = None,
+    max_context: int = CONTEXT,
+    vocab_size: int = 4096,
+    encodes: bool = False,
+    **keys: object,
+) -> Iterator[Running]:
+    """In a thread of its own; `keys` are those of the config."""
+    service, registry = service or FakeService(), Registry()
+    served = Served("demo", vocab_size=vocab_size, max_context=max_context, max_gamma=16, created=1, encodes=encodes)
+    app = build(service, text or demo_text(), served, parse({}, keys), registry)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=2))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        try:
+            yield Running(listening.getsockname()[1], service, registry)
+        finally:
+            server.should_exit = True
+            thread.join()

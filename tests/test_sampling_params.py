@@ -1,0 +1,160 @@
+"""What a caller may ask for."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from specserve.errors import BadValue
+from specserve.sampling_params import Sampling, fresh_seed
+from specserve.types import Speculation, Warp
+
+
+def test_the_defaults_are_plain_sampling_of_sixteen_tokens():
+    (request,) = Sampling().requests([1, 2], lambda: 7)
+    assert request.prompt == (1, 2)
+    assert request.max_tokens == 16
+    assert request.warp == Warp()
+    assert (request.seed, request.seeded) == (7, False)
+    assert request.logprobs is None
+    assert request.speculation == Speculation()
+
+
+def test_every_parameter_reaches_the_request():
+    sampling = Sampling(
+        max_tokens=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=4,
+        min_p=0.1,
+        stop_token_ids=[5, 6],
+        ignore_eos=True,
+        seed=9,
+        logprobs=2,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.5,
+        logit_bias={"7": 3, 8: -2.5},
+        speculation={"gamma": 4, "verifier": "block"},
+    )
+    (request,) = sampling.requests([1])
+    assert request.warp == Warp(0.5, 4, 0.9, 0.1, 1.0, -1.0, 1.5, ((7, 3.0), (8, -2.5)))
+    assert request.stop_token_ids == {5, 6}
+    assert (request.max_tokens, request.ignore_eos, request.logprobs) == (3, True, 2)
+    assert (request.seed, request.seeded) == (9, True)
+    assert request.speculation == Speculation(gamma=4, verifier="block")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "max_tokens": [0, -1, 1.5, True, None, "3", math.nan],
+        "temperature": [-0.1, math.nan, math.inf, -math.inf, None, "hot", True, 101, 10**400],
+        "top_p": [0, -0.5, 1.01, math.nan, None, "1"],
+        "top_k": [-1, 1.0, True, None],
+        "min_p": [-0.1, 1.1, math.nan],
+        "n": [0, -1, 129, 1.0, True],
+        "stop": ["", [""], ["a", ""], 5, [5], ["a"] * 17, "x" * 1025, {"a": 1}],
+        "stop_token_ids": [5, "5", [-1], [1.5], [True], ["a"], [2**40], {"a": 1}],
+        "ignore_eos": [1, None, "yes"],
+        "seed": [1.5, "1", True, 2**64, -(2**63) - 1],
+        "logprobs": [-1, 21, 1.5, "5"],
+        "top_logprobs": [-1, 21, True],
+        "echo": [1, None],
+        "presence_penalty": [-2.1, 2.1, math.nan, True],
+        "frequency_penalty": [-2.1, 2.1, math.inf],
+        "repetition_penalty": [0, -1, math.nan, math.inf, 1e-300],
+        "logit_bias": [5, [1], {-1: 1}, {"a": 1}, {1.5: 1}, {1: 101}, {1: math.nan}, {True: 1}, {"9" * 5000: 1}, dict.fromkeys(range(1025), 1)],
+    }.items(),
+)
+def test_a_value_outside_its_range_is_refused_naming_the_parameter(name, values):
+    for value in values:
+        with pytest.raises(BadValue, match=name) as refusal:
+            Sampling(**{name: value})
+        assert refusal.value.param == name
+        assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        (5, "speculation"),
+        ({"gama": 5}, "speculation.gama"),
+        ({"gamma": -1}, "speculation.gamma"),
+        ({"gamma": 1.5}, "speculation.gamma"),
+        ({"gamma": True}, "speculation.gamma"),
+        ({"verifier": "fast"}, "speculation.verifier"),
+        ({"verifier": 3}, "speculation.verifier"),
+        (Speculation(gamma=2.5), "speculation.gamma"),
+    ],
+)
+def test_a_wish_for_speculation_that_cannot_be_met_is_refused(value, param):
+    with pytest.raises(BadValue) as refusal:
+        Sampling(speculation=value)
+    assert refusal.value.param == param
+
+
+def test_auto_leaves_speculation_to_the_server():
+    assert Sampling(speculation={"gamma": "auto", "verifier": "auto"}).speculation == Speculation()
+
+
+def test_the_edges_of_the_ranges_are_in():
+    Sampling(max_tokens=1, temperature=0, top_p=1, top_k=0, min_p=1, n=128, seed=2**64 - 1, logprobs=20, presence_penalty=-2, frequency_penalty=2)
+    Sampling(top_p=1e-9, min_p=0, seed=-(2**63), logprobs=0, logit_bias={0: -100, 1: 100}, stop=["a"] * 16)
+
+
+def test_numbers_of_numpy_are_numbers():
+    sampling = Sampling(max_tokens=np.int64(4), temperature=np.float32(0.5), stop_token_ids=np.array([3, 4]))
+    assert (sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (4, 0.5, (3, 4))
+    assert type(sampling.max_tokens) is int
+    assert type(sampling.temperature) is float
+
+
+def test_stop_may_be_one_text_several_or_none():
+    assert Sampling(stop="END").stops == ("END",)
+    assert Sampling(stop=["a", "b"]).stops == ("a", "b")
+    assert Sampling(stop=None).stops == Sampling().stops == ()
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "top", "number"), [(None, None, None), (False, None, None), (True, None, 0), (True, 3, 3), (0, None, 0), (5, None, 5)]
+)
+def test_logprobs_are_asked_for_in_either_way(logprobs, top, number):
+    assert Sampling(logprobs=logprobs, top_logprobs=top).num_logprobs == number
+
+
+@pytest.mark.parametrize("logprobs", [None, False, 2])
+def test_top_logprobs_without_logprobs_is_refused(logprobs):
+    with pytest.raises(BadValue, match="top_logprobs goes with logprobs true"):
+        Sampling(logprobs=logprobs, top_logprobs=2)
+
+
+def test_echo_with_logprobs_is_refused():
+    with pytest.raises(BadValue, match="echo with logprobs"):
+        Sampling(echo=True, logprobs=1)
+
+
+def test_the_first_of_n_has_the_seed_itself_and_the_others_have_their_own():
+    seeds = [request.seed for request in Sampling(n=128, seed=11).requests([1])]
+    assert seeds[0] == 11
+    assert len(set(seeds)) == 128
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert seeds == [request.seed for request in Sampling(n=128, seed=11).requests([1])]
+    assert not set(seeds) & {request.seed for request in Sampling(n=128, seed=12).requests([1])}
+
+
+def test_without_a_seed_every_call_draws_another():
+    assert Sampling().requests([1])[0].seed != Sampling().requests([1])[0].seed
+    assert 0 <= fresh_seed() < 2**64
+
+
+def test_a_negative_seed_is_taken_as_its_64_bits():
+    assert Sampling(seed=-1).requests([1])[0].seed == 2**64 - 1
+
+
+def test_a_bias_on_an_id_that_does_not_exist_is_refused():
+    Sampling(logit_bias={9: 1}).check_ids(10)
+    with pytest.raises(BadValue, match="logit_bias has token id 10, but the vocabulary ends at 9"):
+        Sampling(logit_bias={10: 1}).check_ids(10)

@@ -1,0 +1,255 @@
+"""`specserve bench` as a whole, against the real HTTP server over a scripted engine, and against a scripted server."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from specserve.cli.main import main
+from specserve.errors import BadValue, Overloaded, SpecserveError
+from specserve.metrics import Registry
+from specserve.progress import silent
+from specserve.tools.bench.address import Address
+from specserve.tools.bench.command import bench, measure
+from specserve.tools.bench.load import Question
+from specserve.tools.bench.options import Options, read_key
+from specserve.tools.bench.report import Report
+from specserve.types import Chunk, Request
+from tests.support.http_server import FakeService, serving
+from tests.support.scripted_server import Script, scripted
+
+WRITTEN = "def f():\n    return 1\n" * 20
+
+
+@dataclass
+class Counting(FakeService):
+    """Counts its rounds, each of 30 ms by its own account, as an engine does."""
+
+    written: str = WRITTEN
+    registry: Registry | None = None
+
+    def _chunks(self, request: Request) -> Iterator[Chunk]:
+        for chunk in super()._chunks(request):
+            if self.registry is not None:
+                self.registry.histogram("round_seconds").observe(0.03)
+                self.registry.counter("spec_decode_num_draft_tokens_total").add(4)
+            yield chunk
+
+
+def _bench(url: str, **keys: Any) -> tuple[list[str], str]:
+    lines: list[str] = []
+    progress = io.StringIO()
+    bench(Options(url, **{"requests": 6, "max_tokens": 20, "concurrency": 2, "warm_up": 1, **keys}), lines.append, progress, still_s=0.0)
+    return lines, progress.getvalue()
+
+
+def test_a_run_reports_what_came_and_what_the_server_counted(tmp_path):
+    service = Counting()
+    with serving(service) as running:
+        service.registry = running.registry
+        lines, progress = _bench(running.url, json=tmp_path / "report.json")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(service.requests) == 7  # the warm-up is asked
+    assert len(report["requests"]) == 6  # and does not count
+    measured = report["measured"]
+    assert measured["outcomes"] == {"ok": 6}
+    assert measured["tokens"] == 6 * 20
+    rounds = sum(request["specserve"]["rounds"] for request in report["requests"])
+    assert measured["speculation"]["rounds"] == measured["acceptance"]["plain"] + measured["acceptance"]["drafting"] == rounds
+    assert measured["server"]["rounds"] == rounds
+    assert measured["server"]["round_s"] == pytest.approx(0.03)
+    tpot = next(figure for figure in report["predicted"]["figures"] if figure["name"] == "TPOT")
+    tokens = next(figure for figure in report["predicted"]["figures"] if figure["name"] == "tokens a round")
+    assert tokens["measured"] == 120 / rounds
+    assert tpot["predicted"] == pytest.approx(0.03 / tokens["predicted"])
+    assert tpot["ratio"] == pytest.approx(tpot["measured"] / tpot["predicted"])
+    assert lines[1].startswith("requests: 6 ok in ")
+    assert any(line.startswith("TTFT") for line in lines)
+    assert progress.endswith("s\n")
+    assert progress.splitlines()[-1].startswith("requests, 100%, 6 of 6, ")
+
+
+def test_the_report_says_with_what_it_was_made(tmp_path):
+    file = tmp_path / "prompts"
+    file.write_text("one\ntwo\n")
+    with serving() as running:
+        _bench(running.url, json=tmp_path / "r.json", prompts=file, temperature=0.5, seed=3, gamma=2, ignore_eos=False, requests=2)
+    command = json.loads((tmp_path / "r.json").read_text())["command"]
+    assert command["prompts"] == str(file)
+    assert (command["temperature"], command["seed"], command["gamma"], command["ignore_eos"]) == (0.5, 3, 2, False)
+    seeds = sorted(request.seed for request in running.service.requests)
+    assert seeds == [3, 4, 5]
+    assert all(request.speculation.gamma == 2 and not request.ignore_eos for request in running.service.requests)
+
+
+def test_an_open_loop_reports_too(tmp_path):
+    with serving() as running:
+        lines, _ = _bench(running.url, concurrency=None, rate=200.0)
+    assert "200 requests/s arriving" in lines[0]
+    assert lines[1].startswith("requests: 6 ok")
+
+
+def test_failed_requests_are_reported_and_end_the_command_with_a_failure(tmp_path):
+    with serving(FakeService(refusal=Overloaded("the queue is full"))) as running:
+        lines: list[str] = []
+        with pytest.raises(SpecserveError, match="6 of 6 requests failed"):
+            bench(Options(running.url, requests=6, html=tmp_path / "r.html"), lines.append, io.StringIO(), still_s=0.0)
+    assert "6 429" in lines[1]
+    assert "the queue is full" in lines[2]
+    assert "the queue is full" in (tmp_path / "r.html").read_text()
+
+
+def test_a_server_that_dies_under_the_load_leaves_a_report():
+    script = Script(((0.0, ("plain",)), (0.0, ("plain",))), breaks_after=1)
+    with scripted(script) as url:
+        lines: list[str] = []
+        with pytest.raises(SpecserveError, match="3 of 3"):
+            bench(Options(url, requests=3, warm_up=0), lines.append, io.StringIO(), still_s=0.0)
+    assert "3 broken off" in lines[1]
+
+
+def test_the_page_is_well_formed_and_needs_nothing_beside_it(tmp_path):
+    service = Counting()
+    with serving(service) as running:
+        service.registry = running.registry
+        _bench(running.url, html=tmp_path / "report.html", requests=12)
+    text = (tmp_path / "report.html").read_text()
+    root = ET.fromstring(text)
+    assert len(root.findall(".//svg")) == 5
+    assert root.findall(".//svg//rect")
+    assert [heading.text for heading in root.iter("h2")] == [
+        "Requests", "Rates", "Times", "Speculation", "Measured and predicted", "Time to first token", "Time per output token, of each request",
+        "Gaps between events of a stream", "Tokens over time", "Acceptance by position",
+    ]  # fmt: skip
+    for element in root.iter():
+        assert element.tag not in ("script", "link", "img", "iframe", "object", "use", "image")
+        assert not {name.split("}")[-1] for name in element.attrib} & {"src", "href", "data", "action", "style"}
+    assert not re.search(r"url\(|@import", text)
+    for box in root.iter("rect"):
+        assert float(box.attrib["height"]) >= 0
+        assert 0 <= float(box.attrib["x"]) <= 480
+
+
+def test_names_from_outside_are_text_on_the_page(tmp_path):
+    with serving(FakeService(refusal=Overloaded("<b>&full</b>"))) as running, pytest.raises(SpecserveError):
+        _bench(running.url, html=tmp_path / "r.html")
+    cells = [cell.text for cell in ET.fromstring((tmp_path / "r.html").read_text()).iter("td")]
+    assert any("<b>&full</b>" in (cell or "") for cell in cells)
+
+
+def test_an_interrupted_load_reports_what_was_measured_until_then():
+    script = Script(((0.0, ("plain",)), (0.0, ("accepted", "bonus"))), hangs_after=1, num_unhung=3)
+
+    async def interrupt(url: str) -> Report:
+        options = Options(url, requests=10, concurrency=1, warm_up=0)
+        question = Question(prompts=("a",), max_tokens=3, temperature=0.0, seed=None, gamma=None, ignore_eos=True, numbered=False)
+        task = asyncio.create_task(measure(options, Address.of(url), question, silent, still_s=0.0))
+        while script.num_streams < 4:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        return await task
+
+    with scripted(script) as url:
+        report = asyncio.run(interrupt(url))
+    assert report.interrupted
+    assert report.measured.outcomes == {"ok": 3, "interrupted": 1}
+    assert report.measured.tokens == 3 * 3 + 1
+    assert report.num_failed == 0
+
+
+def test_ctrl_c_prints_the_report_and_ends_the_command():
+    script = Script(((0.0, ("plain",)), (0.0, ("plain",))), hangs_after=1)
+    with scripted(script) as url:
+        command = [sys.executable, "-m", "specserve", "bench", "--url", url, "--warm-up", "0", "--concurrency", "3"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while script.num_streams < 3 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=90)  # who probes a server that hangs waits for it, and machines are shared
+    assert "requests: 3 interrupted" in out
+    assert err.splitlines()[0].startswith("requests, 5%, 3 of 64, ")
+    assert err.splitlines()[-1] == "specserve: interrupted"
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--concurrency", "2", "--rate", "3"], "not allowed with"),
+        (["--rate", "0"], "--rate must be above 0"),
+        (["--rate", "nan"], "--rate must be above 0"),
+        (["--concurrency", "0"], "--concurrency must be 1 or more"),
+        (["--requests", "0"], "--requests must be 1 or more"),
+        (["--max-tokens", "0"], "--max-tokens must be 1 or more"),
+        (["--gamma", "-1"], "--gamma must be 0 or more"),
+        (["--gamma", "many"], "whole number or auto"),
+        (["--temperature", "-1"], "--temperature must be 0 or more"),
+        (["--timeout", "0"], "--timeout must be above 0"),
+        (["--prompts", "/nowhere/prompts"], "--prompts /nowhere/prompts cannot be read"),
+        (["--api-key-file", "/nowhere/key"], "--api-key-file /nowhere/key cannot be read"),
+        (["--json", "/nowhere/report.json"], "/nowhere/report.json cannot be written"),
+        (["--url", "localhost:8000"], "--url is written"),
+    ],
+)
+def test_bad_usage_is_one_line_before_anything_is_asked(words, message, capsys):
+    assert main(["bench", "--url", "http://127.0.0.1:1", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_server_behind_a_path_and_without_metrics_is_measured(capsys):
+    script = Script()
+    with scripted(script) as url:
+        assert main(["bench", "--url", url + "/behind/", "--requests", "2", "--warm-up", "0"]) == 0
+    assert [path for path, _, _ in script.asked].count("/behind/v1/completions") == 2
+    assert "2 ok" in capsys.readouterr().out
+
+
+def test_a_server_that_cannot_be_reached_is_one_line(capsys):
+    assert main(["bench", "--url", "http://127.0.0.1:1/there"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("specserve: no server answers at http://127.0.0.1:1/there: ")
+    assert error.count("\n") == 1
+
+
+def test_https_where_only_http_is_spoken_is_one_line(capsys):
+    with serving() as running:
+        assert main(["bench", "--url", running.url.replace("http:", "https:")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("specserve: no server answers at https://127.0.0.1:")
+
+
+def test_a_server_with_another_api_is_named_as_such(capsys):
+    with serving() as running:
+        assert main(["bench", "--url", running.url + "/nowhere"]) == 1
+    assert "is no OpenAI-compatible server" in capsys.readouterr().err
+
+
+def test_a_key_opens_a_server_that_wants_one_and_is_not_reported(tmp_path, capsys):
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nsecret-7\n")
+    with serving(**{"http.api_keys_file": str(keys)}) as running:
+        assert main(["bench", "--url", running.url]) == 1
+        assert "--api-key-file" in capsys.readouterr().err
+        _bench(running.url, api_key_file=keys, json=tmp_path / "r.json", html=tmp_path / "r.html")
+    assert "secret-7" not in (tmp_path / "r.json").read_text() + (tmp_path / "r.html").read_text()
+
+
+def test_a_key_file_without_a_key_is_refused(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("# none\n")
+    with pytest.raises(BadValue, match="no key"):
+        read_key(file)

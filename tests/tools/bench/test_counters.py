@@ -1,0 +1,60 @@
+"""What a server says of itself, read back from its /metrics."""
+
+from __future__ import annotations
+
+import pytest
+
+from specserve.metrics import Registry, render
+from specserve.tools.bench.counters import Counters, ServerSide
+
+
+def _read(registry: Registry) -> Counters:
+    return Counters.parse(render(registry.snapshot()))
+
+
+def test_what_was_there_before_does_not_count():
+    registry = Registry()
+    registry.histogram("round_seconds").observe(9.0)
+    registry.counter("preemptions_total").add(4)
+    before = _read(registry)
+    for seconds in (0.02, 0.04):
+        registry.histogram("round_seconds").observe(seconds)
+    registry.histogram("verify_seconds").observe(0.01)
+    registry.counter("preemptions_total").add(2)
+    server = ServerSide.of(_read(registry).since(before))
+    assert (server.rounds, server.preemptions) == (2, 2)
+    assert server.round_s == pytest.approx(0.03)
+    assert server.verify_s == pytest.approx(0.01)
+    assert server.draft_s is None
+
+
+def test_positions_come_in_the_order_of_numbers():
+    registry = Registry()
+    for position in range(12):
+        registry.counter("spec_decode_num_accepted_tokens_per_pos_total").add(100 - position, str(position))
+    assert ServerSide.of(_read(registry)).accepted_per_position == tuple(range(100, 88, -1))
+
+
+def test_rates_are_shares_of_what_was_counted():
+    registry = Registry()
+    assert ServerSide.of(_read(registry)).anticipation_hit_rate is None
+    registry.counter("anticipation_hits_total").add(3)
+    registry.counter("anticipation_misses_total").add(1)
+    registry.counter("prefix_cache_queries_total").add(10)
+    registry.counter("prefix_cache_hits_total").add(4)
+    server = ServerSide.of(_read(registry))
+    assert (server.anticipation_hit_rate, server.prefix_cache_hit_rate) == (0.75, 0.4)
+
+
+def test_work_moves_with_rounds_and_rests_with_gauges():
+    registry = Registry()
+    before = _read(registry).work
+    registry.gauge("gamma").set(3.0)
+    assert _read(registry).work == before
+    registry.histogram("round_seconds").observe(0.5)
+    assert _read(registry).work != before
+
+
+def test_other_text_and_other_metrics_are_passed_over():
+    text = "# HELP x y\nhttp_requests_total 4\nspecserve_preemptions_total 2\n<html>\nspecserve_broken\n"
+    assert Counters.parse(text).samples == {("preemptions_total", ""): 2.0}

@@ -1,0 +1,83 @@
+"""The client that measures: it must read any stream as it was sent, and say when it broke off."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+import pytest
+
+from specserve.errors import BadValue
+from specserve.tools.bench.address import Address
+from specserve.tools.bench.streams import Stream, fetch, stream
+from tests.support.scripted_server import Script, scripted
+
+EVENTS = ((0.0, ("plain",)), (0.0, ("accepted", "accepted", "bonus")), (0.0, ("correction",)))
+
+
+def _read(url: str) -> Stream:
+    where = urlsplit(url)
+    return asyncio.run(stream("127.0.0.1", where.port or 0, "/v1/completions", {"prompt": "a"}))
+
+
+@pytest.mark.parametrize("piece", [None, 1, 7, 64])
+def test_a_stream_reads_the_same_however_a_proxy_cuts_it(piece):
+    with scripted(Script(EVENTS, speculation={"rounds": 3}, piece=piece)) as url:
+        result = _read(url)
+    assert [tuple(origins) for origins in result.origins] == [origins for _, origins in EVENTS]
+    assert len(result.times) == 3
+    assert result.usage == {"completion_tokens": 5}
+    assert result.final is not None
+    assert result.final["specserve"] == {"rounds": 3}
+    assert result.ended is not None
+    assert result.ended >= result.times[-1] >= result.sent
+
+
+def test_a_stream_that_breaks_off_keeps_what_came_and_has_no_end():
+    with scripted(Script(EVENTS, breaks_after=2)) as url:
+        where = urlsplit(url)
+        result = Stream()
+        asyncio.run(stream("127.0.0.1", where.port or 0, "/v1/completions", {}, into=result))
+    assert (len(result.times), result.ended, result.final) == (2, None, None)
+
+
+def test_what_does_not_speak_http_is_told_from_an_answer():
+    async def ask() -> None:
+        async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"220 mail.example\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+            await fetch("127.0.0.1", server.sockets[0].getsockname()[1], "/")
+
+    with pytest.raises(EOFError, match="does not speak HTTP"):
+        asyncio.run(ask())
+
+
+def test_an_address_keeps_prefix_and_key_and_sends_both():
+    script = Script()
+    with scripted(script) as url:
+        address = Address.of(url + "/behind/a/proxy/", "secret")
+        asyncio.run(address.get("/v1/models"))
+        asyncio.run(address.post("/v1/completions", {}, into=Stream()))
+    assert [path for path, _, _ in script.asked] == ["/behind/a/proxy/v1/models", "/behind/a/proxy/v1/completions"]
+    assert all(headers["authorization"] == "Bearer secret" for _, headers, _ in script.asked)
+    assert script.asked[1][1]["x-specserve-origins"] == "1"
+    assert "secret" not in repr(address)
+
+
+def test_the_scheme_decides_on_port_and_encryption():
+    plain, secure = Address.of("http://[::1]"), Address.of("https://models.example/llm")
+    assert (plain.host, plain.port, plain.tls) == ("::1", 80, None)
+    assert (secure.host, secure.port, secure.prefix) == ("models.example", 443, "/llm")
+    assert secure.tls is not None
+    assert str(secure) == "https://models.example:443/llm"
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:99999", "http://host:x", "http://host/?a=b", "http://me@host"]
+)
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(BadValue) as refusal:
+        Address.of(url)
+    assert refusal.value.param == "url"

@@ -1,0 +1,257 @@
+"""What is planned must be what theory, config and loader say, and what cannot be planned is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from specserve import theory
+from specserve.cli.main import main
+from specserve.config.tree import DEMO
+from specserve.drafters.ngram.tables import Unigram, count
+from specserve.models.checkpoints.describe import describe
+from specserve.models.checkpoints.load import load_model
+from specserve.tools.inflate import _open
+from specserve.tools.plan.cascades import Stage, best_choices, best_matrix, cascade_factor
+from specserve.tools.plan.gains import Advice, Pair
+from specserve.tools.plan.measure import Tabled, overlaps
+from specserve.tools.plan.memory import GIB, Gpus, Plan, fits, smallest, whole
+from specserve.tools.reproduce.family import reader
+from tests.support.checkpoints import ARCHITECTURES, add_tokenizer, make, perturbed
+
+PLAN = Plan(torch.bfloat16, page_size=16, memory_fraction=0.5, context=8192)
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def seventy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config.json and nothing else."""
+    directory = tmp_path_factory.mktemp("seventy")
+    (directory / "config.json").write_text(json.dumps(LLAMA_70B))
+    return directory
+
+
+def test_a_70b_model_is_weighed_by_its_config_alone(seventy: Path) -> None:
+    share = whole(seventy, PLAN)
+    assert share.num_parameters == pytest.approx(70.55e9, rel=0.01)
+    assert share.weight_bytes == 2 * share.num_parameters
+    assert share.kv_bytes == 2 * 80 * 8 * 128 * 2
+    assert share.page_bytes == 16 * share.kv_bytes
+
+
+def test_the_smallest_degree_divides_the_heads_and_fits(seventy: Path) -> None:
+    found = fits(seventy, Gpus.of("4xH100"), PLAN)
+    assert [fit.works for fit in found] == [False, True, False, True]
+    assert "too large" in found[0].reason
+    assert "64 attention heads" in found[2].reason
+    best = smallest(found)
+    assert best is found[1]
+    assert best.share is not None
+    free = 79.6 * GIB - best.share.weight_bytes
+    assert best.pages == int(free * 0.5) // (best.share.kv_bytes * 16)
+    assert best.sequences == best.pages // 512
+    assert best.share.kv_bytes == 2 * 80 * 4 * 128 * 2
+
+
+def test_no_degree_is_a_plain_answer_too(seventy: Path) -> None:
+    assert smallest(fits(seventy, Gpus.of("2x24"), PLAN)) is None
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameters_by_config_are_those_that_are_loaded(name: str, tmp_path: Path) -> None:
+    directory = make(name, tmp_path)
+    loaded = load_model(directory, dtype=torch.float32, device="cpu", attention="eager")
+    assert describe(directory).num_parameters == sum(parameter.numel() for parameter in loaded.module.parameters())
+
+
+def test_the_ranks_of_a_model_hold_it_together() -> None:
+    """Each has the whole embedding and the norms, and half of the rest; the tied head is a share of its own."""
+    one, two = (describe(DEMO / "target", ranks=ranks) for ranks in (1, 2))
+    embedding, norms = 4096 * 256, 17 * 256
+    assert one.num_parameters == _open(DEMO / "target").num_parameters
+    assert two.num_parameters == embedding + norms + (one.num_parameters - embedding - norms) // 2 + embedding // 2
+
+
+def test_advice_is_the_best_of_all_gammas() -> None:
+    pair = Pair("given", 0.8, 0.1, 0.02)
+    advice = Advice.of(pair, hit_rate=0.8, max_gamma=16)
+    assert advice.serial.serial == max(gain.serial for gain in advice.by_gamma)
+    assert advice.hidden.hidden == max(gain.hidden for gain in advice.by_gamma)
+    assert advice.best_hidden > advice.best_serial == 6
+    assert advice.by_gamma[0].serial == advice.by_gamma[0].operations == 1
+
+
+TWO = (Stage((0.8,), 0.1), Stage((0.6, 0.7), 0.01))
+THREE = (Stage((0.85,), 0.2), Stage((0.7, 0.8), 0.05), Stage((0.4, 0.45, 0.5), 0.0))
+
+
+def played(stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...], rounds: int, dice: random.Random) -> float:
+    """Tokens a unit of time, by throwing dice for every review."""
+
+    def write(stage: int, length: int) -> float:
+        if stage + 1 >= len(k):
+            return length * stages[stage].cost
+        cost, done = 0.0, 0
+        while done < length:
+            tokens, price = review(stage + 1, length - done - 1)
+            done, cost = done + tokens, cost + price
+        return cost
+
+    def review(reviewer: int, most: int) -> tuple[int, float]:
+        cost = 1.0 if reviewer == 0 else stages[reviewer - 1].cost
+        alphas: list[float] = []
+        for stage in range(reviewer, len(stages)):
+            length = min(k[reviewer][stage], most - len(alphas))
+            cost += write(stage, length)
+            alphas += [stages[stage].alphas[reviewer]] * length
+        accepted = next((i for i, alpha in enumerate(alphas) if dice.random() >= alpha), len(alphas))
+        return accepted + 1, cost
+
+    reviews = [review(0, sum(k[0])) for _ in range(rounds)]
+    return sum(tokens for tokens, _ in reviews) / sum(cost for _, cost in reviews)
+
+
+@pytest.mark.parametrize(
+    ("stages", "k"),
+    [
+        (TWO, ((5, 0), (0, 3))),
+        (TWO, ((4, 3), (0, 2))),
+        (TWO, ((4, 3),)),
+        (THREE, ((4, 2, 3), (0, 2, 2), (0, 0, 3))),
+        (THREE, ((6, 0, 0), (0, 4, 0), (0, 0, 2))),
+    ],
+)
+def test_cascades_are_what_dice_give(stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...]) -> None:
+    dice = random.Random(1)
+    batches = [played(stages, k, 2000, dice) for _ in range(10)]
+    mean = sum(batches) / 10
+    error = (sum((one - mean) ** 2 for one in batches) / 9 / 10) ** 0.5
+    assert mean == pytest.approx(cascade_factor(stages, k), abs=5 * error)
+
+
+def test_a_horizontal_matrix_is_the_papers_formula() -> None:
+    expected = theory.horizontal_factor([0.8] * 4 + [0.6] * 3, [0.1] * 4 + [0.01] * 3)
+    assert cascade_factor(TWO, ((4, 3),)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_cascade_that_reviews_nothing_is_plain_speculation() -> None:
+    alone = (Stage((0.75,), 0.1),)
+    assert cascade_factor(alone, ((5,),)) == pytest.approx(theory.walltime_factor(0.75, 5, 0.1), rel=1e-12)
+
+
+def test_the_best_matrix_is_that_of_an_exhaustive_search() -> None:
+    every = [((a, b), (0, c)) for a, b, c in product(range(1, 9), range(9), range(1, 9)) if a + b <= 8]
+    best = max(every, key=lambda k: cascade_factor(TWO, k))
+    assert cascade_factor(TWO, best_matrix("cascade", TWO, 8)) == pytest.approx(cascade_factor(TWO, best), rel=1e-9)
+
+
+def test_every_kind_of_cascade_is_ranked() -> None:
+    choices = best_choices(THREE, 8)
+    assert {choice.kind for choice in choices} == {"vertical", "horizontal", "cascade"}
+    assert [choice.factor for choice in choices] == sorted((choice.factor for choice in choices), reverse=True)
+    assert choices[0].kind == "cascade"  # the others are among its matrices, but for what needs no review
+
+
+def test_overlap_is_measured_as_it_is_defined(tmp_path: Path) -> None:
+    directory = make("llama", tmp_path / "target")
+    target = reader(directory)
+    text = [random.Random(3).randrange(4, 289) for _ in range(300)]
+    table = Tabled(Unigram(count([[5, 5, 5, 7]], keep=2), width=2))
+    found = overlaps(target, {"itself": target, "unigram": table}, text)
+    assert found["unigram"].num_tokens == 300
+    assert found["itself"].alphas[0.0] == 1
+    assert 0 < found["itself"].alphas[1.0] <= 1 + 1e-6  # its own 64 likeliest tokens
+    p = torch.cat([target.p(0, text[:256])[1.0], target.p(256, text[256:])[1.0]])
+    expected = theory.acceptance(p[:, [5, 7]].tolist(), [[0.75, 0.25]] * 300)
+    assert found["unigram"].alphas[1.0] == pytest.approx(expected, abs=1e-5)
+    greedy = torch.cat([target.p(0, text[:256])[0.0], target.p(256, text[256:])[0.0]])
+    assert found["unigram"].alphas[0.0] == pytest.approx(float((greedy.argmax(-1) == 5).float().mean()))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("pair")
+    target = make("llama", root / "target")
+    add_tokenizer(target)
+    return str(target), str(perturbed(target, root / "draft", 0.2))
+
+
+def test_plan_measures_a_pair_and_writes_figures_and_a_picture(pair, tmp_path, capsys):
+    text, figures, picture = (tmp_path / name for name in ("text.txt", "plan.json", "plan.png"))
+    text.write_text("the quick brown fox " * 20)
+    files = ["--text", str(text), "--json", str(figures), "--plot", str(picture)]
+    assert main(["plan", "--target", pair[0], "--draft", pair[1], "--measure", *files, "--gpus", "2x1"]) == 0
+    printed = capsys.readouterr().out
+    assert "Measured on 400 tokens" in printed
+    assert "target.tensor_parallel 1" in printed
+    cold, warm = json.loads(figures.read_text())["speculation"]
+    assert (cold["name"], warm["name"]) == ("T = 0", "T = 1")
+    assert 0 < cold["alpha"] <= 1
+    assert cold["c"] == warm["c"] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_of_numbers_alone_needs_no_model(capsys):
+    assert main(["plan", "--alpha", "0.75", "--cost", "0.05", "--hit-rate", "0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{theory.walltime_factor(0.75, 7, 0.05):.2f}" in printed
+    assert "memory" not in printed
+
+
+def test_plan_of_a_cascade_names_the_best_k(capsys):
+    assert main(["plan", "--stages", "0.8:0.1", "0.6,0.7:0.01", "--max-gamma", "8"]) == 0
+    assert str([list(row) for row in best_matrix("cascade", TWO, 8)]) in capsys.readouterr().out
+
+
+def test_without_a_number_or_a_draft_it_says_what_is_missing(seventy, capsys):
+    assert main(["plan", "--target", str(seventy)]) == 0
+    assert "No draft was named" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--alpha", "1.2", "--cost", "0.1"], "a number from 0 to 1, not '1.2'"),
+        (["--alpha", "nan", "--cost", "0.1"], "a number from 0 on, not 'nan'"),
+        (["--alpha", "0.5", "--cost", "-0.1"], "--cost"),
+        (["--alpha", "0.5"], "give --cost"),
+        (["--gpus", "4xZ80"], "knows no 'Z80'"),
+        (["--gpus", "0x80"], "such as 4x80"),
+        (["--gpus", "80", "24", "24"], "the target's and"),
+        (["--target", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--target", str(Path(__file__).parent)], "no config.json"),
+        (["--draft", str(DEMO / "draft")], "--draft needs --target"),
+        (["--stages", "0.8:0.1"], "two or more"),
+        (["--stages", "0.8", "0.5:0"], "alpha:cost"),
+        (["--stages", "0.8,0.9:0.1", "0.5:0"], "reviewed by the target alone"),
+        (["--measure", "--alpha", "0.5"], "finds alpha and c itself"),
+        (["--target", str(DEMO / "target"), "--measure"], "--measure needs --text"),
+        (["--text", "x.txt"], "with --measure only"),
+        (["--measure", "--text", "/nowhere.txt"], "cannot be read"),
+        (["--alpha", "0.5", "--cost", "0", "--plot", "plan.bmp"], ".png"),
+        (["--alpha", "0.5", "--cost", "0", "--json", "/nowhere/plan.json"], "does not exist"),
+        (["--max-gamma", "0"], "--max-gamma"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, complaint, capsys):
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert complaint in captured.err
+    assert captured.err.count("\n") == 1

@@ -1,0 +1,323 @@
+"""Frames: what is packed comes out again, and nothing else than a message or BadFrame comes out of anything."""
+
+from __future__ import annotations
+
+import math
+import random
+import tracemalloc
+from dataclasses import fields, is_dataclass
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specserve.errors import BadFrame, OutOfPages, WorkerLost
+from specserve.types import (
+    GRAMMARS,
+    VERIFIERS,
+    Chunk,
+    DraftStep,
+    Finish,
+    Foreseen,
+    Grammar,
+    Logprobs,
+    Origin,
+    Policy,
+    Proposal,
+    Span,
+    SparseRows,
+    Stats,
+    Verdict,
+    VerifyStep,
+    Warp,
+)
+from specserve.wire.messages import VERSION, Chunks, Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify, pack, unpack
+
+tokens = st.integers(0, 2**32 - 1)
+counts = st.integers(0, 2**64 - 1)
+reals = st.floats(allow_nan=False)
+many_tokens = st.lists(tokens, max_size=6).map(tuple)
+many_counts = st.lists(counts, max_size=6).map(tuple)
+
+
+@st.composite
+def sparse_rows(draw: st.DrawFn, num_rows: int) -> SparseRows:
+    shape = (num_rows, draw(st.integers(0, 5)))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    return SparseRows(rng.integers(0, 2**32, shape), rng.random(shape, dtype=np.float32))
+
+
+@st.composite
+def all_logprobs(draw: st.DrawFn) -> tuple[Logprobs, ...]:
+    widths = draw(st.lists(st.integers(0, 4), max_size=4))
+    return tuple(Logprobs(draw(reals), tuple(draw(tokens) for _ in range(width)), tuple(draw(reals) for _ in range(width))) for width in widths)
+
+
+warps = st.builds(Warp, reals, counts, reals, reals, reals, reals, reals, st.lists(st.tuples(tokens, reals), max_size=4).map(tuple))
+policies = st.builds(Policy, warps, st.sampled_from(VERIFIERS), counts, counts, st.none() | counts, reals, st.booleans())
+grammars = st.none() | st.builds(Grammar, st.sampled_from(GRAMMARS), st.text())
+draft_steps = st.builds(DraftStep, counts, counts, many_tokens, counts, policies, many_tokens, grammars)
+verdicts = st.builds(Verdict, counts, counts, counts, st.none() | all_logprobs(), st.none() | st.text())
+spans = st.builds(Span, st.text(), reals, reals)
+stats = st.builds(Stats, st.text(), st.booleans(), counts, counts, counts, counts, counts, counts)
+chunks = st.builds(
+    Chunk,
+    counts,
+    many_tokens,
+    st.lists(st.sampled_from(Origin), max_size=6).map(tuple),
+    st.none() | all_logprobs(),
+    st.none() | st.sampled_from(Finish),
+    st.none() | stats,
+    st.none() | st.text(),
+)
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> Proposal:
+    drafts = draw(many_tokens)
+    return Proposal(draw(counts), draw(counts), drafts, draw(st.none() | sparse_rows(len(drafts))), draw(counts), draw(st.none() | st.booleans()))
+
+
+@st.composite
+def verify_steps(draw: st.DrawFn) -> VerifyStep:
+    drafts = draw(many_tokens)
+    q = draw(st.none() | sparse_rows(len(drafts)))
+    more = draw(policies), draw(st.booleans()), draw(many_tokens), draw(grammars)
+    return VerifyStep(draw(counts), draw(counts), draw(many_tokens), drafts, q, *more)
+
+
+def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
+    return st.lists(items, max_size=4).map(tuple)
+
+
+messages = st.one_of(
+    st.builds(Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts),
+    st.builds(Proposals, counts, some(proposals()), reals, counts, some(spans)),
+    st.builds(Prepared, counts, some(st.builds(Foreseen, counts, proposals()))),
+    st.builds(Verify, counts, some(verify_steps()), many_counts),
+    st.builds(Verdicts, counts, some(verdicts), reals, counts, counts, counts, some(spans)),
+    st.builds(Failed, counts, st.text(), st.text()),
+    st.builds(Chunks, some(chunks)),
+    st.just(Stop()),
+)
+
+
+def plain(value: object) -> object:
+    """With types, so that True is not 1, and with arrays by their bits; == cannot compare those."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if is_dataclass(value):
+        return type(value), [plain(getattr(value, field.name)) for field in fields(value)]
+    return [plain(each) for each in value] if isinstance(value, tuple) else (type(value), value)
+
+
+def sent(message: Message) -> list[bytes]:
+    """As a socket hands the frames over."""
+    return [bytes(frame) for frame in pack(message)]
+
+
+def policy(**changes: object) -> Policy:
+    return Policy(Warp(), "block", **{"seed": 2**64 - 1, "prompt_length": 9} | changes)
+
+
+def verify(num_steps: int = 2) -> Verify:
+    rng = np.random.default_rng(0)
+    rows = [SparseRows(rng.integers(0, 4000, (5, 64)), rng.random((5, 64), dtype=np.float32)) for _ in range(num_steps)]
+    return Verify(3, tuple(VerifyStep(i, 400, (5,), (1, 2, 3, 4, 5), q, policy(seed=i)) for i, q in enumerate(rows)), (7, 8))
+
+
+def samples() -> list[Message]:
+    return [
+        verify(),
+        Propose(1, math.inf, (DraftStep(1, 2, (3, 4), 5, policy(logprobs=0, constrained=True), (9, 8), Grammar("regex", "a+")),), (6,)),
+        Verdicts(1, (Verdict(1, 1, 2, (Logprobs(-0.1, (1, 2), (-0.1, -math.inf)), Logprobs(-9.0, (), ()))),), 0.1, 3),
+        Chunks((Chunk(1, (2,), (Origin.BONUS,), None, Finish.ERROR, Stats("block", True, 1, 2, 3, 4), "fällt aus"),)),
+        Failed(1, "OutOfPages", "no room"),
+        Stop(),
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(messages)
+def test_every_message_comes_out_as_it_went_in(message: Message) -> None:
+    assert plain(unpack(sent(message))) == plain(message)
+
+
+def test_arrays_come_out_as_views_of_one_frame_that_nobody_can_write_to() -> None:
+    steps = unpack(sent(verify())).steps
+    for array, dtype in [(steps[1].q.ids, np.int64), (steps[1].q.probs, np.float32)]:
+        assert array.dtype == dtype
+        assert array.base is not None
+        assert not array.flags.writeable
+    assert np.shares_memory(steps[0].q.probs.base, steps[1].q.probs.base)
+
+
+def test_a_round_of_32_sequences_takes_two_frames_and_8_bytes_a_pair() -> None:
+    head, arrays = sent(verify(32))
+    assert len(head) < 32 * 200
+    assert len(arrays) == 32 * 5 * 64 * 8
+
+
+def test_rows_that_are_not_contiguous_are_packed_as_they_read() -> None:
+    ids, probs = np.arange(24).reshape(4, 6)[:, ::2], np.arange(12, dtype=np.float32).reshape(3, 4).T
+    got = unpack(sent(Proposals(1, (Proposal(1, 2, (1, 2, 3, 4), SparseRows(ids, probs), 3),), 0.0, 0))).proposals[0].q
+    assert got.ids.tolist() == ids.tolist()
+    assert got.probs.tolist() == probs.tolist()
+
+
+def test_whole_numbers_given_for_reals_are_reals_on_the_other_side() -> None:
+    step = DraftStep(1, 2, (3,), 4, Policy(Warp(temperature=0), "block", 0, 1, lenience=1))
+    got = unpack(sent(Propose(1, 2, (step,)))).steps[0].policy
+    assert (type(got.warp.temperature), type(got.lenience)) == (float, float)
+
+
+def test_a_failure_comes_out_as_the_exception_that_it_was() -> None:
+    error = unpack(sent(Failed.of(4, OutOfPages("no room")))).error()
+    assert type(error) is OutOfPages
+    assert str(error) == "no room"
+
+
+@pytest.mark.parametrize("kind", ["ZeroDivisionError", "SystemExit", "annotations", "__name__", ""])
+def test_a_failure_that_is_none_of_ours_loses_the_worker(kind: str) -> None:
+    error = Failed(4, kind, "why").error()
+    assert type(error) is WorkerLost
+    assert "why" in str(error)
+
+
+def test_an_error_message_that_is_not_unicode_is_still_sent() -> None:
+    assert unpack(sent(Failed(1, "OSError", "file \udcff"))) == Failed(1, "OSError", "file \\udcff")
+
+
+def test_another_version_is_refused_and_both_are_named() -> None:
+    head = msgpack.packb((b"specserve", VERSION + 1, "Stop", 0, ()))
+    with pytest.raises(BadFrame, match=rf"version {VERSION + 1}\b.* version {VERSION}\b"):
+        unpack([head])
+
+
+def head(*, magic: object = b"specserve", kind: object = "Verdicts", num_items: object = 1, own: object = None, rows: tuple[object, ...]) -> bytes:
+    own = (bytes(40), ()) if own is None else own
+    return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
+
+
+GOOD_ROW = (bytes(24), None, None)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"", b""],
+        [b"\x00"],
+        [b"GET / HTTP/1.1"],
+        [head(rows=(GOOD_ROW,)), b"", b""],
+        [head(rows=(GOOD_ROW,)), bytes(8)],
+        [head(rows=(GOOD_ROW,)), bytes(7)],
+        [head(rows=(GOOD_ROW,)) + b"\xc0"],
+        [head(rows=(GOOD_ROW,)) + b"\xc5"],
+        [head(rows=())],
+        [head(rows=(GOOD_ROW, GOOD_ROW))],
+        [head(num_items=-1, rows=())],
+        [head(num_items=2**63, rows=(GOOD_ROW,))],
+        [head(num_items=1.0, rows=(GOOD_ROW,))],
+        [head(num_items="1", rows=(GOOD_ROW,))],
+        [head(magic=b"someone", rows=(GOOD_ROW,))],
+        [head(magic="specserve", rows=(GOOD_ROW,))],
+        [head(kind="Gossip", rows=(GOOD_ROW,))],
+        [head(kind=b"Verdicts", rows=(GOOD_ROW,))],
+        [head(kind=("Verdicts",), rows=(GOOD_ROW,))],
+        [head(kind="Stop", num_items=0, own=(1,), rows=())],
+        [head(kind="Stop", num_items=1, own=(), rows=(GOOD_ROW,))],
+        [head(kind="Failed", num_items=1, own=(bytes(8), "a", "b"), rows=(GOOD_ROW,))],
+        [head(own=(), rows=(GOOD_ROW,))],
+        [head(own=("x" * 40, ()), rows=(GOOD_ROW,))],
+        [head(own=(bytes(40), ((bytes(16), "verify"),)), rows=(GOOD_ROW,))],
+        [head(rows=(b"",))],
+        [head(rows=((bytes(23), None, None),))],
+        [head(rows=((bytes(24), None),))],
+        [head(rows=((bytes(24), None, 7),))],
+        [head(rows=((bytes(24), (bytes(8), bytes(4), bytes(4), b""), None),))],
+        [head(rows=((bytes(24), (bytes(8), b"\xff\xff\xff\xff", b"", b""), None),))],
+        [head(rows=((bytes(24), (bytes(7), b"", b"", b""), None),))],
+        [head(rows=({},))],
+        [head(rows=({1: 2},))],
+        [head(rows=(msgpack.ExtType(5, b"x"),))],
+        [head(rows=(GOOD_ROW,))[: -len(msgpack.packb(GOOD_ROW))] + b"\xc7\x00\xff"],  # a time stamp without a time
+        [head(rows=(tuple(range(17)),))],
+    ],
+)
+def test_what_is_not_a_message_is_refused(frames: list[bytes]) -> None:
+    assert unpack([head(rows=(GOOD_ROW,))]).verdicts == (Verdict(0, 0, 0, None),)
+    with pytest.raises(BadFrame):
+        unpack(frames)
+
+
+def test_a_grammar_of_no_known_kind_is_refused() -> None:
+    (frame,) = sent(Propose(1, 1.0, (DraftStep(1, 0, (3,), 5, policy(), (), Grammar("regex", "a+")),)))
+    assert isinstance(unpack([frame]), Propose)
+    with pytest.raises(BadFrame, match="kind of grammar"):
+        unpack([frame.replace(b"regex", b"regeX")])
+
+
+def test_rows_wider_than_their_frame_are_refused() -> None:
+    narrow, arrays = sent(verify(1))
+    wide = narrow.replace((64).to_bytes(4, "little"), (2**32 - 1).to_bytes(4, "little"))
+    assert wide != narrow
+    with pytest.raises(BadFrame):
+        unpack([wide, arrays])
+
+
+@pytest.mark.parametrize(
+    "level", [b"\x9f", b"\xdc\x00\x10", b"\xdd\x00\x00\x00\x10", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"]
+)
+@pytest.mark.parametrize("opening", [b"", head(rows=())])
+def test_nested_and_boastful_heads_take_little_memory(level: bytes, opening: bytes) -> None:
+    bomb = opening + level * 5000
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadFrame):
+            unpack([bomb])
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def survive(frames: list[bytes]) -> bool:
+    """Whether it is a message; the test fails by any exception but BadFrame."""
+    try:
+        message = unpack(frames)
+    except BadFrame:
+        return False
+    sent(message)  # and what came out can be sent on
+    return True
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.binary(max_size=200), max_size=3))
+def test_random_frames_raise_nothing_but_bad_frame(frames: list[bytes]) -> None:
+    assert not survive(frames)
+
+
+def test_truncated_messages_are_refused_wherever_they_are_cut() -> None:
+    for message in samples():
+        frames = sent(message)
+        for number, frame in enumerate(frames):
+            for stop in range(0, len(frame), 1 + len(frame) // 400):
+                assert not survive([*frames[:number], frame[:stop], *frames[number + 1 :]])
+
+
+def test_flipped_bits_and_swapped_bytes_give_a_message_or_bad_frame() -> None:
+    rng, outcomes = random.Random(0), {True: 0, False: 0}
+    for message in samples():
+        first, *rest = sent(message)
+        for _ in range(2000):
+            damaged = bytearray(first)
+            for _ in range(rng.randint(1, 3)):
+                damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+            if rng.random() < 0.3:
+                damaged[rng.randrange(len(damaged))] = rng.choice(b"\x90\x9f\xc0\xc4\xc7\xcb\xd4\xdd\xdf\xff")
+            outcomes[survive([bytes(damaged), *rest])] += 1
+    assert outcomes[True] > 100
+    assert outcomes[False] > 1000
