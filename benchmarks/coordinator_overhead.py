@@ -12,7 +12,16 @@ from statistics import median
 from specserve.engine import Coordinator
 from specserve.engine.trace import Journal
 from specserve.metrics import Registry
-from specserve.types import Chunk, DraftStep, ModelInfo, Proposal, Request, Verdict, VerifyStep, Warp
+from specserve.types import (
+    Chunk,
+    DraftStep,
+    ModelInfo,
+    Proposal,
+    Request,
+    Verdict,
+    VerifyStep,
+    Warp,
+)
 
 GAMMA, PROMPT, SIZES = 5, 200, (64, 256, 1024, 4096)
 
@@ -26,7 +35,11 @@ class Target:
     async def verify(self, steps: Sequence[VerifyStep]) -> list[Verdict]:
         begun = time.perf_counter()
         self.calls += 1
-        verdicts = [Verdict(step.seq_id, (step.seq_id + self.calls) % (len(step.drafts) + 1), 7, None) for step in steps if step.decide]
+        verdicts = [
+            Verdict(step.seq_id, (step.seq_id + self.calls) % (len(step.drafts) + 1), 7, None)
+            for step in steps
+            if step.decide
+        ]
         self.seconds += time.perf_counter() - begun
         return verdicts
 
@@ -67,7 +80,9 @@ def measure(running: int, *, gamma: int | None, rounds: int) -> Work:
     def emit(chunks: Sequence[Chunk]) -> None:
         committed[0] += sum(len(chunk.tokens) for chunk in chunks)
 
-    info = ModelInfo(vocab_size=100, max_context=2**20, end_ids=frozenset(), page_size=16, num_pages=2**22)
+    info = ModelInfo(
+        vocab_size=100, max_context=2**20, end_ids=frozenset(), page_size=16, num_pages=2**22
+    )
     coordinator = Coordinator(
         target,
         drafter,
@@ -87,21 +102,37 @@ def measure(running: int, *, gamma: int | None, rounds: int) -> Work:
             await coordinator.round()
         found = []
         for _ in range(rounds):
-            before, busy, begun = committed[0], target.seconds + drafter.seconds, time.perf_counter()
+            before, busy, begun = (
+                committed[0],
+                target.seconds + drafter.seconds,
+                time.perf_counter(),
+            )
             await coordinator.round()
             spent = time.perf_counter() - begun - (target.seconds + drafter.seconds - busy)
             found.append((spent, committed[0] - before))
         return found
 
     found = asyncio.run(go())
-    return Work(running, median(spent / tokens for spent, tokens in found) * 1e6, median(spent for spent, _ in found) * 1e3)
+    return Work(
+        running,
+        median(spent / tokens for spent, tokens in found) * 1e6,
+        median(spent for spent, _ in found) * 1e3,
+    )
 
 
 def report() -> list[str]:
-    lines = ["| running | us a token, gamma 5 | ms a round | us a token, gamma auto | ms a round |", "|---|---|---|---|---|"]
+    lines = [
+        "| running | us a token, gamma 5 | ms a round | us a token, gamma auto | ms a round |",
+        "|---|---|---|---|---|",
+    ]
     for running in SIZES:
-        fixed, auto = (measure(running, gamma=gamma, rounds=max(12, 20_000 // running)) for gamma in (GAMMA, None))
-        lines.append(f"| {running} | {fixed.micros:.1f} | {fixed.per_round:.2f} | {auto.micros:.1f} | {auto.per_round:.2f} |")
+        fixed, auto = (
+            measure(running, gamma=gamma, rounds=max(12, 20_000 // running))
+            for gamma in (GAMMA, None)
+        )
+        lines.append(
+            f"| {running} | {fixed.micros:.1f} | {fixed.per_round:.2f} | {auto.micros:.1f} | {auto.per_round:.2f} |"
+        )
     return lines
 
 

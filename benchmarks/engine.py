@@ -48,7 +48,9 @@ class Sample:
         return median(mine / theirs for mine, theirs in zip(self.rates, other.rates, strict=True))
 
     def __str__(self) -> str:
-        return f"| {self.name} | {self.middle:.1f} | {min(self.rates):.1f} to {max(self.rates):.1f} |"
+        return (
+            f"| {self.name} | {self.middle:.1f} | {min(self.rates):.1f} to {max(self.rates):.1f} |"
+        )
 
 
 class Peer:
@@ -72,7 +74,13 @@ class Peer:
         ids = torch.tensor([list(prompt)])
         more: dict[str, Any] = {"assistant_model": self.draft} if assisted else {}
         out = self.target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0, **more
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TOKENS,
+            min_new_tokens=TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            **more,
         )
         return int(out.shape[1] - len(prompt))
 
@@ -81,12 +89,19 @@ class Ours:
     """One engine at a fixed gamma, with a meter on it."""
 
     def __init__(self, target: Path, draft: Path, *, gamma: int, threads: int) -> None:
-        keys: dict[str, object] = {"speculation.gamma": gamma, "cache.prefix_caching": False, "target.threads": threads, "draft.threads": 1}
+        keys: dict[str, object] = {
+            "speculation.gamma": gamma,
+            "cache.prefix_caching": False,
+            "target.threads": threads,
+            "draft.threads": 1,
+        }
         self.llm = LLM(target, draft, **keys)
         self.meter = metered(self.llm)
 
     def tokens(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = TOKENS) -> int:
-        outputs = self.llm.generate(list(prompts), Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+        outputs = self.llm.generate(
+            list(prompts), Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        )
         return sum(len(output.token_ids) for output in outputs)
 
 
@@ -196,14 +211,38 @@ class Figures:
         passes = f"{round_.draft_pass * 1e3:.2f} ms, {round_.verify_pass * 1e3:.2f} ms"
         return [
             ("plain against transformers, batch 1", f"{ours.against(theirs):.2f}", "2"),
-            (f"plain step ({step}) / reading the weights ({read})", f"{floor.ratio:.2f}", "at most 1.3"),
-            (f"batch {WIDE} against batch 1, decoding (in brackets: prompts included)", f"{self.wider:.2f} ({wide.against(ours):.2f})", "6"),
+            (
+                f"plain step ({step}) / reading the weights ({read})",
+                f"{floor.ratio:.2f}",
+                "at most 1.3",
+            ),
+            (
+                f"batch {WIDE} against batch 1, decoding (in brackets: prompts included)",
+                f"{self.wider:.2f} ({wide.against(ours):.2f})",
+                "6",
+            ),
             (f"gamma {GAMMA} against transformers assisted", f"{fast.against(assisted):.2f}", "2"),
             (f"gamma {GAMMA} against plain", f"{fast.against(ours):.2f}", ""),
-            (f"lockstep ({round_.measured:.0f} tokens/s) against Theorem 3.8", f"{round_.measured / round_.predicted:.3f}", "0.9"),
-            (f"alpha; draft pass, verify pass of {GAMMA + 1} rows", f"{round_.alpha:.3f}; {passes}", ""),
-            ("draft step of the shipped pair, one thread", f"{steps.draft * 1e3:.3f} ms", "at most 0.5 ms"),
-            ("the same / a step of the shipped target", f"{steps.draft / steps.target:.3f}", "at most 0.2"),
+            (
+                f"lockstep ({round_.measured:.0f} tokens/s) against Theorem 3.8",
+                f"{round_.measured / round_.predicted:.3f}",
+                "0.9",
+            ),
+            (
+                f"alpha; draft pass, verify pass of {GAMMA + 1} rows",
+                f"{round_.alpha:.3f}; {passes}",
+                "",
+            ),
+            (
+                "draft step of the shipped pair, one thread",
+                f"{steps.draft * 1e3:.3f} ms",
+                "at most 0.5 ms",
+            ),
+            (
+                "the same / a step of the shipped target",
+                f"{steps.draft / steps.target:.3f}",
+                "at most 0.2",
+            ),
             ("host overhead outside forward passes", f"{round_.host_share:.1%}", "at most 5%"),
         ]
 
@@ -215,15 +254,23 @@ def measured(plain: Ours, guessing: Ours, peer: Peer, *, turns: int, weights: in
             "specserve, plain, batch 1": lambda turn: plain.tokens([prompts[turn]]),
             "transformers, plain, batch 1": lambda turn: peer.tokens(prompts[turn], assisted=False),
             f"specserve, gamma {GAMMA}, batch 1": lambda turn: guessing.tokens([prompts[turn]]),
-            f"transformers, assisted by {GAMMA}, batch 1": lambda turn: peer.tokens(prompts[turn], assisted=True),
+            f"transformers, assisted by {GAMMA}, batch 1": lambda turn: peer.tokens(
+                prompts[turn], assisted=True
+            ),
             f"specserve, plain, batch {WIDE}": lambda _: plain.tokens(prompts),
         },
         turns=turns,
     )
     return Figures(
         samples,
-        against_floor(plain.llm, lambda: [plain.tokens([prompt]) for prompt in prompts[:turns]], num_bytes=weights),
-        median(decoding(plain, prompts) / decoding(plain, [prompts[turn]]) for turn in range(turns)),
+        against_floor(
+            plain.llm,
+            lambda: [plain.tokens([prompt]) for prompt in prompts[:turns]],
+            num_bytes=weights,
+        ),
+        median(
+            decoding(plain, prompts) / decoding(plain, [prompts[turn]]) for turn in range(turns)
+        ),
         lockstep(guessing, prompts[:turns]),
         demo_steps(prompts[0]),
     )
@@ -234,11 +281,24 @@ def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
     plain, guessing = (Ours(target, draft, gamma=gamma, threads=threads) for gamma in (0, GAMMA))
     weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     figures = measured(plain, guessing, Peer(target, draft), turns=turns, weights=weights)
-    rows = ["| output tokens a second | median | spread |", "|---|---|---|", *map(str, figures.samples.values()), ""]
-    rows += ["| figure | value | goal |", "|---|---|---|", *(f"| {name} | {value} | {goal} |" for name, value, goal in figures.rows())]
+    rows = [
+        "| output tokens a second | median | spread |",
+        "|---|---|---|",
+        *map(str, figures.samples.values()),
+        "",
+    ]
+    rows += [
+        "| figure | value | goal |",
+        "|---|---|---|",
+        *(f"| {name} | {value} | {goal} |" for name, value, goal in figures.rows()),
+    ]
     prompts = held_out_prompts(count=1, length=TOKENS)
     spent = shares(lambda: guessing.tokens(prompts))
-    rows += ["", f"| where the time of gamma {GAMMA} goes (torch.profiler, which slows Python down) | share |", "|---|---|"]
+    rows += [
+        "",
+        f"| where the time of gamma {GAMMA} goes (torch.profiler, which slows Python down) | share |",
+        "|---|---|",
+    ]
     rows += [f"| {kind} | {share:.1%} |" for kind, share in spent.items()]
     return "\n".join(rows)
 
@@ -247,14 +307,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--params", type=int, default=200_000_000, help="parameters of the widened target")
+    parser.add_argument(
+        "--params", type=int, default=200_000_000, help="parameters of the widened target"
+    )
     parser.add_argument("--out", type=Path, help="write the report here, too")
     args = parser.parse_args()
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         params = inflate(DEMO / "target", args.params, directory / "target")
         table = report(directory / "target", DEMO / "draft", turns=args.turns, threads=args.threads)
-    machine = f"{date.today()}, {platform.machine()}, {args.threads} threads, torch {torch.__version__}"
+    machine = (
+        f"{date.today()}, {platform.machine()}, {args.threads} threads, torch {torch.__version__}"
+    )
     work = f"demo target widened to {params / 1e6:.0f}M, bf16, greedy, {TOKENS} tokens in and out, {args.turns} turns"
     text = f"{machine}; {work}.\n\n{table}\n"
     print(text)

@@ -38,14 +38,22 @@ class Metronome:
         self._beats: asyncio.Task[None] | None = None
 
     async def info(self) -> ModelInfo:
-        return ModelInfo(vocab_size=VOCAB, max_context=1 << 20, end_ids=frozenset(), page_size=16, num_pages=1 << 20)
+        return ModelInfo(
+            vocab_size=VOCAB,
+            max_context=1 << 20,
+            end_ids=frozenset(),
+            page_size=16,
+            num_pages=1 << 20,
+        )
 
     async def generate(self, request: Request, number: int, ticket: Ticket) -> None:
         self._beats = self._beats or asyncio.create_task(self._beat())
         if ticket not in self._outlets:
             self._outlets[ticket] = Outlet(ticket)
         self._count = key = self._count + 1
-        stream = self._streams[key] = _Stream(request, number, self._outlets[ticket], asyncio.get_running_loop().create_future())
+        stream = self._streams[key] = _Stream(
+            request, number, self._outlets[ticket], asyncio.get_running_loop().create_future()
+        )
         try:
             await stream.ended
         finally:
@@ -68,10 +76,17 @@ class Metronome:
 
     def _chunk(self, stream: _Stream) -> Chunk:
         left = stream.request.max_tokens - stream.written
-        tokens = tuple(FIRST_ID + (stream.number * 7 + stream.written + i) % 1000 for i in range(min(TOKENS, left)))
+        tokens = tuple(
+            FIRST_ID + (stream.number * 7 + stream.written + i) % 1000
+            for i in range(min(TOKENS, left))
+        )
         stream.written += len(tokens)
         finish = Finish.LENGTH if stream.written == stream.request.max_tokens else None
         if finish is not None and not stream.ended.done():
             stream.ended.set_result(None)
-        stats = None if finish is None else Stats("coupled", True, stream.written // TOKENS, 0, 0, 0)
-        return Chunk(stream.number, tokens, (Origin.PLAIN,) * len(tokens), finish=finish, stats=stats)
+        stats = (
+            None if finish is None else Stats("coupled", True, stream.written // TOKENS, 0, 0, 0)
+        )
+        return Chunk(
+            stream.number, tokens, (Origin.PLAIN,) * len(tokens), finish=finish, stats=stats
+        )

@@ -21,8 +21,28 @@ import numpy as np
 import zmq
 
 from specserve.cluster.transport.link import Client, Keys, Server
-from specserve.types import Chunk, DraftStep, Origin, Policy, Proposal, SparseRows, Verdict, VerifyStep, Warp
-from specserve.wire.messages import Chunks, Message, Proposals, Propose, Stop, Verdicts, Verify, pack, unpack
+from specserve.types import (
+    Chunk,
+    DraftStep,
+    Origin,
+    Policy,
+    Proposal,
+    SparseRows,
+    Verdict,
+    VerifyStep,
+    Warp,
+)
+from specserve.wire.messages import (
+    Chunks,
+    Message,
+    Proposals,
+    Propose,
+    Stop,
+    Verdicts,
+    Verify,
+    pack,
+    unpack,
+)
 
 HOST = "127.0.0.1"
 WARM_UP = 200
@@ -47,18 +67,33 @@ class Spread:
 
 def proposals(num_sequences: int) -> Proposals:
     rng = np.random.default_rng(0)
-    rows = [SparseRows(rng.integers(0, 2**17, (DRAFTS, SUPPORT)), rng.random((DRAFTS, SUPPORT), dtype=np.float32)) for _ in range(num_sequences)]
+    rows = [
+        SparseRows(
+            rng.integers(0, 2**17, (DRAFTS, SUPPORT)),
+            rng.random((DRAFTS, SUPPORT), dtype=np.float32),
+        )
+        for _ in range(num_sequences)
+    ]
     tokens = tuple(range(DRAFTS))
-    return Proposals(0, tuple(Proposal(i, 400, tokens, q, 404) for i, q in enumerate(rows)), 0.001, 100)
+    return Proposals(
+        0, tuple(Proposal(i, 400, tokens, q, 404) for i, q in enumerate(rows)), 0.001, 100
+    )
 
 
 def verify(num_sequences: int) -> Verify:
-    steps = (VerifyStep(each.seq_id, 399, (7,), each.tokens, each.q, _policy(each.seq_id)) for each in proposals(num_sequences).proposals)
+    steps = (
+        VerifyStep(each.seq_id, 399, (7,), each.tokens, each.q, _policy(each.seq_id))
+        for each in proposals(num_sequences).proposals
+    )
     return Verify(0, tuple(steps))
 
 
 def propose(num_sequences: int) -> Propose:
-    return Propose(0, math.inf, tuple(DraftStep(i, 399, (7, 8), DRAFTS, _policy(i)) for i in range(num_sequences)))
+    return Propose(
+        0,
+        math.inf,
+        tuple(DraftStep(i, 399, (7, 8), DRAFTS, _policy(i)) for i in range(num_sequences)),
+    )
 
 
 def verdicts(num_sequences: int) -> Verdicts:
@@ -73,7 +108,9 @@ def chunks(num_sequences: int) -> Chunks:
 def of_size(num_bytes: int) -> tuple[Verify, Proposals]:
     """A question and an answer of about that many bytes each, nearly all of them rows of q, as in a round."""
     num_rows = max(1, num_bytes // (8 * SUPPORT))
-    q = SparseRows(np.ones((num_rows, SUPPORT), dtype=np.int64), np.ones((num_rows, SUPPORT), dtype=np.float32))
+    q = SparseRows(
+        np.ones((num_rows, SUPPORT), dtype=np.int64), np.ones((num_rows, SUPPORT), dtype=np.float32)
+    )
     tokens = tuple(range(num_rows))
     asked = Verify(0, (VerifyStep(0, 399, (7,), tokens, q, _policy(0)),))
     return asked, Proposals(0, (Proposal(0, 400, tokens, q, 404),), 0.001, 100)
@@ -106,11 +143,15 @@ async def ask(client: Client, num_bytes: int, times: int) -> list[float]:
     return seconds[WARM_UP:]
 
 
-def round_trips(num_bytes: int, *, times: int, loop: Callable[[], asyncio.AbstractEventLoop]) -> Spread:
+def round_trips(
+    num_bytes: int, *, times: int, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> Spread:
     """Packing and unpacking on both sides included."""
     keys = Keys.fresh()
     ours, theirs = multiprocessing.Pipe()
-    worker = multiprocessing.get_context("spawn").Process(target=answer_all, args=(theirs, keys.public, num_bytes))
+    worker = multiprocessing.get_context("spawn").Process(
+        target=answer_all, args=(theirs, keys.public, num_bytes)
+    )
     worker.start()
     with asyncio.Runner(loop_factory=loop) as runner:
         client = Client(keys, ours.recv())
@@ -125,7 +166,9 @@ def round_trips(num_bytes: int, *, times: int, loop: Callable[[], asyncio.Abstra
 
 def packing(message: Message, *, times: int) -> tuple[Spread, Spread]:
     packed = [bytes(frame) for frame in pack(message)]
-    return Spread.of(timed(lambda: pack(message), times=times)), Spread.of(timed(lambda: unpack(packed), times=times))
+    return Spread.of(timed(lambda: pack(message), times=times)), Spread.of(
+        timed(lambda: unpack(packed), times=times)
+    )
 
 
 def timed(work: Callable[[], object], *, times: int) -> list[float]:
@@ -147,16 +190,27 @@ def loops() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
 
 
 def report(*, times: int) -> str:
-    rows = ["| round trip, encrypted, both ways alike | loop | p50 ms | p99 ms |", "|---|---|---|---|"]
+    rows = [
+        "| round trip, encrypted, both ways alike | loop | p50 ms | p99 ms |",
+        "|---|---|---|---|",
+    ]
     for num_bytes in (2_000, 100_000):
         for name, loop in loops().items():
-            rows.append(f"| {num_bytes // 1000} kB | {name} | {round_trips(num_bytes, times=times, loop=loop)} |")
-    rows += ["", "| message | bytes | pack p50 ms | p99 ms | unpack p50 ms | p99 ms |", "|---|---|---|---|---|---|"]
+            rows.append(
+                f"| {num_bytes // 1000} kB | {name} | {round_trips(num_bytes, times=times, loop=loop)} |"
+            )
+    rows += [
+        "",
+        "| message | bytes | pack p50 ms | p99 ms | unpack p50 ms | p99 ms |",
+        "|---|---|---|---|---|---|",
+    ]
     for make in (propose, proposals, verify, verdicts, chunks):
         for num_sequences in (1, 32):
             message = make(num_sequences)
             packed, unpacked = packing(message, times=times)
-            rows.append(f"| {type(message).__name__}, {num_sequences} sequences | {size(message):,} | {packed} | {unpacked} |")
+            rows.append(
+                f"| {type(message).__name__}, {num_sequences} sequences | {size(message):,} | {packed} | {unpacked} |"
+            )
     return "\n".join(rows)
 
 

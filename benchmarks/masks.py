@@ -37,7 +37,9 @@ class LLGuidance:
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab, eos_token=[end])
 
     def begun(self, schema: str) -> Any:
-        matcher = LLMatcher(self._tokenizer, source(Grammar("json_schema", schema)), log_level=0, limits=limits())
+        matcher = LLMatcher(
+            self._tokenizer, source(Grammar("json_schema", schema)), log_level=0, limits=limits()
+        )
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
@@ -61,11 +63,18 @@ class XGrammar:
         self._xgrammar = xgrammar
         names = json.loads(tokenizer)["model"]["vocab"]
         ordered = [name for name, _ in sorted(names.items(), key=lambda pair: pair[1])]
-        info = xgrammar.TokenizerInfo(ordered, vocab_type=xgrammar.VocabType.BYTE_LEVEL, vocab_size=vocab, stop_token_ids=[end])
+        info = xgrammar.TokenizerInfo(
+            ordered,
+            vocab_type=xgrammar.VocabType.BYTE_LEVEL,
+            vocab_size=vocab,
+            stop_token_ids=[end],
+        )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def begun(self, schema: str) -> Any:
-        return self._xgrammar.GrammarMatcher(self._compiler.compile_json_schema(schema, strict_mode=False))
+        return self._xgrammar.GrammarMatcher(
+            self._compiler.compile_json_schema(schema, strict_mode=False)
+        )
 
     def mask(self, text: Any, bits: Bits) -> None:
         import torch
@@ -105,11 +114,15 @@ def measured(library: Any, schemas: Sequence[str], *, vocab: int, end: int, toke
     return found
 
 
-def _walk(library: Any, text: Any, found: Found, rng: random.Random, *, vocab: int, end: int, tokens: int) -> None:
+def _walk(
+    library: Any, text: Any, found: Found, rng: random.Random, *, vocab: int, end: int, tokens: int
+) -> None:
     bits = np.zeros((1, (vocab + 31) // 32), np.int32)
     for _ in range(tokens):
         found.masked.append(_seconds(lambda: library.mask(text, bits)))
-        lawful = np.flatnonzero(np.unpackbits(bits.view(np.uint8), count=vocab, bitorder="little")).tolist()
+        lawful = np.flatnonzero(
+            np.unpackbits(bits.view(np.uint8), count=vocab, bitorder="little")
+        ).tolist()
         token = rng.choice([token for token in lawful if token != end] or [end])
         if token == end:
             return
@@ -151,7 +164,9 @@ def _times(seconds: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--schemas", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=100, help="of each text at most")
     options = parser.parse_args(arguments)
@@ -159,16 +174,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer, vocab, end = load_tokenizer(DEMO / "target"), config.vocab_size, config.eos_token_id
     schemas = [json.dumps(made(number)) for number in range(options.schemas)]
     hard = json.dumps(
-        {"anyOf": [{"type": "object", "properties": {f"k{i}": {"pattern": f"^[a-f]{{1,50}}x{i}$"}}, "required": [f"k{i}"]} for i in range(900)]}
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {f"k{i}": {"pattern": f"^[a-f]{{1,50}}x{i}$"}},
+                    "required": [f"k{i}"],
+                }
+                for i in range(900)
+            ]
+        }
     )
-    libraries: list[type[LLGuidance] | type[XGrammar]] = [LLGuidance, *([XGrammar] if importlib.util.find_spec("xgrammar") else [])]
+    libraries: list[type[LLGuidance] | type[XGrammar]] = [
+        LLGuidance,
+        *([XGrammar] if importlib.util.find_spec("xgrammar") else []),
+    ]
     print(f"{len(schemas)} schemas, {vocab} ids; microseconds: median / mean / 99th percentile")
-    print("| library | compile | mask | accept | roll back | fork | refused | other threads keep |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "| library | compile | mask | accept | roll back | fork | refused | other threads keep |\n|---|---|---|---|---|---|---|---|"
+    )
     for kind in libraries:
         library = kind(tokenizer, vocab, end)
         found = measured(library, schemas, vocab=vocab, end=end, tokens=options.tokens)
         kept = shares_the_interpreter(lambda library=library: library.begun(hard))  # type: ignore[misc]
-        columns = [_times(each) for each in (found.compiled, found.masked, found.accepted, found.gone_back, found.forked)]
+        columns = [
+            _times(each)
+            for each in (
+                found.compiled,
+                found.masked,
+                found.accepted,
+                found.gone_back,
+                found.forked,
+            )
+        ]
         print(f"| {' | '.join([kind.name, *columns, str(len(found.refused)), f'{kept:.2f}'])} |")
         for line in found.refused:
             print(f"  {kind.name} refuses {line}")

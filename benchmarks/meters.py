@@ -35,7 +35,9 @@ class Meter:
 
     target: Passes = field(default_factory=Passes)
     draft: Passes = field(default_factory=Passes)
-    judged: list[tuple[int, int]] = field(default_factory=list)  # of each round with drafts: how many, and how many accepted
+    judged: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # of each round with drafts: how many, and how many accepted
 
     def reset(self) -> None:
         self.target.seconds.clear()
@@ -78,7 +80,11 @@ def _count_verdicts(model: Any, meter: Meter) -> None:
     def counted(steps: Any) -> Any:
         verdicts = verify(steps)
         deciding = [step for step in steps if step.decide]
-        meter.judged += [(len(step.drafts), v.accepted) for step, v in zip(deciding, verdicts, strict=True) if step.drafts]
+        meter.judged += [
+            (len(step.drafts), v.accepted)
+            for step, v in zip(deciding, verdicts, strict=True)
+            if step.drafts
+        ]
         return verdicts
 
     model.verify = counted

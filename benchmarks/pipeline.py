@@ -59,7 +59,11 @@ class Decoding:
     @property
     def rounds(self) -> list[float]:
         """Seconds from one round's beginning to the next one's."""
-        return [later.begun - earlier.begun for run in self.runs for earlier, later in zip(run.decoding, run.decoding[1:], strict=False)]
+        return [
+            later.begun - earlier.begun
+            for run in self.runs
+            for earlier, later in zip(run.decoding, run.decoding[1:], strict=False)
+        ]
 
     @property
     def verify(self) -> list[float]:
@@ -69,7 +73,9 @@ class Decoding:
     @property
     def busy(self) -> float:
         """The target's share of the wall time while decoding."""
-        return sum(self.verify) / sum(run.decoding[-1].ended - run.decoding[0].begun for run in self.runs)
+        return sum(self.verify) / sum(
+            run.decoding[-1].ended - run.decoding[0].begun for run in self.runs
+        )
 
     @property
     def committed(self) -> float:
@@ -77,13 +83,23 @@ class Decoding:
 
     @property
     def hit_rate(self) -> float:
-        known = [outcome.anticipated for run in self.runs for done in run.decoding for outcome in done.outcomes if outcome.anticipated is not None]
+        known = [
+            outcome.anticipated
+            for run in self.runs
+            for done in run.decoding
+            for outcome in done.outcomes
+            if outcome.anticipated is not None
+        ]
         return mean(known) if known else 0.0
 
     @property
     def rates(self) -> list[float]:
         """Tokens a second while decoding, of each run."""
-        return [sum(done.num_committed for done in run.decoding) / (run.decoding[-1].ended - run.decoding[0].begun) for run in self.runs]
+        return [
+            sum(done.num_committed for done in run.decoding)
+            / (run.decoding[-1].ended - run.decoding[0].begun)
+            for run in self.runs
+        ]
 
     @property
     def rate(self) -> float:
@@ -95,8 +111,13 @@ class Decoding:
 
     def ideal_against(self, plain: Decoding) -> float:
         """(mean accepted + 1) t_plain / t_verify, turn by turn: what there is to gain if nothing is lost outside the passes."""
-        turns = [(Decoding((mine,)), Decoding((theirs,))) for mine, theirs in zip(self.runs, plain.runs, strict=True)]
-        return median(mine.committed * mean(theirs.verify) / mean(mine.verify) for mine, theirs in turns)
+        turns = [
+            (Decoding((mine,)), Decoding((theirs,)))
+            for mine, theirs in zip(self.runs, plain.runs, strict=True)
+        ]
+        return median(
+            mine.committed * mean(theirs.verify) / mean(mine.verify) for mine, theirs in turns
+        )
 
     @property
     def spread(self) -> str:
@@ -121,13 +142,20 @@ async def opened(target: Path, draft: Path, prompts: Prompts) -> AsyncIterator[R
         yield Rigs(ahead, lockstep, prompts)
 
 
-def requests(prompts: Prompts, warp: Warp, verifier: str | None, *, tokens: int = TOKENS) -> list[Request]:
+def requests(
+    prompts: Prompts, warp: Warp, verifier: str | None, *, tokens: int = TOKENS
+) -> list[Request]:
     """Unseeded ones, whose seeds are told here so that a run can be repeated."""
     wish = Speculation(verifier=verifier)
-    return [Request(prompt, tokens, warp, seed=i, speculation=wish, ignore_eos=True) for i, prompt in enumerate(prompts)]
+    return [
+        Request(prompt, tokens, warp, seed=i, speculation=wish, ignore_eos=True)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
-async def in_turns(runs: dict[str, tuple[Rig, int | None]], asked: Sequence[Request], *, turns: int) -> dict[str, Decoding]:
+async def in_turns(
+    runs: dict[str, tuple[Rig, int | None]], asked: Sequence[Request], *, turns: int
+) -> dict[str, Decoding]:
     """Each turn another request, by every rig; the first turn does not count."""
     found: dict[str, list[Run]] = {name: [] for name in runs}
     for turn in range(-1, turns):
@@ -146,18 +174,33 @@ async def hidden(rigs: Rigs, *, gamma: int, turns: int) -> Iterator[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, (warp, verifier) in KINDS.items():
-        kinds: dict[str, tuple[Rig, int | None]] = {"ahead": (rigs.ahead, gamma), "auto": (rigs.ahead, None)}
+        kinds: dict[str, tuple[Rig, int | None]] = {
+            "ahead": (rigs.ahead, gamma),
+            "auto": (rigs.ahead, None),
+        }
         kinds |= {"lockstep": (rigs.lockstep, gamma), "plain": (rigs.ahead, 0)}
         found = await in_turns(kinds, requests(rigs.prompts, warp, verifier), turns=turns)
-        lines += [_hidden_row(f"{name}, gamma {gamma if kind == 'ahead' else kind}", found[kind], found) for kind in ("ahead", "auto")]
+        lines += [
+            _hidden_row(f"{name}, gamma {gamma if kind == 'ahead' else kind}", found[kind], found)
+            for kind in ("ahead", "auto")
+        ]
     return iter(lines)
 
 
 def _hidden_row(name: str, ahead: Decoding, found: Mapping[str, Decoding]) -> str:
     lockstep, plain = found["lockstep"], found["plain"]
     ideal = ahead.ideal_against(plain)
-    cells = [name, ahead.spread, f"{lockstep.spread}, {ahead.against(lockstep):.2f} x", f"{plain.spread}, {ahead.against(plain):.2f} x"]
-    cells += [f"{ahead.busy:.3f}", f"{ahead.hit_rate:.3f}", f"{mean(ahead.rounds) / mean(ahead.verify):.3f}"]
+    cells = [
+        name,
+        ahead.spread,
+        f"{lockstep.spread}, {ahead.against(lockstep):.2f} x",
+        f"{plain.spread}, {ahead.against(plain):.2f} x",
+    ]
+    cells += [
+        f"{ahead.busy:.3f}",
+        f"{ahead.hit_rate:.3f}",
+        f"{mean(ahead.rounds) / mean(ahead.verify):.3f}",
+    ]
     cells += [f"{ideal:.2f}", f"{ahead.against(plain) / ideal:.3f}"]
     return f"| {' | '.join(cells)} |"
 
@@ -166,10 +209,15 @@ async def best_gammas(rigs: Rigs, *, turns: int) -> Iterator[str]:
     """Greedy, batch 1: anticipation against lockstep, each at its own best gamma, and what hiding could give at most."""
     asked = requests(rigs.prompts, *KINDS["greedy"])
     tried: dict[str, tuple[Rig, int | None]] = {
-        f"{name} {gamma}": (rig, gamma) for gamma in (2, 3, 4, 6) for name, rig in (("ahead", rigs.ahead), ("lockstep", rigs.lockstep))
+        f"{name} {gamma}": (rig, gamma)
+        for gamma in (2, 3, 4, 6)
+        for name, rig in (("ahead", rigs.ahead), ("lockstep", rigs.lockstep))
     }
     swept = await in_turns(tried, asked, turns=2)
-    best = {name: max((key for key in swept if key.startswith(name)), key=lambda key: swept[key].rate) for name in ("ahead", "lockstep")}
+    best = {
+        name: max((key for key in swept if key.startswith(name)), key=lambda key: swept[key].rate)
+        for name in ("ahead", "lockstep")
+    }
     found = await in_turns({name: tried[key] for name, key in best.items()}, asked, turns=turns)
     ahead, lockstep = found["ahead"], found["lockstep"]
     gamma = int(best["lockstep"].split()[1])
@@ -185,26 +233,40 @@ async def best_gammas(rigs: Rigs, *, turns: int) -> Iterator[str]:
     )
 
 
-async def sweep(rigs: Rigs, *, turns: int, batches: Sequence[int] = (1, 4, 16, 32)) -> tuple[list[str], dict[int, dict[str, list[float]]]]:
+async def sweep(
+    rigs: Rigs, *, turns: int, batches: Sequence[int] = (1, 4, 16, 32)
+) -> tuple[list[str], dict[int, dict[str, list[float]]]]:
     """Closed loops, in which whoever has its text is followed by another: the pacer's choice against fixed gammas, each with anticipation."""
     choices: dict[str, int | None] = {"0": 0, "2": 2, "4": 4, "8": 8, "auto": None}
     rates: dict[int, dict[str, list[float]]] = {}
-    lines = ["| streams | gamma 0 | 2 | 4 | 8 | auto | auto / best fixed | auto / gamma 0 |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| streams | gamma 0 | 2 | 4 | 8 | auto | auto / best fixed | auto / gamma 0 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for batch in batches:
-        loop = [rigs.prompts[i % len(rigs.prompts)] for i in range(batch * (3 if batch < 16 else 2))]
+        loop = [
+            rigs.prompts[i % len(rigs.prompts)] for i in range(batch * (3 if batch < 16 else 2))
+        ]
         asked = requests(loop, *KINDS["greedy"], tokens=LOOP_TOKENS)
         found = rates[batch] = {name: [] for name in choices}
         for turn in range(-1, turns):
             for place in range(len(choices)):
-                name = list(choices)[(turn + place) % len(choices)]  # who comes later in a turn meets another machine than who comes first
+                name = list(choices)[
+                    (turn + place) % len(choices)
+                ]  # who comes later in a turn meets another machine than who comes first
                 done = await rigs.ahead.complete(asked, gamma=choices[name], concurrency=batch)
                 if turn >= 0:
                     found[name].append(done.rate)
         middle = {name: median(values) for name, values in found.items()}
         best = max((name for name in choices if name != "auto"), key=lambda name: middle[name])
-        against = {name: median(a / b for a, b in zip(found["auto"], found[name], strict=True)) for name in (best, "0")}
+        against = {
+            name: median(a / b for a, b in zip(found["auto"], found[name], strict=True))
+            for name in (best, "0")
+        }
         cells = " | ".join(f"{middle[name]:.0f}" for name in choices)
-        lines.append(f"| {batch} | {cells} | {against[best]:.3f} (of gamma {best}) | {against['0']:.3f} |")
+        lines.append(
+            f"| {batch} | {cells} | {against[best]:.3f} (of gamma {best}) | {against['0']:.3f} |"
+        )
     return lines, rates
 
 
@@ -219,7 +281,11 @@ async def off_and_on(rigs: Rigs, *, batch: int = 4, turns: int = 5) -> Iterator[
         again = [r for number, r in drafted if number >= 60]
         before += [outcome.accepted for r in on for outcome in r.outcomes]
         after += [outcome.accepted for r in again[3:15] for outcome in r.outcomes]
-    return iter([f"Accepted a proposal before: {mean(before):.2f}; from the third round after speculation was switched on again: {mean(after):.2f}."])
+    return iter(
+        [
+            f"Accepted a proposal before: {mean(before):.2f}; from the third round after speculation was switched on again: {mean(after):.2f}."
+        ]
+    )
 
 
 def widened(params: int, into: Path) -> Path:
@@ -250,19 +316,35 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
         async with opened(wide, DEMO / "draft", texts) as rigs:
             if "hidden" in only:
                 section("hidden", await hidden(rigs, gamma=options.gamma, turns=options.turns))
-                shown = await rigs.ahead.complete(requests(texts[:1], *KINDS["T = 1, `coupled`"]), gamma=options.gamma)
+                shown = await rigs.ahead.complete(
+                    requests(texts[:1], *KINDS["T = 1, `coupled`"]), gamma=options.gamma
+                )
                 options.trace.write_text(json.dumps(trace_of(shown)))
             if "light" in only:
                 section("light", await best_gammas(rigs, turns=options.turns))
             if "sweep" in only:
                 table, rates = await sweep(rigs, turns=options.turns)
                 options.plot.write_text(plot(rates))
-                section("sweep", iter([*table, "", f"![tokens/s over plain decoding]({options.plot.name})"]))
+                section(
+                    "sweep",
+                    iter([*table, "", f"![tokens/s over plain decoding]({options.plot.name})"]),
+                )
             if "switch" in only:
                 section("switch", await off_and_on(rigs))
             if "simulation" in only:
                 asked = requests(texts, *KINDS["greedy"])
-                section("simulation", iter(await check(rigs.lockstep, rigs.ahead, asked, gamma=options.gamma, turns=options.turns)))
+                section(
+                    "simulation",
+                    iter(
+                        await check(
+                            rigs.lockstep,
+                            rigs.ahead,
+                            asked,
+                            gamma=options.gamma,
+                            turns=options.turns,
+                        )
+                    ),
+                )
     if "weighs" in only:
         async with opened(small, DEMO / "draft", texts) as rigs:
             section("weighs", await best_gammas(rigs, turns=options.turns))
@@ -270,9 +352,13 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="where the report goes; the terminal by default")
-    parser.add_argument("--trace", type=Path, default=Path("trace.json"), help="of one run of the first section")
+    parser.add_argument(
+        "--trace", type=Path, default=Path("trace.json"), help="of one run of the first section"
+    )
     parser.add_argument("--plot", type=Path, default=Path("pacer.svg"))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--gamma", type=int, default=GAMMA)
@@ -280,7 +366,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with tempfile.TemporaryDirectory() as scratch, own_ray(num_cpus=16):
-        wide = widened(200_000_000, Path(scratch) / "200M") if set(options.only) - {"weighs", "host"} else Path()
+        wide = (
+            widened(200_000_000, Path(scratch) / "200M")
+            if set(options.only) - {"weighs", "host"}
+            else Path()
+        )
         small = widened(30_000_000, Path(scratch) / "30M") if "weighs" in options.only else Path()
         lines = run(measure(options, wide, small))
     if "host" in options.only:

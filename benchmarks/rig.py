@@ -54,7 +54,13 @@ class Run:
     def spans(self, role: str, name: str) -> list[float]:
         """Seconds of each span of that name while it decoded."""
         since, until = self.decoding[0].begun, self.decoding[-1].ended
-        spans = [span for done in self.exchanges if done.role == role for span in done.spans if span.name == name]
+        spans = [
+            span
+            for done in self.exchanges
+            if done.role == role
+            for span in done.spans
+            if span.name == name
+        ]
         return [span.ended - span.begun for span in spans if since <= span.begun < until]
 
 
@@ -79,7 +85,10 @@ class Rig:
         group = await Group.start(config, bundles(config, has_gpus=False), keep)
         rig = cls(config, group)
         for process in _workers() - before:
-            _pin(process, target_core if "TargetWorker" in " ".join(process.cmdline()) else draft_core)
+            _pin(
+                process,
+                target_core if "TargetWorker" in " ".join(process.cmdline()) else draft_core,
+            )
         _pin(psutil.Process(), draft_core)
         try:
             yield rig
@@ -87,7 +96,12 @@ class Rig:
             await group.close()
 
     async def complete(
-        self, requests: Sequence[Request], *, gamma: int | None, concurrency: int | None = None, gamma_from: Mapping[int, int] | None = None
+        self,
+        requests: Sequence[Request],
+        *,
+        gamma: int | None,
+        concurrency: int | None = None,
+        gamma_from: Mapping[int, int] | None = None,
     ) -> Run:
         """All requests, `concurrency` at a time; gamma None is the pacer's choice, and `gamma_from` changes it in certain rounds.
 
@@ -124,9 +138,13 @@ class Rig:
         return run
 
     def _pacer(self, gamma: int | None) -> Pacer:
-        return Pacer(gamma, max_gamma=self.config.speculation.max_gamma, curve=self.group.info.curve)
+        return Pacer(
+            gamma, max_gamma=self.config.speculation.max_gamma, curve=self.group.info.curve
+        )
 
-    def _coordinator(self, emit: Callable[[Sequence[Chunk]], None], report: Callable[[Round], None]) -> Coordinator:
+    def _coordinator(
+        self, emit: Callable[[Sequence[Chunk]], None], report: Callable[[Round], None]
+    ) -> Coordinator:
         draft = self.group.draft_worker
         return Coordinator.of(
             self.config,
@@ -161,7 +179,11 @@ def _take(run: Run, number: int, chunk: Chunk) -> None:
 
 def _workers() -> set[psutil.Process]:
     """The processes of ours that Ray runs on this machine."""
-    return {process for process in psutil.process_iter(["cmdline"]) if "Worker" in " ".join(process.info["cmdline"] or ())[:24]}
+    return {
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "Worker" in " ".join(process.info["cmdline"] or ())[:24]
+    }
 
 
 def _pin(process: psutil.Process, core: int) -> None:

@@ -8,10 +8,32 @@ from dataclasses import dataclass
 from typing import Any
 
 LEVELS = 10
-WORDS = ("name", "age", "city", "tags", "price", "owner", "items", "state", "kind", "count", "when", "note", "id", "code", "level", "parts")
+WORDS = (
+    "name",
+    "age",
+    "city",
+    "tags",
+    "price",
+    "owner",
+    "items",
+    "state",
+    "kind",
+    "count",
+    "when",
+    "note",
+    "id",
+    "code",
+    "level",
+    "parts",
+)
 VALUES = ("red", "green", "blue", "open", "closed", "low", "high", "draft", "final", "none")
 FORMATS = ("date", "time", "date-time", "email", "uuid", "ipv4")
-PATTERNS = ("^[A-Z]{2}-[0-9]{3}$", "^(yes|no|maybe)$", "^#[0-9a-f]{6}$", "^v[0-9]{1,2}\\.[0-9]{1,2}$")
+PATTERNS = (
+    "^[A-Z]{2}-[0-9]{3}$",
+    "^(yes|no|maybe)$",
+    "^#[0-9a-f]{6}$",
+    "^v[0-9]{1,2}\\.[0-9]{1,2}$",
+)
 
 Schema = dict[str, Any]
 
@@ -25,21 +47,39 @@ class Maker:
 
     def value(self, depth: int) -> Schema:
         """Whatever a property may hold: plainer where it is deep, or the schema easy."""
-        kinds = [kind for kind, (least, nests) in _KINDS.items() if self.level >= least and (depth > 0 or not nests)]
+        kinds = [
+            kind
+            for kind, (least, nests) in _KINDS.items()
+            if self.level >= least and (depth > 0 or not nests)
+        ]
         return _MAKERS[self.rng.choice(kinds)](self, depth)
 
     def record(self, depth: int) -> Schema:
         names = self.rng.sample(WORDS, self.rng.randint(1, 2 + self.level // 3))
         required = names if self.rng.random() < 0.7 else names[: len(names) // 2]
         properties = {name: self.value(depth - 1) for name in names}
-        return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": required,
+            "additionalProperties": False,
+        }
 
     def text(self, depth: int) -> Schema:
-        return {"type": "string"} if self.rng.random() < 0.2 else {"type": "string", "minLength": 1, "maxLength": self.rng.randint(3, 12)}
+        return (
+            {"type": "string"}
+            if self.rng.random() < 0.2
+            else {"type": "string", "minLength": 1, "maxLength": self.rng.randint(3, 12)}
+        )
 
     def whole(self, depth: int) -> Schema:
         low = self.rng.randint(-20, 100)
-        return self.rng.choice([{"type": "integer", "minimum": low, "maximum": low + self.rng.randint(1, 500)}, {"type": "integer"}])
+        return self.rng.choice(
+            [
+                {"type": "integer", "minimum": low, "maximum": low + self.rng.randint(1, 500)},
+                {"type": "integer"},
+            ]
+        )
 
     def number(self, depth: int) -> Schema:
         return {"type": "number", "minimum": 0, "exclusiveMaximum": self.rng.randint(1, 50)}
@@ -61,7 +101,12 @@ class Maker:
 
     def listed(self, depth: int) -> Schema:
         low = self.rng.randint(0, 2)
-        return {"type": "array", "items": self.value(depth - 1), "minItems": low, "maxItems": low + self.rng.randint(0, 2)}
+        return {
+            "type": "array",
+            "items": self.value(depth - 1),
+            "minItems": low,
+            "maxItems": low + self.rng.randint(0, 2),
+        }
 
     def row(self, depth: int) -> Schema:
         items = [self.value(0) for _ in range(2)]
@@ -81,7 +126,11 @@ class Maker:
         schema = self.record(1 + self.level // 3)
         if "#/$defs/tree" in str(schema):
             children = {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}
-            tree = {"type": "object", "properties": {"value": self.chosen(0), "children": children}, "required": ["value"]}
+            tree = {
+                "type": "object",
+                "properties": {"value": self.chosen(0), "children": children},
+                "required": ["value"],
+            }
             schema["$defs"] = {"tree": tree | {"additionalProperties": False}}
         return schema
 
@@ -102,7 +151,9 @@ _KINDS: Mapping[str, tuple[int, bool]] = {  # from which level on, and whether i
     "one": (7, False),
     "tree": (8, False),
 }
-_MAKERS: Mapping[str, Callable[[Maker, int], Schema]] = {name: getattr(Maker, name) for name in _KINDS}
+_MAKERS: Mapping[str, Callable[[Maker, int], Schema]] = {
+    name: getattr(Maker, name) for name in _KINDS
+}
 
 
 def made(number: int, *, seed: int = 0) -> Schema:

@@ -76,14 +76,26 @@ class Through:
 
     @property
     def share(self) -> float:
-        return statistics.median(there / here for there, here in zip(self.over_http, self.in_process, strict=True))
+        return statistics.median(
+            there / here for there, here in zip(self.over_http, self.in_process, strict=True)
+        )
 
 
 def through_the_server(port: int, target: Path) -> list[Through]:
     """Both are up the whole time and take turns; an idle one costs nothing."""
-    keys = {"target.path": str(target), "draft.path": str(DEMO / "draft"), "target.threads": 1, "draft.threads": 1, "model": "demo"}
+    keys = {
+        "target.path": str(target),
+        "draft.path": str(DEMO / "draft"),
+        "target.threads": 1,
+        "draft.threads": 1,
+        "model": "demo",
+    }
     config = parse({**keys, "http.port": port})
-    with LLM.of(config) as llm, ray_here(config, _ignore, join=False), deployed(config, _ignore) as url:
+    with (
+        LLM.of(config) as llm,
+        ray_here(config, _ignore, join=False),
+        deployed(config, _ignore) as url,
+    ):
         return [_through(llm, url, gamma) for gamma in (0, 5)]
 
 
@@ -93,7 +105,9 @@ def _through(llm: LLM, url: str, gamma: int) -> Through:
         begun = time.monotonic()
         llm.generate(
             [PROMPT + f"    # {i}\n" for i in range(BATCH)],
-            Sampling(max_tokens=WRITTEN, temperature=0, ignore_eos=True, speculation={"gamma": gamma}),
+            Sampling(
+                max_tokens=WRITTEN, temperature=0, ignore_eos=True, speculation={"gamma": gamma}
+            ),
         )
         seconds = time.monotonic() - begun
         begun = time.monotonic()
@@ -121,7 +135,10 @@ async def _requests(url: str, gamma: int) -> list[Stream]:
 
 
 async def _load(url: str, *, clients: int, chunks: int, seed: int) -> list[Stream]:
-    bodies = [{"model": "demo", "prompt": PROMPT, "max_tokens": chunks * TOKENS, "seed": seed + i} for i in range(clients)]
+    bodies = [
+        {"model": "demo", "prompt": PROMPT, "max_tokens": chunks * TOKENS, "seed": seed + i}
+        for i in range(clients)
+    ]
     return await asyncio.gather(*(_post(url, body) for body in bodies))
 
 
@@ -145,7 +162,12 @@ def _cpu_seconds() -> Iterator[dict[str, float]]:
         spent[name] = spent.get(name, 0.0) + seconds - before.get((pid, name), 0.0)
 
 
-AROUND = {"haproxy": "proxy", "Gateway": "gateway", "ProxyActor": "proxy actor", "HAProxyManager": "proxy actor"}
+AROUND = {
+    "haproxy": "proxy",
+    "Gateway": "gateway",
+    "ProxyActor": "proxy actor",
+    "HAProxyManager": "proxy actor",
+}
 
 
 def _cpu_times() -> dict[tuple[int, str], float]:
@@ -186,8 +208,12 @@ def report(around: Around, through: list[Through]) -> str:
     ]
     for one in through:
         here, there = statistics.median(one.in_process), statistics.median(one.over_http)
-        lines.append(f"| throughput over HTTP / in process, gamma {one.gamma} | {one.share:.2f} ({there:.0f} / {here:.0f} tokens/s) | at least 0.9 |")
-        lines.append(f"| longest gap between two chunks of a stream, gamma {one.gamma} | {one.longest_gap_s:.3f} s | |")
+        lines.append(
+            f"| throughput over HTTP / in process, gamma {one.gamma} | {one.share:.2f} ({there:.0f} / {here:.0f} tokens/s) | at least 0.9 |"
+        )
+        lines.append(
+            f"| longest gap between two chunks of a stream, gamma {one.gamma} | {one.longest_gap_s:.3f} s | |"
+        )
     return "\n".join(lines) + "\n"
 
 

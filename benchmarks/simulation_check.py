@@ -33,7 +33,9 @@ class Fitted:
     acceptance: Acceptance = field(default_factory=Acceptance)
 
 
-async def check(lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: int, turns: int) -> list[str]:
+async def check(
+    lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: int, turns: int
+) -> list[str]:
     """Passes and overheads are fitted to lockstep with one stream and eight; four streams, plain decoding and anticipation are foretold.
 
     Each turn is fitted and foretold by itself, since machines drift. Acceptance and hit rate are each run's own: texts differ, and the
@@ -45,7 +47,10 @@ async def check(lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: i
         for name, (run, what) in cases.items() if turn >= 0 else ():
             foretold = await asyncio.to_thread(simulate, what)  # which has a loop of its own
             found.setdefault(name, []).append((decoding_rate(run), foretold.tokens_per_second))
-    lines = ["| | measured, tokens/s | simulated | simulated / measured, turn by turn |", "|---|---|---|---|"]
+    lines = [
+        "| | measured, tokens/s | simulated | simulated / measured, turn by turn |",
+        "|---|---|---|---|",
+    ]
     for name, pairs in found.items():
         measured, simulated = zip(*pairs, strict=True)
         ratios = [mine / real for real, mine in pairs]
@@ -54,16 +59,27 @@ async def check(lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: i
     return lines
 
 
-async def _turn(lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: int) -> dict[str, tuple[Run, Scenario]]:
+async def _turn(
+    lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: int
+) -> dict[str, tuple[Run, Scenario]]:
     runs = {batch: await lockstep.complete(asked[:batch], gamma=gamma) for batch in (1, 8, 4)}
     fitted = fit(runs[1], runs[8])
-    plain, anticipated = await ahead.complete(asked[:1], gamma=0), await ahead.complete(asked[:1], gamma=gamma)
+    plain, anticipated = (
+        await ahead.complete(asked[:1], gamma=0),
+        await ahead.complete(asked[:1], gamma=gamma),
+    )
     cases = {
-        f"lockstep, {batch} stream{'s' if batch > 1 else ''}": (run, scenario(known(fitted, run), Mode.LOCKSTEP, gamma, batch))
+        f"lockstep, {batch} stream{'s' if batch > 1 else ''}": (
+            run,
+            scenario(known(fitted, run), Mode.LOCKSTEP, gamma, batch),
+        )
         for batch, run in sorted(runs.items())
     }
     cases["plain, 1 stream"] = plain, scenario(fitted, Mode.PLAIN, 0, 1)
-    cases["anticipation, 1 stream"] = anticipated, scenario(known(fitted, anticipated), Mode.ANTICIPATED, gamma, 1)
+    cases["anticipation, 1 stream"] = (
+        anticipated,
+        scenario(known(fitted, anticipated), Mode.ANTICIPATED, gamma, 1),
+    )
     return cases
 
 
@@ -73,7 +89,9 @@ def fit(one: Run, many: Run) -> Fitted:
         file = Path(scratch) / "trace.json"
         events = [event for run in (one, many) for event in trace_of(run)["traceEvents"]]
         file.write_text(json.dumps({"traceEvents": events}))
-        target, draft = (Worker(from_trace(file, role), link_s=link(one, role)) for role in ("target", "draft"))
+        target, draft = (
+            Worker(from_trace(file, role), link_s=link(one, role)) for role in ("target", "draft")
+        )
     links = 2 * (target.link_s + draft.link_s)
     alone, together = overhead(one) - links, overhead(many) - links
     each = max(0.0, (together - alone) / (len(many.texts) - 1))
@@ -84,28 +102,50 @@ def link(run: Run, role: str) -> float:
     """Seconds of one way, of the exchanges while it decoded."""
     since, until = run.decoding[0].begun, run.decoding[-1].ended
     exchanges = [done for done in run.exchanges if done.role == role and since <= done.sent < until]
-    return max(0.0, median(done.answered - done.sent - sum(span.ended - span.begun for span in done.spans) for done in exchanges) / 2)
+    return max(
+        0.0,
+        median(
+            done.answered - done.sent - sum(span.ended - span.begun for span in done.spans)
+            for done in exchanges
+        )
+        / 2,
+    )
 
 
 def overhead(run: Run) -> float:
     """Seconds of a round that neither device works."""
-    rounds = [later.begun - earlier.begun for earlier, later in zip(run.decoding, run.decoding[1:], strict=False)]
-    return max(0.0, mean(rounds) - mean(run.spans("target", "verify")) - mean(run.spans("draft", "draft")))
+    rounds = [
+        later.begun - earlier.begun
+        for earlier, later in zip(run.decoding, run.decoding[1:], strict=False)
+    ]
+    return max(
+        0.0, mean(rounds) - mean(run.spans("target", "verify")) - mean(run.spans("draft", "draft"))
+    )
 
 
 def acceptance(runs: Sequence[Run], *, hit_rate: float = 1.0) -> Acceptance:
     """By place in the proposal."""
     outcomes = [outcome for run in runs for done in full(run) for outcome in done.outcomes]
     deepest = max(outcome.proposed for outcome in outcomes)
-    reached = [sum(outcome.accepted >= place and outcome.proposed > place for outcome in outcomes) for place in range(deepest)]
+    reached = [
+        sum(outcome.accepted >= place and outcome.proposed > place for outcome in outcomes)
+        for place in range(deepest)
+    ]
     passed = [sum(outcome.accepted > place for outcome in outcomes) for place in range(deepest)]
-    places = tuple(passing / reaching for passing, reaching in zip(passed, reached, strict=True) if reaching)
+    places = tuple(
+        passing / reaching for passing, reaching in zip(passed, reached, strict=True) if reaching
+    )
     return Acceptance(by_position=places, ranks=(hit_rate,))
 
 
 def known(fitted: Fitted, run: Run) -> Fitted:
     """With the run's own acceptance, and the share of verdicts that it had prepared for."""
-    hits = [outcome.anticipated for done in run.decoding for outcome in done.outcomes if outcome.anticipated is not None]
+    hits = [
+        outcome.anticipated
+        for done in run.decoding
+        for outcome in done.outcomes
+        if outcome.anticipated is not None
+    ]
     if not any(done.outcomes for done in run.decoding):
         return fitted
     return replace(fitted, acceptance=acceptance([run], hit_rate=mean(hits) if hits else 1.0))
@@ -128,7 +168,11 @@ def scenario(fitted: Fitted, mode: Mode, gamma: int, streams: int) -> Scenario:
 def decoding_rate(run: Run) -> float:
     """Tokens a second over the rounds in which all streams were running."""
     rounds = full(run)
-    seconds = mean(later.begun - earlier.begun for earlier, later in pairwise(rounds) if later.number == earlier.number + 1)
+    seconds = mean(
+        later.begun - earlier.begun
+        for earlier, later in pairwise(rounds)
+        if later.number == earlier.number + 1
+    )
     return mean(done.num_committed for done in rounds) / seconds
 
 

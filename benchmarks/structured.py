@@ -59,7 +59,10 @@ class Tally:
             return
         assert output.stats is not None
         self.tokens += len(output.token_ids)
-        self.drafted, self.accepted = self.drafted + output.stats.drafted, self.accepted + output.stats.accepted
+        self.drafted, self.accepted = (
+            self.drafted + output.stats.drafted,
+            self.accepted + output.stats.accepted,
+        )
         self.rounds += output.stats.rounds
         if output.finish_reason == Finish.LENGTH:
             self.cut += 1
@@ -92,13 +95,22 @@ def schemas(count: int) -> list[tuple[int, Schema]]:
     return found
 
 
-def run(llm: LLM, numbered: Sequence[tuple[int, Schema]], *, gamma: int | None, max_tokens: int = MAX_TOKENS) -> Tally:
+def run(
+    llm: LLM,
+    numbered: Sequence[tuple[int, Schema]],
+    *,
+    gamma: int | None,
+    max_tokens: int = MAX_TOKENS,
+) -> Tally:
     """One text for each schema, at T = 1."""
     tally, began = Tally(), time.perf_counter()
     speculation = None if gamma is None else {"gamma": gamma}
     for start in range(0, len(numbered), AT_ONCE):
         part = numbered[start : start + AT_ONCE]
-        samplings = [under(schema, max_tokens=max_tokens, seed=number, speculation=speculation) for number, schema in part]
+        samplings = [
+            under(schema, max_tokens=max_tokens, seed=number, speculation=speculation)
+            for number, schema in part
+        ]
         outputs = llm.generate([PROMPT.format(number=number) for number, _ in part], samplings)
         for (number, schema), output in zip(part, outputs, strict=True):
             tally.take(number, schema, output)
@@ -107,14 +119,20 @@ def run(llm: LLM, numbered: Sequence[tuple[int, Schema]], *, gamma: int | None, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--turns", type=int, default=2, help="of each, with speculation and without")
+    parser.add_argument(
+        "--turns", type=int, default=2, help="of each, with speculation and without"
+    )
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     options = parser.parse_args()
     numbered = schemas(options.count)
     print(f"{len(numbered)} schemas of {LEVELS} levels, T = 1, at most {options.max_tokens} tokens")
-    print("| speculation | validated | wrong | cut | failed | tokens | tokens/s | drafts accepted | tokens a round |")
+    print(
+        "| speculation | validated | wrong | cut | failed | tokens | tokens/s | drafts accepted | tokens a round |"
+    )
     print(f"|{'---|' * 9}")
     faults = 0
     with LLM() as llm:
@@ -131,7 +149,11 @@ def main() -> int:
 def _row(name: str, tally: Tally) -> str:
     accepted = f"{tally.accepted / tally.drafted:.2f}" if tally.drafted else ""
     cells = [name, tally.validated, len(tally.wrong), tally.cut, len(tally.failed), tally.tokens]
-    cells += [f"{tally.tokens / tally.seconds:.0f}", accepted, f"{tally.tokens / max(tally.rounds, 1):.2f}"]
+    cells += [
+        f"{tally.tokens / tally.seconds:.0f}",
+        accepted,
+        f"{tally.tokens / max(tally.rounds, 1):.2f}",
+    ]
     return f"| {' | '.join(map(str, cells))} |"
 
 

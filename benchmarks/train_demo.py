@@ -26,10 +26,28 @@ from specserve.progress import Bar, Tell
 
 END = "<|endoftext|>"
 VOCAB, CONTEXT, BATCH = 4096, 1024, 2
-TARGET = {"hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 4}
+TARGET = {
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "intermediate_size": 640,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 DRAFTS = {
-    "draft": {"hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "small": {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "draft": {
+        "hidden_size": 128,
+        "num_hidden_layers": 1,
+        "intermediate_size": 384,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "small": {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "intermediate_size": 192,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 
 
@@ -38,9 +56,17 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet))
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet),
+    )
     build: Any = PreTrainedTokenizerFast
-    fast: PreTrainedTokenizerFast = build(tokenizer_object=tokenizer, eos_token=END, model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
+    fast: PreTrainedTokenizerFast = build(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
     return fast
 
 
@@ -51,7 +77,14 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
 
 
 def new_model(sizes: dict[str, Any], end: int) -> LlamaForCausalLM:
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=end, eos_token_id=end, **sizes)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=end,
+        eos_token_id=end,
+        **sizes,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -69,7 +102,9 @@ def windows(tokens: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(tokens) - CONTEXT - 1, (BATCH,), generator=generator)
-        yield torch.stack([tokens[start : start + CONTEXT + 1] for start in starts.tolist()])  # [batch, context + 1]
+        yield torch.stack(
+            [tokens[start : start + CONTEXT + 1] for start in starts.tolist()]
+        )  # [batch, context + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +118,23 @@ class Course:
     seed: int  # of the windows
 
 
-def train(model: Any, text: torch.Tensor, loss_of: Callable[..., torch.Tensor], course: Course, *, save: Callable[[], None], tell: Tell) -> None:
+def train(
+    model: Any,
+    text: torch.Tensor,
+    loss_of: Callable[..., torch.Tensor],
+    course: Course,
+    *,
+    save: Callable[[], None],
+    tell: Tell,
+) -> None:
     """Muon for the matrices inside the layers, AdamW for the rest; the rates follow the elapsed share of the time."""
     inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     ids = {id(p) for p in inside}
     rest = [p for p in model.parameters() if id(p) not in ids]
     optimizers = [
-        torch.optim.Muon(inside, lr=0.02, momentum=0.95, weight_decay=0.02, adjust_lr_fn="original"),
+        torch.optim.Muon(
+            inside, lr=0.02, momentum=0.95, weight_decay=0.02, adjust_lr_fn="original"
+        ),
         torch.optim.AdamW(rest, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
@@ -98,7 +143,11 @@ def train(model: Any, text: torch.Tensor, loss_of: Callable[..., torch.Tensor], 
     begun = saved = time.monotonic()
     step = 0
     while (progress := (time.monotonic() - begun) / (60 * course.minutes)) < 1:
-        rate = course.peak * min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        rate = (
+            course.peak
+            * min(1.0, (step + 1) / 100)
+            * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+        )
         for group, usual in groups:
             group["lr"] = usual * rate
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -123,7 +172,9 @@ def next_token_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def distilled_from(target: Any, measure: Callable[..., torch.Tensor], *, faster: bool) -> Callable[..., torch.Tensor]:
+def distilled_from(
+    target: Any, measure: Callable[..., torch.Tensor], *, faster: bool
+) -> Callable[..., torch.Tensor]:
     """The draft learns the target's distribution, not the text: what counts for acceptance is how much the two overlap."""
     teacher = copy.deepcopy(target).eval().to(torch.bfloat16)
     teacher = torch.compile(teacher) if faster else teacher
@@ -138,7 +189,9 @@ def distilled_from(target: Any, measure: Callable[..., torch.Tensor], *, faster:
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """KL(p, q), whose gradient is strong from far away."""
-    return F.kl_div(log_q.flatten(0, 1), log_p.flatten(0, 1), reduction="batchmean", log_target=True)
+    return F.kl_div(
+        log_q.flatten(0, 1), log_p.flatten(0, 1), reduction="batchmean", log_target=True
+    )
 
 
 def refusal(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -158,7 +211,12 @@ def held_out_figures(target: Any, draft: Any, tokens: torch.Tensor) -> dict[str,
         alpha += torch.minimum(p, q).sum().item()
         same += (p.argmax(-1) == q.argmax(-1)).sum().item()
         count += CONTEXT
-    return {"loss": loss / count, "alpha": alpha / count, "agreement": same / count, "tokens": count}
+    return {
+        "loss": loss / count,
+        "alpha": alpha / count,
+        "agreement": same / count,
+        "tokens": count,
+    }
 
 
 def save(model: Any, tokenizer: PreTrainedTokenizerFast, where: Path) -> None:
@@ -179,39 +237,105 @@ class Lesson:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=90.0, help="for the target; the draft takes half of it on top")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=90.0,
+        help="for the target; the draft takes half of it on top",
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="a fifth faster; needs a C++ compiler")
-    parser.add_argument("--resume", action="store_true", help="go on from the target in --out, at half the rates and in another order")
-    parser.add_argument("--only", choices=("target", "draft"), help="train one of the two; for the draft, the target lies in --out already")
-    parser.add_argument("--draft", choices=DRAFTS, default="draft", help="which draft to train, and where it lies in --out")
-    parser.add_argument("--lesson", choices=("text", "divergence", "refusal"), help="go on with the draft in --out, by this lesson alone")
+    parser.add_argument(
+        "--compile", action="store_true", help="a fifth faster; needs a C++ compiler"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the target in --out, at half the rates and in another order",
+    )
+    parser.add_argument(
+        "--only",
+        choices=("target", "draft"),
+        help="train one of the two; for the draft, the target lies in --out already",
+    )
+    parser.add_argument(
+        "--draft",
+        choices=DRAFTS,
+        default="draft",
+        help="which draft to train, and where it lies in --out",
+    )
+    parser.add_argument(
+        "--lesson",
+        choices=("text", "divergence", "refusal"),
+        help="go on with the draft in --out, by this lesson alone",
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     corpus = standard_library()
     target_dir, draft_dir = args.out / "target", args.out / args.draft
     there = args.resume or args.only == "draft"
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(target_dir) if there else train_tokenizer(corpus.train)
+    tokenizer = (
+        PreTrainedTokenizerFast.from_pretrained(target_dir)
+        if there
+        else train_tokenizer(corpus.train)
+    )
     text, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
     print(f"{len(text)} tokens to learn from, {len(held_out)} held out", flush=True)
-    target: Any = LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32) if there else new_model(TARGET, tokenizer.eos_token_id)
+    target: Any = (
+        LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+        if there
+        else new_model(TARGET, tokenizer.eos_token_id)
+    )
     if args.only != "draft":
-        course = Course("target", args.minutes, peak=0.5 if args.resume else 1.0, compile=args.compile, seed=3 if args.resume else 1)
+        course = Course(
+            "target",
+            args.minutes,
+            peak=0.5 if args.resume else 1.0,
+            compile=args.compile,
+            seed=3 if args.resume else 1,
+        )
         with Bar(sys.stderr) as bar:
-            train(target, text, next_token_loss, course, save=lambda: save(target, tokenizer, target_dir), tell=bar)
+            train(
+                target,
+                text,
+                next_token_loss,
+                course,
+                save=lambda: save(target, tokenizer, target_dir),
+                tell=bar,
+            )
     if args.only != "target":
-        draft: Any = LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32) if args.lesson else small_brother(target, DRAFTS[args.draft])
+        draft: Any = (
+            LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32)
+            if args.lesson
+            else small_brother(target, DRAFTS[args.draft])
+        )
         lessons = {
             "text": Lesson(next_token_loss, share=1 / 12, peak=1.0),
-            "divergence": Lesson(distilled_from(target, divergence, faster=args.compile), share=1 / 4, peak=1.0),
-            "refusal": Lesson(distilled_from(target, refusal, faster=args.compile), share=1 / 8, peak=0.3),
+            "divergence": Lesson(
+                distilled_from(target, divergence, faster=args.compile), share=1 / 4, peak=1.0
+            ),
+            "refusal": Lesson(
+                distilled_from(target, refusal, faster=args.compile), share=1 / 8, peak=0.3
+            ),
         }
         for seed, (name, lesson) in enumerate(lessons.items(), start=4):
             if args.lesson in (None, name):
-                course = Course(f"{args.draft}, {name}", args.minutes * lesson.share, peak=lesson.peak, compile=args.compile, seed=seed)
+                course = Course(
+                    f"{args.draft}, {name}",
+                    args.minutes * lesson.share,
+                    peak=lesson.peak,
+                    compile=args.compile,
+                    seed=seed,
+                )
                 with Bar(sys.stderr) as bar:
-                    train(draft, text, lesson.loss_of, course, save=lambda: save(draft, tokenizer, draft_dir), tell=bar)
+                    train(
+                        draft,
+                        text,
+                        lesson.loss_of,
+                        course,
+                        save=lambda: save(draft, tokenizer, draft_dir),
+                        tell=bar,
+                    )
         print(held_out_figures(target.eval(), draft.eval(), held_out))
 
 

@@ -23,7 +23,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, name, content=page()))
     for name in BESIDE:
         for file in sorted((ROOT / name).iterdir()) if name.endswith("/") else [ROOT / name]:
-            files.append(File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file)))
+            files.append(
+                File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file))
+            )
     return files
 
 

@@ -36,9 +36,15 @@ def find_checkpoints(config: Config) -> Checkpoints:
 
 def require_same_kind(target: Path, draft: Path, *, key: str) -> None:
     """A draft must read what the target reads: a prompt that goes on, or a source. `key` of the config names the draft."""
-    ours, theirs = ("an encoder-decoder" if is_encoder_decoder(read_config(path)) else "a decoder-only model" for path in (target, draft))
+    ours, theirs = (
+        "an encoder-decoder" if is_encoder_decoder(read_config(path)) else "a decoder-only model"
+        for path in (target, draft)
+    )
     if ours != theirs:
-        raise UnsupportedModel(f"{key} {draft} is {theirs}, and the target {target} is {ours}; both must be of one kind", param=key)
+        raise UnsupportedModel(
+            f"{key} {draft} is {theirs}, and the target {target} is {ours}; both must be of one kind",
+            param=key,
+        )
 
 
 def _require_same_tokens(target: Path, text: Text, draft: Draft) -> None:
@@ -53,13 +59,18 @@ def _require_same_tokens(target: Path, text: Text, draft: Draft) -> None:
 def _require_counted_in(text: Text, tables: Path) -> None:
     """Tables name tokens by their ids; those of another tokenizer would be nonsense, if exact nonsense."""
     if load_tables(tables).fingerprint not in ("", text.fingerprint):
-        raise TokenizerMismatch(f"the tables at {tables} were counted with another tokenizer than the target's")
+        raise TokenizerMismatch(
+            f"the tables at {tables} were counted with another tokenizer than the target's"
+        )
 
 
 def _require_tied(target: Path, draft: Draft) -> None:
     """Layers that the target has, or heads that were fitted to it."""
     if is_encoder_decoder(read_config(target)):
-        raise UnsupportedModel(f"draft.kind {draft.kind} is for decoder-only targets, and {target} is an encoder-decoder", param="draft.kind")
+        raise UnsupportedModel(
+            f"draft.kind {draft.kind} is for decoder-only targets, and {target} is an encoder-decoder",
+            param="draft.kind",
+        )
     if draft.path is None:
         skipped(read_config(target).num_hidden_layers, draft.skip)
     else:

@@ -48,7 +48,9 @@ class Overloaded(SpecserveError):
 class RateLimited(SpecserveError):
     """A client that has used up its requests or tokens a minute; `limit` says which."""
 
-    def __init__(self, message: str, *, limit: str = "requests", retry_after_s: float = 1.0) -> None:
+    def __init__(
+        self, message: str, *, limit: str = "requests", retry_after_s: float = 1.0
+    ) -> None:
         super().__init__(message)
         self.limit, self.retry_after_s = limit, retry_after_s
 

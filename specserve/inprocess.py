@@ -19,7 +19,16 @@ from specserve.models.rank import open_rank
 from specserve.models.target import TargetModel
 from specserve.models.warmup import warm_up
 from specserve.progress import Tell, silent
-from specserve.types import Drafter, DraftStep, ModelInfo, Proposal, Span, Target, Verdict, VerifyStep
+from specserve.types import (
+    Drafter,
+    DraftStep,
+    ModelInfo,
+    Proposal,
+    Span,
+    Target,
+    Verdict,
+    VerifyStep,
+)
 
 Report = Callable[[Exchange], None]
 
@@ -41,7 +50,9 @@ class Proposes(Protocol):
 class LocalTarget:
     """A target in this process. Target and drafter take turns, so each may have all the threads that it wants."""
 
-    def __init__(self, model: Verifies, *, threads: int | None = None, report: Report | None = None) -> None:
+    def __init__(
+        self, model: Verifies, *, threads: int | None = None, report: Report | None = None
+    ) -> None:
         self._model, self._threads, self._report = model, threads, report
 
     async def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
@@ -59,7 +70,9 @@ class LocalTarget:
 class LocalDrafter:
     """A drafter in this process."""
 
-    def __init__(self, model: Proposes, *, threads: int | None = None, report: Report | None = None) -> None:
+    def __init__(
+        self, model: Proposes, *, threads: int | None = None, report: Report | None = None
+    ) -> None:
         self._model, self._threads, self._report = model, threads, report
 
     async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
@@ -100,7 +113,11 @@ def open_parts(config: Config, report: Report | None = None, tell: Tell = silent
     tell("loading the target")
     target = open_rank(found.target, config)
     beside = LocalTarget(target, threads=threads, report=report)
-    info = replace(target.info, curve=warm_up(target, tell=tell)) if config.speculation.gamma is None else target.info
+    info = (
+        replace(target.info, curve=warm_up(target, tell=tell))
+        if config.speculation.gamma is None
+        else target.info
+    )
     if config.draft.kind == "none":
         return Parts(found.text, beside, info)
     assert isinstance(target, TargetModel), "the only rank judges"

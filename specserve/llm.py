@@ -42,16 +42,25 @@ class Output:
 class LLM:
     """A target, what drafts for it, and a coordinator. For one thread at a time; `close` it, or use it in a `with`."""
 
-    def __init__(self, target: str | os.PathLike[str] | None = None, draft: str | os.PathLike[str] | None = None, **overrides: object) -> None:
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | None = None,
+        draft: str | os.PathLike[str] | None = None,
+        **overrides: object,
+    ) -> None:
         """Local directories or hub names; without any, the demo pair. `overrides` are keys of the config tree, dotted or nested."""
         paths = {"target.path": target, "draft.path": draft}
-        config = parse(overrides, {key: os.fspath(path) for key, path in paths.items() if path is not None})
+        config = parse(
+            overrides, {key: os.fspath(path) for key, path in paths.items() if path is not None}
+        )
         self._start(open_parts(config), config)
 
     @classmethod
     def of(cls, config: Config, journal: Journal | None = None, tell: Tell = silent) -> LLM:
         """An LLM by a config that is parsed already. The journal, if one is given, hears of all that happens; `tell` of how far opening has come."""
-        return cls.over(open_parts(config, None if journal is None else journal.exchange, tell), config, journal)
+        return cls.over(
+            open_parts(config, None if journal is None else journal.exchange, tell), config, journal
+        )
 
     @classmethod
     def over(cls, parts: Parts, config: Config, journal: Journal | None = None) -> LLM:
@@ -75,7 +84,11 @@ class LLM:
             report=None if journal is None else journal.record,
         )
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Output]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+    ) -> list[Output]:
         """Continues every prompt, all together: `n` outputs for the first, then for the second, and so on.
 
         A faulty prompt fails alone, with `error` in its output; if all are faulty, the first error is raised.
@@ -100,7 +113,12 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _continuations(self, prompt: object, sampling: Sampling) -> list[_Wanted]:
@@ -111,11 +129,14 @@ class LLM:
             if self._encodes:
                 sampling.check_source()
         except BadRequest as error:
-            return [_Wanted(self._text, (), sampling, index=i, error=error) for i in range(sampling.n)]
+            return [
+                _Wanted(self._text, (), sampling, index=i, error=error) for i in range(sampling.n)
+            ]
         echo = prompt if isinstance(prompt, str) else None
         before = () if self._encodes else ids
         return [
-            _Wanted(self._text, ids, sampling, index=i, request=request, echo=echo, before=before) for i, request in enumerate(sampling.requests(ids))
+            _Wanted(self._text, ids, sampling, index=i, request=request, echo=echo, before=before)
+            for i, request in enumerate(sampling.requests(ids))
         ]
 
     def _prompt_ids(self, prompt: object) -> tuple[int, ...]:
@@ -123,7 +144,9 @@ class LLM:
             return self._text.encode(prompt)
         ids = _items(prompt)
         if ids is None or not all(map(_is_id, ids)):
-            raise BadValue(f"a prompt is text or a list of token ids, not {shortened(prompt)}", param="prompt")
+            raise BadValue(
+                f"a prompt is text or a list of token ids, not {shortened(prompt)}", param="prompt"
+            )
         return tuple(int(token) for token in ids)
 
     def _complete(self, asked: Sequence[_Wanted]) -> None:
@@ -200,7 +223,15 @@ class _Wanted:
     def output(self) -> Output:
         done = self._continuation
         if self.error is not None:
-            return Output("", (), "error", prompt_token_ids=done.prompt, index=self._index, stats=done.stats, error=self.error)
+            return Output(
+                "",
+                (),
+                "error",
+                prompt_token_ids=done.prompt,
+                index=self._index,
+                stats=done.stats,
+                error=self.error,
+            )
         assert done.finish is not None, "every request gets a final chunk"
         piece = Piece.joined(self._pieces)
         return Output(
@@ -229,7 +260,10 @@ def _prompts(prompts: object) -> Sequence[object]:
         return [prompts]
     given = _items(prompts)
     if given is None:
-        raise BadValue(f"prompts are text, token ids, or a list of both, not {shortened(prompts)}", param="prompt")
+        raise BadValue(
+            f"prompts are text, token ids, or a list of both, not {shortened(prompts)}",
+            param="prompt",
+        )
     return [given] if given and all(map(_is_id, given)) else given
 
 
@@ -238,7 +272,9 @@ def _samplings(sampling: object, count: int) -> Sequence[Sampling]:
         return [sampling or Sampling()] * count
     given = _items(sampling)
     if given is None or not all(isinstance(one, Sampling) for one in given):
-        raise BadValue(f"sampling is a Sampling or a list of them, not {shortened(sampling)}", param="sampling")
+        raise BadValue(
+            f"sampling is a Sampling or a list of them, not {shortened(sampling)}", param="sampling"
+        )
     if len(given) != count:
         raise BadValue(f"there are {count} prompts and {len(given)} samplings", param="sampling")
     return given
@@ -246,7 +282,11 @@ def _samplings(sampling: object, count: int) -> Sequence[Sampling]:
 
 def _items(value: object) -> list[Any] | None:
     """A list of what is in a list, a tuple or an array; None for what is no such thing."""
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)) else None
+    return (
+        list(value)
+        if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+        else None
+    )
 
 
 def _is_id(value: object) -> bool:

@@ -11,7 +11,9 @@ PREFIX = "specserve_"
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
 Labels = tuple[str, ...]  # the values, in the order that the family declares
-Sample = tuple[float, ...]  # counter: (total,); gauge: (sum, how many reported it); histogram: (each bucket's count, ..., sum)
+Sample = tuple[
+    float, ...
+]  # counter: (total,); gauge: (sum, how many reported it); histogram: (each bucket's count, ..., sum)
 
 
 class Kind(StrEnum):
@@ -29,39 +31,112 @@ class Family:
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    bounds: tuple[float, ...] = ()  # upper bounds of a histogram's buckets; one more bucket takes the rest
+    bounds: tuple[
+        float, ...
+    ] = ()  # upper bounds of a histogram's buckets; one more bucket takes the rest
 
 
 _REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1)
-_ROUND_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
+_ROUND_S = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+)
 
 FAMILIES = (
     Family("spec_decode_num_drafts_total", Kind.COUNTER, "Proposals that were verified."),
     Family("spec_decode_num_draft_tokens_total", Kind.COUNTER, "Draft tokens that were verified."),
-    Family("spec_decode_num_accepted_tokens_total", Kind.COUNTER, "Draft tokens that were accepted."),
-    Family("spec_decode_num_accepted_tokens_per_pos_total", Kind.COUNTER, "Draft tokens accepted, by position in their proposal.", ("position",)),
-    Family("anticipation_hits_total", Kind.COUNTER, "Proposals that lay ready when they were asked for."),
+    Family(
+        "spec_decode_num_accepted_tokens_total", Kind.COUNTER, "Draft tokens that were accepted."
+    ),
+    Family(
+        "spec_decode_num_accepted_tokens_per_pos_total",
+        Kind.COUNTER,
+        "Draft tokens accepted, by position in their proposal.",
+        ("position",),
+    ),
+    Family(
+        "anticipation_hits_total",
+        Kind.COUNTER,
+        "Proposals that lay ready when they were asked for.",
+    ),
     Family("anticipation_misses_total", Kind.COUNTER, "Proposals that did not."),
     Family("prompt_tokens_total", Kind.COUNTER, "Tokens of prompts."),
     Family("generation_tokens_total", Kind.COUNTER, "Tokens written."),
-    Family("request_success_total", Kind.COUNTER, "Continuations that came to their end, by why they ended.", ("finished_reason",)),
-    Family("request_failure_total", Kind.COUNTER, "Requests that failed, by HTTP status; 499 is a client that left.", ("code",)),
-    Family("rate_limited_total", Kind.COUNTER, "Requests refused because a key's rate was used up, by which of the two.", ("limit",)),
+    Family(
+        "request_success_total",
+        Kind.COUNTER,
+        "Continuations that came to their end, by why they ended.",
+        ("finished_reason",),
+    ),
+    Family(
+        "request_failure_total",
+        Kind.COUNTER,
+        "Requests that failed, by HTTP status; 499 is a client that left.",
+        ("code",),
+    ),
+    Family(
+        "rate_limited_total",
+        Kind.COUNTER,
+        "Requests refused because a key's rate was used up, by which of the two.",
+        ("limit",),
+    ),
     Family("worker_restarts_total", Kind.COUNTER, "Workers that were started anew.", ("role",)),
-    Family("requests_resumed_total", Kind.COUNTER, "Requests that went on elsewhere after a failure."),
+    Family(
+        "requests_resumed_total", Kind.COUNTER, "Requests that went on elsewhere after a failure."
+    ),
     Family("preemptions_total", Kind.COUNTER, "Sequences set back because the cache was full."),
-    Family("prefix_cache_queries_total", Kind.COUNTER, "Prompt tokens looked up in the prefix cache."),
+    Family(
+        "prefix_cache_queries_total", Kind.COUNTER, "Prompt tokens looked up in the prefix cache."
+    ),
     Family("prefix_cache_hits_total", Kind.COUNTER, "Prompt tokens found there."),
     Family("num_requests_running", Kind.SUMMED, "Sequences that take part in rounds."),
     Family("num_requests_waiting", Kind.SUMMED, "Sequences in the queue."),
-    Family("kv_cache_usage_perc", Kind.AVERAGED, "Share of the cache's pages in use, 0 to 1.", ("role",)),
+    Family(
+        "kv_cache_usage_perc",
+        Kind.AVERAGED,
+        "Share of the cache's pages in use, 0 to 1.",
+        ("role",),
+    ),
     Family("gamma", Kind.AVERAGED, "Draft tokens a sequence and round, as last chosen."),
-    Family("device_busy_fraction", Kind.AVERAGED, "Share of the time that a worker computes, 0 to 1.", ("role",)),
+    Family(
+        "device_busy_fraction",
+        Kind.AVERAGED,
+        "Share of the time that a worker computes, 0 to 1.",
+        ("role",),
+    ),
     Family("replicas", Kind.SUMMED, "Engine replicas that run."),
-    Family("time_to_first_token_seconds", Kind.HISTOGRAM, "From a request's arrival to its first token.", bounds=_REQUEST_S),
-    Family("time_per_output_token_seconds", Kind.HISTOGRAM, "Mean time a token after the first, of one continuation.", bounds=_TOKEN_S),
-    Family("e2e_request_latency_seconds", Kind.HISTOGRAM, "From a request's arrival to its last token.", bounds=_REQUEST_S),
+    Family(
+        "time_to_first_token_seconds",
+        Kind.HISTOGRAM,
+        "From a request's arrival to its first token.",
+        bounds=_REQUEST_S,
+    ),
+    Family(
+        "time_per_output_token_seconds",
+        Kind.HISTOGRAM,
+        "Mean time a token after the first, of one continuation.",
+        bounds=_TOKEN_S,
+    ),
+    Family(
+        "e2e_request_latency_seconds",
+        Kind.HISTOGRAM,
+        "From a request's arrival to its last token.",
+        bounds=_REQUEST_S,
+    ),
     Family("verify_seconds", Kind.HISTOGRAM, "The target's part of a round.", bounds=_ROUND_S),
     Family("draft_seconds", Kind.HISTOGRAM, "The drafter's part of a round.", bounds=_ROUND_S),
     Family("round_seconds", Kind.HISTOGRAM, "A whole round.", bounds=_ROUND_S),
@@ -78,7 +153,13 @@ class Snapshot:
 
     def lasting(self) -> Snapshot:
         """What still counts when the process is gone: all but the gauges."""
-        return Snapshot({family.name: self.samples[family.name] for family in FAMILIES if family.kind in _LASTING and family.name in self.samples})
+        return Snapshot(
+            {
+                family.name: self.samples[family.name]
+                for family in FAMILIES
+                if family.kind in _LASTING and family.name in self.samples
+            }
+        )
 
 
 class Counter:
@@ -146,7 +227,9 @@ class Registry:
     def __init__(self) -> None:
         kinds = {kind: [family for family in FAMILIES if family.kind is kind] for kind in Kind}
         self._counters = {family.name: Counter(family) for family in kinds[Kind.COUNTER]}
-        self._gauges = {family.name: Gauge(family) for family in (*kinds[Kind.SUMMED], *kinds[Kind.AVERAGED])}
+        self._gauges = {
+            family.name: Gauge(family) for family in (*kinds[Kind.SUMMED], *kinds[Kind.AVERAGED])
+        }
         self._histograms = {family.name: Histogram(family) for family in kinds[Kind.HISTOGRAM]}
 
     def counter(self, name: str) -> Counter:
@@ -159,7 +242,11 @@ class Registry:
         return self._histograms[name]
 
     def snapshot(self) -> Snapshot:
-        metrics: dict[str, Counter | Gauge | Histogram] = {**self._counters, **self._gauges, **self._histograms}
+        metrics: dict[str, Counter | Gauge | Histogram] = {
+            **self._counters,
+            **self._gauges,
+            **self._histograms,
+        }
         return Snapshot({name: metric.samples() for name, metric in metrics.items()})
 
 
@@ -170,13 +257,21 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
         for name, samples in snapshot.samples.items():
             rows = merged.setdefault(name, {})
             for labels, sample in samples.items():
-                rows[labels] = tuple(map(sum, zip(rows[labels], sample, strict=True))) if labels in rows else sample
+                rows[labels] = (
+                    tuple(map(sum, zip(rows[labels], sample, strict=True)))
+                    if labels in rows
+                    else sample
+                )
     return Snapshot(merged)
 
 
 def render(snapshot: Snapshot) -> str:
     """Prometheus text, format 0.0.4."""
-    return "".join(line + "\n" for family in FAMILIES for line in _lines(family, snapshot.samples.get(family.name, {})))
+    return "".join(
+        line + "\n"
+        for family in FAMILIES
+        for line in _lines(family, snapshot.samples.get(family.name, {}))
+    )
 
 
 def _lines(family: Family, samples: Mapping[Labels, Sample]) -> Iterator[str]:
@@ -195,7 +290,9 @@ def _lines(family: Family, samples: Mapping[Labels, Sample]) -> Iterator[str]:
                 yield f"{name}{_braces(labels)} {_number(sample[0])}"
 
 
-def _buckets(name: str, bounds: tuple[float, ...], labels: Mapping[str, str], sample: Sample) -> Iterator[str]:
+def _buckets(
+    name: str, bounds: tuple[float, ...], labels: Mapping[str, str], sample: Sample
+) -> Iterator[str]:
     *counts, total = sample
     below = 0.0
     for bound, count in zip((*map(_number, bounds), "+Inf"), counts, strict=True):

@@ -55,7 +55,12 @@ class Bar:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._ended.set()
         self._thread.join()
         if self._terminal.draws:
@@ -69,7 +74,9 @@ class Bar:
             if not state.what:
                 continue
             if self._terminal.draws:
-                self._terminal.redraw_line(f"{bar(state.share or 0.0, width=_BAR)} {self._line(state)}")
+                self._terminal.redraw_line(
+                    f"{bar(state.share or 0.0, width=_BAR)} {self._line(state)}"
+                )
             elif self._is_due(state, time.monotonic()):
                 self._terminal.write(self._line(state) + "\n")
                 self._last, self._written = state.what, time.monotonic()
@@ -81,4 +88,11 @@ class Bar:
 
     def _line(self, state: State) -> str:
         percent = [] if state.share is None else [f"{state.share:.0%}"]
-        return ", ".join([state.what, *percent, *([state.note] if state.note else []), f"{time.monotonic() - self._begun:.0f} s"])
+        return ", ".join(
+            [
+                state.what,
+                *percent,
+                *([state.note] if state.note else []),
+                f"{time.monotonic() - self._begun:.0f} s",
+            ]
+        )

@@ -14,8 +14,17 @@ from specserve.grammar.request import read_guided, read_response_format
 from specserve.grammar.validate import check
 from specserve.types import Grammar, Request, Speculation, Warp
 
-MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS, MAX_BIASES, MAX_LOGPROBS = 128, 16, 1024, 1024, 1024, 20
-MAX_COUNT = 2**31  # of tokens: more than any model knows or writes, and within what messages between processes can carry
+MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS, MAX_BIASES, MAX_LOGPROBS = (
+    128,
+    16,
+    1024,
+    1024,
+    1024,
+    20,
+)
+MAX_COUNT = (
+    2**31
+)  # of tokens: more than any model knows or writes, and within what messages between processes can carry
 _BITS = 2**64 - 1
 
 
@@ -37,16 +46,22 @@ class Sampling:
     stop_token_ids: Sequence[int] | None = ()  # likewise
     ignore_eos: bool = False
     seed: int | None = None
-    logprobs: bool | int | None = None  # a number asks for that many alternatives; True goes with top_logprobs
+    logprobs: bool | int | None = (
+        None  # a number asks for that many alternatives; True goes with top_logprobs
+    )
     top_logprobs: int | None = None
     echo: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None  # ids may be text, as in JSON; a dict once checked
+    logit_bias: Mapping[int, float] | None = (
+        None  # ids may be text, as in JSON; a dict once checked
+    )
     speculation: Speculation | Mapping[str, object] | None = None  # a Speculation once checked
     response_format: Mapping[str, object] | None = None  # what the text must be, as OpenAI says it
-    guided: Mapping[str, object] | None = None  # or by `regex`, `grammar` (Lark), `json` (a schema) or `choice`
+    guided: Mapping[str, object] | None = (
+        None  # or by `regex`, `grammar` (Lark), `json` (a schema) or `choice`
+    )
 
     def __post_init__(self) -> None:
         """Raises BadValue naming the parameter. What is stored is plain ints, floats and tuples, whatever was given."""
@@ -60,11 +75,17 @@ class Sampling:
         keep(self, "stop", _stops(self.stop))
         keep(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         keep(self, "ignore_eos", _flag("ignore_eos", self.ignore_eos))
-        keep(self, "seed", None if self.seed is None else _whole("seed", self.seed, -(2**63), _BITS))
+        keep(
+            self, "seed", None if self.seed is None else _whole("seed", self.seed, -(2**63), _BITS)
+        )
         keep(self, "echo", _flag("echo", self.echo))
         keep(self, "presence_penalty", _number("presence_penalty", self.presence_penalty, -2, 2))
         keep(self, "frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2, 2))
-        keep(self, "repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.01, 100))
+        keep(
+            self,
+            "repetition_penalty",
+            _number("repetition_penalty", self.repetition_penalty, 0.01, 100),
+        )
         keep(self, "logit_bias", _biases(self.logit_bias))
         keep(self, "speculation", _speculation(self.speculation))
         self._check_logprobs()
@@ -88,7 +109,9 @@ class Sampling:
             return None
         return self.top_logprobs or 0 if self.logprobs is True else self.logprobs
 
-    def requests(self, prompt: Sequence[int], fresh_seed: Callable[[], int] = fresh_seed) -> list[Request]:
+    def requests(
+        self, prompt: Sequence[int], fresh_seed: Callable[[], int] = fresh_seed
+    ) -> list[Request]:
         """One for each of the `n`. The first has the seed itself, the others seeds that follow from it."""
         seed, grammar = (self.seed if self.seed is not None else fresh_seed()) & _BITS, self.grammar
         return [self._request(tuple(prompt), _mixed(seed, i), grammar) for i in range(self.n)]
@@ -97,7 +120,10 @@ class Sampling:
         """Raises BadValue for a bias on an id that the vocabulary does not have."""
         for token in self.logit_bias or ():
             if token >= vocab_size:
-                raise BadValue(f"logit_bias has token id {token}, but the vocabulary ends at {vocab_size - 1}", param="logit_bias")
+                raise BadValue(
+                    f"logit_bias has token id {token}, but the vocabulary ends at {vocab_size - 1}",
+                    param="logit_bias",
+                )
 
     def check_grammar(self) -> None:
         """Raises BadValue for a grammar that cannot be obeyed. Of a large one it takes tenths of a second."""
@@ -112,7 +138,10 @@ class Sampling:
     def check_source(self) -> None:
         """Raises BadValue for what makes no sense where a prompt is a source, as an encoder-decoder reads it."""
         if self.echo:
-            raise BadValue("echo is not for encoder-decoders, whose text does not continue the prompt", param="echo")
+            raise BadValue(
+                "echo is not for encoder-decoders, whose text does not continue the prompt",
+                param="echo",
+            )
 
     def _request(self, prompt: tuple[int, ...], seed: int, grammar: Grammar | None) -> Request:
         assert isinstance(self.speculation, Speculation)
@@ -145,11 +174,16 @@ class Sampling:
         if self.logprobs is not None and not isinstance(self.logprobs, bool):
             object.__setattr__(self, "logprobs", _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS))
         if self.top_logprobs is not None:
-            object.__setattr__(self, "top_logprobs", _whole("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS))
+            object.__setattr__(
+                self, "top_logprobs", _whole("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
+            )
             if self.logprobs is not True:
                 raise BadValue("top_logprobs goes with logprobs true", param="top_logprobs")
         if self.echo and self.num_logprobs is not None:
-            raise BadValue("echo with logprobs is not supported: the prompt's own logprobs are not computed", param="echo")
+            raise BadValue(
+                "echo with logprobs is not supported: the prompt's own logprobs are not computed",
+                param="echo",
+            )
 
     def _check_structure(self) -> None:
         """What is under a grammar ends where the grammar says, and is nothing else besides."""
@@ -157,10 +191,16 @@ class Sampling:
         if self.grammar is None:
             return
         if len(given) == 2 and read_response_format(self.response_format) is not None:
-            raise BadValue("response_format and guided both say what the text must be; give one of them", param="guided")
+            raise BadValue(
+                "response_format and guided both say what the text must be; give one of them",
+                param="guided",
+            )
         for name in ("ignore_eos", "echo"):
             if getattr(self, name):
-                raise BadValue(f"{name} and {given[-1]} exclude one another: a text that must be something ends when it is that", param=name)
+                raise BadValue(
+                    f"{name} and {given[-1]} exclude one another: a text that must be something ends when it is that",
+                    param=name,
+                )
 
 
 def _mixed(seed: int, i: int) -> int:
@@ -184,7 +224,12 @@ def _whole(param: str, value: object, low: int, high: int | None = None) -> int:
 
 def _number(param: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     real: Any = value
-    if isinstance(value, Real) and not isinstance(value, bool) and low <= real <= high and not (above and real == low):  # NaN is in no range
+    if (
+        isinstance(value, Real)
+        and not isinstance(value, bool)
+        and low <= real <= high
+        and not (above and real == low)
+    ):  # NaN is in no range
         return float(real)
     wanted = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
     raise BadValue(f"{param} must be a number, {wanted}, not {shortened(value)}", param=param)
@@ -199,11 +244,20 @@ def _flag(param: str, value: object) -> bool:
 def _stops(value: object) -> tuple[str, ...]:
     if value is None:
         return ()
-    stops = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    stops = (
+        (value,)
+        if isinstance(value, str)
+        else tuple(value)
+        if isinstance(value, (list, tuple))
+        else (value,)
+    )
     if len(stops) > MAX_STOPS:
         raise BadValue(f"stop has {len(stops)} texts; {MAX_STOPS} is the most", param="stop")
     if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        raise BadValue(f"stop must be a text or a list of texts, each of 1 to {MAX_STOP_LENGTH} characters, not {shortened(value)}", param="stop")
+        raise BadValue(
+            f"stop must be a text or a list of texts, each of 1 to {MAX_STOP_LENGTH} characters, not {shortened(value)}",
+            param="stop",
+        )
     return stops
 
 
@@ -211,10 +265,15 @@ def _stop_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise BadValue(f"stop_token_ids must be a list of token ids, not {shortened(value)}", param="stop_token_ids")
+        raise BadValue(
+            f"stop_token_ids must be a list of token ids, not {shortened(value)}",
+            param="stop_token_ids",
+        )
     ids = tuple(_whole("stop_token_ids", token, 0, 2**31) for token in value)
     if len(ids) > MAX_STOP_IDS:
-        raise BadValue(f"stop_token_ids has {len(ids)} ids; {MAX_STOP_IDS} is the most", param="stop_token_ids")
+        raise BadValue(
+            f"stop_token_ids has {len(ids)} ids; {MAX_STOP_IDS} is the most", param="stop_token_ids"
+        )
     return ids
 
 
@@ -222,14 +281,25 @@ def _biases(value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise BadValue(f"logit_bias must map token ids to numbers, not {shortened(value)}", param="logit_bias")
+        raise BadValue(
+            f"logit_bias must map token ids to numbers, not {shortened(value)}", param="logit_bias"
+        )
     if len(value) > MAX_BIASES:
-        raise BadValue(f"logit_bias has {len(value)} ids; {MAX_BIASES} is the most", param="logit_bias")
-    return {_whole("logit_bias", _from_json(token), 0, 2**31): _number("logit_bias", bias, -100, 100) for token, bias in value.items()}
+        raise BadValue(
+            f"logit_bias has {len(value)} ids; {MAX_BIASES} is the most", param="logit_bias"
+        )
+    return {
+        _whole("logit_bias", _from_json(token), 0, 2**31): _number("logit_bias", bias, -100, 100)
+        for token, bias in value.items()
+    }
 
 
 def _from_json(token: object) -> object:
-    return int(token) if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 20 else token
+    return (
+        int(token)
+        if isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 20
+        else token
+    )
 
 
 def _speculation(value: object) -> Speculation:
@@ -238,11 +308,23 @@ def _speculation(value: object) -> Speculation:
     if value is None:
         return Speculation()
     if not isinstance(value, Mapping):
-        raise BadValue(f"speculation must hold gamma and verifier, not {shortened(value)}", param="speculation")
+        raise BadValue(
+            f"speculation must hold gamma and verifier, not {shortened(value)}", param="speculation"
+        )
     unknown = [str(key) for key in value if key not in ("gamma", "verifier")]
     if unknown:
-        raise BadValue(f"speculation knows gamma and verifier, not {unknown[0]}", param=f"speculation.{unknown[0]}")
-    gamma, verifier = (None if value.get(key) == "auto" else value.get(key) for key in ("gamma", "verifier"))
+        raise BadValue(
+            f"speculation knows gamma and verifier, not {unknown[0]}",
+            param=f"speculation.{unknown[0]}",
+        )
+    gamma, verifier = (
+        None if value.get(key) == "auto" else value.get(key) for key in ("gamma", "verifier")
+    )
     if verifier is not None and not isinstance(verifier, str):
-        raise BadValue(f"speculation.verifier must be a name, not {shortened(verifier)}", param="speculation.verifier")
-    return Speculation(gamma=None if gamma is None else _whole("speculation.gamma", gamma, 0), verifier=verifier)
+        raise BadValue(
+            f"speculation.verifier must be a name, not {shortened(verifier)}",
+            param="speculation.verifier",
+        )
+    return Speculation(
+        gamma=None if gamma is None else _whole("speculation.gamma", gamma, 0), verifier=verifier
+    )

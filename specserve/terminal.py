@@ -9,7 +9,10 @@ from typing import TextIO
 
 HOME, ERASE_LINE, ERASE_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-ENTER_PAGE, LEAVE_PAGE = "\x1b[?1049h", "\x1b[?1049l"  # behind it, what was printed before stays as it is
+ENTER_PAGE, LEAVE_PAGE = (
+    "\x1b[?1049h",
+    "\x1b[?1049l",
+)  # behind it, what was printed before stays as it is
 PLAIN = "\x1b[0m"
 RED, GREEN, YELLOW, BOLD, DIM = 31, 32, 33, 1, 2
 USUAL = os.terminal_size((80, 24))
@@ -59,5 +62,7 @@ class Terminal:
     def redraw_page(self, lines: Sequence[tuple[str, int]]) -> None:
         """Each with its colour, 0 for none. What does not fit is cut off."""
         columns, rows = self.size()
-        shown = [self.paint(text[: columns - 1], colour) + ERASE_LINE for text, colour in lines[:rows]]
+        shown = [
+            self.paint(text[: columns - 1], colour) + ERASE_LINE for text, colour in lines[:rows]
+        ]
         self.write(HOME + "\r\n".join(shown) + ERASE_BELOW)

@@ -40,7 +40,9 @@ def arithmetic_factor(alpha: float, gamma: int, c_ops: float) -> float:
 
 def best_gamma(alpha: float, c: float, max_gamma: int, *, hit_rate: float = 0.0) -> int:
     """The draft length with the greatest walltime factor; 0 where drafting does not pay, the shortest of equals."""
-    return max(range(max_gamma + 1), key=lambda gamma: walltime_factor(alpha, gamma, c, hit_rate=hit_rate))
+    return max(
+        range(max_gamma + 1), key=lambda gamma: walltime_factor(alpha, gamma, c, hit_rate=hit_rate)
+    )
 
 
 def can_gain(alpha: float, c: float) -> bool:
@@ -61,7 +63,9 @@ def phi(x: float, alpha: float, k: int) -> float:
     return 1 + (x - 1) * tokens_per_round(alpha * x, k)
 
 
-def vertical_factor(alpha: float, inner_alpha: float, *, n: int, k: int, c1: float, c2: float) -> float:
+def vertical_factor(
+    alpha: float, inner_alpha: float, *, n: int, k: int, c1: float, c2: float
+) -> float:
     """Walltime factor of a vertical cascade (2312.11462): the draft itself decodes by speculation before the target looks.
 
     The target accepts the draft's tokens with alpha; the draft (cost c1) reviews n times k tokens of a smaller one (cost c2), of which it
@@ -81,7 +85,9 @@ def horizontal_factor(alphas: Sequence[float], costs: Sequence[float]) -> float:
     return tokens / (1 + sum(costs))
 
 
-def standardized_walltime_improvement(tokens: int, target_passes: int, passes: Sequence[int], costs: Sequence[float]) -> float:
+def standardized_walltime_improvement(
+    tokens: int, target_passes: int, passes: Sequence[int], costs: Sequence[float]
+) -> float:
     """SWI: tokens a unit of time, where a target pass takes 1 and a pass of drafter i takes costs[i] (2312.11462)."""
     drafting: float = sum(map(mul, passes, costs))
     return tokens / (target_passes + drafting)

@@ -39,7 +39,11 @@ class Warp:
 
     @property
     def has_penalties(self) -> bool:
-        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,9 @@ class Policy:
     verifier: str  # one of VERIFIERS
     seed: int  # 64 bits; every draw of the sequence follows from it
     prompt_length: int  # presence and frequency count what was written after it
-    logprobs: int | None = None  # how many alternatives to report beside each token; None: no logprobs at all
+    logprobs: int | None = (
+        None  # how many alternatives to report beside each token; None: no logprobs at all
+    )
     lenience: float = 1.0  # of `lenient` alone
     constrained: bool = False  # there is a grammar for what is written after `prompt_length`; it comes with the steps that start at 0
 
@@ -70,7 +76,9 @@ class Step:
     seq_id: int
     start: int
     tokens: tuple[int, ...]
-    source: tuple[int, ...] = ()  # of an encoder-decoder: what the encoder reads; comes with every step that starts at 0, and with no other
+    source: tuple[
+        int, ...
+    ] = ()  # of an encoder-decoder: what the encoder reads; comes with every step that starts at 0, and with no other
 
     @property
     def stop(self) -> int:
@@ -99,7 +107,9 @@ class Proposal:
     tokens: tuple[int, ...]
     q: SparseRows | None
     held: int  # positions that the drafter now holds; its next step starts there or earlier
-    anticipated: bool | None = None  # whether it was prepared before it was asked for; None: nothing was known to prepare for
+    anticipated: bool | None = (
+        None  # whether it was prepared before it was asked for; None: nothing was known to prepare for
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +161,9 @@ class Verdict:
     accepted: int
     next_token: int  # a correction if accepted < proposed, else the bonus
     logprobs: tuple[Logprobs, ...] | None  # accepted + 1 of them
-    error: str | None = None  # why this sequence alone cannot go on; what the rest says is then nothing
+    error: str | None = (
+        None  # why this sequence alone cannot go on; what the rest says is then nothing
+    )
 
 
 class Origin(StrEnum):
@@ -223,9 +235,14 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if self.gamma is not None and self.gamma < 0:
-            raise BadValue(f"speculation.gamma must be 0 or more, not {self.gamma}", param="speculation.gamma")
+            raise BadValue(
+                f"speculation.gamma must be 0 or more, not {self.gamma}", param="speculation.gamma"
+            )
         if self.verifier is not None and self.verifier not in VERIFIERS:
-            raise BadValue(f"speculation.verifier must be one of {', '.join(VERIFIERS)}, not {self.verifier!r}", param="speculation.verifier")
+            raise BadValue(
+                f"speculation.verifier must be one of {', '.join(VERIFIERS)}, not {self.verifier!r}",
+                param="speculation.verifier",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +259,9 @@ class Request:
     logprobs: int | None = None
     speculation: Speculation = field(default_factory=Speculation)
     grammar: Grammar | None = None
-    written: tuple[int, ...] = ()  # by an engine that is gone, and known to the client: the text goes on behind them
+    written: tuple[
+        int, ...
+    ] = ()  # by an engine that is gone, and known to the client: the text goes on behind them
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,8 +273,12 @@ class ModelInfo:
     end_ids: frozenset[int]
     page_size: int
     num_pages: int
-    curve: tuple[tuple[int, float], ...] = ()  # seconds of a pass by the rows in it, as its warm-up found them; () if it did not look
-    decoder_start: int | None = None  # the token that every text of an encoder-decoder begins with, its prompt being the source; None: no encoder
+    curve: tuple[
+        tuple[int, float], ...
+    ] = ()  # seconds of a pass by the rows in it, as its warm-up found them; () if it did not look
+    decoder_start: int | None = (
+        None  # the token that every text of an encoder-decoder begins with, its prompt being the source; None: no encoder
+    )
 
 
 class Target(Protocol):
@@ -274,5 +297,7 @@ class Drafter(Protocol):
     The deadline is seconds from now, after which shorter proposals are better than later ones.
     """
 
-    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]: ...
+    def propose(
+        self, steps: Sequence[DraftStep], deadline: float
+    ) -> Awaitable[Sequence[Proposal]]: ...
     async def release(self, seq_ids: Sequence[int]) -> None: ...

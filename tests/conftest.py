@@ -27,7 +27,11 @@ def one_thread() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--screenshots", metavar="DIR", help="where the tests of the playground leave pictures of it")
+    parser.addoption(
+        "--screenshots",
+        metavar="DIR",
+        help="where the tests of the playground leave pictures of it",
+    )
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,12 @@ from specserve.errors import ConfigError, ModelError, ModelNotFound, TokenizerMi
 from tests.support.checkpoints import add_tokenizer, make, perturbed
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9]]
-SMALL = {"target.dtype": "float32", "draft.dtype": "float32", "target.threads": 1, "cache.pages": 60}
+SMALL = {
+    "target.dtype": "float32",
+    "draft.dtype": "float32",
+    "target.threads": 1,
+    "cache.pages": 60,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def library_greedy(target: Path, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    ids = model.generate(torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    ids = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     return tuple(ids[0, len(prompt) :].tolist())
 
 
@@ -36,20 +47,26 @@ def test_a_target_and_its_draft_write_what_the_library_writes(pair, gamma):
     target, draft = pair
     with LLM(target, draft, **SMALL, **{"speculation.gamma": gamma}) as llm:
         outputs = llm.generate(PROMPTS, Sampling(temperature=0, max_tokens=24, ignore_eos=True))
-    assert [output.token_ids for output in outputs] == [library_greedy(target, prompt, 24) for prompt in PROMPTS]
+    assert [output.token_ids for output in outputs] == [
+        library_greedy(target, prompt, 24) for prompt in PROMPTS
+    ]
     assert sum(output.stats.accepted for output in outputs) > 0 or gamma == 0
 
 
 def test_without_a_draft_the_same_is_written(pair):
     with LLM(pair[0], **SMALL) as llm:
-        (output,) = llm.generate(PROMPTS[:1], Sampling(temperature=0, max_tokens=8, ignore_eos=True))
+        (output,) = llm.generate(
+            PROMPTS[:1], Sampling(temperature=0, max_tokens=8, ignore_eos=True)
+        )
     assert output.token_ids == library_greedy(pair[0], PROMPTS[0], 8)
     assert output.stats.drafted == 0
 
 
 def test_the_drafter_may_have_its_own_number_of_threads(pair):
     before = torch.get_num_threads()
-    with LLM(*pair, **SMALL | {"target.threads": 2, "draft.threads": 1, "speculation.gamma": 2}) as llm:
+    with LLM(
+        *pair, **SMALL | {"target.threads": 2, "draft.threads": 1, "speculation.gamma": 2}
+    ) as llm:
         llm.generate("ab", Sampling(max_tokens=3))
         assert torch.get_num_threads() == 2  # the target had the last word
     torch.set_num_threads(before)
@@ -93,5 +110,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
 
 
 def test_keys_of_the_config_are_checked_like_everywhere(pair):
-    with pytest.raises(ConfigError, match=r"unknown key speculation\.gama; did you mean speculation\.gamma\?"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key speculation\.gama; did you mean speculation\.gamma\?"
+    ):
         LLM(pair[0], **{"speculation.gama": 5})

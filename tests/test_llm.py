@@ -52,7 +52,12 @@ class ScriptedTarget:
         right = [self.token(length, start + i) == draft for i, draft in enumerate(step.drafts)]
         accepted = [*right, False].index(False)
         logprobs = tuple(Logprobs(-float(start + i), (), ()) for i in range(accepted + 1))
-        return Verdict(step.seq_id, accepted, self.token(length, start + accepted), logprobs if step.policy.logprobs is not None else None)
+        return Verdict(
+            step.seq_id,
+            accepted,
+            self.token(length, start + accepted),
+            logprobs if step.policy.logprobs is not None else None,
+        )
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self.released |= set(seq_ids)
@@ -68,18 +73,37 @@ class ScriptedDrafter:
     def _draft(self, step: DraftStep) -> Proposal:
         start, prompt = step.start + len(step.tokens), step.policy.prompt_length
         stop = min(start + step.gamma, prompt + self.length)
-        return Proposal(step.seq_id, start, tuple(self.target.token(prompt, i) for i in range(start, stop)), None, held=max(start, stop - 1))
+        return Proposal(
+            step.seq_id,
+            start,
+            tuple(self.target.token(prompt, i) for i in range(start, stop)),
+            None,
+            held=max(start, stop - 1),
+        )
 
     def release(self, seq_ids: Sequence[int]) -> None:
         pass
 
 
-def scripted(script: str | Script, *, gamma: int | None = 3, context: int = 1000, **keys: object) -> tuple[LLM, ScriptedTarget]:
+def scripted(
+    script: str | Script, *, gamma: int | None = 3, context: int = 1000, **keys: object
+) -> tuple[LLM, ScriptedTarget]:
     written = script if callable(script) else lambda _: script
     target = ScriptedTarget(written)
-    drafter = None if gamma is None else LocalDrafter(ScriptedDrafter(target, min(len(byte_text().encode(written(n))) for n in range(1, 9))))
-    info = ModelInfo(vocab_size=257, max_context=context, end_ids=frozenset([END]), page_size=4, num_pages=1000)
-    return LLM.over(Parts(byte_text(), LocalTarget(target), info, drafter), parse({}, keys | {"speculation.gamma": gamma})), target
+    drafter = (
+        None
+        if gamma is None
+        else LocalDrafter(
+            ScriptedDrafter(target, min(len(byte_text().encode(written(n))) for n in range(1, 9)))
+        )
+    )
+    info = ModelInfo(
+        vocab_size=257, max_context=context, end_ids=frozenset([END]), page_size=4, num_pages=1000
+    )
+    return LLM.over(
+        Parts(byte_text(), LocalTarget(target), info, drafter),
+        parse({}, keys | {"speculation.gamma": gamma}),
+    ), target
 
 
 TEXT = "Grüße aus 日本! 👩‍👩‍👧‍👦 the END of it. And more."
@@ -91,14 +115,22 @@ def test_a_text_comes_whole_and_ends_with_its_end_token_left_out(gamma):
     (output,) = llm.generate("abc", Sampling(max_tokens=500))
     assert output.text == TEXT
     assert output.token_ids == (*byte_text().encode(TEXT), END)
-    assert (output.finish_reason, output.index, output.error, output.logprobs) == ("stop", 0, None, None)
+    assert (output.finish_reason, output.index, output.error, output.logprobs) == (
+        "stop",
+        0,
+        None,
+        None,
+    )
     assert output.prompt_token_ids == byte_text().encode("abc")
     assert output.stats.accepted > 10 if gamma else output.stats.drafted == 0
     assert target.released == {0}
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 5, 16])
-@pytest.mark.parametrize(("stop", "expected"), [("END", "the "), (["it", "END"], "the "), ("日", "Grüße aus "), ("G", ""), ("absent", None)])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [("END", "the "), (["it", "END"], "the "), ("日", "Grüße aus "), ("G", ""), ("absent", None)],
+)
 def test_a_stop_string_ends_text_and_tokens_whatever_gamma(gamma, stop, expected):
     llm, target = scripted(TEXT, gamma=gamma)
     (output,) = llm.generate("abc", Sampling(max_tokens=500, stop=stop, logprobs=0))
@@ -140,7 +172,11 @@ def test_a_stop_token_is_left_out_of_the_text_and_ignored_ends_are_not():
 def test_prompts_are_text_or_ids_alone_or_together():
     llm, _ = scripted(lambda length: f"after {length}")
     sampling = Sampling(max_tokens=50)
-    assert [output.text for output in llm.generate(["ab", [1, 2, 3], (4,)], sampling)] == ["after 2", "after 3", "after 1"]
+    assert [output.text for output in llm.generate(["ab", [1, 2, 3], (4,)], sampling)] == [
+        "after 2",
+        "after 3",
+        "after 1",
+    ]
     assert [output.text for output in llm.generate([1, 2, 3, 4], sampling)] == ["after 4"]
     assert [output.text for output in llm.generate("a", [sampling])] == ["after 1"]
     assert llm.generate([]) == []
@@ -164,12 +200,21 @@ def test_each_prompt_may_have_its_own_sampling():
 def test_n_gives_that_many_outputs_in_order():
     llm, _ = scripted("0123456789")
     outputs = llm.generate(["a", "bc"], Sampling(max_tokens=2, n=3))
-    assert [(len(output.prompt_token_ids), output.index) for output in outputs] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+    assert [(len(output.prompt_token_ids), output.index) for output in outputs] == [
+        (1, 0),
+        (1, 1),
+        (1, 2),
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
 
 
 def test_echo_puts_the_prompt_in_front():
     llm, _ = scripted("0123")
-    outputs = llm.generate(["日a", byte_text().encode("ü")], Sampling(max_tokens=2, echo=True, stop="ü"))
+    outputs = llm.generate(
+        ["日a", byte_text().encode("ü")], Sampling(max_tokens=2, echo=True, stop="ü")
+    )
     assert [output.text for output in outputs] == ["日a01", "ü01"]
     assert [len(output.token_ids) for output in outputs] == [2, 2]
 
@@ -209,7 +254,10 @@ def test_when_all_are_faulty_the_first_error_is_raised(prompt, kind):
 
 def test_parameters_that_only_the_engine_can_judge_fail_alone_too():
     llm, _ = scripted("ok")
-    outputs = llm.generate(["a", "b", "c"], [Sampling(), Sampling(speculation={"gamma": 17}), Sampling(logit_bias={257: 1})])
+    outputs = llm.generate(
+        ["a", "b", "c"],
+        [Sampling(), Sampling(speculation={"gamma": 17}), Sampling(logit_bias={257: 1})],
+    )
     assert [type(output.error) for output in outputs] == [type(None), BadValue, BadValue]
     assert outputs[2].error.param == "logit_bias"
 

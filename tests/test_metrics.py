@@ -32,7 +32,10 @@ def filled(scale: int) -> Registry:
 
 
 def test_every_family_is_read_back_by_prometheus_own_parser_with_its_type():
-    parsed = {family.name: family for family in text_string_to_metric_families(render(filled(3).snapshot()))}
+    parsed = {
+        family.name: family
+        for family in text_string_to_metric_families(render(filled(3).snapshot()))
+    }
     for family in FAMILIES:
         read = parsed["specserve_" + family.name.removesuffix("_total")]
         assert read.documentation == family.help
@@ -41,9 +44,14 @@ def test_every_family_is_read_back_by_prometheus_own_parser_with_its_type():
 
 
 def test_counters_and_histograms_of_replicas_add_up_and_gauges_do_as_declared():
-    merged = values(render(merge([filled(1).snapshot(), filled(3).snapshot(), Registry().snapshot()])))
+    merged = values(
+        render(merge([filled(1).snapshot(), filled(3).snapshot(), Registry().snapshot()]))
+    )
     assert merged[("specserve_prompt_tokens_total", ())] == 4
-    assert merged[("specserve_request_success_total", (("finished_reason", "finished_reason-a"),))] == 4
+    assert (
+        merged[("specserve_request_success_total", (("finished_reason", "finished_reason-a"),))]
+        == 4
+    )
     assert merged[("specserve_num_requests_running", ())] == 4
     assert merged[("specserve_gamma", ())] == 2  # of the two that have one
     assert merged[("specserve_kv_cache_usage_perc", (("role", "role-a"),))] == 2
@@ -61,8 +69,18 @@ def test_a_histogram_counts_what_is_at_or_below_each_bound():
     for seconds in (0.005, 0.0051, 0.01, 5000.0):
         registry.histogram("time_to_first_token_seconds").observe(seconds)
     read = values(render(registry.snapshot()))
-    buckets = {dict(labels)["le"]: value for (name, labels), value in read.items() if name == "specserve_time_to_first_token_seconds_bucket"}
-    assert (buckets["0.005"], buckets["0.01"], buckets["0.025"], buckets["600"], buckets["+Inf"]) == (1, 3, 3, 3, 4)
+    buckets = {
+        dict(labels)["le"]: value
+        for (name, labels), value in read.items()
+        if name == "specserve_time_to_first_token_seconds_bucket"
+    }
+    assert (
+        buckets["0.005"],
+        buckets["0.01"],
+        buckets["0.025"],
+        buckets["600"],
+        buckets["+Inf"],
+    ) == (1, 3, 3, 3, 4)
     assert list(buckets.values()) == sorted(buckets.values())
 
 
@@ -76,7 +94,12 @@ def test_label_values_may_hold_anything():
     registry = Registry()
     strange = 'a"b\\c\nd,e={}'
     registry.counter("request_failure_total").add(1, strange)
-    assert values(render(registry.snapshot()))[("specserve_request_failure_total", (("code", strange),))] == 1
+    assert (
+        values(render(registry.snapshot()))[
+            ("specserve_request_failure_total", (("code", strange),))
+        ]
+        == 1
+    )
 
 
 def test_a_snapshot_travels_and_does_not_move_any_more():

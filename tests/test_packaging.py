@@ -16,7 +16,16 @@ from tests.support import wheel
 from tests.support.wheel import Built
 
 ROOT = Path(specserve.__file__).parents[1]
-DATA = {".json", ".safetensors", ".html", ".js", ".css", ".svg", ".md", ".typed"}  # what the package reads or ships beside its code
+DATA = {
+    ".json",
+    ".safetensors",
+    ".html",
+    ".js",
+    ".css",
+    ".svg",
+    ".md",
+    ".typed",
+}  # what the package reads or ships beside its code
 LARGEST = 32 * 2**20
 
 pytestmark = pytest.mark.slow
@@ -40,16 +49,28 @@ def in_sdist(built: Built) -> set[str]:
 
 
 def package_files() -> set[str]:
-    return {str(path.relative_to(ROOT)) for path in (ROOT / "specserve").rglob("*") if path.is_file() and path.suffix in DATA | {".py"}}
+    return {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "specserve").rglob("*")
+        if path.is_file() and path.suffix in DATA | {".py"}
+    }
 
 
 def test_every_module_and_every_data_file_is_in_the_wheel(in_wheel: set[str]) -> None:
     assert package_files() - in_wheel == set()
-    assert {"specserve/py.typed", "specserve/api/playground/index.html", "specserve/demo/heads/heads.safetensors"} <= in_wheel
+    assert {
+        "specserve/py.typed",
+        "specserve/api/playground/index.html",
+        "specserve/demo/heads/heads.safetensors",
+    } <= in_wheel
 
 
 def test_the_wheel_has_nothing_but_the_package(built: Built, in_wheel: set[str]) -> None:
-    others = {name for name in in_wheel if not name.startswith(("specserve/", f"specserve-{specserve.__version__}.dist-info/"))}
+    others = {
+        name
+        for name in in_wheel
+        if not name.startswith(("specserve/", f"specserve-{specserve.__version__}.dist-info/"))
+    }
     assert others == set()
     assert not [name for name in in_wheel if name.endswith((".pyc", ".log"))]
     assert built.wheel.stat().st_size < LARGEST
@@ -61,8 +82,23 @@ def test_the_wheel_is_for_every_platform_and_has_the_version_of_the_package(buil
 
 
 def test_the_sdist_has_all_that_it_takes_to_test_and_deploy(in_sdist: set[str]) -> None:
-    wanted = {"Makefile", "constraints.txt", "CHANGELOG.md", "LICENSE", "README.md", "Dockerfile", "cluster.yaml", "pyproject.toml", ".ci/run"}
-    wanted |= {str(path.relative_to(ROOT)) for folder in ("tests", "deploy") for path in (ROOT / folder).rglob("*.[py]*") if path.suffix != ".pyc"}
+    wanted = {
+        "Makefile",
+        "constraints.txt",
+        "CHANGELOG.md",
+        "LICENSE",
+        "README.md",
+        "Dockerfile",
+        "cluster.yaml",
+        "pyproject.toml",
+        ".ci/run",
+    }
+    wanted |= {
+        str(path.relative_to(ROOT))
+        for folder in ("tests", "deploy")
+        for path in (ROOT / folder).rglob("*.[py]*")
+        if path.suffix != ".pyc"
+    }
     assert wanted | package_files() <= in_sdist
     assert not [name for name in in_sdist if name.endswith(".pyc") or "/.venv" in name]
 
@@ -73,13 +109,33 @@ def test_the_changelog_speaks_of_this_version_or_of_what_is_not_released() -> No
     assert all(re.fullmatch(r"Unreleased|\d+\.\d+\.\d+", heading) for heading in headings)
 
 
-def test_from_the_wheel_in_an_empty_folder_the_demo_pair_writes(built: Built, tmp_path: Path) -> None:
-    bin, folder = wheel.environment(tmp_path / "fresh", built.wheel, borrow=True), tmp_path / "empty"
+def test_from_the_wheel_in_an_empty_folder_the_demo_pair_writes(
+    built: Built, tmp_path: Path
+) -> None:
+    bin, folder = (
+        wheel.environment(tmp_path / "fresh", built.wheel, borrow=True),
+        tmp_path / "empty",
+    )
     folder.mkdir()
-    assert wheel.run([str(bin / "specserve"), "--version"], cwd=folder) == f"specserve {specserve.__version__}\n"
-    where = wheel.run([str(bin / "python"), "-c", "import specserve; print(specserve.__file__)"], cwd=folder)
+    assert (
+        wheel.run([str(bin / "specserve"), "--version"], cwd=folder)
+        == f"specserve {specserve.__version__}\n"
+    )
+    where = wheel.run(
+        [str(bin / "python"), "-c", "import specserve; print(specserve.__file__)"], cwd=folder
+    )
     assert where.startswith(str(tmp_path / "fresh"))
-    command = ["generate", "--prompt", "import os", "--max-tokens", "8", "--temperature", "0", "--set", "target.threads=1"]
+    command = [
+        "generate",
+        "--prompt",
+        "import os",
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "0",
+        "--set",
+        "target.threads=1",
+    ]
     assert wheel.run([str(bin / "specserve"), *command], cwd=folder).strip()
     assert not list(folder.iterdir())
 
@@ -87,7 +143,11 @@ def test_from_the_wheel_in_an_empty_folder_the_demo_pair_writes(built: Built, tm
 def test_the_image_copies_only_what_is_there_and_what_is_not_ignored() -> None:
     copied = re.findall(r"^COPY (?!--from)(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     names = [name for line in copied for name in line.split()[:-1]]
-    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    allowed = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     assert names
     assert all((ROOT / name).exists() for name in names)
     assert set(names) == set(allowed)

@@ -55,7 +55,9 @@ def test_without_a_terminal_each_stage_of_long_work_is_a_line(monkeypatch) -> No
             tell("loading" if number < 5 else "fitting", number / 10, f"step {number}")
             time.sleep(0.04)
     stages = [line.partition(",")[0] for line in out.getvalue().splitlines()]
-    assert stages == ["loading", "fitting"], "the share of a stage alone is worth a line every five seconds only"
+    assert stages == ["loading", "fitting"], (
+        "the share of a stage alone is worth a line every five seconds only"
+    )
 
 
 def test_what_is_wrong_comes_through_and_the_line_is_left_clean() -> None:

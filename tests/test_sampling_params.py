@@ -66,7 +66,18 @@ def test_every_parameter_reaches_the_request():
         "presence_penalty": [-2.1, 2.1, math.nan, True],
         "frequency_penalty": [-2.1, 2.1, math.inf],
         "repetition_penalty": [0, -1, math.nan, math.inf, 1e-300],
-        "logit_bias": [5, [1], {-1: 1}, {"a": 1}, {1.5: 1}, {1: 101}, {1: math.nan}, {True: 1}, {"9" * 5000: 1}, dict.fromkeys(range(1025), 1)],
+        "logit_bias": [
+            5,
+            [1],
+            {-1: 1},
+            {"a": 1},
+            {1.5: 1},
+            {1: 101},
+            {1: math.nan},
+            {True: 1},
+            {"9" * 5000: 1},
+            dict.fromkeys(range(1025), 1),
+        ],
     }.items(),
 )
 def test_a_value_outside_its_range_is_refused_naming_the_parameter(name, values):
@@ -101,12 +112,32 @@ def test_auto_leaves_speculation_to_the_server():
 
 
 def test_the_edges_of_the_ranges_are_in():
-    Sampling(max_tokens=1, temperature=0, top_p=1, top_k=0, min_p=1, n=128, seed=2**64 - 1, logprobs=20, presence_penalty=-2, frequency_penalty=2)
-    Sampling(top_p=1e-9, min_p=0, seed=-(2**63), logprobs=0, logit_bias={0: -100, 1: 100}, stop=["a"] * 16)
+    Sampling(
+        max_tokens=1,
+        temperature=0,
+        top_p=1,
+        top_k=0,
+        min_p=1,
+        n=128,
+        seed=2**64 - 1,
+        logprobs=20,
+        presence_penalty=-2,
+        frequency_penalty=2,
+    )
+    Sampling(
+        top_p=1e-9,
+        min_p=0,
+        seed=-(2**63),
+        logprobs=0,
+        logit_bias={0: -100, 1: 100},
+        stop=["a"] * 16,
+    )
 
 
 def test_numbers_of_numpy_are_numbers():
-    sampling = Sampling(max_tokens=np.int64(4), temperature=np.float32(0.5), stop_token_ids=np.array([3, 4]))
+    sampling = Sampling(
+        max_tokens=np.int64(4), temperature=np.float32(0.5), stop_token_ids=np.array([3, 4])
+    )
     assert (sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (4, 0.5, (3, 4))
     assert type(sampling.max_tokens) is int
     assert type(sampling.temperature) is float
@@ -119,7 +150,15 @@ def test_stop_may_be_one_text_several_or_none():
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "top", "number"), [(None, None, None), (False, None, None), (True, None, 0), (True, 3, 3), (0, None, 0), (5, None, 5)]
+    ("logprobs", "top", "number"),
+    [
+        (None, None, None),
+        (False, None, None),
+        (True, None, 0),
+        (True, 3, 3),
+        (0, None, 0),
+        (5, None, 5),
+    ],
 )
 def test_logprobs_are_asked_for_in_either_way(logprobs, top, number):
     assert Sampling(logprobs=logprobs, top_logprobs=top).num_logprobs == number

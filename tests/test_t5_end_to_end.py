@@ -14,11 +14,25 @@ from specserve.engine import Coordinator
 from specserve.errors import BadValue, TooLong, UnsupportedModel
 from specserve.inprocess import open_parts
 from specserve.types import Chunk, Request
-from tests.support.checkpoints import CONTEXT, ENCODER_DECODERS, EOS, add_tokenizer, make, perturbed, write
+from tests.support.checkpoints import (
+    CONTEXT,
+    ENCODER_DECODERS,
+    EOS,
+    add_tokenizer,
+    make,
+    perturbed,
+    write,
+)
 from tests.support.engines import library_greedy_from_sources
 from tests.support.http_server import FakeService, Running, serving
 
-SMALL = {"target.dtype": "float32", "draft.dtype": "float32", "target.threads": 1, "cache.pages": 120, "cache.page_size": 16}
+SMALL = {
+    "target.dtype": "float32",
+    "draft.dtype": "float32",
+    "target.threads": 1,
+    "cache.pages": 120,
+    "cache.page_size": 16,
+}
 PROMPTS = ["translate this", "ab" * 40, "x"]
 
 
@@ -34,17 +48,25 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def written(pair: tuple[Path, Path]) -> list[tuple[int, ...]]:
     """By the library."""
     text = Text.load(pair[0])
-    return library_greedy_from_sources(pair[0], [text.encode(prompt) for prompt in PROMPTS], max_tokens=12)
+    return library_greedy_from_sources(
+        pair[0], [text.encode(prompt) for prompt in PROMPTS], max_tokens=12
+    )
 
 
-@pytest.mark.parametrize("keys", [{}, {"speculation.gamma": 3}, {"draft.kind": "prompt_copy"}, {"draft.kind": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"speculation.gamma": 3}, {"draft.kind": "prompt_copy"}, {"draft.kind": "none"}],
+    ids=str,
+)
 def test_an_llm_writes_what_the_library_writes(pair, written, keys):
     target, draft = pair
     with LLM(target, None if "draft.kind" in keys else draft, **SMALL | keys) as llm:
         outputs = llm.generate(PROMPTS, Sampling(temperature=0, max_tokens=12))
         assert [output.token_ids for output in outputs] == written
         assert all(output.prompt_token_ids[-1] == EOS for output in outputs)
-        assert outputs[0].text == Text.load(target).decode([token for token in written[0] if token != EOS])
+        assert outputs[0].text == Text.load(target).decode(
+            [token for token in written[0] if token != EOS]
+        )
 
 
 def test_several_continuations_of_a_prompt_and_their_seeds(pair):
@@ -59,24 +81,45 @@ def test_what_makes_no_sense_for_a_source_is_refused(pair):
     with LLM(pair[0], **SMALL) as llm:
         with pytest.raises(BadValue, match="echo is not for encoder-decoders"):
             llm.generate("abc", Sampling(echo=True))
-        with pytest.raises(TooLong, match=f"the source has {CONTEXT + 1} tokens, but the encoder reads at most {CONTEXT}"):
+        with pytest.raises(
+            TooLong,
+            match=f"the source has {CONTEXT + 1} tokens, but the encoder reads at most {CONTEXT}",
+        ):
             llm.generate([[5] * (CONTEXT + 1)])
     with LLM(pair[0], **SMALL | {"limits.max_context": 2000}) as llm:  # distances have no end
-        assert len(llm.generate([[5] * (CONTEXT + 1)], Sampling(max_tokens=2, ignore_eos=True))[0].token_ids) == 2
+        assert (
+            len(
+                llm.generate([[5] * (CONTEXT + 1)], Sampling(max_tokens=2, ignore_eos=True))[
+                    0
+                ].token_ids
+            )
+            == 2
+        )
 
 
 def test_target_and_draft_must_be_of_one_kind(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr("specserve.inprocess.open_rank", lambda *_: pytest.fail("weights were read before the mistake was found"))
+    monkeypatch.setattr(
+        "specserve.inprocess.open_rank",
+        lambda *_: pytest.fail("weights were read before the mistake was found"),
+    )
     llama = make("llama", tmp_path / "llama")
     add_tokenizer(llama)
-    with pytest.raises(UnsupportedModel, match=r"draft\.path .* is an encoder-decoder, and the target .* is a decoder-only model"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"draft\.path .* is an encoder-decoder, and the target .* is a decoder-only model",
+    ):
         LLM(llama, pair[1])
-    with pytest.raises(UnsupportedModel, match=r"draft\.path .* is a decoder-only model, and the target .* is an encoder-decoder"):
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"draft\.path .* is a decoder-only model, and the target .* is an encoder-decoder",
+    ):
         LLM(pair[0], llama)
 
 
 def test_float16_is_refused(pair):
-    with pytest.raises(UnsupportedModel, match="t5 models overflow in float16; use dtype bfloat16 or float32"):
+    with pytest.raises(
+        UnsupportedModel, match="t5 models overflow in float16; use dtype bfloat16 or float32"
+    ):
         LLM(pair[0], **SMALL | {"target.dtype": "float16"})
 
 
@@ -92,7 +135,12 @@ class Rounds(FakeService):
         chunks: list[Chunk] = []
         parts = self._parts
         coordinator = Coordinator.of(
-            self._config, parts.target, parts.drafter, info=parts.info, emit=chunks.extend, draft_context=parts.draft_context
+            self._config,
+            parts.target,
+            parts.drafter,
+            info=parts.info,
+            emit=chunks.extend,
+            draft_context=parts.draft_context,
         )
         coordinator.submit(request)
         while coordinator.has_work:
@@ -104,20 +152,35 @@ class Rounds(FakeService):
 
 @pytest.fixture(scope="module")
 def server(pair: tuple[Path, Path]) -> Iterator[Running]:
-    with serving(Rounds(pair[0]), text=Text.load(pair[0]), encodes=True, max_context=100) as running:
+    with serving(
+        Rounds(pair[0]), text=Text.load(pair[0]), encodes=True, max_context=100
+    ) as running:
         yield running
 
 
-def test_a_completion_is_written_from_the_prompt_and_usage_counts_source_and_text_apart(server, written):
-    reply = server.ask("/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "logprobs": 1})
+def test_a_completion_is_written_from_the_prompt_and_usage_counts_source_and_text_apart(
+    server, written
+):
+    reply = server.ask(
+        "/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "logprobs": 1}
+    )
     choice = reply.json["choices"][0]
-    assert (len(choice["logprobs"]["tokens"]), choice["logprobs"]["text_offset"][0]) == (len(written[0]), 0)
+    assert (len(choice["logprobs"]["tokens"]), choice["logprobs"]["text_offset"][0]) == (
+        len(written[0]),
+        0,
+    )
     num_read, num_written = len(PROMPTS[0]) + 1, len(written[0])
-    assert reply.json["usage"] == {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}
+    assert reply.json["usage"] == {
+        "prompt_tokens": num_read,
+        "completion_tokens": num_written,
+        "total_tokens": num_read + num_written,
+    }
 
 
 def test_a_chat_goes_through_the_plain_template(server):
-    reply = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "temperature": 0})
+    reply = server.ask(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    )
     assert reply.status == 200
     usage = reply.json["usage"]
     assert usage["prompt_tokens"] == len("user: hi\nassistant:") + 1

@@ -11,7 +11,9 @@ SMALL, BASE = 77 / 11300, 250 / 11300  # parameters against the 11.3B target of 
 ROUNDS = 400_000
 
 
-def accepted(rng: np.random.Generator, alpha: float, gamma: int, rounds: int = ROUNDS) -> np.ndarray:
+def accepted(
+    rng: np.random.Generator, alpha: float, gamma: int, rounds: int = ROUNDS
+) -> np.ndarray:
     """Draft tokens accepted in each of many rounds."""
     return np.minimum(rng.geometric(1 - alpha, rounds) - 1, gamma)
 
@@ -27,16 +29,22 @@ def accepted(rng: np.random.Generator, alpha: float, gamma: int, rounds: int = R
         ([0.80] * 5 + [0.75] * 8, [BASE] * 5 + [SMALL] * 8, 3.93),
     ],
 )
-def test_table_1_of_the_cascade_paper_comes_out(alphas: list[float], costs: list[float], published: float) -> None:
+def test_table_1_of_the_cascade_paper_comes_out(
+    alphas: list[float], costs: list[float], published: float
+) -> None:
     assert theory.horizontal_factor(alphas, costs) == pytest.approx(published, abs=0.01)
     if len(set(alphas)) == 1:
-        assert theory.walltime_factor(alphas[0], len(alphas), costs[0]) == pytest.approx(published, abs=0.01)
+        assert theory.walltime_factor(alphas[0], len(alphas), costs[0]) == pytest.approx(
+            published, abs=0.01
+        )
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 3), (0.5, 1), (0.8, 7), (0.95, 16)])
 def test_tokens_per_round_is_what_dice_give(alpha: float, gamma: int) -> None:
     tokens = accepted(np.random.default_rng(1), alpha, gamma) + 1
-    assert tokens.mean() == pytest.approx(theory.tokens_per_round(alpha, gamma), abs=5 * tokens.std() / ROUNDS**0.5 + 1e-12)
+    assert tokens.mean() == pytest.approx(
+        theory.tokens_per_round(alpha, gamma), abs=5 * tokens.std() / ROUNDS**0.5 + 1e-12
+    )
 
 
 def test_walltime_with_hidden_drafting_is_what_a_simulated_clock_gives() -> None:
@@ -44,7 +52,9 @@ def test_walltime_with_hidden_drafting_is_what_a_simulated_clock_gives() -> None
     rng = np.random.default_rng(2)
     tokens = accepted(rng, alpha, gamma).sum() + ROUNDS
     seconds = ROUNDS + gamma * c * (rng.random(ROUNDS) >= hit_rate).sum()
-    assert tokens / seconds == pytest.approx(theory.walltime_factor(alpha, gamma, c, hit_rate=hit_rate), rel=0.005)
+    assert tokens / seconds == pytest.approx(
+        theory.walltime_factor(alpha, gamma, c, hit_rate=hit_rate), rel=0.005
+    )
 
 
 def test_hidden_drafting_at_full_hit_rate_costs_nothing() -> None:
@@ -55,7 +65,9 @@ def test_arithmetic_factor_counts_refused_tokens() -> None:
     alpha, gamma, c_ops = 0.6, 4, 0.05
     tokens = accepted(np.random.default_rng(3), alpha, gamma).sum() + ROUNDS
     operations = ROUNDS * (gamma * c_ops + gamma + 1)
-    assert operations / tokens == pytest.approx(theory.arithmetic_factor(alpha, gamma, c_ops), rel=0.005)
+    assert operations / tokens == pytest.approx(
+        theory.arithmetic_factor(alpha, gamma, c_ops), rel=0.005
+    )
 
 
 def test_acceptance_is_one_minus_total_variation() -> None:
@@ -74,7 +86,10 @@ def test_a_gain_is_possible_exactly_where_alpha_exceeds_c() -> None:
                 assert best >= theory.least_gain(alpha, c) - 1e-12
 
 
-@pytest.mark.parametrize(("alpha", "c", "best"), [(0.1, 0.5, 0), (0.5, 0.5, 0), (0.0, 0.0, 0), (1.0, 0.1, 16), (0.8, 0.1, 6), (0.75, 0.01, 11)])
+@pytest.mark.parametrize(
+    ("alpha", "c", "best"),
+    [(0.1, 0.5, 0), (0.5, 0.5, 0), (0.0, 0.0, 0), (1.0, 0.1, 16), (0.8, 0.1, 6), (0.75, 0.01, 11)],
+)
 def test_best_gamma_is_the_peak_of_theorem_3_8(alpha: float, c: float, best: int) -> None:
     assert theory.best_gamma(alpha, c, 16) == best
 
@@ -94,13 +109,19 @@ def test_vertical_cascade_is_what_dice_give(alpha: float) -> None:
     inner_alpha, n, k, c1, c2 = 0.6, 3, 4, 0.1, 0.01
     rng = np.random.default_rng(6)
     drafted = sum(accepted(rng, inner_alpha, k) + 1 for _ in range(n))
-    tokens = (np.minimum(rng.geometric(1 - alpha, ROUNDS) - 1, drafted) if alpha < 1 else drafted) + 1
+    tokens = (
+        np.minimum(rng.geometric(1 - alpha, ROUNDS) - 1, drafted) if alpha < 1 else drafted
+    ) + 1
     measured = tokens.mean() / (1 + n * c1 + n * k * c2)
-    assert measured == pytest.approx(theory.vertical_factor(alpha, inner_alpha, n=n, k=k, c1=c1, c2=c2), rel=0.005)
+    assert measured == pytest.approx(
+        theory.vertical_factor(alpha, inner_alpha, n=n, k=k, c1=c1, c2=c2), rel=0.005
+    )
 
 
 def test_vertical_cascade_without_inner_drafts_is_plain_speculation() -> None:
-    assert theory.vertical_factor(0.7, 0.5, n=4, k=0, c1=0.1, c2=0.3) == pytest.approx(theory.walltime_factor(0.7, 4, 0.1), abs=1e-12)
+    assert theory.vertical_factor(0.7, 0.5, n=4, k=0, c1=0.1, c2=0.3) == pytest.approx(
+        theory.walltime_factor(0.7, 4, 0.1), abs=1e-12
+    )
 
 
 def test_horizontal_cascade_is_what_dice_give() -> None:

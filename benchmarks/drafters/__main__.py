@@ -62,7 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = options.parser(__doc__).parse_args(arguments)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("specserve.tools.bench").setLevel(logging.INFO)
-    run([name for name in SECTIONS if name in asked.only], options.budget(asked), out=asked.out, cache=asked.cache)
+    run(
+        [name for name in SECTIONS if name in asked.only],
+        options.budget(asked),
+        out=asked.out,
+        cache=asked.cache,
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,12 @@ class Share:
     def of(cls, drafts: Iterable[Judged]) -> Share:
         found = list(drafts)
         betas = [draft.beta for draft in found]
-        return cls(len(found), sum(draft.accepted for draft in found), sum(betas), math.sqrt(sum(beta * (1 - beta) for beta in betas)))
+        return cls(
+            len(found),
+            sum(draft.accepted for draft in found),
+            sum(betas),
+            math.sqrt(sum(beta * (1 - beta) for beta in betas)),
+        )
 
     @property
     def alpha(self) -> float:
@@ -86,26 +91,47 @@ class Found:
 def measured(keys: Mapping[str, object], prompts: Prompts, module: Any, *, tokens: int) -> Found:
     """Of a drafter by its keys; `module` is the target as the library has it."""
     outputs, proposals = written(keys, prompts, tokens=tokens)
-    return Found(len(proposals), sum(bool(one.tokens) for one in proposals), tuple(judged(outputs, proposals, module)))
+    return Found(
+        len(proposals),
+        sum(bool(one.tokens) for one in proposals),
+        tuple(judged(outputs, proposals, module)),
+    )
 
 
-def written(keys: Mapping[str, object], prompts: Prompts, *, tokens: int) -> tuple[list[Output], list[Proposal]]:
-    own: dict[str, object] = {"target.dtype": "float32", "target.threads": 1, "draft.threads": 1, "cache.pages": PAGES, "speculation.gamma": GAMMA}
+def written(
+    keys: Mapping[str, object], prompts: Prompts, *, tokens: int
+) -> tuple[list[Output], list[Proposal]]:
+    own: dict[str, object] = {
+        "target.dtype": "float32",
+        "target.threads": 1,
+        "draft.threads": 1,
+        "cache.pages": PAGES,
+        "speculation.gamma": GAMMA,
+    }
     config = parse(own | dict(keys))
     parts = open_parts(config)
     assert parts.drafter is not None
     noting = Noting(parts.drafter)
-    wanted = [Sampling(max_tokens=tokens, seed=i, ignore_eos=True, speculation={"verifier": "speculative"}) for i in range(len(prompts))]
+    wanted = [
+        Sampling(
+            max_tokens=tokens, seed=i, ignore_eos=True, speculation={"verifier": "speculative"}
+        )
+        for i in range(len(prompts))
+    ]
     with LLM.over(replace(parts, drafter=noting), config) as llm:
         return llm.generate(prompts, wanted), noting.proposals
 
 
-def judged(outputs: Sequence[Output], proposals: Sequence[Proposal], module: Any) -> Iterator[Judged]:
+def judged(
+    outputs: Sequence[Output], proposals: Sequence[Proposal], module: Any
+) -> Iterator[Judged]:
     """The sequences of an engine are numbered in the order of their prompts."""
     for seq_id, output in enumerate(outputs):
         text = (*output.prompt_token_ids, *output.token_ids)
         with torch.inference_mode():
-            p: Tensor = module(input_ids=torch.tensor([text])).logits[0].softmax(-1)  # [tokens, vocab]
+            p: Tensor = (
+                module(input_ids=torch.tensor([text])).logits[0].softmax(-1)
+            )  # [tokens, vocab]
         for proposal in (one for one in proposals if one.seq_id == seq_id):
             yield from _looked_at(proposal, text, p)
 

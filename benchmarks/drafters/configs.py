@@ -15,16 +15,25 @@ Keys = Mapping[str, object]
 def ways(tables: Path) -> dict[str, Keys]:
     """By name. The tables stay as they were counted, so that q does not change on the way."""
     counted = {"path": str(tables), "learn": False}
-    neural = {"draft": {"kind": "neural", "path": DRAFT}, "small": {"kind": "neural", "path": SMALL}}
+    neural = {
+        "draft": {"kind": "neural", "path": DRAFT},
+        "small": {"kind": "neural", "path": SMALL},
+    }
     bigram = {"kind": "bigram", **counted}
     return {
         "neural, draft": _dotted(neural["draft"]),
         "neural, small": _dotted(neural["small"]),
         **{kind: _dotted({"kind": kind, **counted}) for kind in ("unigram", "bigram", "max_gram")},
         "prompt_copy": _dotted({"kind": "prompt_copy"}),
-        "vertical, draft > bigram": _dotted({"kind": "vertical", "stages": [neural["draft"], bigram]}),
-        "horizontal, draft > bigram": _dotted({"kind": "horizontal", "stages": [neural["draft"], bigram], "k": [[2, 4]]}),
-        "cascade, draft > small > bigram": _dotted({"kind": "cascade", "stages": [neural["draft"], neural["small"], bigram], "k": CHAIN}),
+        "vertical, draft > bigram": _dotted(
+            {"kind": "vertical", "stages": [neural["draft"], bigram]}
+        ),
+        "horizontal, draft > bigram": _dotted(
+            {"kind": "horizontal", "stages": [neural["draft"], bigram], "k": [[2, 4]]}
+        ),
+        "cascade, draft > small > bigram": _dotted(
+            {"kind": "cascade", "stages": [neural["draft"], neural["small"], bigram], "k": CHAIN}
+        ),
         "layer_skip": _dotted({"kind": "layer_skip"}),
         "layer_skip, without 3": _dotted({"kind": "layer_skip", "skip": [3]}),
         "heads": _dotted({"kind": "heads"}),

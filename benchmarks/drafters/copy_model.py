@@ -41,7 +41,10 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 SHORTEST, LONGEST = 32, 200  # tokens of a text
 TOKENS = 1024  # of a batch
 GROWN = 0.3  # of the lessons, after which all lengths are met
-SHUFFLED, THEN = 0.15, 4  # of the lessons, in which all texts are names in no order; after which every fourth is
+SHUFFLED, THEN = (
+    0.15,
+    4,
+)  # of the lessons, in which all texts are names in no order; after which every fourth is
 MATRICES, REST = 0.002, 0.0005  # rates of Muon and AdamW
 
 
@@ -66,7 +69,9 @@ class Copyist:
 
     def right(self, tasks: Sequence[Task]) -> tuple[float, float]:
         """As `agreement` has it."""
-        return agreement(load_model(self.directory, dtype=torch.float32, device="cpu").module, tasks)
+        return agreement(
+            load_model(self.directory, dtype=torch.float32, device="cpu").module, tasks
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +90,17 @@ def train(rewriting: Rewriting, course: Course) -> Any:
     induce(model, rewriting.end)
     optimizers = _optimizers(model)
     begun, step = time.monotonic(), 0
-    while (progress := max((time.monotonic() - begun) / (60 * course.minutes), step / course.steps)) < 1:
+    while (
+        progress := max((time.monotonic() - begun) / (60 * course.minutes), step / course.steps)
+    ) < 1:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = lesson(model, drawn(rewriting, progress, chance))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        _advance(optimizers, min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))))
+        _advance(
+            optimizers,
+            min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))),
+        )
         if step % 50 == 0:
             log.info("%.1f%% of the lessons, step %d: loss %.4f", 100 * progress, step, loss.item())
         step += 1
@@ -101,7 +111,10 @@ def drawn(rewriting: Rewriting, progress: float, chance: random.Random) -> list[
     """A batch of texts of one length, so that nothing is padded."""
     longest = SHORTEST + (LONGEST - SHORTEST) * min(1.0, progress / GROWN)
     length = chance.randint(SHORTEST, round(longest))
-    return [rewriting.drawn(length, chance, shuffled=progress < SHUFFLED or i % THEN == 0) for i in range(max(2, TOKENS // (2 * length)))]
+    return [
+        rewriting.drawn(length, chance, shuffled=progress < SHUFFLED or i % THEN == 0)
+        for i in range(max(2, TOKENS // (2 * length)))
+    ]
 
 
 def lesson(model: Any, tasks: Sequence[Task]) -> Tensor:
@@ -116,7 +129,9 @@ def lesson(model: Any, tasks: Sequence[Task]) -> Tensor:
 def agreement(model: Any, tasks: Sequence[Task]) -> tuple[float, float]:
     """Of tokens that are likeliest behind the right text, and of texts in which all are: those that greedy decoding would get right."""
     right = [_right(model, task) for task in tasks]
-    return float(torch.cat(right).float().mean()), sum(bool(one.all()) for one in right) / len(right)
+    return float(torch.cat(right).float().mean()), sum(bool(one.all()) for one in right) / len(
+        right
+    )
 
 
 def keep(model: Any, directory: Path) -> None:
@@ -127,7 +142,9 @@ def keep(model: Any, directory: Path) -> None:
 
 
 def _right(model: Any, task: Task) -> Tensor:  # [answer]
-    logits = model(input_ids=torch.tensor([task.prompt + task.answer[:-1]]), logits_to_keep=len(task.answer)).logits[0]
+    logits = model(
+        input_ids=torch.tensor([task.prompt + task.answer[:-1]]), logits_to_keep=len(task.answer)
+    ).logits[0]
     right: Tensor = logits.argmax(-1) == torch.tensor(task.answer)
     return right
 
@@ -136,9 +153,16 @@ def _optimizers(model: Any) -> list[tuple[torch.optim.Optimizer, float]]:
     """With the usual rates: Muon for the matrices inside the layers, AdamW for the rest."""
     named = list(model.named_parameters())
     inside = [parameter for name, parameter in named if parameter.ndim == 2 and "layers" in name]
-    rest = [parameter for name, parameter in named if not (parameter.ndim == 2 and "layers" in name)]
-    muon = torch.optim.Muon(inside, lr=MATRICES, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original")
-    return [(muon, MATRICES), (torch.optim.AdamW(rest, lr=REST, betas=(0.9, 0.95), weight_decay=0.0), REST)]
+    rest = [
+        parameter for name, parameter in named if not (parameter.ndim == 2 and "layers" in name)
+    ]
+    muon = torch.optim.Muon(
+        inside, lr=MATRICES, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"
+    )
+    return [
+        (muon, MATRICES),
+        (torch.optim.AdamW(rest, lr=REST, betas=(0.9, 0.95), weight_decay=0.0), REST),
+    ]
 
 
 def _advance(optimizers: Sequence[tuple[torch.optim.Optimizer, float]], share: float) -> None:

@@ -30,17 +30,31 @@ class Writer:
 
     def __init__(self, target: Path, way: str, tasks: Sequence[Task], *, threads: int) -> None:
         kind, gamma = WAYS[way]
-        keys = {"draft.kind": kind, "speculation.gamma": gamma, "cache.prefix_caching": False, "cache.pages": PAGES}
-        self._llm = LLM(str(target), None, **keys, **{"target.threads": threads, "draft.threads": threads})
+        keys = {
+            "draft.kind": kind,
+            "speculation.gamma": gamma,
+            "cache.prefix_caching": False,
+            "cache.pages": PAGES,
+        }
+        self._llm = LLM(
+            str(target), None, **keys, **{"target.threads": threads, "draft.threads": threads}
+        )
         self._tasks = tasks
         self.answers: tuple[tuple[int, ...], ...] = ()
         self.passes = 0.0
 
     def write(self, _turn: int) -> int:
         """The number of tokens that were written, prompts read on the way."""
-        outputs = [self._llm.generate([task.prompt], Sampling(temperature=0.0, max_tokens=len(task.answer)))[0] for task in self._tasks]
+        outputs = [
+            self._llm.generate(
+                [task.prompt], Sampling(temperature=0.0, max_tokens=len(task.answer))
+            )[0]
+            for task in self._tasks
+        ]
         self.answers = tuple(output.token_ids for output in outputs)
-        self.passes = sum(output.stats.rounds for output in outputs if output.stats is not None) / len(outputs)
+        self.passes = sum(
+            output.stats.rounds for output in outputs if output.stats is not None
+        ) / len(outputs)
         return sum(map(len, self.answers))
 
 
@@ -48,7 +62,9 @@ def copied(target: Path, tasks: Sequence[Task], *, turns: int, threads: int) -> 
     """Of each way. All write the same, or something is broken."""
     writers = {way: Writer(target, way, tasks, threads=threads) for way in WAYS}
     samples = in_turns({way: writer.write for way, writer in writers.items()}, turns=turns)
-    found = {way: Copied(samples[way], writer.passes, writer.answers) for way, writer in writers.items()}
+    found = {
+        way: Copied(samples[way], writer.passes, writer.answers) for way, writer in writers.items()
+    }
     assert len({one.answers for one in found.values()}) == 1, "drafts have changed a text"
     return found
 
@@ -60,4 +76,6 @@ def tasks(rewriting: Rewriting, *, count: int, length: int, seed: int = 1) -> li
 
 
 def share_right(answers: Sequence[Sequence[int]], wanted: Sequence[Task]) -> float:
-    return sum(tuple(answer) == task.answer for answer, task in zip(answers, wanted, strict=True)) / len(wanted)
+    return sum(
+        tuple(answer) == task.answer for answer, task in zip(answers, wanted, strict=True)
+    ) / len(wanted)

@@ -29,7 +29,9 @@ class Added:
     @property
     def ratios(self) -> list[float]:
         """In order of size."""
-        return sorted(telling / alone for alone, telling in zip(self.alone, self.telling, strict=True))
+        return sorted(
+            telling / alone for alone, telling in zip(self.alone, self.telling, strict=True)
+        )
 
 
 class Passes:
@@ -37,14 +39,26 @@ class Passes:
 
     def __init__(self, checkpoint: Path, heads: Path | None) -> None:
         keys: dict[str, object] = {"target.path": str(checkpoint), "cache.pages": PAGES}
-        config = parse(keys | ({"draft.kind": "none"} if heads is None else {"draft.kind": "heads", "draft.path": str(heads)}))
+        config = parse(
+            keys
+            | (
+                {"draft.kind": "none"}
+                if heads is None
+                else {"draft.kind": "heads", "draft.path": str(heads)}
+            )
+        )
         target = open_rank(checkpoint, config)
         assert isinstance(target, TargetModel), "the only rank judges"
-        self._target, self._heads = target, None if heads is None else HeadsDrafter.of(config, target)
+        self._target, self._heads = (
+            target,
+            None if heads is None else HeadsDrafter.of(config, target),
+        )
 
     def seconds(self, *, sequences: int, number: int) -> float:
         """The median of so many rounds that judge one token of each sequence, and draft behind it if there are heads."""
-        self._target.verify([VerifyStep(i, 0, (i + 1,) * LENGTH, (), None, POLICY) for i in range(sequences)])
+        self._target.verify(
+            [VerifyStep(i, 0, (i + 1,) * LENGTH, (), None, POLICY) for i in range(sequences)]
+        )
         taken = []
         for start in range(LENGTH, LENGTH + number):
             begun = time.perf_counter()
@@ -54,18 +68,33 @@ class Passes:
         return median(taken)
 
     def _round(self, start: int, sequences: int) -> None:
-        verdicts = self._target.verify([VerifyStep(i, start, (7,), (), None, POLICY) for i in range(sequences)])
+        verdicts = self._target.verify(
+            [VerifyStep(i, start, (7,), (), None, POLICY) for i in range(sequences)]
+        )
         if self._heads is not None:
-            asked = [DraftStep(one.seq_id, start + 1, (one.next_token,), GAMMA, POLICY) for one in verdicts]
-            assert all(proposal.tokens for proposal in self._heads.propose(asked, math.inf)), "the rows of this pass are kept"
+            asked = [
+                DraftStep(one.seq_id, start + 1, (one.next_token,), GAMMA, POLICY)
+                for one in verdicts
+            ]
+            assert all(proposal.tokens for proposal in self._heads.propose(asked, math.inf)), (
+                "the rows of this pass are kept"
+            )
 
 
-def added(checkpoint: Path, *, sequences: tuple[int, ...], turns: int, number: int) -> dict[int, Added]:
+def added(
+    checkpoint: Path, *, sequences: tuple[int, ...], turns: int, number: int
+) -> dict[int, Added]:
     """By number of sequences, for the demo target or a widened copy of it, whose heads are the same."""
     require_heads_of(checkpoint, DEMO / "heads")
     alone, telling = Passes(checkpoint, None), Passes(checkpoint, DEMO / "heads")
     found = {}
     for num in sequences:
-        pairs = [(alone.seconds(sequences=num, number=number), telling.seconds(sequences=num, number=number)) for _ in range(turns)]
+        pairs = [
+            (
+                alone.seconds(sequences=num, number=number),
+                telling.seconds(sequences=num, number=number),
+            )
+            for _ in range(turns)
+        ]
         found[num] = Added(tuple(one for one, _ in pairs), tuple(other for _, other in pairs))
     return found

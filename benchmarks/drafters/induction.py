@@ -53,13 +53,23 @@ def _look_back(attention: Any, steps: Tensor) -> list[Tensor]:
     for back, (note, rows) in enumerate(zip(notes, _heads(attention), strict=False), 1):
         angles = back * steps
         attention.q_proj.bias[rows] = KEEN * torch.cat([angles.cos(), -angles.sin()])
-        attention.k_proj.bias[rows] = KEEN * torch.cat([torch.ones_like(steps), torch.zeros_like(steps)])
+        attention.k_proj.bias[rows] = KEEN * torch.cat(
+            [torch.ones_like(steps), torch.zeros_like(steps)]
+        )
         attention.v_proj.weight[rows] = code
         attention.o_proj.weight[:, rows] = NOTED * note.T
     return [code, *notes]
 
 
-def _look_up(attention: Any, dims: Tensor, said: Sequence[Tensor], noted: Sequence[Tensor], *, gain: float, match: float) -> None:
+def _look_up(
+    attention: Any,
+    dims: Tensor,
+    said: Sequence[Tensor],
+    noted: Sequence[Tensor],
+    *,
+    gain: float,
+    match: float,
+) -> None:
     """What q says against what k has noted, one by one; each head copies a share of the embedding that it finds."""
     width, hidden = attention.head_dim, attention.q_proj.in_features
     basis = F.pad(_orthonormal(TOKEN, TOKEN), (0, hidden - TOKEN))

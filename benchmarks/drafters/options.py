@@ -30,20 +30,61 @@ class Budget:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     usual = Budget()
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME", help=f"of {', '.join(SECTIONS)}; the others stay")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page, rewritten after each section")
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="where the trained copying model is kept, and found again")
-    parser.add_argument("--prompts", type=positive, default=usual.prompts, help="that alpha is measured on")
-    parser.add_argument("--tokens", type=positive, default=usual.tokens, help="of each of their continuations")
-    parser.add_argument("--minutes", type=float, default=usual.minutes, help="that the copying model may learn, if it is not in --cache")
-    parser.add_argument("--params", type=positive, default=usual.params, help="of the widened models")
-    parser.add_argument("--texts", type=positive, default=usual.texts, help="that are rewritten in a turn")
-    parser.add_argument("--length", type=positive, default=usual.length, help="of each of them, in tokens")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        default=SECTIONS,
+        metavar="NAME",
+        help=f"of {', '.join(SECTIONS)}; the others stay",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page, rewritten after each section"
+    )
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="where the trained copying model is kept, and found again",
+    )
+    parser.add_argument(
+        "--prompts", type=positive, default=usual.prompts, help="that alpha is measured on"
+    )
+    parser.add_argument(
+        "--tokens", type=positive, default=usual.tokens, help="of each of their continuations"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=usual.minutes,
+        help="that the copying model may learn, if it is not in --cache",
+    )
+    parser.add_argument(
+        "--params", type=positive, default=usual.params, help="of the widened models"
+    )
+    parser.add_argument(
+        "--texts", type=positive, default=usual.texts, help="that are rewritten in a turn"
+    )
+    parser.add_argument(
+        "--length", type=positive, default=usual.length, help="of each of them, in tokens"
+    )
     parser.add_argument("--turns", type=positive, default=usual.turns)
-    parser.add_argument("--context", type=positive, default=usual.context, help="tokens behind a proposal without a model")
+    parser.add_argument(
+        "--context",
+        type=positive,
+        default=usual.context,
+        help="tokens behind a proposal without a model",
+    )
     parser.add_argument("--rounds", type=positive, default=usual.rounds, help="of such proposals")
-    parser.add_argument("--passes", type=positive, default=usual.passes, help="of the target with and without heads, in a turn")
+    parser.add_argument(
+        "--passes",
+        type=positive,
+        default=usual.passes,
+        help="of the target with and without heads, in a turn",
+    )
     parser.add_argument("--threads", type=positive, default=usual.threads)
     return parser
 

@@ -20,7 +20,11 @@ told in [architecture.md](architecture.md) and [cascades.md](cascades.md); how t
 def write(file: Path, fresh: Sequence[Section], titles: Sequence[str]) -> None:
     """In the order of `titles`."""
     sections = kept(file) | {section.title: section.markdown() for section in fresh}
-    file.write_text("\n\n".join((TITLE, ABOUT, *(sections[title] for title in titles if title in sections))) + "\n", encoding="utf-8")
+    file.write_text(
+        "\n\n".join((TITLE, ABOUT, *(sections[title] for title in titles if title in sections)))
+        + "\n",
+        encoding="utf-8",
+    )
 
 
 def kept(file: Path) -> dict[str, str]:

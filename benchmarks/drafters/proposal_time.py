@@ -29,7 +29,10 @@ from specserve.drafters.ngram.tables import save
 from specserve.types import DraftStep, Policy, Proposal, Warp
 
 GAMMA, SUPPORT = 8, 64
-LESSON, JUDGED = 1_000_000, 600  # tokens that tables are counted from; tokens of a file that are judged, behind twice as many that are read
+LESSON, JUDGED = (
+    1_000_000,
+    600,
+)  # tokens that tables are counted from; tokens of a file that are judged, behind twice as many that are read
 WAYS = {"greedy": (0.0, "block"), "block": (1.0, "block"), "coupled": (1.0, "coupled")}
 TABLED = ("unigram", "bigram", "max_gram")
 
@@ -46,13 +49,22 @@ class Corpus:
     def of_library(cls, directory: Path) -> Corpus:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         text = Text.load(DEMO / "target")
-        texts = [text.encode(file.read_text(encoding="utf-8", errors="replace"), special=False) for file in files]
+        texts = [
+            text.encode(file.read_text(encoding="utf-8", errors="replace"), special=False)
+            for file in files
+        ]
         lesson = [texts[i] for i in range(len(texts)) if i % 10]
         save(counted(_first(lesson, LESSON), keep=SUPPORT), directory / "tables.safetensors")
         return cls(texts[::10], directory, 1 + max(max(own, default=0) for own in texts))
 
     def drafter(self, kind: str) -> StatisticalDrafter:
-        return open_statistical(kind, path=self.tables if kind in TABLED else None, learn=None, support=SUPPORT, vocab_size=self.vocab_size)
+        return open_statistical(
+            kind,
+            path=self.tables if kind in TABLED else None,
+            learn=None,
+            support=SUPPORT,
+            vocab_size=self.vocab_size,
+        )
 
     def long(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(islice(chain.from_iterable(self.judged * 10), num_tokens))
@@ -66,9 +78,17 @@ def _first(texts: Sequence[Sequence[int]], num_tokens: int) -> Iterator[Sequence
         left -= len(text)
 
 
-def step(seq_id: int, start: int, tokens: Sequence[int], *, way: str, gamma: int = GAMMA) -> DraftStep:
+def step(
+    seq_id: int, start: int, tokens: Sequence[int], *, way: str, gamma: int = GAMMA
+) -> DraftStep:
     temperature, verifier = WAYS[way]
-    return DraftStep(seq_id, start, tuple(tokens), gamma, Policy(Warp(temperature=temperature), verifier, seq_id + 1, prompt_length=1))
+    return DraftStep(
+        seq_id,
+        start,
+        tuple(tokens),
+        gamma,
+        Policy(Warp(temperature=temperature), verifier, seq_id + 1, prompt_length=1),
+    )
 
 
 def reading(drafter: StatisticalDrafter, text: Sequence[int]) -> float:
@@ -78,7 +98,9 @@ def reading(drafter: StatisticalDrafter, text: Sequence[int]) -> float:
     return 1e6 * (time.perf_counter() - begun) / len(text)
 
 
-def proposing(drafter: StatisticalDrafter, text: Sequence[int], *, way: str, num_sequences: int, rounds: int) -> float:
+def proposing(
+    drafter: StatisticalDrafter, text: Sequence[int], *, way: str, num_sequences: int, rounds: int
+) -> float:
     """Microseconds a sequence, the median of so many rounds, in which each is told one more token of the text."""
     half = len(text) - rounds
     drafter.draft([step(i, 0, text[:half], way=way, gamma=0) for i in range(num_sequences)], bool)
@@ -118,35 +140,51 @@ def borne_out(drafter: StatisticalDrafter, text: Sequence[int]) -> Iterator[tupl
 
 
 def _agreed(proposal: Proposal, text: Sequence[int]) -> int:
-    return next((i for i, token in enumerate(proposal.tokens) if token != text[proposal.start + i]), len(proposal.tokens))
+    return next(
+        (i for i, token in enumerate(proposal.tokens) if token != text[proposal.start + i]),
+        len(proposal.tokens),
+    )
 
 
 def speed(corpus: Corpus, *, context: int, rounds: int) -> str:
     heads = [f"{way}, {num} sequence{'s' * (num > 1)}" for way in WAYS for num in (1, 16)]
-    rows = [f"| kind | reading, a token | {' | '.join(heads)} | a branch |", "|---" * (len(heads) + 3) + "|"]
+    rows = [
+        f"| kind | reading, a token | {' | '.join(heads)} | a branch |",
+        "|---" * (len(heads) + 3) + "|",
+    ]
     text = corpus.long(context)
     for kind in KINDS:
         figures = [reading(corpus.drafter(kind), text)]
         for way in WAYS:
-            figures += [proposing(corpus.drafter(kind), text, way=way, num_sequences=num, rounds=rounds) for num in (1, 16)]
+            figures += [
+                proposing(corpus.drafter(kind), text, way=way, num_sequences=num, rounds=rounds)
+                for num in (1, 16)
+            ]
         figures.append(branching(corpus.drafter(kind), text, rounds=rounds))
         rows.append(f"| {kind} | {' | '.join(f'{figure:.1f}' for figure in figures)} |")
     return "\n".join(rows)
 
 
 def use(corpus: Corpus) -> str:
-    rows = ["| kind | rounds | with drafts | borne out, a round | first draft borne out |", "|---|---|---|---|---|"]
+    rows = [
+        "| kind | rounds | with drafts | borne out, a round | first draft borne out |",
+        "|---|---|---|---|---|",
+    ]
     for kind in KINDS:
         drafter = corpus.drafter(kind)
         rounds = [pair for text in corpus.judged for pair in borne_out(drafter, text)]
         drafted = [agreed for num, agreed in rounds if num]
         agreed, firsts = sum(drafted) / len(rounds), sum(one > 0 for one in drafted) / len(drafted)
-        rows.append(f"| {kind} | {len(rounds):,} | {len(drafted) / len(rounds):.0%} | {agreed:.2f} | {firsts:.0%} |")
+        rows.append(
+            f"| {kind} | {len(rounds):,} | {len(drafted) / len(rounds):.0%} | {agreed:.2f} | {firsts:.0%} |"
+        )
     return "\n".join(rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--context", type=int, default=32_768)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--out", type=Path, help="write the report here, too")
@@ -158,7 +196,9 @@ def main() -> None:
         tables += f"\n{speed(corpus, context=args.context, rounds=args.rounds)}\n\n{use(corpus)}\n"
     print(tables)
     if args.out:
-        args.out.write_text(f"# Drafting without a model\n\n`python -m benchmarks.drafters.proposal_time`\n\n{tables}")
+        args.out.write_text(
+            f"# Drafting without a model\n\n`python -m benchmarks.drafters.proposal_time`\n\n{tables}"
+        )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ class Noting:
 
     async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         proposals = await self.drafter.propose(steps, math.inf)
-        self.proposals += [proposal for step, proposal in zip(steps, proposals, strict=True) if step.gamma]
+        self.proposals += [
+            proposal for step, proposal in zip(steps, proposals, strict=True) if step.gamma
+        ]
         return proposals
 
     async def release(self, seq_ids: Sequence[int]) -> None:

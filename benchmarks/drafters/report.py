@@ -54,7 +54,10 @@ Found = Mapping[str, alpha.Found]
 def alphas(family: Family, budget: Budget) -> tuple[Section, ...]:
     module = load_model(DEMO / "target", dtype=torch.float32, device="cpu").module
     prompts = held_out_prompts(count=budget.prompts, length=PROMPT)
-    found = {name: alpha.measured(keys, prompts, module, tokens=budget.tokens) for name, keys in ways(family.tables).items()}
+    found = {
+        name: alpha.measured(keys, prompts, module, tokens=budget.tokens)
+        for name, keys in ways(family.tables).items()
+    }
     return good_for(found), overlaps(found, budget)
 
 
@@ -66,7 +69,16 @@ def overlaps(found: Found, budget: Budget) -> Section:
         "worth where it drafts; tokens a round counts the rounds without drafts, too.\n\n"
     )
     places = [f"place {i + 1}" for i in range(alpha.GAMMA)]
-    heads = ("drafter", "rounds with drafts", "judged", "alpha", "sum min(p, q)", "standard errors off", *places, "tokens a round")
+    heads = (
+        "drafter",
+        "rounds with drafts",
+        "judged",
+        "alpha",
+        "sum min(p, q)",
+        "standard errors off",
+        *places,
+        "tokens a round",
+    )
     return Section(ALPHA, text + table(heads, [_row(name, one) for name, one in found.items()]))
 
 
@@ -86,13 +98,21 @@ def _row(name: str, found: alpha.Found) -> tuple[str, ...]:
 
 def good_for(found: Found) -> Section:
     lines = [f"- **{name}** ({_worth(one)}): {REMARKS[name]}" for name, one in found.items()]
-    return Section(GOOD_FOR, "The figures are those of the next section: Python that nobody was trained on.\n\n" + "\n".join(lines))
+    return Section(
+        GOOD_FOR,
+        "The figures are those of the next section: Python that nobody was trained on.\n\n"
+        + "\n".join(lines),
+    )
 
 
 def _worth(found: alpha.Found) -> str:
     if not found.drafts:
         return "no drafts"
-    seldom = f" in the {found.proposed / found.rounds:.0%} of rounds in which it drafts" if found.proposed < found.rounds else ""
+    seldom = (
+        f" in the {found.proposed / found.rounds:.0%} of rounds in which it drafts"
+        if found.proposed < found.rounds
+        else ""
+    )
     return f"alpha {found.share.alpha:.2f}{seldom}, {found.tokens_per_round:.2f} tokens a round"
 
 
@@ -101,7 +121,9 @@ def copy(copyist: Copyist, directory: Path, budget: Budget) -> Section:
     tasks = copying.tasks(copyist.rewriting, count=budget.texts, length=budget.length)
     found = copying.copied(directory, tasks, turns=budget.turns, threads=budget.threads)
     plain, copied = found["plain"], found["prompt_copy"]
-    tokens, whole = copyist.right(copying.tasks(copyist.rewriting, count=EXAMINED, length=budget.length, seed=2))
+    tokens, whole = copyist.right(
+        copying.tasks(copyist.rewriting, count=EXAMINED, length=budget.length, seed=2)
+    )
     right, factor = copying.share_right(plain.answers, tasks), copied.sample.against(plain.sample)
     text = (
         f"{circumstances(budget.threads)}. Held-out Python of {budget.length} tokens, no {ALIKE} of which come twice in a row, is to be repeated "
@@ -112,7 +134,12 @@ def copy(copyist: Copyist, directory: Path, budget: Budget) -> Section:
         f"plain decoding. **{factor:.2f} times.**\n\n"
     )
     rows = [
-        (name, f"{one.sample.middle:.1f}", f"{min(one.sample.rates):.1f} to {max(one.sample.rates):.1f}", f"{one.passes:.1f}")
+        (
+            name,
+            f"{one.sample.middle:.1f}",
+            f"{min(one.sample.rates):.1f} to {max(one.sample.rates):.1f}",
+            f"{one.passes:.1f}",
+        )
         for name, one in found.items()
     ]
     return Section(COPY, text + table(("", "tokens a second", "spread", "rounds a text"), rows))
@@ -132,13 +159,21 @@ def proposals(directory: Path, budget: Budget) -> Section:
 
 def heads(family: Family, budget: Budget) -> Section:
     sizes = {"as shipped": DEMO / "target", f"widened to {family.params / 1e6:.0f}M": family.target}
-    found = {name: telling.added(path, sequences=(1, 8, 32), turns=budget.turns, number=budget.passes) for name, path in sizes.items()}
+    found = {
+        name: telling.added(path, sequences=(1, 8, 32), turns=budget.turns, number=budget.passes)
+        for name, path in sizes.items()
+    }
     text = (
         f"{circumstances(budget.threads)}. A round that judges one token a sequence, {telling.LENGTH} behind it, bf16, without heads and "
         f"with {telling.GAMMA} drafts of heads behind it; medians of {budget.turns} turns of {budget.passes} rounds. Goal: 1.2.\n\n"
     )
-    rows = [(name, str(num), *_times(one)) for name, own in found.items() for num, one in own.items()]
-    return Section(HEADS, text + table(("target", "sequences", "pass alone, ms", "with heads, ms", "ratio"), rows))
+    rows = [
+        (name, str(num), *_times(one)) for name, own in found.items() for num, one in own.items()
+    ]
+    return Section(
+        HEADS,
+        text + table(("target", "sequences", "pass alone, ms", "with heads, ms", "ratio"), rows),
+    )
 
 
 def _times(added: telling.Added) -> Sequence[str]:

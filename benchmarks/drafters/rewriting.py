@@ -45,20 +45,35 @@ class Rewriting:
 
     @classmethod
     def of_library(cls) -> Rewriting:
-        text, config, corpus = Text.load(DEMO / "target"), read_config(DEMO / "target"), standard_library()
+        text, config, corpus = (
+            Text.load(DEMO / "target"),
+            read_config(DEMO / "target"),
+            standard_library(),
+        )
         words = {token: text.decode([token]) for token in range(config.vocab_size)}
         names = {token: word for token, word in words.items() if is_name(word)}
         (source,), (copy,) = (text.encode(mark, special=False) for mark in (SOURCE, COPY))
-        train, held_out = (tuple(chain.from_iterable(text.encode(one, special=False) for one in texts)) for texts in (corpus.train, corpus.held_out))
+        train, held_out = (
+            tuple(chain.from_iterable(text.encode(one, special=False) for one in texts))
+            for texts in (corpus.train, corpus.held_out)
+        )
         return cls(train, held_out, names, config.eos_token_id, source, copy)
 
-    def drawn(self, length: int, chance: random.Random, *, held_out: bool = False, shuffled: bool = False) -> Task:
+    def drawn(
+        self, length: int, chance: random.Random, *, held_out: bool = False, shuffled: bool = False
+    ) -> Task:
         """A stretch of the text, or as many of its names in no order, where nothing can be guessed from what usually follows."""
         for _ in range(TRIES):
-            tokens = self._shuffled(length, chance) if shuffled else self._stretch(length, chance, held_out=held_out)
+            tokens = (
+                self._shuffled(length, chance)
+                if shuffled
+                else self._stretch(length, chance, held_out=held_out)
+            )
             old = None if repeats(tokens) else self._recurring(tokens, chance)
             if old is not None:
-                return self.task(tokens, old, chance.choice([name for name in self.names if name not in tokens]))
+                return self.task(
+                    tokens, old, chance.choice([name for name in self.names if name not in tokens])
+                )
         raise AssertionError("among so many texts one will do")
 
     def task(self, tokens: Sequence[int], old: int, new: int) -> Task:
@@ -80,7 +95,9 @@ class Rewriting:
     def _recurring(self, tokens: Sequence[int], chance: random.Random) -> int | None:
         most = MOST * max(1, len(tokens) // SHORT)
         counted = Counter(token for token in tokens if token in self.names)
-        return chance.choice([name for name, times in counted.items() if 2 <= times <= most] or [None])
+        return chance.choice(
+            [name for name, times in counted.items() if 2 <= times <= most] or [None]
+        )
 
 
 def repeats(tokens: Sequence[int]) -> bool:

@@ -28,12 +28,20 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 128
 IDLE_S = 5.0
 
 
-def commands(target: Path, work: Path, *, python: Path, keys: Sequence[str]) -> Mapping[str, Sequence[str]]:
+def commands(
+    target: Path, work: Path, *, python: Path, keys: Sequence[str]
+) -> Mapping[str, Sequence[str]]:
     """How each system is started; `python` is the one of the peers' environment."""
     models = ["--target", str(target), "--draft", str(DEMO / "draft")]
     module = f"{__package__}."
     return {
-        OURS: [sys.executable, "-m", f"{module}ours", *models, *(part for key in keys for part in ("--set", key))],
+        OURS: [
+            sys.executable,
+            "-m",
+            f"{module}ours",
+            *models,
+            *(part for key in keys for part in ("--set", key)),
+        ],
         "transformers": [sys.executable, "-m", f"{module}transformers", *models],
         "openvino-genai": [str(python), "-m", f"{module}openvino", *models, "--work", str(work)],
     }
@@ -45,7 +53,11 @@ def why_not_installed(python: Path) -> str | None:
     log = home / "install.log"
     if (home / "installed").exists() or not log.exists():
         return None
-    errors = [line.partition("ERROR: ")[2] for line in log.read_text(errors="replace").splitlines() if "ERROR: " in line]
+    errors = [
+        line.partition("ERROR: ")[2]
+        for line in log.read_text(errors="replace").splitlines()
+        if "ERROR: " in line
+    ]
     return errors[-1] if errors else None
 
 
@@ -83,16 +95,39 @@ def _work(plan: Plan, args: argparse.Namespace) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--params", type=int, default=200_000_000, help="parameters of the widened target")
-    parser.add_argument("--python", type=Path, default=Path(".venv-peers/bin/python"), help="of the peers' environment, seen from the repository")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="any key of specserve's config")
-    parser.add_argument("--alone", type=int, default=PROMPTS, help="prompts that are asked one after the other, in each turn")
-    parser.add_argument("--quick", action="store_true", help="one turn of 32 tokens: shows that all of it runs, and measures nothing")
-    parser.add_argument("--out", type=Path, help="write the report here, and its figures beside it as JSON")
+    parser.add_argument(
+        "--params", type=int, default=200_000_000, help="parameters of the widened target"
+    )
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=Path(".venv-peers/bin/python"),
+        help="of the peers' environment, seen from the repository",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="a.b=c", help="any key of specserve's config"
+    )
+    parser.add_argument(
+        "--alone",
+        type=int,
+        default=PROMPTS,
+        help="prompts that are asked one after the other, in each turn",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one turn of 32 tokens: shows that all of it runs, and measures nothing",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write the report here, and its figures beside it as JSON"
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     prompts = held_out_prompts(count=PROMPTS, length=PROMPT_TOKENS)
-    full, quick = Plan(prompts, args.alone, NEW_TOKENS, turns=args.turns, sweeps=2), Plan(prompts, 2, 32, turns=1, sweeps=1)
+    full, quick = (
+        Plan(prompts, args.alone, NEW_TOKENS, turns=args.turns, sweeps=2),
+        Plan(prompts, 2, 32, turns=1, sweeps=1),
+    )
     plan = quick if args.quick else full
     with tempfile.TemporaryDirectory() as directory:
         target, work = Path(directory) / "target", Path(directory) / "openvino"

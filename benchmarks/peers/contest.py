@@ -26,7 +26,9 @@ class Entry:
     system: str
     name: str
     mode: str
-    gammas: tuple[int | None, ...] = (None,)  # it may take the best of them; None: what it does by itself
+    gammas: tuple[int | None, ...] = (
+        None,
+    )  # it may take the best of them; None: what it does by itself
     streams: tuple[int, ...] = (ONE, MANY)
 
 
@@ -56,7 +58,13 @@ class Plan:
     def ask(self, row: Row, *, gamma: int | None, short: bool = False) -> Ask:
         together = row.streams == MANY
         alone = -(-self.alone // 2) if short else self.alone
-        return Ask(row.entry.mode, gamma, self.prompts if together else self.prompts[:alone], self.max_tokens, together)
+        return Ask(
+            row.entry.mode,
+            gamma,
+            self.prompts if together else self.prompts[:alone],
+            self.max_tokens,
+            together,
+        )
 
 
 @dataclass(slots=True)

@@ -36,7 +36,9 @@ class Pipelines:
 
     def about(self) -> Mapping[str, str]:
         """What the target runs in is read from the compiled model; the hint alone proves nothing."""
-        compiled = openvino.Core().compile_model(self._target / "openvino_model.xml", DEVICE, PRECISION)
+        compiled = openvino.Core().compile_model(
+            self._target / "openvino_model.xml", DEVICE, PRECISION
+        )
         return {
             "version": version("openvino-genai"),
             "threads": str(compiled.get_property("INFERENCE_NUM_THREADS")),
@@ -55,20 +57,30 @@ class Pipelines:
         pipeline, config = self._pipeline(ask.mode), _config(ask)
         written: list[list[int]] = []
         for batch in ask.batches:
-            ids = np.array(batch, dtype=np.int64)  # [prompts, tokens]; they are equally long, so nothing is padded
-            inputs = openvino_genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+            ids = np.array(
+                batch, dtype=np.int64
+            )  # [prompts, tokens]; they are equally long, so nothing is padded
+            inputs = openvino_genai.TokenizedInputs(
+                openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
+            )
             written += pipeline.generate(inputs, config).tokens
         return written
 
     def _pipeline(self, mode: str) -> Any:
         if mode not in self._opened:
-            self._opened[mode] = openvino_genai.LLMPipeline(self._target, DEVICE, scheduler_config=_scheduler(), **PRECISION, **self._more(mode))
+            self._opened[mode] = openvino_genai.LLMPipeline(
+                self._target, DEVICE, scheduler_config=_scheduler(), **PRECISION, **self._more(mode)
+            )
         return self._opened[mode]
 
     def _more(self, mode: str) -> dict[str, object]:
         if mode == "lookup":
             return {"prompt_lookup": True}
-        return {"draft_model": openvino_genai.draft_model(self._draft, DEVICE, **PRECISION)} if mode == "draft" else {}
+        return (
+            {"draft_model": openvino_genai.draft_model(self._draft, DEVICE, **PRECISION)}
+            if mode == "draft"
+            else {}
+        )
 
 
 def _scheduler() -> Any:
@@ -96,7 +108,9 @@ def _precisions(compiled: Any) -> str:
         info = node.get_rt_info()
         if _said(info["layerType"]) == "FullyConnected":
             kinds[_said(info["runtimePrecision"])] += 1
-    return ", ".join(f"{kind} in {count} of {kinds.total()} linear layers" for kind, count in kinds.items())
+    return ", ".join(
+        f"{kind} in {count} of {kinds.total()} linear layers" for kind, count in kinds.items()
+    )
 
 
 def _said(value: Any) -> str:
@@ -106,10 +120,24 @@ def _said(value: Any) -> str:
 def _converted(checkpoint: str, into: Path) -> Path:
     """16-bit weights; what the layers compute in is for the pipeline to say."""
     program = Path(sys.executable).parent / "optimum-cli"
-    options = ["--task", "text-generation-with-past", "--weight-format", "fp16", "--library", "transformers"]
-    done = subprocess.run([program, "export", "openvino", "-m", checkpoint, *options, into], capture_output=True, text=True, check=False)
+    options = [
+        "--task",
+        "text-generation-with-past",
+        "--weight-format",
+        "fp16",
+        "--library",
+        "transformers",
+    ]
+    done = subprocess.run(
+        [program, "export", "openvino", "-m", checkpoint, *options, into],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
-        raise RuntimeError(f"the {into.name} was not converted: {(done.stderr.strip() or 'it does not say why').splitlines()[-1]}")
+        raise RuntimeError(
+            f"the {into.name} was not converted: {(done.stderr.strip() or 'it does not say why').splitlines()[-1]}"
+        )
     return into
 
 
@@ -122,7 +150,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
-    parser.add_argument("--work", type=Path, required=True, help="an empty directory for the converted models")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="an empty directory for the converted models"
+    )
     args = parser.parse_args()
     answer_turns(lambda: opened(args.target, args.draft, args.work))
 

@@ -20,7 +20,11 @@ from specserve.config.tree import Config, override, parse
 from specserve.tools.bench.streams import Stream, stream
 
 MODEL, PATH = "demo", "/v1/completions"
-GAMMAS: Mapping[str, int | str | None] = {"plain": 0, "auto": "auto", "draft": None}  # None: the one that is asked for
+GAMMAS: Mapping[str, int | str | None] = {
+    "plain": 0,
+    "auto": "auto",
+    "draft": None,
+}  # None: the one that is asked for
 
 
 class Server:
@@ -31,7 +35,8 @@ class Server:
 
     def about(self) -> Mapping[str, str]:
         threads = (
-            f"{name} {own.threads or 'its share of the cores'}" for name, own in (("target", self._config.target), ("draft", self._config.draft))
+            f"{name} {own.threads or 'its share of the cores'}"
+            for name, own in (("target", self._config.target), ("draft", self._config.draft))
         )
         return {
             "version": f"{__version__}, torch {version('torch')}, ray {version('ray')}",
@@ -40,7 +45,11 @@ class Server:
         }
 
     def run(self, ask: Ask) -> int:
-        return sum(one.usage["completion_tokens"] for one in asyncio.run(self._streams(ask)) if one.usage is not None)
+        return sum(
+            one.usage["completion_tokens"]
+            for one in asyncio.run(self._streams(ask))
+            if one.usage is not None
+        )
 
     def texts(self, ask: Ask) -> Sequence[str]:
         return [self._whole(_body(ask, prompt)) for prompt in ask.prompts]
@@ -61,7 +70,9 @@ class Server:
         return answer
 
     def _whole(self, body: Mapping[str, object]) -> str:
-        request = urllib.request.Request(self._url + PATH, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self._url + PATH, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request) as answer:
             text: str = json.load(answer)["choices"][0]["text"]
         return text
@@ -78,7 +89,14 @@ def _body(ask: Ask, prompt: Sequence[int]) -> Mapping[str, object]:
 def served(keys: Mapping[str, object]) -> Iterator[System]:
     """On a Ray of its own and a free port. Nothing is kept from one turn to the next: the prompts come again."""
     config = parse(
-        {"model": MODEL, "http.port": _free_port(), "cache.prefix_caching": False, "target.dtype": "bfloat16", "draft.dtype": "bfloat16"}, keys
+        {
+            "model": MODEL,
+            "http.port": _free_port(),
+            "cache.prefix_caching": False,
+            "target.dtype": "bfloat16",
+            "draft.dtype": "bfloat16",
+        },
+        keys,
     )
     with ray_here(config, _ignore, join=False), deployed(config, _ignore) as url:
         yield Server(url, config)
@@ -101,7 +119,9 @@ def main() -> None:
     parser.add_argument("--draft", required=True)
     parser.add_argument("--set", type=override, action="append", default=[])
     args = parser.parse_args()
-    answer_turns(lambda: served({"target.path": args.target, "draft.path": args.draft, **dict(args.set)}))
+    answer_turns(
+        lambda: served({"target.path": args.target, "draft.path": args.draft, **dict(args.set)})
+    )
 
 
 if __name__ == "__main__":

@@ -60,7 +60,12 @@ class Process:
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """The end of its stdin is how it is told to end; it has Ray to take down, maybe."""
         try:
             self._process.communicate(timeout=END_S)

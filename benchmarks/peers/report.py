@@ -23,9 +23,19 @@ class About:
 
 
 def page(rows: Sequence[Row], about: About) -> str:
-    lines = ["# Against what a user would pick instead", "", "`make bench-peers`", "", f"{about.machine}; {about.work}", ""]
+    lines = [
+        "# Against what a user would pick instead",
+        "",
+        "`make bench-peers`",
+        "",
+        f"{about.machine}; {about.work}",
+        "",
+    ]
     lines += _systems(about)
-    lines += [f"With all of them loaded and nothing asked, the machine was {about.idle:.1%} busy.", ""]
+    lines += [
+        f"With all of them loaded and nothing asked, the machine was {about.idle:.1%} busy.",
+        "",
+    ]
     for streams in (ONE, MANY):
         lines += _table([row for row in rows if row.streams == streams], streams)
     return "\n".join([*lines, *_ratios(rows)]) + "\n"
@@ -33,29 +43,53 @@ def page(rows: Sequence[Row], about: About) -> str:
 
 def as_json(rows: Sequence[Row], about: About) -> str:
     figures = [
-        {"system": row.entry.system, "entry": row.entry.name, "streams": row.streams, "gamma": row.gamma, "rates": row.rates, "error": row.error}
+        {
+            "system": row.entry.system,
+            "entry": row.entry.name,
+            "streams": row.streams,
+            "gamma": row.gamma,
+            "rates": row.rates,
+            "error": row.error,
+        }
         for row in rows
     ]
-    said = {"machine": about.machine, "work": about.work, "idle": about.idle, "systems": dict(about.systems), "absent": dict(about.absent)}
+    said = {
+        "machine": about.machine,
+        "work": about.work,
+        "idle": about.idle,
+        "systems": dict(about.systems),
+        "absent": dict(about.absent),
+    }
     return json.dumps({**said, "rows": figures}, indent=1) + "\n"
 
 
 def best_peer(rows: Sequence[Row], streams: int) -> Row | None:
     """The fastest row that is not ours; None if no peer ran."""
-    peers = [row for row in rows if row.streams == streams and row.entry.system != OURS and row.error is None]
+    peers = [
+        row
+        for row in rows
+        if row.streams == streams and row.entry.system != OURS and row.error is None
+    ]
     return max(peers, key=lambda row: row.middle, default=None)
 
 
 def _systems(about: About) -> list[str]:
     lines = ["| system | version | threads (its own choice) | runs in |", "|---|---|---|---|"]
-    lines += [f"| {name} | {said['version']} | {said['threads']} | {said['precision']} |" for name, said in about.systems.items()]
-    lines += [f"| {name} | could not be run: {_cell(why)} | | |" for name, why in about.absent.items()]
+    lines += [
+        f"| {name} | {said['version']} | {said['threads']} | {said['precision']} |"
+        for name, said in about.systems.items()
+    ]
+    lines += [
+        f"| {name} | could not be run: {_cell(why)} | | |" for name, why in about.absent.items()
+    ]
     return [*lines, ""]
 
 
 def _table(rows: Sequence[Row], streams: int) -> list[str]:
     title = f"{streams} stream{'s' if streams > 1 else ''}: output tokens a second"
-    reference = next((row.texts for row in rows if row.entry.system == OURS and row.error is None), ())
+    reference = next(
+        (row.texts for row in rows if row.entry.system == OURS and row.error is None), ()
+    )
     lines = [f"| {title} | gamma | median | spread | same text as ours |", "|---|---|---|---|---|"]
     return [*lines, *(_line(row, reference) for row in rows), ""]
 
@@ -64,7 +98,11 @@ def _line(row: Row, reference: Sequence[str]) -> str:
     name = f"{row.entry.system}, {row.entry.name}"
     if row.error is not None:
         return f"| {name} | | could not be run: {_cell(row.error)} | | |"
-    same = f"{sum(map(_same, row.texts, reference))} of {len(row.texts)}" if reference else "ours did not run"
+    same = (
+        f"{sum(map(_same, row.texts, reference))} of {len(row.texts)}"
+        if reference
+        else "ours did not run"
+    )
     spread = f"{min(row.rates):.1f} to {max(row.rates):.1f}"
     return f"| {name} | {_gamma(row)} | {row.middle:.1f} | {spread} | {same} |"
 
@@ -81,7 +119,10 @@ def _gamma(row: Row) -> str:
 
 
 def _ratios(rows: Sequence[Row]) -> list[str]:
-    lines = ["| ours against the best of the others, turn by turn | ratio | goal | |", "|---|---|---|---|"]
+    lines = [
+        "| ours against the best of the others, turn by turn | ratio | goal | |",
+        "|---|---|---|---|",
+    ]
     for streams, goal in GOALS.items():
         best = best_peer(rows, streams)
         for row in rows:

@@ -24,7 +24,11 @@ class Library:
 
     def about(self) -> Mapping[str, str]:
         version = f"{transformers.__version__}, torch {torch.__version__}"
-        return {"version": version, "threads": str(torch.get_num_threads()), "precision": str(self._target.dtype).removeprefix("torch.")}
+        return {
+            "version": version,
+            "threads": str(torch.get_num_threads()),
+            "precision": str(self._target.dtype).removeprefix("torch."),
+        }
 
     def run(self, ask: Ask) -> int:
         return sum(map(len, self._written(ask)))
@@ -36,13 +40,20 @@ class Library:
         options = self._options(ask)
         written: list[list[int]] = []
         for batch in ask.batches:
-            ids = torch.tensor(batch)  # [prompts, tokens]; they are equally long, so nothing is padded
+            ids = torch.tensor(
+                batch
+            )  # [prompts, tokens]; they are equally long, so nothing is padded
             out = self._target.generate(ids, attention_mask=torch.ones_like(ids), **options)
             written += out[:, ids.shape[1] :].tolist()
         return written
 
     def _options(self, ask: Ask) -> dict[str, Any]:
-        common = {"max_new_tokens": ask.max_tokens, "min_new_tokens": ask.max_tokens, "do_sample": False, "pad_token_id": 0}
+        common = {
+            "max_new_tokens": ask.max_tokens,
+            "min_new_tokens": ask.max_tokens,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
         if ask.mode == "lookup":
             return {**common, "prompt_lookup_num_tokens": ask.gamma}
         if ask.mode == "draft":

@@ -87,7 +87,11 @@ def _timed(system: System, ask: Ask) -> Mapping[str, object]:
 
 
 def _ask(fields: dict[str, Any] | None) -> Ask | None:
-    return None if fields is None else Ask(**{**fields, "prompts": tuple(map(tuple, fields["prompts"]))})
+    return (
+        None
+        if fields is None
+        else Ask(**{**fields, "prompts": tuple(map(tuple, fields["prompts"]))})
+    )
 
 
 def _own_stdout() -> IO[str]:

@@ -28,7 +28,9 @@ from specserve.errors import SpecserveError
 from specserve.metrics import Registry
 
 
-def build(service: Service, text: Text, served: Served, config: Config, registry: Registry) -> FastAPI:
+def build(
+    service: Service, text: Text, served: Served, config: Config, registry: Registry
+) -> FastAPI:
     """The server over a service. `registry` is this process's own; the engine's snapshots come through the service."""
     meter, page = Meter(registry, time.perf_counter), Page()
     app = FastAPI(
@@ -38,12 +40,25 @@ def build(service: Service, text: Text, served: Served, config: Config, registry
         docs_url=None,  # both pages would load scripts from elsewhere
         redoc_url=None,
         middleware=_middleware(config, meter, page),
-        exception_handlers=dict.fromkeys((SpecserveError, RequestValidationError, HTTPException), _refuse),
+        exception_handlers=dict.fromkeys(
+            (SpecserveError, RequestValidationError, HTTPException), _refuse
+        ),
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
     app.root_path = config.http.root_path  # the parameter of that name is on its way out
     limits, quote = config.limits, config.logs.prompts
-    _route(app, Endpoints(service, text, served, registry=registry, meter=meter, timeout_s=limits.request_timeout_s, quote=quote))
+    _route(
+        app,
+        Endpoints(
+            service,
+            text,
+            served,
+            registry=registry,
+            meter=meter,
+            timeout_s=limits.request_timeout_s,
+            quote=quote,
+        ),
+    )
     app.get(HOME, include_in_schema=False)(page.home)
     app.get(PARTS + "{name}", include_in_schema=False)(page.part)
     return app
@@ -68,7 +83,15 @@ def _middleware(config: Config, meter: Meter, page: Page) -> list[Middleware]:
     return [
         Middleware(Journal, meter=meter),
         *(
-            [Middleware(CORSMiddleware, allow_origins=cors, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=_EXPOSED)]
+            [
+                Middleware(
+                    CORSMiddleware,
+                    allow_origins=cors,
+                    allow_methods=["GET", "POST"],
+                    allow_headers=["*"],
+                    expose_headers=_EXPOSED,
+                )
+            ]
             if cors
             else []
         ),
@@ -83,7 +106,12 @@ def _key_check(file: Path, config: Config, meter: Meter, page: Page) -> Middlewa
     """Where the first page is open, its parts are."""
     configured = frozenset(config.http.open_paths)
     open_paths = configured | page.paths if HOME in configured else configured
-    return Middleware(KeyCheck, keys=KeyFile(file), accounts=Accounts(time.monotonic, meter.limited), open_paths=open_paths)
+    return Middleware(
+        KeyCheck,
+        keys=KeyFile(file),
+        accounts=Accounts(time.monotonic, meter.limited),
+        open_paths=open_paths,
+    )
 
 
 _EXPOSED = (REQUEST_ID, "Retry-After")

@@ -17,7 +17,9 @@ from specserve.api.wording import dumps
 class Choice(Protocol):
     """One of a response's `choices`, without its index and finish_reason."""
 
-    def members(self, piece: Piece) -> str: ...  # of a streamed chunk: JSON without braces, called once for each piece in turn
+    def members(
+        self, piece: Piece
+    ) -> str: ...  # of a streamed chunk: JSON without braces, called once for each piece in turn
     def whole(self, piece: Piece) -> dict[str, object]: ...  # of an answer in one piece
 
 
@@ -52,12 +54,19 @@ class ChatChoice:
     def whole(self, piece: Piece) -> dict[str, object]:
         message: dict[str, object] = {"role": "assistant", "content": piece.text, "refusal": None}
         if piece.calls:
-            message |= {"content": piece.text or None, "tool_calls": [_called(call) for call in joined(piece.calls)]}
+            message |= {
+                "content": piece.text or None,
+                "tool_calls": [_called(call) for call in joined(piece.calls)],
+            }
         return {"message": message, "logprobs": chat_logprobs(self._text, piece)}
 
 
 def _called(call: CallPiece) -> dict[str, object]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _delta(call: CallPiece) -> dict[str, object]:

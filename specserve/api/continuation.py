@@ -32,7 +32,9 @@ class Piece:
             origins=tuple(origin for piece in pieces for origin in piece.origins),
             logprobs=tuple(logprob for some in logprobs for logprob in some) if logprobs else None,
             finish=pieces[-1].finish if pieces else None,
-            calls=tuple(call for piece in pieces for call in piece.calls or ()) if any(piece.calls is not None for piece in pieces) else None,
+            calls=tuple(call for piece in pieces for call in piece.calls or ())
+            if any(piece.calls is not None for piece in pieces)
+            else None,
         )
 
 
@@ -56,7 +58,9 @@ class Continuation:
         self.finish: Finish | None = None
         self.stats: Stats | None = None  # the latest that came
         shown = () if spelling is None else spelling.special.values()
-        self._stream = TextStream(text, prompt if before is None else before, stop=tuple(stop), shown=shown)
+        self._stream = TextStream(
+            text, prompt if before is None else before, stop=tuple(stop), shown=shown
+        )
         self._calls = None if spelling is None else Calls(spelling.format)
 
     @property
@@ -70,7 +74,9 @@ class Continuation:
         if self.stopped:
             return Piece("")
         before = self._stream.num_tokens
-        shown = self._stream.push(chunk.tokens[:-1] if chunk.finish is Finish.STOP else chunk.tokens)
+        shown = self._stream.push(
+            chunk.tokens[:-1] if chunk.finish is Finish.STOP else chunk.tokens
+        )
         if chunk.finish is not None:
             shown += self._stream.finish()
         end = self._stream.num_tokens - before if self.stopped else len(chunk.tokens)
@@ -87,5 +93,9 @@ class Continuation:
         content, calls = self._calls.push(text)
         if self.finish is not None:
             content += self._calls.finish()
-            self.finish = Finish.TOOL_CALLS if self.finish is Finish.STOP and self._calls.called else self.finish
+            self.finish = (
+                Finish.TOOL_CALLS
+                if self.finish is Finish.STOP and self._calls.called
+                else self.finish
+            )
         return content, calls

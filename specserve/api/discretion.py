@@ -12,7 +12,13 @@ def log_failure(log: logging.Logger, request_id: str, error: BaseException, *, q
     if quote:
         log.error("%s failed", request_id, exc_info=error, extra={"request_id": request_id})
     else:
-        log.error("%s failed: %s\n%s", request_id, type(error).__name__, "".join(_places(error)), extra={"request_id": request_id})
+        log.error(
+            "%s failed: %s\n%s",
+            request_id,
+            type(error).__name__,
+            "".join(_places(error)),
+            extra={"request_id": request_id},
+        )
 
 
 def _places(error: BaseException | None) -> Iterator[str]:

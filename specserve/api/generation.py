@@ -23,14 +23,26 @@ class Run:
     """`async with` it, and iterate over (index, piece). The first failure of any continuation is raised, and ends all."""
 
     def __init__(
-        self, service: Service, text: Text, asked: Asked, *, timeout_s: float, meter: Meter, begun: float, account: Account | None = None
+        self,
+        service: Service,
+        text: Text,
+        asked: Asked,
+        *,
+        timeout_s: float,
+        meter: Meter,
+        begun: float,
+        account: Account | None = None,
     ) -> None:
         self._service, self._meter, self._begun, self._timeout_s = service, meter, begun, timeout_s
         self._asked, self._account, self._reserved = asked, account, 0.0
-        self._requests = [request for prompt in asked.prompts for request in asked.sampling.requests(prompt.ids)]
+        self._requests = [
+            request for prompt in asked.prompts for request in asked.sampling.requests(prompt.ids)
+        ]
         before = [prompt.before for prompt in asked.prompts for _ in range(asked.sampling.n)]
         self.continuations = [
-            Continuation(text, request.prompt, before=own, stop=asked.sampling.stops, spelling=asked.spelling)
+            Continuation(
+                text, request.prompt, before=own, stop=asked.sampling.stops, spelling=asked.spelling
+            )
             for request, own in zip(self._requests, before, strict=True)
         ]
         self._queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
@@ -47,18 +59,33 @@ class Run:
 
     async def __aenter__(self) -> Run:
         if self._account is not None:
-            self._reserved = self._account.reserve(self.num_prompt_tokens + len(self._requests) * self._asked.sampling.max_tokens)
+            self._reserved = self._account.reserve(
+                self.num_prompt_tokens + len(self._requests) * self._asked.sampling.max_tokens
+            )
         self._meter.asked(self.num_prompt_tokens)
         late = TimedOut(f"the request took longer than {self._timeout_s:g} s")
-        self._deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._queue.put_nowait, late)
-        self._pumps = [asyncio.create_task(self._pump(index, request)) for index, request in enumerate(self._requests)]
+        self._deadline = asyncio.get_running_loop().call_later(
+            self._timeout_s, self._queue.put_nowait, late
+        )
+        self._pumps = [
+            asyncio.create_task(self._pump(index, request))
+            for index, request in enumerate(self._requests)
+        ]
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self._cancel()
         if self._account is not None:
             served = not isinstance(error, UNSERVED) or self.num_completion_tokens > 0
-            self._account.settle(self._reserved, used=self.num_prompt_tokens + self.num_completion_tokens if served else 0)
+            self._account.settle(
+                self._reserved,
+                used=self.num_prompt_tokens + self.num_completion_tokens if served else 0,
+            )
 
     def __aiter__(self) -> Run:
         return self
@@ -96,7 +123,9 @@ class Run:
     async def _generate(self, index: int, request: Request) -> None:
         """The last piece is told once the generator is closed, lest whoever reads it leave and interrupt that."""
         continuation, watch, last = self.continuations[index], self._meter.watch(self._begun), None
-        async with aclosing(self._service.generate(request)) as chunks:  # left at a stop string, it is cancelled there
+        async with aclosing(
+            self._service.generate(request)
+        ) as chunks:  # left at a stop string, it is cancelled there
             async for chunk in chunks:
                 if chunk.finish in LOST:
                     raise WorkerLost(chunk.error or "the engine gave the request up")

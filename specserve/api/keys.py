@@ -111,11 +111,18 @@ def _client(words: Sequence[str], number: int) -> Client:
         return Client(f"line-{number}", _hash(words[0]))
     name, key, *rates = words
     if not _NAME.fullmatch(name):
-        raise ValueError(f"line {number} must begin with a name of up to 64 letters, digits, dots, dashes and underscores")
+        raise ValueError(
+            f"line {number} must begin with a name of up to 64 letters, digits, dots, dashes and underscores"
+        )
     given: dict[str, float] = {}
     for rate in rates:
         what, _, value = rate.partition("=")
-        if what not in RATES or what in given or not value.isdecimal() or not 0 < int(value[:19]) < 10**12:
+        if (
+            what not in RATES
+            or what in given
+            or not value.isdecimal()
+            or not 0 < int(value[:19]) < 10**12
+        ):
             raise ValueError(
                 f"line {number} may say {' and '.join(f'{what}=N' for what in RATES)} behind the key, once each, N a whole number above 0"
             )
@@ -134,7 +141,9 @@ def _check(clients: Sequence[Client]) -> None:
     rates = {client.name: client.rates for client in clients}
     for client in clients:
         if rates[client.name] != client.rates:
-            raise ValueError(f"the keys of {client.name} have different rates; a client's rates are the same for all its keys")
+            raise ValueError(
+                f"the keys of {client.name} have different rates; a client's rates are the same for all its keys"
+            )
 
 
 def _hash(key: str) -> bytes:

@@ -48,14 +48,23 @@ def chat_logprobs(text: Text, piece: Piece) -> dict[str, object] | None:
         return None
     content = [
         _scored(text, token, logprobs.token)
-        | {"top_logprobs": [_scored(text, other, logprob) for other, logprob in zip(logprobs.top_ids, logprobs.top, strict=True)]}
+        | {
+            "top_logprobs": [
+                _scored(text, other, logprob)
+                for other, logprob in zip(logprobs.top_ids, logprobs.top, strict=True)
+            ]
+        }
         for token, logprobs in zip(piece.token_ids, piece.logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
 def _scored(text: Text, token: int, logprob: float) -> dict[str, object]:
-    return {"token": _label(text, token), "logprob": max(logprob, LOWEST), "bytes": list(text.piece(token))}
+    return {
+        "token": _label(text, token),
+        "logprob": max(logprob, LOWEST),
+        "bytes": list(text.piece(token)),
+    }
 
 
 def _label(text: Text, token: int) -> str:

@@ -69,4 +69,6 @@ class Watch:
 
     def end(self, continuation: Continuation) -> None:
         now = self._meter.clock()
-        self._meter.completed(continuation, whole=now - self._begun, after_first=now - (self._first or now))
+        self._meter.completed(
+            continuation, whole=now - self._begun, after_first=now - (self._first or now)
+        )

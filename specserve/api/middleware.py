@@ -24,7 +24,9 @@ from specserve.errors import RateLimited
 log = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
-MAX_HEAD = 32 * 1024  # bytes of a request's path, query and headers; Serve's HAProxy takes no more than 16 kB
+MAX_HEAD = (
+    32 * 1024
+)  # bytes of a request's path, query and headers; Serve's HAProxy takes no more than 16 kB
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -47,7 +49,13 @@ class Journal:
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID.encode(), request_id.encode())]}
+                message = {
+                    **message,
+                    "headers": [
+                        *message.get("headers", ()),
+                        (REQUEST_ID.encode(), request_id.encode()),
+                    ],
+                }
             await send(message)
             ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
@@ -77,7 +85,9 @@ class LastResort:
         try:
             await self._app(scope, receive, watching)
         except Exception as error:
-            log_failure(log, scope.get("state", {}).get("request_id", "a request"), error, quote=self._quote)
+            log_failure(
+                log, scope.get("state", {}).get("request_id", "a request"), error, quote=self._quote
+            )
             if not started and scope["type"] == "http":
                 await Refusal.of(error).response()(scope, receive, send)
 
@@ -85,11 +95,16 @@ class LastResort:
 class KeyCheck:
     """Asks for `Authorization: Bearer KEY`, but on the open paths, and counts what each key asks for."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyFile, accounts: Accounts, open_paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: KeyFile, accounts: Accounts, open_paths: Collection[str]
+    ) -> None:
         self._app, self._keys, self._accounts, self._open_paths = app, keys, accounts, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].removeprefix(scope.get("root_path", "")) in self._open_paths:
+        if (
+            scope["type"] != "http"
+            or scope["path"].removeprefix(scope.get("root_path", "")) in self._open_paths
+        ):
             await self._app(scope, receive, send)
             return
         account = self._account(scope)
@@ -119,7 +134,11 @@ class HeadLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _head_size(scope) > MAX_HEAD:
-            refusal = Refusal.of(HTTPException(431, f"path and headers are longer than the {MAX_HEAD} bytes that are allowed"))
+            refusal = Refusal.of(
+                HTTPException(
+                    431, f"path and headers are longer than the {MAX_HEAD} bytes that are allowed"
+                )
+            )
             await refusal.response({"Connection": "close"})(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -137,7 +156,9 @@ class BodyLimit:
             return
         told = Headers(scope=scope).get("content-length", "")
         if told.isdecimal() and int(told[:20]) > self._limit:
-            await Refusal.of(self._too_large()).response({"Connection": "close"})(scope, receive, send)
+            await Refusal.of(self._too_large()).response({"Connection": "close"})(
+                scope, receive, send
+            )
             return
         held = 0
 
@@ -152,11 +173,19 @@ class BodyLimit:
         await self._app(scope, counting, send)
 
     def _too_large(self) -> HTTPException:
-        return HTTPException(413, f"the body is longer than the {self._limit} bytes that are allowed", {"Connection": "close"})
+        return HTTPException(
+            413,
+            f"the body is longer than the {self._limit} bytes that are allowed",
+            {"Connection": "close"},
+        )
 
 
 def _head_size(scope: Scope) -> int:
-    return len(scope["path"]) + len(scope.get("query_string", b"")) + sum(len(name) + len(value) for name, value in scope["headers"])
+    return (
+        len(scope["path"])
+        + len(scope.get("query_string", b""))
+        + sum(len(name) + len(value) for name, value in scope["headers"])
+    )
 
 
 def _tell(scope: Scope, status: int, seconds: float) -> None:
@@ -172,7 +201,16 @@ def _tell(scope: Scope, status: int, seconds: float) -> None:
         "seconds": round(seconds, 6),
         "client": client,
     }
-    log.info("%s %s %s %d %.3f s %s", state["request_id"], scope["method"], path, status, seconds, client, extra=fields)
+    log.info(
+        "%s %s %s %d %.3f s %s",
+        state["request_id"],
+        scope["method"],
+        path,
+        status,
+        seconds,
+        client,
+        extra=fields,
+    )
 
 
 def _request_id(scope: Scope) -> str:

@@ -20,9 +20,16 @@ from specserve.types import Speculation
 
 MAX_CONTINUATIONS = 512  # of one HTTP request: its prompts times n
 TOKENIZED = 100_000  # characters that /tokenize takes, whatever the context
-SMALL = 20_000  # characters that the event loop may tokenize itself, in some 5 ms; more go to a thread
+SMALL = (
+    20_000  # characters that the event loop may tokenize itself, in some 5 ms; more go to a thread
+)
 SMALL_GRAMMAR = 2_000  # and of a grammar, which is checked in as long
-ELSEWHERE = ("max_tokens", "speculation", "response_format", "guided")  # what has a shape of its own in a body
+ELSEWHERE = (
+    "max_tokens",
+    "speculation",
+    "response_format",
+    "guided",
+)  # what has a shape of its own in a body
 SAMPLED = tuple(field.name for field in fields(Sampling) if field.name not in ELSEWHERE)
 
 T = TypeVar("T")
@@ -71,11 +78,16 @@ class Reader:
         await _check_grammar(sampling)
         given = _prompts(body.prompt)
         if len(given) * sampling.n > MAX_CONTINUATIONS:
-            raise BadValue(f"{len(given)} prompts times n {sampling.n} is more than the {MAX_CONTINUATIONS} that one request may ask for", param="n")
+            raise BadValue(
+                f"{len(given)} prompts times n {sampling.n} is more than the {MAX_CONTINUATIONS} that one request may ask for",
+                param="n",
+            )
         for prompt in given:
             self._check_size(len(prompt), param="prompt")
         size = sum(len(prompt) for prompt in given)
-        prompts = await _aside(size, lambda: tuple(self._prompt(prompt, echo=sampling.echo) for prompt in given))
+        prompts = await _aside(
+            size, lambda: tuple(self._prompt(prompt, echo=sampling.echo) for prompt in given)
+        )
         return _asked(body, prompts, sampling)
 
     async def chat(self, body: ChatBody) -> Asked:
@@ -95,11 +107,20 @@ class Reader:
         """Of an answer that calls, or is what it would have to be without tools."""
         answer = sampling.grammar
         if answer is not None and not offer.must_call and not self._spelling.format.trigger:
-            raise BadValue("response_format and tools exclude one another here: this model's calls begin as JSON does", param="response_format")
+            raise BadValue(
+                "response_format and tools exclude one another here: this model's calls begin as JSON does",
+                param="response_format",
+            )
         await _aside(offer.size, lambda: offer.check(self._spelling, answer), small=SMALL_GRAMMAR)
-        return replace(sampling, response_format=None, guided={"grammar": offer.grammar(self._spelling, answer)})
+        return replace(
+            sampling,
+            response_format=None,
+            guided={"grammar": offer.grammar(self._spelling, answer)},
+        )
 
-    async def chat_ids(self, messages: Sequence[Message], offer: Offer | None = None) -> tuple[int, ...]:
+    async def chat_ids(
+        self, messages: Sequence[Message], offer: Offer | None = None
+    ) -> tuple[int, ...]:
         """The prompt that the model's template makes of messages and tools."""
         tools = [] if offer is None else offer.shown
         plain = for_template(messages, tools, self._spelling)
@@ -119,20 +140,29 @@ class Reader:
     async def text_of(self, ids: Sequence[int]) -> str:
         """Of no more ids than a request could have."""
         if len(ids) > self._served.max_context:
-            raise TooLong(f"tokens has {len(ids)} ids, but the context holds {self._served.max_context}", param="tokens")
+            raise TooLong(
+                f"tokens has {len(ids)} ids, but the context holds {self._served.max_context}",
+                param="tokens",
+            )
         self.check_ids(ids, param="tokens")
         return await _aside(len(ids), lambda: self._text.decode(ids))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._served.name:
-            raise NotServed(f"the model {name[:200]!r} is not served here; {self._served.name!r} is", param="model")
+            raise NotServed(
+                f"the model {name[:200]!r} is not served here; {self._served.name!r} is",
+                param="model",
+            )
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
         """Raises UnknownToken for what is outside the vocabulary."""
         end = self._served.vocab_size
         if ids and (min(ids) < 0 or max(ids) >= end):
             wrong = next(token for token in ids if not 0 <= token < end)
-            raise UnknownToken(f"{param} has a token id {str(wrong)[:30]}, but the vocabulary ends at {end - 1}", param=param)
+            raise UnknownToken(
+                f"{param} has a token id {str(wrong)[:30]}, but the vocabulary ends at {end - 1}",
+                param=param,
+            )
 
     def _prompt(self, prompt: str | Sequence[int], *, echo: bool) -> Prompt:
         ids = self._text.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -146,7 +176,8 @@ class Reader:
         most = self._served.max_context * self._text.longest
         if size > most:
             raise TooLong(
-                f"the prompt has a length of {size}, but the context holds {self._served.max_context} tokens, at most {most} characters", param=param
+                f"the prompt has a length of {size}, but the context holds {self._served.max_context} tokens, at most {most} characters",
+                param=param,
             )
 
     def _check(self, ids: tuple[int, ...], *, param: str) -> None:
@@ -156,10 +187,15 @@ class Reader:
         self.check_ids(ids, param=param)
         if len(ids) > longest:
             what = "new tokens included" if not self._served.encodes else "of the source alone"
-            raise TooLong(f"the prompt has {len(ids)} tokens, but the context holds {self._served.max_context}, {what}", param=param)
+            raise TooLong(
+                f"the prompt has {len(ids)} tokens, but the context holds {self._served.max_context}, {what}",
+                param=param,
+            )
 
     def _sampling(self, body: Generate, *, default_max_tokens: int) -> Sampling:
-        given = {name: value for name in SAMPLED if (value := getattr(body, name, None)) is not None}
+        given = {
+            name: value for name in SAMPLED if (value := getattr(body, name, None)) is not None
+        }
         speculation = None if body.speculation is None else body.speculation.model_dump()
         sampling = Sampling(
             max_tokens=_max_tokens(body, default_max_tokens),
@@ -172,7 +208,10 @@ class Reader:
         assert isinstance(sampling.speculation, Speculation)
         gamma, most = sampling.speculation.gamma, self._served.max_gamma
         if gamma is not None and gamma > most:
-            raise BadValue(f"speculation.gamma must be at most {most}, not {str(gamma)[:30]}", param="speculation.gamma")
+            raise BadValue(
+                f"speculation.gamma must be at most {most}, not {str(gamma)[:30]}",
+                param="speculation.gamma",
+            )
         return sampling
 
 
@@ -180,7 +219,12 @@ def _asked(body: Generate, prompts: tuple[Prompt, ...], sampling: Sampling) -> A
     stream, options = body.stream is True, body.stream_options
     if options is not None and not stream:
         raise BadValue("stream_options goes with stream true", param="stream_options")
-    return Asked(prompts, sampling, stream, include_usage=options is not None and options.include_usage is True)
+    return Asked(
+        prompts,
+        sampling,
+        stream,
+        include_usage=options is not None and options.include_usage is True,
+    )
 
 
 def _max_tokens(body: Generate, default: int) -> int:
@@ -188,9 +232,14 @@ def _max_tokens(body: Generate, default: int) -> int:
     if body.max_completion_tokens is None:
         return default if body.max_tokens is None else body.max_tokens
     if body.max_tokens not in (None, body.max_completion_tokens):
-        raise BadValue("max_tokens and max_completion_tokens say the same thing; give one of them", param="max_completion_tokens")
+        raise BadValue(
+            "max_tokens and max_completion_tokens say the same thing; give one of them",
+            param="max_completion_tokens",
+        )
     if body.max_completion_tokens < 1:
-        raise BadValue("max_completion_tokens must be a whole number, 1 or more", param="max_completion_tokens")
+        raise BadValue(
+            "max_completion_tokens must be a whole number, 1 or more", param="max_completion_tokens"
+        )
     return body.max_completion_tokens
 
 
@@ -205,14 +254,29 @@ def _prompts(given: str | list[int] | list[str | list[int]]) -> list[str | list[
 
 def _structure(given: Shape | None) -> dict[str, object] | None:
     """By the names that clients use; what is null was not given."""
-    return None if given is None else {name: value for name, value in given.model_dump(by_alias=True).items() if value is not None}
+    return (
+        None
+        if given is None
+        else {
+            name: value
+            for name, value in given.model_dump(by_alias=True).items()
+            if value is not None
+        }
+    )
 
 
 def _guided(body: Generate) -> dict[str, object] | None:
     """Under one name or in one object."""
-    flat = {name: value for name in ("regex", "grammar", "json", "choice") if (value := getattr(body, f"guided_{name}")) is not None}
+    flat = {
+        name: value
+        for name in ("regex", "grammar", "json", "choice")
+        if (value := getattr(body, f"guided_{name}")) is not None
+    }
     if body.guided is not None and flat:
-        raise BadValue(f"guided and guided_{next(iter(flat))} say the same thing; give one of them", param="guided")
+        raise BadValue(
+            f"guided and guided_{next(iter(flat))} say the same thing; give one of them",
+            param="guided",
+        )
     return _structure(body.guided) if body.guided is not None else flat or None
 
 

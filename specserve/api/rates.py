@@ -22,7 +22,9 @@ class Bucket:
     def set_rate(self, per_minute: float | None) -> None:
         """A client that begins, or gets a limit, begins with a full bucket; one whose rate changes keeps what it has left."""
         if per_minute is not None:
-            self._level = per_minute if self._per_minute is None else min(self._filled(), per_minute)
+            self._level = (
+                per_minute if self._per_minute is None else min(self._filled(), per_minute)
+            )
             self._when = self._clock()
         self._per_minute = per_minute
 
@@ -46,13 +48,17 @@ class Bucket:
 
     def _filled(self) -> float:
         assert self._per_minute is not None
-        return min(self._per_minute, self._level + (self._clock() - self._when) * self._per_minute / 60)
+        return min(
+            self._per_minute, self._level + (self._clock() - self._when) * self._per_minute / 60
+        )
 
 
 class Account:
     """One client's two buckets."""
 
-    def __init__(self, name: str, clock: Callable[[], float], limited: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, clock: Callable[[], float], limited: Callable[[str], None]
+    ) -> None:
         self.name = name
         self._requests, self._tokens = Bucket(REQUESTS, clock), Bucket(TOKENS, clock)
         self._rates: tuple[float | None, float | None] = (None, None)

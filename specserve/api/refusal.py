@@ -31,7 +31,9 @@ BAD = Kind(400, "invalid_request_error")
 INTERNAL = Kind(500, "server_error", "internal_error")
 BAD_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
 
-KINDS: Mapping[type[errors.SpecserveError], Kind] = {  # an error is of the first kind that it is an instance of
+KINDS: Mapping[
+    type[errors.SpecserveError], Kind
+] = {  # an error is of the first kind that it is an instance of
     errors.TooLong: Kind(400, "invalid_request_error", "context_length_exceeded"),
     errors.NotServed: Kind(404, "invalid_request_error", "model_not_found"),
     errors.BadRequest: BAD,
@@ -63,12 +65,20 @@ class Refusal:
     def of(cls, error: Exception) -> Refusal:
         """Of an error that is not in the tables, a client learns no more than that there was one."""
         if isinstance(error, HTTPException):
-            return cls(PLAIN.get(error.status_code, Kind(error.status_code, "invalid_request_error")), str(error.detail))
+            return cls(
+                PLAIN.get(error.status_code, Kind(error.status_code, "invalid_request_error")),
+                str(error.detail),
+            )
         if isinstance(error, RequestValidationError):
             return _misshapen(error)
         for known, kind in KINDS.items():
             if isinstance(error, known):
-                return cls(kind, str(error), getattr(error, "param", None), getattr(error, "retry_after_s", RETRY_AFTER_S))
+                return cls(
+                    kind,
+                    str(error),
+                    getattr(error, "param", None),
+                    getattr(error, "retry_after_s", RETRY_AFTER_S),
+                )
         return cls(INTERNAL, "the server failed to answer; its log says why")
 
     @property
@@ -78,7 +88,16 @@ class Refusal:
     @property
     def json(self) -> str:
         """In ASCII, since it may quote what is not Unicode."""
-        return json.dumps({"error": {"message": self.message, "type": self.kind.type, "param": self.param, "code": self.kind.code}})
+        return json.dumps(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.kind.type,
+                    "param": self.param,
+                    "code": self.kind.code,
+                }
+            }
+        )
 
     def response(self, headers: Mapping[str, str] | None = None) -> Response:
         retry = {"Retry-After": str(math.ceil(self.retry_after_s))} if self.kind.retry else {}
@@ -89,7 +108,10 @@ def _misshapen(error: RequestValidationError) -> Refusal:
     """The first of pydantic's complaints, in a sentence that names the parameter."""
     complaint = error.errors()[0]
     if complaint["type"] == "json_invalid":
-        return Refusal(BAD, f"the body is not valid JSON: {complaint['ctx']['error']} at character {complaint['loc'][-1]}")
+        return Refusal(
+            BAD,
+            f"the body is not valid JSON: {complaint['ctx']['error']} at character {complaint['loc'][-1]}",
+        )
     param = _path(complaint["loc"][1:])
     if not param:
         return Refusal(BAD, "the body must be a JSON object, sent as application/json")

@@ -43,7 +43,12 @@ class Head:
     model: str
 
     def members(self, kind: str) -> dict[str, object]:
-        return {"id": self.form.prefix + self.request_id, "object": kind, "created": self.created, "model": self.model}
+        return {
+            "id": self.form.prefix + self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
 
 
 class Answer(Response):
@@ -53,7 +58,9 @@ class Answer(Response):
         self.status_code, self.background = 200, None
         self._run, self._asked, self._head, self._meter = run, asked, head, meter
         n = asked.sampling.n
-        self._choices: list[Choice] = [head.form.choice(text, prompt) for prompt in asked.prompts for _ in range(n)]
+        self._choices: list[Choice] = [
+            head.form.choice(text, prompt) for prompt in asked.prompts for _ in range(n)
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _while_connected(receive, self._answer(scope, receive, send))
@@ -62,11 +69,18 @@ class Answer(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
     def _usage(self) -> dict[str, int]:
-        return wording.usage(prompt_tokens=self._run.num_prompt_tokens, completion_tokens=self._run.num_completion_tokens)
+        return wording.usage(
+            prompt_tokens=self._run.num_prompt_tokens,
+            completion_tokens=self._run.num_completion_tokens,
+        )
 
     def _speculation(self) -> dict[str, object]:
         """Nothing of it when the engine said nothing."""
-        stats = [continuation.stats for continuation in self._run.continuations if continuation.stats is not None]
+        stats = [
+            continuation.stats
+            for continuation in self._run.continuations
+            if continuation.stats is not None
+        ]
         return {"specserve": wording.speculation(stats)} if stats else {}
 
 
@@ -80,17 +94,33 @@ class Whole(Answer):
                 pieces[index].append(piece)
         choices = [self._choice(index, Piece.joined(own)) for index, own in enumerate(pieces)]
         members = self._head.members(self._head.form.whole)
-        await wording.respond(members | {"choices": choices, "usage": self._usage()} | self._speculation())(scope, receive, send)
+        await wording.respond(
+            members | {"choices": choices, "usage": self._usage()} | self._speculation()
+        )(scope, receive, send)
 
     def _choice(self, index: int, piece: Piece) -> dict[str, object]:
         assert piece.finish is not None
-        return {"index": index, **self._choices[index].whole(piece), "finish_reason": piece.finish.value}
+        return {
+            "index": index,
+            **self._choices[index].whole(piece),
+            "finish_reason": piece.finish.value,
+        }
 
 
 class Streamed(Answer):
     """Server-sent events. A chunk is put together by hand: a head that never changes, and a few small values."""
 
-    def __init__(self, run: Run, text: Text, asked: Asked, head: Head, meter: Meter, *, origins: bool, quote: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        text: Text,
+        asked: Asked,
+        head: Head,
+        meter: Meter,
+        *,
+        origins: bool,
+        quote: bool,
+    ) -> None:
         super().__init__(run, text, asked, head, meter)
         self._origins, self._quote = origins, quote
         self._begin = "data: " + dumps(head.members(head.form.chunk))[:-1] + ',"choices":['
@@ -116,11 +146,23 @@ class Streamed(Answer):
             if self._is_worth_sending(index, piece):
                 yield self._chunk(index, piece, last=run.is_last)
         if self._asked.include_usage:
-            yield self._begin + "]," + dumps({"usage": self._usage(), **self._speculation()})[1:] + "\n\n"
+            yield (
+                self._begin
+                + "],"
+                + dumps({"usage": self._usage(), **self._speculation()})[1:]
+                + "\n\n"
+            )
 
     def _is_worth_sending(self, index: int, piece: Piece) -> bool:
         """A round may end inside a character, and then shows nothing."""
-        return bool(piece.text or piece.calls or piece.finish or piece.logprobs or not self._begun[index] or (self._origins and piece.origins))
+        return bool(
+            piece.text
+            or piece.calls
+            or piece.finish
+            or piece.logprobs
+            or not self._begun[index]
+            or (self._origins and piece.origins)
+        )
 
     def _chunk(self, index: int, piece: Piece, *, last: bool) -> str:
         self._begun[index] = True
@@ -135,7 +177,12 @@ class Streamed(Answer):
     def _failure(self, error: Exception) -> str:
         refusal = Refusal.of(error)
         self._meter.failed(refusal.status)
-        log.error("%s failed in mid-stream with %d: %s", self._head.request_id, refusal.status, refusal.message)
+        log.error(
+            "%s failed in mid-stream with %d: %s",
+            self._head.request_id,
+            refusal.status,
+            refusal.message,
+        )
         if refusal.kind is INTERNAL:
             log_failure(log, self._head.request_id, error, quote=self._quote)
         return f"data: {refusal.json}\n\n"

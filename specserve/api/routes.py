@@ -28,17 +28,33 @@ from specserve.metrics import Registry, Snapshot
 log = logging.getLogger(__name__)
 
 STATUS_S = 5.0  # an engine that does not say how it is within that time is not well
-Rounds = Annotated[int | None, Query(ge=1, le=2000, description="So many of the last rounds; left out, all that are kept.")]
+Rounds = Annotated[
+    int | None,
+    Query(ge=1, le=2000, description="So many of the last rounds; left out, all that are kept."),
+]
 
 
 class Endpoints:
     """Everything that the server answers."""
 
     def __init__(
-        self, service: Service, text: Text, served: Served, *, registry: Registry, meter: Meter, timeout_s: float, quote: bool = False
+        self,
+        service: Service,
+        text: Text,
+        served: Served,
+        *,
+        registry: Registry,
+        meter: Meter,
+        timeout_s: float,
+        quote: bool = False,
     ) -> None:
         self._service, self._text, self._served = service, text, served
-        self._registry, self._meter, self._timeout_s, self._quote = registry, meter, timeout_s, quote
+        self._registry, self._meter, self._timeout_s, self._quote = (
+            registry,
+            meter,
+            timeout_s,
+            quote,
+        )
         self._reader = Reader(text, served)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
@@ -71,7 +87,9 @@ class Endpoints:
             ids = await self._reader.chat_ids(body.messages)
         else:
             ids = await self._reader.text_ids(body.prompt or "", special=body.add_special_tokens)
-        return respond({"tokens": ids, "count": len(ids), "max_model_len": self._served.max_context})
+        return respond(
+            {"tokens": ids, "count": len(ids), "max_model_len": self._served.max_context}
+        )
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of ids."""
@@ -105,22 +123,41 @@ class Endpoints:
 
     def _answer(self, form: Form, asked: Asked, request: Request, begun: float) -> Answer:
         account = getattr(request.state, "account", None)
-        run = Run(self._service, self._text, asked, timeout_s=self._timeout_s, meter=self._meter, begun=begun, account=account)
+        run = Run(
+            self._service,
+            self._text,
+            asked,
+            timeout_s=self._timeout_s,
+            meter=self._meter,
+            begun=begun,
+            account=account,
+        )
         head = Head(form, request.state.request_id, int(time.time()), self._served.name)
         if not asked.stream:
             return Whole(run, self._text, asked, head, self._meter)
         origins = request.headers.get("x-specserve-origins") == "1"
-        return Streamed(run, self._text, asked, head, self._meter, origins=origins, quote=self._quote)
+        return Streamed(
+            run, self._text, asked, head, self._meter, origins=origins, quote=self._quote
+        )
 
     def _log(self, body: Shape, request: Request) -> None:
         """What is asked, where that is wanted."""
         if self._quote:
-            request_id, asked = request.state.request_id, json.dumps(body.model_dump(exclude_none=True))
+            request_id, asked = (
+                request.state.request_id,
+                json.dumps(body.model_dump(exclude_none=True)),
+            )
             log.info("%s asks %s", request_id, asked, extra={"request_id": request_id})
 
     def _model(self) -> dict[str, object]:
         served = self._served
-        return {"id": served.name, "object": "model", "created": served.created, "owned_by": "specserve", "max_model_len": served.max_context}
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": served.created,
+            "owned_by": "specserve",
+            "max_model_len": served.max_context,
+        }
 
     async def _status(self) -> Status:
         """Whatever goes wrong here is news of the engine's health, and no failure of the request."""
@@ -128,6 +165,8 @@ class Endpoints:
             async with asyncio.timeout(STATUS_S):
                 return await self._service.status()
         except TimeoutError:
-            return Status(ready=False, healthy=False, why=f"the engine did not answer within {STATUS_S:g} s")
+            return Status(
+                ready=False, healthy=False, why=f"the engine did not answer within {STATUS_S:g} s"
+            )
         except SpecserveError as error:
             return Status(ready=False, healthy=False, why=str(error))

@@ -6,7 +6,16 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
@@ -27,7 +36,10 @@ def _entries(most: int) -> BeforeValidator:
 
     def check(given: Any, info: ValidationInfo) -> Any:
         if isinstance(given, Mapping) and len(given) > most:
-            raise BadValue(f"{info.field_name} has {len(given)} entries; {most} is the most", param=info.field_name)
+            raise BadValue(
+                f"{info.field_name} has {len(given)} entries; {most} is the most",
+                param=info.field_name,
+            )
         return given
 
     return BeforeValidator(check)
@@ -53,8 +65,12 @@ class Shape(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # names of OpenAI's API, and the values that change nothing; null is always one
-    IGNORED: ClassVar[tuple[str, ...]] = ()  # what clients keep beside our own answers, and send back with them
+    UNSUPPORTED: ClassVar[
+        Mapping[str, tuple[object, ...]]
+    ] = {}  # names of OpenAI's API, and the values that change nothing; null is always one
+    IGNORED: ClassVar[
+        tuple[str, ...]
+    ] = ()  # what clients keep beside our own answers, and send back with them
 
     @model_validator(mode="before")
     @classmethod
@@ -77,11 +93,15 @@ class Shape(BaseModel):
 class StreamOptions(Shape):
     UNSUPPORTED = {"include_obfuscation": (False,)}
 
-    include_usage: bool | None = Field(None, description="Send a chunk with the usage, and no choices, before the end.")
+    include_usage: bool | None = Field(
+        None, description="Send a chunk with the usage, and no choices, before the end."
+    )
 
 
 class SpeculationBody(Shape):
-    gamma: int | Literal["auto"] | None = Field(None, description="Draft tokens a round; 0 turns speculation off.")
+    gamma: int | Literal["auto"] | None = Field(
+        None, description="Draft tokens a round; 0 turns speculation off."
+    )
     verifier: Literal["auto", "speculative", "block", "coupled", "lenient"] | None = None
 
 
@@ -115,7 +135,9 @@ class Generate(Shape):
         "modalities": (["text"],),
     }
 
-    model: str | None = Field(None, description="The served model's name; left out, it is that one.")
+    model: str | None = Field(
+        None, description="The served model's name; left out, it is that one."
+    )
     max_tokens: int | None = None
     max_completion_tokens: int | None = Field(None, description="Another name for max_tokens.")
     temperature: float | None = Field(None, description="0 is greedy.")
@@ -126,14 +148,20 @@ class Generate(Shape):
     stop: str | Texts | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
-    seed: int | None = Field(None, description="Makes the text repeatable, whatever drafts and whoever shares the batch.")
+    seed: int | None = Field(
+        None, description="Makes the text repeatable, whatever drafts and whoever shares the batch."
+    )
     top_logprobs: int | None = Field(None, description="Goes with logprobs true.")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _entries(MAX_BIASES)] = Field(None, description="Token ids and what is added to their logits.")
+    logit_bias: Annotated[dict[str, float] | None, _entries(MAX_BIASES)] = Field(
+        None, description="Token ids and what is added to their logits."
+    )
     response_format: ResponseFormat | None = Field(None, description="What the text must be.")
-    guided: Guided | None = Field(None, description="What the text must be, otherwise said; the four below say the same.")
+    guided: Guided | None = Field(
+        None, description="What the text must be, otherwise said; the four below say the same."
+    )
     guided_regex: str | None = None
     guided_grammar: str | None = None
     guided_json: JsonSchema | str | None = None
@@ -154,7 +182,9 @@ class CompletionBody(Generate):
 
     prompt: str | Ids | Prompts = Field(description="A text, token ids, or a list of both.")
     echo: bool | None = None
-    logprobs: bool | int | None = Field(None, description="A number asks for that many alternatives to each token.")
+    logprobs: bool | int | None = Field(
+        None, description="A number asks for that many alternatives to each token."
+    )
 
 
 class TextPart(Shape):
@@ -180,7 +210,9 @@ class ToolCall(Shape):
     function: CalledFunction
 
 
-ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast(), Field(max_length=MAX_CALLS)])
+ToolCalls = TypeAliasType(
+    "ToolCalls", Annotated[list[ToolCall], FailFast(), Field(max_length=MAX_CALLS)]
+)
 
 
 class Message(Shape):
@@ -189,33 +221,43 @@ class Message(Shape):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: ToolCalls | None = Field(None, description="Of the assistant.")
-    content: str | Parts | None = Field(None, validate_default=True, description="May be left out beside tool_calls.")
+    content: str | Parts | None = Field(
+        None, validate_default=True, description="May be left out beside tool_calls."
+    )
     name: Label | None = None
     tool_call_id: Label | None = Field(None, description="Which call a tool answers.")
 
     @field_validator("tool_calls")
     @classmethod
-    def belong_to_the_assistant(cls, calls: list[ToolCall] | None, info: ValidationInfo) -> list[ToolCall] | None:
+    def belong_to_the_assistant(
+        cls, calls: list[ToolCall] | None, info: ValidationInfo
+    ) -> list[ToolCall] | None:
         if calls and info.data.get("role") != "assistant":
             raise PydanticCustomError("misplaced", "only the assistant's messages have tool_calls")
         return calls
 
     @field_validator("content")
     @classmethod
-    def is_there(cls, content: str | list[TextPart] | None, info: ValidationInfo) -> str | list[TextPart] | None:
+    def is_there(
+        cls, content: str | list[TextPart] | None, info: ValidationInfo
+    ) -> str | list[TextPart] | None:
         """Unless the message was to call something."""
         if content is None and not info.data.get("tool_calls"):
             raise PydanticCustomError("missing", "a text is needed, except beside tool_calls")
         return content
 
 
-Messages = TypeAliasType("Messages", Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)])
+Messages = TypeAliasType(
+    "Messages", Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)]
+)
 
 
 class FunctionTool(Shape):
     name: Annotated[str, Field(pattern=FUNCTION)]
     description: str | None = None
-    parameters: JsonSchema | None = Field(None, description="A JSON schema of an object; left out, there are none.")
+    parameters: JsonSchema | None = Field(
+        None, description="A JSON schema of an object; left out, there are none."
+    )
     strict: bool | None = Field(None, description="Taken; arguments obey the schema either way.")
 
 
@@ -253,8 +295,12 @@ class ChatBody(Generate):
     messages: Messages
     logprobs: bool | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description="auto, unless there are no tools.")
-    parallel_tool_calls: bool | None = Field(None, description="Whether one answer may call several times; true by default.")
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="auto, unless there are no tools."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether one answer may call several times; true by default."
+    )
 
 
 class TokenizeBody(Shape):

@@ -19,7 +19,9 @@ class Served:
     max_context: int  # prompt and continuation together; of an encoder-decoder each
     max_gamma: int
     created: int  # seconds since 1970
-    encodes: bool = False  # an encoder-decoder: a prompt is a source, which the text does not continue
+    encodes: bool = (
+        False  # an encoder-decoder: a prompt is a source, which the text does not continue
+    )
 
     @property
     def longest_prompt(self) -> int:
@@ -50,4 +52,8 @@ class Service(Protocol):
 
     def generate(self, request: Request) -> AsyncGenerator[Chunk, None]: ...
     async def status(self) -> Status: ...
-    async def trace(self, last: int | None = None) -> Mapping[str, object]: ...  # Chrome trace format; of so many rounds, or of all that are kept
+    async def trace(
+        self, last: int | None = None
+    ) -> Mapping[
+        str, object
+    ]: ...  # Chrome trace format; of so many rounds, or of all that are kept

@@ -28,8 +28,12 @@ class Text:
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is None:
-            raise ModelError(f"{type(tokenizer).__name__} is no tokenizer of the tokenizers library (tokenizer.json), which specserve needs")
-        self._special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+            raise ModelError(
+                f"{type(tokenizer).__name__} is no tokenizer of the tokenizers library (tokenizer.json), which specserve needs"
+            )
+        self._special = {
+            token for token, added in tokenizer.added_tokens_decoder.items() if added.special
+        }
         decoder = json.loads(self._backend.to_str())["decoder"]
         self._byte_level = _uses(decoder, "ByteLevel")
         self._byte_fallback = _uses(decoder, "ByteFallback")
@@ -41,7 +45,9 @@ class Text:
         verbosity = get_verbosity()
         set_verbosity(logging.ERROR)
         try:
-            return cls(AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=False))
+            return cls(
+                AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=False)
+            )
         except (OSError, ValueError, KeyError, ImportError) as error:
             missing = ModelError if Path(path).is_dir() else ModelNotFound
             raise missing(f"no tokenizer can be loaded from {path}: {first_line(error)}") from error
@@ -51,7 +57,9 @@ class Text:
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """Token ids; `special` adds what the model expects around a prompt, such as a begin token."""
         if not isinstance(text, str) or not _is_unicode(text):
-            raise BadValue("the prompt is not Unicode text: it holds half of a surrogate pair", param="prompt")
+            raise BadValue(
+                "the prompt is not Unicode text: it holds half of a surrogate pair", param="prompt"
+            )
         return tuple(self._backend.encode(text, add_special_tokens=special).ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -59,24 +67,43 @@ class Text:
         stream = TextStream(self)
         return stream.push(token_ids) + stream.finish()
 
-    def apply_chat(self, messages: Sequence[Mapping[str, object]], *, tools: Sequence[Mapping[str, object]] = ()) -> tuple[int, ...]:
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> tuple[int, ...]:
         """The prompt that asks for the assistant's next message, by the model's own template if it has one. Others leave `tools` out."""
         _check_messages(messages)
         if not self._tokenizer.chat_template:
             lines = [f"{message['role']}: {message['content']}\n" for message in messages]
             return self.encode("".join(lines) + "assistant:")
-        given, shown = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
+        given, shown = (
+            [dict(message) for message in messages],
+            [dict(tool) for tool in tools] or None,
+        )
         try:
-            prompt = self._tokenizer.apply_chat_template(given, tools=shown, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of the model's maker and may raise what it likes
-            raise BadValue(f"the model's chat template does not take these messages: {first_line(error)}", param="messages") from error
+            prompt = self._tokenizer.apply_chat_template(
+                given, tools=shown, tokenize=False, add_generation_prompt=True
+            )
+        except (
+            Exception
+        ) as error:  # a template is a program of the model's maker and may raise what it likes
+            raise BadValue(
+                f"the model's chat template does not take these messages: {first_line(error)}",
+                param="messages",
+            ) from error
         return self.encode(prompt, special=False)
 
     @cached_property
     def tool_template(self) -> str:
         """The chat template that shows tools, if there is one; of several that a model may have, the one that does."""
         template = self._tokenizer.chat_template or ""
-        return template if isinstance(template, str) else str(template.get("tool_use", template.get("default", "")))
+        return (
+            template
+            if isinstance(template, str)
+            else str(template.get("tool_use", template.get("default", "")))
+        )
 
     def special_id(self, name: str) -> int | None:
         """The id of a token without a text; None if there is none of that name."""
@@ -86,7 +113,10 @@ class Text:
     @cached_property
     def fingerprint(self) -> str:
         """Equal for equal vocabularies. Rows of padding in an embedding are no tokens and do not count."""
-        pairs = sorted((token, piece) for piece, token in self._backend.get_vocab(with_added_tokens=True).items())
+        pairs = sorted(
+            (token, piece)
+            for piece, token in self._backend.get_vocab(with_added_tokens=True).items()
+        )
         return hashlib.blake2b(json.dumps(pairs).encode(), digest_size=16).hexdigest()
 
     def require_same(self, other: Text) -> None:
@@ -128,7 +158,11 @@ class Text:
 
     def has_text(self, token_id: int) -> bool:
         """Whether the token is a part of texts at all: not special, and not a mere row of padding."""
-        return 0 <= token_id < 2**32 and token_id not in self._special and self._backend.id_to_token(token_id) is not None
+        return (
+            0 <= token_id < 2**32
+            and token_id not in self._special
+            and self._backend.id_to_token(token_id) is not None
+        )
 
     def name(self, token_id: int) -> str:
         """What the vocabulary calls a token, with text or without."""
@@ -143,7 +177,9 @@ class Text:
     def _anchor(self) -> int:
         """A token to put in front of another, so that the other is not first."""
         return next(
-            token for token in range(self._backend.get_vocab_size()) if self.has_text(token) and self._backend.decode([token]).strip().isalnum()
+            token
+            for token in range(self._backend.get_vocab_size())
+            if self.has_text(token) and self._backend.decode([token]).strip().isalnum()
         )
 
     def _read(self, token_id: int, *, first: bool) -> bytes:
@@ -170,12 +206,23 @@ class TextStream:
     With the tokens of the prompt before it, the first token is not the beginning of a text. Tokens that have none may be `shown` by their names.
     """
 
-    def __init__(self, text: Text, prompt_ids: Sequence[int] = (), *, stop: Sequence[str] = (), shown: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        text: Text,
+        prompt_ids: Sequence[int] = (),
+        *,
+        stop: Sequence[str] = (),
+        shown: Collection[int] = (),
+    ) -> None:
         self.stopped = False  # at the first stop string
-        self.num_tokens = 0  # pushed until now; once stopped, up to the one that completed the stop string
+        self.num_tokens = (
+            0  # pushed until now; once stopped, up to the one that completed the stop string
+        )
         self._text = text
         self._stop, self._shown = tuple(stop), shown
-        self._reach = max(map(len, self._stop), default=1) - 1  # so many characters may be the beginning of a stop string
+        self._reach = (
+            max(map(len, self._stop), default=1) - 1
+        )  # so many characters may be the beginning of a stop string
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._first = not any(text.has_text(token) for token in prompt_ids)
         for token in prompt_ids[-_CONTEXT:]:
@@ -209,10 +256,16 @@ class TextStream:
         start = max(0, len(self._held) - self._reach)  # no stop string lies wholly before it
         self._held += text
         if self._stop and text:
-            found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop, start)) >= 0]
+            found = [
+                (at + len(stop), at)
+                for stop in self._stop
+                if (at := self._held.find(stop, start)) >= 0
+            ]
             if found:
                 self.stopped = True
-                self._held = self._held[: min(found)[1]]  # the first to be complete; of several, the longest
+                self._held = self._held[
+                    : min(found)[1]
+                ]  # the first to be complete; of several, the longest
         return self.stopped
 
     def _show(self, num_chars: int) -> str:
@@ -230,14 +283,22 @@ class TextStream:
 
 def _uses(decoder: Any, kind: str) -> bool:
     """Whether a tokenizer's decoder, or one of a sequence of them, is of a kind."""
-    return decoder is not None and (decoder["type"] == kind or any(_uses(part, kind) for part in decoder.get("decoders", ())))
+    return decoder is not None and (
+        decoder["type"] == kind or any(_uses(part, kind) for part in decoder.get("decoders", ()))
+    )
 
 
 def _byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes: printable Latin-1 stands for itself, the other bytes for characters from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _ALPHABET = _byte_alphabet()
@@ -261,5 +322,9 @@ def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise BadValue("messages must be a list with at least one message", param="messages")
     for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise BadValue(f"messages[{i}] must have a role and a content, both text", param=f"messages[{i}]")
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise BadValue(
+                f"messages[{i}] must have a role and a content, both text", param=f"messages[{i}]"
+            )

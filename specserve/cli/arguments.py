@@ -47,25 +47,38 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     """What it makes has the name of the command in `command`."""
-    made = Parser(prog="specserve", description="Serves language models by distributed speculative decoding.", epilog=overview())
+    made = Parser(
+        prog="specserve",
+        description="Serves language models by distributed speculative decoding.",
+        epilog=overview(),
+    )
     made.add_argument("--version", action="version", version=f"specserve {__version__}")
     commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, (add, says) in _commands().items():
-        add(commands.add_parser(name, help=says, description=says[0].upper() + says[1:] + ".", epilog=epilog(name)))
+        add(
+            commands.add_parser(
+                name, help=says, description=says[0].upper() + says[1:] + ".", epilog=epilog(name)
+            )
+        )
     return made
 
 
 def config(options: argparse.Namespace) -> Config:
     """The file, then `--set`, then the options that are keys of the config under a shorter name."""
     short = {key: getattr(options, name, None) for name, key in SHORT_NAMES.items()}
-    return load(options.config, dict(options.set) | {key: value for key, value in short.items() if value is not None})
+    return load(
+        options.config,
+        dict(options.set) | {key: value for key, value in short.items() if value is not None},
+    )
 
 
 def count(text: str) -> int:
     """200M, 1.5B, 8e9 as a number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([KMBT]?)", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"a number of parameters is written 200M, 1B or 8e9, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a number of parameters is written 200M, 1B or 8e9, not {text!r}"
+        )
     return round(float(match[1]) * UNITS[match[2].upper()])
 
 
@@ -73,12 +86,21 @@ def _commands() -> dict[str, tuple[Add, str]]:
     return {
         "serve": (_add_serve, "serve the models over HTTP"),
         "generate": (_add_generate, "continue one prompt in this process"),
-        "doctor": (_add_doctor, "check this machine, the config and the models, and say what to do"),
+        "doctor": (
+            _add_doctor,
+            "check this machine, the config and the models, and say what to do",
+        ),
         "bench": (partial(add_bench, gamma=_gamma), "load a running server and measure it"),
         "simulate": (_add_simulate, "ask how many replicas and devices a load needs"),
-        "tables": (tabulate.add_arguments, "count tables for draft.kind unigram, bigram and max_gram"),
+        "tables": (
+            tabulate.add_arguments,
+            "count tables for draft.kind unigram, bigram and max_gram",
+        ),
         "plan": (add_plan, "ask theory and memory before anything runs"),
-        "reproduce": (partial(add_reproduce, count=count), "the papers' tables, ours beside theirs"),
+        "reproduce": (
+            partial(add_reproduce, count=count),
+            "the papers' tables, ours beside theirs",
+        ),
         "heads": (_add_heads, "fit heads to a target, for draft.kind heads"),
         "inflate": (_add_inflate, "write a widened copy that costs what a larger model costs"),
         "completion": (_add_completion, "print what makes a shell complete these commands"),
@@ -98,13 +120,25 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy")
     parser.add_argument("--seed", type=int, metavar="S", help="makes the text repeatable")
-    parser.add_argument("--gamma", type=_gamma, metavar="N", help="draft tokens a round; 0 is plain decoding, auto is the default")
+    parser.add_argument(
+        "--gamma",
+        type=_gamma,
+        metavar="N",
+        help="draft tokens a round; 0 is plain decoding, auto is the default",
+    )
     parser.add_argument("--verifier", metavar="V", help="speculative, block, coupled or lenient")
     parser.add_argument(
-        "--drafter", metavar="D", help="what drafts: neural, layer_skip, heads, bigram, unigram, max_gram, prompt_copy, random or none"
+        "--drafter",
+        metavar="D",
+        help="what drafts: neural, layer_skip, heads, bigram, unigram, max_gram, prompt_copy, random or none",
     )
     parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write what each round did, for Perfetto and python -m specserve.tools.timeline")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what each round did, for Perfetto and python -m specserve.tools.timeline",
+    )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -113,23 +147,46 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_heads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", required=True, metavar="M", help="a local directory or a hub name")
-    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8, such as the target is to write")
+    parser.add_argument(
+        "--target", required=True, metavar="M", help="a local directory or a hub name"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8, such as the target is to write",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for draft.path")
-    parser.add_argument("--heads", type=int, default=4, metavar="N", help="tokens that are guessed at once")
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="that the fitting takes, once the texts have been read")
+    parser.add_argument(
+        "--heads", type=int, default=4, metavar="N", help="tokens that are guessed at once"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        metavar="N",
+        help="that the fitting takes, once the texts have been read",
+    )
     parser.add_argument("--threads", type=int, metavar="N", help="of a CPU")
 
 
 def _add_inflate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--params", type=count, required=True, metavar="N", help="such as 200M, 1B or 8e9")
+    parser.add_argument(
+        "--params", type=count, required=True, metavar="N", help="such as 200M, 1B or 8e9"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML, such as deploy/simulate-70b.yaml")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every case that was simulated, in full")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="YAML, such as deploy/simulate-70b.yaml"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every case that was simulated, in full"
+    )
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:
@@ -137,11 +194,20 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML; see docs/architecture.md")
-    parser.add_argument("--target", metavar="M", help="a local directory or a hub name; the demo pair's by default")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML; see docs/architecture.md"
+    )
+    parser.add_argument(
+        "--target", metavar="M", help="a local directory or a hub name; the demo pair's by default"
+    )
     parser.add_argument("--draft", metavar="M", help="likewise")
     parser.add_argument(
-        "--set", type=_override, action="append", default=[], metavar="a.b=c", help="any key of the config, such as speculation.gamma=5"
+        "--set",
+        type=_override,
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        help="any key of the config, such as speculation.gamma=5",
     )
 
 

@@ -57,7 +57,10 @@ BY_METAVAR: Mapping[str, Value] = {  # argparse knows no more of a value than ho
     "D": Value(Kind.WORDS, DRAFT_KINDS),
     "V": Value(Kind.WORDS, VERIFIERS),
     "TABLE": Value(Kind.WORDS, tuple(TABLES)),
-    "a.b=c": Value(Kind.KEYS, tuple(key for key in _KEYS if not any(other.startswith(f"{key}.") for other in _KEYS))),  # no sections
+    "a.b=c": Value(
+        Kind.KEYS,
+        tuple(key for key in _KEYS if not any(other.startswith(f"{key}.") for other in _KEYS)),
+    ),  # no sections
 }
 
 
@@ -67,16 +70,26 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def commands(parser: argparse.ArgumentParser) -> Iterator[Command]:
-    (choices,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    (choices,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     says = {action.dest: action.help or "" for action in choices._choices_actions}
     for name, own in choices.choices.items():
         options = tuple(_option(action) for action in own._actions if action.option_strings)
-        rest = next((_value(action) for action in own._actions if not action.option_strings), Value(Kind.NOTHING))
+        rest = next(
+            (_value(action) for action in own._actions if not action.option_strings),
+            Value(Kind.NOTHING),
+        )
         yield Command(name, says[name], options, rest)
 
 
 def _option(action: argparse.Action) -> Option:
-    return Option(tuple(action.option_strings), _value(action), action.help or "", many=action.nargs in ("+", "*"))
+    return Option(
+        tuple(action.option_strings),
+        _value(action),
+        action.help or "",
+        many=action.nargs in ("+", "*"),
+    )
 
 
 def _value(action: argparse.Action) -> Value:
@@ -106,7 +119,10 @@ def _bash(found: Sequence[Command]) -> Iterator[str]:
                 patterns = "|".join(f'"{command.name} {name}"' for name in option.names)
                 yield f"        {patterns}) {_BASH[option.value.kind](option.value)} ;;"
     for command in found:
-        names, rest = tuple(name for option in command.options for name in option.names), _BASH[command.rest.kind](command.rest)
+        names, rest = (
+            tuple(name for option in command.options for name in option.names),
+            _BASH[command.rest.kind](command.rest),
+        )
         yield f'        "{command.name} "*) if [[ $current == -* ]]; then {_BASH[Kind.WORDS](Value(Kind.WORDS, names))}; else {rest}; fi ;;'
     yield "    esac"
     yield "}"
@@ -124,10 +140,16 @@ def _bash(found: Sequence[Command]) -> Iterator[str]:
 _BASH: Mapping[Kind, Callable[[Value], str]] = {
     Kind.NOTHING: lambda _: ":",
     Kind.ANYTHING: lambda _: ":",
-    Kind.FILES: lambda _: 'compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$current")',
-    Kind.DIRECTORIES: lambda _: 'compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$current")',
+    Kind.FILES: lambda _: (
+        'compopt -o filenames; mapfile -t COMPREPLY < <(compgen -f -- "$current")'
+    ),
+    Kind.DIRECTORIES: lambda _: (
+        'compopt -o filenames; mapfile -t COMPREPLY < <(compgen -d -- "$current")'
+    ),
     Kind.WORDS: lambda value: f'COMPREPLY=($(compgen -W "{" ".join(value.words)}" -- "$current"))',
-    Kind.KEYS: lambda value: f'compopt -o nospace; COMPREPLY=($(compgen -S = -W "{" ".join(value.words)}" -- "$current"))',
+    Kind.KEYS: lambda value: (
+        f'compopt -o nospace; COMPREPLY=($(compgen -S = -W "{" ".join(value.words)}" -- "$current"))'
+    ),
 }
 
 
@@ -182,8 +204,20 @@ def _fish(found: Sequence[Command]) -> Iterator[str]:
         yield f"complete -c specserve -n __fish_use_subcommand -a {command.name} -d {_quoted(command.help)}"
         here = f"complete -c specserve -n '__fish_seen_subcommand_from {command.name}'"
         for option in command.options:
-            names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
-            yield " ".join(part for part in (here, names, _FISH[option.value.kind](option.value), f"-d {_quoted(option.help)}") if part)
+            names = " ".join(
+                f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"
+                for name in option.names
+            )
+            yield " ".join(
+                part
+                for part in (
+                    here,
+                    names,
+                    _FISH[option.value.kind](option.value),
+                    f"-d {_quoted(option.help)}",
+                )
+                if part
+            )
         if command.rest.kind not in (Kind.NOTHING, Kind.ANYTHING):
             yield f"{here} {_FISH[command.rest.kind](command.rest).replace('-x ', '').replace('-r ', '')}"
 
@@ -197,7 +231,11 @@ _FISH: Mapping[Kind, Callable[[Value], str]] = {
     Kind.KEYS: lambda value: f"-x -a '{' '.join(f'{word}=' for word in value.words)}'",
 }
 
-WRITERS: Mapping[str, Callable[[Sequence[Command]], Iterator[str]]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+WRITERS: Mapping[str, Callable[[Sequence[Command]], Iterator[str]]] = {
+    "bash": _bash,
+    "zsh": _zsh,
+    "fish": _fish,
+}
 
 
 def _quoted(text: str) -> str:

@@ -58,7 +58,13 @@ specserve completion zsh > ~/.zfunc/_specserve
 specserve completion fish > ~/.config/fish/completions/specserve.fish
 """,
 }
-FIRST = ("serve", "generate", "doctor", "bench", "plan")  # commands that `specserve --help` shows an example of
+FIRST = (
+    "serve",
+    "generate",
+    "doctor",
+    "bench",
+    "plan",
+)  # commands that `specserve --help` shows an example of
 
 
 def epilog(command: str) -> str:

@@ -91,7 +91,9 @@ def bench(options: argparse.Namespace) -> None:
 def tables(options: argparse.Namespace) -> None:
     """Counts tables for a drafter without a model."""
     with Bar(sys.stderr) as bar:
-        made = tabulate.tabulate(options.tokenizer, options.text, options.out, keep=options.keep, tell=bar)
+        made = tabulate.tabulate(
+            options.tokenizer, options.text, options.out, keep=options.keep, tell=bar
+        )
     print(made)
 
 
@@ -99,7 +101,10 @@ def heads(options: argparse.Namespace) -> None:
     """Fits heads to a target."""
     from specserve.tools.train_heads import fit  # late, as below
 
-    out, sizes = options.out, {"num_heads": options.heads, "minutes": options.minutes, "threads": options.threads}
+    out, sizes = (
+        options.out,
+        {"num_heads": options.heads, "minutes": options.minutes, "threads": options.threads},
+    )
     with Bar(sys.stderr) as bar:
         made = fit(options.target, options.text, out, **sizes, tell=bar)
     print(made)
@@ -107,11 +112,15 @@ def heads(options: argparse.Namespace) -> None:
 
 def inflate(options: argparse.Namespace) -> None:
     """Writes a widened copy of a model."""
-    from specserve.tools.inflate import inflate as widen  # torch takes seconds to import; --help and bad usage do not wait for it
+    from specserve.tools.inflate import (
+        inflate as widen,
+    )  # torch takes seconds to import; --help and bad usage do not wait for it
 
     with Bar(sys.stderr) as bar:
         reached = widen(options.model, options.params, options.out, bar)
-    print(f"{options.out} has {reached / 1e6:.0f}M parameters; it computes what {options.model} does, at the cost of a model of that size.")
+    print(
+        f"{options.out} has {reached / 1e6:.0f}M parameters; it computes what {options.model} does, at the cost of a model of that size."
+    )
 
 
 def plan(options: argparse.Namespace) -> None:
@@ -184,7 +193,9 @@ def _require_writable(file: Path) -> None:
     try:
         file.touch()
     except OSError as error:
-        raise BadUsage(f"cannot write --trace {file}: {error.strerror}; name a file in a directory that exists") from error
+        raise BadUsage(
+            f"cannot write --trace {file}: {error.strerror}; name a file in a directory that exists"
+        ) from error
 
 
 def _described(output: Output) -> Mapping[str, object]:
@@ -200,7 +211,9 @@ def _described(output: Output) -> Mapping[str, object]:
 
 def _terminal() -> Terminal:
     """Without colours where NO_COLOR is set to anything: that is its custom."""
-    return Terminal(sys.stdout, colours=not os.environ.get("NO_COLOR"), dumb=os.environ.get("TERM") == "dumb")
+    return Terminal(
+        sys.stdout, colours=not os.environ.get("NO_COLOR"), dumb=os.environ.get("TERM") == "dumb"
+    )
 
 
 def _complain(error: object, *, code: int) -> int:

@@ -32,13 +32,25 @@ def build(args: Mapping[str, object]) -> Application:
 
 def application(config: Config, *, engine: type[Any] | None = None) -> Application:
     """A gateway in front of as many engines as the load asks for, and a board between them. `engine` may be another class of the same methods."""
-    wanted = bundles(config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
-    logs, surge = logging_config(config), _surge_percent(config.replicas, wanted)
-    board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0}, logging_config=logs)(Board).bind(may_sleep=config.replicas.min == 0)
-    engines = serve.deployment(name="Engine", logging_config=logs, max_surge_percent=surge, **_engine_options(config, wanted))(engine or Engine).bind(
-        config, wanted, board
+    wanted = bundles(
+        config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     )
-    gateway = serve.deployment(name="Gateway", logging_config=logs, max_surge_percent=100 if surge else 0, **_gateway_options(config))(Gateway)
+    logs, surge = logging_config(config), _surge_percent(config.replicas, wanted)
+    board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0}, logging_config=logs)(
+        Board
+    ).bind(may_sleep=config.replicas.min == 0)
+    engines = serve.deployment(
+        name="Engine",
+        logging_config=logs,
+        max_surge_percent=surge,
+        **_engine_options(config, wanted),
+    )(engine or Engine).bind(config, wanted, board)
+    gateway = serve.deployment(
+        name="Gateway",
+        logging_config=logs,
+        max_surge_percent=100 if surge else 0,
+        **_gateway_options(config),
+    )(Gateway)
     application: Application = gateway.bind(config, engines, board)
     return application
 
@@ -49,7 +61,9 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
         "placement_group_bundles": [dict(bundle.resources) for bundle in wanted],
         "placement_group_strategy": "PACK",
         "ray_actor_options": {"num_cpus": wanted[COORDINATOR].resources["CPU"]},
-        "max_ongoing_requests": limits.max_running + limits.max_queued + BURST,  # the engine itself refuses what is too much, and says so
+        "max_ongoing_requests": limits.max_running
+        + limits.max_queued
+        + BURST,  # the engine itself refuses what is too much, and says so
         "max_queued_requests": limits.max_queued + BURST,
         "health_check_period_s": 1.0,
         "health_check_timeout_s": 60.0,  # of a call that only looks at counters; slowness under load is no illness
@@ -58,7 +72,9 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
         "max_constructor_retry_count": 3,
     }
     if any(bundle.labels for bundle in wanted):
-        options["placement_group_bundle_label_selector"] = [dict(bundle.labels) for bundle in wanted]
+        options["placement_group_bundle_label_selector"] = [
+            dict(bundle.labels) for bundle in wanted
+        ]
     return options | _scale(config.replicas)
 
 
@@ -66,19 +82,30 @@ def _surge_percent(replicas: Replicas, wanted: tuple[Bundle, ...]) -> int:
     """New replicas come before old ones go, if there is room for them: without it, an update would wait for ever."""
     if replicas.surge_percent is not None:
         return replicas.surge_percent
-    return USUAL_SURGE if ray.is_initialized() and has_room(wanted, ray.available_resources()) else 0
+    return (
+        USUAL_SURGE if ray.is_initialized() and has_room(wanted, ray.available_resources()) else 0
+    )
 
 
 def _gateway_options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "ray_actor_options": {"num_cpus": 1, **({"label_selector": dict(labels)} if (labels := config.http.label_selector) else {})},
+        "ray_actor_options": {
+            "num_cpus": 1,
+            **({"label_selector": dict(labels)} if (labels := config.http.label_selector) else {}),
+        },
         "max_ongoing_requests": GATEWAY_STREAMS,
         "max_constructor_retry_count": 3,
         "graceful_shutdown_timeout_s": config.limits.request_timeout_s,  # its streams cannot move: their connections end here
     }
     if config.replicas.gateways == 1:
         return options
-    return options | {"autoscaling_config": {"min_replicas": 1, "max_replicas": config.replicas.gateways, "target_ongoing_requests": GATEWAY_TARGET}}
+    return options | {
+        "autoscaling_config": {
+            "min_replicas": 1,
+            "max_replicas": config.replicas.gateways,
+            "target_ongoing_requests": GATEWAY_TARGET,
+        }
+    }
 
 
 def _scale(replicas: Replicas) -> dict[str, Any]:
@@ -93,7 +120,9 @@ def _scale(replicas: Replicas) -> dict[str, Any]:
             "upscale_delay_s": replicas.upscale_delay_s,
             "downscale_delay_s": replicas.downscale_delay_s,
             # A look-back longer than the delays makes the autoscaler swing: it would act on load that it has answered already.
-            "look_back_period_s": max(1.0, min(LOOK_BACK_S, replicas.upscale_delay_s, replicas.downscale_delay_s)),
+            "look_back_period_s": max(
+                1.0, min(LOOK_BACK_S, replicas.upscale_delay_s, replicas.downscale_delay_s)
+            ),
         }
     }
 

@@ -33,18 +33,33 @@ def check(config: Config, *, num_gpus: int) -> Checkup:
 
     joins = joined()
     try:
-        resources = dict(ray.cluster_resources()) if joins else ours_would_hold(config, num_gpus=num_gpus)
+        resources = (
+            dict(ray.cluster_resources()) if joins else ours_would_hold(config, num_gpus=num_gpus)
+        )
         serves = joins and serve_runs()
     finally:
         if joins:
             ray.shutdown()
     proxy, trouble = _proxy()
-    return Checkup(ray.__version__, joins, serves, resources, _refusal(config, resources), proxy, trouble, _proxy_ports(config))
+    return Checkup(
+        ray.__version__,
+        joins,
+        serves,
+        resources,
+        _refusal(config, resources),
+        proxy,
+        trouble,
+        _proxy_ports(config),
+    )
 
 
 def _refusal(config: Config, resources: Mapping[str, float]) -> str | None:
     try:
-        check_fits(bundles(config, has_gpus=resources.get("GPU", 0) > 0), resources, replicas=max(1, config.replicas.min))
+        check_fits(
+            bundles(config, has_gpus=resources.get("GPU", 0) > 0),
+            resources,
+            replicas=max(1, config.replicas.min),
+        )
     except ConfigError as error:
         return str(error)
     return None

@@ -28,4 +28,10 @@ class Alignment:
             offset = (sent + answered) / 2 - (work.begun + work.ended) / 2
             self.offset = 0.0 if abs(offset) <= doubt else offset  # on one host it is one clock
             self._doubt = doubt
-        return tuple(spans) if not self.offset else tuple(replace(s, begun=s.begun + self.offset, ended=s.ended + self.offset) for s in spans)
+        return (
+            tuple(spans)
+            if not self.offset
+            else tuple(
+                replace(s, begun=s.begun + self.offset, ended=s.ended + self.offset) for s in spans
+            )
+        )

@@ -31,14 +31,20 @@ class Screen:
         now = time.monotonic()
         if status is not None:
             self._figures = self._window.look(status, now)
-        self._remember([missing] if status is None else [*status.troubles, *([status.why] if status.why else [])])
+        self._remember(
+            [missing]
+            if status is None
+            else [*status.troubles, *([status.why] if status.why else [])]
+        )
         self._terminal.redraw_page([*self._lines(status, missing, now)])
 
     def _remember(self, troubles: Sequence[str]) -> None:
         """Each when it comes up, not as long as it lasts."""
         for trouble in troubles:
             if trouble not in self._last:
-                self._troubles.append((f"{time.strftime('%H:%M:%S')}  {' '.join(trouble.split())}", RED))
+                self._troubles.append(
+                    (f"{time.strftime('%H:%M:%S')}  {' '.join(trouble.split())}", RED)
+                )
         self._last = frozenset(troubles)
 
     def _lines(self, status: Status | None, missing: str, now: float) -> Iterator[Line]:
@@ -60,18 +66,32 @@ def _health(status: Status | None, missing: str) -> Line:
         return f"no status: {missing}", YELLOW
     if not status.healthy:
         return f"not healthy: {status.why}", RED
-    return ("healthy, one engine or more in trouble", YELLOW) if status.troubles else ("healthy", GREEN)
+    return (
+        ("healthy, one engine or more in trouble", YELLOW)
+        if status.troubles
+        else ("healthy", GREEN)
+    )
 
 
 def _rows(figures: Figures) -> Iterator[str]:
     yield _row("engines", f"{figures.replicas}")
-    yield _row("requests", f"{figures.running} running, {figures.waiting} waiting, {figures.succeeded} done{_failed(figures.failures)}")
+    yield _row(
+        "requests",
+        f"{figures.running} running, {figures.waiting} waiting, {figures.succeeded} done{_failed(figures.failures)}",
+    )
     yield _row("tokens/s", f"{figures.tokens_per_second:.0f}")
     yield _row("accepted", _accepted(figures))
-    yield _row("by position", " ".join(f"{share:.2f}" for share in figures.by_position[:_POSITIONS]) or "-")
-    yield _row("lay ready", "-" if figures.hit_rate is None else f"{figures.hit_rate:.0%} of proposals")
+    yield _row(
+        "by position", " ".join(f"{share:.2f}" for share in figures.by_position[:_POSITIONS]) or "-"
+    )
+    yield _row(
+        "lay ready", "-" if figures.hit_rate is None else f"{figures.hit_rate:.0%} of proposals"
+    )
     for name, shares in (("busy", figures.busy), ("cache", figures.cache)):
-        yield from (_row(f"{name}, {role}", f"{bar(share, width=_BAR)} {share:4.0%}") for role, share in shares.items())
+        yield from (
+            _row(f"{name}, {role}", f"{bar(share, width=_BAR)} {share:4.0%}")
+            for role, share in shares.items()
+        )
     yield _row("restarts", _joined(figures.restarts) or "none")
     yield _row("resumed", f"{figures.resumed} requests; {figures.preempted} sequences set back")
 

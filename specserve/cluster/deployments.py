@@ -42,7 +42,9 @@ class _Reply:
 
     outlet: Outlet
     number: int  # the gateway's own, of the request
-    ended: asyncio.Future[SpecserveError | None]  # with a refusal, if the text did not come to its end
+    ended: asyncio.Future[
+        SpecserveError | None
+    ]  # with a refusal, if the text did not come to its end
 
 
 class Engine:
@@ -72,13 +74,17 @@ class Engine:
         self._reports = asyncio.create_task(report_for_ever(board, self._report))
         log.info("engine %s is ready: %s", self._replica, self._group.places)
 
-    async def generate(self, request: Request, number: int, ticket: Ticket) -> SpecserveError | None:
+    async def generate(
+        self, request: Request, number: int, ticket: Ticket
+    ) -> SpecserveError | None:
         """Lasts as long as the request. Its chunks leave by the ticket's link; a refusal is the result, and so is that it must go elsewhere."""
         try:
             seq_id = self._coordinator.submit(request)
         except SpecserveError as refusal:
             return refusal
-        reply = self._replies[seq_id] = _Reply(self._outlet(ticket), number, asyncio.get_running_loop().create_future())
+        reply = self._replies[seq_id] = _Reply(
+            self._outlet(ticket), number, asyncio.get_running_loop().create_future()
+        )
         try:
             return await reply.ended
         finally:
@@ -141,14 +147,20 @@ class Engine:
         """One message for each gateway that has chunks in this round."""
         by_outlet: dict[Outlet, list[Chunk]] = {}
         for chunk in chunks:
-            reply = self._replies.get(chunk.seq_id) if chunk.finish is None else self._replies.pop(chunk.seq_id, None)
+            reply = (
+                self._replies.get(chunk.seq_id)
+                if chunk.finish is None
+                else self._replies.pop(chunk.seq_id, None)
+            )
             if reply is None:
                 continue
             displaced = chunk.finish is Finish.ERROR and self._coordinator.displaced
             if not displaced:
                 by_outlet.setdefault(reply.outlet, []).append(replace(chunk, seq_id=reply.number))
             if chunk.finish is not None and not reply.ended.done():
-                reply.ended.set_result(Displaced(chunk.error or "the engine ends") if displaced else None)
+                reply.ended.set_result(
+                    Displaced(chunk.error or "the engine ends") if displaced else None
+                )
         for outlet, mine in by_outlet.items():
             outlet.send(Chunks(tuple(mine)))
 
@@ -192,7 +204,9 @@ class Gateway:
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._registry = Registry()
         resumed = self._registry.counter("requests_resumed_total")
-        self._replicas = Replicas(engine, board, self._inbox, own=self._replica, resumed=lambda: resumed.add(1))
+        self._replicas = Replicas(
+            engine, board, self._inbox, own=self._replica, resumed=lambda: resumed.add(1)
+        )
         self._reports = asyncio.create_task(report_for_ever(board, self._report))
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -47,13 +47,21 @@ class Window:
             self._seen.popleft()
         then, before = self._seen[0]
         grown = _grown(before, merged)
-        drafts, drafted = grown("spec_decode_num_drafts_total"), grown("spec_decode_num_draft_tokens_total")
-        accepted, hits = grown("spec_decode_num_accepted_tokens_total"), grown("anticipation_hits_total")
+        drafts, drafted = (
+            grown("spec_decode_num_drafts_total"),
+            grown("spec_decode_num_draft_tokens_total"),
+        )
+        accepted, hits = (
+            grown("spec_decode_num_accepted_tokens_total"),
+            grown("anticipation_hits_total"),
+        )
         return Figures(
             replicas=status.replicas,
             running=int(total(merged, "num_requests_running")),
             waiting=int(total(merged, "num_requests_waiting")),
-            tokens_per_second=grown("generation_tokens_total") / (now - then) if now > then else 0.0,
+            tokens_per_second=grown("generation_tokens_total") / (now - then)
+            if now > then
+            else 0.0,
             accepted=_share(accepted, drafted),
             mean_accepted=_share(accepted, drafts),
             by_position=_by_position(before, merged, drafts),
@@ -82,7 +90,10 @@ def _grown(before: Snapshot, after: Snapshot) -> Callable[[str], float]:
 def _by_position(before: Snapshot, after: Snapshot, drafts: float) -> tuple[float, ...]:
     name = "spec_decode_num_accepted_tokens_per_pos_total"
     old, new = before.samples.get(name, {}), after.samples.get(name, {})
-    counts = [new[labels][0] - old.get(labels, (0.0,))[0] for labels in sorted(new, key=lambda labels: int(labels[0]))]
+    counts = [
+        new[labels][0] - old.get(labels, (0.0,))[0]
+        for labels in sorted(new, key=lambda labels: int(labels[0]))
+    ]
     while counts and counts[-1] <= 0:
         counts.pop()
     return tuple(max(0.0, count) / drafts for count in counts) if drafts else ()
@@ -94,8 +105,16 @@ def _share(part: float, whole: float) -> float | None:
 
 def _averages(merged: Snapshot, name: str) -> dict[str, float]:
     """Gauges, by their label if they have one, averaged over those who reported them."""
-    return {"".join(labels): value / reported for labels, (value, reported) in sorted(merged.samples.get(name, {}).items()) if reported}
+    return {
+        "".join(labels): value / reported
+        for labels, (value, reported) in sorted(merged.samples.get(name, {}).items())
+        if reported
+    }
 
 
 def _counts(merged: Snapshot, name: str) -> dict[str, int]:
-    return {"".join(labels): int(sample[0]) for labels, sample in sorted(merged.samples.get(name, {}).items()) if sample[0]}
+    return {
+        "".join(labels): int(sample[0])
+        for labels, sample in sorted(merged.samples.get(name, {}).items())
+        if sample[0]
+    }

@@ -29,11 +29,19 @@ class Gauges:
             self._count("worker_restarts_total", restarts, role)
         self._count("prefix_cache_queries_total", group.target.prefix_queries)
         self._count("prefix_cache_hits_total", group.target.prefix_hits)
-        registry.gauge("kv_cache_usage_perc").set(group.target.pages_used / group.info.num_pages, "target")
+        registry.gauge("kv_cache_usage_perc").set(
+            group.target.pages_used / group.info.num_pages, "target"
+        )
         busy = {"target": group.target.busy_seconds}
-        if group.draft_worker is not None and group.drafter is not None and not isinstance(group.drafter, SentAhead):
+        if (
+            group.draft_worker is not None
+            and group.drafter is not None
+            and not isinstance(group.drafter, SentAhead)
+        ):
             if group.draft_worker.ready.num_pages:
-                registry.gauge("kv_cache_usage_perc").set(group.drafter.pages_used / group.draft_worker.ready.num_pages, "draft")
+                registry.gauge("kv_cache_usage_perc").set(
+                    group.drafter.pages_used / group.draft_worker.ready.num_pages, "draft"
+                )
             busy["draft"] = group.drafter.busy_seconds
         self._busy(busy)
 
@@ -46,5 +54,7 @@ class Gauges:
         self._last_time = now
 
     def _count(self, name: str, total: int, label: str = "") -> None:
-        self._registry.counter(name).add(total - self._last_counts.get(name + label, 0), *([label] if label else []))
+        self._registry.counter(name).add(
+            total - self._last_counts.get(name + label, 0), *([label] if label else [])
+        )
         self._last_counts[name + label] = total

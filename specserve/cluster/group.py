@@ -23,13 +23,17 @@ from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import ModelInfo
 
 TARGET, DRAFT = "target", "draft"
-_ACTORS: dict[type[Any], Any] = {kind: ray.remote(kind) for kind in (TargetWorker, DraftWorker)}  # sent to the cluster once, and not at each start
+_ACTORS: dict[type[Any], Any] = {
+    kind: ray.remote(kind) for kind in (TargetWorker, DraftWorker)
+}  # sent to the cluster once, and not at each start
 
 
 class Group:
     """A target of some ranks and perhaps a drafter. Without the drafter the rounds go on; without a rank they wait until all ranks are new."""
 
-    def __init__(self, config: Config, wanted: Sequence[Bundle], keys: Keys, report: Report | None) -> None:
+    def __init__(
+        self, config: Config, wanted: Sequence[Bundle], keys: Keys, report: Report | None
+    ) -> None:
         self._config, self._draft_config, self._wanted, self._keys = config, config, wanted, keys
         deadline_s = config.faults.round_deadline_s
         self.target = RemoteTarget(deadline_s=deadline_s, report=report)
@@ -43,10 +47,14 @@ class Group:
         self.info: ModelInfo
 
     @classmethod
-    async def start(cls, config: Config, wanted: Sequence[Bundle], report: Report | None = None) -> Group:
+    async def start(
+        cls, config: Config, wanted: Sequence[Bundle], report: Report | None = None
+    ) -> Group:
         """Starts and opens all workers; raises what the first of them raised, and leaves none behind then. `report` hears of every exchange."""
         group = cls(config, wanted, Keys.fresh(), report)
-        drafter = group._new_drafter() if isinstance(group.drafter, RemoteDrafter) else None  # its process starts while the ranks read their weights
+        drafter = (
+            group._new_drafter() if isinstance(group.drafter, RemoteDrafter) else None
+        )  # its process starts while the ranks read their weights
         with _none_left([] if drafter is None else [drafter]):
             ranks = await group._start_ranks()
             group.info = _info(ranks)
@@ -71,7 +79,9 @@ class Group:
     @property
     def troubles(self) -> dict[str, str]:
         """By role, why it is not at work now."""
-        return {keeper.role: keeper.trouble for keeper in self.keepers if keeper.trouble is not None}
+        return {
+            keeper.role: keeper.trouble for keeper in self.keepers if keeper.trouble is not None
+        }
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -98,18 +108,32 @@ class Group:
         """A drafter is worth any number of tries; a target that does not come back makes place for another replica."""
         tries = self._config.faults.max_restarts
         # Ranks that come back have as many pages as the first: the scheduler counts on them.
-        self._config = replace(self._config, cache=replace(self._config.cache, pages=self.info.num_pages))
+        self._config = replace(
+            self._config, cache=replace(self._config.cache, pages=self.info.num_pages)
+        )
         self.keepers = (Keeper(TARGET, ranks, self.target, self._start_ranks, max_restarts=tries),)
         self.draft_context = drafters[0].ready.context if drafters else None
         if isinstance(self.drafter, RemoteDrafter):
-            self.keepers += (Keeper(DRAFT, drafters, self.drafter, self._start_drafter, max_restarts=None),)
+            self.keepers += (
+                Keeper(DRAFT, drafters, self.drafter, self._start_drafter, max_restarts=None),
+            )
 
     async def _start_ranks(self) -> Workers:
-        config, first = self._config, self._wanted[FIRST_RANK : FIRST_RANK + self._config.target.tensor_parallel]
-        actors = [_actor(TargetWorker, bundle, FIRST_RANK + rank, config, rank, self._keys.public) for rank, bundle in enumerate(first)]
+        config, first = (
+            self._config,
+            self._wanted[FIRST_RANK : FIRST_RANK + self._config.target.tensor_parallel],
+        )
+        actors = [
+            _actor(TargetWorker, bundle, FIRST_RANK + rank, config, rank, self._keys.public)
+            for rank, bundle in enumerate(first)
+        ]
         with _none_left(actors):
             meeting = await _answer(actors[0].meet.remote()) if len(actors) > 1 else None
-            return tuple(await asyncio.gather(*(_opened(TARGET, actor, self._keys, meeting) for actor in actors)))
+            return tuple(
+                await asyncio.gather(
+                    *(_opened(TARGET, actor, self._keys, meeting) for actor in actors)
+                )
+            )
 
     async def _start_drafter(self) -> Workers:
         return await self._opened(self._new_drafter())
@@ -143,8 +167,18 @@ def _info(ranks: Workers) -> ModelInfo:
 def _actor(kind: type[Any], bundle: Bundle, number: int, *arguments: object) -> Any:
     """In the replica's placement group; outside of Serve, wherever there is room."""
     group = get_current_placement_group()
-    strategy = None if group is None else PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=number)
-    options: dict[str, Any] = {"num_cpus": bundle.resources.get("CPU", 0), "num_gpus": bundle.resources.get("GPU", 0), "max_restarts": 0}
+    strategy = (
+        None
+        if group is None
+        else PlacementGroupSchedulingStrategy(
+            placement_group=group, placement_group_bundle_index=number
+        )
+    )
+    options: dict[str, Any] = {
+        "num_cpus": bundle.resources.get("CPU", 0),
+        "num_gpus": bundle.resources.get("GPU", 0),
+        "max_restarts": 0,
+    }
     if strategy is None:
         options["label_selector"] = dict(bundle.labels)
     else:
@@ -184,6 +218,10 @@ async def _answer(reference: Awaitable[Any]) -> Any:
         return await reference
     except RayTaskError as error:
         cause = error.cause
-        raise cause if isinstance(cause, SpecserveError) else ModelError(f"a worker could not start: {cause or error}") from error
+        raise (
+            cause
+            if isinstance(cause, SpecserveError)
+            else ModelError(f"a worker could not start: {cause or error}")
+        ) from error
     except RayActorError as error:
         raise WorkerLost(f"a worker died while it started: {error}") from error

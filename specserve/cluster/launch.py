@@ -41,7 +41,11 @@ def serve_until_ended(config: Config, say: Say, terminal: Terminal) -> None:
         say(example)
         with contextlib.suppress(KeyboardInterrupt):
             if terminal.draws:
-                _watch(terminal, title=f"specserve   {config.model}   {url}", hints=(example, "Ctrl-C ends it"))
+                _watch(
+                    terminal,
+                    title=f"specserve   {config.model}   {url}",
+                    hints=(example, "Ctrl-C ends it"),
+                )
             else:
                 _follow(say)
         say("stopping")
@@ -65,7 +69,9 @@ def _starting(say: Say, terminal: Terminal) -> Iterator[Say]:
 
 
 @contextlib.contextmanager
-def deployed(config: Config, say: Say, *, ours: bool = True, engine: type[Any] | None = None) -> Iterator[str]:
+def deployed(
+    config: Config, say: Say, *, ours: bool = True, engine: type[Any] | None = None
+) -> Iterator[str]:
     """The application on the Ray that is joined, for as long as the context lasts; its URL. Serve ends too if it was started here, unless that
     Ray is `ours` and ends as a whole. `engine` may stand in for the real one.
     """
@@ -81,7 +87,14 @@ def deployed(config: Config, say: Say, *, ours: bool = True, engine: type[Any] |
             if not ours:
                 stack.callback(serve.shutdown)
         stack.callback(serve.delete, APP_NAME)
-        _deploy(lambda: serve.run(application(config, engine=engine), name=APP_NAME, logging_config=logging_config(config)), say)
+        _deploy(
+            lambda: serve.run(
+                application(config, engine=engine),
+                name=APP_NAME,
+                logging_config=logging_config(config),
+            ),
+            say,
+        )
         yield _url()
 
 
@@ -91,10 +104,16 @@ def _start_serve(config: Config) -> None:
     from ray.exceptions import RayError
 
     try:
-        serve.start(proxy_location=_proxies(config), http_options=_http_options(config), logging_config=logging_config(config))
+        serve.start(
+            proxy_location=_proxies(config),
+            http_options=_http_options(config),
+            logging_config=logging_config(config),
+        )
     except (RayError, RuntimeError, TimeoutError) as error:
         why = f"Ray Serve did not start: {errors.first_line(error).rstrip('.')}"
-        raise Unavailable(f"{why}; see whether the machine is busy or a port is taken (`specserve doctor`), and try again") from error
+        raise Unavailable(
+            f"{why}; see whether the machine is busy or a port is taken (`specserve doctor`), and try again"
+        ) from error
 
 
 def _url() -> str:
@@ -123,7 +142,9 @@ def _signals_as_interrupts() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
@@ -172,7 +193,9 @@ def _tell_progress(told: dict[str, str], say: Say) -> None:
 
     from specserve.cluster.app import APP_NAME
 
-    with contextlib.suppress(Exception):  # the controller may be starting still, or be away for a moment
+    with contextlib.suppress(
+        Exception
+    ):  # the controller may be starting still, or be away for a moment
         app = serve.status().applications.get(APP_NAME)
         for name, deployment in sorted(app.deployments.items()) if app else ():
             state = deployment.status.value.lower().replace("_", " ")
@@ -222,8 +245,17 @@ def _watch(terminal: Terminal, *, title: str, hints: Sequence[str]) -> None:
 
 def _http_options(config: Config) -> dict[str, Any]:
     """The key before the certificate: Serve checks that they come together in that order."""
-    tls = {"ssl_keyfile": config.http.tls_key, "ssl_certfile": config.http.tls_cert} if config.http.tls_cert else {}
-    return {"host": config.http.host, "port": config.http.port, "root_path": config.http.root_path, **tls}
+    tls = (
+        {"ssl_keyfile": config.http.tls_key, "ssl_certfile": config.http.tls_cert}
+        if config.http.tls_cert
+        else {}
+    )
+    return {
+        "host": config.http.host,
+        "port": config.http.port,
+        "root_path": config.http.root_path,
+        **tls,
+    }
 
 
 def _proxies(config: Config) -> str:

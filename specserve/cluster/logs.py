@@ -27,11 +27,17 @@ def join_serve(config: Config) -> None:
     """To be called first in a replica; a second call changes nothing but the level."""
     log = logging.getLogger(OWN)
     log.setLevel(config.logs.level)
-    log.propagate = False  # Serve sends what reaches the root to the same file a second time, by way of stderr
+    log.propagate = (
+        False  # Serve sends what reaches the root to the same file a second time, by way of stderr
+    )
     if not any(isinstance(handler, ToServe) for handler in log.handlers):
         log.addHandler(ToServe())
 
 
 def logging_config(config: Config) -> dict[str, Any]:
     """Of Serve itself and of the deployments. Serve's line for each call is left out, for the gateway has one that says more."""
-    return {"encoding": config.logs.format.upper(), "log_level": "WARNING", "enable_access_log": False}
+    return {
+        "encoding": config.logs.format.upper(),
+        "log_level": "WARNING",
+        "enable_access_log": False,
+    }

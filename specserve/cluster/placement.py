@@ -23,7 +23,10 @@ class Bundle:
 def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     """In the order of their numbers. Where a device is `auto`, it is a GPU if the cluster has any."""
     target, draft = config.target, config.draft
-    rank = Bundle(_resources(1.0 if _on_gpu(target.device, has_gpus) else 0.0, target.threads), target.label_selector)
+    rank = Bundle(
+        _resources(1.0 if _on_gpu(target.device, has_gpus) else 0.0, target.threads),
+        target.label_selector,
+    )
     wanted = (Bundle({"CPU": 1.0}, {}), *[rank] * target.tensor_parallel)
     if draft.kind in WITHOUT_WORKER:
         return wanted
@@ -31,7 +34,9 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     return (*wanted, Bundle(_resources(share, draft.threads), draft.label_selector))
 
 
-def check_fits(wanted: tuple[Bundle, ...], available: Mapping[str, float], *, replicas: int) -> None:
+def check_fits(
+    wanted: tuple[Bundle, ...], available: Mapping[str, float], *, replicas: int
+) -> None:
     """Raises ConfigError when the cluster, were it empty, could not hold that many replicas. Says how much is asked for and there."""
     for kind in ("GPU", "CPU"):
         asked = replicas * sum(bundle.resources.get(kind, 0.0) for bundle in wanted)
@@ -46,8 +51,13 @@ def check_fits(wanted: tuple[Bundle, ...], available: Mapping[str, float], *, re
 
 def has_room(wanted: tuple[Bundle, ...], available: Mapping[str, float]) -> bool:
     """Whether one replica more, and a gateway, would find a place now."""
-    need = {kind: sum(bundle.resources.get(kind, 0.0) for bundle in wanted) for kind in ("GPU", "CPU")}
-    return available.get("GPU", 0.0) >= need["GPU"] and available.get("CPU", 0.0) >= need["CPU"] + GATEWAY_CPUS
+    need = {
+        kind: sum(bundle.resources.get(kind, 0.0) for bundle in wanted) for kind in ("GPU", "CPU")
+    }
+    return (
+        available.get("GPU", 0.0) >= need["GPU"]
+        and available.get("CPU", 0.0) >= need["CPU"] + GATEWAY_CPUS
+    )
 
 
 def _resources(gpus: float, threads: int | None) -> dict[str, float]:
@@ -56,7 +66,11 @@ def _resources(gpus: float, threads: int | None) -> dict[str, float]:
 
 def _num_gpus(draft: Draft, has_gpus: bool) -> float:
     """The stages of a cascade may name several; those that need no device do not."""
-    named = {part.device for part in draft.parts if _on_gpu(part.device, has_gpus) and (part is draft or part.kind not in STATISTICAL)}
+    named = {
+        part.device
+        for part in draft.parts
+        if _on_gpu(part.device, has_gpus) and (part is draft or part.kind not in STATISTICAL)
+    }
     return float(len({FIRST_GPU if name in ("auto", "cuda") else name for name in named}))
 
 

@@ -21,14 +21,18 @@ SERVE_SETTINGS = {
     "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",  # with the default of 30 s Ctrl-C would take as long
 }
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-SHORT = "/tmp" if os.path.isdir("/tmp") else None  # whatever TMPDIR says: the path of a socket must be short
+SHORT = (
+    "/tmp" if os.path.isdir("/tmp") else None
+)  # whatever TMPDIR says: the path of a socket must be short
 GATEWAY_CPUS = 1.0
 
 
 @contextlib.contextmanager
 def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -> Iterator[bool]:
     """Whether it is our own. Raises ConfigError when the cluster is too small for the config, or its port is taken."""
-    for name, value in _serve_settings(config).items():  # read where Serve starts, and when it is imported
+    for name, value in _serve_settings(
+        config
+    ).items():  # read where Serve starts, and when it is imported
         os.environ.setdefault(name, value)
     import ray
 
@@ -37,13 +41,19 @@ def ray_here(config: Config, say: Callable[[str], None], *, join: bool = True) -
         if ours:
             require_free_port(config)
             say("starting Ray")
-            _keep_proxy_files_in(stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT)))
+            _keep_proxy_files_in(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT))
+            )
             ray.init(address="local", num_cpus=_num_cpus(config), include_dashboard=False, **QUIET)
         else:
             say("joined the Ray cluster that runs here")
         stack.callback(ray.shutdown)
         resources = ray.cluster_resources()
-        check_fits(bundles(config, has_gpus=resources.get("GPU", 0) > 0), resources, replicas=max(1, config.replicas.min))
+        check_fits(
+            bundles(config, has_gpus=resources.get("GPU", 0) > 0),
+            resources,
+            replicas=max(1, config.replicas.min),
+        )
         yield ours
 
 
@@ -90,9 +100,13 @@ def _serve_settings(config: Config) -> dict[str, str]:
         return SERVE_SETTINGS
     for file in files:
         if not os.access(file, os.R_OK):
-            raise ConfigError(f"{file}, of http.tls_cert and http.tls_key, cannot be read; both name PEM files that this user may read")
+            raise ConfigError(
+                f"{file}, of http.tls_cert and http.tls_key, cannot be read; both name PEM files that this user may read"
+            )
     if os.environ.get(HA_PROXY, "0") == "1":
-        raise ConfigError(f"Serve's HAProxy cannot speak TLS: unset {HA_PROXY}, or leave http.tls_cert out and end TLS in a proxy in front")
+        raise ConfigError(
+            f"Serve's HAProxy cannot speak TLS: unset {HA_PROXY}, or leave http.tls_cert out and end TLS in a proxy in front"
+        )
     return SERVE_SETTINGS | {HA_PROXY: "0"}
 
 

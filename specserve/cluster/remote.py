@@ -34,13 +34,17 @@ class RemoteTarget:
     def __init__(self, *, deadline_s: float, report: Report | None = None) -> None:
         self._deadline_s, self._report = deadline_s, report
         self._ranks: tuple[Client, ...] = ()
-        self._here = asyncio.Event()  # set while there are ranks, or it is known that there will be none
+        self._here = (
+            asyncio.Event()
+        )  # set while there are ranks, or it is known that there will be none
         self._gone: Displaced | None = None
         self._clocks = Alignment()
         self._number = 0
         self._released: list[int] = []
         self.lose: Lose = log.error  # is told why the ranks cannot be relied on any more
-        self.unasked: Callable[[Prepared], None] | None = None  # takes what rank 0 sends ahead, if it drafts
+        self.unasked: Callable[[Prepared], None] | None = (
+            None  # takes what rank 0 sends ahead, if it drafts
+        )
         self.has_answered = False  # since they are here
         self.busy_seconds = 0.0  # of rank 0
         self.pages_used = self.prefix_queries = self.prefix_hits = 0
@@ -87,7 +91,9 @@ class RemoteTarget:
             return await self.verify(steps)
         raise WorkerLost("the target was lost between two rounds")
 
-    async def _verdicts(self, calls: Sequence[Awaitable[Message]], sent: float) -> Sequence[Verdict]:
+    async def _verdicts(
+        self, calls: Sequence[Awaitable[Message]], sent: float
+    ) -> Sequence[Verdict]:
         try:
             first = await calls[0] if len(calls) == 1 else (await asyncio.gather(*calls))[0]
         except WorkerLost as error:
@@ -96,12 +102,23 @@ class RemoteTarget:
         if not isinstance(first, Verdicts):
             raise WorkerLost(f"the target answered a round with {type(first).__name__}")
         queries, hits = self._prefix_before
-        self.pages_used, self.prefix_queries, self.prefix_hits = first.pages_used, queries + first.prefix_queries, hits + first.prefix_hits
+        self.pages_used, self.prefix_queries, self.prefix_hits = (
+            first.pages_used,
+            queries + first.prefix_queries,
+            hits + first.prefix_hits,
+        )
         self.has_answered = True
         self.busy_seconds += first.seconds
         if self._report is not None:
             answered = time.perf_counter()
-            self._report(Exchange("target", sent, answered, self._clocks.aligned(first.spans, sent=sent, answered=answered)))
+            self._report(
+                Exchange(
+                    "target",
+                    sent,
+                    answered,
+                    self._clocks.aligned(first.spans, sent=sent, answered=answered),
+                )
+            )
         return first.verdicts
 
 
@@ -117,8 +134,12 @@ class RemoteDrafter:
         self._clocks = Alignment()
         self._number = 0
         self._released: list[int] = []
-        self._foreseen: dict[tuple[int, int, int], Proposal] = {}  # by sequence, where it begins, and the token before that
-        self._unheard: asyncio.Future[Sequence[Proposal]] | None = None  # an answer that nobody waited for
+        self._foreseen: dict[
+            tuple[int, int, int], Proposal
+        ] = {}  # by sequence, where it begins, and the token before that
+        self._unheard: asyncio.Future[Sequence[Proposal]] | None = (
+            None  # an answer that nobody waited for
+        )
         self._usual_s = FIRST_S  # that an answer takes; known of its predecessors, too
         self.lose: Lose = log.error  # is told why the worker cannot be relied on any more
         self.has_answered = False
@@ -167,7 +188,10 @@ class RemoteDrafter:
 
     def _foresee(self, message: Prepared) -> None:
         if message.number == self._number:
-            self._foreseen = {(one.proposal.seq_id, one.proposal.start, one.token): one.proposal for one in message.foreseen}
+            self._foreseen = {
+                (one.proposal.seq_id, one.proposal.start, one.token): one.proposal
+                for one in message.foreseen
+            }
 
     def _look_up(self, steps: Sequence[DraftStep]) -> list[Proposal] | None:
         """The proposals for all steps, or None where one of them must be waited for."""
@@ -183,9 +207,15 @@ class RemoteDrafter:
         if not step.gamma:
             return Proposal(step.seq_id, stop, (), None, stop)
         proposal = self._foreseen.get((step.seq_id, stop, step.tokens[-1]))
-        return None if proposal is None or len(proposal.tokens) < step.gamma else _shortened(proposal, step.gamma)
+        return (
+            None
+            if proposal is None or len(proposal.tokens) < step.gamma
+            else _shortened(proposal, step.gamma)
+        )
 
-    async def _once_heard(self, unheard: asyncio.Future[Sequence[Proposal]], worker: Client, message: Propose) -> Sequence[Proposal]:
+    async def _once_heard(
+        self, unheard: asyncio.Future[Sequence[Proposal]], worker: Client, message: Propose
+    ) -> Sequence[Proposal]:
         """One call at a time: the last one's answer first."""
         await unheard
         if worker is not self._worker or worker.is_late:
@@ -197,7 +227,9 @@ class RemoteDrafter:
         patience = min(self._deadline_s, max(PATIENCE_S, PATIENCE * self._usual_s))
         return self._proposals(worker, worker.call(message, patience), message, sent)
 
-    async def _proposals(self, worker: Client, call: Awaitable[Message], message: Propose, sent: float) -> Sequence[Proposal]:
+    async def _proposals(
+        self, worker: Client, call: Awaitable[Message], message: Propose, sent: float
+    ) -> Sequence[Proposal]:
         try:
             answer = await call
         except WorkerLost as error:
@@ -210,7 +242,14 @@ class RemoteDrafter:
         self.pages_used = answer.pages_used
         self.busy_seconds += _worked(answer.spans) or answer.seconds
         if self._report is not None:
-            self._report(Exchange("draft", sent, answered, self._clocks.aligned(answer.spans, sent=sent, answered=answered)))
+            self._report(
+                Exchange(
+                    "draft",
+                    sent,
+                    answered,
+                    self._clocks.aligned(answer.spans, sent=sent, answered=answered),
+                )
+            )
         return answer.proposals
 
     def _without(self, worker: Client, message: Propose, error: WorkerLost) -> Sequence[Proposal]:
@@ -222,7 +261,9 @@ class RemoteDrafter:
             return _nothing(message.steps, is_here=False)
         log.warning("a round goes on without its drafts: %s", error)
         self._usual_s *= 1.5
-        asyncio.get_running_loop().call_later(self._deadline_s, self._lose_if_late, worker, str(error))
+        asyncio.get_running_loop().call_later(
+            self._deadline_s, self._lose_if_late, worker, str(error)
+        )
         return _nothing(message.steps, is_here=True)
 
     def _lose_if_late(self, worker: Client, why: str) -> None:
@@ -250,7 +291,11 @@ class SentAhead:
 
     def _known(self, step: DraftStep) -> Proposal:
         stop, one = step.start + len(step.tokens), self._foreseen.get(step.seq_id)
-        if not step.gamma or one is None or (one.proposal.start, one.token) != (stop, step.tokens[-1]):
+        if (
+            not step.gamma
+            or one is None
+            or (one.proposal.start, one.token) != (stop, step.tokens[-1])
+        ):
             return Proposal(step.seq_id, stop, (), None, stop)
         return replace(_shortened(one.proposal, step.gamma), held=stop + step.gamma)
 
@@ -267,14 +312,22 @@ async def _at_once(proposals: Sequence[Proposal]) -> Sequence[Proposal]:
 
 def _nothing(steps: Sequence[DraftStep], *, is_here: bool) -> list[Proposal]:
     """No drafts. What the steps built on is held still, unless who held it is gone."""
-    return [Proposal(step.seq_id, step.start + len(step.tokens), (), None, step.start if is_here else 0) for step in steps]
+    return [
+        Proposal(step.seq_id, step.start + len(step.tokens), (), None, step.start if is_here else 0)
+        for step in steps
+    ]
 
 
 def _shortened(proposal: Proposal, gamma: int) -> Proposal:
     if len(proposal.tokens) <= gamma:
         return proposal
     q = None if proposal.q is None else SparseRows(proposal.q.ids[:gamma], proposal.q.probs[:gamma])
-    return replace(proposal, tokens=proposal.tokens[:gamma], q=q, held=min(proposal.held, proposal.start + max(0, gamma - 1)))
+    return replace(
+        proposal,
+        tokens=proposal.tokens[:gamma],
+        q=q,
+        held=min(proposal.held, proposal.start + max(0, gamma - 1)),
+    )
 
 
 def _worked(spans: Sequence[Span]) -> float:

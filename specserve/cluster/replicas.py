@@ -34,9 +34,17 @@ Mail = asyncio.Queue[Chunk | SpecserveError]
 class Replicas:
     """Implements `api.service.Service` over handles of the engine and of the board."""
 
-    def __init__(self, engine: Any, board: Any, inbox: Inbox, *, own: str, resumed: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Any, board: Any, inbox: Inbox, *, own: str, resumed: Callable[[], None]
+    ) -> None:
         """`resumed` is told each time that a request goes on elsewhere."""
-        self._engine, self._board, self._inbox, self._own, self._resumed = engine, board, inbox, own, resumed
+        self._engine, self._board, self._inbox, self._own, self._resumed = (
+            engine,
+            board,
+            inbox,
+            own,
+            resumed,
+        )
         self._numbers = itertools.count()
         self._mail: dict[int, Mail] = {}
         self._full_until, self._why_full = 0.0, ""
@@ -90,7 +98,13 @@ class Replicas:
         try:
             status: Status = await self._board.status.remote(self._own)
         except (RayError, RayServeException) as error:
-            return Status(ready=False, healthy=False, why=f"the engines' board does not answer: {type(error).__name__}", metrics=(), replicas=0)
+            return Status(
+                ready=False,
+                healthy=False,
+                why=f"the engines' board does not answer: {type(error).__name__}",
+                metrics=(),
+                replicas=0,
+            )
         return status
 
     async def trace(self, last: int | None = None) -> Mapping[str, Any]:

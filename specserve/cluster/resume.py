@@ -31,7 +31,9 @@ class Story:
     @property
     def request(self) -> Request:
         """What to ask the next engine for."""
-        return replace(self._asked, written=tuple(self._written)) if self.num_resumed else self._asked
+        return (
+            replace(self._asked, written=tuple(self._written)) if self.num_resumed else self._asked
+        )
 
     def take(self, chunk: Chunk) -> Chunk:
         """The chunk as the client is to see it."""
@@ -49,9 +51,13 @@ class Story:
         """The engine is gone. Seconds to wait before another is asked, the first time none; raises when that has not helped for too long."""
         self._num_losses += 1
         if self._num_losses > MAX_LOSSES and self._clock() - self._moved > PATIENCE_S:
-            raise WorkerLost(f"the request lost its engine {self._num_losses} times without getting any further: {error}") from error
+            raise WorkerLost(
+                f"the request lost its engine {self._num_losses} times without getting any further: {error}"
+            ) from error
         if self._now is not None:
             self._before = self._now if self._before is None else self._now.after(self._before)
         self._now = None
         self.num_resumed += 1
-        return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * (2.0 ** (self._num_losses - 1) - 1)) * random.uniform(0.5, 1.5)
+        return min(
+            LONGEST_PAUSE_S, FIRST_PAUSE_S * (2.0 ** (self._num_losses - 1) - 1)
+        ) * random.uniform(0.5, 1.5)

@@ -28,7 +28,10 @@ class Pulse:
 
     def _work(self, status: Status, now: float) -> str:
         merged = merge(status.metrics)
-        written, drafted = self._grown("generation_tokens_total", merged), self._grown("spec_decode_num_draft_tokens_total", merged)
+        written, drafted = (
+            self._grown("generation_tokens_total", merged),
+            self._grown("spec_decode_num_draft_tokens_total", merged),
+        )
         accepted = self._grown("spec_decode_num_accepted_tokens_total", merged)
         seconds, self._when = (now - self._when if self._when is not None else 0.0), now
         parts = [

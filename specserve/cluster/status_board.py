@@ -32,7 +32,9 @@ class Report:
 class Board:
     """Keeps the last counters of those that are gone, so that sums never fall. Where all engines `may_sleep`, the next request wakes one."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, may_sleep: bool = False) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, may_sleep: bool = False
+    ) -> None:
         self._clock, self._may_sleep = clock, may_sleep
         self._reports: dict[str, tuple[float, Report]] = {}
         self._gone: Snapshot | None = None
@@ -47,10 +49,19 @@ class Board:
         troubles = [report.trouble for report in engines if report.trouble is not None]
         healthy = len(troubles) < len(engines) or (self._may_sleep and not engines)
         why = "" if healthy else "; ".join(troubles) or "no engine replica reports"
-        metrics = [report.metrics for _, report in self._reports.values() if report.replica != besides]
+        metrics = [
+            report.metrics for _, report in self._reports.values() if report.replica != besides
+        ]
         if self._gone is not None:
             metrics.append(self._gone)
-        return Status(ready=healthy, healthy=healthy, why=why, metrics=tuple(metrics), replicas=len(engines), troubles=tuple(troubles))
+        return Status(
+            ready=healthy,
+            healthy=healthy,
+            why=why,
+            metrics=tuple(metrics),
+            replicas=len(engines),
+            troubles=tuple(troubles),
+        )
 
     def _forget_silent(self) -> None:
         for replica, (when, report) in list(self._reports.items()):

@@ -22,7 +22,10 @@ from specserve.wire.messages import Stop
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0  # between starts that did not help; the first comes at once
+FIRST_PAUSE_S, LONGEST_PAUSE_S = (
+    0.25,
+    30.0,
+)  # between starts that did not help; the first comes at once
 START_S = 1800.0  # that workers may take to start
 
 
@@ -75,7 +78,9 @@ Start = Callable[[], Awaitable[Workers]]
 class Keeper:
     """`start` makes all workers of the role anew. After `max_restarts` in a row that did not help there is no other try; None: there always is."""
 
-    def __init__(self, role: str, workers: Workers, remote: Remote, start: Start, *, max_restarts: int | None) -> None:
+    def __init__(
+        self, role: str, workers: Workers, remote: Remote, start: Start, *, max_restarts: int | None
+    ) -> None:
         self.role, self.workers = role, workers
         self.trouble: str | None = None  # why there are no workers now
         self.is_over = False  # whether there will be none
@@ -105,7 +110,9 @@ class Keeper:
         if not self._lost.is_set():
             for worker in self.workers:
                 worker.client.post(Stop())
-            await asyncio.wait([asyncio.ensure_future(worker.running) for worker in self.workers], timeout=1.0)
+            await asyncio.wait(
+                [asyncio.ensure_future(worker.running) for worker in self.workers], timeout=1.0
+            )
         for worker in self.workers:
             worker.end()
 

@@ -28,7 +28,16 @@ from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
 from specserve.models.warmup import SEQUENCE, warm_up
 from specserve.types import DraftStep, ModelInfo, Policy, Span, Verdict, Warp
-from specserve.wire.messages import Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify
+from specserve.wire.messages import (
+    Failed,
+    Message,
+    Prepared,
+    Proposals,
+    Propose,
+    Stop,
+    Verdicts,
+    Verify,
+)
 
 if TYPE_CHECKING:
     from specserve.drafters.registry import OpenDrafter
@@ -89,14 +98,23 @@ class TargetWorker:
     def meet(self) -> tuple[str, int]:
         """Of rank 0: opens the place where the ranks find one another; its host and port."""
         host = ray.util.get_node_ip_address()
-        self._store = TCPStore(host, 0, self._size, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS)
+        self._store = TCPStore(
+            host, 0, self._size, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS
+        )
         return host, self._store.port
 
     def open(self, meeting: tuple[str, int] | None) -> Ready:
         """Reads this rank's share of the weights and warms up. Every rank must be told to, at the same time."""
         own = self._config.target
-        _use_threads(own.threads, sharers=own.tensor_parallel + (self._config.draft.kind not in WITHOUT_WORKER))
-        self._model = open_rank(find_checkpoint(own.path, revision=own.revision), self._config, shard=self._joined(meeting))
+        _use_threads(
+            own.threads,
+            sharers=own.tensor_parallel + (self._config.draft.kind not in WITHOUT_WORKER),
+        )
+        self._model = open_rank(
+            find_checkpoint(own.path, revision=own.revision),
+            self._config,
+            shard=self._joined(meeting),
+        )
         info = replace(self._model.info, curve=warm_up(self._model, timed=self._size == 1))
         if self._config.draft.kind == "heads":
             assert isinstance(self._model, TargetModel), "the only rank judges"
@@ -104,7 +122,14 @@ class TargetWorker:
         if isinstance(self._model, TargetModel):
             self._model.parses.warm()
         _settle()
-        return Ready(self._server.address, _place(self._model.runner.device), info.max_context, info.num_pages, info, self._unasked is not None)
+        return Ready(
+            self._server.address,
+            _place(self._model.runner.device),
+            info.max_context,
+            info.num_pages,
+            info,
+            self._unasked is not None,
+        )
 
     def run(self) -> None:
         """Answers until it is told to stop. While this call is under way, the worker is alive."""
@@ -119,7 +144,9 @@ class TargetWorker:
             return None
         store = self._store or TCPStore(*meeting, self._size, is_master=False, timeout=RENDEZVOUS)
         on_cuda = self._config.target.device != "cpu" and torch.cuda.is_available()
-        dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=self._rank, world_size=self._size)
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo", store=store, rank=self._rank, world_size=self._size
+        )
         return Shard(self._rank, self._size)
 
     def _answer(self, message: Message) -> Message:
@@ -132,7 +159,15 @@ class TargetWorker:
         if self._unasked is not None:
             spans.append(self._draft(self._unasked, message, verdicts))
         cache, seconds = self._model.runner.cache, spans[-1].ended - begun
-        return Verdicts(message.number, verdicts, seconds, cache.num_used, cache.prefix_queries, cache.prefix_hits, tuple(spans))
+        return Verdicts(
+            message.number,
+            verdicts,
+            seconds,
+            cache.num_used,
+            cache.prefix_queries,
+            cache.prefix_hits,
+            tuple(spans),
+        )
 
     def _draft(self, unasked: Unasked, message: Verify, verdicts: Sequence[Verdict]) -> Span:
         """Sent before the verdicts: these call for the next round, which would find no proposals if they came later."""
@@ -160,17 +195,28 @@ class DraftWorker:
         """Reads the weights and warms up."""
         own = self._config.draft
         _use_threads(own.threads, sharers=self._config.target.tensor_parallel + 1)
-        grammars = Grammars.of(self._tokenizer, vocab_size=target.vocab_size, end_ids=target.end_ids)
-        self._drafter = open_drafter(self._config, target_vocab_size=target.vocab_size, grammars=grammars, alone=True)
+        grammars = Grammars.of(
+            self._tokenizer, vocab_size=target.vocab_size, end_ids=target.end_ids
+        )
+        self._drafter = open_drafter(
+            self._config, target_vocab_size=target.vocab_size, grammars=grammars, alone=True
+        )
         for rows in WARM_LENGTHS:
             source = () if target.decoder_start is None else (0,)
-            self._drafter.propose([_draft_step(min(rows, self._drafter.context - 2), source)], float("inf"))
+            self._drafter.propose(
+                [_draft_step(min(rows, self._drafter.context - 2), source)], float("inf")
+            )
             self._drafter.prepare(bool)
             self._drafter.release([SEQUENCE])
         _settle()
         if own.device == "cpu" or not torch.cuda.is_available():
             os.nice(NICENESS)
-        return Ready(self._server.address, _place(self._drafter.device), self._drafter.context, self._drafter.num_pages)
+        return Ready(
+            self._server.address,
+            _place(self._drafter.device),
+            self._drafter.context,
+            self._drafter.num_pages,
+        )
 
     def run(self) -> None:
         """Answers until it is told to stop. While this call is under way, the worker is alive."""
@@ -189,7 +235,9 @@ class DraftWorker:
         proposals = tuple(self._drafter.propose(message.steps, begun + message.deadline))
         ended = time.perf_counter()
         spans, self._prepared = (*self._prepared, Span("draft", begun, ended)), ()
-        return Proposals(message.number, proposals, ended - begun, self._drafter.num_pages_used, spans)
+        return Proposals(
+            message.number, proposals, ended - begun, self._drafter.num_pages_used, spans
+        )
 
     def _prepare(self) -> None:
         assert self._drafter is not None
@@ -204,7 +252,13 @@ def _born(server: Server) -> Born:
     return Born(server.address, ray.get_runtime_context().get_node_id(), os.getpid())
 
 
-def _answer_all(server: Server, answer: Callable[[Message], Message], rest: Callable[[], None], *, watch_s: float) -> None:
+def _answer_all(
+    server: Server,
+    answer: Callable[[Message], Message],
+    rest: Callable[[], None],
+    *,
+    watch_s: float,
+) -> None:
     """One answer for each message, then whatever there is to do until the next. A failure is an answer too, of the round that asked."""
     while not isinstance(message := server.receive(None, watch_s=watch_s), Stop):
         if not isinstance(message, (Propose, Verify)):
@@ -214,7 +268,9 @@ def _answer_all(server: Server, answer: Callable[[Message], Message], rest: Call
             rest()
         except Exception as error:
             log.exception("round %d failed", message.number)
-            server.send(Failed(message.number, type(error).__name__, str(error) or type(error).__name__))
+            server.send(
+                Failed(message.number, type(error).__name__, str(error) or type(error).__name__)
+            )
     server.close()
 
 
@@ -235,8 +291,20 @@ def _use_threads(wanted: int | None, *, sharers: int) -> None:
 
 def _place(device: torch.device) -> Place:
     context = ray.get_runtime_context()
-    return Place(context.get_node_id(), os.getpid(), str(device), tuple(context.get_accelerator_ids().get("GPU", ())))
+    return Place(
+        context.get_node_id(),
+        os.getpid(),
+        str(device),
+        tuple(context.get_accelerator_ids().get("GPU", ())),
+    )
 
 
 def _draft_step(rows: int, source: tuple[int, ...]) -> DraftStep:
-    return DraftStep(SEQUENCE, 0, (0,) * max(1, rows), 2, Policy(Warp(), "block", seed=0, prompt_length=rows), source)
+    return DraftStep(
+        SEQUENCE,
+        0,
+        (0,) * max(1, rows),
+        2,
+        Policy(Warp(), "block", seed=0, prompt_length=rows),
+        source,
+    )

@@ -18,7 +18,10 @@ ASKED = 4  # tokens, where draft.k is left out
 
 def device_name() -> Rule:
     def read(value: object, key: str) -> str:
-        if isinstance(value, str) and (value in ("auto", "cpu", "cuda") or (value.startswith("cuda:") and value[5:].isdecimal())):
+        if isinstance(value, str) and (
+            value in ("auto", "cpu", "cuda")
+            or (value.startswith("cuda:") and value[5:].isdecimal())
+        ):
             return value
         raise ValueError
 
@@ -30,7 +33,9 @@ def stage_kind() -> Rule:
 
     def read(value: object, key: str) -> str:
         if value in CASCADES:
-            raise ConfigError(f"{key} {value} would be a cascade in a cascade; name its stages in draft.stages themselves")
+            raise ConfigError(
+                f"{key} {value} would be a cascade in a cascade; name its stages in draft.stages themselves"
+            )
         found: str = plain.read(value, key)
         return found
 
@@ -66,7 +71,9 @@ class Stage:
     learn: bool | None = setting(None, boolean())
 
 
-def check_stages(kind: str, stages: Sequence[Stage], k: Sequence[Sequence[int]], lenience: Sequence[float]) -> None:
+def check_stages(
+    kind: str, stages: Sequence[Stage], k: Sequence[Sequence[int]], lenience: Sequence[float]
+) -> None:
     """Of a draft of whatever kind; raises ConfigError."""
     if kind in CASCADES:
         _check_each(kind, stages)
@@ -75,7 +82,9 @@ def check_stages(kind: str, stages: Sequence[Stage], k: Sequence[Sequence[int]],
         return
     for key, given in (("stages", stages), ("k", k), ("lenience", lenience != (1.0,))):
         if given:
-            raise ConfigError(f"draft.{key} belongs to the kinds {', '.join(CASCADES)}, and draft.kind is {kind}; leave it out")
+            raise ConfigError(
+                f"draft.{key} belongs to the kinds {', '.join(CASCADES)}, and draft.kind is {kind}; leave it out"
+            )
 
 
 def asked_of(kind: str, num_stages: int, k: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
@@ -83,22 +92,33 @@ def asked_of(kind: str, num_stages: int, k: Sequence[Sequence[int]]) -> tuple[tu
     if k:
         return tuple(tuple(row) for row in k)
     rows = 1 if kind == "horizontal" else num_stages
-    return tuple(tuple(ASKED if j == i or (j > i and kind != "vertical") else 0 for j in range(num_stages)) for i in range(rows))
+    return tuple(
+        tuple(ASKED if j == i or (j > i and kind != "vertical") else 0 for j in range(num_stages))
+        for i in range(rows)
+    )
 
 
 def _check_each(kind: str, stages: Sequence[Stage]) -> None:
     if len(stages) < 2:
-        raise ConfigError(f"draft.kind {kind} needs draft.stages, two or more from the largest to the smallest, not {len(stages)}")
+        raise ConfigError(
+            f"draft.kind {kind} needs draft.stages, two or more from the largest to the smallest, not {len(stages)}"
+        )
     for i, stage in enumerate(stages):
         key = f"draft.stages[{i}]"
         if stage.kind == "neural" and stage.path is None:
             raise ConfigError(f"{key}.path is missing: the kind neural needs a model")
         if stage.kind != "neural" and i < len(stages) - 1:
-            raise ConfigError(f"{key}.kind {stage.kind} can only be the last stage, for it cannot review; put it last, or make it neural")
+            raise ConfigError(
+                f"{key}.kind {stage.kind} can only be the last stage, for it cannot review; put it last, or make it neural"
+            )
         if stage.kind in TABLED and stage.path is None and stage.learn is False:
-            raise ConfigError(f"{key}.path is missing: the kind {stage.kind} needs a file of tables (`specserve tables` makes one), or learn true")
+            raise ConfigError(
+                f"{key}.path is missing: the kind {stage.kind} needs a file of tables (`specserve tables` makes one), or learn true"
+            )
         if stage.learn is not None and stage.kind not in STATISTICAL:
-            raise ConfigError(f"{key}.learn belongs to the kinds {', '.join(STATISTICAL)}, and its kind is {stage.kind}; leave it out")
+            raise ConfigError(
+                f"{key}.learn belongs to the kinds {', '.join(STATISTICAL)}, and its kind is {stage.kind}; leave it out"
+            )
 
 
 def _check_asked(kind: str, num_stages: int, k: Sequence[Sequence[int]]) -> None:
@@ -106,14 +126,22 @@ def _check_asked(kind: str, num_stages: int, k: Sequence[Sequence[int]]) -> None
         return
     rows = 1 if kind == "horizontal" else num_stages
     if len(k) != rows or any(len(row) != num_stages for row in k):
-        raise ConfigError(f"draft.k must be {rows} x {num_stages} for draft.kind {kind} with {num_stages} stages, not {' and '.join(map(_size, k))}")
+        raise ConfigError(
+            f"draft.k must be {rows} x {num_stages} for draft.kind {kind} with {num_stages} stages, not {' and '.join(map(_size, k))}"
+        )
     for i, row in enumerate(k):
         if any(row[:i]):
-            raise ConfigError(f"draft.k[{i}] must begin with {i} zeros, not {list(row)}: no stage asks a larger one")
+            raise ConfigError(
+                f"draft.k[{i}] must begin with {i} zeros, not {list(row)}: no stage asks a larger one"
+            )
         if row[i] == 0:
-            raise ConfigError(f"draft.k[{i}][{i}] must be above 0: the next smaller stage is asked for something, or left out of draft.stages")
+            raise ConfigError(
+                f"draft.k[{i}][{i}] must be above 0: the next smaller stage is asked for something, or left out of draft.stages"
+            )
         if kind == "vertical" and any(row[i + 1 :]):
-            raise ConfigError(f"draft.k[{i}] must end with zeros for draft.kind vertical, not {list(row)}; use draft.kind cascade")
+            raise ConfigError(
+                f"draft.k[{i}] must end with zeros for draft.kind vertical, not {list(row)}; use draft.kind cascade"
+            )
 
 
 def _size(row: Sequence[int]) -> str:
@@ -122,6 +150,10 @@ def _size(row: Sequence[int]) -> str:
 
 def _check_lenience(kind: str, num_stages: int, lenience: Sequence[float]) -> None:
     if kind == "horizontal" and lenience != (1.0,):
-        raise ConfigError("draft.lenience belongs to the kinds vertical and cascade: in draft.kind horizontal nothing is reviewed; leave it out")
+        raise ConfigError(
+            "draft.lenience belongs to the kinds vertical and cascade: in draft.kind horizontal nothing is reviewed; leave it out"
+        )
     if len(lenience) not in (1, num_stages - 1):
-        raise ConfigError(f"draft.lenience must be one number, or {num_stages - 1} for {num_stages} stages, not {len(lenience)}")
+        raise ConfigError(
+            f"draft.lenience must be one number, or {num_stages - 1} for {num_stages} stages, not {len(lenience)}"
+        )

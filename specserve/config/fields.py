@@ -60,11 +60,21 @@ def number(low: float, high: float, *, above: bool = False) -> Rule:
     """From `low` to `high`; with `above`, `low` itself is out."""
 
     def read(value: object, key: str) -> float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high and not (above and value == low):
+        if (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and low <= value <= high
+            and not (above and value == low)
+        ):
             return float(value)
         raise ValueError
 
-    return Rule(f"a number above {low:g} and up to {high:g}" if above else f"a number from {low:g} to {high:g}", read)
+    return Rule(
+        f"a number above {low:g} and up to {high:g}"
+        if above
+        else f"a number from {low:g} to {high:g}",
+        read,
+    )
 
 
 def boolean() -> Rule:
@@ -87,7 +97,9 @@ def text(*, empty: bool = False) -> Rule:
 
 def labels() -> Rule:
     def read(value: object, key: str) -> dict[str, str]:
-        if isinstance(value, Mapping) and all(isinstance(part, str) for pair in value.items() for part in pair):
+        if isinstance(value, Mapping) and all(
+            isinstance(part, str) for pair in value.items() for part in pair
+        ):
             return dict(value)
         raise ValueError
 
@@ -96,7 +108,10 @@ def labels() -> Rule:
 
 def unset_as(word: str, rule: Rule) -> Rule:
     """`word` is what people write for None."""
-    return Rule(f"{word}, or {rule.expects}", lambda value, key: None if value == word else rule.read(value, key))
+    return Rule(
+        f"{word}, or {rule.expects}",
+        lambda value, key: None if value == word else rule.read(value, key),
+    )
 
 
 def items(rule: Rule) -> Rule:
@@ -124,7 +139,9 @@ def read_value(rule: Rule, value: object, key: str) -> Any:
         raise ConfigError(f"{key} must be {rule.expects}, not {value!r}") from None
 
 
-def read_section(kind: type[T], given: Mapping[Any, object], path: str = "", *, root: type[Any] | None = None) -> T:
+def read_section(
+    kind: type[T], given: Mapping[Any, object], path: str = "", *, root: type[Any] | None = None
+) -> T:
     """An instance of `kind` from the keys given; raises ConfigError for the first that it does not know or cannot accept."""
     known = {key.name: key for key in fields(kind)}  # type: ignore[arg-type]
     values = {}
@@ -138,7 +155,9 @@ def read_section(kind: type[T], given: Mapping[Any, object], path: str = "", *, 
 
 
 def _rule(key: Field[Any]) -> Rule:
-    assert key.default is not MISSING or key.default_factory is not MISSING, "every key has a default"
+    assert key.default is not MISSING or key.default_factory is not MISSING, (
+        "every key has a default"
+    )
     rule = key.metadata["rule"]
     assert isinstance(rule, Rule)
     return rule

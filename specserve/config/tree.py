@@ -8,8 +8,30 @@ from pathlib import Path
 
 import yaml
 
-from specserve.config.cascade import CASCADES, DTYPES, STATISTICAL, Stage, asked, check_stages, device_name, leniences
-from specserve.config.fields import boolean, choice, group, items, labels, number, read_section, section, setting, text, unset_as, whole
+from specserve.config.cascade import (
+    CASCADES,
+    DTYPES,
+    STATISTICAL,
+    Stage,
+    asked,
+    check_stages,
+    device_name,
+    leniences,
+)
+from specserve.config.fields import (
+    boolean,
+    choice,
+    group,
+    items,
+    labels,
+    number,
+    read_section,
+    section,
+    setting,
+    text,
+    unset_as,
+    whole,
+)
 from specserve.errors import ConfigError
 from specserve.types import VERIFIERS
 
@@ -41,7 +63,9 @@ class Target:
 
     path: str = setting("", text())
     revision: str | None = setting(None, text())  # of a hub name
-    dtype: str = setting("auto", choice(*DTYPES))  # auto: bfloat16 where the processor has it, else float32
+    dtype: str = setting(
+        "auto", choice(*DTYPES)
+    )  # auto: bfloat16 where the processor has it, else float32
     tensor_parallel: int = setting(1, whole(1, 64))
     device: str = setting("auto", device_name())
     threads: int | None = setting(None, whole(1, 1024))  # of a CPU; None: torch's own choice
@@ -54,18 +78,30 @@ class Draft:
     """What guesses."""
 
     kind: str = setting("", choice(*DRAFT_KINDS))  # left out: neural if there is a path, else none
-    path: str | None = setting(None, text())  # of a model, of tables that `specserve tables` made, or of heads that `specserve heads` made
-    skip: tuple[int, ...] | None = setting(None, items(whole(0, 10_000)))  # layers that `layer_skip` leaves out; None: about every second
-    learn: bool | None = setting(None, boolean())  # whether tables follow the served texts; None: if there are none to begin with
+    path: str | None = setting(
+        None, text()
+    )  # of a model, of tables that `specserve tables` made, or of heads that `specserve heads` made
+    skip: tuple[int, ...] | None = setting(
+        None, items(whole(0, 10_000))
+    )  # layers that `layer_skip` leaves out; None: about every second
+    learn: bool | None = setting(
+        None, boolean()
+    )  # whether tables follow the served texts; None: if there are none to begin with
     dtype: str = setting("auto", choice(*DTYPES))
     device: str = setting("auto", device_name())
     threads: int | None = setting(None, whole(1, 1024))
     num_gpus: float | None = setting(None, number(0, 64))
     label_selector: Mapping[str, str] = setting({}, labels())
     support: int = setting(64, whole(1, 4096))  # it samples from that many of its likeliest tokens
-    stages: tuple[Stage, ...] = setting((), items(section(Stage)))  # of a cascade, from the largest to the smallest
-    k: tuple[tuple[int, ...], ...] = setting((), asked())  # k[i][j]: tokens asked of stage j by the target (i = 0) or the stage before i
-    lenience: tuple[float, ...] = setting((1.0,), leniences())  # of reviews between stages: one for all, or one for each that reviews
+    stages: tuple[Stage, ...] = setting(
+        (), items(section(Stage))
+    )  # of a cascade, from the largest to the smallest
+    k: tuple[tuple[int, ...], ...] = setting(
+        (), asked()
+    )  # k[i][j]: tokens asked of stage j by the target (i = 0) or the stage before i
+    lenience: tuple[float, ...] = setting(
+        (1.0,), leniences()
+    )  # of reviews between stages: one for all, or one for each that reviews
 
     @property
     def parts(self) -> tuple[Draft, ...]:
@@ -92,7 +128,9 @@ class Anticipation:
     """Of the draft worker, while the target verifies."""
 
     enabled: bool = setting(True, boolean())
-    fanout: int | None = setting(None, unset_as("auto", whole(1, 64)))  # continuations prepared at each place; None: as many as pay
+    fanout: int | None = setting(
+        None, unset_as("auto", whole(1, 64))
+    )  # continuations prepared at each place; None: as many as pay
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +149,9 @@ class Cache:
     """Pages of keys and values. With neither `pages` nor `memory_fraction` the engine takes what it can use."""
 
     page_size: int = setting(16, whole(1, 1024))
-    memory_fraction: float | None = setting(None, number(0, 1, above=True))  # of what is free once the weights are there
+    memory_fraction: float | None = setting(
+        None, number(0, 1, above=True)
+    )  # of what is free once the weights are there
     pages: int | None = setting(None, whole(1, 2**31))
     prefix_caching: bool = setting(True, boolean())
 
@@ -143,10 +183,14 @@ class Http:
     host: str = setting("127.0.0.1", text())
     port: int = setting(8000, whole(0, 65535))
     api_keys_file: str | None = setting(None, text())
-    open_paths: tuple[str, ...] = setting(("/", "/health", "/ready", "/metrics"), items(text()))  # need no key
+    open_paths: tuple[str, ...] = setting(
+        ("/", "/health", "/ready", "/metrics"), items(text())
+    )  # need no key
     cors_origins: tuple[str, ...] = setting((), items(text()))
     root_path: str = setting("", text(empty=True))
-    label_selector: Mapping[str, str] = setting({}, labels())  # where Ray may place gateways: clients' connections end with their node
+    label_selector: Mapping[str, str] = setting(
+        {}, labels()
+    )  # where Ray may place gateways: clients' connections end with their node
     tls_cert: str | None = setting(None, text())  # PEM files; with both, https alone is spoken
     tls_key: str | None = setting(None, text())
 
@@ -200,11 +244,17 @@ def read_tree(file: Path) -> dict[str, object]:
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {file} cannot be read: {_why(error)}; give the path of one that is YAML") from error
+        raise ConfigError(
+            f"the config file {file} cannot be read: {_why(error)}; give the path of one that is YAML"
+        ) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"the config file {file} is not YAML: {' '.join(str(error).split())}; mend it there") from error
+        raise ConfigError(
+            f"the config file {file} is not YAML: {' '.join(str(error).split())}; mend it there"
+        ) from error
     if tree is not None and not isinstance(tree, dict):
-        raise ConfigError(f"the config file {file} must hold keys and values, such as `model: demo`, not a {type(tree).__name__}")
+        raise ConfigError(
+            f"the config file {file} must hold keys and values, such as `model: demo`, not a {type(tree).__name__}"
+        )
     return tree or {}
 
 
@@ -217,11 +267,15 @@ def override(argument: str) -> tuple[str, object]:
     """`a.b=c` as key and value; the value is read as YAML."""
     key, equals, value = argument.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"an override is written key=value, such as speculation.gamma=5, not {argument!r}")
+        raise ConfigError(
+            f"an override is written key=value, such as speculation.gamma=5, not {argument!r}"
+        )
     try:
         return key.strip(), yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"the value of {key.strip()} is not YAML: {value!r}; put it in quotes, or mend the brackets") from error
+        raise ConfigError(
+            f"the value of {key.strip()} is not YAML: {value!r}; put it in quotes, or mend the brackets"
+        ) from error
 
 
 def _nested(keys: Mapping[str, object]) -> dict[str, object]:
@@ -240,7 +294,11 @@ def _merged(below: Mapping[str, object], above: Mapping[str, object]) -> dict[st
     tree = dict(below)
     for key, value in above.items():
         under = tree.get(key)
-        tree[key] = _merged(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+        tree[key] = (
+            _merged(under, value)
+            if isinstance(under, Mapping) and isinstance(value, Mapping)
+            else value
+        )
     return tree
 
 
@@ -252,7 +310,11 @@ def _settled(config: Config) -> Config:
         model = model or "demo"
         if draft.path is None and draft.kind in ("", "neural"):
             draft = replace(draft, path=str(DEMO / "draft"))
-    if draft.kind == "heads" and draft.path is None and Path(target.path).resolve() == (DEMO / "target").resolve():
+    if (
+        draft.kind == "heads"
+        and draft.path is None
+        and Path(target.path).resolve() == (DEMO / "target").resolve()
+    ):
         draft = replace(draft, path=str(DEMO / "heads"))
     if not draft.kind:
         draft = replace(draft, kind="neural" if draft.path else "none")
@@ -261,37 +323,62 @@ def _settled(config: Config) -> Config:
 
 def _checked(config: Config) -> Config:
     """What no key can see alone."""
-    draft, speculation, cache, replicas = config.draft, config.speculation, config.cache, config.replicas
+    draft, speculation, cache, replicas = (
+        config.draft,
+        config.speculation,
+        config.cache,
+        config.replicas,
+    )
     check_stages(draft.kind, draft.stages, draft.k, draft.lenience)
     if draft.kind in CASCADES and draft.path is not None:
-        raise ConfigError(f"draft.path is of no use to draft.kind {draft.kind}, whose stages have their own; leave it out")
+        raise ConfigError(
+            f"draft.path is of no use to draft.kind {draft.kind}, whose stages have their own; leave it out"
+        )
     if draft.kind == "neural" and draft.path is None:
-        raise ConfigError("draft.kind neural needs draft.path, the model that drafts; give --draft, or choose a draft.kind that needs none")
+        raise ConfigError(
+            "draft.kind neural needs draft.path, the model that drafts; give --draft, or choose a draft.kind that needs none"
+        )
     _check_tied(draft, tensor_parallel=config.target.tensor_parallel)
     if draft.learn is not None and draft.kind not in STATISTICAL:
-        raise ConfigError(f"draft.learn belongs to the kinds {', '.join(STATISTICAL)}, and draft.kind is {draft.kind}; leave it out")
+        raise ConfigError(
+            f"draft.learn belongs to the kinds {', '.join(STATISTICAL)}, and draft.kind is {draft.kind}; leave it out"
+        )
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
         raise ConfigError(
             f"speculation.gamma {speculation.gamma} is above speculation.max_gamma {speculation.max_gamma}; lower the one or raise the other"
         )
     if cache.pages is not None and cache.memory_fraction is not None:
-        raise ConfigError("cache.pages and cache.memory_fraction say the same thing twice; give one of them")
+        raise ConfigError(
+            "cache.pages and cache.memory_fraction say the same thing twice; give one of them"
+        )
     if (config.http.tls_cert is None) != (config.http.tls_key is None):
-        raise ConfigError("http.tls_cert and http.tls_key go together: a certificate and the key that belongs to it; give both or neither")
+        raise ConfigError(
+            "http.tls_cert and http.tls_key go together: a certificate and the key that belongs to it; give both or neither"
+        )
     if replicas.min > replicas.max:
-        raise ConfigError(f"replicas.min {replicas.min} is above replicas.max {replicas.max}; lower the one or raise the other")
+        raise ConfigError(
+            f"replicas.min {replicas.min} is above replicas.max {replicas.max}; lower the one or raise the other"
+        )
     return config
 
 
 def _check_tied(draft: Draft, *, tensor_parallel: int) -> None:
     if draft.kind == "layer_skip" and draft.path is not None:
-        raise ConfigError("draft.kind layer_skip drafts with the target's own layers; leave draft.path out")
+        raise ConfigError(
+            "draft.kind layer_skip drafts with the target's own layers; leave draft.path out"
+        )
     if draft.skip is not None and draft.kind != "layer_skip":
-        raise ConfigError(f"draft.skip belongs to the kind layer_skip, and draft.kind is {draft.kind}; leave it out")
+        raise ConfigError(
+            f"draft.skip belongs to the kind layer_skip, and draft.kind is {draft.kind}; leave it out"
+        )
     if draft.skip is not None and len(set(draft.skip)) < len(draft.skip):
-        raise ConfigError(f"draft.skip names a layer twice: {', '.join(map(str, draft.skip))}; name each once")
+        raise ConfigError(
+            f"draft.skip names a layer twice: {', '.join(map(str, draft.skip))}; name each once"
+        )
     if draft.kind == "heads" and draft.path is None:
-        raise ConfigError("draft.kind heads needs draft.path, heads that `specserve heads --target M --text FILE --out DIR` has fitted to the target")
+        raise ConfigError(
+            "draft.kind heads needs draft.path, heads that `specserve heads --target M --text FILE --out DIR` has fitted to the target"
+        )
     if draft.kind == "heads" and tensor_parallel > 1:
         raise ConfigError(
             f"draft.kind heads needs the whole vocabulary head on one rank, and target.tensor_parallel is {tensor_parallel}; set it to 1"

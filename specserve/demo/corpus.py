@@ -15,7 +15,15 @@ from pathlib import Path
 from specserve.api.tokenizer import Text
 from specserve.config.tree import DEMO
 
-LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}  # not the library itself, or tables
+LEFT_OUT = {
+    "site-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "encodings",
+    "pydoc_data",
+}  # not the library itself, or tables
 STRETCH = 1024  # tokens of one file
 
 

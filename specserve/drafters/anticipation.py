@@ -27,7 +27,9 @@ class Expected:
     """What may become of one proposal, and the branches that go on from there."""
 
     outlook: Outlook
-    branches: dict[tuple[int, int], Proposal] = field(default_factory=dict)  # (accepted, next token): what the branch has, under its own id
+    branches: dict[tuple[int, int], Proposal] = field(
+        default_factory=dict
+    )  # (accepted, next token): what the branch has, under its own id
 
     def verdict(self, step: DraftStep) -> tuple[int, int] | None:
         """What the target made of it, by the step that follows; None if that goes on from elsewhere."""
@@ -58,7 +60,11 @@ class Effort:
         """The next message is here."""
         if self._answered is None:
             return
-        spent = 1.0 if self._prepared is None else (self._prepared - self._answered) / max(now - self._answered, 1e-9)
+        spent = (
+            1.0
+            if self._prepared is None
+            else (self._prepared - self._answered) / max(now - self._answered, 1e-9)
+        )
         self.branches = min(MOST, max(FEWEST, self.branches * (1.1 if spent < ENOUGH else 0.9)))
         self._answered = None
 
@@ -89,7 +95,10 @@ class Anticipation:
         self._postponed = [step for step in steps if not step.gamma]
         if self._answered:
             self._effort.answered(self._clock())
-        return [replace(proposals.get(step.seq_id) or _promised(step), anticipated=hits[step.seq_id]) for step in steps]
+        return [
+            replace(proposals.get(step.seq_id) or _promised(step), anticipated=hits[step.seq_id])
+            for step in steps
+        ]
 
     def prepare(self, waiting: Callable[[], bool]) -> None:
         """Works ahead until there is nothing more to do, or a message is waiting, which is looked for between passes."""
@@ -104,7 +113,13 @@ class Anticipation:
         self._expected = {outlook.seq_id: Expected(outlook) for outlook in outlooks}
         if waiting():
             return
-        self._follow([(branch, steps[branch.seq_id]) for branch in self._fanout.choose(outlooks, self._num_branches)], waiting)
+        self._follow(
+            [
+                (branch, steps[branch.seq_id])
+                for branch in self._fanout.choose(outlooks, self._num_branches)
+            ],
+            waiting,
+        )
         self._effort.prepared(self._clock())
 
     def foreseen(self) -> tuple[Foreseen, ...]:
@@ -153,17 +168,27 @@ class Anticipation:
         lacking = [step for step in steps if not proposals[step.seq_id].tokens]
         if lacking and (self._stale or self._expected):
             self._forget()
-            proposals |= {proposal.seq_id: proposal for proposal in self._drafter.draft(lacking, enough)}
+            proposals |= {
+                proposal.seq_id: proposal for proposal in self._drafter.draft(lacking, enough)
+            }
         return proposals
 
-    def _follow(self, branches: Sequence[tuple[Branch, DraftStep]], waiting: Callable[[], bool]) -> None:
+    def _follow(
+        self, branches: Sequence[tuple[Branch, DraftStep]], waiting: Callable[[], bool]
+    ) -> None:
         """Forks for them, as far as there is room, and drafts from all at once."""
         ahead: dict[int, tuple[Branch, DraftStep]] = {}
         for branch, step in branches:
-            branch_id, stop = next(self._ids), self._expected[branch.seq_id].outlook.start + branch.accepted
+            branch_id, stop = (
+                next(self._ids),
+                self._expected[branch.seq_id].outlook.start + branch.accepted,
+            )
             if not self._drafter.fork(branch.seq_id, branch_id, stop):
                 break
-            ahead[branch_id] = branch, DraftStep(branch_id, stop, (branch.token,), step.gamma, step.policy)
+            ahead[branch_id] = (
+                branch,
+                DraftStep(branch_id, stop, (branch.token,), step.gamma, step.policy),
+            )
         if not ahead:
             return
         for proposal in self._drafter.draft([step for _, step in ahead.values()], waiting):

@@ -20,7 +20,9 @@ class Outlook:
     seq_id: int
     start: int  # length of the prefix that the drafts continue
     drafts: tuple[int, ...]
-    nexts: tuple[tuple[int, ...], ...]  # [stop][rank], likeliest first; one stop for each number of accepted drafts, all of them included
+    nexts: tuple[
+        tuple[int, ...], ...
+    ]  # [stop][rank], likeliest first; one stop for each number of accepted drafts, all of them included
     trust: tuple[float, ...] = ()  # [draft]
     shares: tuple[tuple[float, ...], ...] = ()  # [stop][rank]
     mode: str = ""

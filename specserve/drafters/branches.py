@@ -54,7 +54,9 @@ class Fanout:
     def __init__(self, *, width: int = 64, per_stop: int | None = None) -> None:
         self.width, self.per_stop = width if per_stop is None else per_stop, per_stop
         self._drafts: dict[str, Calibration] = {}  # by mode
-        self._nexts: dict[tuple[str, bool], Calibration] = {}  # by mode, and whether all drafts were accepted
+        self._nexts: dict[
+            tuple[str, bool], Calibration
+        ] = {}  # by mode, and whether all drafts were accepted
 
     def observe(self, outlook: Outlook, accepted: int, token: int) -> None:
         """Of `outlook`, so many drafts were accepted, and then came this token."""
@@ -64,7 +66,9 @@ class Fanout:
             self._trust(outlook).observe(_trust(outlook)[:judged], np.arange(judged) < accepted)
         nexts = outlook.nexts[accepted]
         if nexts:
-            self._next(outlook, accepted).observe(_shares(outlook, accepted), np.array(nexts) == token)
+            self._next(outlook, accepted).observe(
+                _shares(outlook, accepted), np.array(nexts) == token
+            )
 
     def choose(self, outlooks: Sequence[Outlook], most: int) -> list[Branch]:
         """The `most` likeliest of all sequences together, the likeliest first."""
@@ -74,7 +78,10 @@ class Fanout:
             for stop, nexts in enumerate(outlook.nexts):
                 if stops[stop] > _LEAST or self.per_stop is not None:
                     weights = stops[stop] * self._next(outlook, stop).of(_shares(outlook, stop))
-                    ranked += [(weight, Branch(outlook.seq_id, stop, token)) for weight, token in zip(weights.tolist(), nexts, strict=True)]
+                    ranked += [
+                        (weight, Branch(outlook.seq_id, stop, token))
+                        for weight, token in zip(weights.tolist(), nexts, strict=True)
+                    ]
         if self.per_stop is None:
             ranked = [pair for pair in ranked if pair[0] > _LEAST]
         ranked.sort(key=lambda pair: -pair[0])
@@ -100,9 +107,15 @@ def _trust(outlook: Outlook) -> Reals:
 
 def _shares(outlook: Outlook, stop: int) -> Reals:
     """Of a drafter without an opinion: half of what is left for each next rank."""
-    return np.array(outlook.shares[stop]) if outlook.shares else 0.5 ** np.arange(1.0, len(outlook.nexts[stop]) + 1)
+    return (
+        np.array(outlook.shares[stop])
+        if outlook.shares
+        else 0.5 ** np.arange(1.0, len(outlook.nexts[stop]) + 1)
+    )
 
 
 def _buckets(shares: Reals) -> NDArray[np.int64]:
-    buckets: NDArray[np.int64] = np.clip(-2 * np.log2(np.maximum(shares, 1e-9)), 0, _BUCKETS - 1).astype(np.int64)
+    buckets: NDArray[np.int64] = np.clip(
+        -2 * np.log2(np.maximum(shares, 1e-9)), 0, _BUCKETS - 1
+    ).astype(np.int64)
     return buckets

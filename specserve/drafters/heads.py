@@ -38,20 +38,36 @@ class SkippingDrafter:
 
     def __init__(self, target: TargetModel, skip: Sequence[int], *, support: int) -> None:
         shared, self.context = target.runner, target.info.max_context
-        runner = Runner(_lending(target).without(skip), shared.cache, device=shared.device, round_up=shared.round_up)
+        runner = Runner(
+            _lending(target).without(skip),
+            shared.cache,
+            device=shared.device,
+            round_up=shared.round_up,
+        )
         size = target.info.vocab_size
-        self._drafter = NeuralDrafter(runner, vocab_size=size, target_vocab_size=size, context=self.context, support=support, parses=target.parses)
+        self._drafter = NeuralDrafter(
+            runner,
+            vocab_size=size,
+            target_vocab_size=size,
+            context=self.context,
+            support=support,
+            parses=target.parses,
+        )
 
     @classmethod
     def of(cls, config: Config, target: TargetModel) -> SkippingDrafter:
-        return cls(target, skipped(target.num_layers, config.draft.skip), support=config.draft.support)
+        return cls(
+            target, skipped(target.num_layers, config.draft.skip), support=config.draft.support
+        )
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """For sequences whose last pass was the target's, up to the newest token. All that was drafted is forgotten at once: the target
         drops it from the pages, and to go on with it later would declare it committed.
         """
         wanted = [_newest(step) for step in steps if step.gamma and self._is_held(step)]
-        drafted = {proposal.seq_id: proposal for proposal in self._drafter.propose(wanted, deadline)}
+        drafted = {
+            proposal.seq_id: proposal for proposal in self._drafter.propose(wanted, deadline)
+        }
         self._drafter.forget([step.seq_id for step in wanted])
         return [_held_by_target(step, drafted.get(step.seq_id)) for step in steps]
 
@@ -61,21 +77,30 @@ class SkippingDrafter:
     def _is_held(self, step: DraftStep) -> bool:
         """Whether the target has read all but the newest token."""
         cache = self._drafter.runner.cache
-        return cache.length(step.seq_id) >= _stop(step) - 1 and cache.holds(step.seq_id, step.start, step.tokens[:-1])
+        return cache.length(step.seq_id) >= _stop(step) - 1 and cache.holds(
+            step.seq_id, step.start, step.tokens[:-1]
+        )
 
 
 class HeadsDrafter:
     """Guesses by heads on the rows that the target kept of its last pass. Each head draws by itself, so q does not depend on the other drafts."""
 
     def __init__(self, target: TargetModel, heads: Heads, *, support: int) -> None:
-        self._target, self._heads, self._network, self._support = target, heads, _lending(target), support
+        self._target, self._heads, self._network, self._support = (
+            target,
+            heads,
+            _lending(target),
+            support,
+        )
         self.context = target.info.max_context
 
     @classmethod
     def of(cls, config: Config, target: TargetModel) -> HeadsDrafter:
         assert config.draft.path is not None, "the config has been checked"
         cache = target.runner.cache
-        heads = load_heads(Path(config.draft.path), dtype=cache.keys[0].dtype, device=target.runner.device)
+        heads = load_heads(
+            Path(config.draft.path), dtype=cache.keys[0].dtype, device=target.runner.device
+        )
         return cls(target, heads, support=config.draft.support)
 
     @property
@@ -85,7 +110,11 @@ class HeadsDrafter:
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """One pass of all heads for all sequences; it is too short to be worth breaking off."""
         able = [step for step in steps if step.gamma and self._is_kept(step)]
-        drafted = dict(zip([step.seq_id for step in able], self._drafted(able), strict=True)) if able else {}
+        drafted = (
+            dict(zip([step.seq_id for step in able], self._drafted(able), strict=True))
+            if able
+            else {}
+        )
         return [_held_by_target(step, drafted.get(step.seq_id)) for step in steps]
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -99,18 +128,36 @@ class HeadsDrafter:
     def _drafted(self, steps: Sequence[DraftStep]) -> list[Proposal]:
         """Every place of every sequence is a row of one draw."""
         depths = [min(step.gamma, self.num_heads) for step in steps]
-        hidden = torch.stack([self._target.newest[step.seq_id].row for step in steps])  # [seqs, hidden]
+        hidden = torch.stack(
+            [self._target.newest[step.seq_id].row for step in steps]
+        )  # [seqs, hidden]
         ids = torch.tensor([step.tokens[-1] for step in steps], device=hidden.device)
-        guesses = self._heads(hidden, self._network.embed(ids)).transpose(0, 1).flatten(0, 1)  # [seqs * heads, hidden]
-        rows = torch.tensor([i * self.num_heads + depth for i, num in enumerate(depths) for depth in range(num)], device=hidden.device)
-        logits = self._network.head(guesses.index_select(0, rows))[:, : self._target.info.vocab_size]
-        places = [self._place(step, depth) for step, num in zip(steps, depths, strict=True) for depth in range(num)]
-        parses = [self._target.parses.follow(step, self._target.runner.cache.tokens) for step in steps]
+        guesses = (
+            self._heads(hidden, self._network.embed(ids)).transpose(0, 1).flatten(0, 1)
+        )  # [seqs * heads, hidden]
+        rows = torch.tensor(
+            [i * self.num_heads + depth for i, num in enumerate(depths) for depth in range(num)],
+            device=hidden.device,
+        )
+        logits = self._network.head(guesses.index_select(0, rows))[
+            :, : self._target.info.vocab_size
+        ]
+        places = [
+            self._place(step, depth)
+            for step, num in zip(steps, depths, strict=True)
+            for depth in range(num)
+        ]
+        parses = [
+            self._target.parses.follow(step, self._target.runner.cache.tokens) for step in steps
+        ]
         ends = np.cumsum(depths).tolist()
         draws = Draws(places, support=self._support, device=logits.device)
         draws.draw(_firsts(parses, depths).applied(logits))
         source = draws.drawn[0].fetched()
-        return [_proposal(step, source, slice(end - num, end), parse) for step, num, end, parse in zip(steps, depths, ends, parses, strict=True)]
+        return [
+            _proposal(step, source, slice(end - num, end), parse)
+            for step, num, end, parse in zip(steps, depths, ends, parses, strict=True)
+        ]
 
     def _place(self, step: DraftStep, depth: int) -> Place:
         return Place(_stop(step), depth, 1, step.policy, self._history(step))
@@ -138,13 +185,19 @@ class Unasked:
         self._drafter = drafter
         self._uses: dict[int, _Use] = {}
 
-    def after(self, steps: Sequence[VerifyStep], verdicts: Sequence[Verdict]) -> tuple[Foreseen, ...]:
+    def after(
+        self, steps: Sequence[VerifyStep], verdicts: Sequence[Verdict]
+    ) -> tuple[Foreseen, ...]:
         """As many tokens as there are heads, behind what each verdict makes of its sequence."""
         decided = [step for step in steps if step.decide]
         wanted = [pair for pair in zip(decided, verdicts, strict=True) if self._is_wanted(pair[0])]
         asked = [self._step(step, verdict) for step, verdict in wanted]
         proposals = self._drafter.propose(asked, math.inf)
-        return tuple(Foreseen(step.tokens[-1], replace(one, anticipated=True)) for step, one in zip(asked, proposals, strict=True) if one.tokens)
+        return tuple(
+            Foreseen(step.tokens[-1], replace(one, anticipated=True))
+            for step, one in zip(asked, proposals, strict=True)
+            if one.tokens
+        )
 
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
@@ -152,7 +205,9 @@ class Unasked:
 
     def _step(self, step: VerifyStep, verdict: Verdict) -> DraftStep:
         start = step.start + len(step.tokens) + verdict.accepted
-        return DraftStep(step.seq_id, start, (verdict.next_token,), self._drafter.num_heads, step.policy)
+        return DraftStep(
+            step.seq_id, start, (verdict.next_token,), self._drafter.num_heads, step.policy
+        )
 
     def _is_wanted(self, step: VerifyStep) -> bool:
         use = self._uses.setdefault(step.seq_id, _Use())
@@ -191,12 +246,20 @@ def _held_by_target(step: DraftStep, proposal: Proposal | None) -> Proposal:
 def _firsts(parses: Sequence[Parse | None], depths: Sequence[int]) -> Allowed:
     """A head knows no drafts but the newest token, so of each sequence's rows a grammar says something of the first alone."""
     starts = np.cumsum([0, *depths]).tolist()
-    return Allowed.of([(row, parse.bits()) for row, parse in zip(starts, parses, strict=False) if parse is not None and parse.bits().any()])
+    return Allowed.of(
+        [
+            (row, parse.bits())
+            for row, parse in zip(starts, parses, strict=False)
+            if parse is not None and parse.bits().any()
+        ]
+    )
 
 
 def _proposal(step: DraftStep, source: Source, rows: slice, parse: Parse | None) -> Proposal:
     tokens, start, q = tuple(source.tokens[rows]), _stop(step), None
-    if step.policy.warp.temperature > 0 and step.policy.verifier != "coupled":  # else certain, or nobody asks
+    if (
+        step.policy.warp.temperature > 0 and step.policy.verifier != "coupled"
+    ):  # else certain, or nobody asks
         assert source.probs is not None, "a sampled token was drawn from probabilities"
         q = SparseRows(source.ids[rows], source.probs[rows])
     if parse is not None:

@@ -45,24 +45,35 @@ def mode(policy: Policy) -> str:
 def ranked(sights: Sequence[Sight], width: int) -> list[Ranked]:
     """All places at once."""
     logits = torch.stack([sight.logits.float() for sight in sights])  # [places, vocab]
-    heats = torch.tensor([sight.policy.warp.temperature or 1.0 for sight in sights], device=logits.device)
+    heats = torch.tensor(
+        [sight.policy.warp.temperature or 1.0 for sight in sights], device=logits.device
+    )
     top, ids = (logits / heats[:, None]).topk(min(CONSIDERED, logits.shape[1]), dim=-1)
     coupled = [mode(sight.policy) == "coupled" for sight in sights]
     if any(coupled):
-        top = torch.where(torch.tensor(coupled, device=top.device)[:, None], top - _noise(sights, ids).log(), top)
+        top = torch.where(
+            torch.tensor(coupled, device=top.device)[:, None], top - _noise(sights, ids).log(), top
+        )
     shares, order = top.softmax(-1).sort(dim=-1, descending=True)
     ids = ids.gather(1, order)
     kept = width + 1
     possible = (shares[:, :kept] > 0).sum(-1).tolist()  # a grammar may leave fewer
     return [
         _without_drawn(sight.drawn, tokens[:num], of[:num], width)
-        for sight, tokens, of, num in zip(sights, ids[:, :kept].tolist(), shares[:, :kept].tolist(), possible, strict=True)
+        for sight, tokens, of, num in zip(
+            sights, ids[:, :kept].tolist(), shares[:, :kept].tolist(), possible, strict=True
+        )
     ]
 
 
 def _noise(sights: Sequence[Sight], ids: Tensor) -> Tensor:  # [places, considered]
-    seeds, positions = [sight.policy.seed for sight in sights], np.array([sight.position for sight in sights])
-    return exponential_noise(row_keys(seeds, positions, positions, Purpose.COUPLED, device=ids.device), ids)
+    seeds, positions = (
+        [sight.policy.seed for sight in sights],
+        np.array([sight.position for sight in sights]),
+    )
+    return exponential_noise(
+        row_keys(seeds, positions, positions, Purpose.COUPLED, device=ids.device), ids
+    )
 
 
 def _without_drawn(drawn: int | None, tokens: list[int], shares: list[float], width: int) -> Ranked:

@@ -50,9 +50,13 @@ class Opened:
 class OpenDrafter:
     """A drafter and the devices that are its own, if it needs any. With anticipation it has use for the time between two answers."""
 
-    def __init__(self, drafter: Forks, *, context: int, runners: Sequence[Runner] = (), fanout: Fanout | None) -> None:
+    def __init__(
+        self, drafter: Forks, *, context: int, runners: Sequence[Runner] = (), fanout: Fanout | None
+    ) -> None:
         self._drafter, self._runners, self.context = drafter, runners, context
-        self._anticipation = None if fanout is None else Anticipation(drafter, fanout, clock=time.perf_counter)
+        self._anticipation = (
+            None if fanout is None else Anticipation(drafter, fanout, clock=time.perf_counter)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -98,12 +102,16 @@ class Aim:
     grammars: Grammars | None = None  # None: drafts follow none, and are refused more often
 
 
-def open_drafter(config: Config, *, target_vocab_size: int, grammars: Grammars | None = None, alone: bool = False) -> OpenDrafter:
+def open_drafter(
+    config: Config, *, target_vocab_size: int, grammars: Grammars | None = None, alone: bool = False
+) -> OpenDrafter:
     """Raises whatever is wrong with its files, or TooLittleMemory. Only one that is `alone` on its device can work ahead."""
     anticipation = config.speculation.anticipation
     fanout = Fanout(per_stop=anticipation.fanout) if alone and anticipation.enabled else None
     opened = OPENERS[config.draft.kind](config.draft, config, Aim(target_vocab_size, grammars))
-    return OpenDrafter(opened.drafter, context=opened.context, runners=opened.runners, fanout=fanout)
+    return OpenDrafter(
+        opened.drafter, context=opened.context, runners=opened.runners, fanout=fanout
+    )
 
 
 def _open_neural(draft: Draft, config: Config, aim: Aim) -> Opened:
@@ -115,14 +123,23 @@ def _open_skipping(draft: Draft, config: Config, aim: Aim) -> Opened:
     """The target's own layers, some of them, on a device of their own."""
     own = config.target
     checkpoint = find_checkpoint(own.path, revision=own.revision)
-    opened = open_model(checkpoint, Placement.of(draft, config), skip=skipped(read_config(checkpoint).num_hidden_layers, draft.skip))
+    opened = open_model(
+        checkpoint,
+        Placement.of(draft, config),
+        skip=skipped(read_config(checkpoint).num_hidden_layers, draft.skip),
+    )
     neural = _drafting(opened, draft, aim)
     return Opened(neural, neural.context, (neural.runner,))
 
 
 def _open_statistical(draft: Draft, config: Config, aim: Aim) -> Opened:
     drafter = open_statistical(
-        draft.kind, path=_path(draft), learn=draft.learn, support=draft.support, vocab_size=aim.vocab_size, grammars=aim.grammars
+        draft.kind,
+        path=_path(draft),
+        learn=draft.learn,
+        support=draft.support,
+        vocab_size=aim.vocab_size,
+        grammars=aim.grammars,
     )
     return Opened(drafter, drafter.context)
 
@@ -134,8 +151,17 @@ def _open_cascade(draft: Draft, config: Config, aim: Aim) -> Opened:
     smallest: Stage
     learner: Learns | None = None
     if last.kind in STATISTICAL:
-        source = open_source(last.kind, path=_path(last), learn=last.learn, support=last.support, vocab_size=aim.vocab_size)
-        smallest, learner = StatisticalDrafter(copies=source.copies, table=source.table, grammars=aim.grammars), source.learner
+        source = open_source(
+            last.kind,
+            path=_path(last),
+            learn=last.learn,
+            support=last.support,
+            vocab_size=aim.vocab_size,
+        )
+        smallest, learner = (
+            StatisticalDrafter(copies=source.copies, table=source.table, grammars=aim.grammars),
+            source.learner,
+        )
     else:
         smallest = _neural(last, config, aim)
         neural.append(smallest)
@@ -144,7 +170,9 @@ def _open_cascade(draft: Draft, config: Config, aim: Aim) -> Opened:
     stages: list[Stage] = [*neural[: len(larger)], smallest]
     writer = writer_of(draft.kind, stages, asked=asked, lenience=draft.lenience, tally=tally)
     cascade = Cascade(stages, writer, tally, learner=learner)
-    return Opened(cascade, min(stage.context for stage in neural), [stage.runner for stage in neural])
+    return Opened(
+        cascade, min(stage.context for stage in neural), [stage.runner for stage in neural]
+    )
 
 
 OPENERS: Mapping[str, Callable[[Draft, Config, Aim], Opened]] = {
@@ -157,7 +185,9 @@ OPENERS: Mapping[str, Callable[[Draft, Config, Aim], Opened]] = {
 
 def _neural(draft: Draft, config: Config, aim: Aim) -> NeuralDrafter:
     assert draft.path is not None, "the config has been checked"
-    return _drafting(open_model(find_checkpoint(draft.path), Placement.of(draft, config)), draft, aim)
+    return _drafting(
+        open_model(find_checkpoint(draft.path), Placement.of(draft, config)), draft, aim
+    )
 
 
 def _drafting(opened: OpenedModel, draft: Draft, aim: Aim) -> NeuralDrafter:
@@ -175,8 +205,12 @@ def _path(draft: Draft) -> Path | None:
     return None if draft.path is None else Path(draft.path)
 
 
-def open_beside(config: Config, target: TargetModel) -> OpenDrafter | SkippingDrafter | HeadsDrafter:
+def open_beside(
+    config: Config, target: TargetModel
+) -> OpenDrafter | SkippingDrafter | HeadsDrafter:
     """What drafts in the target's own process. Raises likewise."""
     if config.draft.kind in TIED:
         return TIED[config.draft.kind](config, target)
-    return open_drafter(config, target_vocab_size=target.info.vocab_size, grammars=target.parses.grammars)
+    return open_drafter(
+        config, target_vocab_size=target.info.vocab_size, grammars=target.parses.grammars
+    )

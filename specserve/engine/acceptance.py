@@ -41,13 +41,20 @@ class Acceptance:
         """Of one round."""
         if not outcomes:
             return
-        self._reached = _DECAY * self._reached + self._above([outcome.judged for outcome in outcomes])
-        self._passed = _DECAY * self._passed + self._above([outcome.accepted for outcome in outcomes])
+        self._reached = _DECAY * self._reached + self._above(
+            [outcome.judged for outcome in outcomes]
+        )
+        self._passed = _DECAY * self._passed + self._above(
+            [outcome.accepted for outcome in outcomes]
+        )
         self._trials = _DECAY * self._trials + sum(outcome.judged for outcome in outcomes)
         self._hits = _DECAY * self._hits + sum(outcome.accepted for outcome in outcomes)
         for outcome in outcomes:
             judged, accepted = self._own.get(outcome.seq_id, (0.0, 0.0))
-            self._own[outcome.seq_id] = _OWN_DECAY * judged + outcome.judged, _OWN_DECAY * accepted + outcome.accepted
+            self._own[outcome.seq_id] = (
+                _OWN_DECAY * judged + outcome.judged,
+                _OWN_DECAY * accepted + outcome.accepted,
+            )
 
     def reaches(self, seq_ids: abc.Sequence[int]) -> Reals:  # [seqs, place]
         """How likely the drafts of each sequence are accepted up to each place."""
@@ -59,7 +66,9 @@ class Acceptance:
 
     def _above(self, counts: abc.Sequence[int]) -> Reals:  # [place]
         """How many of the counts lie above each place."""
-        above: Reals = np.greater(counts, np.arange(len(self._reached))[:, None]).sum(1).astype(float)
+        above: Reals = (
+            np.greater(counts, np.arange(len(self._reached))[:, None]).sum(1).astype(float)
+        )
         return above
 
     def keep(self, seq_ids: abc.Iterable[int]) -> None:

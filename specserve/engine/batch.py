@@ -51,14 +51,20 @@ class Batch:
         return not self.num_prompt_tokens and self.num_caught_up <= len(self.rows)
 
     def draft_steps(self) -> list[DraftStep]:
-        return [row.sequence.draft_step(stop=row.draft_stop, gamma=row.gamma) for row in self.rows if row.draft_stop is not None]
+        return [
+            row.sequence.draft_step(stop=row.draft_stop, gamma=row.gamma)
+            for row in self.rows
+            if row.draft_stop is not None
+        ]
 
     def verify_steps(self, proposals: abc.Sequence[Proposal]) -> list[VerifyStep]:
         """Takes the proposals into the rows; a row without one is verified without drafts."""
         by_id = {proposal.seq_id: proposal for proposal in proposals}
         for row in self.rows:
             row.proposal = by_id.get(row.sequence.seq_id)
-        steps = [row.sequence.verify_step(stop=row.stop, proposal=row.proposal) for row in self.rows]
+        steps = [
+            row.sequence.verify_step(stop=row.stop, proposal=row.proposal) for row in self.rows
+        ]
         self.num_rows = sum(len(step.tokens) + len(step.drafts) for step in steps)
         return steps
 
@@ -69,7 +75,9 @@ class Batch:
     def outcomes(self, verdicts: abc.Sequence[Verdict]) -> tuple[Outcome, ...]:
         """Of the sequences that had a proposal."""
         return tuple(
-            Outcome(verdict.seq_id, len(row.proposal.tokens), verdict.accepted, row.proposal.anticipated)
+            Outcome(
+                verdict.seq_id, len(row.proposal.tokens), verdict.accepted, row.proposal.anticipated
+            )
             for row, verdict in self.pair(verdicts)
             if row.proposal and row.proposal.tokens
         )

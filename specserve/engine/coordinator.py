@@ -57,17 +57,32 @@ class Coordinator:
         overlaps: bool = False,
     ) -> None:
         """`overlaps`: target and drafter are elsewhere, and can both be at work while this process waits."""
-        self._admission = Admission(info, max_gamma=max_gamma, default_verifier=default_verifier, lenience=lenience)
+        self._admission = Admission(
+            info, max_gamma=max_gamma, default_verifier=default_verifier, lenience=lenience
+        )
         if gamma is not None and not 0 <= gamma <= max_gamma:
-            raise BadValue(f"speculation.gamma must be between 0 and {max_gamma}, not {gamma}", param="speculation.gamma")
+            raise BadValue(
+                f"speculation.gamma must be between 0 and {max_gamma}, not {gamma}",
+                param="speculation.gamma",
+            )
         self._crew = Crew(target, drafter)
         self._overlaps = overlaps
         self.scheduler = Scheduler(
-            info, max_running=max_running, max_queued=max_queued, max_batch_tokens=max_batch_tokens, max_gamma=0 if drafter is None else max_gamma
+            info,
+            max_running=max_running,
+            max_queued=max_queued,
+            max_batch_tokens=max_batch_tokens,
+            max_gamma=0 if drafter is None else max_gamma,
         )
         self.pacer = Pacer(0 if drafter is None else gamma, max_gamma=max_gamma, curve=info.curve)
         self._info = info
-        self._draft_limit = 0 if drafter is None else self._admission.context if draft_context is None else draft_context
+        self._draft_limit = (
+            0
+            if drafter is None
+            else self._admission.context
+            if draft_context is None
+            else draft_context
+        )
         self._emit = emit
         self._report = report
         self.num_rounds = 0  # begun until now
@@ -156,7 +171,9 @@ class Coordinator:
         while not self._closed or self.has_work:
             if self.has_work:
                 await self._round()
-                await asyncio.sleep(0)  # workers in this process may never yield; submit and cancel must get their turn
+                await asyncio.sleep(
+                    0
+                )  # workers in this process may never yield; submit and cancel must get their turn
             else:
                 self._wake.clear()
                 await self._wake.wait()
@@ -175,7 +192,10 @@ class Coordinator:
         alone = self._suspects.alone(self.scheduler.running)
         split = self._overlaps and self.pacer.decision.cohorts == 2 and alone is None
         batch = self.scheduler.next_batch(  # what fits
-            gammas, apart_from=None if ready is None else ready.batch, half=split and ready is None, alone=alone
+            gammas,
+            apart_from=None if ready is None else ready.batch,
+            half=split and ready is None,
+            alone=alone,
         )
         told = await self._release()
         if ready is not None:
@@ -205,7 +225,9 @@ class Coordinator:
         judged = await self._judge(replace(ready, begun=self._clock(), drafted=self._clock()))
         if drafting is not None:
             drafted = await drafting
-            self._ready = drafted if judged else None  # a target that starts anew does not hold what those steps build on
+            self._ready = (
+                drafted if judged else None
+            )  # a target that starts anew does not hold what those steps build on
         self.in_round_since = None
 
     def _begin(self) -> None:
@@ -226,17 +248,42 @@ class Coordinator:
         self._tell()
         try:
             verdicts = await verifying
-        except Exception as error:  # a worker's failure, whatever it is, may be due to the requests of this batch
-            self._outbox = self._displace(error) if isinstance(error, Displaced) else self._recover(ready.batch, error)
+        except (
+            Exception
+        ) as error:  # a worker's failure, whatever it is, may be due to the requests of this batch
+            self._outbox = (
+                self._displace(error)
+                if isinstance(error, Displaced)
+                else self._recover(ready.batch, error)
+            )
             return False
         verified = self._clock()
         outcomes = ready.batch.outcomes(verdicts)
-        chunks = self._outbox = self._let_go(ready.batch.commit(verdicts))  # the only place where sequences grow
-        self.pacer.observe(ready.batch, outcomes, draft_seconds=ready.draft_seconds, verify_seconds=verified - ready.drafted)
+        chunks = self._outbox = self._let_go(
+            ready.batch.commit(verdicts)
+        )  # the only place where sequences grow
+        self.pacer.observe(
+            ready.batch,
+            outcomes,
+            draft_seconds=ready.draft_seconds,
+            verify_seconds=verified - ready.drafted,
+        )
         if self._report is not None:
             num_committed = sum(len(chunk.tokens) for chunk in chunks)
-            times = {"begun": ready.begun, "drafted": ready.drafted, "verified": verified, "ended": self._clock()}
-            self._done = Round.of(ready.batch, outcomes, self.pacer.decision, number=self.num_rounds, num_committed=num_committed, **times)
+            times = {
+                "begun": ready.begun,
+                "drafted": ready.drafted,
+                "verified": verified,
+                "ended": self._clock(),
+            }
+            self._done = Round.of(
+                ready.batch,
+                outcomes,
+                self.pacer.decision,
+                number=self.num_rounds,
+                num_committed=num_committed,
+                **times,
+            )
         return True
 
     def _still_wanted(self, ready: Ready | None) -> Ready | None:
@@ -265,13 +312,23 @@ class Coordinator:
 
         A request that it died with again and again, the last time alone, is given up.
         """
-        log.error("the target failed in a pass of %d sequences; it starts anew", len(batch.rows), exc_info=error)
+        log.error(
+            "the target failed in a pass of %d sequences; it starts anew",
+            len(batch.rows),
+            exc_info=error,
+        )
         for sequence in self.scheduler.running:
             sequence.forget()
         blamed = self._suspects.blame([row.sequence for row in batch.rows])
         message = str(error) or type(error).__name__
         return self._let_go(
-            [sequence.end(Finish.ERROR, error=f"the target failed {MAX_DEATHS} times over this request: {message}") for sequence in blamed]
+            [
+                sequence.end(
+                    Finish.ERROR,
+                    error=f"the target failed {MAX_DEATHS} times over this request: {message}",
+                )
+                for sequence in blamed
+            ]
         )
 
     def _displace(self, error: Exception) -> list[Chunk]:
@@ -291,9 +348,16 @@ class Coordinator:
     def _end_unwanted(self) -> list[Chunk]:
         """Ends what was cancelled, or everything when closed; their pages are free for the round that begins."""
         if self._closed:
-            chunks = [sequence.end(Finish.ERROR, error="the engine was closed") for sequence in self._live.values()]
+            chunks = [
+                sequence.end(Finish.ERROR, error="the engine was closed")
+                for sequence in self._live.values()
+            ]
         else:
-            unwanted = [self._live[seq_id] for seq_id in dict.fromkeys(self._cancelled) if seq_id in self._live]
+            unwanted = [
+                self._live[seq_id]
+                for seq_id in dict.fromkeys(self._cancelled)
+                if seq_id in self._live
+            ]
             chunks = [sequence.end(Finish.CANCELLED) for sequence in unwanted]
         self._cancelled.clear()
         return self._let_go(chunks)

@@ -19,7 +19,11 @@ class Suspects:
         """After a pass that died: the one that can be blamed, if there is one. It must have died often enough, and alone the last time."""
         for sequence in batch:
             self._deaths[sequence.seq_id] = self._deaths.get(sequence.seq_id, 0) + 1
-        return [sequence for sequence in batch if len(batch) == 1 and self._deaths[sequence.seq_id] >= MAX_DEATHS]
+        return [
+            sequence
+            for sequence in batch
+            if len(batch) == 1 and self._deaths[sequence.seq_id] >= MAX_DEATHS
+        ]
 
     def acquit(self, seq_ids: abc.Iterable[int]) -> None:
         """They got a token, or have ended."""

@@ -13,13 +13,22 @@ from specserve.engine.batch import Batch, Outcome
 from specserve.engine.estimates import Costs
 from specserve.engine.sequence import Sequence
 
-_EVERY, _SELDOM = 8, 64  # rounds between two decisions for the same number of sequences, and where there is nothing to decide
+_EVERY, _SELDOM = (
+    8,
+    64,
+)  # rounds between two decisions for the same number of sequences, and where there is nothing to decide
 _WORTH_DRAFTING = 1.03  # how much better than plain decoding drafting must promise to be: what it gains is less sure than what it costs
 _WORTH = 1.01  # how much better another decision must be than the one that stands
-_WORTH_TWO = 1.1  # how much better two cohorts must be than one: each token then waits for two verifications
+_WORTH_TWO = (
+    1.1  # how much better two cohorts must be than one: each token then waits for two verifications
+)
 _PATIENCE = 1.3  # times what drafting should take
 _CROWDED = 1.5  # times a pass for one continuation, one that prepares for several takes
-_FIRST_REST, _LONGEST_REST, _TRIAL = 64, 1024, 6  # rounds without drafts between two trials, and of a trial
+_FIRST_REST, _LONGEST_REST, _TRIAL = (
+    64,
+    1024,
+    6,
+)  # rounds without drafts between two trials, and of a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +52,17 @@ class Decision:
 class Pacer:
     """With `gamma` None it chooses by itself what promises the most tokens a second; a request's own wish always wins."""
 
-    def __init__(self, gamma: int | None, *, max_gamma: int, curve: abc.Sequence[tuple[int, float]] = ()) -> None:
+    def __init__(
+        self, gamma: int | None, *, max_gamma: int, curve: abc.Sequence[tuple[int, float]] = ()
+    ) -> None:
         self._fixed = gamma
         self._max_gamma = max_gamma
         self.acceptance, self.costs = Acceptance(max_gamma), Costs(curve)
         self._age = 0  # rounds since it was decided
-        self._rest, self._resting = _FIRST_REST, 0  # how long drafting rests while it does not pay, and has rested
+        self._rest, self._resting = (
+            _FIRST_REST,
+            0,
+        )  # how long drafting rests while it does not pay, and has rested
         self._best = None if gamma is None else (gamma, gamma)  # gamma and miss_gamma that stand
         self.decision = self._decide(1)
 
@@ -64,24 +78,40 @@ class Pacer:
 
     def choose(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """A gamma for each sequence; 0 is a choice."""
-        if self._age >= (_EVERY if self._fixed is None else _SELDOM) or (self._fixed is None and len(sequences) != self.decision.num_sequences):
+        if self._age >= (_EVERY if self._fixed is None else _SELDOM) or (
+            self._fixed is None and len(sequences) != self.decision.num_sequences
+        ):
             self.decision = self._decide(len(sequences))
             self.acceptance.keep(sequence.seq_id for sequence in sequences)
             self._age = 0
         self._age += 1
         usual = self._usual(sequences)
-        return [own if sequence.gamma_wish is None else sequence.gamma_wish for sequence, own in zip(sequences, usual, strict=True)]
+        return [
+            own if sequence.gamma_wish is None else sequence.gamma_wish
+            for sequence, own in zip(sequences, usual, strict=True)
+        ]
 
-    def observe(self, batch: Batch, outcomes: abc.Sequence[Outcome], *, draft_seconds: float, verify_seconds: float) -> None:
+    def observe(
+        self,
+        batch: Batch,
+        outcomes: abc.Sequence[Outcome],
+        *,
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
         """Learns from a round."""
         self.acceptance.observe(outcomes)
         if not batch.is_steady:
             return
         self.costs.observe_verify(batch.num_rows, verify_seconds)
         if outcomes:
-            passes = max((outcome.proposed for outcome in outcomes if not outcome.anticipated), default=0)
+            passes = max(
+                (outcome.proposed for outcome in outcomes if not outcome.anticipated), default=0
+            )
             hits = sum(outcome.anticipated is True for outcome in outcomes)
-            self.costs.observe_draft(draft_seconds, passes=passes, hits=hits, proposals=len(outcomes))
+            self.costs.observe_draft(
+                draft_seconds, passes=passes, hits=hits, proposals=len(outcomes)
+            )
 
     def _usual(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         gamma = self.decision.gamma
@@ -92,8 +122,14 @@ class Pacer:
         if len(sequences) == 1:
             return [gamma]
         reaches = self.acceptance.reaches([sequence.seq_id for sequence in sequences])
-        bar = self._reach[gamma - 1] if gamma == self._max_gamma else math.sqrt(self._reach[gamma - 1] * self._reach[gamma])
-        usual: list[int] = (reaches >= bar).sum(1).tolist()  # each as far as its drafts are as likely to stand as the last usual one
+        bar = (
+            self._reach[gamma - 1]
+            if gamma == self._max_gamma
+            else math.sqrt(self._reach[gamma - 1] * self._reach[gamma])
+        )
+        usual: list[int] = (
+            (reaches >= bar).sum(1).tolist()
+        )  # each as far as its drafts are as likely to stand as the last usual one
         return usual
 
     def _on_trial(self, num_sequences: int) -> list[int]:
@@ -116,9 +152,16 @@ class Pacer:
         gamma, miss = self._best
         if gamma:
             self._rest, self._resting = _FIRST_REST, 0
-        return self._explained(num_sequences, gamma, miss, float(rates[gamma, miss] * _WORTH_DRAFTING / rates[0, 0]) if gamma else 1.0)
+        return self._explained(
+            num_sequences,
+            gamma,
+            miss,
+            float(rates[gamma, miss] * _WORTH_DRAFTING / rates[0, 0]) if gamma else 1.0,
+        )
 
-    def _rates(self, num_sequences: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:  # [gamma, miss_gamma]
+    def _rates(
+        self, num_sequences: int
+    ) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:  # [gamma, miss_gamma]
         """Expected tokens a second. Whoever drafts for a miss, and that is at least one token, makes all sequences wait."""
         hit, count = self.costs.hit_rate, max(1, num_sequences)
         gamma = np.arange(self._max_gamma + 1)
@@ -128,11 +171,17 @@ class Pacer:
         tokens = count * (1 + hit * accepted[ready] + (1 - hit) * accepted[miss])
         rows = count * (1 + hit * ready + (1 - hit) * miss)
         waiting = self.costs.wait * (wanted > 0) + (1 - hit**count) * miss * self.costs.draft_pass
-        return np.where((miss <= wanted) & ((miss > 0) | (wanted == 0)), tokens / (self.costs.verify(rows) + waiting), 0.0)
+        return np.where(
+            (miss <= wanted) & ((miss > 0) | (wanted == 0)),
+            tokens / (self.costs.verify(rows) + waiting),
+            0.0,
+        )
 
     def _hidden_depth(self, num_sequences: int) -> int:
         """How many tokens can be prepared behind a verification, after the pass that looks past the last draft."""
-        passes = float(self.costs.verify(max(1, num_sequences))) / (_CROWDED * self.costs.draft_pass)
+        passes = float(self.costs.verify(max(1, num_sequences))) / (
+            _CROWDED * self.costs.draft_pass
+        )
         return max(1, int(min(passes, 1e6)) - 1)
 
     def _explained(self, num_sequences: int, gamma: int, miss: int, gain: float) -> Decision:
@@ -160,6 +209,9 @@ class Pacer:
         """While one half is verified the other is drafted for. Both devices work twice a turn, so it pays where passes for half cost less."""
         if count < 2 or not gamma:
             return 1.0
-        half, drafting = float(self.costs.verify(count / 2 * (1 + gamma))), gamma * self.costs.draft_pass
+        half, drafting = (
+            float(self.costs.verify(count / 2 * (1 + gamma))),
+            gamma * self.costs.draft_pass,
+        )
         turn = max(2 * half, 2 * drafting, half + drafting)
         return count * (1 + float(self._reach[:gamma].sum())) / turn / (count / plain)

@@ -16,10 +16,20 @@ class Scheduler:
     so whatever is preempted, some sequence comes nearer to its end each round.
     """
 
-    def __init__(self, info: ModelInfo, *, max_running: int, max_queued: int, max_batch_tokens: int, max_gamma: int) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        *,
+        max_running: int,
+        max_queued: int,
+        max_batch_tokens: int,
+        max_gamma: int,
+    ) -> None:
         self.running: list[Sequence] = []  # in order of arrival
         self.waiting: deque[Sequence] = deque()  # likewise; never run yet, or preempted
-        self.released: list[int] = []  # what the workers may forget; the coordinator tells them and empties it
+        self.released: list[
+            int
+        ] = []  # what the workers may forget; the coordinator tells them and empties it
         self.num_preempted = 0
         self._page_size = info.page_size
         self._num_pages = info.num_pages
@@ -67,26 +77,56 @@ class Scheduler:
         if self.waiting and len(self.running) < self._max_running:
             self._admit()
 
-    def next_batch(self, gammas: abc.Sequence[int], *, apart_from: Batch | None = None, half: bool = False, alone: Sequence | None = None) -> Batch:
+    def next_batch(
+        self,
+        gammas: abc.Sequence[int],
+        *,
+        apart_from: Batch | None = None,
+        half: bool = False,
+        alone: Sequence | None = None,
+    ) -> Batch:
         """What fits of it: a token for each decoding sequence, chunks of prompts, and drafts, `gammas` at most.
 
         Without the sequences of another batch that is under way, or with every other sequence only, or with one sequence alone.
         While prompts are waiting for their turn, half of the round is kept for them.
         """
-        wishes = [max(0, min(gamma, sequence.max_drafts)) for sequence, gamma in zip(self.running, gammas, strict=True)]
-        elsewhere = set() if apart_from is None else {row.sequence.seq_id for row in apart_from.rows}
-        wanted = [pair for pair in zip(self.running, wishes, strict=True) if pair[0].seq_id not in elsewhere][:: 2 if half else 1]
+        wishes = [
+            max(0, min(gamma, sequence.max_drafts))
+            for sequence, gamma in zip(self.running, gammas, strict=True)
+        ]
+        elsewhere = (
+            set() if apart_from is None else {row.sequence.seq_id for row in apart_from.rows}
+        )
+        wanted = [
+            pair
+            for pair in zip(self.running, wishes, strict=True)
+            if pair[0].seq_id not in elsewhere
+        ][:: 2 if half else 1]
         if alone is not None:
             wanted = [pair for pair in wanted if pair[0] is alone]
         decoding = [pair for pair in wanted if pair[0].pending == 1]
         prompts = [pair for pair in wanted if pair[0].pending > 1]
         budget = self._max_batch_tokens - len(decoding)
-        kept = max(1, min(budget // 2, sum(sequence.pending for sequence, _ in prompts))) if prompts else 0
-        rows = self._decode_rows(decoding, budget=max(0, budget - kept), free=self._num_pages - self.num_used - self._promised(apart_from))
+        kept = (
+            max(1, min(budget // 2, sum(sequence.pending for sequence, _ in prompts)))
+            if prompts
+            else 0
+        )
+        rows = self._decode_rows(
+            decoding,
+            budget=max(0, budget - kept),
+            free=self._num_pages - self.num_used - self._promised(apart_from),
+        )
         rows_of = _prompt_rows if self._decoder_start is None else _source_rows
         chunks = rows_of(prompts, budget=max(kept, budget - sum(row.gamma for row in rows)))
-        num_prompt_tokens = sum(row.stop - row.sequence.target_held + len(row.sequence.source) for row in chunks)
-        return Batch(rows + chunks, num_prompt_tokens=num_prompt_tokens, num_caught_up=self._limit_drafter(rows + chunks))
+        num_prompt_tokens = sum(
+            row.stop - row.sequence.target_held + len(row.sequence.source) for row in chunks
+        )
+        return Batch(
+            rows + chunks,
+            num_prompt_tokens=num_prompt_tokens,
+            num_caught_up=self._limit_drafter(rows + chunks),
+        )
 
     def _pages(self, length: int) -> int:
         return -(-length // self._page_size)
@@ -100,7 +140,10 @@ class Scheduler:
         if batch is None:
             return 0
         rows = [row for row in batch.rows if row.sequence in self.running]
-        return sum(self._pages(row.sequence.length + row.gamma) - self._pages(row.sequence.length) for row in rows)
+        return sum(
+            self._pages(row.sequence.length + row.gamma) - self._pages(row.sequence.length)
+            for row in rows
+        )
 
     def _preempt(self) -> None:
         youngest = self.running.pop()
@@ -120,7 +163,9 @@ class Scheduler:
                 return
             self.running.append(self.waiting.popleft())
 
-    def _decode_rows(self, decoding: list[tuple[Sequence, int]], *, budget: int, free: int) -> list[Row]:
+    def _decode_rows(
+        self, decoding: list[tuple[Sequence, int]], *, budget: int, free: int
+    ) -> list[Row]:
         """Drafts give way twice: all alike when the round has too few tokens, the younger ones when the cache has too few pages."""
         cap = self._headroom
         if decoding and sum(wish for _, wish in decoding) > budget:
@@ -131,7 +176,15 @@ class Scheduler:
             held = self._pages(length)
             gamma = min(wish, cap, (held + free) * self._page_size - length)
             free -= self._pages(length + gamma) - held
-            rows.append(Row(sequence, length, decides=True, gamma=gamma, draft_stop=length if gamma else None))
+            rows.append(
+                Row(
+                    sequence,
+                    length,
+                    decides=True,
+                    gamma=gamma,
+                    draft_stop=length if gamma else None,
+                )
+            )
         return rows
 
     def _limit_drafter(self, rows: list[Row]) -> int:
@@ -165,10 +218,19 @@ class Scheduler:
 def _prompt_rows(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[Row]:
     """Chunks of prompts. They carry no drafts, but a drafter that will be wanted later reads along."""
     rows = []
-    for (sequence, wish), chunk in zip(prompts, _share([sequence.pending for sequence, _ in prompts], budget=budget), strict=True):
+    for (sequence, wish), chunk in zip(
+        prompts, _share([sequence.pending for sequence, _ in prompts], budget=budget), strict=True
+    ):
         if chunk:
             stop = sequence.target_held + chunk
-            rows.append(Row(sequence, stop, decides=stop == sequence.length, draft_stop=stop if wish else None))
+            rows.append(
+                Row(
+                    sequence,
+                    stop,
+                    decides=stop == sequence.length,
+                    draft_stop=stop if wish else None,
+                )
+            )
     return rows
 
 
@@ -179,7 +241,14 @@ def _source_rows(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[Ro
         if rows and sequence.pending > budget:
             break
         budget -= sequence.pending
-        rows.append(Row(sequence, sequence.length, decides=True, draft_stop=sequence.length if wish else None))
+        rows.append(
+            Row(
+                sequence,
+                sequence.length,
+                decides=True,
+                draft_stop=sequence.length if wish else None,
+            )
+        )
     return rows
 
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from specserve.types import Chunk, DraftStep, Finish, Origin, Policy, Proposal, Request, Stats, Verdict, VerifyStep
+from specserve.types import (
+    Chunk,
+    DraftStep,
+    Finish,
+    Origin,
+    Policy,
+    Proposal,
+    Request,
+    Stats,
+    Verdict,
+    VerifyStep,
+)
 
 
 class Sequence:
@@ -41,17 +52,23 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.policy = policy
-        self.source = () if decoder_start is None else request.prompt  # what an encoder reads, whole, with the first token
+        self.source = (
+            () if decoder_start is None else request.prompt
+        )  # what an encoder reads, whole, with the first token
         given = request.prompt if decoder_start is None else (decoder_start,)
         self.committed = [*given, *request.written]
         self.target_held = 0  # positions that are valid in the target's cache
         self.draft_held = 0  # the same for the drafter's
-        self.draft_limit = draft_limit if len(self.source) <= draft_limit else 0  # positions that the drafter can hold; 0 when nothing drafts
+        self.draft_limit = (
+            draft_limit if len(self.source) <= draft_limit else 0
+        )  # positions that the drafter can hold; 0 when nothing drafts
         self.grammar = request.grammar
         self.gamma_wish = request.speculation.gamma
         self.finish: Finish | None = None
         self._end = min(len(given) + request.max_tokens, context)
-        self._stops = request.stop_token_ids if request.ignore_eos else request.stop_token_ids | end_ids
+        self._stops = (
+            request.stop_token_ids if request.ignore_eos else request.stop_token_ids | end_ids
+        )
         self._rounds = self._drafted = self._accepted = self._passes = self._anticipated = 0
 
     @property
@@ -85,7 +102,15 @@ class Sequence:
     def draft_step(self, *, stop: int, gamma: int) -> DraftStep:
         """Fills whatever hole the drafter's cache has before `stop`, then asks for `gamma` tokens."""
         source, grammar = ((), None) if self.draft_held else (self.source, self.grammar)
-        return DraftStep(self.seq_id, self.draft_held, tuple(self.committed[self.draft_held : stop]), gamma, self.policy, source, grammar)
+        return DraftStep(
+            self.seq_id,
+            self.draft_held,
+            tuple(self.committed[self.draft_held : stop]),
+            gamma,
+            self.policy,
+            source,
+            grammar,
+        )
 
     def verify_step(self, *, stop: int, proposal: Proposal | None) -> VerifyStep:
         """Reads committed tokens up to `stop`; judges the proposal once all of them are read."""
@@ -93,7 +118,9 @@ class Sequence:
         decide = stop == len(self.committed)
         source, grammar = ((), None) if self.target_held else (self.source, self.grammar)
         drafts, q = ((), None) if proposal is None else (proposal.tokens, proposal.q)
-        return VerifyStep(self.seq_id, self.target_held, tokens, drafts, q, self.policy, decide, source, grammar)
+        return VerifyStep(
+            self.seq_id, self.target_held, tokens, drafts, q, self.policy, decide, source, grammar
+        )
 
     def read(self, *, stop: int, proposal: Proposal | None) -> None:
         """The target has read a chunk of the prompt up to `stop`, and perhaps the drafter too."""

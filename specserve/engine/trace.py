@@ -44,7 +44,16 @@ class Round:
         num_committed: int,
     ) -> Round:
         times = (begun, drafted, verified, ended)
-        return cls(number, *times, len(batch.rows), batch.num_rows, batch.num_prompt_tokens, outcomes, num_committed, decision)
+        return cls(
+            number,
+            *times,
+            len(batch.rows),
+            batch.num_rows,
+            batch.num_prompt_tokens,
+            outcomes,
+            num_committed,
+            decision,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +92,27 @@ class Journal:
         since = rounds[0].begun if rounds else 0.0
         exchanges = [done for done in self._exchanges if done.sent >= since]
         events = [*_names(), *(event for done in rounds for event in _round_events(done))]
-        return {"traceEvents": events + [event for done in exchanges for event in _exchange_events(done)], "displayTimeUnit": "ms"}
+        return {
+            "traceEvents": events
+            + [event for done in exchanges for event in _exchange_events(done)],
+            "displayTimeUnit": "ms",
+        }
 
     def _count(self, outcomes: abc.Sequence[Outcome]) -> None:
         registry = self._registry
         registry.counter("spec_decode_num_drafts_total").add(len(outcomes))
-        registry.counter("spec_decode_num_draft_tokens_total").add(sum(outcome.proposed for outcome in outcomes))
-        registry.counter("spec_decode_num_accepted_tokens_total").add(sum(outcome.accepted for outcome in outcomes))
-        registry.counter("anticipation_hits_total").add(sum(outcome.anticipated is True for outcome in outcomes))
-        registry.counter("anticipation_misses_total").add(sum(outcome.anticipated is False for outcome in outcomes))
+        registry.counter("spec_decode_num_draft_tokens_total").add(
+            sum(outcome.proposed for outcome in outcomes)
+        )
+        registry.counter("spec_decode_num_accepted_tokens_total").add(
+            sum(outcome.accepted for outcome in outcomes)
+        )
+        registry.counter("anticipation_hits_total").add(
+            sum(outcome.anticipated is True for outcome in outcomes)
+        )
+        registry.counter("anticipation_misses_total").add(
+            sum(outcome.anticipated is False for outcome in outcomes)
+        )
         by_position = registry.counter("spec_decode_num_accepted_tokens_per_pos_total")
         for position in range(max(outcome.accepted for outcome in outcomes)):
             by_position.add(sum(outcome.accepted > position for outcome in outcomes), str(position))
@@ -102,7 +123,10 @@ _LANES = {"target": 1, "draft": 2, "coordinator": 3, "link": 4}
 
 def _names() -> list[dict[str, Any]]:
     """Every lane is one actor's, but the last, which shows what lies between them."""
-    return [{"name": "thread_name", "ph": "M", "pid": 1, "tid": lane, "args": {"name": name}} for name, lane in _LANES.items()]
+    return [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": lane, "args": {"name": name}}
+        for name, lane in _LANES.items()
+    ]
 
 
 def _round_events(done: Round) -> list[dict[str, Any]]:
@@ -118,7 +142,9 @@ def _round_events(done: Round) -> list[dict[str, Any]]:
         "misses": sum(outcome.anticipated is False for outcome in done.outcomes),
         "committed": done.num_committed,
     }
-    pacer = {key: value for key, value in asdict(done.decision).items() if value != float("inf")}  # which JSON does not know
+    pacer = {
+        key: value for key, value in asdict(done.decision).items() if value != float("inf")
+    }  # which JSON does not know
     return [
         _event("round", "coordinator", done.begun, done.ended, about | {"pacer": pacer}),
         _event("propose", "coordinator", done.begun, done.drafted, about),
@@ -136,5 +162,15 @@ def _exchange_events(done: Exchange) -> list[dict[str, Any]]:
     return events
 
 
-def _event(name: str, lane: str, begun: float, ended: float, about: abc.Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ph": "X", "pid": 1, "tid": _LANES[lane], "ts": begun * 1e6, "dur": max(0.0, ended - begun) * 1e6, "args": about}
+def _event(
+    name: str, lane: str, begun: float, ended: float, about: abc.Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ph": "X",
+        "pid": 1,
+        "tid": _LANES[lane],
+        "ts": begun * 1e6,
+        "dur": max(0.0, ended - begun) * 1e6,
+        "args": about,
+    }

@@ -22,7 +22,9 @@ class Crew:
         self._failures = 0  # of the drafter, in a row
         self._rest = 0  # rounds until it is asked again
 
-    async def propose(self, steps: abc.Sequence[DraftStep], deadline: float) -> abc.Sequence[Proposal] | None:
+    async def propose(
+        self, steps: abc.Sequence[DraftStep], deadline: float
+    ) -> abc.Sequence[Proposal] | None:
         """None when the drafter failed: then nothing is known of what it holds. One that keeps failing is asked ever more seldom."""
         if self.drafter is None or not steps:
             return ()
@@ -33,7 +35,9 @@ class Crew:
             proposals = await self.drafter.propose(steps, deadline)
             _check_proposals(steps, proposals)
         except Exception:
-            self._rest = min(max(1, 2**self._failures // 8), LONGEST_REST) - 1  # the first few may be a mishap
+            self._rest = (
+                min(max(1, 2**self._failures // 8), LONGEST_REST) - 1
+            )  # the first few may be a mishap
             self._failures += 1
             log.exception("the drafter failed; %d more rounds go on without it", self._rest)
             return None
@@ -51,7 +55,10 @@ class Crew:
         """Tells the workers which sequences they may forget."""
         for worker in (self.target, self.drafter):
             if worker is not None:
-                await _unless_it_fails(f"{type(worker).__name__} to release {len(seq_ids)} sequences", worker.release(seq_ids))
+                await _unless_it_fails(
+                    f"{type(worker).__name__} to release {len(seq_ids)} sequences",
+                    worker.release(seq_ids),
+                )
 
     async def settle(self) -> None:
         """A round of nothing: workers that hear of releases with their next steps hear of them now, though there are none."""
@@ -60,7 +67,9 @@ class Crew:
         await _unless_it_fails("the target to settle", self.target.verify(()))
 
 
-async def _checked(steps: abc.Sequence[VerifyStep], call: abc.Awaitable[abc.Sequence[Verdict]]) -> abc.Sequence[Verdict]:
+async def _checked(
+    steps: abc.Sequence[VerifyStep], call: abc.Awaitable[abc.Sequence[Verdict]]
+) -> abc.Sequence[Verdict]:
     verdicts = await call
     _check_verdicts(steps, verdicts)
     return verdicts
@@ -82,8 +91,12 @@ def _check_proposals(steps: abc.Sequence[DraftStep], proposals: abc.Sequence[Pro
     if [step.seq_id for step in steps] != [proposal.seq_id for proposal in proposals]:
         raise WorkerLost("the drafter answered other sequences than were asked for")
     for step, proposal in zip(steps, proposals, strict=True):
-        if proposal.tokens and (proposal.start != step.start + len(step.tokens) or len(proposal.tokens) > step.gamma):
-            raise WorkerLost(f"the drafter's proposal for sequence {step.seq_id} does not fit its step")
+        if proposal.tokens and (
+            proposal.start != step.start + len(step.tokens) or len(proposal.tokens) > step.gamma
+        ):
+            raise WorkerLost(
+                f"the drafter's proposal for sequence {step.seq_id} does not fit its step"
+            )
 
 
 def _check_verdicts(steps: abc.Sequence[VerifyStep], verdicts: abc.Sequence[Verdict]) -> None:
@@ -92,4 +105,6 @@ def _check_verdicts(steps: abc.Sequence[VerifyStep], verdicts: abc.Sequence[Verd
         raise WorkerLost("the target judged other sequences than were asked for")
     for step, verdict in zip(steps, verdicts, strict=True):
         if not 0 <= verdict.accepted <= len(step.drafts):
-            raise WorkerLost(f"the target's verdict on sequence {step.seq_id} does not fit its step")
+            raise WorkerLost(
+                f"the target's verdict on sequence {step.seq_id} does not fit its step"
+            )

@@ -12,7 +12,11 @@ from functools import cached_property
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import (
+    fill_next_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 from numpy.typing import NDArray
 
 from specserve.errors import SpecserveError, first_line
@@ -33,9 +37,14 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     @classmethod
-    def of(cls, tokenizer: Callable[[], str], *, vocab_size: int, end_ids: frozenset[int]) -> Grammars:
+    def of(
+        cls, tokenizer: Callable[[], str], *, vocab_size: int, end_ids: frozenset[int]
+    ) -> Grammars:
         """Of a tokenizer in the format of the tokenizers library, for a model with so many ids."""
-        return cls(lambda: LLTokenizer(tokenizer(), n_vocab=vocab_size, eos_token=sorted(end_ids)), end_ids=end_ids)
+        return cls(
+            lambda: LLTokenizer(tokenizer(), n_vocab=vocab_size, eos_token=sorted(end_ids)),
+            end_ids=end_ids,
+        )
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -53,10 +62,16 @@ class Grammars:
     def begun(self, grammar: Grammar) -> Parse:
         """An empty text. One that cannot be written says why in its `error`."""
         if not self.end_ids:
-            return Parse(self, None, error="the model has no token to end a text with, so it can follow no grammar")
+            return Parse(
+                self,
+                None,
+                error="the model has no token to end a text with, so it can follow no grammar",
+            )
         matcher = self._compiled.pop(grammar, None)
         try:
-            matcher = matcher or LLMatcher(self.tokenizer, source(grammar), log_level=0, limits=limits())
+            matcher = matcher or LLMatcher(
+                self.tokenizer, source(grammar), log_level=0, limits=limits()
+            )
         except SpecserveError as error:
             return Parse(self, None, error=str(error))
         self._compiled[grammar] = matcher
@@ -68,7 +83,9 @@ class Grammars:
 class Parse:
     """One text, which grows and goes back at its end. What lies behind an end token, or a forbidden one, is under no grammar."""
 
-    def __init__(self, grammars: Grammars, matcher: LLMatcher | None, *, error: str | None = None) -> None:
+    def __init__(
+        self, grammars: Grammars, matcher: LLMatcher | None, *, error: str | None = None
+    ) -> None:
         self.tokens: list[int] = []
         self._grammars, self._matcher = grammars, matcher
         self._read = 0  # tokens that the grammar has taken
@@ -110,7 +127,11 @@ class Parse:
                 fill_next_token_bitmask(self._matcher, self._bits)
             elif self.error is None:
                 ends = np.array(sorted(self._grammars.end_ids))
-                np.bitwise_or.at(self._bits[0].view(np.uint32), ends // 32, np.uint32(1) << (ends % 32).astype(np.uint32))
+                np.bitwise_or.at(
+                    self._bits[0].view(np.uint32),
+                    ends // 32,
+                    np.uint32(1) << (ends % 32).astype(np.uint32),
+                )
         bits: Bits = self._bits[0]
         return bits
 
@@ -122,7 +143,11 @@ class Parse:
         tokens = self._matcher.compute_ff_tokens()[:limit]
         if tokens:
             return tokens
-        only = np.flatnonzero(np.unpackbits(self.bits().view(np.uint8), bitorder="little")[: self._grammars.tokenizer.vocab_size])
+        only = np.flatnonzero(
+            np.unpackbits(self.bits().view(np.uint8), bitorder="little")[
+                : self._grammars.tokenizer.vocab_size
+            ]
+        )
         return only.tolist() if len(only) == 1 else []
 
     def lawful(self, tokens: Sequence[int]) -> int:
@@ -139,7 +164,11 @@ class Parse:
 
     def fork(self, length: int) -> Parse:
         """Another text with the same first `length` tokens."""
-        other = Parse(self._grammars, None if self._matcher is None else self._matcher.deep_copy(), error=self._error)
+        other = Parse(
+            self._grammars,
+            None if self._matcher is None else self._matcher.deep_copy(),
+            error=self._error,
+        )
         other.tokens, other._read = list(self.tokens), self._read
         other.write(min(length, len(self.tokens)), ())
         return other
@@ -147,10 +176,14 @@ class Parse:
     def _advance(self) -> None:
         """Takes what it can of the tokens that are new."""
         assert self._matcher is not None
-        self._read += self._matcher.try_consume_tokens(list(_before_end(self.tokens[self._read :], self._grammars.end_ids)))
+        self._read += self._matcher.try_consume_tokens(
+            list(_before_end(self.tokens[self._read :], self._grammars.end_ids))
+        )
 
 
-def rows_of(grammars: Grammars, asked: Sequence[tuple[Parse, Sequence[int]]]) -> Bits:  # [rows, words]
+def rows_of(
+    grammars: Grammars, asked: Sequence[tuple[Parse, Sequence[int]]]
+) -> Bits:  # [rows, words]
     """What may come behind each text and behind each of its drafts; rows behind a draft that may not stand, or ends the text, allow all."""
     counts = [len(drafts) + 1 for _, drafts in asked]
     bits = np.full((sum(counts), grammars.words), -1, np.int32)

@@ -22,19 +22,31 @@ def read_response_format(given: object) -> Grammar | None:
     members = _members("response_format", given, ("type", "json_schema"))
     kind, described = members.get("type"), members.get("json_schema")
     if kind not in ("text", "json_object", "json_schema"):
-        raise BadValue(f"response_format.type must be text, json_object or json_schema, not {shortened(kind)}", param="response_format.type")
+        raise BadValue(
+            f"response_format.type must be text, json_object or json_schema, not {shortened(kind)}",
+            param="response_format.type",
+        )
     if (described is not None) != (kind == "json_schema"):
-        raise BadValue("response_format.json_schema goes with the type json_schema, and that type with it", param="response_format.json_schema")
+        raise BadValue(
+            "response_format.json_schema goes with the type json_schema, and that type with it",
+            param="response_format.json_schema",
+        )
     if kind == "text":
         return None
-    return schema_grammar("response_format", JSON_OBJECT if described is None else _described(described))
+    return schema_grammar(
+        "response_format", JSON_OBJECT if described is None else _described(described)
+    )
 
 
 def read_guided(given: object) -> Grammar | None:
     """`guided`: exactly one of an expression, a Lark grammar, a schema and a choice of texts."""
     if given is None:
         return None
-    members = {name: value for name, value in _members("guided", given, tuple(_GUIDES)).items() if value is not None}
+    members = {
+        name: value
+        for name, value in _members("guided", given, tuple(_GUIDES)).items()
+        if value is not None
+    }
     if len(members) != 1:
         both = f"has {' and '.join(members)}, which exclude one another" if members else "is empty"
         raise BadValue(f"guided {both}; give one of {', '.join(_GUIDES)}", param="guided")
@@ -45,9 +57,13 @@ def read_guided(given: object) -> Grammar | None:
 def schema_grammar(param: str, schema: object) -> Grammar:
     """Raises BadValue for what is no JSON, or too much of it; what the schema says is for others to judge."""
     if not isinstance(schema, Mapping):
-        raise BadValue(f"{param} needs a JSON schema, which is an object, not {shortened(schema)}", param=param)
+        raise BadValue(
+            f"{param} needs a JSON schema, which is an object, not {shortened(schema)}", param=param
+        )
     if is_too_deep(schema):
-        raise BadValue(f"{param} holds a schema nested more than {MAX_DEPTH} levels deep", param=param)
+        raise BadValue(
+            f"{param} holds a schema nested more than {MAX_DEPTH} levels deep", param=param
+        )
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -57,17 +73,31 @@ def schema_grammar(param: str, schema: object) -> Grammar:
 
 def is_too_deep(value: object, levels: int = MAX_DEPTH) -> bool:
     """Whether it is nested deeper than anything here should have to follow."""
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else None
+    inner = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (list, tuple))
+        else None
+    )
     return inner is not None and (levels == 0 or any(is_too_deep(one, levels - 1) for one in inner))
 
 
 def _described(given: object) -> object:
     """The schema of OpenAI's `json_schema`, whose other members say nothing that a grammar could."""
-    members = _members("response_format.json_schema", given, ("name", "description", "schema", "strict"))
+    members = _members(
+        "response_format.json_schema", given, ("name", "description", "schema", "strict")
+    )
     if not isinstance(members.get("name"), str):
-        raise BadValue("response_format.json_schema needs a name, a text", param="response_format.json_schema.name")
+        raise BadValue(
+            "response_format.json_schema needs a name, a text",
+            param="response_format.json_schema.name",
+        )
     if not isinstance(members.get("strict"), (bool, type(None))):
-        raise BadValue("response_format.json_schema.strict must be true or false", param="response_format.json_schema.strict")
+        raise BadValue(
+            "response_format.json_schema.strict must be true or false",
+            param="response_format.json_schema.strict",
+        )
     return members.get("schema")
 
 
@@ -82,17 +112,23 @@ def _members(param: str, given: object, known: tuple[str, ...]) -> Mapping[str, 
 
 def _sized(param: str, text: str) -> str:
     if len(text) > MAX_SIZE:
-        raise BadValue(f"{param} comes to {len(text)} characters; {MAX_SIZE} is the most", param=param)
+        raise BadValue(
+            f"{param} comes to {len(text)} characters; {MAX_SIZE} is the most", param=param
+        )
     return text
 
 
 def _text(param: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise BadValue(f"{param} must be a text, and not empty, rather than {shortened(value)}", param="guided")
+        raise BadValue(
+            f"{param} must be a text, and not empty, rather than {shortened(value)}", param="guided"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadValue(f"{param} is not Unicode text: it holds half of a surrogate pair", param="guided") from error
+        raise BadValue(
+            f"{param} is not Unicode text: it holds half of a surrogate pair", param="guided"
+        ) from error
     return _sized("guided", value)
 
 
@@ -108,7 +144,10 @@ def _json(value: object) -> Grammar:
 
 def _choice(value: object) -> Grammar:
     if not isinstance(value, (list, tuple)) or not value:
-        raise BadValue(f"guided.choice must be a list of texts, and not empty, rather than {shortened(value)}", param="guided")
+        raise BadValue(
+            f"guided.choice must be a list of texts, and not empty, rather than {shortened(value)}",
+            param="guided",
+        )
     texts = [json.dumps(_text("guided.choice", one), ensure_ascii=False) for one in value]
     return Grammar("lark", _sized("guided", f"start: {' | '.join(texts)}"))
 

@@ -17,7 +17,9 @@ from specserve.types import DraftStep, Grammar, VerifyStep
 LEFT = "the text has left its grammar"
 STUCK = "the grammar leaves no token that the model knows"
 
-Known = Callable[[int], Sequence[int] | NDArray[np.int64]]  # all tokens of a sequence that a worker holds, the prompt's included
+Known = Callable[
+    [int], Sequence[int] | NDArray[np.int64]
+]  # all tokens of a sequence that a worker holds, the prompt's included
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ class Parses:
                 self.begin(one.seq_id, one.rule)
                 found.append((first, self._at(one), one.guesses))
             first += len(one.guesses) + 1
-        return self._rows(found, rows_of(self.grammars, [(parse, guesses) for _, parse, guesses in found]))
+        return self._rows(
+            found, rows_of(self.grammars, [(parse, guesses) for _, parse, guesses in found])
+        )
 
     def of(self, seq_id: int) -> Parse | None:
         """The text as it was read last."""
@@ -138,13 +142,17 @@ class Parses:
     def _reading(self, step: DraftStep | VerifyStep, known: Known) -> Reading:
         """Tokens that nobody has shown here are taken from what the worker knows of the sequence."""
         rule, parse = self._rules.get(step.seq_id), self._parses.get(step.seq_id)
-        assert rule is not None, "a grammar comes with the step that starts at 0, to workers with a tokenizer"
+        assert rule is not None, (
+            "a grammar comes with the step that starts at 0, to workers with a tokenizer"
+        )
         held = rule.base + (0 if parse is None else len(parse.tokens))
         start, tokens = step.start, step.tokens
         if start > held:
             start, tokens = held, (*map(int, known(step.seq_id)[held:start]), *tokens)
         drafts = step.drafts if isinstance(step, VerifyStep) else ()
-        return Reading(step.seq_id, max(start - rule.base, 0), tokens[max(rule.base - start, 0) :], drafts)
+        return Reading(
+            step.seq_id, max(start - rule.base, 0), tokens[max(rule.base - start, 0) :], drafts
+        )
 
     def _read(self, reading: Reading) -> Parse:
         parse = self._parse(reading.seq_id)
@@ -164,7 +172,11 @@ class Parses:
         parse, text = self._parse(one.seq_id), list(one.tokens[one.rule.base :])
         same = min(len(text), len(parse.tokens))
         if parse.tokens[:same] != text[:same]:
-            same = next(i for i, (ours, theirs) in enumerate(zip(parse.tokens, text, strict=False)) if ours != theirs)
+            same = next(
+                i
+                for i, (ours, theirs) in enumerate(zip(parse.tokens, text, strict=False))
+                if ours != theirs
+            )
         parse.write(same, text[same:])
         return parse
 
@@ -172,7 +184,11 @@ class Parses:
         """Each reading with the first of its rows. One call for all texts, during which other threads run."""
         assert self.grammars is not None
         found = [(first, self._read(reading), reading.drafts) for first, reading in readings]
-        errors = {reading.seq_id: LEFT for (_, reading), (_, parse, _) in zip(readings, found, strict=True) if parse.is_over}
+        errors = {
+            reading.seq_id: LEFT
+            for (_, reading), (_, parse, _) in zip(readings, found, strict=True)
+            if parse.is_over
+        }
         bits = rows_of(self.grammars, [(parse, drafts) for _, parse, drafts in found])
         row = 0
         for (_, reading), (_, parse, drafts) in zip(readings, found, strict=True):
@@ -186,4 +202,9 @@ class Parses:
     def _rows(found: Sequence[tuple[int, Parse, Sequence[int]]], bits: Bits) -> Allowed:
         """Where nothing may come, a text is stuck, or was refused before: any distribution will do there, but there must be one."""
         bits[~bits.any(axis=1)] = -1
-        return Allowed(np.concatenate([np.arange(first, first + len(drafts) + 1) for first, _, drafts in found]), bits)
+        return Allowed(
+            np.concatenate(
+                [np.arange(first, first + len(drafts) + 1) for first, _, drafts in found]
+            ),
+            bits,
+        )

@@ -23,10 +23,14 @@ _REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
 def check(grammar: Grammar) -> None:
     """Raises BadValue, which names the keyword or the place, for what no text could follow, or what is not supported. Takes milliseconds."""
     if grammar.kind not in GRAMMARS:
-        raise BadValue(f"a grammar is one of {', '.join(GRAMMARS)}, not {grammar.kind!r}", param=_PARAM)
+        raise BadValue(
+            f"a grammar is one of {', '.join(GRAMMARS)}, not {grammar.kind!r}", param=_PARAM
+        )
     size = len(grammar.text.encode(errors="replace"))
     if size > MAX_BYTES:
-        raise BadValue(f"the {_NAMES[grammar.kind]} has {size} bytes; {MAX_BYTES} is the most", param=_PARAM)
+        raise BadValue(
+            f"the {_NAMES[grammar.kind]} has {size} bytes; {MAX_BYTES} is the most", param=_PARAM
+        )
     error = LLMatcher.validate_grammar(source(grammar), limits=limits()) or _impossible(grammar)
     if error and not error.startswith("WARNING"):
         raise BadValue(_SAID[grammar.kind](error), param=_PARAM)
@@ -39,14 +43,21 @@ def source(grammar: Grammar) -> str:
 
 def limits() -> LLParserLimits:
     """What one grammar may take: some 20 ms to compile, and as much for a mask at the very worst."""
-    return LLParserLimits(initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, verbose_errors=False)
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        verbose_errors=False,
+    )
 
 
 def _impossible(grammar: Grammar) -> str:
     """Why not even a first byte can be written; "" if one can."""
     matcher = LLMatcher(LLTokenizer("byte"), source(grammar), log_level=0, limits=limits())
     able = not matcher.is_error() and any(matcher.compute_bitmask())
-    return "" if able and not matcher.is_error() else "no text can follow it"  # that there is no way on is found on the way
+    return (
+        "" if able and not matcher.is_error() else "no text can follow it"
+    )  # that there is no way on is found on the way
 
 
 def _json_source(text: str) -> str:
@@ -57,7 +68,10 @@ def _json_source(text: str) -> str:
     if schema is True:  # anything at all
         text, schema = "{}", {}
     if not isinstance(schema, dict):
-        raise BadValue(f"a JSON schema that can be followed is an object, or true, not {str(schema)[:20]}", param=_PARAM)
+        raise BadValue(
+            f"a JSON schema that can be followed is an object, or true, not {str(schema)[:20]}",
+            param=_PARAM,
+        )
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACES})
     except ValueError as error:  # of x-guidance, the library's own keyword
@@ -70,12 +84,16 @@ def _json_said(error: str) -> str:
         keys = ", ".join(json.loads(unknown[1]))
         return f"the JSON schema uses {keys}, which is not supported; leave it out"
     found = _REGEX_ERROR.search(error)
-    return f"the JSON schema cannot be followed: {f'pattern: {found[1]}' if found else _first(error)}"
+    return (
+        f"the JSON schema cannot be followed: {f'pattern: {found[1]}' if found else _first(error)}"
+    )
 
 
 def _regex_said(error: str) -> str:
     lines = error.splitlines()
-    carets = [line.index("^") - 4 for line in lines if line.strip() and set(line.strip()) == {"^"}]  # below the expression, which is indented
+    carets = [
+        line.index("^") - 4 for line in lines if line.strip() and set(line.strip()) == {"^"}
+    ]  # below the expression, which is indented
     at = f" at character {carets[0] + 1}" if carets and carets[0] >= 0 else ""
     found = _REGEX_ERROR.search(error)
     return f"the regular expression is wrong{at}: {found[1] if found else _first(error)}"
@@ -98,4 +116,8 @@ _SOURCES: Mapping[str, Callable[[str], str]] = {
     "regex": LLMatcher.grammar_from_regex,
     "lark": LLMatcher.grammar_from_lark,
 }
-_SAID: Mapping[str, Callable[[str], str]] = {"json_schema": _json_said, "regex": _regex_said, "lark": _lark_said}
+_SAID: Mapping[str, Callable[[str], str]] = {
+    "json_schema": _json_said,
+    "regex": _regex_said,
+    "lark": _lark_said,
+}

@@ -69,8 +69,13 @@ class PagedCache:
         self.prefix_hits = 0  # tokens that were found
         # Zeros, not empty: padding reads slots that nobody has written, and a masked NaN would still spoil the sum.
         shape = (num_layers, num_pages, page_size, kv_heads)
-        self._pools = [torch.zeros(*shape, dim, dtype=dtype, device=self.device) for dim in (head_dim, v_head_dim or head_dim)]
-        self.keys, self.values = (list(pool.flatten(1, 2).unbind(0)) for pool in self._pools)  # each [slots, kv_heads, dim]
+        self._pools = [
+            torch.zeros(*shape, dim, dtype=dtype, device=self.device)
+            for dim in (head_dim, v_head_dim or head_dim)
+        ]
+        self.keys, self.values = (
+            list(pool.flatten(1, 2).unbind(0)) for pool in self._pools
+        )  # each [slots, kv_heads, dim]
         self._pages = Pages(num_pages)
         self._sequences: dict[int, _Sequence] = {}
         self._table = PageTable()
@@ -95,7 +100,9 @@ class PagedCache:
     def holds(self, seq_id: int, start: int, tokens: Sequence[int]) -> bool:
         """Whether these tokens are cached from `start` on."""
         sequence = self._sequences.get(seq_id)
-        return sequence is not None and sequence.tokens[start : start + len(tokens)] == array("q", tokens)
+        return sequence is not None and sequence.tokens[start : start + len(tokens)] == array(
+            "q", tokens
+        )
 
     def can_reserve(self, seq_id: int, length: int) -> bool:
         return self._lacking(self._sequences.get(seq_id), length) <= self._pages.num_free
@@ -105,7 +112,9 @@ class PagedCache:
         sequence = self._sequences.get(seq_id)
         lacking = self._lacking(sequence, length)
         if lacking > self._pages.num_free:
-            raise OutOfPages(f"{lacking} more pages are needed for {length} positions, and {self._pages.num_free} of {self.num_pages} are free.")
+            raise OutOfPages(
+                f"{lacking} more pages are needed for {length} positions, and {self._pages.num_free} of {self.num_pages} are free."
+            )
         if sequence is None:
             sequence = self._open(seq_id)
         if length <= sequence.reserved:
@@ -127,7 +136,9 @@ class PagedCache:
         sequence = self._sequences.get(seq_id)
         held = 0 if sequence is None else len(sequence.tokens)
         if not 0 <= length <= held:
-            raise ValueError(f"Sequence {seq_id} cannot be truncated to {length}: {held} positions are cached.")
+            raise ValueError(
+                f"Sequence {seq_id} cannot be truncated to {length}: {held} positions are cached."
+            )
         if sequence is None:
             return
         if length < sequence.reserved:
@@ -144,7 +155,9 @@ class PagedCache:
         self._check_forks(forks)
         lacking = sum(fork.length % self.page_size != 0 for fork in forks)
         if lacking > self._pages.num_free:
-            raise OutOfPages(f"{lacking} more pages are needed for {len(forks)} forks, and {self._pages.num_free} of {self.num_pages} are free.")
+            raise OutOfPages(
+                f"{lacking} more pages are needed for {len(forks)} forks, and {self._pages.num_free} of {self.num_pages} are free."
+            )
         copies = [self._fork(fork) for fork in forks]
         self._copy([copy for copy in copies if copy is not None])
 
@@ -168,7 +181,12 @@ class PagedCache:
         if not self.prefix_caching:
             return 0
         sequence = self._sequences.get(seq_id)
-        if sequence is not None and not sequence.reserved == len(sequence.tokens) == len(sequence.names) * self.page_size:
+        if (
+            sequence is not None
+            and not sequence.reserved
+            == len(sequence.tokens)
+            == len(sequence.names) * self.page_size
+        ):
             return 0
         self.prefix_queries += len(tokens)
         found = list(self._known(b"" if sequence is None else sequence.last_name, tokens[:-1]))
@@ -183,14 +201,18 @@ class PagedCache:
         sequence = self._sequences[seq_id]
         assert 0 <= start <= stop <= sequence.reserved, "slots that are not reserved"
         pages, offsets = np.divmod(np.arange(start, stop), self.page_size)
-        return torch.from_numpy(self._table.pages[sequence.row, pages] * self.page_size + offsets).to(self.device)
+        return torch.from_numpy(
+            self._table.pages[sequence.row, pages] * self.page_size + offsets
+        ).to(self.device)
 
     def table(self, seq_ids: Sequence[int], pages: int) -> NDArray[np.int64]:  # [seqs, pages]
         """The first pages of each sequence, padded with page 0; a copy."""
         self._table.widen(pages)
         rows = [self._sequences[seq_id].row for seq_id in seq_ids]
         if len(rows) == 1:
-            return self._table.pages[rows[0] : rows[0] + 1, :pages].copy()  # looking up a list of rows takes four times as long
+            return self._table.pages[
+                rows[0] : rows[0] + 1, :pages
+            ].copy()  # looking up a list of rows takes four times as long
         return self._table.pages[rows, :pages]
 
     def check(self) -> None:
@@ -202,9 +224,13 @@ class PagedCache:
             assert len(set(own.tolist())) == num_held, "a sequence holds a page twice"
             assert not padding.any(), "a page stands past the end of a sequence"
             assert len(sequence.tokens) <= sequence.reserved, "tokens without room"
-            assert len(sequence.names) <= len(sequence.tokens) // self.page_size, "a name of a page that is not full"
+            assert len(sequence.names) <= len(sequence.tokens) // self.page_size, (
+                "a name of a page that is not full"
+            )
             names = page_names(b"", sequence.tokens, self.page_size)
-            assert all(known == name for known, name in zip(sequence.names, names, strict=False)), "a name is not that of its page's tokens"
+            assert all(known == name for known, name in zip(sequence.names, names, strict=False)), (
+                "a name is not that of its page's tokens"
+            )
             counts[own] += 1
         self._table.check([sequence.row for sequence in self._sequences.values()])
         self._pages.check(counts)
@@ -270,7 +296,9 @@ class PagedCache:
                 return
             yield name, page
 
-    def _attach(self, sequence: _Sequence, found: Sequence[tuple[bytes, int]], tokens: Sequence[int]) -> None:
+    def _attach(
+        self, sequence: _Sequence, found: Sequence[tuple[bytes, int]], tokens: Sequence[int]
+    ) -> None:
         held = len(sequence.names)
         pages = np.array([page for _, page in found], dtype=np.int64)
         self._table.widen(held + len(found))
@@ -287,7 +315,9 @@ class PagedCache:
             raise ValueError("A fork must become a sequence that is not cached yet.")
         for fork in forks:
             if not 0 <= fork.length <= self.length(fork.seq_id):
-                raise ValueError(f"Sequence {fork.seq_id} cannot be forked at {fork.length}: {self.length(fork.seq_id)} positions are cached.")
+                raise ValueError(
+                    f"Sequence {fork.seq_id} cannot be forked at {fork.length}: {self.length(fork.seq_id)} positions are cached."
+                )
 
     def _fork(self, fork: Fork) -> tuple[int, int] | None:
         """All of a fork but the contents of its partial page; which page is to be copied where."""
@@ -296,7 +326,11 @@ class PagedCache:
         if source is None or fork.length == 0:
             return None
         full = fork.length // self.page_size
-        copy.reserved, copy.tokens, copy.names = fork.length, source.tokens[: fork.length], source.names[:full]
+        copy.reserved, copy.tokens, copy.names = (
+            fork.length,
+            source.tokens[: fork.length],
+            source.names[:full],
+        )
         shared = self._table.pages[source.row, :full]
         self._table.pages[copy.row, :full] = shared
         self._pages.share(shared)

@@ -47,7 +47,11 @@ class Sources:
     def read(self, steps: Sequence[Step]) -> None:
         """Encodes what steps bring along, unless it is known. Raises OutOfPages; nothing changed then."""
         brought = {step.seq_id: step.source for step in steps if step.source}
-        fresh = [Source(tokens, next(self._cache_ids)) for tokens in dict.fromkeys(brought.values()) if tokens not in self._known]
+        fresh = [
+            Source(tokens, next(self._cache_ids))
+            for tokens in dict.fromkeys(brought.values())
+            if tokens not in self._known
+        ]
         if fresh:
             self._reserve(fresh)
             self._encode(fresh)
@@ -59,8 +63,12 @@ class Sources:
         """Of a pass that has so many rows of each sequence: the rows before their sources."""
         held = [self._of[seq_id].cache_id for seq_id in seq_ids]
         lengths = np.array([self._cache.length(cache_id) for cache_id in held])
-        table = self._cache.table(held, self._planner.geometry.num_pages(int(max(lengths.max(), counts.max()))))
-        return self._planner.lay_out(Writes(np.zeros_like(lengths), counts, table, seen=lengths)).groups
+        table = self._cache.table(
+            held, self._planner.geometry.num_pages(int(max(lengths.max(), counts.max())))
+        )
+        return self._planner.lay_out(
+            Writes(np.zeros_like(lengths), counts, table, seen=lengths)
+        ).groups
 
     def fork(self, seq_id: int, as_id: int) -> None:
         self._hold(as_id, self._of[seq_id])
@@ -97,6 +105,10 @@ class Sources:
         for source in fresh:
             self._cache.append(source.cache_id, source.tokens)
         lengths = [len(source.tokens) for source in fresh]
-        slots = torch.cat([self._cache.slots(source.cache_id, 0, len(source.tokens)) for source in fresh])
-        ids = torch.tensor([token for source in fresh for token in source.tokens], device=self._cache.device)
+        slots = torch.cat(
+            [self._cache.slots(source.cache_id, 0, len(source.tokens)) for source in fresh]
+        )
+        ids = torch.tensor(
+            [token for source in fresh for token in source.tokens], device=self._cache.device
+        )
         self._encoder.encode(ids, lengths, slots)

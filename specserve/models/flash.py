@@ -28,7 +28,9 @@ def flash(page_size: int) -> Kernel:
             q.view(group.seqs, group.queries, heads, -1),
             keys.view(-1, page_size, kv_heads, keys.shape[2]),
             values.view(-1, page_size, kv_heads, values.shape[2]),
-            cache_seqlens=(group.positions[:, 0] + group.queries).to(torch.int32),  # padding rows come last and are dropped later
+            cache_seqlens=(group.positions[:, 0] + group.queries).to(
+                torch.int32
+            ),  # padding rows come last and are dropped later
             block_table=group.pages.device_table.to(torch.int32),
             softmax_scale=rule.scaling,
             causal=True,

@@ -39,10 +39,14 @@ def round_up(writes: Writes, geometry: Geometry) -> Writes | None:
     if queries > FEW_QUERIES or (writes.counts != queries).any():
         return None
     seqs = 1 << (len(writes.counts) - 1).bit_length()
-    context = geometry.context(max(SMALLEST_CONTEXT, 1 << (int(writes.lengths.max()) - 1).bit_length()))
+    context = geometry.context(
+        max(SMALLEST_CONTEXT, 1 << (int(writes.lengths.max()) - 1).bit_length())
+    )
     rows = np.minimum(np.arange(seqs), len(writes.counts) - 1)
     missing = geometry.num_pages(context) - writes.table.shape[1]
-    table = np.pad(writes.table[rows], ((0, 0), (0, max(0, missing))))  # any page will do, no query sees it
+    table = np.pad(
+        writes.table[rows], ((0, 0), (0, max(0, missing)))
+    )  # any page will do, no query sees it
     return Writes(writes.starts[rows], writes.counts[rows], table, context)
 
 
@@ -92,7 +96,13 @@ class GraphedNetwork:
 
 def _tensors(layout: Layout) -> tuple[Tensor, ...]:
     group = layout.groups[0]
-    return layout.positions, layout.slots, group.pages.gather, group.pages.device_table, group.positions
+    return (
+        layout.positions,
+        layout.slots,
+        group.pages.gather,
+        group.pages.device_table,
+        group.positions,
+    )
 
 
 def _refill(captured: Captured, ids: Tensor, layout: Layout) -> None:
@@ -110,4 +120,8 @@ def _cloned(layout: Layout) -> Layout:
 def _unseen(layout: Layout) -> Layout:
     """The same tensors with nothing remembered of who sees what: inside a graph that must be computed anew from the positions."""
     group = layout.groups[0]
-    return Layout(layout.positions, layout.slots, (replace(group, sight=Sight(group.positions.unsqueeze(0), group.pages.keys), turn=0),))
+    return Layout(
+        layout.positions,
+        layout.slots,
+        (replace(group, sight=Sight(group.positions.unsqueeze(0), group.pages.keys), turn=0),),
+    )

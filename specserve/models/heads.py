@@ -41,17 +41,27 @@ class Heads(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_heads, 2 * hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(num_heads, 1, hidden_size))
 
-    def forward(self, hidden: Tensor, newest: Tensor) -> Tensor:  # both [rows, hidden] -> [heads, rows, hidden]
+    def forward(
+        self, hidden: Tensor, newest: Tensor
+    ) -> Tensor:  # both [rows, hidden] -> [heads, rows, hidden]
         """For the vocabulary head. `newest` are the embeddings of the tokens that the hidden states brought."""
         size = hidden.shape[-1:]
-        seen = torch.cat([F.rms_norm(hidden, size), F.rms_norm(newest, size)], dim=-1).expand(self.num_heads, -1, -1)
+        seen = torch.cat([F.rms_norm(hidden, size), F.rms_norm(newest, size)], dim=-1).expand(
+            self.num_heads, -1, -1
+        )
         return hidden + F.silu(torch.baddbmm(self.bias, seen, self.weight))
 
 
 def save(heads: Heads, info: HeadsInfo, directory: Path) -> None:
     """In bf16, which is what a draft is worth."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.to(torch.bfloat16).contiguous() for name, tensor in heads.state_dict().items()}, directory / WEIGHTS)
+    save_file(
+        {
+            name: tensor.to(torch.bfloat16).contiguous()
+            for name, tensor in heads.state_dict().items()
+        },
+        directory / WEIGHTS,
+    )
     (directory / INFO).write_text(json.dumps(asdict(info), indent=2) + "\n")
 
 
@@ -59,7 +69,9 @@ def require_heads_of(target: Path, directory: Path) -> HeadsInfo:
     """What the heads in a directory fit to. Raises unless that is this target; reads no weights but its norms."""
     info = _info(directory)
     if info.target != fingerprint(target):
-        raise ModelError(f"the heads at {directory} were fitted to another target than {target}; `specserve heads` fits heads to this one")
+        raise ModelError(
+            f"the heads at {directory} were fitted to another target than {target}; `specserve heads` fits heads to this one"
+        )
     return info
 
 
@@ -69,14 +81,18 @@ def load_heads(directory: Path, *, dtype: torch.dtype, device: torch.device) -> 
     try:
         heads.load_state_dict(load_file(directory / WEIGHTS))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ModelError(f"{directory / WEIGHTS} does not hold the heads that {INFO} states: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"{directory / WEIGHTS} does not hold the heads that {INFO} states: {str(error).splitlines()[0]}"
+        ) from error
     return heads.to(device, dtype).eval().requires_grad_(False)
 
 
 def _info(directory: Path) -> HeadsInfo:
     file = directory / INFO
     if not file.is_file():
-        raise ModelNotFound(f"there are no heads at {directory}; `specserve heads` fits them to a target")
+        raise ModelNotFound(
+            f"there are no heads at {directory}; `specserve heads` fits them to a target"
+        )
     try:
         return HeadsInfo(**json.loads(file.read_text()))
     except (ValueError, TypeError) as error:

@@ -24,12 +24,16 @@ class PackedLinear(nn.Module):
         self.twice = self.in_features >= LONG_INNER
         self._product = torch.ops.mkldnn._linear_pointwise
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
-        use_huge_pages(torch.ops.mkldnn.data_ptr(self.weight), weight.numel() * weight.element_size())
+        use_huge_pages(
+            torch.ops.mkldnn.data_ptr(self.weight), weight.numel() * weight.element_size()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
         lacking = self._lacking(len(rows))
-        out: Tensor = self._product.default(_padded(rows, lacking), self.weight, self.bias, "none", [], "")
+        out: Tensor = self._product.default(
+            _padded(rows, lacking), self.weight, self.bias, "none", [], ""
+        )
         if lacking:
             out = out[: len(rows)]
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
@@ -37,7 +41,9 @@ class PackedLinear(nn.Module):
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + x W^T + b of rows [n, in], in one operation."""
         lacking = self._lacking(len(x))
-        out: Tensor = self._product.binary(_padded(x, lacking), _padded(residual, lacking), self.weight, self.bias, "add")
+        out: Tensor = self._product.binary(
+            _padded(x, lacking), _padded(residual, lacking), self.weight, self.bias, "add"
+        )
         return out[: len(x)] if lacking else out
 
     def _lacking(self, rows: int) -> int:

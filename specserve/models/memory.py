@@ -24,7 +24,11 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do without
     if mallopt is not None:
-        for option, value in ((M_MMAP_THRESHOLD, KEPT), (M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, STEP)):
+        for option, value in (
+            (M_MMAP_THRESHOLD, KEPT),
+            (M_TRIM_THRESHOLD, KEPT),
+            (M_TOP_PAD, STEP),
+        ):
             mallopt(option, value)
 
 
@@ -58,7 +62,9 @@ def pages_for(
     v_head_dim: int | None = None,
 ) -> int:
     """How many pages of a cache with these options fit into a memory budget. Raises TooLittleMemory when not one does."""
-    page_bytes = num_layers * kv_heads * (head_dim + (v_head_dim or head_dim)) * page_size * dtype.itemsize
+    page_bytes = (
+        num_layers * kv_heads * (head_dim + (v_head_dim or head_dim)) * page_size * dtype.itemsize
+    )
     if memory_bytes < page_bytes:
         raise TooLittleMemory(
             f"a cache of {memory_bytes / 2**20:.1f} MiB does not hold a single page of {page_size} positions ({page_bytes / 2**20:.1f} MiB); "

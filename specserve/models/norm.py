@@ -12,10 +12,14 @@ class Norm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps, self.width = weight.detach(), eps, weight.shape[0]
-        self.mirrored = torch.cat([self.weight, self.weight]) if weight.device.type == "cpu" else None
+        self.mirrored = (
+            torch.cat([self.weight, self.weight]) if weight.device.type == "cpu" else None
+        )
 
     def __call__(self, x: Tensor) -> Tensor:  # [..., width]
         if self.mirrored is None:
             return F.rms_norm(x, (self.width,), self.weight, self.eps)
-        both = torch.layer_norm(torch.cat((x, x.neg()), dim=-1), (2 * self.width,), self.mirrored, None, self.eps)
+        both = torch.layer_norm(
+            torch.cat((x, x.neg()), dim=-1), (2 * self.width,), self.mirrored, None, self.eps
+        )
         return both.narrow(-1, 0, self.width)

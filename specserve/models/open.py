@@ -23,7 +23,9 @@ from specserve.models.t5 import T5Network
 
 ATTENTION = "specserve"  # the name under which the library's modelling code finds ours
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MEMORY_SHARE = 0.5  # of what is free, for the pages of one model, unless cache.memory_fraction says otherwise
+MEMORY_SHARE = (
+    0.5  # of what is free, for the pages of one model, unless cache.memory_fraction says otherwise
+)
 KERNELS: Mapping[str, Kernel] = {"invariant": invariant, "sdpa": sdpa}  # those that run everywhere
 
 
@@ -66,7 +68,12 @@ class Opened:
 
 
 def open_model(
-    directory: Path, placement: Placement, *, shard: Shard | None = None, skip: Collection[int] = (), tells_hidden: bool = False
+    directory: Path,
+    placement: Placement,
+    *,
+    shard: Shard | None = None,
+    skip: Collection[int] = (),
+    tells_hidden: bool = False,
 ) -> Opened:
     """Without the layers to `skip`. Raises ModelError for what cannot be served, TooLittleMemory when not one sequence fits."""
     device = torch.device(_device(placement.device))
@@ -76,8 +83,12 @@ def open_model(
         keep_freed_memory()
     register_attention(ATTENTION, library_attention)
     if not skip:
-        require_room(directory, dtype=dtype, device=device, ranks=1 if shard is None else shard.size)
-    loaded = load_model(directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION, skip=skip)
+        require_room(
+            directory, dtype=dtype, device=device, ranks=1 if shard is None else shard.size
+        )
+    loaded = load_model(
+        directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION, skip=skip
+    )
     spec = loaded.spec
     context = _context(spec, placement)
     cache = PagedCache(
@@ -85,11 +96,15 @@ def open_model(
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,
         v_head_dim=spec.v_head_dim,
-        num_pages=placement.pages or _num_pages(placement, spec, shard, context=context, page_size=page_size, dtype=dtype, device=device),
+        num_pages=placement.pages
+        or _num_pages(
+            placement, spec, shard, context=context, page_size=page_size, dtype=dtype, device=device
+        ),
         page_size=page_size,
         dtype=dtype,
         device=device,
-        prefix_caching=placement.prefix_caching and not spec.encodes,  # what a text's keys are depends on its source, too
+        prefix_caching=placement.prefix_caching
+        and not spec.encodes,  # what a text's keys are depends on its source, too
     )
     with torch.inference_mode():
         if spec.encodes:
@@ -133,7 +148,9 @@ def _kernel(placement: Placement, device: torch.device) -> tuple[Kernel, int]:
         name = "invariant" if device.type == "cpu" else "flash" if is_installed() else "sdpa"
     if name == "flash":
         if device.type != "cuda" or not is_installed():
-            raise ConfigError("attention: flash needs a CUDA device and the flash-attn package; use attention: auto.")
+            raise ConfigError(
+                "attention: flash needs a CUDA device and the flash-attn package; use attention: auto."
+            )
         page_size = -(-placement.page_size // PAGE_MULTIPLE) * PAGE_MULTIPLE
         return flash(page_size), page_size
     if name not in KERNELS:
@@ -142,10 +159,19 @@ def _kernel(placement: Placement, device: torch.device) -> tuple[Kernel, int]:
 
 
 def _num_pages(
-    placement: Placement, spec: Architecture, shard: Shard | None, *, context: int, page_size: int, dtype: torch.dtype, device: torch.device
+    placement: Placement,
+    spec: Architecture,
+    shard: Shard | None,
+    *,
+    context: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
     """What the memory holds, but no more than every sequence at its longest could fill. All ranks have as many as the poorest."""
-    sharers = 1 if shard is None or device.type == "cuda" else shard.size  # ranks on CPUs may share one memory
+    sharers = (
+        1 if shard is None or device.type == "cuda" else shard.size
+    )  # ranks on CPUs may share one memory
     pages = pages_for(
         int(free_memory(device) * placement.memory_fraction) // sharers,
         num_layers=spec.num_layers,

@@ -76,10 +76,14 @@ class Pages:
         """Assert that pages are held as often as `counts` says and that none is both held and free, or neither."""
         assert (self._counts == counts).all(), "a page is not held as often as it is counted"
         unheld = sorted([*self._free, *self._kept])
-        assert unheld == np.flatnonzero(counts == 0).tolist(), "a page is both held and free, free twice, or lost"
+        assert unheld == np.flatnonzero(counts == 0).tolist(), (
+            "a page is both held and free, free twice, or lost"
+        )
         assert not any(page in self._names for page in self._free), "a free page has a name"
         assert all(page in self._names for page in self._kept), "a page is kept without a name"
-        assert {name: page for page, name in self._names.items()} == self._pages, "names and pages disagree"
+        assert {name: page for page, name in self._names.items()} == self._pages, (
+            "names and pages disagree"
+        )
 
 
 def page_names(parent: bytes, tokens: array[int], page_size: int) -> Iterator[bytes]:
@@ -88,7 +92,9 @@ def page_names(parent: bytes, tokens: array[int], page_size: int) -> Iterator[by
     Cryptographic hashes, so that no client can craft a prompt that hits another's pages.
     """
     for start in range(0, len(tokens) - page_size + 1, page_size):
-        parent = blake2b(parent + tokens[start : start + page_size].tobytes(), digest_size=16).digest()
+        parent = blake2b(
+            parent + tokens[start : start + page_size].tobytes(), digest_size=16
+        ).digest()
         yield parent
 
 
@@ -105,7 +111,9 @@ class PageTable:
         """A row of zeros; there are always more."""
         if not self._free_rows:
             rows, width = self.pages.shape
-            self.pages = np.concatenate([self.pages, np.zeros((max(rows, 16), width), dtype=np.int64)])
+            self.pages = np.concatenate(
+                [self.pages, np.zeros((max(rows, 16), width), dtype=np.int64)]
+            )
             self._free_rows.extend(range(len(self.pages) - 1, rows - 1, -1))
         return self._free_rows.pop()
 
@@ -117,8 +125,12 @@ class PageTable:
         """Let rows hold so many pages; by doubling, so that it seldom happens."""
         rows, width = self.pages.shape
         if pages > width:
-            self.pages = np.concatenate([self.pages, np.zeros((rows, max(pages - width, width)), dtype=np.int64)], axis=1)
+            self.pages = np.concatenate(
+                [self.pages, np.zeros((rows, max(pages - width, width)), dtype=np.int64)], axis=1
+            )
 
     def check(self, open_rows: Sequence[int]) -> None:
-        assert sorted([*open_rows, *self._free_rows]) == list(range(len(self.pages))), "a row is both open and free, or lost"
+        assert sorted([*open_rows, *self._free_rows]) == list(range(len(self.pages))), (
+            "a row is both open and free, or lost"
+        )
         assert not self.pages[self._free_rows].any(), "a free row holds pages"

@@ -75,7 +75,11 @@ T5_PARTS = {
     "DenseReluDense.wi_1": "colwise",
     "DenseReluDense.wo": "rowwise",
 }
-T5_PLAN = {f"{stack}.block.*.layer.*.{part}": style for stack in ("encoder", "decoder") for part, style in T5_PARTS.items()}
+T5_PLAN = {
+    f"{stack}.block.*.layer.*.{part}": style
+    for stack in ("encoder", "decoder")
+    for part, style in T5_PARTS.items()
+}
 OWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {  # Conv1D keeps its weight transposed; no plan in the library
         "h.*.attn.c_attn": "transposed_colwise_qkv",
@@ -104,9 +108,20 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.experts": "moe_tp_experts",
     },
 }
-QUERY_NAMES = ("q_proj", "query_key_value", "qkv_proj", "c_attn", "SelfAttention.q")  # in a plan that divides attention by heads
+QUERY_NAMES = (
+    "q_proj",
+    "query_key_value",
+    "qkv_proj",
+    "c_attn",
+    "SelfAttention.q",
+)  # in a plan that divides attention by heads
 KV_NAMES = ("k_proj", "v_proj")
-INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "d_ff")
+INNER_SIZES = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "d_ff",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +145,22 @@ def plan_for(config: Any) -> Mapping[str, str]:
     """Module or parameter of the base model -> style; `*` stands for a layer's number."""
     plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
     if not plan:
-        raise NoShardingPlan(f"{config.model_type} models have no tensor-parallel plan; serve them with tensor_parallel 1")
+        raise NoShardingPlan(
+            f"{config.model_type} models have no tensor-parallel plan; serve them with tensor_parallel 1"
+        )
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
-        raise NoShardingPlan(f"the tensor-parallel plan of {config.model_type} models asks for {', '.join(unknown)}, which specserve does not do")
+        raise NoShardingPlan(
+            f"the tensor-parallel plan of {config.model_type} models asks for {', '.join(unknown)}, which specserve does not do"
+        )
     if not any(pattern.endswith(QUERY_NAMES) for pattern in plan):
-        raise NoShardingPlan(f"the tensor-parallel plan of {config.model_type} models leaves attention whole, which specserve does not do")
-    return {pattern: "colwise_kv" if style == "colwise" and pattern.endswith(KV_NAMES) else style for pattern, style in plan.items()}
+        raise NoShardingPlan(
+            f"the tensor-parallel plan of {config.model_type} models leaves attention whole, which specserve does not do"
+        )
+    return {
+        pattern: "colwise_kv" if style == "colwise" and pattern.endswith(KV_NAMES) else style
+        for pattern, style in plan.items()
+    }
 
 
 def check_plan(config: Any, size: int) -> None:
@@ -145,11 +169,17 @@ def check_plan(config: Any, size: int) -> None:
         return
     plan, heads = plan_for(config), Heads.of(config)
     if heads.query % size != 0:
-        raise NoShardingPlan(f"{heads.query} attention heads cannot be shared evenly by {size} ranks")
+        raise NoShardingPlan(
+            f"{heads.query} attention heads cannot be shared evenly by {size} ranks"
+        )
     cuts = [STYLES[style].weight for style in plan.values()]
-    can_repeat = size % heads.kv == 0 and any(cut is not None and KV_HEADS in cut.parts for cut in cuts)
+    can_repeat = size % heads.kv == 0 and any(
+        cut is not None and KV_HEADS in cut.parts for cut in cuts
+    )
     if heads.kv % size != 0 and not can_repeat:
-        raise NoShardingPlan(f"{heads.kv} key and value heads can be neither shared evenly by {size} ranks nor repeated on them")
+        raise NoShardingPlan(
+            f"{heads.kv} key and value heads can be neither shared evenly by {size} ranks nor repeated on them"
+        )
     for name in INNER_SIZES:
         inner = getattr(config, name, None)
         if isinstance(inner, int) and inner % size != 0:

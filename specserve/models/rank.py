@@ -22,7 +22,9 @@ class Follower:
         self.runner, self.info = runner, info
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
-        writes = [Step(step.seq_id, step.start, step.tokens + step.drafts, step.source) for step in steps]
+        writes = [
+            Step(step.seq_id, step.start, step.tokens + step.drafts, step.source) for step in steps
+        ]
         if writes:
             self.runner.run(writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps])
         return ()
@@ -31,10 +33,14 @@ class Follower:
         self.runner.release(seq_ids)
 
 
-def open_rank(checkpoint: Path, config: Config, *, shard: Shard | None = None) -> TargetModel | Follower:
+def open_rank(
+    checkpoint: Path, config: Config, *, shard: Shard | None = None
+) -> TargetModel | Follower:
     """Raises whatever is wrong with the checkpoint, or TooLittleMemory."""
     tells_hidden = config.draft.kind == "heads"
-    opened = open_model(checkpoint, Placement.of(config.target, config), shard=shard, tells_hidden=tells_hidden)
+    opened = open_model(
+        checkpoint, Placement.of(config.target, config), shard=shard, tells_hidden=tells_hidden
+    )
     cache, spec = opened.runner.cache, opened.spec
     info = ModelInfo(
         vocab_size=spec.vocab_size,
@@ -46,5 +52,9 @@ def open_rank(checkpoint: Path, config: Config, *, shard: Shard | None = None) -
     )
     if shard is not None and shard.rank != 0:
         return Follower(opened.runner, info)
-    grammars = Grammars.of(lambda: load_tokenizer(checkpoint), vocab_size=spec.vocab_size, end_ids=spec.end_ids)
-    return TargetModel(opened.runner, info, network=opened.network, tells_hidden=tells_hidden, grammars=grammars)
+    grammars = Grammars.of(
+        lambda: load_tokenizer(checkpoint), vocab_size=spec.vocab_size, end_ids=spec.end_ids
+    )
+    return TargetModel(
+        opened.runner, info, network=opened.network, tells_hidden=tells_hidden, grammars=grammars
+    )

@@ -46,11 +46,15 @@ class Runner:
         counts = [len(step.tokens) for step in steps]
         ids = np.fromiter(chain.from_iterable(step.tokens for step in steps), np.int64, sum(counts))
         starts = np.array([step.start for step in steps])
-        writes = Writes(starts, np.array(counts), self.table(seq_ids, max(step.stop for step in steps)))
+        writes = Writes(
+            starts, np.array(counts), self.table(seq_ids, max(step.stop for step in steps))
+        )
         if counts == list(wanted):
             return self._forward(ids, seq_ids, writes, None)
         rows = _last(writes.counts, np.array(wanted))
-        return self._forward(ids, seq_ids, writes, rows if len(rows) else np.zeros(1, np.int64))[: len(rows)]
+        return self._forward(ids, seq_ids, writes, rows if len(rows) else np.zeros(1, np.int64))[
+            : len(rows)
+        ]
 
     def unroll(self, seq_ids: Sequence[int], counts: Sequence[int]) -> Unrolled:
         """Passes that will each write one more token of the sequences that go on; `counts`, falling, says how many each may. Raises OutOfPages."""
@@ -101,7 +105,9 @@ class Runner:
         cache.append(step.seq_id, step.tokens)
         return step
 
-    def _forward(self, ids: Ints, seq_ids: Sequence[int], writes: Writes, rows: Ints | None) -> Tensor:
+    def _forward(
+        self, ids: Ints, seq_ids: Sequence[int], writes: Writes, rows: Ints | None
+    ) -> Tensor:
         """Logits of these rows of the pass; None: of all."""
         rounded = self.rounded(writes)
         if rounded is None:
@@ -149,7 +155,11 @@ class Unrolled:
     def _lay_out(self, passes: int) -> None:
         """The next passes, until one more sequence has had all of its own."""
         rows = self._rows
-        last = Writes(self._starts[:rows] + self._done + passes - 1, np.ones(rows, np.int64), self._table[:rows])
+        last = Writes(
+            self._starts[:rows] + self._done + passes - 1,
+            np.ones(rows, np.int64),
+            self._table[:rows],
+        )
         rounded = self._runner.rounded(last) or last
         self._padding = len(rounded.counts) - rows
         self._layouts = iter(self._runner.lay_out(self._seq_ids[:rows], rounded, passes))

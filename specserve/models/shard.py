@@ -16,7 +16,18 @@ from torch.nn import functional as F
 
 from specserve.errors import NoShardingPlan
 from specserve.models.checkpoints.weights import Range
-from specserve.models.plans import ANY, HEADS, KV_HEADS, OWN_PLANS, STYLES, Cut, Heads, Style, check_plan, plan_for
+from specserve.models.plans import (
+    ANY,
+    HEADS,
+    KV_HEADS,
+    OWN_PLANS,
+    STYLES,
+    Cut,
+    Heads,
+    Style,
+    check_plan,
+    plan_for,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +77,15 @@ class Division:
         """`prefix` is the base model's name in the module, empty if it is the module itself; `head` is that of the vocabulary head."""
         config = module.config
         check_plan(config, shard.size)
-        self.shard, self.heads, self.head, self.vocab = shard, Heads.of(config), head, config.vocab_size
-        self._styles = [(_regex(prefix, pattern), STYLES[style]) for pattern, style in plan_for(config).items()]
+        self.shard, self.heads, self.head, self.vocab = (
+            shard,
+            Heads.of(config),
+            head,
+            config.vocab_size,
+        )
+        self._styles = [
+            (_regex(prefix, pattern), STYLES[style]) for pattern, style in plan_for(config).items()
+        ]
         self._check_experts(module, config)
 
     def part(self, name: str, shape: torch.Size) -> Part | None:
@@ -77,7 +95,13 @@ class Division:
             dim = -1 if leaf == "bias" else -2
             return Part(dim, (self._vocabulary(shape[dim]),))
         bare, style = self._style(name), self._style(owner)
-        cut = bare.weight if bare else (style.bias if leaf == "bias" else style.weight) if style else None
+        cut = (
+            bare.weight
+            if bare
+            else (style.bias if leaf == "bias" else style.weight)
+            if style
+            else None
+        )
         return None if cut is None else Part(cut.dim, self._ranges(name, cut, shape[cut.dim]))
 
     def is_zero(self, name: str) -> bool:
@@ -94,17 +118,24 @@ class Division:
             style = self._style(name)
             if style is not None and style.sums:
                 _replace(module, name, Summed(child, self.shard))
-        _replace(module, self.head, GatheredHead(module.get_submodule(self.head), self.vocab, self.shard))
+        _replace(
+            module, self.head, GatheredHead(module.get_submodule(self.head), self.vocab, self.shard)
+        )
 
     def _style(self, name: str) -> Style | None:
         return next((style for regex, style in self._styles if regex.fullmatch(name)), None)
 
     def _ranges(self, name: str, cut: Cut, length: int) -> tuple[Range, ...]:
         rank, size = self.shard.rank, self.shard.size
-        counts = [{HEADS: self.heads.query, KV_HEADS: self.heads.kv, ANY: size}[units] for units in cut.parts]
+        counts = [
+            {HEADS: self.heads.query, KV_HEADS: self.heads.kv, ANY: size}[units]
+            for units in cut.parts
+        ]
         width, rest = divmod(length, sum(counts))
         if rest:
-            raise NoShardingPlan(f"{name} has {length} rows or columns, which {size} ranks cannot share evenly")
+            raise NoShardingPlan(
+                f"{name} has {length} rows or columns, which {size} ranks cannot share evenly"
+            )
         ranges, before = [], 0
         for units in counts:
             share = max(1, units // size)
@@ -134,9 +165,14 @@ class Division:
 
     def _check_experts(self, module: nn.Module, config: Any) -> None:
         """The library's plans say nothing of experts that are stored transposed or with gate and up alternating."""
-        odd = any(getattr(part, "is_transposed", False) or not getattr(part, "is_concatenated", True) for part in module.modules())
+        odd = any(
+            getattr(part, "is_transposed", False) or not getattr(part, "is_concatenated", True)
+            for part in module.modules()
+        )
         if odd and config.model_type not in OWN_PLANS:
-            raise NoShardingPlan(f"the experts of {config.model_type} models are stored in a layout that specserve cannot divide")
+            raise NoShardingPlan(
+                f"the experts of {config.model_type} models are stored in a layout that specserve cannot divide"
+            )
 
 
 class Summed(nn.Module):
@@ -169,7 +205,9 @@ class GatheredHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:  # [..., hidden]
         part: Tensor = self.inner(hidden)
         share = -(-self.vocab // self.shard.size)
-        parts = self.shard.gather(F.pad(part, (0, share - part.shape[-1])))  # the last rank's share may be smaller
+        parts = self.shard.gather(
+            F.pad(part, (0, share - part.shape[-1]))
+        )  # the last rank's share may be smaller
         if parts is None:
             return part.new_zeros(1).expand(*part.shape[:-1], self.vocab)
         return torch.cat(parts, dim=-1)[..., : self.vocab]

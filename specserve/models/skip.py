@@ -17,9 +17,13 @@ def skipped(num_layers: int, wanted: Sequence[int] | None) -> tuple[int, ...]:
         wanted = range(1, num_layers - 1, 2) or (num_layers - 1,)
     unknown = [layer for layer in wanted if layer >= num_layers]
     if unknown:
-        raise ConfigError(f"draft.skip names layer {unknown[0]}, and the target's {num_layers} layers are 0 to {num_layers - 1}")
+        raise ConfigError(
+            f"draft.skip names layer {unknown[0]}, and the target's {num_layers} layers are 0 to {num_layers - 1}"
+        )
     if len(wanted) >= num_layers:
-        raise ConfigError(f"draft.skip leaves none of the target's {num_layers} layers; leave at least one in, or use another draft.kind")
+        raise ConfigError(
+            f"draft.skip leaves none of the target's {num_layers} layers; leave at least one in, or use another draft.kind"
+        )
     return tuple(wanted)
 
 
@@ -28,7 +32,9 @@ class Skipped(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.__dict__.update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
+        self.__dict__.update(
+            {name: value for name, value in vars(layer).items() if not name.startswith("_")}
+        )
 
     def forward(self, hidden: Tensor, *_: object, **__: object) -> Tensor:
         return hidden
@@ -37,13 +43,21 @@ class Skipped(nn.Module):
 def layers_of(module: Any) -> tuple[str, nn.ModuleList]:
     """The list of a language model's layers, and its name."""
     num_layers = module.config.num_hidden_layers
-    return next((name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == num_layers)
+    return next(
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList) and len(part) == num_layers
+    )
 
 
 def without(module: Any, skip: Collection[int]) -> Any:
     """Another model that shares all it has with this one, which stays as it is."""
     name, layers = layers_of(module)
-    return _replaced(module, name, nn.ModuleList(Skipped(layer) if i in skip else layer for i, layer in enumerate(layers)))
+    return _replaced(
+        module,
+        name,
+        nn.ModuleList(Skipped(layer) if i in skip else layer for i, layer in enumerate(layers)),
+    )
 
 
 def _replaced(module: Any, name: str, part: nn.Module) -> Any:

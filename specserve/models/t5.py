@@ -38,10 +38,21 @@ class T5Network:
         self.back = Distances(module.decoder, causal=True)
         self.encoder = [EncoderLayer(block, heads, shard) for block in module.encoder.block]
         self.decoder = [DecoderLayer(block, heads, shard) for block in module.decoder.block]
-        self.encoder_norm, self.norm = _norm(module.encoder.final_layer_norm), _norm(module.decoder.final_layer_norm)
-        self.scale = spec.hidden_size**-0.5 if getattr(loaded.config, "scale_decoder_outputs", False) else 1.0  # where the head is the embedding
+        self.encoder_norm, self.norm = (
+            _norm(module.encoder.final_layer_norm),
+            _norm(module.decoder.final_layer_norm),
+        )
+        self.scale = (
+            spec.hidden_size**-0.5
+            if getattr(loaded.config, "scale_decoder_outputs", False)
+            else 1.0
+        )  # where the head is the embedding
         pack(module.lm_head)  # of a rank's share; the whole head is a plain linear itself
-        self.head = linear(module.lm_head.weight) if isinstance(module.lm_head, nn.Linear) else module.lm_head
+        self.head = (
+            linear(module.lm_head.weight)
+            if isinstance(module.lm_head, nn.Linear)
+            else module.lm_head
+        )
 
     def encode(self, ids: Tensor, lengths: Sequence[int], slots: Tensor) -> None:
         """Reads sources, one behind the other, and keeps what the decoder will look at in these slots."""
@@ -50,15 +61,22 @@ class T5Network:
         for layer in self.encoder:
             x = layer.forward(x, [biases[length] for length in lengths])
         states = self.encoder_norm(x)
-        for reader, keys, values in zip(self.decoder, self.cache.keys, self.cache.values, strict=True):
+        for reader, keys, values in zip(
+            self.decoder, self.cache.keys, self.cache.values, strict=True
+        ):
             k, v = reader.seen(states)
             keys.index_copy_(0, slots, k)
             values.index_copy_(0, slots, v)
 
     def logits(self, ids: Tensor, layout: Layout, wanted: Tensor | None) -> Tensor:
         x = self.embedding.index_select(0, ids)  # [rows, hidden]
-        layout = replace(layout, groups=tuple(replace(group, distances=self.back.of(group)) for group in layout.groups))
-        for layer, keys, values in zip(self.decoder, self.cache.keys, self.cache.values, strict=True):
+        layout = replace(
+            layout,
+            groups=tuple(replace(group, distances=self.back.of(group)) for group in layout.groups),
+        )
+        for layer, keys, values in zip(
+            self.decoder, self.cache.keys, self.cache.values, strict=True
+        ):
             x = layer.forward(x, layout, keys, values)
         if wanted is not None:
             x = x.index_select(0, wanted)
@@ -70,8 +88,12 @@ class Distances:
 
     def __init__(self, stack: Any, *, causal: bool) -> None:
         attention = stack.block[0].layer[0].SelfAttention
-        self.far: int = attention.relative_attention_max_distance  # from here on all distances are alike
-        table = attention.compute_bias(1, 2 * self.far + 1, past_seen_tokens=self.far)  # [1, heads, 1, distances]
+        self.far: int = (
+            attention.relative_attention_max_distance
+        )  # from here on all distances are alike
+        table = attention.compute_bias(
+            1, 2 * self.far + 1, past_seen_tokens=self.far
+        )  # [1, heads, 1, distances]
         self.table = table[0, :, 0].float()
         if causal:
             self.table[:, self.far + 1 :] = float("-inf")
@@ -81,7 +103,12 @@ class Distances:
         return self._at(places - places[:, None])
 
     def of(self, group: Group) -> Tensor:  # [seqs, heads, queries, 1, context]
-        return self._at(group.pages.keys - group.positions[:, :, None]).transpose(0, 1).contiguous().unsqueeze(3)
+        return (
+            self._at(group.pages.keys - group.positions[:, :, None])
+            .transpose(0, 1)
+            .contiguous()
+            .unsqueeze(3)
+        )
 
     def _at(self, distances: Tensor) -> Tensor:  # [heads, *distances.shape]
         at = distances.clamp(-self.far, self.far).add_(self.far)
@@ -112,9 +139,16 @@ class DecoderLayer:
     def __init__(self, block: Any, heads: Heads, shard: Shard | None) -> None:
         own, cross = block.layer[0].SelfAttention, block.layer[1].EncDecAttention
         self.heads, self.shard = heads, shard
-        self.norm, self.norm_cross = _norm(block.layer[0].layer_norm), _norm(block.layer[1].layer_norm)
+        self.norm, self.norm_cross = (
+            _norm(block.layer[0].layer_norm),
+            _norm(block.layer[1].layer_norm),
+        )
         self.qkv, self.out = joined(own, "q", "k", "v"), moved(own, "o")
-        self.q_cross, self.kv_cross, self.out_cross = moved(cross, "q"), joined(cross, "k", "v"), moved(cross, "o")
+        self.q_cross, self.kv_cross, self.out_cross = (
+            moved(cross, "q"),
+            joined(cross, "k", "v"),
+            moved(cross, "o"),
+        )
         self.mlp = FeedForward(block.layer[-1], shard)
 
     def seen(self, states: Tensor) -> tuple[Tensor, Tensor]:  # both [rows, heads, dim]
@@ -151,13 +185,17 @@ class FeedForward:
         return _plus(self.out, self.activation(inner), x, self.shard)
 
 
-def _whole(qkv: Tensor, bias: Tensor) -> Tensor:  # [length, 3, heads, dim], [heads, length, length] -> [length, heads * dim]
+def _whole(
+    qkv: Tensor, bias: Tensor
+) -> Tensor:  # [length, 3, heads, dim], [heads, length, length] -> [length, heads * dim]
     q, k, v = qkv.permute(1, 2, 0, 3).unbind(0)  # each [heads, length, dim]
     weights = torch.add(bias, torch.bmm(q, k.transpose(1, 2))).softmax(-1)  # in fp32
     return torch.bmm(weights.to(v.dtype), v).transpose(0, 1).reshape(len(qkv), -1)
 
 
-def _plus(out: PackedLinear | PlainLinear, x: Tensor, residual: Tensor, shard: Shard | None) -> Tensor:
+def _plus(
+    out: PackedLinear | PlainLinear, x: Tensor, residual: Tensor, shard: Shard | None
+) -> Tensor:
     """A row-wise layer and what it is added to; between the two stands the sum over the ranks."""
     return out.plus(x, residual) if shard is None else residual + shard.sum(out.forward(x))
 

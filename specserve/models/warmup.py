@@ -11,7 +11,10 @@ from specserve.types import ModelInfo, Policy, Verdict, VerifyStep, Warp
 
 SEQUENCE = 2**62  # no request ever has this id
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-TIMES, ENOUGH_S = 3, 2.0  # of each pass, the quickest counts; past so many seconds the longer ones are not tried
+TIMES, ENOUGH_S = (
+    3,
+    2.0,
+)  # of each pass, the quickest counts; past so many seconds the longer ones are not tried
 
 
 class Verifies(Protocol):
@@ -25,7 +28,11 @@ POLICY = Policy(Warp(temperature=0.0), "speculative", seed=0, prompt_length=1)
 
 
 def warm_up(
-    model: Verifies, *, clock: Callable[[], float] = time.perf_counter, timed: bool = True, tell: Tell = silent
+    model: Verifies,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    timed: bool = True,
+    tell: Tell = silent,
 ) -> tuple[tuple[int, float], ...]:
     """Seconds by rows. Every rank of a target must do it at the same time; where there are several, no rank may stop early: `timed` False."""
     begun, curve = clock(), []
@@ -34,7 +41,9 @@ def warm_up(
     for number, rows in enumerate(ROWS):
         tell("warming the target up", number / len(ROWS))
         if rows <= room and (not timed or clock() - begun < ENOUGH_S):
-            curve.append((rows, min(_seconds(model, rows, clock) for _ in range(TIMES + (rows == 1)))))
+            curve.append(
+                (rows, min(_seconds(model, rows, clock) for _ in range(TIMES + (rows == 1))))
+            )
     model.release([SEQUENCE])
     return tuple(curve)
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from specserve.sampling.distribution import History, WarpBatch, from_sparse_rows, logprobs, sample, to_sparse_rows, truncate
+from specserve.sampling.distribution import (
+    History,
+    WarpBatch,
+    from_sparse_rows,
+    logprobs,
+    sample,
+    to_sparse_rows,
+    truncate,
+)
 from specserve.sampling.drafts import Drafts
 from specserve.sampling.noise import Purpose, exponential, row_keys, seed_array, uniform
 from specserve.sampling.verify import VERIFIERS, Outcome, Streams, agree

@@ -33,12 +33,20 @@ class WarpBatch:
     The order is that of transformers: penalties, bias, then greedy, or temperature, top-k, top-p and min-p. What no row needs is skipped.
     """
 
-    def __init__(self, warps: Sequence[Warp], num_rows: Sequence[int], histories: Sequence[History | None] | None = None) -> None:
+    def __init__(
+        self,
+        warps: Sequence[Warp],
+        num_rows: Sequence[int],
+        histories: Sequence[History | None] | None = None,
+    ) -> None:
         self.all_greedy = all(warp.temperature == 0 for warp in warps)
         self._adjustments = _adjustments(warps, num_rows, histories or [None] * len(warps))
         if self.all_greedy:  # nothing else will be asked
             return
-        knobs = np.array([(warp.temperature, warp.top_k, warp.top_p, warp.min_p) for warp in warps], dtype=np.float64)
+        knobs = np.array(
+            [(warp.temperature, warp.top_k, warp.top_p, warp.min_p) for warp in warps],
+            dtype=np.float64,
+        )
         self._temperature, top_k, self._top_p, self._min_p = knobs.repeat(num_rows, axis=0).T
         self._top_k = top_k.astype(np.int64)
         self._greedy = self._temperature == 0
@@ -130,10 +138,15 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprobs]:
     own = (x.gather(1, tokens[:, None]) - total)[:, 0].tolist()
     top, top_ids = x.topk(min(num_top, x.shape[-1]), dim=-1)
     ranked = zip(own, top_ids.tolist(), (top - total).tolist(), strict=True)
-    return [Logprobs(token=token, top_ids=tuple(ids), top=tuple(values)) for token, ids, values in ranked]
+    return [
+        Logprobs(token=token, top_ids=tuple(ids), top=tuple(values))
+        for token, ids, values in ranked
+    ]
 
 
-def _adjustments(warps: Sequence[Warp], num_rows: Sequence[int], histories: Sequence[History | None]) -> list[tuple[int, int, Warp, History | None]]:
+def _adjustments(
+    warps: Sequence[Warp], num_rows: Sequence[int], histories: Sequence[History | None]
+) -> list[tuple[int, int, Warp, History | None]]:
     """Of the sequences with penalties or bias alone: first row, row past the last, warp, history (None: no penalties)."""
     found = []
     stop = 0
@@ -162,7 +175,9 @@ def _penalise(rows: Tensor, warp: Warp, history: History) -> None:
     x = rows[:, columns]
     repeated = torch.where(x < 0, x * warp.repetition_penalty, x / warp.repetition_penalty)
     x = torch.where(ever_seen, repeated, x)
-    rows[:, columns] = x - warp.presence_penalty * (times_written > 0) - warp.frequency_penalty * times_written
+    rows[:, columns] = (
+        x - warp.presence_penalty * (times_written > 0) - warp.frequency_penalty * times_written
+    )
 
 
 def _nucleus(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
@@ -176,7 +191,9 @@ def _nucleus(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) ->
     mass = torch.where(ranked >= ranked.gather(1, last[:, None]), ranked.exp(), 0).double()
     reached = mass.cumsum(-1)
     before = reached - mass  # [rows, vocab]: of the likelier ones
-    wanted = torch.from_numpy(np.where(top_p < 1, top_p, np.inf)[:, None]).to(x.device) * reached[:, -1:]
+    wanted = (
+        torch.from_numpy(np.where(top_p < 1, top_p, np.inf)[:, None]).to(x.device) * reached[:, -1:]
+    )
     num_kept = ((before < wanted) & (mass > 0)).sum(-1, keepdim=True).clamp_(min=1)
     cutoff = ranked.gather(1, num_kept - 1)
     above, tied = x > cutoff, x == cutoff

@@ -51,7 +51,11 @@ class Drafts:
         q_probs = np.zeros(q_ids.shape, dtype=np.float32)
         q_ids[valid], q_probs[valid] = ids, probs
         first_rows = np.cumsum(lengths + 1) - lengths - 1
-        l_factor = np.ones(len(lengths), np.float32) if lenience is None else np.array(lenience, dtype=np.float32)
+        l_factor = (
+            np.ones(len(lengths), np.float32)
+            if lenience is None
+            else np.array(lenience, dtype=np.float32)
+        )
         arrays = (
             padded,
             lengths,
@@ -95,7 +99,9 @@ class Drafts:
         return torch.where(self.q_ids == self.tokens[:, :, None], self.q_probs, 0).sum(-1)
 
 
-def supports(flat: NDArray[np.int64], lengths: NDArray[np.int64], q: Sequence[SparseRows | None]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def supports(
+    flat: NDArray[np.int64], lengths: NDArray[np.int64], q: Sequence[SparseRows | None]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """One support for each draft token, ids and probs [draft tokens, support]; a certain token has all of its own."""
     given = [rows for rows in q if rows is not None]
     width = max((rows.ids.shape[1] for rows in given), default=1)

@@ -46,8 +46,16 @@ def row_keys(
     Coupled noise ignores the round: drafter and target must meet in the same noise, whenever each comes to that position.
     """
     seed = seeds if isinstance(seeds, np.ndarray) else seed_array(seeds)
-    started = np.zeros(1, np.uint64) if purpose is Purpose.COUPLED else np.asarray(rounds, dtype=np.uint64)
-    counter = (started << np.uint64(31)) | np.asarray(positions, dtype=np.uint64) | np.uint64(purpose << 62)
+    started = (
+        np.zeros(1, np.uint64)
+        if purpose is Purpose.COUPLED
+        else np.asarray(rounds, dtype=np.uint64)
+    )
+    counter = (
+        (started << np.uint64(31))
+        | np.asarray(positions, dtype=np.uint64)
+        | np.uint64(purpose << 62)
+    )
     key = _mix64(_mix64(seed) ^ counter)
     return torch.from_numpy(key[..., None].view(np.int32)).to(device)
 
@@ -76,7 +84,9 @@ def exponential(keys: Tensor, ids: Tensor) -> Tensor:
     for first in range(0, len(noise), step):
         rows = slice(first, first + step)
         hashed = _hash32_on_cpu if noise.device.type == "cpu" else _hash32
-        minus_unit = hashed(keys[rows], ids[rows]).double().mul_(-(2.0**-32)).sub_(0.5 + 2.0**-33)  # exact, in (-1, 0)
+        minus_unit = (
+            hashed(keys[rows], ids[rows]).double().mul_(-(2.0**-32)).sub_(0.5 + 2.0**-33)
+        )  # exact, in (-1, 0)
         noise[rows] = minus_unit.log1p_().neg_()
     return noise
 

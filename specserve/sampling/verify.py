@@ -15,7 +15,14 @@ from torch import Tensor
 
 from specserve.sampling.distribution import argmax, sample
 from specserve.sampling.drafts import Drafts
-from specserve.sampling.noise import Purpose, exponential, row_keys, rows_at_once, seed_array, uniform
+from specserve.sampling.noise import (
+    Purpose,
+    exponential,
+    row_keys,
+    rows_at_once,
+    seed_array,
+    uniform,
+)
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -34,7 +41,9 @@ class Streams:
     def keys(self, purpose: Purpose, width: int, device: torch.device) -> Tensor:
         """[seqs, width, 2]: column j draws for position round + j."""
         rounds = self.rounds[:, None]
-        return row_keys(self.seeds[:, None], rounds, rounds + np.arange(width), purpose, device=device)
+        return row_keys(
+            self.seeds[:, None], rounds, rounds + np.arange(width), purpose, device=device
+        )
 
     def select(self, index: NDArray[np.int64]) -> Streams:
         return Streams(seeds=self.seeds[index], rounds=self.rounds[index])
@@ -77,7 +86,12 @@ def coupled(p: Tensor, drafts: Drafts, streams: Streams) -> Outcome:
     return agreement(own, drafts)
 
 
-VERIFIERS: dict[str, Verifier] = {"speculative": speculative, "block": block, "coupled": coupled, "lenient": lenient}
+VERIFIERS: dict[str, Verifier] = {
+    "speculative": speculative,
+    "block": block,
+    "coupled": coupled,
+    "lenient": lenient,
+}
 
 
 def verify(names: Sequence[str], p: Tensor, drafts: Drafts, streams: Streams) -> Outcome:
@@ -136,8 +150,12 @@ def block_acceptance(p: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
     for i in range(drafts.width):
         weights.append((weights[-1] * ratio[:, i]).clamp(max=1))
     weight = torch.stack(weights, 1)  # [seqs, width + 1]
-    inner = weight[:, : drafts.width]  # P_0..P_gamma, the column past the last draft token being P_gamma
-    overlap = torch.minimum(inner[:, :, None] * drafts.p_at_support(p), drafts.q_probs)  # [seqs, width, support]
+    inner = weight[
+        :, : drafts.width
+    ]  # P_0..P_gamma, the column past the last draft token being P_gamma
+    overlap = torch.minimum(
+        inner[:, :, None] * drafts.p_at_support(p), drafts.q_probs
+    )  # [seqs, width, support]
     # S_i = sum max(0, P p - q) = P - sum min(P p, q). A running sum, since its bits do not change when zeros pad the support.
     stop = (inner - overlap.cumsum(-1)[:, :, -1]).clamp(min=0)
     total = stop + (1 - inner)
@@ -171,7 +189,9 @@ def _leading(p: Tensor, drafts: Drafts, streams: Streams, lenience: Tensor | Non
     if lenience is not None:
         limit = limit * lenience
     # Strict and without division: u <= p/q would let a token of probability 0 pass.
-    accepted = leading_true((_accept_noise(drafts, streams) * drafts.q_at_tokens() < limit) & drafts.valid)
+    accepted = leading_true(
+        (_accept_noise(drafts, streams) * drafts.q_at_tokens() < limit) & drafts.valid
+    )
     return Outcome(accepted, _next_token(p, drafts, streams, accepted, None))
 
 
@@ -186,7 +206,9 @@ def _own_tokens(p: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     return torch.cat([sample(p[rows[part]], exponential(keys[part], vocabulary)) for part in parts])
 
 
-def _next_token(p: Tensor, drafts: Drafts, streams: Streams, accepted: Tensor, weight: Tensor | None) -> Tensor:
+def _next_token(
+    p: Tensor, drafts: Drafts, streams: Streams, accepted: Tensor, weight: Tensor | None
+) -> Tensor:
     keys = streams.keys(Purpose.NEXT, drafts.width, p.device)
     at = accepted[:, None]
     noise = exponential(keys.gather(1, at[:, :, None].expand(-1, 1, 2))[:, 0], _vocabulary(p))

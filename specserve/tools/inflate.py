@@ -53,12 +53,20 @@ class Checkpoint:
     def num_parameters(self) -> int:
         """A tied head that is stored all the same is the embedding, and counts once."""
         tied = self.config.get("tie_word_embeddings", False)
-        return sum(torch.Size(shape).numel() for name, shape in self.shapes.items() if not (tied and name == "lm_head.weight"))
+        return sum(
+            torch.Size(shape).numel()
+            for name, shape in self.shapes.items()
+            if not (tied and name == "lm_head.weight")
+        )
 
     @property
     def column_parameters(self) -> int:
         """What one more column in every MLP adds."""
-        sides = [shape[::-1] if "down_proj" in name else shape for name, shape in self.shapes.items() if _grows(name)]
+        sides = [
+            shape[::-1] if "down_proj" in name else shape
+            for name, shape in self.shapes.items()
+            if _grows(name)
+        ]
         return sum(torch.Size(shape[1:]).numel() for shape in sides)
 
 
@@ -67,15 +75,28 @@ def inflate(model_dir: Path, params: int, out_dir: Path, tell: Tell = silent) ->
     source = _open(model_dir)
     own = source.num_parameters
     if params < own:
-        raise BadValue(f"--params must be at least the model's own {own:,}, not {params:,}: a model can be widened only.", param="params")
+        raise BadValue(
+            f"--params must be at least the model's own {own:,}, not {params:,}: a model can be widened only.",
+            param="params",
+        )
     if out_dir.exists() and any(out_dir.iterdir()):
         raise BadValue(f"--out {out_dir} is not empty; name a new directory.", param="out")
     width = _new_width(source, params)
     reached = own + (width - source.width) * source.column_parameters
     out_dir.mkdir(parents=True, exist_ok=True)
     _write(_widened(source, width, tell), out_dir)
-    (out_dir / "config.json").write_text(json.dumps({**source.config, "intermediate_size": width}, indent=2) + "\n")
-    (out_dir / "README.md").write_text(CARD.format(name=model_dir.resolve().name, own=own, reached=reached, before=source.width, after=width))
+    (out_dir / "config.json").write_text(
+        json.dumps({**source.config, "intermediate_size": width}, indent=2) + "\n"
+    )
+    (out_dir / "README.md").write_text(
+        CARD.format(
+            name=model_dir.resolve().name,
+            own=own,
+            reached=reached,
+            before=source.width,
+            after=width,
+        )
+    )
     for path in _companions(model_dir):
         shutil.copyfile(path, out_dir / path.name)
     return reached
@@ -83,7 +104,9 @@ def inflate(model_dir: Path, params: int, out_dir: Path, tell: Tell = silent) ->
 
 def _open(directory: Path) -> Checkpoint:
     if not (directory / "config.json").is_file():
-        raise ModelNotFound(f"--model {directory} is no model directory: it has no config.json; name one that has.")
+        raise ModelNotFound(
+            f"--model {directory} is no model directory: it has no config.json; name one that has."
+        )
     config = json.loads((directory / "config.json").read_text())
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, Path] = {}
@@ -102,7 +125,9 @@ def _weight_files(directory: Path) -> list[Path]:
         index = json.loads((directory / INDEX).read_text())
         return [directory / name for name in sorted(set(index["weight_map"].values()))]
     if not (directory / "model.safetensors").is_file():
-        raise ModelError(f"--model {directory} has no model.safetensors; other formats are not read.")
+        raise ModelError(
+            f"--model {directory} has no model.safetensors; other formats are not read."
+        )
     return [directory / "model.safetensors"]
 
 
@@ -112,13 +137,21 @@ def _refuse_others(checkpoint: Checkpoint) -> None:
     layers = checkpoint.config.get("num_hidden_layers")
     found = [MLP.search(tensor) for tensor in checkpoint.shapes]
     gates = [match for match in found if match and match[1] == "gate" and match[2] == "weight"]
-    if not isinstance(checkpoint.config.get("intermediate_size"), int) or not gates or len(gates) != layers:
-        raise UnsupportedModel(f"{name} cannot be widened: only models whose every MLP has gate_proj, up_proj and down_proj can.")
+    if (
+        not isinstance(checkpoint.config.get("intermediate_size"), int)
+        or not gates
+        or len(gates) != layers
+    ):
+        raise UnsupportedModel(
+            f"{name} cannot be widened: only models whose every MLP has gate_proj, up_proj and down_proj can."
+        )
     if "quantization_config" in checkpoint.config:
         raise UnsupportedModel(f"{name} cannot be widened: it is quantized.")
     for tensor, shape in checkpoint.shapes.items():
         if _grows(tensor) and shape[1 if "down_proj" in tensor else 0] != checkpoint.width:
-            raise UnsupportedModel(f"{name} cannot be widened: {tensor} does not have the configured intermediate size.")
+            raise UnsupportedModel(
+                f"{name} cannot be widened: {tensor} does not have the configured intermediate size."
+            )
 
 
 def _grows(name: str) -> bool:
@@ -147,13 +180,17 @@ def _widen(name: str, tensor: Tensor, width: int) -> Tensor:
         zeros = tensor.new_zeros(tensor.shape[0], width - tensor.shape[1])
         return torch.cat([tensor, zeros], dim=1)
     generator = torch.Generator().manual_seed(crc32(name.encode()))  # the same copy every time
-    fresh = tensor.new_empty(width - tensor.shape[0], *tensor.shape[1:]).normal_(0.0, STD, generator=generator)
+    fresh = tensor.new_empty(width - tensor.shape[0], *tensor.shape[1:]).normal_(
+        0.0, STD, generator=generator
+    )
     return torch.cat([tensor, fresh])
 
 
 def _write(tensors: Iterator[tuple[str, Tensor]], out_dir: Path) -> None:
     """In files of at most SHARD_BYTES or one tensor. Their names say how many there are, hence the renaming at the end."""
-    shards = [_save(shard, out_dir / f"part-{number}") for number, shard in enumerate(_shards(tensors), 1)]
+    shards = [
+        _save(shard, out_dir / f"part-{number}") for number, shard in enumerate(_shards(tensors), 1)
+    ]
     if len(shards) == 1:
         (out_dir / "part-1").rename(out_dir / "model.safetensors")
         return
@@ -162,7 +199,9 @@ def _write(tensors: Iterator[tuple[str, Tensor]], out_dir: Path) -> None:
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         (out_dir / f"part-{number}").rename(out_dir / file)
         weight_map.update(dict.fromkeys(names, file))
-    (out_dir / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n")
+    (out_dir / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n"
+    )
 
 
 def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -186,4 +225,8 @@ def _companions(directory: Path) -> list[Path]:
     """Tokenizer, generation config and licence: all small files but those that are written anew."""
     fresh = {"config.json", INDEX}
     kinds = {".json", ".txt", ".model", ".jinja"}
-    return [path for path in sorted(directory.iterdir()) if (path.suffix in kinds and path.name not in fresh) or path.stem in ("LICENSE", "NOTICE")]
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if (path.suffix in kinds and path.name not in fresh) or path.stem in ("LICENSE", "NOTICE")
+    ]

@@ -69,17 +69,31 @@ class Scene:
 def read(trace: Mapping[str, Any], *, first: int | None, count: int) -> Scene:
     """`count` rounds that decode, from round `first` on; by default from the middle."""
     bars = [_bar(event) for event in trace["traceEvents"] if event["ph"] == "X"]
-    lanes = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    lanes = {
+        event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"
+    }
     lane_of = [lanes[event["tid"]] for event in trace["traceEvents"] if event["ph"] == "X"]
-    rounds = [bar for bar, lane in zip(bars, lane_of, strict=True) if bar.name == "round" and not bar.about["prompt_tokens"]]
+    rounds = [
+        bar
+        for bar, lane in zip(bars, lane_of, strict=True)
+        if bar.name == "round" and not bar.about["prompt_tokens"]
+    ]
     if not rounds:
         raise BadValue("the trace has no round that decodes")
-    begin = len(rounds) // 2 if first is None else next((i for i, bar in enumerate(rounds) if bar.about["round"] >= first), 0)
+    begin = (
+        len(rounds) // 2
+        if first is None
+        else next((i for i, bar in enumerate(rounds) if bar.about["round"] >= first), 0)
+    )
     shown = rounds[begin : begin + count]
     since, until = shown[0].begun, shown[-1].ended
 
     def of(lane: str) -> tuple[Bar, ...]:
-        return tuple(bar for bar, name in zip(bars, lane_of, strict=True) if name == lane and bar.ended > since and bar.begun < until)
+        return tuple(
+            bar
+            for bar, name in zip(bars, lane_of, strict=True)
+            if name == lane and bar.ended > since and bar.begun < until
+        )
 
     return Scene(tuple(shown), of("target"), of("draft"))
 
@@ -89,11 +103,19 @@ def draw(scene: Scene) -> str:
     height = TOP + 2 * LANE + GAP + 64
     scale = (WIDTH - LEFT - RIGHT) / (scene.ended - scene.begun)
     body = [*_title(scene), *_lane("target", 0), *_lane("draft", 1)]
-    body += [mark for bar in scene.verify for mark in _verified(bar, _round_of(bar, scene), scene, scale)]
-    body += [_box(bar, scene, scale, y=_y(1), colour=COLOURS[bar.name]) for bar in scene.draft if bar.name in COLOURS]
+    body += [
+        mark for bar in scene.verify for mark in _verified(bar, _round_of(bar, scene), scene, scale)
+    ]
+    body += [
+        _box(bar, scene, scale, y=_y(1), colour=COLOURS[bar.name])
+        for bar in scene.draft
+        if bar.name in COLOURS
+    ]
     body += [*_axis(scene, scale), *_legend(height - 12)]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12" role="img">'
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *body, "</svg>\n"])
+    return "\n".join(
+        [head, f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *body, "</svg>\n"]
+    )
 
 
 def _bar(event: Mapping[str, Any]) -> Bar:
@@ -111,23 +133,40 @@ def _verified(bar: Bar, done: Bar | None, scene: Scene, scale: float) -> Iterato
     if done is None:
         yield _box(bar, scene, scale, y=_y(0), colour=COLOURS["plain"])
         return
-    drafted, accepted, count = (int(done.about[key]) for key in ("drafted", "accepted", "sequences"))
-    cells = ["accepted"] * accepted + ["refused"] * (drafted - accepted) + ["next" if drafted else "plain"] * count
+    drafted, accepted, count = (
+        int(done.about[key]) for key in ("drafted", "accepted", "sequences")
+    )
+    cells = (
+        ["accepted"] * accepted
+        + ["refused"] * (drafted - accepted)
+        + ["next" if drafted else "plain"] * count
+    )
     each = (bar.ended - bar.begun) / len(cells)
     for i, kind in enumerate(cells):
-        yield _box(Bar(kind, bar.begun + i * each, bar.begun + (i + 1) * each, {}), scene, scale, y=_y(0), colour=COLOURS[kind])
+        yield _box(
+            Bar(kind, bar.begun + i * each, bar.begun + (i + 1) * each, {}),
+            scene,
+            scale,
+            y=_y(0),
+            colour=COLOURS[kind],
+        )
     x, width = LEFT + (bar.begun - scene.begun) * scale, (bar.ended - bar.begun) * scale
     yield f'<text x="{x + width / 2:.1f}" y="{_y(0) - 5}" text-anchor="middle" fill="#333">+{done.about["committed"]}</text>'
 
 
 def _box(bar: Bar, scene: Scene, scale: float, *, y: float, colour: str) -> str:
-    x, stop = (max(LEFT, LEFT + (time - scene.begun) * scale) for time in (bar.begun, min(bar.ended, scene.ended)))
+    x, stop = (
+        max(LEFT, LEFT + (time - scene.begun) * scale)
+        for time in (bar.begun, min(bar.ended, scene.ended))
+    )
     return f'<rect x="{x:.2f}" y="{y}" width="{max(stop - x, 0.4):.2f}" height="{LANE}" fill="{colour}" stroke="white" stroke-width="0.6"/>'
 
 
 def _title(scene: Scene) -> Iterator[str]:
     committed = sum(int(done.about["committed"]) for done in scene.rounds)
-    hits, misses = (sum(int(done.about[key]) for done in scene.rounds) for key in ("hits", "misses"))
+    hits, misses = (
+        sum(int(done.about[key]) for done in scene.rounds) for key in ("hits", "misses")
+    )
     each = median(done.ended - done.begun for done in scene.rounds) / 1e3
     words = f"{len(scene.rounds)} rounds, {committed} tokens, {each:.1f} ms a round; target busy {scene.busy:.0%} of the time"
     words += f"; {hits} of {hits + misses} proposals prepared in advance" if hits + misses else ""
@@ -142,7 +181,9 @@ def _lane(name: str, number: int) -> Iterator[str]:
 
 def _axis(scene: Scene, scale: float) -> Iterator[str]:
     span, y = (scene.ended - scene.begun) / 1e3, _y(1) + LANE + 14  # ms
-    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if span / step <= 14)
+    step = next(
+        step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if span / step <= 14
+    )
     for tick in range(0, int(span) + 1, step):
         yield f'<text x="{LEFT + tick * 1e3 * scale:.1f}" y="{y}" text-anchor="middle" fill="#555" font-size="11">{tick} ms</text>'
 
@@ -160,13 +201,19 @@ def _y(lane: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--first", type=int, help="the round to begin with; one in the middle by default")
+    parser.add_argument(
+        "--first", type=int, help="the round to begin with; one in the middle by default"
+    )
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args(arguments)
-    options.out.write_text(draw(read(json.loads(options.trace.read_text()), first=options.first, count=options.rounds)))
+    options.out.write_text(
+        draw(read(json.loads(options.trace.read_text()), first=options.first, count=options.rounds))
+    )
 
 
 if __name__ == "__main__":

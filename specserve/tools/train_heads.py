@@ -22,8 +22,15 @@ from specserve.models.open import dtype_of
 from specserve.progress import Tell
 from specserve.tools.count_ngrams import read_text
 
-WINDOW, HELD_OUT, JUDGED = 512, 20, 32  # tokens that are read at once; of so many windows one is held out; and so many of those are looked at
-PLACES, LOGITS = 256, 2**24  # of a window that a step learns from; fewer where the vocabulary is so large that their logits would be more
+WINDOW, HELD_OUT, JUDGED = (
+    512,
+    20,
+    32,
+)  # tokens that are read at once; of so many windows one is held out; and so many of those are looked at
+PLACES, LOGITS = (
+    256,
+    2**24,
+)  # of a window that a step learns from; fewer where the vocabulary is so large that their logits would be more
 LIKELY = 64  # tokens of the target's distribution that are learnt from at a place; the rest is hardly ever drawn
 RATE, WARM_UP, FLOOR = 2e-3, 50, 0.02  # of AdamW; steps to reach it; its share at the end
 FADE = 0.9  # what a place further ahead counts less
@@ -55,16 +62,29 @@ class Teacher:
     @torch.no_grad()
     def places(self, window: Tensor, num_heads: int, *, likely: int = LIKELY) -> Places:
         """Of a window [tokens]: some of its places, evenly spread, so that what is held does not depend on the vocabulary."""
-        hidden = self.module.base_model(input_ids=window[None], use_cache=False).last_hidden_state[0]  # [tokens, hidden]
+        hidden = self.module.base_model(input_ids=window[None], use_cache=False).last_hidden_state[
+            0
+        ]  # [tokens, hidden]
         most = min(PLACES, max(1, LOGITS // (num_heads * self.spec.vocab_size)))
         last = len(window) - num_heads - 1
         at = torch.linspace(0, last, min(most, last + 1), device=self.device).long()
         ahead = at + torch.arange(1, num_heads + 1, device=self.device)[:, None]  # [heads, places]
         p, ids = self.head(hidden).softmax(-1).topk(min(likely, self.spec.vocab_size), dim=-1)
-        return Places(hidden[at], self.module.get_input_embeddings()(window[at + 1]), ids[ahead], p[ahead])
+        return Places(
+            hidden[at], self.module.get_input_embeddings()(window[at + 1]), ids[ahead], p[ahead]
+        )
 
 
-def fit(target: str, texts: Sequence[Path], out: Path, *, num_heads: int, minutes: float, threads: int | None = None, tell: Tell) -> str:
+def fit(
+    target: str,
+    texts: Sequence[Path],
+    out: Path,
+    *,
+    num_heads: int,
+    minutes: float,
+    threads: int | None = None,
+    tell: Tell,
+) -> str:
     """Writes the heads; says how much of the target's distribution each covers on what was held out."""
     for name, value in (("heads", num_heads), ("minutes", minutes)):
         if value <= 0:
@@ -79,8 +99,20 @@ def fit(target: str, texts: Sequence[Path], out: Path, *, num_heads: int, minute
     teacher = Teacher(checkpoint)
     heads = Heads(num_heads, teacher.spec.hidden_size).to(teacher.device)
     held_out = windows[::HELD_OUT][:JUDGED]
-    _train(heads, teacher, [window for i, window in enumerate(windows) if i % HELD_OUT] or windows, minutes=minutes, tell=tell)
-    save(heads, HeadsInfo(num_heads, teacher.spec.hidden_size, teacher.spec.vocab_size, fingerprint(checkpoint)), out)
+    _train(
+        heads,
+        teacher,
+        [window for i, window in enumerate(windows) if i % HELD_OUT] or windows,
+        minutes=minutes,
+        tell=tell,
+    )
+    save(
+        heads,
+        HeadsInfo(
+            num_heads, teacher.spec.hidden_size, teacher.spec.vocab_size, fingerprint(checkpoint)
+        ),
+        out,
+    )
     tell("judging the heads")
     covered = coverage(heads, teacher, held_out)
     alphas = ", ".join(f"{one:.3f}" for one in covered)
@@ -92,13 +124,19 @@ def coverage(heads: Heads, teacher: Teacher, windows: Sequence[Tensor]) -> list[
     total, count = torch.zeros(heads.num_heads), 0
     with torch.no_grad():
         for window in windows:
-            places = teacher.places(window.to(teacher.device), heads.num_heads, likely=teacher.spec.vocab_size)
-            total += torch.minimum(places.p, _log_q(heads, teacher, places).exp()).sum(-1).sum(-1).cpu()
+            places = teacher.places(
+                window.to(teacher.device), heads.num_heads, likely=teacher.spec.vocab_size
+            )
+            total += (
+                torch.minimum(places.p, _log_q(heads, teacher, places).exp()).sum(-1).sum(-1).cpu()
+            )
             count += len(places.hidden)
     return (total / count).tolist()
 
 
-def _train(heads: Heads, teacher: Teacher, windows: Sequence[Tensor], *, minutes: float, tell: Tell) -> None:
+def _train(
+    heads: Heads, teacher: Teacher, windows: Sequence[Tensor], *, minutes: float, tell: Tell
+) -> None:
     """First by the divergence from the target, whose gradient is strong from far away; then by what is refused, which is what counts."""
     optimizer = torch.optim.AdamW(heads.parameters(), lr=RATE, betas=(0.9, 0.99), weight_decay=0.0)
     fade = torch.tensor([FADE**place for place in range(heads.num_heads)], device=teacher.device)
@@ -108,14 +146,23 @@ def _train(heads: Heads, teacher: Teacher, windows: Sequence[Tensor], *, minutes
         if progress >= 1:
             return
         for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+            group["lr"] = (
+                RATE
+                * min(1.0, (step + 1) / WARM_UP)
+                * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+            )
         places = teacher.places(window.to(teacher.device), heads.num_heads)
-        losses = _losses(places.p, _log_q(heads, teacher, places), refusal=progress > 0.5)  # [heads]
+        losses = _losses(
+            places.p, _log_q(heads, teacher, places), refusal=progress > 0.5
+        )  # [heads]
         torch.autograd.backward((losses * fade).sum())
         torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        what, each = "refused" if progress > 0.5 else "divergence", ", ".join(f"{loss:.3f}" for loss in losses.tolist())
+        what, each = (
+            "refused" if progress > 0.5 else "divergence",
+            ", ".join(f"{loss:.3f}" for loss in losses.tolist()),
+        )
         tell("fitting the heads", progress, f"{step + 1} windows, {what} {each}")
 
 
@@ -137,7 +184,8 @@ def _windows(texts: Sequence[Sequence[int]], num_heads: int) -> list[Tensor]:
     tokens = torch.tensor([token for text in texts for token in text])
     if len(tokens) < num_heads + 2:
         raise BadValue(
-            f"the files of --text have {len(tokens)} tokens, and {num_heads} heads need {num_heads + 2} at least; name more text", param="text"
+            f"the files of --text have {len(tokens)} tokens, and {num_heads} heads need {num_heads + 2} at least; name more text",
+            param="text",
         )
     return list(torch.split(tokens, WINDOW)[: max(1, len(tokens) // WINDOW)])
 

@@ -42,7 +42,9 @@ _SIZES = {"I": 4, "Q": 8, "d": 8}  # tokens, ids of sequences, real numbers
 _ORIGINS = tuple(Origin)
 _ORIGIN_CODES = {origin: code for code, origin in enumerate(_ORIGINS)}
 
-_POLICY = struct.Struct("<QQ?Qd? dQddddd")  # seed, prompt_length, logprobs, lenience, constrained; a Warp up to its biases
+_POLICY = struct.Struct(
+    "<QQ?Qd? dQddddd"
+)  # seed, prompt_length, logprobs, lenience, constrained; a Warp up to its biases
 _DRAFT_STEP = struct.Struct("<QQQ")  # seq_id, start, gamma
 _PROPOSAL = struct.Struct("<QQQB?I")  # seq_id, start, held, anticipated, support
 _VERIFY_STEP = struct.Struct("<QQ??I")  # seq_id, start, decide, support
@@ -68,7 +70,9 @@ class ArraysOut:
         assert q.ids.shape == q.probs.shape
         assert len(q.ids) == num_tokens
         assert q.probs.dtype == _PROB
-        self._ids.append(q.ids.astype(_ID).tobytes())  # half of what they have in memory: what is not sent need not be encrypted
+        self._ids.append(
+            q.ids.astype(_ID).tobytes()
+        )  # half of what they have in memory: what is not sent need not be encrypted
         self._probs.append(q.probs.tobytes())
         return True, q.ids.shape[1]
 
@@ -155,12 +159,20 @@ def _write_policy(policy: Policy) -> Row:
 
 @lru_cache(maxsize=256)  # a sequence's policy comes with each of its steps, always the same
 def _read_policy(numbers: bytes, verifier: str, tokens: bytes, biases: bytes) -> Policy:
-    seed, prompt_length, has_logprobs, logprobs, lenience, constrained, *knobs = _POLICY.unpack(numbers)
+    seed, prompt_length, has_logprobs, logprobs, lenience, constrained, *knobs = _POLICY.unpack(
+        numbers
+    )
     if verifier not in VERIFIERS:
         raise ValueError("an unknown verifier")
     logit_bias = tuple(zip(unpacked("I", tokens), unpacked("d", biases), strict=True))
     return Policy(
-        replace(Warp(*knobs), logit_bias=logit_bias), verifier, seed, prompt_length, logprobs if has_logprobs else None, lenience, constrained
+        replace(Warp(*knobs), logit_bias=logit_bias),
+        verifier,
+        seed,
+        prompt_length,
+        logprobs if has_logprobs else None,
+        lenience,
+        constrained,
     )
 
 
@@ -181,42 +193,75 @@ def _write_logprobs(logprobs: tuple[Logprobs, ...] | None) -> Row | None:
     if logprobs is None:
         return None
     own, counts = [each.token for each in logprobs], [len(each.top) for each in logprobs]
-    top_ids, top = [list(chain.from_iterable(parts)) for parts in ([each.top_ids for each in logprobs], [each.top for each in logprobs])]
+    top_ids, top = [
+        list(chain.from_iterable(parts))
+        for parts in ([each.top_ids for each in logprobs], [each.top for each in logprobs])
+    ]
     return packed("d", own), packed("I", counts), packed("I", top_ids), packed("d", top)
 
 
 def _read_logprobs(row: Any) -> tuple[Logprobs, ...] | None:
     if row is None:
         return None
-    own, counts, top_ids, top = (unpacked(code, column) for code, column in zip("dIId", row, strict=True))
+    own, counts, top_ids, top = (
+        unpacked(code, column) for code, column in zip("dIId", row, strict=True)
+    )
     if not sum(counts) == len(top_ids) == len(top):
         raise ValueError("alternatives are missing")
     ids, logprobs = iter(top_ids), iter(top)
-    return tuple([Logprobs(each, tuple(islice(ids, n)), tuple(islice(logprobs, n))) for each, n in zip(own, counts, strict=True)])
+    return tuple(
+        [
+            Logprobs(each, tuple(islice(ids, n)), tuple(islice(logprobs, n)))
+            for each, n in zip(own, counts, strict=True)
+        ]
+    )
 
 
 def write_draft_step(step: DraftStep, arrays: ArraysOut) -> Row:
     numbers = _DRAFT_STEP.pack(step.seq_id, step.start, step.gamma)
-    return numbers, packed("I", step.tokens), _write_policy(step.policy), packed("I", step.source), _write_grammar(step.grammar)
+    return (
+        numbers,
+        packed("I", step.tokens),
+        _write_policy(step.policy),
+        packed("I", step.source),
+        _write_grammar(step.grammar),
+    )
 
 
 def read_draft_step(row: Any, arrays: ArraysIn) -> DraftStep:
     numbers, tokens, policy, source, grammar = row
     seq_id, start, gamma = _DRAFT_STEP.unpack(numbers)
-    return DraftStep(seq_id, start, unpacked("I", tokens), gamma, _read_policy(*policy), unpacked("I", source), _read_grammar(grammar))
+    return DraftStep(
+        seq_id,
+        start,
+        unpacked("I", tokens),
+        gamma,
+        _read_policy(*policy),
+        unpacked("I", source),
+        _read_grammar(grammar),
+    )
 
 
 def write_proposal(proposal: Proposal, arrays: ArraysOut) -> Row:
     shape = arrays.put(proposal.q, len(proposal.tokens))
     anticipated = _ANTICIPATED.index(proposal.anticipated)
-    return _PROPOSAL.pack(proposal.seq_id, proposal.start, proposal.held, anticipated, *shape), packed("I", proposal.tokens)
+    return _PROPOSAL.pack(
+        proposal.seq_id, proposal.start, proposal.held, anticipated, *shape
+    ), packed("I", proposal.tokens)
 
 
 def read_proposal(row: Any, arrays: ArraysIn) -> Proposal:
     numbers, tokens = row
     seq_id, start, held, anticipated, has_rows, support = _PROPOSAL.unpack(numbers)
     tokens = unpacked("I", tokens)
-    return Proposal(seq_id, start, tokens, arrays.take(len(tokens), has_rows=has_rows, support=support), held, _ANTICIPATED[anticipated])
+    return Proposal(
+        seq_id,
+        start,
+        tokens,
+        arrays.take(len(tokens), has_rows=has_rows, support=support),
+        held,
+        _ANTICIPATED[anticipated],
+    )
 
 
 def write_foreseen(foreseen: Foreseen, arrays: ArraysOut) -> Row:
@@ -230,8 +275,14 @@ def read_foreseen(row: Any, arrays: ArraysIn) -> Foreseen:
 
 
 def write_verify_step(step: VerifyStep, arrays: ArraysOut) -> Row:
-    numbers = _VERIFY_STEP.pack(step.seq_id, step.start, step.decide, *arrays.put(step.q, len(step.drafts)))
-    tokens, drafts, source = packed("I", step.tokens), packed("I", step.drafts), packed("I", step.source)
+    numbers = _VERIFY_STEP.pack(
+        step.seq_id, step.start, step.decide, *arrays.put(step.q, len(step.drafts))
+    )
+    tokens, drafts, source = (
+        packed("I", step.tokens),
+        packed("I", step.drafts),
+        packed("I", step.source),
+    )
     return numbers, tokens, drafts, _write_policy(step.policy), source, _write_grammar(step.grammar)
 
 
@@ -241,21 +292,48 @@ def read_verify_step(row: Any, arrays: ArraysIn) -> VerifyStep:
     drafts = unpacked("I", drafts)
     q = arrays.take(len(drafts), has_rows=has_rows, support=support)
     source = unpacked("I", source)
-    return VerifyStep(seq_id, start, unpacked("I", tokens), drafts, q, _read_policy(*policy), decide, source, _read_grammar(grammar))
+    return VerifyStep(
+        seq_id,
+        start,
+        unpacked("I", tokens),
+        drafts,
+        q,
+        _read_policy(*policy),
+        decide,
+        source,
+        _read_grammar(grammar),
+    )
 
 
 def write_verdict(verdict: Verdict, arrays: ArraysOut) -> Row:
-    return _VERDICT.pack(verdict.seq_id, verdict.accepted, verdict.next_token), _write_logprobs(verdict.logprobs), verdict.error
+    return (
+        _VERDICT.pack(verdict.seq_id, verdict.accepted, verdict.next_token),
+        _write_logprobs(verdict.logprobs),
+        verdict.error,
+    )
 
 
 def read_verdict(row: Any, arrays: ArraysIn) -> Verdict:
     numbers, logprobs, error = row
     seq_id, accepted, next_token = _VERDICT.unpack(numbers)
-    return Verdict(seq_id, accepted, next_token, _read_logprobs(logprobs), None if error is None else text(error))
+    return Verdict(
+        seq_id,
+        accepted,
+        next_token,
+        _read_logprobs(logprobs),
+        None if error is None else text(error),
+    )
 
 
 def _write_stats(stats: Stats) -> Row:
-    counts = (stats.rounds, stats.drafted, stats.accepted, stats.target_passes, stats.anticipated, stats.resumed)
+    counts = (
+        stats.rounds,
+        stats.drafted,
+        stats.accepted,
+        stats.target_passes,
+        stats.anticipated,
+        stats.resumed,
+    )
     return stats.verifier, _STATS.pack(stats.lossless, *counts)
 
 
@@ -267,7 +345,15 @@ def _read_stats(row: Any) -> Stats:
 def write_chunk(chunk: Chunk, arrays: ArraysOut) -> Row:
     origins = bytes([_ORIGIN_CODES[origin] for origin in chunk.origins])
     stats = None if chunk.stats is None else _write_stats(chunk.stats)
-    return _NUMBER.pack(chunk.seq_id), packed("I", chunk.tokens), origins, _write_logprobs(chunk.logprobs), chunk.finish, stats, chunk.error
+    return (
+        _NUMBER.pack(chunk.seq_id),
+        packed("I", chunk.tokens),
+        origins,
+        _write_logprobs(chunk.logprobs),
+        chunk.finish,
+        stats,
+        chunk.error,
+    )
 
 
 def write_span(span: Span) -> Row:

@@ -152,14 +152,21 @@ def _unpack(frames: Sequence[Frame]) -> Message:
     if not 1 <= len(frames) <= 2 or not len(frames[0]):
         raise BadFrame(f"a message has a head and perhaps arrays; these are {len(frames)} frames")
     size = len(frames[0])
-    limits = {"max_array_len": _MAX_WIDTH, "max_map_len": 0, "max_ext_len": 0, "max_buffer_size": size}
+    limits = {
+        "max_array_len": _MAX_WIDTH,
+        "max_map_len": 0,
+        "max_ext_len": 0,
+        "max_buffer_size": size,
+    }
     unpacker = msgpack.Unpacker(use_list=False, read_size=size, **limits)
     unpacker.feed(frames[0])
     magic, version, *rest = unpacker.unpack()
     if magic != MAGIC or type(version) is not int:
         raise BadFrame("not a message of specserve")
     if version != VERSION:
-        raise BadFrame(f"a message of protocol version {version}, and this is version {VERSION}; run the same release everywhere")
+        raise BadFrame(
+            f"a message of protocol version {version}, and this is version {VERSION}; run the same release everywhere"
+        )
     kind, num_items, fields = rest
     layout = _KINDS.get(text(kind))
     if layout is None or type(num_items) is not int or num_items < 0:
@@ -197,7 +204,9 @@ def _propose(fields: Any, steps: tuple[DraftStep, ...]) -> Propose:
 def _proposals(fields: Any, proposals: tuple[Proposal, ...]) -> Proposals:
     numbers, spans = fields
     number, seconds, pages_used = _SPENT.unpack(numbers)
-    return Proposals(number, proposals, seconds, pages_used, tuple([read_span(span) for span in spans]))
+    return Proposals(
+        number, proposals, seconds, pages_used, tuple([read_span(span) for span in spans])
+    )
 
 
 def _prepared(fields: Any, foreseen: tuple[Foreseen, ...]) -> Prepared:
@@ -215,7 +224,15 @@ def _verify(fields: Any, steps: tuple[VerifyStep, ...]) -> Verify:
 def _verdicts(fields: Any, verdicts: tuple[Verdict, ...]) -> Verdicts:
     numbers, spans = fields
     number, seconds, pages_used, queries, hits = _JUDGED.unpack(numbers)
-    return Verdicts(number, verdicts, seconds, pages_used, queries, hits, tuple([read_span(span) for span in spans]))
+    return Verdicts(
+        number,
+        verdicts,
+        seconds,
+        pages_used,
+        queries,
+        hits,
+        tuple([read_span(span) for span in spans]),
+    )
 
 
 def _failed(fields: Any, nothing: tuple[()]) -> Failed:
@@ -236,14 +253,20 @@ def _stop(fields: Any, nothing: tuple[()]) -> Stop:
 
 _LAYOUTS: dict[type[Any], _Layout] = {
     Propose: _Layout(
-        fields=lambda message: (_TIMED.pack(message.number, message.deadline), packed("Q", message.released)),
+        fields=lambda message: (
+            _TIMED.pack(message.number, message.deadline),
+            packed("Q", message.released),
+        ),
         build=_propose,
         items=lambda message: message.steps,
         write=write_draft_step,
         read=read_draft_step,
     ),
     Proposals: _Layout(
-        fields=lambda message: (_SPENT.pack(message.number, message.seconds, message.pages_used), [write_span(span) for span in message.spans]),
+        fields=lambda message: (
+            _SPENT.pack(message.number, message.seconds, message.pages_used),
+            [write_span(span) for span in message.spans],
+        ),
         build=_proposals,
         items=lambda message: message.proposals,
         write=write_proposal,
@@ -265,7 +288,13 @@ _LAYOUTS: dict[type[Any], _Layout] = {
     ),
     Verdicts: _Layout(
         fields=lambda message: (
-            _JUDGED.pack(message.number, message.seconds, message.pages_used, message.prefix_queries, message.prefix_hits),
+            _JUDGED.pack(
+                message.number,
+                message.seconds,
+                message.pages_used,
+                message.prefix_queries,
+                message.prefix_hits,
+            ),
             [write_span(span) for span in message.spans],
         ),
         build=_verdicts,

@@ -18,7 +18,16 @@ def chunks(size: int, *, finish: Finish = Finish.LENGTH) -> list[Chunk]:
         tokens = IDS[start : start + size]
         logprobs = tuple(Logprobs(-float(start + i), (), ()) for i in range(len(tokens)))
         last = start + size >= len(IDS)
-        made.append(Chunk(0, tokens, (Origin.PLAIN,) * len(tokens), logprobs, finish if last else None, STATS if last else None))
+        made.append(
+            Chunk(
+                0,
+                tokens,
+                (Origin.PLAIN,) * len(tokens),
+                logprobs,
+                finish if last else None,
+                STATS if last else None,
+            )
+        )
     return made
 
 
@@ -54,11 +63,25 @@ def test_after_a_stop_string_only_the_stats_count():
     continuation = Continuation(demo_text(), (5,), stop=["aus"])
     *_, last = [continuation.take(chunk) for chunk in chunks(4)]
     tokens = list(continuation.token_ids)
-    assert continuation.take(Chunk(0, (1, 2), (Origin.PLAIN,) * 2, finish=Finish.CANCELLED, stats=STATS)) == Piece("") == last
-    assert (continuation.token_ids, continuation.finish, continuation.stats) == (tokens, Finish.STOP, STATS)
+    assert (
+        continuation.take(
+            Chunk(0, (1, 2), (Origin.PLAIN,) * 2, finish=Finish.CANCELLED, stats=STATS)
+        )
+        == Piece("")
+        == last
+    )
+    assert (continuation.token_ids, continuation.finish, continuation.stats) == (
+        tokens,
+        Finish.STOP,
+        STATS,
+    )
 
 
 def test_the_token_that_ends_a_text_is_counted_and_not_shown():
     continuation = Continuation(demo_text(), (5,))
-    piece = continuation.take(Chunk(0, (*demo_text().encode("abc"), 0), (Origin.PLAIN,) * 4, finish=Finish.STOP, stats=STATS))
+    piece = continuation.take(
+        Chunk(
+            0, (*demo_text().encode("abc"), 0), (Origin.PLAIN,) * 4, finish=Finish.STOP, stats=STATS
+        )
+    )
     assert (piece.text, piece.token_ids[-1]) == ("abc", 0)

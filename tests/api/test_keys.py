@@ -28,7 +28,12 @@ def test_names_and_rates_are_read_and_keys_are_not_kept(tmp_path: Path) -> None:
     alice, bob = keys.find("secret-of-alice"), keys.find("secret-of-bob")
     assert alice is not None
     assert bob is not None
-    assert (alice.name, alice.rates, bob.name, bob.rates) == ("alice", (60, 100_000), "bob", (None, None))
+    assert (alice.name, alice.rates, bob.name, bob.rates) == (
+        "alice",
+        (60, 100_000),
+        "bob",
+        (None, None),
+    )
     assert bob == keys.find("secret-of-bob") != keys.find("next-of-bob")
     alone = keys.find("a-key-alone")
     assert alone is not None
@@ -59,7 +64,9 @@ def test_names_and_rates_are_read_and_keys_are_not_kept(tmp_path: Path) -> None:
         ("\n".join(f"key-{number}" for number in range(MAX_KEYS + 1)), "1000 is the most"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_without_quoting_a_key(tmp_path: Path, content: str | bytes | None, said: str) -> None:
+def test_a_file_that_cannot_be_used_is_refused_without_quoting_a_key(
+    tmp_path: Path, content: str | bytes | None, said: str
+) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -122,7 +129,9 @@ def test_a_link_that_is_turned_to_another_file_is_a_change(tmp_path: Path) -> No
     assert keys.find("first-key") is None
 
 
-def test_a_running_server_changes_its_keys_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_server_changes_its_keys_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("specserve.api.keys.LOOK_EVERY_S", 0.05)
     (file := tmp_path / "keys").write_text("old-key\n")
     with serving(**{"http.api_keys_file": str(file)}) as server:

@@ -12,7 +12,15 @@ import pytest
 from specserve.api.parse import MAX_CONTINUATIONS, TOKENIZED
 from specserve.api.schema import MAX_LABEL, MAX_MESSAGES, MAX_METADATA, MAX_PARTS
 from specserve.grammar.request import MAX_DEPTH, MAX_SIZE
-from specserve.sampling_params import MAX_BIASES, MAX_COUNT, MAX_LOGPROBS, MAX_N, MAX_STOP_IDS, MAX_STOP_LENGTH, MAX_STOPS
+from specserve.sampling_params import (
+    MAX_BIASES,
+    MAX_COUNT,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+)
 from specserve.types import Policy, VerifyStep
 from specserve.wire.messages import Verify, pack
 from tests.support.http_server import CONTEXT, Running, demo_text, serving
@@ -32,13 +40,21 @@ LIMITS = [  # parameter, the most that it may be (None: cannot be served with th
     ("stop", ["x"] * MAX_STOPS, ["x"] * (MAX_STOPS + 1)),
     ("stop", "x" * MAX_STOP_LENGTH, "x" * (MAX_STOP_LENGTH + 1)),
     ("stop_token_ids", [1] * MAX_STOP_IDS, [1] * (MAX_STOP_IDS + 1)),
-    ("logit_bias", {str(token): 1 for token in range(MAX_BIASES)}, {str(token): 1 for token in range(MAX_BIASES + 1)}),
+    (
+        "logit_bias",
+        {str(token): 1 for token in range(MAX_BIASES)},
+        {str(token): 1 for token in range(MAX_BIASES + 1)},
+    ),
     ("seed", 2**64 - 1, 2**64),
     ("speculation", {"gamma": 16}, {"gamma": 17}),
     ("user", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
     ("safety_identifier", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
     ("prompt_cache_key", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
-    ("metadata", {f"k{i}": "v" for i in range(MAX_METADATA)}, {f"k{i}": "v" for i in range(MAX_METADATA + 1)}),
+    (
+        "metadata",
+        {f"k{i}": "v" for i in range(MAX_METADATA)},
+        {f"k{i}": "v" for i in range(MAX_METADATA + 1)},
+    ),
     ("metadata", {"k": "x" * MAX_LABEL}, {"k": "x" * (MAX_LABEL + 1)}),
     ("metadata", {"x" * MAX_LABEL: "v"}, {"x" * (MAX_LABEL + 1): "v"}),
     ("guided", {"regex": "a" * MAX_SIZE}, {"regex": "a" * (MAX_SIZE + 1)}),
@@ -70,7 +86,10 @@ def test_the_most_is_taken_and_more_is_refused_by_name(server, param, most, more
     ("messages", "param"),
     [
         ([{"role": "user", "content": ""}] * (MAX_MESSAGES + 1), "messages"),
-        ([{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_PARTS + 1)}], "messages"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_PARTS + 1)}],
+            "messages",
+        ),
         ([CHAT | {"name": "x" * (MAX_LABEL + 1)}], "messages"),
         ([CHAT | {"content": "x" * (MOST + 1)}], "messages"),
         ([CHAT | {"content": "x", "name": "x" * MAX_LABEL}] * (MOST // MAX_LABEL + 1), "messages"),
@@ -85,16 +104,27 @@ def test_chats_have_limits_too(server, path, messages, param):
 
 def test_what_is_converted_has_a_limit(server):
     assert server.ask("/tokenize", {"prompt": "x" * max(TOKENIZED, MOST)}).status == 200
-    assert server.ask("/tokenize", {"prompt": "x" * (max(TOKENIZED, MOST) + 1)}).error["code"] == "context_length_exceeded"
+    assert (
+        server.ask("/tokenize", {"prompt": "x" * (max(TOKENIZED, MOST) + 1)}).error["code"]
+        == "context_length_exceeded"
+    )
     assert server.ask("/detokenize", {"tokens": [5] * CONTEXT}).status == 200
     assert server.ask("/detokenize", {"tokens": [5] * (CONTEXT + 1)}).error["param"] == "tokens"
 
 
 BOASTS: Mapping[str, bytes] = {
-    "biases": b'{"prompt": "x", "logit_bias": {' + b",".join(b'"k%d":"v"' % i for i in range(30_000)) + b"}}",
-    "metadata": b'{"prompt": "x", "metadata": {' + b",".join(b'"k%d":1' % i for i in range(30_000)) + b"}}",
-    "messages": b'{"messages": [' + b",".join([b'{"role": "user", "content": ""}'] * 15_000) + b"]}",
-    "parts": b'{"messages": [{"role": "user", "content": [' + b",".join([b'{"type": "text", "text": ""}'] * 15_000) + b"]}]}",
+    "biases": b'{"prompt": "x", "logit_bias": {'
+    + b",".join(b'"k%d":"v"' % i for i in range(30_000))
+    + b"}}",
+    "metadata": b'{"prompt": "x", "metadata": {'
+    + b",".join(b'"k%d":1' % i for i in range(30_000))
+    + b"}}",
+    "messages": b'{"messages": ['
+    + b",".join([b'{"role": "user", "content": ""}'] * 15_000)
+    + b"]}",
+    "parts": b'{"messages": [{"role": "user", "content": ['
+    + b",".join([b'{"type": "text", "text": ""}'] * 15_000)
+    + b"]}]}",
     "prompts": b'{"prompt": [' + b",".join([b'""'] * 100_000) + b"]}",
     "ids": b'{"tokens": [' + b",".join([b"1"] * 200_000) + b"]}",
 }
@@ -102,7 +132,11 @@ BOASTS: Mapping[str, bytes] = {
 
 @pytest.mark.parametrize("name", BOASTS)
 def test_what_is_refused_takes_no_more_memory_than_some_times_its_size(name):
-    path = {"messages": "/v1/chat/completions", "parts": "/v1/chat/completions", "ids": "/detokenize"}.get(name, "/v1/completions")
+    path = {
+        "messages": "/v1/chat/completions",
+        "parts": "/v1/chat/completions",
+        "ids": "/detokenize",
+    }.get(name, "/v1/completions")
     with serving() as server:
         server.ask(path, b"{}")
         tracemalloc.start()
@@ -115,7 +149,16 @@ def test_what_is_refused_takes_no_more_memory_than_some_times_its_size(name):
 
 def test_the_largest_numbers_that_are_taken_fit_the_messages_between_processes(server):
     server.service.requests.clear()
-    server.ask("/v1/completions", {"prompt": "x", "top_k": MAX_COUNT, "max_tokens": MAX_COUNT, "seed": 2**64 - 1, "logit_bias": {"4095": 100}})
+    server.ask(
+        "/v1/completions",
+        {
+            "prompt": "x",
+            "top_k": MAX_COUNT,
+            "max_tokens": MAX_COUNT,
+            "seed": 2**64 - 1,
+            "logit_bias": {"4095": 100},
+        },
+    )
     (request,) = server.service.requests
     policy = Policy(request.warp, "block", seed=request.seed, prompt_length=len(request.prompt))
     assert pack(Verify(1, (VerifyStep(1, 0, request.prompt, (), None, policy, True),)))

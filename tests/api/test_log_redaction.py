@@ -47,7 +47,9 @@ WAYS: dict[str, FakeService] = {
 
 
 def bodies() -> Iterator[tuple[str, dict[str, object]]]:
-    chat = {key: value for key, value in HOLDS.items() if key != "prompt"} | {"messages": [{"role": "user", "content": HOLDS["prompt"]}]}
+    chat = {key: value for key, value in HOLDS.items() if key != "prompt"} | {
+        "messages": [{"role": "user", "content": HOLDS["prompt"]}]
+    }
     for stream in (False, True):
         yield "/v1/completions", HOLDS | {"stream": stream}
         yield "/v1/chat/completions", chat | {"stream": stream}
@@ -56,7 +58,9 @@ def bodies() -> Iterator[tuple[str, dict[str, object]]]:
 def lines(caplog: pytest.LogCaptureFixture) -> str:
     """All that any handler could make of the records, attached fields included."""
     formatted = [
-        logging.Formatter().format(record) + repr(vars(record)) for record in caplog.records if record.name.startswith(("specserve", "uvicorn"))
+        logging.Formatter().format(record) + repr(vars(record))
+        for record in caplog.records
+        if record.name.startswith(("specserve", "uvicorn"))
     ]
     assert formatted
     return "\n".join(formatted)
@@ -93,12 +97,22 @@ def test_no_line_quotes_what_was_refused(change, caplog):
 
 def test_no_line_quotes_who_is_refused_or_leaves(tmp_path: Path, caplog):
     (tmp_path / "keys").write_text(f"alice {MARK} requests_per_minute=1")
-    with serving(FakeService(hangs_after=1), **{"http.api_keys_file": str(tmp_path / "keys")}) as server:
+    with serving(
+        FakeService(hangs_after=1), **{"http.api_keys_file": str(tmp_path / "keys")}
+    ) as server:
         assert server.ask("/v1/completions", HOLDS).status == 401
-        assert server.ask("/v1/completions", HOLDS, headers={"Authorization": f"Bearer {MARK}x"}).status == 401
+        assert (
+            server.ask(
+                "/v1/completions", HOLDS, headers={"Authorization": f"Bearer {MARK}x"}
+            ).status
+            == 401
+        )
         leave(server)
         assert server.until(lambda: server.service.num_live == 0 and "alice" in caplog.text)
-        assert server.ask("/v1/completions", HOLDS, headers={"Authorization": f"Bearer {MARK}"}).status == 429
+        assert (
+            server.ask("/v1/completions", HOLDS, headers={"Authorization": f"Bearer {MARK}"}).status
+            == 429
+        )
     assert MARK not in lines(caplog)
 
 
@@ -120,7 +134,9 @@ def test_an_unexpected_failure_is_still_told_by_its_kind_and_place(caplog):
 
 
 def test_an_operator_may_ask_for_the_words(caplog):
-    with serving(FakeService(refusal=RuntimeError("the very words")), **{"logs.prompts": True}) as server:
+    with serving(
+        FakeService(refusal=RuntimeError("the very words")), **{"logs.prompts": True}
+    ) as server:
         server.ask("/v1/completions", HOLDS)
     assert MARK in caplog.text
     assert "the very words" in caplog.text

@@ -15,7 +15,14 @@ from schemathesis.generation.modes import GenerationMode
 
 from tests.support.http_server import FakeService, Running, serving
 
-EXAMPLES = settings(max_examples=60, deadline=None, derandomize=True, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 CHAT = b'{"messages": [{"role": "user", "content": "x"}]'
 PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
 
@@ -82,20 +89,44 @@ def test_a_malformed_body_is_a_400(server, path, number):
 
 
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=b", "nonsense", "application/xml"]
+    "kind",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=b",
+        "nonsense",
+        "application/xml",
+    ],
 )
 def test_a_body_of_another_kind_is_a_400(server, kind):
-    assert server.ask("/v1/completions", b'{"prompt": "x"}', headers={"Content-Type": kind}).status == 400
+    assert (
+        server.ask("/v1/completions", b'{"prompt": "x"}', headers={"Content-Type": kind}).status
+        == 400
+    )
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_every_cut_of_a_good_body_is_a_400(server, path):
-    body = CHAT if "chat" in path else b'{"tokens": [1, 2]' if path == "/detokenize" else b'{"prompt": "text"'
+    body = (
+        CHAT
+        if "chat" in path
+        else b'{"tokens": [1, 2]'
+        if path == "/detokenize"
+        else b'{"prompt": "text"'
+    )
     assert server.ask(path, body + b"}").status == 200
     assert {server.ask(path, body[:end]).status for end in range(0, len(body) + 1, 3)} == {400}
 
 
-@pytest.mark.parametrize("raw", [b"GET", b"\x00\x01\x02\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /tokenize HTTP/1.1\r\nContent-Length: x\r\n\r\n"])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET",
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+    ],
+)
 def test_what_is_no_http_breaks_only_its_own_connection(server, raw, caplog):
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
         connection.sendall(raw)
@@ -117,12 +148,38 @@ def test_memory_does_not_grow_with_what_is_refused(server):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 NAMES = (
-    *("prompt", "messages", "max_tokens", "temperature", "top_p", "n", "stop", "stop_token_ids", "seed", "logprobs", "echo", "logit_bias"),
-    *("response_format", "stream", "stream_options", "speculation", "tools", "tokens", "model", "guided", "guided_json", "guided_regex"),
+    *(
+        "prompt",
+        "messages",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "stop_token_ids",
+        "seed",
+        "logprobs",
+        "echo",
+        "logit_bias",
+    ),
+    *(
+        "response_format",
+        "stream",
+        "stream_options",
+        "speculation",
+        "tools",
+        "tokens",
+        "model",
+        "guided",
+        "guided_json",
+        "guided_regex",
+    ),
     *("guided_choice", "guided_grammar", "tool_choice", "parallel_tool_calls"),
 )
 

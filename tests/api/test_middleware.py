@@ -23,7 +23,13 @@ ORIGIN = "https://example.org"
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("# ours\nfirst-key\n\nsecond-key  # theirs\n", encoding="utf-8")
-    with serving(**{"http.api_keys_file": str(file), "http.cors_origins": [ORIGIN], "limits.max_body_bytes": LIMIT}) as running:
+    with serving(
+        **{
+            "http.api_keys_file": str(file),
+            "http.cors_origins": [ORIGIN],
+            "limits.max_body_bytes": LIMIT,
+        }
+    ) as running:
         yield running
 
 
@@ -33,15 +39,30 @@ def test_a_key_of_the_file_opens_the_server(locked, key):
         assert client.completions.create(model="demo", prompt="x").choices[0].text
 
 
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first-key"}, {"Authorization": "first-key"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Basic first-key"},
+        {"Authorization": "first-key"},
+    ],
+)
 @pytest.mark.parametrize("path", ["/v1/models", "/trace", "/openapi.json", "/v1/nothing", "/docs"])
 def test_without_one_it_is_closed(locked, path, headers):
     reply = locked.ask(path, headers=headers)
-    assert (reply.status, reply.error["code"], reply.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+    assert (reply.status, reply.error["code"], reply.headers["www-authenticate"]) == (
+        401,
+        "invalid_api_key",
+        "Bearer",
+    )
 
 
 def test_the_official_client_sees_that_its_key_is_wrong(locked):
-    with openai.OpenAI(base_url=locked.url + "/v1", api_key="wrong", max_retries=0) as client, pytest.raises(openai.AuthenticationError):
+    with (
+        openai.OpenAI(base_url=locked.url + "/v1", api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
         client.models.list()
 
 
@@ -51,33 +72,59 @@ def test_what_probes_and_browsers_open_needs_no_key(locked, path):
 
 
 def test_browsers_of_the_named_origins_may_ask_and_others_may_not(locked):
-    preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    preflight = {
+        "Origin": ORIGIN,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
     reply = locked.ask("/v1/completions", method="OPTIONS", headers=preflight)
     assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, ORIGIN)
     assert reply.headers["x-request-id"]
-    assert locked.ask("/v1/completions", method="OPTIONS", headers=preflight | {"Origin": "https://evil.org"}).status == 400
+    assert (
+        locked.ask(
+            "/v1/completions", method="OPTIONS", headers=preflight | {"Origin": "https://evil.org"}
+        ).status
+        == 400
+    )
     refused = locked.ask("/v1/models", headers={"Origin": ORIGIN})
-    assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)  # a browser may read why
-    assert "access-control-allow-origin" not in locked.ask("/health", headers={"Origin": "https://evil.org"}).headers
+    assert (refused.status, refused.headers["access-control-allow-origin"]) == (
+        401,
+        ORIGIN,
+    )  # a browser may read why
+    assert (
+        "access-control-allow-origin"
+        not in locked.ask("/health", headers={"Origin": "https://evil.org"}).headers
+    )
 
 
 def test_without_named_origins_no_browser_page_may_read_answers():
     with serving() as server:
-        assert "access-control-allow-origin" not in server.ask("/health", headers={"Origin": ORIGIN}).headers
+        assert (
+            "access-control-allow-origin"
+            not in server.ask("/health", headers={"Origin": ORIGIN}).headers
+        )
 
 
 def test_a_sane_request_id_is_kept_and_told_in_answer_and_log(locked, caplog):
     headers = {"Authorization": "Bearer first-key", "X-Request-Id": "trace-42.a"}
     with caplog.at_level(logging.INFO, "specserve"):
         reply = locked.ask("/v1/completions", {"prompt": "x"}, headers=headers)
-        assert locked.until(lambda: any("trace-42.a POST /v1/completions 200" in record.getMessage() for record in caplog.records))
+        assert locked.until(
+            lambda: any(
+                "trace-42.a POST /v1/completions 200" in record.getMessage()
+                for record in caplog.records
+            )
+        )
     assert (reply.headers["x-request-id"], reply.json["id"]) == ("trace-42.a", "cmpl-trace-42.a")
 
 
 @pytest.mark.parametrize("given", [None, "", "x" * 129, "a b", "<script>", "ü"])
 def test_any_other_request_gets_an_id_of_its_own(locked, given):
     headers = {} if given is None else {"X-Request-Id": given}
-    ids = {locked.ask(path, headers=headers).headers["x-request-id"] for path in ("/health", "/nothing", "/v1/models")}
+    ids = {
+        locked.ask(path, headers=headers).headers["x-request-id"]
+        for path in ("/health", "/nothing", "/v1/models")
+    }
     assert len(ids) == 3
     assert given not in ids
 
@@ -85,7 +132,11 @@ def test_any_other_request_gets_an_id_of_its_own(locked, given):
 def test_a_body_that_says_it_is_too_long_is_refused_unread(locked):
     connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=20)
     connection.putrequest("POST", "/v1/completions")
-    for name, value in {"Authorization": "Bearer first-key", "Content-Type": "application/json", "Content-Length": str(100 * 10**6)}.items():
+    for name, value in {
+        "Authorization": "Bearer first-key",
+        "Content-Type": "application/json",
+        "Content-Length": str(100 * 10**6),
+    }.items():
         connection.putheader(name, value)
     connection.endheaders()  # and not a byte of the body
     assert connection.getresponse().status == 413
@@ -115,20 +166,45 @@ def test_a_body_may_be_as_long_as_the_limit_and_no_byte_longer(locked):
     refused = locked.ask("/detokenize", body.ljust(LIMIT + 1), headers=headers)
     assert (refused.status, refused.error["code"]) == (413, "request_too_large")
     chunked = {**headers, "Transfer-Encoding": "chunked"}
-    assert locked.ask("/detokenize", b"%x\r\n%s\r\n0\r\n\r\n" % (LIMIT, body.ljust(LIMIT)), headers=chunked).status == 200
-    assert locked.ask("/detokenize", b"%x\r\n%s\r\n0\r\n\r\n" % (LIMIT + 1, body.ljust(LIMIT + 1)), headers=chunked).status == 413
+    assert (
+        locked.ask(
+            "/detokenize", b"%x\r\n%s\r\n0\r\n\r\n" % (LIMIT, body.ljust(LIMIT)), headers=chunked
+        ).status
+        == 200
+    )
+    assert (
+        locked.ask(
+            "/detokenize",
+            b"%x\r\n%s\r\n0\r\n\r\n" % (LIMIT + 1, body.ljust(LIMIT + 1)),
+            headers=chunked,
+        ).status
+        == 413
+    )
 
 
 def test_too_much_in_front_of_a_body_is_refused(locked):
     with_key = {"Authorization": "Bearer first-key"}
-    assert locked.ask("/v1/models", headers={**with_key, "X-Long": "x" * (MAX_HEAD - 1000)}).status == 200
-    for refused in (locked.ask("/v1/models", headers={**with_key, "X-Long": "x" * MAX_HEAD}), locked.ask("/v1/models?" + "x" * MAX_HEAD)):
+    assert (
+        locked.ask("/v1/models", headers={**with_key, "X-Long": "x" * (MAX_HEAD - 1000)}).status
+        == 200
+    )
+    for refused in (
+        locked.ask("/v1/models", headers={**with_key, "X-Long": "x" * MAX_HEAD}),
+        locked.ask("/v1/models?" + "x" * MAX_HEAD),
+    ):
         assert (refused.status, refused.error["code"]) == (431, "headers_too_large")
 
 
 def test_a_path_cannot_forge_a_line_of_the_log(locked, caplog):
     with caplog.at_level(logging.INFO, "specserve"):
-        assert locked.ask("/v1/models/x%0Aforged%20line%1b[2J", headers={"Authorization": "Bearer first-key"}).status == 404
-        assert locked.until(lambda: any("forged" in record.getMessage() for record in caplog.records))
+        assert (
+            locked.ask(
+                "/v1/models/x%0Aforged%20line%1b[2J", headers={"Authorization": "Bearer first-key"}
+            ).status
+            == 404
+        )
+        assert locked.until(
+            lambda: any("forged" in record.getMessage() for record in caplog.records)
+        )
     (line,) = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
     assert line.isprintable()

@@ -35,7 +35,15 @@ def asked(server: Running, path: str, **body: object) -> Request:
     return server.service.requests[0]
 
 
-EVERYTHING = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "seed": 11, "presence_penalty": 0.25, "frequency_penalty": -0.5, "user": "me"}
+EVERYTHING = {
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 11,
+    "presence_penalty": 0.25,
+    "frequency_penalty": -0.5,
+    "user": "me",
+}
 EXTENSIONS = {
     "top_k": 7,
     "min_p": 0.1,
@@ -48,7 +56,15 @@ EXTENSIONS = {
 
 def test_every_parameter_reaches_the_engine_from_completions(client, server):
     client.completions.create(
-        model="demo", prompt="hello", **EVERYTHING, n=1, stop=["a", "b"], logprobs=2, echo=False, logit_bias={"50": -100}, extra_body=EXTENSIONS
+        model="demo",
+        prompt="hello",
+        **EVERYTHING,
+        n=1,
+        stop=["a", "b"],
+        logprobs=2,
+        echo=False,
+        logit_bias={"50": -100},
+        extra_body=EXTENSIONS,
     )
     check_everything(server.service.requests[0])
 
@@ -72,36 +88,81 @@ def test_every_parameter_reaches_the_engine_from_chats(client, server):
 def check_everything(request: Request) -> None:
     warp = request.warp
     assert (warp.temperature, warp.top_p, warp.top_k, warp.min_p) == (0.5, 0.9, 7, 0.1)
-    assert (warp.presence_penalty, warp.frequency_penalty, warp.repetition_penalty, warp.logit_bias) == (0.25, -0.5, 1.5, ((50, -100.0),))
+    assert (
+        warp.presence_penalty,
+        warp.frequency_penalty,
+        warp.repetition_penalty,
+        warp.logit_bias,
+    ) == (0.25, -0.5, 1.5, ((50, -100.0),))
     assert (request.max_tokens, request.seed, request.seeded, request.logprobs) == (3, 11, True, 2)
-    assert (request.stop_token_ids, request.ignore_eos, request.speculation) == (frozenset([9]), True, Speculation(3, "speculative"))
+    assert (request.stop_token_ids, request.ignore_eos, request.speculation) == (
+        frozenset([9]),
+        True,
+        Speculation(3, "speculative"),
+    )
 
 
 def test_null_is_the_default_of_every_parameter(server):
     plain = asked(server, "/v1/chat/completions", messages=CHAT, seed=1)
-    names = [*EVERYTHING, *EXTENSIONS, "n", "stop", "logprobs", "top_logprobs", "logit_bias", "response_format", "stream", "stream_options", "model"]
-    nulls = dict.fromkeys([*names, "tools", "tool_choice", "parallel_tool_calls", "guided", "guided_regex", "audio", "max_completion_tokens"])
+    names = [
+        *EVERYTHING,
+        *EXTENSIONS,
+        "n",
+        "stop",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "response_format",
+        "stream",
+        "stream_options",
+        "model",
+    ]
+    nulls = dict.fromkeys(
+        [
+            *names,
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "guided",
+            "guided_regex",
+            "audio",
+            "max_completion_tokens",
+        ]
+    )
     assert asked(server, "/v1/chat/completions", **(nulls | {"messages": CHAT, "seed": 1})) == plain
 
 
-@pytest.mark.parametrize("prompt", ["hello", list(demo_text().encode("hello")), ["hello"], [list(demo_text().encode("hello"))]])
+@pytest.mark.parametrize(
+    "prompt",
+    ["hello", list(demo_text().encode("hello")), ["hello"], [list(demo_text().encode("hello"))]],
+)
 def test_prompts_are_text_or_ids_alone_or_in_a_list(server, prompt):
     assert asked(server, "/v1/completions", prompt=prompt).prompt == demo_text().encode("hello")
 
 
 def test_a_long_prompt_is_read_in_a_thread_to_the_same_ids(server):
     prompt = "x = 1\n" * 4000
-    assert server.ask("/v1/completions", {"prompt": prompt}).error["code"] == "context_length_exceeded"
-    assert server.ask("/tokenize", {"prompt": prompt}).json["tokens"] == list(demo_text().encode(prompt))
+    assert (
+        server.ask("/v1/completions", {"prompt": prompt}).error["code"] == "context_length_exceeded"
+    )
+    assert server.ask("/tokenize", {"prompt": prompt}).json["tokens"] == list(
+        demo_text().encode(prompt)
+    )
 
 
 def test_contents_may_be_parts_and_developers_speak_for_the_system(server):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    given = asked(server, "/v1/chat/completions", messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
+    given = asked(
+        server,
+        "/v1/chat/completions",
+        messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}],
+    )
     plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one\ntwo"}]
     assert given.prompt == demo_text().apply_chat(plain)
     roles = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "tool")]
-    assert asked(server, "/v1/chat/completions", messages=roles).prompt == demo_text().apply_chat(roles)
+    assert asked(server, "/v1/chat/completions", messages=roles).prompt == demo_text().apply_chat(
+        roles
+    )
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
@@ -168,10 +229,24 @@ BOTH = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
+        "response_format.json_schema",
+    ),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}}, "response_format.json_schema.schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": []}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"not": {}}},
+            }
+        },
+        "response_format",
+    ),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     ({"response_format": {"type": "json_object"}, "guided": {"regex": "a"}}, "guided"),
     ({"guided": {}}, "guided"),
@@ -229,20 +304,51 @@ CHATS = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        "image_url",
+    ),
     ({"messages": [{"role": "user", "content": "x " * 2000}]}, "messages"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "messages[0].tool_calls[0].id",
+    ),
     ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+        "messages[0].tool_calls",
+    ),
     ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]}, "function_call"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "custom", "custom": {}}]}, "custom"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters"),
-    ({"tools": [TOOL, {"type": "function", "function": {"name": "g", "parameters": {"not": {}}}}]}, "tools[1].function.parameters"),
+    (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}
+            ]
+        },
+        "tools[0].function.parameters",
+    ),
+    (
+        {
+            "tools": [
+                TOOL,
+                {"type": "function", "function": {"name": "g", "parameters": {"not": {}}}},
+            ]
+        },
+        "tools[1].function.parameters",
+    ),
     ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+    ),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"tools": [TOOL], "guided": {"regex": "a"}}, "guided"),
@@ -266,10 +372,17 @@ FAULTS = [
 def test_what_cannot_be_done_is_refused_by_name(server, path, body, param):
     server.service.requests.clear()
     reply = server.ask(path, body)
-    assert (reply.status, reply.error["type"], reply.error["param"]) == (400, "invalid_request_error", param)
+    assert (reply.status, reply.error["type"], reply.error["param"]) == (
+        400,
+        "invalid_request_error",
+        param,
+    )
     assert 10 < len(reply.error["message"]) < 300
     assert server.service.requests == []
 
 
 def test_a_misspelt_parameter_is_told_the_name_that_was_meant(server):
-    assert "did you mean temperature?" in server.ask("/v1/completions", {"prompt": "x", "temprature": 1}).error["message"]
+    assert (
+        "did you mean temperature?"
+        in server.ask("/v1/completions", {"prompt": "x", "temprature": 1}).error["message"]
+    )

@@ -107,12 +107,18 @@ def test_which_limit_it_was_is_counted() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    (file := tmp_path / "keys").write_text("few few-key requests_per_minute=2\nsmall small-key tokens_per_minute=40\nfree free-key\n")
+    (file := tmp_path / "keys").write_text(
+        "few few-key requests_per_minute=2\nsmall small-key tokens_per_minute=40\nfree free-key\n"
+    )
     return file
 
 
 def ask(server: Running, key: str, **body: object) -> tuple[int, str | None]:
-    reply = server.ask("/v1/completions", {"prompt": [1, 2, 3, 4], "max_tokens": 16, **body}, headers={"Authorization": f"Bearer {key}"})
+    reply = server.ask(
+        "/v1/completions",
+        {"prompt": [1, 2, 3, 4], "max_tokens": 16, **body},
+        headers={"Authorization": f"Bearer {key}"},
+    )
     return reply.status, reply.headers.get("retry-after")
 
 
@@ -146,7 +152,9 @@ def test_tokens_are_reserved_and_settled_by_what_was_written(file: Path, stream:
 
 
 def test_what_the_engine_refused_for_want_of_room_costs_no_tokens(file: Path) -> None:
-    with serving(FakeService(refusal=Overloaded("the queue is full")), **{"http.api_keys_file": str(file)}) as server:
+    with serving(
+        FakeService(refusal=Overloaded("the queue is full")), **{"http.api_keys_file": str(file)}
+    ) as server:
         for _ in range(5):
             assert ask(server, "small-key", max_tokens=36) == (429, "1")
         assert not server.registry.counter("rate_limited_total").samples()
@@ -155,7 +163,10 @@ def test_what_the_engine_refused_for_want_of_room_costs_no_tokens(file: Path) ->
 
 
 def test_a_client_that_leaves_pays_for_what_it_asked_and_no_more(file: Path) -> None:
-    with serving(FakeService(hangs_after=0), **{"http.api_keys_file": str(file), "limits.request_timeout_s": 0.2}) as server:
+    with serving(
+        FakeService(hangs_after=0),
+        **{"http.api_keys_file": str(file), "limits.request_timeout_s": 0.2},
+    ) as server:
         assert ask(server, "small-key", max_tokens=36)[0] == 408
         server.service.hangs_after = None
         assert ask(server, "small-key", max_tokens=31)[0] == 200  # 4 + 31 of the 36 that are left

@@ -12,7 +12,13 @@ from tests.support.http_server import FakeService, serving
 ROWS = [
     (errors.BadValue("bad", param="top_p"), openai.BadRequestError, 400, None, "top_p"),
     (errors.UnknownToken("no such id"), openai.BadRequestError, 400, None, None),
-    (errors.TooLong("too long", param="prompt"), openai.BadRequestError, 400, "context_length_exceeded", "prompt"),
+    (
+        errors.TooLong("too long", param="prompt"),
+        openai.BadRequestError,
+        400,
+        "context_length_exceeded",
+        "prompt",
+    ),
     (errors.TimedOut("late"), openai.APIStatusError, 408, "request_timeout", None),
     (errors.Overloaded("the queue is full"), openai.RateLimitError, 429, "overloaded", None),
     (errors.Unavailable("starting"), openai.InternalServerError, 503, "unavailable", None),
@@ -22,15 +28,30 @@ ROWS = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("error", "kind", "status", "code", "param"), ROWS)
-def test_what_the_engine_refuses_has_its_status_streaming_or_not(error, kind, status, code, param, stream):
-    with serving(FakeService(refusal=error)) as server, openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0) as client:
+def test_what_the_engine_refuses_has_its_status_streaming_or_not(
+    error, kind, status, code, param, stream
+):
+    with (
+        serving(FakeService(refusal=error)) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0) as client,
+    ):
         with pytest.raises(kind) as raised:
             client.completions.create(model="demo", prompt="x", n=2, stream=stream)
         seen = raised.value
-        assert (seen.status_code, seen.code, seen.param, seen.body["message"]) == (status, code, param, str(error))
+        assert (seen.status_code, seen.code, seen.param, seen.body["message"]) == (
+            status,
+            code,
+            param,
+            str(error),
+        )
         assert ("retry-after" in seen.response.headers) == (status in (429, 503))
         assert seen.response.headers["x-request-id"]
-        assert server.until(lambda: server.registry.counter("request_failure_total").samples() == {(str(status),): (1.0,)})
+        assert server.until(
+            lambda: (
+                server.registry.counter("request_failure_total").samples()
+                == {(str(status),): (1.0,)}
+            )
+        )
         assert server.service.num_live == 0
 
 
@@ -49,7 +70,13 @@ def test_what_nobody_expected_is_a_500_that_tells_nothing(stream):
         ("/v1/nothing", None, "GET", 404, "not_found"),
         ("/v1/models/other", None, "GET", 404, "model_not_found"),
         ("/v1/completions", {"prompt": "x", "model": "other"}, "POST", 404, "model_not_found"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "model": "other"}, "POST", 404, "model_not_found"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "model": "other"},
+            "POST",
+            404,
+            "model_not_found",
+        ),
         ("/tokenize", {"prompt": "x", "model": "other"}, "POST", 404, "model_not_found"),
         ("/v1/completions", None, "GET", 405, "method_not_allowed"),
         ("/health", {}, "POST", 405, "method_not_allowed"),
@@ -64,11 +91,17 @@ def test_paths_models_and_methods_that_are_not_there(path, body, method, status,
 
 def test_every_refusal_that_a_request_may_meet_has_a_row():
     meant_for_clients = {
-        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.BadRequest) and kind is not errors.BadRequest
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type)
+        and issubclass(kind, errors.BadRequest)
+        and kind is not errors.BadRequest
     }
     for kind in meant_for_clients | set(KINDS):
         assert Refusal.of(kind("why")).message == "why"
-        assert Refusal.of(kind("why")).status == (400 if kind in meant_for_clients - {errors.NotServed} else KINDS[kind].status)
+        assert Refusal.of(kind("why")).status == (
+            400 if kind in meant_for_clients - {errors.NotServed} else KINDS[kind].status
+        )
 
 
 def test_a_refusal_may_quote_what_is_no_unicode():

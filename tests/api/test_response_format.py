@@ -56,7 +56,11 @@ class Node(BaseModel):
 ANSWERS: list[BaseModel] = [
     Event(name="Meeting", date="Friday", participants=["Alice", "Bob"]),
     Reasoning(
-        steps=[Step(explanation="Take 7 away.", output="8x = -30"), Step(explanation="Divide by 8.", output="x = -15/4")], final_answer="x = -15/4"
+        steps=[
+            Step(explanation="Take 7 away.", output="8x = -30"),
+            Step(explanation="Divide by 8.", output="x = -15/4"),
+        ],
+        final_answer="x = -15/4",
     ),
     Contact(name="Zoë", reach=Phone(kind="phone", number=5)),
     Contact(name="Nobody", reach=None),
@@ -80,7 +84,9 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
 def test_parse_asks_for_a_schema_and_gives_the_model_back(server, client, answer):
     server.service.written = answer.model_dump_json()
-    completion = client.chat.completions.parse(model="demo", messages=CHAT, response_format=type(answer))
+    completion = client.chat.completions.parse(
+        model="demo", messages=CHAT, response_format=type(answer)
+    )
     message = completion.choices[0].message
     assert (message.parsed, message.refusal, message.tool_calls) == (answer, None, None)
     (request,) = server.service.requests
@@ -90,17 +96,27 @@ def test_parse_asks_for_a_schema_and_gives_the_model_back(server, client, answer
     check(request.grammar)
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's own, of its own types
+@pytest.mark.filterwarnings(
+    "ignore:Pydantic serializer warnings"
+)  # the client's own, of its own types
 def test_a_parsed_message_can_be_sent_back_as_it_is(server, client):
     server.service.written = ANSWERS[0].model_dump_json()
-    message = client.chat.completions.parse(model="demo", messages=CHAT, response_format=Event).choices[0].message
-    again = client.chat.completions.parse(model="demo", messages=[*CHAT, message, *CHAT], response_format=Event)
+    message = (
+        client.chat.completions.parse(model="demo", messages=CHAT, response_format=Event)
+        .choices[0]
+        .message
+    )
+    again = client.chat.completions.parse(
+        model="demo", messages=[*CHAT, message, *CHAT], response_format=Event
+    )
     assert again.choices[0].message.parsed == ANSWERS[0]
 
 
 def test_the_stream_helper_parses_as_it_goes(server, client):
     server.service.written = ANSWERS[1].model_dump_json()
-    with client.chat.completions.stream(model="demo", messages=CHAT, response_format=Reasoning) as stream:
+    with client.chat.completions.stream(
+        model="demo", messages=CHAT, response_format=Reasoning
+    ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == ANSWERS[1]
@@ -111,12 +127,16 @@ def test_the_stream_helper_parses_as_it_goes(server, client):
 def test_an_answer_that_was_cut_is_told_by_its_finish_reason(server, client):
     server.service.written = ANSWERS[0].model_dump_json()
     with pytest.raises(openai.LengthFinishReasonError):
-        client.chat.completions.parse(model="demo", messages=CHAT, response_format=Event, max_tokens=5)
+        client.chat.completions.parse(
+            model="demo", messages=CHAT, response_format=Event, max_tokens=5
+        )
 
 
 def test_a_json_object_is_any_object(server, client):
     server.service.written = '{"a": 1}'
-    answer = client.chat.completions.create(model="demo", messages=CHAT, response_format={"type": "json_object"})
+    answer = client.chat.completions.create(
+        model="demo", messages=CHAT, response_format={"type": "json_object"}
+    )
     assert json.loads(answer.choices[0].message.content or "") == {"a": 1}
     assert server.service.requests[0].grammar == Grammar("json_schema", '{"type": "object"}')
 
@@ -132,23 +152,40 @@ def test_a_json_object_is_any_object(server, client):
         ({"guided_grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
     ],
 )
-def test_guided_in_either_spelling_reaches_the_engine_from_both_paths(server, client, extra, grammar):
+def test_guided_in_either_spelling_reaches_the_engine_from_both_paths(
+    server, client, extra, grammar
+):
     client.chat.completions.create(model="demo", messages=CHAT, extra_body=extra)
     client.completions.create(model="demo", prompt="x", extra_body=extra, n=2)
     assert [request.grammar for request in server.service.requests] == [grammar] * 3
 
 
 def test_what_a_schema_may_not_say_is_named(client):
-    schema = {"name": "x", "strict": True, "schema": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}}
+    schema = {
+        "name": "x",
+        "strict": True,
+        "schema": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+    }
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
-        client.chat.completions.create(model="demo", messages=CHAT, response_format={"type": "json_schema", "json_schema": schema})
+        client.chat.completions.create(
+            model="demo",
+            messages=CHAT,
+            response_format={"type": "json_schema", "json_schema": schema},
+        )
     assert refused.value.param == "response_format"
 
 
 def test_choices_logprobs_stops_and_usage_are_as_without_a_grammar(server, client):
     server.service.written = '{"a": "STOP"}'
     answer = client.chat.completions.create(
-        model="demo", messages=CHAT, response_format={"type": "json_object"}, n=2, logprobs=True, top_logprobs=1, stop="STOP", seed=1
+        model="demo",
+        messages=CHAT,
+        response_format={"type": "json_object"},
+        n=2,
+        logprobs=True,
+        top_logprobs=1,
+        stop="STOP",
+        seed=1,
     )
     for choice in answer.choices:
         assert (choice.message.content, choice.finish_reason) == ('{"a": "', "stop")

@@ -32,14 +32,23 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 def test_a_completion_has_text_usage_and_what_speculation_did(client):
     answer = client.completions.create(model="demo", prompt="hello", max_tokens=100)
     assert answer.choices[0].text == TEXT
-    assert (answer.object, answer.model, answer.choices[0].finish_reason, answer.choices[0].logprobs) == ("text_completion", "demo", "stop", None)
+    assert (
+        answer.object,
+        answer.model,
+        answer.choices[0].finish_reason,
+        answer.choices[0].logprobs,
+    ) == ("text_completion", "demo", "stop", None)
     prompt_tokens = len(demo_text().encode("hello"))
     assert answer.usage.to_dict() == {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": NUM_TOKENS,
         "total_tokens": prompt_tokens + NUM_TOKENS,
     }
-    assert answer.specserve["mean_accepted_length"] == answer.specserve["accepted"] / answer.specserve["rounds"] > 0
+    assert (
+        answer.specserve["mean_accepted_length"]
+        == answer.specserve["accepted"] / answer.specserve["rounds"]
+        > 0
+    )
     assert list(answer.specserve) == [
         "verifier",
         "lossless",
@@ -55,14 +64,22 @@ def test_a_completion_has_text_usage_and_what_speculation_did(client):
 
 def test_a_chat_answers_as_the_assistant(client):
     answer = client.chat.completions.create(model="demo", messages=CHAT)
-    assert (answer.object, answer.choices[0].message.role, answer.choices[0].message.content) == ("chat.completion", "assistant", TEXT)
+    assert (answer.object, answer.choices[0].message.role, answer.choices[0].message.content) == (
+        "chat.completion",
+        "assistant",
+        TEXT,
+    )
     assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", NUM_TOKENS)
 
 
 def test_streams_add_up_to_the_whole_text(client):
-    chunks = list(client.completions.create(model="demo", prompt="hello", max_tokens=100, stream=True))
+    chunks = list(
+        client.completions.create(model="demo", prompt="hello", max_tokens=100, stream=True)
+    )
     assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [
+        "stop"
+    ]
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].specserve["verifier"] == "block"
     assert len(chunks) < NUM_TOKENS / 1.5  # several tokens of one round in one chunk
@@ -70,18 +87,24 @@ def test_streams_add_up_to_the_whole_text(client):
 
 def test_a_chat_streams_its_role_once_and_first(client):
     chunks = list(client.chat.completions.create(model="demo", messages=CHAT, stream=True))
-    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (
+        len(chunks) - 1
+    )
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == TEXT
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
 def test_the_async_client_reads_many_streams_at_once(server):
     async def read(client: openai.AsyncOpenAI, number: int) -> str:
-        stream = await client.chat.completions.create(model="demo", messages=CHAT, stream=True, max_tokens=NUM_TOKENS - number)
+        stream = await client.chat.completions.create(
+            model="demo", messages=CHAT, stream=True, max_tokens=NUM_TOKENS - number
+        )
         return "".join([chunk.choices[0].delta.content async for chunk in stream])
 
     async def read_all() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=server.url + "/v1", api_key="any", max_retries=0
+        ) as client:
             whole = await client.completions.create(model="demo", prompt="x", max_tokens=100)
             assert whole.choices[0].text == TEXT
             return await asyncio.gather(*(read(client, number) for number in range(8)))
@@ -99,7 +122,10 @@ def test_usage_comes_in_a_chunk_without_choices_just_before_the_end(server):
     assert last["usage"]["completion_tokens"] == NUM_TOKENS
     assert {chunk["usage"] for chunk in chunks} == {None}
     assert last["specserve"] == chunks[-1]["specserve"]
-    assert all("usage" not in chunk for chunk in server.ask("/v1/chat/completions", body | {"stream_options": None}).events)
+    assert all(
+        "usage" not in chunk
+        for chunk in server.ask("/v1/chat/completions", body | {"stream_options": None}).events
+    )
 
 
 def test_origins_come_when_asked_for_one_a_token(server):
@@ -117,14 +143,21 @@ def test_a_stop_string_is_never_shown_and_ends_the_work_at_once(stop):
         body = {"prompt": "x", "max_tokens": 100, "stop": ["absent", stop]}
         whole = server.ask("/v1/completions", body).json
         expected = TEXT[: TEXT.index(stop)]
-        assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (expected, "stop")
+        assert (whole["choices"][0]["text"], whole["choices"][0]["finish_reason"]) == (
+            expected,
+            "stop",
+        )
         used = whole["usage"]["completion_tokens"]
         assert used < NUM_TOKENS - 1
-        chunks = server.ask("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}).events
+        chunks = server.ask(
+            "/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
+        ).events
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == expected
         assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
         assert chunks[-1]["usage"]["completion_tokens"] == used
-        assert chunks[-1]["specserve"]["rounds"] * 2 == server.service.num_chunks  # what came after was not asked for
+        assert (
+            chunks[-1]["specserve"]["rounds"] * 2 == server.service.num_chunks
+        )  # what came after was not asked for
         assert server.service.num_live == 0
 
 
@@ -134,22 +167,35 @@ def test_several_prompts_and_n_are_choices_in_order(server):
     answer = server.ask("/v1/completions", body).json
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
     lengths = [len(request.prompt) for request in server.service.requests]
-    assert answer["usage"] == {"prompt_tokens": sum(lengths) // 2, "completion_tokens": 30, "total_tokens": sum(lengths) // 2 + 30}
+    assert answer["usage"] == {
+        "prompt_tokens": sum(lengths) // 2,
+        "completion_tokens": 30,
+        "total_tokens": sum(lengths) // 2 + 30,
+    }
     assert answer["specserve"]["rounds"] == 6 * 3
     assert len({request.seed for request in server.service.requests}) == 2
     chunks = server.ask("/v1/completions", body | {"stream": True}).events
-    finished = [chunk["choices"][0]["index"] for chunk in chunks if chunk["choices"][0]["finish_reason"]]
+    finished = [
+        chunk["choices"][0]["index"] for chunk in chunks if chunk["choices"][0]["finish_reason"]
+    ]
     assert sorted(finished) == [0, 1, 2, 3, 4, 5]
     assert [chunk for chunk in chunks if "specserve" in chunk] == chunks[-1:]
     for index in range(6):
-        text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"][0]["index"] == index)
+        text = "".join(
+            chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"][0]["index"] == index
+        )
         assert text == answer["choices"][index]["text"]
 
 
 def test_echo_puts_the_prompt_in_front_once(server):
     body = {"prompt": ["日a", list(demo_text().encode("ü"))], "echo": True, "max_tokens": 1}
-    assert [choice["text"] for choice in server.ask("/v1/completions", body).json["choices"]] == ["日aG", "üG"]
-    chunks = server.ask("/v1/completions", {"prompt": "日a", "echo": True, "max_tokens": 100, "stream": True}).events
+    assert [choice["text"] for choice in server.ask("/v1/completions", body).json["choices"]] == [
+        "日aG",
+        "üG",
+    ]
+    chunks = server.ask(
+        "/v1/completions", {"prompt": "日a", "echo": True, "max_tokens": 100, "stream": True}
+    ).events
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "日a" + TEXT
 
 
@@ -157,22 +203,36 @@ def test_echo_puts_the_prompt_in_front_once(server):
 def test_completion_logprobs_say_where_each_token_begins(server, stream):
     body = {"prompt": "x", "max_tokens": 100, "logprobs": 2, "stream": stream}
     reply = server.ask("/v1/completions", body)
-    parts = [chunk["choices"][0]["logprobs"] for chunk in (reply.events if stream else [reply.json])]
-    offsets, tokens = ([item for part in parts for item in part[name]] for name in ("text_offset", "tokens"))
+    parts = [
+        chunk["choices"][0]["logprobs"] for chunk in (reply.events if stream else [reply.json])
+    ]
+    offsets, tokens = (
+        [item for part in parts for item in part[name]] for name in ("text_offset", "tokens")
+    )
     assert len(tokens) == len(offsets) == NUM_TOKENS
     assert tokens[-1] == "<|endoftext|>"
-    assert all(TEXT[offset:].startswith(token) for offset, token in zip(offsets[:-1], tokens[:-1], strict=True) if "bytes:" not in token)
+    assert all(
+        TEXT[offset:].startswith(token)
+        for offset, token in zip(offsets[:-1], tokens[:-1], strict=True)
+        if "bytes:" not in token
+    )
     assert parts[0]["token_logprobs"][0] == -0.5
     assert parts[0]["top_logprobs"][0] == {"G": -0.5, "!": -9999.0}  # there is no infinity in JSON
 
 
 def test_chat_logprobs_have_bytes_that_make_the_text(client):
-    choice = client.chat.completions.create(model="demo", messages=CHAT, logprobs=True, top_logprobs=3).choices[0]
+    choice = client.chat.completions.create(
+        model="demo", messages=CHAT, logprobs=True, top_logprobs=3
+    ).choices[0]
     assert bytes(byte for token in choice.logprobs.content for byte in token.bytes).decode() == TEXT
     assert {len(token.top_logprobs) for token in choice.logprobs.content} == {3}
-    streamed = client.chat.completions.create(model="demo", messages=CHAT, logprobs=True, top_logprobs=3, stream=True)
+    streamed = client.chat.completions.create(
+        model="demo", messages=CHAT, logprobs=True, top_logprobs=3, stream=True
+    )
     tokens = [token for chunk in streamed for token in chunk.choices[0].logprobs.content]
-    assert [token.to_dict() for token in tokens] == [token.to_dict() for token in choice.logprobs.content]
+    assert [token.to_dict() for token in tokens] == [
+        token.to_dict() for token in choice.logprobs.content
+    ]
 
 
 def test_a_chat_may_fill_the_context_and_a_completion_writes_16_tokens(server):
@@ -193,8 +253,13 @@ FAILURES = [
 
 @pytest.mark.parametrize("service", FAILURES)
 def test_a_failure_in_mid_stream_is_an_event_and_never_silence(service):
-    with serving(service) as server, openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
-        *chunks, last = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 100, "stream": True}).events
+    with (
+        serving(service) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client,
+    ):
+        *chunks, last = server.ask(
+            "/v1/completions", {"prompt": "x", "max_tokens": 100, "stream": True}
+        ).events
         assert TEXT.startswith("".join(chunk["choices"][0]["text"] for chunk in chunks))
         assert set(last) == {"error"}
         assert "secret" not in last["error"]["message"]
@@ -210,7 +275,9 @@ def test_a_failure_before_an_answer_in_one_piece_has_a_status(service):
     with serving(service) as server:
         reply = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 100})
         assert reply.status == (429 if isinstance(service.error, Overloaded) else 500)
-        assert reply.error["type"] == ("rate_limit_error" if reply.status == 429 else "server_error")
+        assert reply.error["type"] == (
+            "rate_limit_error" if reply.status == 429 else "server_error"
+        )
         assert "secret" not in reply.error["message"]
 
 
@@ -220,17 +287,23 @@ def test_a_client_that_leaves_cancels_everything(stream, hangs_after):
     with serving(FakeService(hangs_after=hangs_after)) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 100, "stream": stream}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
         assert server.until(lambda: server.service.num_live == 4)
         connection.close()
         assert server.until(lambda: server.service.num_live == 0, within_s=0.5)
-        assert server.until(lambda: server.registry.counter("request_failure_total").samples() == {("499",): (1.0,)})
+        assert server.until(
+            lambda: server.registry.counter("request_failure_total").samples() == {("499",): (1.0,)}
+        )
 
 
 def test_a_request_that_takes_too_long_is_cancelled_and_says_so():
     with serving(FakeService(hangs_after=3), **{"limits.request_timeout_s": 0.2}) as server:
         reply = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 100})
         assert (reply.status, reply.error["code"]) == (408, "request_timeout")
-        *_, last = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 100, "stream": True}).events
+        *_, last = server.ask(
+            "/v1/completions", {"prompt": "x", "max_tokens": 100, "stream": True}
+        ).events
         assert last["error"]["code"] == "request_timeout"
         assert server.service.num_live == 0

@@ -26,7 +26,12 @@ def test_the_official_client_finds_the_model(server):
     with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
         (listed,) = client.models.list()
         found = client.models.retrieve("demo")
-        assert (listed.id, listed.object, listed.created, listed.owned_by) == ("demo", "model", 1, "specserve")
+        assert (listed.id, listed.object, listed.created, listed.owned_by) == (
+            "demo",
+            "model",
+            1,
+            "specserve",
+        )
         assert found == listed
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("org/other")
@@ -34,11 +39,19 @@ def test_the_official_client_finds_the_model(server):
 
 def test_text_becomes_tokens_and_tokens_text(server):
     ids = list(demo_text().encode(TEXT))
-    assert server.ask("/tokenize", {"prompt": TEXT}).json == {"tokens": ids, "count": len(ids), "max_model_len": CONTEXT}
-    assert server.ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False}).json["tokens"] == list(demo_text().encode(TEXT, special=False))
+    assert server.ask("/tokenize", {"prompt": TEXT}).json == {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": CONTEXT,
+    }
+    assert server.ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False}).json[
+        "tokens"
+    ] == list(demo_text().encode(TEXT, special=False))
     assert server.ask("/detokenize", {"tokens": ids}).json == {"prompt": TEXT}
     chat = [{"role": "user", "content": "hi"}]
-    assert server.ask("/tokenize", {"messages": chat}).json["tokens"] == list(demo_text().apply_chat(chat))
+    assert server.ask("/tokenize", {"messages": chat}).json["tokens"] == list(
+        demo_text().apply_chat(chat)
+    )
     assert server.ask("/tokenize", {"prompt": ""}).json["count"] == 0
 
 
@@ -89,7 +102,11 @@ class Ailing(FakeService):
 def test_an_engine_that_does_not_say_how_it_is_is_not_well_and_metrics_go_on(error, monkeypatch):
     monkeypatch.setattr(endpoints, "STATUS_S", 0.1)
     with serving(Ailing(error=error)) as server:
-        assert [server.ask(path).status for path in ("/health", "/ready", "/metrics")] == [503, 503, 200]
+        assert [server.ask(path).status for path in ("/health", "/ready", "/metrics")] == [
+            503,
+            503,
+            200,
+        ]
 
 
 def test_metrics_are_the_gateways_and_all_replicas_together():
@@ -115,9 +132,18 @@ def test_metrics_are_the_gateways_and_all_replicas_together():
     assert read[("generation_tokens_total",)] == 10
     assert read[("request_success_total", "length")] == 2
     assert read[("request_failure_total", "400")] == 1
-    counted = [read[(name + "_count",)] for name in ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds")]
+    counted = [
+        read[(name + "_count",)]
+        for name in (
+            "time_to_first_token_seconds",
+            "time_per_output_token_seconds",
+            "e2e_request_latency_seconds",
+        )
+    ]
     assert counted == [2, 2, 2]
-    assert 0 < read[("time_to_first_token_seconds_sum",)] <= read[("e2e_request_latency_seconds_sum",)]
+    assert (
+        0 < read[("time_to_first_token_seconds_sum",)] <= read[("e2e_request_latency_seconds_sum",)]
+    )
 
 
 def test_the_trace_is_the_services(server):
@@ -126,7 +152,15 @@ def test_the_trace_is_the_services(server):
 
 def test_the_openapi_page_names_every_path_and_parameter_of_the_contract(server):
     page = server.ask("/openapi.json").json
-    assert set(page["paths"]) >= {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"}
+    assert set(page["paths"]) >= {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/metrics",
+    }
     shapes = page["components"]["schemas"]
     common = {
         *(
@@ -143,7 +177,16 @@ def test_the_openapi_page_names_every_path_and_parameter_of_the_contract(server)
             "ignore_eos",
             "seed",
         ),
-        *("logprobs", "top_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "response_format", "stream"),
+        *(
+            "logprobs",
+            "top_logprobs",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "response_format",
+            "stream",
+        ),
         *("stream_options", "user", "speculation"),
     }
     assert set(shapes["CompletionBody"]["properties"]) >= common | {"prompt", "echo"}

@@ -24,11 +24,18 @@ from tests.support.http_server import FakeService, demo_text, serving
 
 SCHEMA = {
     "type": "object",
-    "properties": {"kind": {"enum": ["a", "b"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}, "is": {"type": "boolean"}},
+    "properties": {
+        "kind": {"enum": ["a", "b"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "is": {"type": "boolean"},
+    },
     "required": ["kind", "count", "is"],
     "additionalProperties": False,
 }
-TOOL: Any = {"type": "function", "function": {"name": "count", "parameters": SCHEMA, "strict": True}}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "count", "parameters": SCHEMA, "strict": True},
+}
 CHAT: Any = [{"role": "user", "content": "count"}]
 
 
@@ -41,7 +48,10 @@ def llm() -> Iterator[LLM]:
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_every_text_is_what_its_response_format_says(llm, temperature):
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
-    outputs = llm.generate("data = ", Sampling(response_format=wanted, n=6, max_tokens=300, temperature=temperature, seed=3))
+    outputs = llm.generate(
+        "data = ",
+        Sampling(response_format=wanted, n=6, max_tokens=300, temperature=temperature, seed=3),
+    )
     for output in outputs:
         assert output.finish_reason == "stop"
         jsonschema.validate(json.loads(output.text), SCHEMA)
@@ -49,10 +59,17 @@ def test_every_text_is_what_its_response_format_says(llm, temperature):
 
 @pytest.mark.parametrize(
     ("guided", "allowed"),
-    [({"choice": ["yes", "no"]}, {"yes", "no"}), ({"regex": "a{2,3}"}, {"aa", "aaa"}), ({"grammar": 'start: "x" | "y" "z"'}, {"x", "yz"})],
+    [
+        ({"choice": ["yes", "no"]}, {"yes", "no"}),
+        ({"regex": "a{2,3}"}, {"aa", "aaa"}),
+        ({"grammar": 'start: "x" | "y" "z"'}, {"x", "yz"}),
+    ],
 )
 def test_every_text_is_what_guides_it(llm, guided, allowed):
-    assert {output.text for output in llm.generate("x", Sampling(guided=guided, n=8, max_tokens=20, seed=5))} <= allowed
+    assert {
+        output.text
+        for output in llm.generate("x", Sampling(guided=guided, n=8, max_tokens=20, seed=5))
+    } <= allowed
 
 
 def test_a_grammar_that_cannot_be_obeyed_is_refused_before_anything_runs(llm):
@@ -78,16 +95,26 @@ def run(llm: LLM, request: Request) -> list[Chunk]:
     try:
         coordinator.submit(request)
         while coordinator.has_work:
-            with contextlib.suppress(StopIteration):  # a round of workers in this process never waits
+            with contextlib.suppress(
+                StopIteration
+            ):  # a round of workers in this process never waits
                 coordinator.round().send(None)
     finally:
         coordinator._emit = before
     return chunks
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "count"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "count"}}]
+)
 def test_a_call_that_must_be_is_one_whose_arguments_validate(llm, choice):
-    options: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 300, "seed": 1}
+    options: dict[str, Any] = {
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 300,
+        "seed": 1,
+    }
     with (
         serving(Engine(llm), max_context=1024) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client,
@@ -98,20 +125,30 @@ def test_a_call_that_must_be_is_one_whose_arguments_validate(llm, choice):
     assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
     (call,) = whole.message.tool_calls
     jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
-    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments, "the same seed writes the same"
+    assert "".join(piece.function.arguments for piece in pieces) == call.function.arguments, (
+        "the same seed writes the same"
+    )
 
 
 @pytest.mark.parametrize("before", ["", "Let me count.\n"])
 def test_a_call_that_need_not_be_is_forced_from_its_trigger_on(llm, before):
     """What was written before, as of a request that moves from one engine to another, is a part of the text under the grammar."""
     text, spelling = demo_text(), Spelling.of("", demo_text())
-    grammar = CallGrammar(spelling, [("count", json.dumps(SCHEMA | SEPARATORS))], repeats=False).calls_or_text()
+    grammar = CallGrammar(
+        spelling, [("count", json.dumps(SCHEMA | SEPARATORS))], repeats=False
+    ).calls_or_text()
     written = text.encode(before + PLAIN.trigger)
-    request = Request(text.encode("count"), 300, Warp(), seed=7, grammar=Grammar("lark", grammar), written=written)
+    request = Request(
+        text.encode("count"), 300, Warp(), seed=7, grammar=Grammar("lark", grammar), written=written
+    )
     tokens = [token for chunk in run(llm, request) for token in chunk.tokens]
     reader = Calls(PLAIN)
     content, pieces = reader.push(text.decode([*written, *tokens]))
-    assert (content, reader.called, [call.name for call in joined(pieces)]) == (before, True, ["count"])
+    assert (content, reader.called, [call.name for call in joined(pieces)]) == (
+        before,
+        True,
+        ["count"],
+    )
     jsonschema.validate(json.loads(joined(pieces)[0].arguments), SCHEMA)
 
 
@@ -119,7 +156,12 @@ def test_the_examples_of_the_docs_run(llm, capsys):
     page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
     with serving(Engine(llm), max_context=1024) as server:
         program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-        code = compile(program.replace("http://127.0.0.1:8000", server.url), "docs/tools.md", "exec", dont_inherit=True)
+        code = compile(
+            program.replace("http://127.0.0.1:8000", server.url),
+            "docs/tools.md",
+            "exec",
+            dont_inherit=True,
+        )
         exec(code, names := {"__name__": "docs"})
         names["client"].close()
     event, choice, call, *_ = capsys.readouterr().out.splitlines()

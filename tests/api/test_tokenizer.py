@@ -9,7 +9,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from specserve.api.tokenizer import Text, TextStream
@@ -56,42 +64,89 @@ SCRIPTS = st.lists(
 @cache
 def byte_level(size: int = 420) -> Text:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # so that tokens end inside characters
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )  # so that tokens end inside characters
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=size, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False)
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=["<end>"],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
     )
     tokenizer.add_tokens([AddedToken("<tool call>", normalized=False)])
-    return Text(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", clean_up_tokenization_spaces=False))
+    return Text(
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, eos_token="<end>", clean_up_tokenization_spaces=False
+        )
+    )
 
 
 @cache
 def sentence_piece() -> Text:
     """In the manner of Llama 2: a space becomes part of the next word, one is put in front, unknown characters become bytes."""
     words = ["▁", *"▁abcdefghijklmnopqrstuvwxyz.,!END", "▁the", "▁fox", "▁▁", "日", "é"]
-    pieces = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *dict.fromkeys(words)]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *[f"<0x{byte:02X}>" for byte in range(256)],
+        *dict.fromkeys(words),
+    ]
     ids = {piece: i for i, piece in enumerate(pieces)}
     merges = [("▁t", "he"), ("▁", "▁")]
     ids |= {piece: len(ids) + i for i, piece in enumerate(["▁t", "he", "▁th"])}
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
-    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)])
+    tokenizer = Tokenizer(
+        models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    return Text(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False))
+    return Text(
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            bos_token="<s>",
+            eos_token="</s>",
+            clean_up_tokenization_spaces=False,
+        )
+    )
 
 
 @cache
 def metaspace() -> Text:
     tokenizer = Tokenizer(
         models.Unigram(
-            [("<unk>", 0.0), ("▁the", -1.0), ("▁", -2.0), ("fox", -2.5), *[(char, -4.0) for char in "abcdefghijklmnopqrstuvwxyz日本"]], unk_id=0
+            [
+                ("<unk>", 0.0),
+                ("▁the", -1.0),
+                ("▁", -2.0),
+                ("fox", -2.5),
+                *[(char, -4.0) for char in "abcdefghijklmnopqrstuvwxyz日本"],
+            ],
+            unk_id=0,
         )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    return Text(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=False))
+    return Text(
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=False
+        )
+    )
 
 
 TOKENIZERS = [byte_level, sentence_piece, metaspace]
@@ -138,7 +193,9 @@ def test_byte_tokens_of_any_kind_are_decoded_once_they_are_whole(data, cuts):
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @given(
     content=SCRIPTS,
-    stops=st.lists(st.text(alphabet="the fox日\nä.", min_size=1, max_size=4), min_size=1, max_size=4),
+    stops=st.lists(
+        st.text(alphabet="the fox日\nä.", min_size=1, max_size=4), min_size=1, max_size=4
+    ),
     cuts=st.lists(st.integers(0, 99)),
 )
 @settings(deadline=None, max_examples=150)
@@ -153,7 +210,9 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(tokenizer, cont
     assert stream.stopped == bool(found)
     if found:
         end = min(found)[0]
-        assert len(library_decode(text, ids[: stream.num_tokens])) >= end  # the stop string is complete with these tokens,
+        assert (
+            len(library_decode(text, ids[: stream.num_tokens])) >= end
+        )  # the stop string is complete with these tokens,
         fewer = TextStream(text, stop=stops)
         fewer.push(ids[: stream.num_tokens - 1])
         assert not fewer.stopped  # and not with fewer
@@ -231,9 +290,13 @@ def test_equal_vocabularies_are_the_same_whatever_the_object():
 
 
 def test_another_vocabulary_is_refused_naming_the_first_difference():
-    with pytest.raises(TokenizerMismatch, match=r"token 0 is '<end>' to the target and '<unk>' to the draft"):
+    with pytest.raises(
+        TokenizerMismatch, match=r"token 0 is '<end>' to the target and '<unk>' to the draft"
+    ):
         byte_level().require_same(sentence_piece())
-    with pytest.raises(TokenizerMismatch, match=r"token 400 is .* to the target and '<tool call>' to the draft"):
+    with pytest.raises(
+        TokenizerMismatch, match=r"token 400 is .* to the target and '<tool call>' to the draft"
+    ):
         byte_level().require_same(byte_level(400))
 
 
@@ -270,7 +333,9 @@ def test_a_template_that_refuses_is_the_callers_error():
         text.apply_chat(MESSAGES)
 
 
-@pytest.mark.parametrize("messages", [[], "hello", [{"role": "user"}], [{"role": "user", "content": 3}], ["hello"]])
+@pytest.mark.parametrize(
+    "messages", [[], "hello", [{"role": "user"}], [{"role": "user", "content": 3}], ["hello"]]
+)
 def test_messages_of_another_shape_are_refused(messages):
     with pytest.raises(BadValue, match="messages"):
         byte_level().apply_chat(messages)

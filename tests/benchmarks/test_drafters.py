@@ -39,14 +39,19 @@ def copyist(rewriting: Rewriting, tmp_path_factory: pytest.TempPathFactory) -> C
 
 def test_every_kind_is_measured_and_has_its_remark() -> None:
     found = ways(Path("tables"))
-    kinds = {parse({"draft.path": "x", **keys} if keys["draft.kind"] == "heads" else keys).draft.kind for keys in found.values()}
+    kinds = {
+        parse({"draft.path": "x", **keys} if keys["draft.kind"] == "heads" else keys).draft.kind
+        for keys in found.values()
+    }
     assert kinds == set(DRAFT_KINDS) - {"none", "random"}
     assert set(found) == set(report.REMARKS)
     assert tuple(SECTIONS) == NAMES
 
 
 def test_a_share_is_held_against_what_its_drafts_promise() -> None:
-    share = Share.of([Judged(0, 0.5, True), Judged(1, 0.5, True), Judged(0, 1.0, True), Judged(0, 0.0, False)])
+    share = Share.of(
+        [Judged(0, 0.5, True), Judged(1, 0.5, True), Judged(0, 1.0, True), Judged(0, 0.0, False)]
+    )
     assert (share.judged, share.accepted, share.alpha, share.overlap) == (4, 3, 0.75, 0.5)
     assert share.errors_off == pytest.approx(1 / 0.5**0.5)
     found = Found(rounds=4, proposed=3, drafts=(Judged(0, 0.5, True), Judged(1, 0.2, False)))
@@ -62,15 +67,26 @@ def test_drafts_behind_a_refusal_or_behind_the_text_are_not_judged() -> None:
     def model(*, input_ids: torch.Tensor) -> object:
         return type("Answer", (), {"logits": p[None, : input_ids.shape[1]].log()})
 
-    proposals = [Proposal(0, 2, (3, 3, 1), q, 5), Proposal(0, 4, (2, 3), None, 6), Proposal(1, 2, (3,), None, 3)]
+    proposals = [
+        Proposal(0, 2, (3, 3, 1), q, 5),
+        Proposal(0, 4, (2, 3), None, 6),
+        Proposal(1, 2, (3,), None, 3),
+    ]
     found = list(alpha.judged([output], proposals, model))
     assert [(one.place, one.accepted) for one in found] == [(0, True), (1, False), (0, True)]
-    assert [one.beta for one in found] == pytest.approx([0.6, 0.6, 0.3])  # of the certain one: p of its token
+    assert [one.beta for one in found] == pytest.approx(
+        [0.6, 0.6, 0.3]
+    )  # of the certain one: p of its token
 
 
 def test_a_draft_that_is_the_target_overlaps_with_it_entirely() -> None:
     module = load_model(DEMO / "target", dtype=torch.float32, device="cpu").module
-    keys = {"draft.kind": "neural", "draft.path": str(DEMO / "target"), "draft.dtype": "float32", "draft.support": 4096}
+    keys = {
+        "draft.kind": "neural",
+        "draft.path": str(DEMO / "target"),
+        "draft.dtype": "float32",
+        "draft.support": 4096,
+    }
     found = alpha.measured(keys, held_out_prompts(count=2, length=16), module, tokens=11)
     assert (found.share.alpha, found.proposed) == (1.0, found.rounds)
     assert found.share.overlap == pytest.approx(1.0, abs=1e-4)
@@ -78,14 +94,18 @@ def test_a_draft_that_is_the_target_overlaps_with_it_entirely() -> None:
 
 def test_what_drafts_seldom_is_judged_where_it_does() -> None:
     module = load_model(DEMO / "target", dtype=torch.float32, device="cpu").module
-    found = alpha.measured({"draft.kind": "prompt_copy"}, held_out_prompts(count=4, length=100), module, tokens=24)
+    found = alpha.measured(
+        {"draft.kind": "prompt_copy"}, held_out_prompts(count=4, length=100), module, tokens=24
+    )
     assert 0 < found.proposed < found.rounds
     assert 0 < found.share.overlap < 1
     assert abs(found.share.errors_off) < 5
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_a_task_changes_one_recurring_name_and_nothing_else(rewriting: Rewriting, shuffled: bool) -> None:
+def test_a_task_changes_one_recurring_name_and_nothing_else(
+    rewriting: Rewriting, shuffled: bool
+) -> None:
     chance = random.Random(3)
     for length in (32, 200):
         task = rewriting.drawn(length, chance, held_out=True, shuffled=shuffled)
@@ -119,7 +139,10 @@ def test_the_copying_model_begins_with_a_rough_idea_of_copying(rewriting: Rewrit
 
 def test_texts_of_a_batch_are_of_one_length_and_grow(rewriting: Rewriting) -> None:
     chance = random.Random(0)
-    early, late = (max(len(drawn(rewriting, progress, chance)[0].answer) for _ in range(20)) for progress in (0.0, 1.0))
+    early, late = (
+        max(len(drawn(rewriting, progress, chance)[0].answer) for _ in range(20))
+        for progress in (0.0, 1.0)
+    )
     assert early == SHORTEST + 1
     assert late > 100
     assert len({len(task.prompt) for task in drawn(rewriting, 0.7, chance)}) == 1
@@ -127,12 +150,16 @@ def test_texts_of_a_batch_are_of_one_length_and_grow(rewriting: Rewriting) -> No
 
 def test_a_trained_copy_is_found_again(copyist: Copyist) -> None:
     before = (copyist.directory / "model.safetensors").stat().st_mtime_ns
-    assert Copyist.found(copyist.directory, copyist.rewriting, Course(minutes=9, steps=2)) == copyist
+    assert (
+        Copyist.found(copyist.directory, copyist.rewriting, Course(minutes=9, steps=2)) == copyist
+    )
     assert (copyist.directory / "model.safetensors").stat().st_mtime_ns == before
     assert copyist.described.startswith("3 layers")
 
 
-def test_both_ways_of_copying_write_the_same_and_the_page_says_so(copyist: Copyist, tmp_path: Path) -> None:
+def test_both_ways_of_copying_write_the_same_and_the_page_says_so(
+    copyist: Copyist, tmp_path: Path
+) -> None:
     budget = report.Budget(params=3_000_000, texts=2, length=32, turns=1)
     section = report.copy(copyist, tmp_path / "widened", budget)
     assert section.title == report.COPY
@@ -164,7 +191,9 @@ def test_a_section_that_was_not_measured_anew_stays(tmp_path: Path) -> None:
     assert text.endswith("## a\n\nnewer, of a\n\n## b\n\nof b\n\n## c\n\nof c\n")
 
 
-def test_an_unknown_section_is_refused_before_anything_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_section_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["--only", "alhpa"])
     assert "alhpa" in capsys.readouterr().err

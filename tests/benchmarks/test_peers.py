@@ -18,7 +18,13 @@ from benchmarks.peers.turn import Ask
 
 PROMPTS = ((1, 2), (3, 4), (5, 6))
 ASK = Ask("plain", None, PROMPTS, max_tokens=4, together=True)
-ABOUT = About("2026-01-01, x86_64, 2 cores", "some work.", 0.01, {OURS: {"version": "1", "threads": "2", "precision": "bf16"}}, {})
+ABOUT = About(
+    "2026-01-01, x86_64, 2 cores",
+    "some work.",
+    0.01,
+    {OURS: {"version": "1", "threads": "2", "precision": "bf16"}},
+    {},
+)
 
 FAKE = """
 import sys, time
@@ -78,7 +84,11 @@ def test_what_a_library_prints_does_not_disturb_the_answers(process: Process) ->
 
 def test_prompts_go_together_or_one_after_the_other(process: Process) -> None:
     assert process.texts(ask("plain", 3)) == ("3 [1, 2] 3", "3 [3, 4] 3", "3 [5, 6] 3")
-    assert process.texts(ask("plain", together=False)) == ("1 [1, 2] None", "1 [3, 4] None", "1 [5, 6] None")
+    assert process.texts(ask("plain", together=False)) == (
+        "1 [1, 2] None",
+        "1 [3, 4] None",
+        "1 [5, 6] None",
+    )
 
 
 def test_a_refused_turn_and_one_that_wrote_too_little_leave_the_system_up(process: Process) -> None:
@@ -100,7 +110,10 @@ def test_a_stuck_system_is_given_up(fake: Sequence[str]) -> None:
 
 
 def test_a_system_that_does_not_open_says_why(fake: Sequence[str]) -> None:
-    with Process([*fake, "closed"]) as process, pytest.raises(PeerFailed, match="RuntimeError: there is no model"):
+    with (
+        Process([*fake, "closed"]) as process,
+        pytest.raises(PeerFailed, match="RuntimeError: there is no model"),
+    ):
         process.about()
     with pytest.raises(PeerFailed, match="No such file"):
         Process(["/nowhere/python"])
@@ -112,7 +125,9 @@ def test_a_system_ends_by_itself_when_nothing_more_is_asked(fake: Sequence[str])
     assert Path(fake[-1]).read_text() == "gone\n"
 
 
-def test_each_entry_takes_its_best_gamma_and_what_fails_leaves_the_others_be(process: Process) -> None:
+def test_each_entry_takes_its_best_gamma_and_what_fails_leaves_the_others_be(
+    process: Process,
+) -> None:
     entries = [
         Entry(OURS, "fixed", "draft", (2, 5, 7)),
         Entry("fake", "broken", "refused"),
@@ -132,23 +147,32 @@ def test_each_entry_takes_its_best_gamma_and_what_fails_leaves_the_others_be(pro
     ]
     assert [row.gamma for row in rows if row.entry.name == "fixed"] == [5, 5]
     assert [len(row.rates) for row in rows] == [3, 0, 3, 0, 3, 0, 0]
-    assert [row.error for row in rows if row.error] == ["ValueError: no such mode", "not installed"] * 2
+    assert [row.error for row in rows if row.error] == [
+        "ValueError: no such mode",
+        "not installed",
+    ] * 2
     assert rows[0].texts == ("1 [1, 2] 5", "1 [3, 4] 5"), "alone, only some of the prompts"
     assert len(rows[4].texts) == len(PROMPTS)
 
 
-def test_a_system_that_dies_in_its_turn_takes_only_its_own_rows_along(fake: Sequence[str], process: Process) -> None:
+def test_a_system_that_dies_in_its_turn_takes_only_its_own_rows_along(
+    fake: Sequence[str], process: Process
+) -> None:
     with Process(fake) as other:
         entries = [
             Entry("mortal", "a", "dying", streams=(ONE,)),
             Entry("mortal", "b", "plain", streams=(ONE,)),
             Entry(OURS, "c", "plain", streams=(ONE,)),
         ]
-        rows = Contest({"mortal": other, OURS: process}, {}, Plan(PROMPTS, 3, 4, turns=1, sweeps=1)).run(entries)
+        rows = Contest(
+            {"mortal": other, OURS: process}, {}, Plan(PROMPTS, 3, 4, turns=1, sweeps=1)
+        ).run(entries)
     assert [row.error is None for row in rows] == [False, False, True]
 
 
-def row(system: str, name: str, *rates: float, mode: str = "draft", streams: int = ONE, **more: object) -> Row:
+def row(
+    system: str, name: str, *rates: float, mode: str = "draft", streams: int = ONE, **more: object
+) -> Row:
     return Row(Entry(system, name, mode), streams, rates=list(rates), **more)  # type: ignore[arg-type]
 
 
@@ -174,20 +198,30 @@ def test_the_ratio_is_taken_turn_by_turn_against_the_best_of_the_others() -> Non
 
 
 def test_without_a_peer_no_goal_is_said_to_be_reached() -> None:
-    text = page([row(OURS, "gamma auto", 9.0, mode="auto"), row("peer", "good", error="gone")], ABOUT)
+    text = page(
+        [row(OURS, "gamma auto", 9.0, mode="auto"), row("peer", "good", error="gone")], ABOUT
+    )
     assert "| 1 stream, gamma auto | nothing to compare | 1.2 | not measured |" in text
 
 
 def test_texts_are_held_against_ours_and_a_cut_character_is_no_difference() -> None:
-    rows = [row(OURS, "plain", 1.0, mode="plain", texts=("ab", "cd")), row("peer", "good", 1.0, gamma=3, texts=("ab\ufffd", "ce"))]
+    rows = [
+        row(OURS, "plain", 1.0, mode="plain", texts=("ab", "cd")),
+        row("peer", "good", 1.0, gamma=3, texts=("ab\ufffd", "ce")),
+    ]
     text = page(rows, ABOUT)
     assert "| 1.0 to 1.0 | 2 of 2 |" in text
     assert "| peer, good | 3 | 1.0 | 1.0 to 1.0 | 1 of 2 |" in text
 
 
 def test_an_absent_system_is_named_with_why_and_the_figures_are_kept_as_json() -> None:
-    about = About(ABOUT.machine, ABOUT.work, 0.25, ABOUT.systems, {"peer": "no wheel | for this machine"})
-    rows = [row(OURS, "plain", 1.0, 2.0, mode="plain"), row("peer", "good", error="no wheel | for this machine")]
+    about = About(
+        ABOUT.machine, ABOUT.work, 0.25, ABOUT.systems, {"peer": "no wheel | for this machine"}
+    )
+    rows = [
+        row(OURS, "plain", 1.0, 2.0, mode="plain"),
+        row("peer", "good", error="no wheel | for this machine"),
+    ]
     text = page(rows, about)
     assert "| peer | could not be run: no wheel / for this machine | | |" in text
     assert "25.0% busy" in text
@@ -200,13 +234,17 @@ def test_every_system_that_has_entries_is_started() -> None:
     started = commands(Path("t"), Path("w"), python=Path("p"), keys=("target.threads=2",))
     assert set(started) == {entry.system for entry in ENTRIES}
     assert started[OURS][-2:] == ["--set", "target.threads=2"]
-    assert all(set(GAMMAS) <= set(entry.gammas) for entry in ENTRIES if entry.mode in ("draft", "lookup")), "each has the same choice"
+    assert all(
+        set(GAMMAS) <= set(entry.gammas) for entry in ENTRIES if entry.mode in ("draft", "lookup")
+    ), "each has the same choice"
 
 
 def test_an_installation_that_failed_is_told_by_its_last_error(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     assert why_not_installed(python) is None
-    (tmp_path / "install.log").write_text("2026-01-01T00:00:00,000 ERROR: a\n2026-01-01T00:00:01,000 ERROR: no matching distribution\n")
+    (tmp_path / "install.log").write_text(
+        "2026-01-01T00:00:00,000 ERROR: a\n2026-01-01T00:00:01,000 ERROR: no matching distribution\n"
+    )
     assert why_not_installed(python) == "no matching distribution"
     (tmp_path / "installed").touch()
     assert why_not_installed(python) is None

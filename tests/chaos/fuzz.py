@@ -26,15 +26,45 @@ import zmq
 
 from specserve.cluster.transport.link import Keys, Server
 from specserve.errors import BadFrame
-from specserve.types import Chunk, DraftStep, Finish, Foreseen, Logprobs, Origin, Policy, Proposal, Span, SparseRows, Stats, Verdict, VerifyStep, Warp
-from specserve.wire.messages import VERSION, Chunks, Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify, pack, unpack
+from specserve.types import (
+    Chunk,
+    DraftStep,
+    Finish,
+    Foreseen,
+    Logprobs,
+    Origin,
+    Policy,
+    Proposal,
+    Span,
+    SparseRows,
+    Stats,
+    Verdict,
+    VerifyStep,
+    Warp,
+)
+from specserve.wire.messages import (
+    VERSION,
+    Chunks,
+    Failed,
+    Message,
+    Prepared,
+    Proposals,
+    Propose,
+    Stop,
+    Verdicts,
+    Verify,
+    pack,
+    unpack,
+)
 from tests.support.http_server import FakeService, Running, serving
 
 Frames = list[bytes]
 
 PATIENCE_S = 20.0  # what takes longer hangs
 MOST_AHEAD = 64  # frames on their way before the next one waits for the reader
-TELLING = bytes.fromhex("80 8f 90 9f c0 c1 c2 c4 c6 c7 c9 cb cf d4 d9 db dc dd de df ff 00 7f")  # to msgpack: containers, lengths, extensions
+TELLING = bytes.fromhex(
+    "80 8f 90 9f c0 c1 c2 c4 c6 c7 c9 cb cf d4 d9 db dc dd de df ff 00 7f"
+)  # to msgpack: containers, lengths, extensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +91,13 @@ def messages() -> list[Message]:
     """One of each kind, with everything in it that a frame can hold."""
     rng = np.random.default_rng(0)
     q = SparseRows(rng.integers(0, 4000, (3, 8)), rng.random((3, 8), dtype=np.float32))
-    policy = Policy(Warp(temperature=0.7, top_k=5, logit_bias=((3, 1.5), (9, -2.0))), "block", seed=2**64 - 1, prompt_length=9, logprobs=2)
+    policy = Policy(
+        Warp(temperature=0.7, top_k=5, logit_bias=((3, 1.5), (9, -2.0))),
+        "block",
+        seed=2**64 - 1,
+        prompt_length=9,
+        logprobs=2,
+    )
     proposal = Proposal(1, 12, (3, 4, 5), q, 12)
     logprobs = (Logprobs(-0.1, (1, 2), (-0.1, -2.5)),)
     return [
@@ -71,7 +107,19 @@ def messages() -> list[Message]:
         Verify(1, (VerifyStep(1, 12, (5,), (3, 4, 5), q, policy, True),), (6,)),
         Verdicts(1, (Verdict(1, 1, 2, logprobs),), 0.1, 3, 4, 5, (Span("verify", 0.1, 0.2),)),
         Failed(1, "OutOfPages", "no room"),
-        Chunks((Chunk(1, (2,), (Origin.BONUS,), logprobs, Finish.ERROR, Stats("block", True, 1, 2, 3, 4), "fell over"),)),
+        Chunks(
+            (
+                Chunk(
+                    1,
+                    (2,),
+                    (Origin.BONUS,),
+                    logprobs,
+                    Finish.ERROR,
+                    Stats("block", True, 1, 2, 3, 4),
+                    "fell over",
+                ),
+            )
+        ),
         Stop(),
     ]
 
@@ -79,14 +127,25 @@ def messages() -> list[Message]:
 def fuzzed_frames(rng: random.Random) -> Iterator[Frames]:
     """For ever: bits flipped, bytes swapped, parts cut out, repeated or exchanged between messages, and heads made of plausible pieces."""
     good = [[bytes(frame) for frame in pack(message)] for message in messages()]
-    harms: tuple[Callable[[random.Random, bytes, list[Frames]], bytes], ...] = (_flip, _swap, _cut, _repeat, _splice, _invent)
+    harms: tuple[Callable[[random.Random, bytes, list[Frames]], bytes], ...] = (
+        _flip,
+        _swap,
+        _cut,
+        _repeat,
+        _splice,
+        _invent,
+    )
     while True:
         frames = list(rng.choice(good))
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             at = rng.randrange(len(frames))
             frames[at] = rng.choice(harms)(rng, frames[at], good)
         if rng.random() < 0.05:
-            frames = frames[:-1] or [b""] if rng.random() < 0.5 else [*frames, rng.randbytes(rng.randrange(64))]
+            frames = (
+                frames[:-1] or [b""]
+                if rng.random() < 0.5
+                else [*frames, rng.randbytes(rng.randrange(64))]
+            )
         yield frames
 
 
@@ -121,15 +180,44 @@ def _splice(rng: random.Random, frame: bytes, good: list[Frames]) -> bytes:
 
 
 def _invent(rng: random.Random, frame: bytes, good: list[Frames]) -> bytes:
-    kind = rng.choice(("Propose", "Proposals", "Prepared", "Verify", "Verdicts", "Failed", "Chunks", "Stop", "Gossip", ""))
+    kind = rng.choice(
+        (
+            "Propose",
+            "Proposals",
+            "Prepared",
+            "Verify",
+            "Verdicts",
+            "Failed",
+            "Chunks",
+            "Stop",
+            "Gossip",
+            "",
+        )
+    )
     rows = [_value(rng, 3) for _ in range(rng.randrange(4))]
     opening = (b"specserve", VERSION, kind, rng.choice((len(rows), 0, 2**63, -1)), _value(rng, 3))
     return b"".join(map(msgpack.packb, (opening, *rows)))
 
 
 def _value(rng: random.Random, depth: int) -> object:
-    plain = (None, True, 0, -1, 2**63, 1.5, math.nan, "", "block", *map(bytes, (0, 8, 16, 24, 40)), rng.randbytes(rng.randrange(80)))
-    return rng.choice(plain) if not depth or rng.random() < 0.5 else tuple(_value(rng, depth - 1) for _ in range(rng.randrange(6)))
+    plain = (
+        None,
+        True,
+        0,
+        -1,
+        2**63,
+        1.5,
+        math.nan,
+        "",
+        "block",
+        *map(bytes, (0, 8, 16, 24, 40)),
+        rng.randbytes(rng.randrange(80)),
+    )
+    return (
+        rng.choice(plain)
+        if not depth or rng.random() < 0.5
+        else tuple(_value(rng, depth - 1) for _ in range(rng.randrange(6)))
+    )
 
 
 def fuzz_reader(count: int, seed: int = 0) -> Outcome:
@@ -182,7 +270,11 @@ def _linked() -> Iterator[tuple[zmq.Socket[bytes], list[int]]]:
     thread.start()
     context = zmq.Context()
     peer = context.socket(zmq.DEALER)
-    for option, value in ((zmq.LINGER, 0), (zmq.CURVE_PUBLICKEY, keys.public), (zmq.CURVE_SECRETKEY, keys.secret)):
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.CURVE_PUBLICKEY, keys.public),
+        (zmq.CURVE_SECRETKEY, keys.secret),
+    ):
         peer.set(option, value)
     peer.set(zmq.CURVE_SERVERKEY, server.address.public)
     peer.connect(server.address.endpoint)
@@ -221,27 +313,99 @@ GOOD = {
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 PARAMETERS = (
-    *("prompt", "messages", "tokens", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stop"),
-    *("stop_token_ids", "ignore_eos", "seed", "logprobs", "top_logprobs", "echo", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "response_format", "stream", "stream_options", "user", "speculation", "tools", "best_of", "metadata", "nonsense"),
-    *("guided", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tool_choice", "parallel_tool_calls"),
+    *(
+        "prompt",
+        "messages",
+        "tokens",
+        "model",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "n",
+        "stop",
+    ),
+    *(
+        "stop_token_ids",
+        "ignore_eos",
+        "seed",
+        "logprobs",
+        "top_logprobs",
+        "echo",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ),
+    *(
+        "logit_bias",
+        "response_format",
+        "stream",
+        "stream_options",
+        "user",
+        "speculation",
+        "tools",
+        "best_of",
+        "metadata",
+        "nonsense",
+    ),
+    *(
+        "guided",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "tool_choice",
+        "parallel_tool_calls",
+    ),
 )
 
 
-WORDS = ("required", "json_object", "json_schema", "function", "object", "(a", "start: /a/", '{"type": "object"}')
+WORDS = (
+    "required",
+    "json_object",
+    "json_schema",
+    "function",
+    "object",
+    "(a",
+    "start: /a/",
+    '{"type": "object"}',
+)
 MEMBERS = (
-    *("5", "gamma", "role", "content", "type", "text", "x" * 300, "json_schema", "schema", "properties", "enum", "$ref", "regex", "choice"),
+    *(
+        "5",
+        "gamma",
+        "role",
+        "content",
+        "type",
+        "text",
+        "x" * 300,
+        "json_schema",
+        "schema",
+        "properties",
+        "enum",
+        "$ref",
+        "regex",
+        "choice",
+    ),
     *("function", "name", "parameters", "tool_calls", "arguments"),
 )
 
 
 def _asked(server: Running, rng: random.Random) -> str:
     path = rng.choice(list(GOOD))
-    body = dict(GOOD[path]) | {rng.choice(PARAMETERS): _json(rng, 3) for _ in range(rng.randrange(4))}
+    body = dict(GOOD[path]) | {
+        rng.choice(PARAMETERS): _json(rng, 3) for _ in range(rng.randrange(4))
+    }
     data = json.dumps(body).encode()
     if rng.random() < 0.4:
         data = rng.choice((_flip, _cut, _repeat))(rng, data, [])
-    headers = {"X-Request-Id": "".join(map(chr, rng.choices(range(33, 126), k=rng.randrange(200))))} if rng.random() < 0.1 else {}
+    headers = (
+        {"X-Request-Id": "".join(map(chr, rng.choices(range(33, 126), k=rng.randrange(200))))}
+        if rng.random() < 0.1
+        else {}
+    )
     try:
         return str(server.ask(path, data, headers=headers).status)
     except ConnectionError:  # a body that is too long is not waited for
@@ -280,8 +444,15 @@ def _json(rng: random.Random, depth: int) -> object:
 
 
 def _no_request(rng: random.Random) -> bytes:
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n" + b'{"prompt": "x"}'
-    return rng.choice((_flip, _cut, _repeat, _flip))(rng, request, []) if rng.random() < 0.8 else rng.randbytes(rng.randrange(1, 400))
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
+        + b'{"prompt": "x"}'
+    )
+    return (
+        rng.choice((_flip, _cut, _repeat, _flip))(rng, request, [])
+        if rng.random() < 0.8
+        else rng.randbytes(rng.randrange(1, 400))
+    )
 
 
 def _raw(server: Running, data: bytes) -> str:
@@ -308,7 +479,9 @@ def _measured(what: str, count: int, one: Callable[[], str]) -> Outcome:
         ends[one()] += 1
         slowest = max(slowest, time.perf_counter() - at)
     assert slowest < PATIENCE_S, f"something took {slowest:.1f} s"
-    return Outcome(what, count, ends, time.perf_counter() - begun, slowest * 1e3, (_memory() - first) / 1e6)
+    return Outcome(
+        what, count, ends, time.perf_counter() - begun, slowest * 1e3, (_memory() - first) / 1e6
+    )
 
 
 def _memory() -> int:
@@ -325,7 +498,9 @@ def _until(condition: Callable[[], bool], otherwise: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Sends damaged frames and requests, and says what became of them.")
+    parser = argparse.ArgumentParser(
+        description="Sends damaged frames and requests, and says what became of them."
+    )
     parser.add_argument("--frames", type=int, default=100_000)
     parser.add_argument("--link", type=int, default=10_000)
     parser.add_argument("--http", type=int, default=10_000)
@@ -333,7 +508,11 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # a line for each of them is not wanted here
     print(HEAD)
-    for fuzz, count in ((fuzz_reader, options.frames), (fuzz_link, options.link), (fuzz_http, options.http)):
+    for fuzz, count in (
+        (fuzz_reader, options.frames),
+        (fuzz_link, options.link),
+        (fuzz_http, options.http),
+    ):
         print(fuzz(count, options.seed).row, flush=True)
 
 

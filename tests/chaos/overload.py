@@ -35,7 +35,14 @@ class Seen:
     streams: list[Stream] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
 
-    async def ask(self, address: Address, number: int, *, max_tokens: int = TOKENS, seconds: float = LIMIT_S * 2) -> None:
+    async def ask(
+        self,
+        address: Address,
+        number: int,
+        *,
+        max_tokens: int = TOKENS,
+        seconds: float = LIMIT_S * 2,
+    ) -> None:
         stream, prompt = Stream(), f"# {number}\n{CODE[number % len(CODE)]}"
         self.streams.append(stream)
         self.arrived.append(time.monotonic())
@@ -52,7 +59,11 @@ class Seen:
 
     @property
     def complete(self) -> list[Stream]:
-        return [stream for stream in self.streams if stream.status == 200 and stream.num_finals == 1 and stream.ended is not None]
+        return [
+            stream
+            for stream in self.streams
+            if stream.status == 200 and stream.num_finals == 1 and stream.ended is not None
+        ]
 
     @property
     def waits(self) -> list[float]:
@@ -61,7 +72,11 @@ class Seen:
 
     @property
     def refusals(self) -> list[float]:
-        return [stream.ended - stream.sent for stream in self.streams if stream.status == 429 and stream.ended is not None]
+        return [
+            stream.ended - stream.sent
+            for stream in self.streams
+            if stream.status == 429 and stream.ended is not None
+        ]
 
 
 async def for_a_while(seconds: float, client: Callable[[], Awaitable[None]], clients: int) -> None:
@@ -94,7 +109,9 @@ async def overload(address: Address, seconds: float) -> Iterator[str]:
     """An open loop: who is refused does not come back, and those who come do not wait for one another."""
     peak, number = Seen(), numbered()
     begun = time.monotonic()
-    await for_a_while(min(60.0, seconds), lambda: peak.ask(address, number()), RUNNING + QUEUED // 2)
+    await for_a_while(
+        min(60.0, seconds), lambda: peak.ask(address, number()), RUNNING + QUEUED // 2
+    )
     best = len(peak.complete) / (time.monotonic() - begun)
     chance, seen, before, tasks = random.Random(1), Seen(), memory(), []
     begun = due = time.monotonic()
@@ -103,9 +120,15 @@ async def overload(address: Address, seconds: float) -> Iterator[str]:
         await asyncio.sleep(due - time.monotonic())
         tasks.append(asyncio.create_task(seen.ask(address, number())))
     over = time.monotonic()
-    goodput = sum(stream.ended is not None and stream.ended < over for stream in seen.complete) / (over - begun)
+    goodput = sum(stream.ended is not None and stream.ended < over for stream in seen.complete) / (
+        over - begun
+    )
     await asyncio.gather(*tasks)
-    broken = [stream.error for stream in seen.streams if stream.status not in (200, 429) or (stream.status == 200 and stream.num_finals != 1)]
+    broken = [
+        stream.error
+        for stream in seen.streams
+        if stream.status not in (200, 429) or (stream.status == 200 and stream.num_finals != 1)
+    ]
     return iter(
         (
             f"peak, closed loop: {best:.2f} requests/s of {TOKENS} tokens",
@@ -133,17 +156,35 @@ async def step(address: Address, seconds: float) -> Iterator[str]:
         await for_a_while(seconds / 3, lambda seen=seen: seen.ask(address, number()), clients)
     done = True
     await watching
-    changes = [f"{then - begun:.0f} s: {now}" for (_, before), (then, now) in pairwise(sizes) if now != before]
-    failed = [sum(stream.status != 200 or stream.num_finals != 1 for stream in seen.streams) for seen in phases]
+    changes = [
+        f"{then - begun:.0f} s: {now}"
+        for (_, before), (then, now) in pairwise(sizes)
+        if now != before
+    ]
+    failed = [
+        sum(stream.status != 200 or stream.num_finals != 1 for stream in seen.streams)
+        for seen in phases
+    ]
     waits = ", ".join(f"{median(seen.waits):.2f} (p99 {at(seen.waits, 99):.2f})" for seen in phases)
-    return iter((f"replicas: {sizes[0][1]} at first; {'; '.join(changes)}", f"time to first token, s: {waits}", f"failed: {failed}"))
+    return iter(
+        (
+            f"replicas: {sizes[0][1]} at first; {'; '.join(changes)}",
+            f"time to first token, s: {waits}",
+            f"failed: {failed}",
+        )
+    )
 
 
 async def gauge(address: Address, name: str) -> float:
     """The largest of those with that name."""
     text = (await address.get("/metrics")).body.decode()
     return max(
-        (sample.value for family in text_string_to_metric_families(text) for sample in family.samples if sample.name == f"specserve_{name}"),
+        (
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"specserve_{name}"
+        ),
         default=0,
     )
 
@@ -154,18 +195,27 @@ async def soak(address: Address, seconds: float) -> Iterator[str]:
 
     async def client() -> None:
         leaves = chance.random() < 0.3
-        await seen.ask(address, number(), max_tokens=chance.randint(1, 300), seconds=chance.uniform(0.05, 2.0) if leaves else 120.0)
+        await seen.ask(
+            address,
+            number(),
+            max_tokens=chance.randint(1, 300),
+            seconds=chance.uniform(0.05, 2.0) if leaves else 120.0,
+        )
 
     begun = time.monotonic()
     while time.monotonic() < begun + seconds:
         await for_a_while(55.0, client, 8)
         await asyncio.sleep(5.0)
         held.append(footprint() | {"cache in use": await gauge(address, "kv_cache_usage_perc")})
-    lines = [f"{len(seen.streams)} requests in {seconds / 60:.0f} minutes, by status {seen.by_status()}"]
+    lines = [
+        f"{len(seen.streams)} requests in {seconds / 60:.0f} minutes, by status {seen.by_status()}"
+    ]
     for name in held[0]:
         series = [one[name] for one in held]
         late = slope(series[len(series) // 3 :])
-        lines.append(f"{name}: {series[0]:.1f} at first, {series[-1]:.1f} at last, {late:+.3f} a minute in the last two thirds")
+        lines.append(
+            f"{name}: {series[0]:.1f} at first, {series[-1]:.1f} at last, {late:+.3f} a minute in the last two thirds"
+        )
     return iter(lines)
 
 
@@ -173,27 +223,60 @@ def footprint() -> dict[str, float]:
     found = processes()
     sizes = {f"{name} MiB": process.memory_info().rss / 2**20 for name, process in found.items()}
     handles = {f"{name} file handles": float(process.num_fds()) for name, process in found.items()}
-    handles |= {f"{name} sockets": float(len(process.net_connections())) for name, process in found.items()}
-    return sizes | handles | {"processes": float(sum("ray::" in " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])))}
+    handles |= {
+        f"{name} sockets": float(len(process.net_connections())) for name, process in found.items()
+    }
+    return (
+        sizes
+        | handles
+        | {
+            "processes": float(
+                sum(
+                    "ray::" in " ".join(p.info["cmdline"] or ())
+                    for p in psutil.process_iter(["cmdline"])
+                )
+            )
+        }
+    )
 
 
 def slope(series: list[float]) -> float:
     """Of the line through it by least squares."""
     middle, mean = (len(series) - 1) / 2, sum(series) / len(series)
     spread = sum((i - middle) ** 2 for i in range(len(series)))
-    return sum((i - middle) * (value - mean) for i, value in enumerate(series)) / spread if spread else 0.0
+    return (
+        sum((i - middle) * (value - mean) for i, value in enumerate(series)) / spread
+        if spread
+        else 0.0
+    )
 
 
 def growth(before: dict[str, float], after: dict[str, float]) -> str:
-    return ", ".join(f"{name} {before[name]:.0f} to {after[name]:.0f}" for name in before if name in after)
+    return ", ".join(
+        f"{name} {before[name]:.0f} to {after[name]:.0f}" for name in before if name in after
+    )
 
 
 def spread(seconds: list[float]) -> str:
-    return f"p50 {median(seconds):.3f}, p99 {at(seconds, 99):.3f}, most {max(seconds):.3f}" if seconds else "none"
+    return (
+        f"p50 {median(seconds):.3f}, p99 {at(seconds, 99):.3f}, most {max(seconds):.3f}"
+        if seconds
+        else "none"
+    )
 
 
-PARTS: dict[str, tuple[Callable[[Address, float], Awaitable[Iterator[str]]], float, dict[str, object]]] = {
-    "overload": (overload, 300.0, {"limits.max_running": RUNNING, "limits.max_queued": QUEUED, "limits.request_timeout_s": LIMIT_S}),
+PARTS: dict[
+    str, tuple[Callable[[Address, float], Awaitable[Iterator[str]]], float, dict[str, object]]
+] = {
+    "overload": (
+        overload,
+        300.0,
+        {
+            "limits.max_running": RUNNING,
+            "limits.max_queued": QUEUED,
+            "limits.request_timeout_s": LIMIT_S,
+        },
+    ),
     "step": (
         step,
         900.0,
@@ -204,12 +287,18 @@ PARTS: dict[str, tuple[Callable[[Address, float], Awaitable[Iterator[str]]], flo
             "replicas.downscale_delay_s": 60,
         },
     ),
-    "soak": (soak, 1800.0, {"cache.pages": 1024}),  # so few that all have been written, and count as memory, in the first minutes
+    "soak": (
+        soak,
+        1800.0,
+        {"cache.pages": 1024},
+    ),  # so few that all have been written, and count as memory, in the first minutes
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seconds", type=float)
     given = parser.parse_args()

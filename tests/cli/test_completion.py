@@ -26,14 +26,18 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 def completed(*words: str, cwd: Path | None = None) -> list[str]:
     """What bash offers for the last of the words."""
     text = ASK.format(script=script("bash", parser()), words=shlex.join(["specserve", *words]))
-    done = subprocess.run(["bash", "--norc", "-c", text], capture_output=True, text=True, cwd=cwd, check=True)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", text], capture_output=True, text=True, cwd=cwd, check=True
+    )
     assert done.stderr == ""
     return [line for line in done.stdout.splitlines() if line]
 
 
 def test_bash_knows_whom_to_ask() -> None:
     text = script("bash", parser()) + "complete -p specserve\n"
-    done = subprocess.run(["bash", "--norc", "-c", text], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["bash", "--norc", "-c", text], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "complete -F _specserve specserve\n"
 
 
@@ -65,7 +69,10 @@ def test_bash_offers_files_and_directories_where_they_are_asked_for(tmp_path: Pa
     assert completed("serve", "--config", "my", cwd=tmp_path) == ["my model", "my.yaml"]
     assert completed("serve", "--target", "my", cwd=tmp_path) == ["my model"]
     assert completed("simulate", "my", cwd=tmp_path) == ["my model", "my.yaml"]
-    assert completed("tables", "--text", "my.yaml", "my", cwd=tmp_path) == ["my model", "my.yaml"], "one file may follow another"
+    assert completed("tables", "--text", "my.yaml", "my", cwd=tmp_path) == [
+        "my model",
+        "my.yaml",
+    ], "one file may follow another"
     assert completed("serve", "--config", "my.yaml", "my", cwd=tmp_path) == []
 
 
@@ -76,11 +83,18 @@ def test_every_command_and_every_option_is_in_every_script() -> None:
             assert command.name in text
             for option in command.options:
                 for name in option.names:
-                    assert (name.lstrip("-") if shell == "fish" else name) in text, (shell, command.name, name)
+                    assert (name.lstrip("-") if shell == "fish" else name) in text, (
+                        shell,
+                        command.name,
+                        name,
+                    )
 
 
 def test_values_are_what_the_config_takes_and_sections_are_no_keys() -> None:
-    found = {command.name: {option.names[-1]: option.value for option in command.options} for command in commands(parser())}
+    found = {
+        command.name: {option.names[-1]: option.value for option in command.options}
+        for command in commands(parser())
+    }
     assert found["generate"]["--drafter"].words == DRAFT_KINDS
     keys = found["serve"]["--set"]
     assert keys.kind is Kind.KEYS

@@ -49,47 +49,150 @@ GENERATE = ["generate", "--prompt", "a"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [  # the key, the value, and what to do
-        ([*GENERATE, "--config", "{folder}/none.yaml"], ("config file", "none.yaml cannot be read: No such file", "give the path")),
-        ([*GENERATE, "--config", "{folder}/broken.yaml"], ("config file", "broken.yaml is not YAML", "line 2", "mend it")),
-        ([*GENERATE, "--config", "{folder}/list.yaml"], ("config file", "list.yaml must hold keys and values", "not a list")),
-        ([*GENERATE, "--target", "{folder}/nowhere"], ("target.path", "nowhere does not exist", "give a directory with config.json")),
-        ([*GENERATE, "--target", "{folder}/a-file"], ("target.path", "a-file is a file", "give a directory")),
-        ([*GENERATE, "--target", "{folder}/no-config"], ("target.path", "it has no config.json", "give a directory")),
-        ([*GENERATE, "--target", "{model}", "--draft", "{folder}/nowhere"], ("draft.path", "nowhere does not exist", "give a directory")),
-        ([*GENERATE, "--target", "{model}", "--draft", "{folder}/other-words"], ("token 5 is", "to the draft", "choose one of the target's family")),
-        ([*GENERATE, "--set", "speculation.gama=3"], ("unknown key speculation.gama", "did you mean speculation.gamma?")),
-        ([*GENERATE, "--set", "speculation.gamma=many"], ("speculation.gamma", "'many'", "auto, or a whole number")),
+        (
+            [*GENERATE, "--config", "{folder}/none.yaml"],
+            ("config file", "none.yaml cannot be read: No such file", "give the path"),
+        ),
+        (
+            [*GENERATE, "--config", "{folder}/broken.yaml"],
+            ("config file", "broken.yaml is not YAML", "line 2", "mend it"),
+        ),
+        (
+            [*GENERATE, "--config", "{folder}/list.yaml"],
+            ("config file", "list.yaml must hold keys and values", "not a list"),
+        ),
+        (
+            [*GENERATE, "--target", "{folder}/nowhere"],
+            ("target.path", "nowhere does not exist", "give a directory with config.json"),
+        ),
+        (
+            [*GENERATE, "--target", "{folder}/a-file"],
+            ("target.path", "a-file is a file", "give a directory"),
+        ),
+        (
+            [*GENERATE, "--target", "{folder}/no-config"],
+            ("target.path", "it has no config.json", "give a directory"),
+        ),
+        (
+            [*GENERATE, "--target", "{model}", "--draft", "{folder}/nowhere"],
+            ("draft.path", "nowhere does not exist", "give a directory"),
+        ),
+        (
+            [*GENERATE, "--target", "{model}", "--draft", "{folder}/other-words"],
+            ("token 5 is", "to the draft", "choose one of the target's family"),
+        ),
+        (
+            [*GENERATE, "--set", "speculation.gama=3"],
+            ("unknown key speculation.gama", "did you mean speculation.gamma?"),
+        ),
+        (
+            [*GENERATE, "--set", "speculation.gamma=many"],
+            ("speculation.gamma", "'many'", "auto, or a whole number"),
+        ),
         ([*GENERATE, "--set", "target.dtype=bf16"], ("target.dtype", "'bf16'", "did you mean")),
         ([*GENERATE, "--set", "draft.stages=[{"], ("draft.stages", "'[{'", "mend the brackets")),
         ([*GENERATE, "--set", "speculation"], ("--set", "'speculation'", "key=value")),
-        ([*GENERATE, "--set", "target.tensor_parallel=2"], ("target.tensor_parallel 2", "specserve serve --tp 2")),
-        ([*GENERATE, "--set", "target.device=cuda", "--target", "{model}"], ("device cuda", "set target.device", "doctor")),
-        ([*GENERATE, "--drafter", "neural", "--target", "{model}"], ("draft.kind neural", "give --draft")),
-        ([*GENERATE, "--trace", "{folder}/nowhere/t.json"], ("--trace", "nowhere/t.json", "a directory that exists")),
+        (
+            [*GENERATE, "--set", "target.tensor_parallel=2"],
+            ("target.tensor_parallel 2", "specserve serve --tp 2"),
+        ),
+        (
+            [*GENERATE, "--set", "target.device=cuda", "--target", "{model}"],
+            ("device cuda", "set target.device", "doctor"),
+        ),
+        (
+            [*GENERATE, "--drafter", "neural", "--target", "{model}"],
+            ("draft.kind neural", "give --draft"),
+        ),
+        (
+            [*GENERATE, "--trace", "{folder}/nowhere/t.json"],
+            ("--trace", "nowhere/t.json", "a directory that exists"),
+        ),
         (["serve", "--port", "70000"], ("http.port", "70000", "from 0 to 65535")),
         (["serve", "--tp", "two"], ("--tp", "'two'", "--help")),
         (["bench", "--url", "here"], ("--url", "'here'", "http://host:port")),
-        (["bench", "--url", "http://127.0.0.1:9", "--rate", "2", "--concurrency", "3"], ("not allowed with argument", "--help")),
-        (["bench", "--url", "http://127.0.0.1:9", "--prompts", "{folder}/empty.txt"], ("--prompts", "empty.txt has no prompt", "write one a line")),
-        (["bench", "--url", "http://127.0.0.1:9", "--json", "{folder}"], ("--json", "cannot be written", "name a file")),
-        (["plan", "--target", "{folder}/nowhere"], ("--target", "nowhere does not exist", "give a directory")),
+        (
+            ["bench", "--url", "http://127.0.0.1:9", "--rate", "2", "--concurrency", "3"],
+            ("not allowed with argument", "--help"),
+        ),
+        (
+            ["bench", "--url", "http://127.0.0.1:9", "--prompts", "{folder}/empty.txt"],
+            ("--prompts", "empty.txt has no prompt", "write one a line"),
+        ),
+        (
+            ["bench", "--url", "http://127.0.0.1:9", "--json", "{folder}"],
+            ("--json", "cannot be written", "name a file"),
+        ),
+        (
+            ["plan", "--target", "{folder}/nowhere"],
+            ("--target", "nowhere does not exist", "give a directory"),
+        ),
         (["plan", "--alpha", "0.5"], ("--alpha alone", "give --cost")),
         (["plan", "--gpus", "4xH1000"], ("--gpus", "'H1000'", "say its GiB")),
-        (["tables", "--tokenizer", "{model}", "--text", "{folder}/empty.txt", "--out", "{folder}/t"], ("--text", "empty", "name files")),
-        (["tables", "--tokenizer", "{model}", "--text", "{folder}/none.txt", "--out", "{folder}/t"], ("--text", "none.txt cannot be read")),
-        (["heads", "--target", "{model}", "--text", "x", "--out", "y", "--heads", "0"], ("--heads", "not 0", "above 0")),
-        (["heads", "--target", "{model}", "--text", "x", "--out", "y", "--minutes", "0"], ("--minutes", "not 0", "above 0")),
-        (["inflate", "--model", "{model}", "--params", "1K", "--out", "{folder}/wide"], ("--params", "1,000", "at least")),
-        (["inflate", "--model", "{model}", "--params", "1M", "--out", "{folder}"], ("--out", "is not empty", "name a new directory")),
-        (["reproduce", "--out", "{folder}/nowhere"], ("--out", "nowhere is no directory", "make it first")),
+        (
+            [
+                "tables",
+                "--tokenizer",
+                "{model}",
+                "--text",
+                "{folder}/empty.txt",
+                "--out",
+                "{folder}/t",
+            ],
+            ("--text", "empty", "name files"),
+        ),
+        (
+            [
+                "tables",
+                "--tokenizer",
+                "{model}",
+                "--text",
+                "{folder}/none.txt",
+                "--out",
+                "{folder}/t",
+            ],
+            ("--text", "none.txt cannot be read"),
+        ),
+        (
+            ["heads", "--target", "{model}", "--text", "x", "--out", "y", "--heads", "0"],
+            ("--heads", "not 0", "above 0"),
+        ),
+        (
+            ["heads", "--target", "{model}", "--text", "x", "--out", "y", "--minutes", "0"],
+            ("--minutes", "not 0", "above 0"),
+        ),
+        (
+            ["inflate", "--model", "{model}", "--params", "1K", "--out", "{folder}/wide"],
+            ("--params", "1,000", "at least"),
+        ),
+        (
+            ["inflate", "--model", "{model}", "--params", "1M", "--out", "{folder}"],
+            ("--out", "is not empty", "name a new directory"),
+        ),
+        (
+            ["reproduce", "--out", "{folder}/nowhere"],
+            ("--out", "nowhere is no directory", "make it first"),
+        ),
         (["reproduce", "table-9"], ("TABLE", "'table-9'", "table-1")),
         (["completion", "csh"], ("shell", "'csh'", "choose from")),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key_the_value_and_a_remedy(
-    arguments: list[str], said: tuple[str, ...], folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: tuple[str, ...],
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([argument.replace("{folder}", str(folder)).replace("{model}", str(model)) for argument in arguments]) == 2
+    assert (
+        main(
+            [
+                argument.replace("{folder}", str(folder)).replace("{model}", str(model))
+                for argument in arguments
+            ]
+        )
+        == 2
+    )
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("specserve: ")
@@ -105,17 +208,26 @@ def test_a_port_that_is_taken_is_named_with_the_key() -> None:
 
 
 def test_a_cluster_that_is_too_small_is_told_with_what_to_ask_less_of() -> None:
-    with pytest.raises(ConfigError, match=r"2 GPUs are asked for .* has 1; ask for less \(target.tensor_parallel"):
+    with pytest.raises(
+        ConfigError, match=r"2 GPUs are asked for .* has 1; ask for less \(target.tensor_parallel"
+    ):
         check_fits((Bundle({"GPU": 2.0}, {}),), {"GPU": 1.0}, replicas=1)
 
 
-def test_a_model_that_is_too_big_is_refused_before_it_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_too_big_is_refused_before_it_is_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     require_room(model, dtype=torch.float32, device=torch.device("cpu"), ranks=1)
     monkeypatch.setattr("specserve.models.memory.free_memory", lambda device: 1000)
-    with pytest.raises(TooLittleMemory, match=r"take 0.0 GiB, and 0.0 GiB of cpu memory are free; use a smaller model"):
+    with pytest.raises(
+        TooLittleMemory,
+        match=r"take 0.0 GiB, and 0.0 GiB of cpu memory are free; use a smaller model",
+    ):
         require_room(model, dtype=torch.float32, device=torch.device("cpu"), ranks=1)
 
 
 def test_a_cache_that_holds_no_page_names_the_key() -> None:
-    with pytest.raises(TooLittleMemory, match=r"single page of 16 positions.*raise cache.memory_fraction"):
+    with pytest.raises(
+        TooLittleMemory, match=r"single page of 16 positions.*raise cache.memory_fraction"
+    ):
         pages_for(10, num_layers=1, kv_heads=1, head_dim=8, dtype=torch.float32)

@@ -11,7 +11,9 @@ from specserve.cli.arguments import parser
 from specserve.cli.examples import EXAMPLES
 from specserve.cli.main import COMMANDS, main
 
-LINES = [(command, line) for command, text in EXAMPLES.items() for line in text.strip().splitlines()]
+LINES = [
+    (command, line) for command, text in EXAMPLES.items() for line in text.strip().splitlines()
+]
 
 
 def test_every_command_has_two_to_four_examples_and_something_that_runs_it() -> None:
@@ -27,7 +29,9 @@ def test_an_example_is_understood(command: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
-def test_help_says_what_the_command_does_and_shows_its_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_the_command_does_and_shows_its_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"usage: specserve {command}" in shown

@@ -28,16 +28,52 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def test_generate_prints_text_and_a_seed_repeats_it(pair, capsys):
     texts = []
-    for drafting in (["--draft", pair[1], "--gamma", "3"], ["--drafter", "none"], ["--draft", pair[1], "--gamma", "auto"]):
-        assert main(["generate", "--prompt", "ab", "--target", pair[0], "--max-tokens", "9", "--seed", "4", *drafting, *FEW]) == 0
+    for drafting in (
+        ["--draft", pair[1], "--gamma", "3"],
+        ["--drafter", "none"],
+        ["--draft", pair[1], "--gamma", "auto"],
+    ):
+        assert (
+            main(
+                [
+                    "generate",
+                    "--prompt",
+                    "ab",
+                    "--target",
+                    pair[0],
+                    "--max-tokens",
+                    "9",
+                    "--seed",
+                    "4",
+                    *drafting,
+                    *FEW,
+                ]
+            )
+            == 0
+        )
         texts.append(capsys.readouterr().out)
     assert texts[0].strip()
     assert len(set(texts)) == 1
 
 
 def test_generate_prints_ids_and_statistics_as_json(pair, capsys):
-    options = ["--temperature", "0", "--max-tokens", "5", "--gamma", "2", "--verifier", "speculative", "--json"]
-    assert main(["generate", "--prompt", "ab", "--target", pair[0], "--draft", pair[1], *options, *FEW]) == 0
+    options = [
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "5",
+        "--gamma",
+        "2",
+        "--verifier",
+        "speculative",
+        "--json",
+    ]
+    assert (
+        main(
+            ["generate", "--prompt", "ab", "--target", pair[0], "--draft", pair[1], *options, *FEW]
+        )
+        == 0
+    )
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"text", "token_ids", "prompt_token_ids", "finish_reason", "stats"}
     assert set(printed["stats"]) == {
@@ -53,11 +89,29 @@ def test_a_config_file_and_overrides_reach_the_engine(pair, tmp_path, capsys):
     file.write_text(f"target: {{path: {pair[0]}}}\ncache: {{pages: 1, page_size: 4}}\n")
     assert main(["generate", "--prompt", "abcdefgh", "--config", str(file)]) == 2
     assert "the context holds 4" in capsys.readouterr().err
-    assert main(["generate", "--prompt", "abcdefgh", "--max-tokens", "2", "--config", str(file), "--set", "cache.pages=9"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--prompt",
+                "abcdefgh",
+                "--max-tokens",
+                "2",
+                "--config",
+                str(file),
+                "--set",
+                "cache.pages=9",
+            ]
+        )
+        == 0
+    )
 
 
 def test_inflate_writes_a_copy_of_the_asked_size(pair, tmp_path, capsys):
-    assert main(["inflate", "--model", pair[0], "--params", "1M", "--out", str(tmp_path / "wide")]) == 0
+    assert (
+        main(["inflate", "--model", pair[0], "--params", "1M", "--out", str(tmp_path / "wide")])
+        == 0
+    )
     assert "has 1M parameters" in capsys.readouterr().out
     assert (tmp_path / "wide" / "config.json").is_file()
 
@@ -71,7 +125,10 @@ def test_inflate_writes_a_copy_of_the_asked_size(pair, tmp_path, capsys):
         (["generate", "--prompt", "a", "--gama", "3"], "unrecognized arguments: --gama 3"),
         (["generate", "--prompt", "a", "--gamma", "many"], "a whole number or auto"),
         (["generate", "--prompt", "a", "--set", "gamma"], "key=value"),
-        (["generate", "--prompt", "a", "--set", "speculation.gama=3"], "did you mean speculation.gamma?"),
+        (
+            ["generate", "--prompt", "a", "--set", "speculation.gama=3"],
+            "did you mean speculation.gamma?",
+        ),
         (["generate", "--prompt", "a", "--temperature", "nan"], "temperature"),
         (["generate", "--prompt", "a", "--max-tokens", "0"], "max_tokens"),
         (["generate", "--prompt", "a", "--verifier", "fast"], "speculation.verifier"),
@@ -97,7 +154,10 @@ def test_an_empty_prompt_is_bad_usage(pair, capsys):
     assert "the prompt is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "complaint"), [(OutOfPages("no room"), "no room"), (KeyboardInterrupt(), "interrupted")])
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [(OutOfPages("no room"), "no room"), (KeyboardInterrupt(), "interrupted")],
+)
 def test_a_failure_is_one_clear_line_and_exit_code_1(error, complaint, capsys, monkeypatch):
     def fail(*_: object) -> None:
         raise error
@@ -115,7 +175,15 @@ def test_help_shows_examples_and_the_version_is_the_packages(capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("200M", 200_000_000), ("1B", 10**9), ("8e9", 8 * 10**9), ("1.5b", 1_500_000_000), ("7000", 7000), ("3k", 3000)]
+    ("text", "number"),
+    [
+        ("200M", 200_000_000),
+        ("1B", 10**9),
+        ("8e9", 8 * 10**9),
+        ("1.5b", 1_500_000_000),
+        ("7000", 7000),
+        ("3k", 3000),
+    ],
 )
 def test_counts_are_read_as_people_write_them(text, number):
     assert count(text) == number
@@ -131,13 +199,22 @@ finally:
     print("torch" in sys.modules)
 """
     root = Path(specserve.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, cwd=root, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", asked], capture_output=True, text=True, cwd=root, check=False
+    )
     assert done.returncode == 0
     assert done.stdout.splitlines() == [f"specserve {specserve.__version__}", "False"]
 
 
 def test_the_public_names_are_these():
-    assert set(specserve.__all__) == {"LLM", "Output", "Sampling", "SpecserveError", "__version__", "errors"}
+    assert set(specserve.__all__) == {
+        "LLM",
+        "Output",
+        "Sampling",
+        "SpecserveError",
+        "__version__",
+        "errors",
+    }
     assert all(getattr(specserve, name) is not None for name in specserve.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         specserve.Nonsense  # noqa: B018

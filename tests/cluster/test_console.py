@@ -51,7 +51,14 @@ class FakeTerminal(io.StringIO):
         return True
 
 
-def snapshot(*, written: int = 0, drafts: int = 0, accepted: tuple[int, ...] = (), hits: int = 0, misses: int = 0) -> Snapshot:
+def snapshot(
+    *,
+    written: int = 0,
+    drafts: int = 0,
+    accepted: tuple[int, ...] = (),
+    hits: int = 0,
+    misses: int = 0,
+) -> Snapshot:
     registry = Registry()
     registry.counter("generation_tokens_total").add(written)
     registry.counter("spec_decode_num_drafts_total").add(drafts)
@@ -70,7 +77,14 @@ def snapshot(*, written: int = 0, drafts: int = 0, accepted: tuple[int, ...] = (
 
 
 def status(*metrics: Snapshot, why: str = "", troubles: tuple[str, ...] = ()) -> Status:
-    return Status(ready=not why, healthy=not why, why=why, replicas=len(metrics), metrics=metrics, troubles=troubles)
+    return Status(
+        ready=not why,
+        healthy=not why,
+        why=why,
+        replicas=len(metrics),
+        metrics=metrics,
+        troubles=troubles,
+    )
 
 
 def page(screen: Screen, out: io.StringIO, *args: object, **kwargs: str) -> list[str]:
@@ -78,20 +92,32 @@ def page(screen: Screen, out: io.StringIO, *args: object, **kwargs: str) -> list
     out.seek(0)
     out.truncate()
     screen.draw(*args, **kwargs)  # type: ignore[arg-type]
-    return out.getvalue().replace("\x1b[H", "").replace("\x1b[J", "").replace("\x1b[K", "").split("\r\n")
+    return (
+        out.getvalue()
+        .replace("\x1b[H", "")
+        .replace("\x1b[J", "")
+        .replace("\x1b[K", "")
+        .split("\r\n")
+    )
 
 
 def test_figures_are_of_the_last_seconds_and_not_of_all_time() -> None:
     window = Window()
-    window.look(status(snapshot(written=1000, drafts=100, accepted=(50, 20), hits=10, misses=90)), 0.0)
-    figures = window.look(status(snapshot(written=1300, drafts=110, accepted=(58, 25), hits=19, misses=91)), 2.0)
+    window.look(
+        status(snapshot(written=1000, drafts=100, accepted=(50, 20), hits=10, misses=90)), 0.0
+    )
+    figures = window.look(
+        status(snapshot(written=1300, drafts=110, accepted=(58, 25), hits=19, misses=91)), 2.0
+    )
     assert figures.tokens_per_second == 150
     assert (figures.accepted, figures.mean_accepted) == (13 / 40, 1.3)
     assert figures.by_position == (0.8, 0.5)
     assert figures.hit_rate == 0.9
     assert (figures.running, figures.restarts, figures.failures) == (2, {"draft": 2}, {"429": 3})
     assert (figures.cache, figures.busy) == ({"target": 0.25}, {"target": 0.9})
-    later = window.look(status(snapshot(written=1300, drafts=110, accepted=(58, 25))), 2.0 + WINDOW_S)
+    later = window.look(
+        status(snapshot(written=1300, drafts=110, accepted=(58, 25))), 2.0 + WINDOW_S
+    )
     assert later.tokens_per_second == 0
     assert later.accepted is None
     assert later.by_position == ()
@@ -100,15 +126,27 @@ def test_figures_are_of_the_last_seconds_and_not_of_all_time() -> None:
 def test_figures_of_several_replicas_add_up_and_never_fall_below_nothing() -> None:
     window = Window()
     window.look(status(snapshot(written=500), snapshot(written=500)), 0.0)
-    assert window.look(status(snapshot(written=700), snapshot(written=900)), 2.0).tokens_per_second == 300
+    assert (
+        window.look(status(snapshot(written=700), snapshot(written=900)), 2.0).tokens_per_second
+        == 300
+    )
     assert window.look(status(snapshot(written=10)), 3.0).tokens_per_second == 0
 
 
 def test_the_page_has_what_runs_and_what_went_wrong() -> None:
     out = FakeTerminal()
-    screen = Screen(Terminal(out), title="specserve   demo   http://127.0.0.1:8000", hints=("curl it",))
+    screen = Screen(
+        Terminal(out), title="specserve   demo   http://127.0.0.1:8000", hints=("curl it",)
+    )
     screen.draw(status(snapshot()))
-    lines = page(screen, out, status(snapshot(drafts=10, accepted=(8, 5), hits=9, misses=1), troubles=("the draft is\nbeing restarted",)))
+    lines = page(
+        screen,
+        out,
+        status(
+            snapshot(drafts=10, accepted=(8, 5), hits=9, misses=1),
+            troubles=("the draft is\nbeing restarted",),
+        ),
+    )
     assert lines[0].startswith("specserve   demo   http://127.0.0.1:8000   up 0:00:0")
     assert lines[1] == "healthy, one engine or more in trouble"
     rows = {line[:16].strip(): line[16:] for line in lines}
@@ -129,7 +167,10 @@ def test_an_error_is_kept_when_it_is_over_and_told_once_while_it_lasts() -> None
         screen.draw(status(snapshot(), why="no engine replica reports"))
     lines = page(screen, out, None, missing="TimeoutError")
     assert lines[1] == "no status: TimeoutError"
-    assert [line[10:] for line in lines if line[2:3] == ":"] == ["no engine replica reports", "TimeoutError"]
+    assert [line[10:] for line in lines if line[2:3] == ":"] == [
+        "no engine replica reports",
+        "TimeoutError",
+    ]
     assert page(screen, out, status(snapshot()))[1] == "healthy"
 
 
@@ -152,7 +193,12 @@ def in_a_terminal(rows: int, columns: int) -> Iterator[tuple[subprocess.Popen[by
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     here = str(Path(__file__).parents[2])
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, here], stdin=follower, stdout=follower, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, here],
+        stdin=follower,
+        stdout=follower,
+        start_new_session=True,
+    )
     os.close(follower)
     try:
         yield process, leader

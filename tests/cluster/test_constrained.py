@@ -22,7 +22,10 @@ from specserve.types import Chunk, Finish, Request, Warp
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 9}, "tags": {"type": "array", "items": {"enum": ["alpha", "beta"]}, "maxItems": 3}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 9},
+        "tags": {"type": "array", "items": {"enum": ["alpha", "beta"]}, "maxItems": 3},
+    },
     "required": ["name", "tags"],
     "additionalProperties": False,
 }
@@ -49,7 +52,9 @@ def plain() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[str]]:
     )
 
 
-async def completed(config: Config, requests: Sequence[Request], strike: Callable[[Group, int], None]) -> tuple[list[tuple[int, ...]], int]:
+async def completed(
+    config: Config, requests: Sequence[Request], strike: Callable[[Group, int], None]
+) -> tuple[list[tuple[int, ...]], int]:
     """What each request got, and how many drafts were accepted. `strike` is called with each batch of chunks."""
     group = await Group.start(config, bundles(config, has_gpus=False))
     texts: dict[int, tuple[int, ...]] = {}
@@ -65,7 +70,15 @@ async def completed(config: Config, requests: Sequence[Request], strike: Callabl
         emitted += 1
         strike(group, emitted)
 
-    coordinator = Coordinator.of(config, group.target, group.drafter, info=group.info, emit=emit, draft_context=group.draft_context, overlaps=True)
+    coordinator = Coordinator.of(
+        config,
+        group.target,
+        group.drafter,
+        info=group.info,
+        emit=emit,
+        draft_context=group.draft_context,
+        overlaps=True,
+    )
     for request in requests:
         texts[coordinator.submit(request)] = ()
     try:

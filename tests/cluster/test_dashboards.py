@@ -16,7 +16,17 @@ from specserve.config.tree import Limits
 from specserve.metrics import FAMILIES, PREFIX, Kind
 
 ROOT = Path(__file__).parents[2]
-FUNCTIONS = {"sum", "max", "avg", "rate", "increase", "histogram_quantile", "avg_over_time", "absent", "vector"}
+FUNCTIONS = {
+    "sum",
+    "max",
+    "avg",
+    "rate",
+    "increase",
+    "histogram_quantile",
+    "avg_over_time",
+    "absent",
+    "vector",
+}
 WORDS = {"by", "on", "ignoring", "group_left", "and", "or", "le"}
 TARGETS_OWN = {"up": {"job"}}  # what Prometheus itself knows of a target
 
@@ -26,7 +36,10 @@ def _series() -> dict[str, set[str]]:
     known = dict(TARGETS_OWN)
     for family in FAMILIES:
         if family.kind is Kind.HISTOGRAM:
-            known |= {f"{PREFIX}{family.name}_{part}": {*family.labels, *extra} for part, extra in (("bucket", {"le"}), ("sum", ()), ("count", ()))}
+            known |= {
+                f"{PREFIX}{family.name}_{part}": {*family.labels, *extra}
+                for part, extra in (("bucket", {"le"}), ("sum", ()), ("count", ()))
+            }
         else:
             known[PREFIX + family.name] = set(family.labels)
     return known
@@ -48,10 +61,17 @@ def _targets() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 RULES, TARGETS = _rules(), list(_targets())
-RECORDED = {rule["record"]: set(re.findall(r"^sum by \((\w+)\)", rule["expr"])) for rule in RULES if "record" in rule}
+RECORDED = {
+    rule["record"]: set(re.findall(r"^sum by \((\w+)\)", rule["expr"]))
+    for rule in RULES
+    if "record" in rule
+}
 EXPRESSIONS = [
     *(pytest.param(rule["expr"], id=rule.get("record") or rule["alert"]) for rule in RULES),
-    *(pytest.param(target["expr"], id=f"{title}: {target['legendFormat']}") for title, target in TARGETS),
+    *(
+        pytest.param(target["expr"], id=f"{title}: {target['legendFormat']}")
+        for title, target in TARGETS
+    ),
 ]
 
 
@@ -59,7 +79,9 @@ EXPRESSIONS = [
 def test_every_name_in_an_expression_is_a_metric_with_such_labels(expression):
     known = _series() | RECORDED
     bare = re.sub(r'"[^"]*"', '""', expression.replace("$__rate_interval", "5m"))
-    assert all(bare.count(opening) == bare.count(closing) for opening, closing in ("()", "[]", "{}"))
+    assert all(
+        bare.count(opening) == bare.count(closing) for opening, closing in ("()", "[]", "{}")
+    )
     for name, selector in re.findall(r"([a-zA-Z_:][\w:]*)\s*(?:\{([^}]*)\})", bare):
         assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector)) <= known[name], name
     grouped = set(re.findall(r"\b(?:by|ignoring|on) \(([^)]*)\)", bare))
@@ -68,14 +90,20 @@ def test_every_name_in_an_expression_is_a_metric_with_such_labels(expression):
     assert names, "an expression asks for something"
     assert names <= set(known), names - set(known)
     labels = {label for name in names for label in known[name]}
-    assert {label.strip() for group in grouped for label in group.split(",") if label.strip()} <= labels
+    assert {
+        label.strip() for group in grouped for label in group.split(",") if label.strip()
+    } <= labels
 
 
 def test_a_misspelt_metric_would_be_noticed():
     with pytest.raises(AssertionError):
-        test_every_name_in_an_expression_is_a_metric_with_such_labels("sum(rate(specserve_generated_tokens_total[5m]))")
+        test_every_name_in_an_expression_is_a_metric_with_such_labels(
+            "sum(rate(specserve_generated_tokens_total[5m]))"
+        )
     with pytest.raises(AssertionError):
-        test_every_name_in_an_expression_is_a_metric_with_such_labels('specserve_kv_cache_usage_perc{rank="0"}')
+        test_every_name_in_an_expression_is_a_metric_with_such_labels(
+            'specserve_kv_cache_usage_perc{rank="0"}'
+        )
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
@@ -83,7 +111,11 @@ def test_counters_are_never_shown_raw_and_gauges_never_as_rates(expression):
     for family in FAMILIES:
         name = PREFIX + family.name
         uses = len(re.findall(rf"{name}(?:_bucket|_sum|_count)?\b", expression))
-        rated = len(re.findall(rf"(?:rate|increase)\({name}(?:_bucket|_sum|_count)?(?:\{{[^}}]*\}})?\[", expression))
+        rated = len(
+            re.findall(
+                rf"(?:rate|increase)\({name}(?:_bucket|_sum|_count)?(?:\{{[^}}]*\}})?\[", expression
+            )
+        )
         assert rated == (0 if family.kind in (Kind.SUMMED, Kind.AVERAGED) else uses), name
 
 
@@ -107,18 +139,33 @@ def test_every_alert_has_an_entry_in_the_runbook():
 
 
 def test_metrics_that_documents_name_exist():
-    names = {family.name for family in FAMILIES} | {key.name for key in fields(Limits)}  # whose endings are alike
+    names = {family.name for family in FAMILIES} | {
+        key.name for key in fields(Limits)
+    }  # whose endings are alike
     for page in ("docs/runbook.md", "docs/operating.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
-        for name in re.findall(r"`(?:specserve_)?([a-z_]+_(?:total|seconds|perc|fraction|running|waiting))(?:\{\w+\})?`", text):
+        for name in re.findall(
+            r"`(?:specserve_)?([a-z_]+_(?:total|seconds|perc|fraction|running|waiting))(?:\{\w+\})?`",
+            text,
+        ):
             assert name in names, f"{page} names {name}"
 
 
 def test_the_dashboard_shows_what_an_operator_is_promised():
     shown = " ".join(target["expr"] for _, target in TARGETS)
     for name in (
-        *("accepted_tokens_per_pos_total", "anticipation_hits_total", "device_busy_fraction", "time_to_first_token_seconds_bucket"),
-        *("num_requests_waiting", "kv_cache_usage_perc", "worker_restarts_total", "request_failure_total"),
+        *(
+            "accepted_tokens_per_pos_total",
+            "anticipation_hits_total",
+            "device_busy_fraction",
+            "time_to_first_token_seconds_bucket",
+        ),
+        *(
+            "num_requests_waiting",
+            "kv_cache_usage_perc",
+            "worker_restarts_total",
+            "request_failure_total",
+        ),
     ):
         assert name in shown
     panels = _dashboard()["panels"]

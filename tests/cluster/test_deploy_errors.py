@@ -21,17 +21,29 @@ RuntimeError: Traceback (most recent call last):
 @pytest.mark.parametrize(
     ("line", "kind", "said"),
     [
-        ("specserve.errors.ModelError: a worker could not start: no such file", ModelError, "a worker could not start: no such file"),
-        ("specserve.errors.TooLittleMemory: not a single page fits.", TooLittleMemory, "not a single page fits."),
+        (
+            "specserve.errors.ModelError: a worker could not start: no such file",
+            ModelError,
+            "a worker could not start: no such file",
+        ),
+        (
+            "specserve.errors.TooLittleMemory: not a single page fits.",
+            TooLittleMemory,
+            "not a single page fits.",
+        ),
     ],
 )
-def test_a_refusal_of_ours_is_found_in_the_trace(line: str, kind: type[SpecserveError], said: str) -> None:
+def test_a_refusal_of_ours_is_found_in_the_trace(
+    line: str, kind: type[SpecserveError], said: str
+) -> None:
     found = _first_refusal(["", TRACE.format(line=line), "Deploying application failed"])
     assert (type(found), str(found)) == (kind, said)
 
 
 def test_what_is_not_ours_is_told_by_its_last_line() -> None:
-    found = _first_refusal([TRACE.format(line="ValueError: what"), "Deploying application specserve failed"])
+    found = _first_refusal(
+        [TRACE.format(line="ValueError: what"), "Deploying application specserve failed"]
+    )
     assert isinstance(found, Unavailable)
     assert str(found).endswith("Deploying application specserve failed")
 

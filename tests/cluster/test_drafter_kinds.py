@@ -16,7 +16,12 @@ from specserve.config.tree import DEMO, parse
 from tests.support.checkpoints import ENCODER_DECODERS, add_tokenizer, perturbed, write
 from tests.support.ray_server import free_port
 
-KEYS: dict[str, object] = {"target.threads": 1, "draft.threads": 1, "cache.pages": 256, "speculation.gamma": 3}
+KEYS: dict[str, object] = {
+    "target.threads": 1,
+    "draft.threads": 1,
+    "cache.pages": 256,
+    "speculation.gamma": 3,
+}
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self):\n"]
 TOKENS = 40
 STAGES = [{"path": str(DEMO / "draft")}, {"path": str(DEMO / "small")}, {"kind": "max_gram"}]
@@ -25,7 +30,8 @@ T5: dict[str, object] = {"target.dtype": "float32", "draft.dtype": "float32"}
 
 def test_only_drafters_with_a_device_of_their_own_get_a_bundle() -> None:
     kinds = {
-        kind: len(bundles(parse({"draft.kind": kind, "draft.path": None}), has_gpus=False)) for kind in ("none", "heads", "layer_skip", "bigram")
+        kind: len(bundles(parse({"draft.kind": kind, "draft.path": None}), has_gpus=False))
+        for kind in ("none", "heads", "layer_skip", "bigram")
     }
     assert kinds == {"none": 2, "heads": 2, "layer_skip": 3, "bigram": 3}
 
@@ -46,19 +52,31 @@ def t5_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, perturbed(target, root / "draft", 0.02)
 
 
-def answers(port: int, keys: dict[str, object]) -> tuple[list[str], list[dict[str, object]], set[str]]:
+def answers(
+    port: int, keys: dict[str, object]
+) -> tuple[list[str], list[dict[str, object]], set[str]]:
     """Texts, what is said of speculation, and the workers."""
     config = parse({"http.port": port, "model": "it", **keys})
     with deployed(config, lambda line: None) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-        given = [client.completions.create(model="it", prompt=prompt, max_tokens=TOKENS, temperature=0) for prompt in PROMPTS]
+        given = [
+            client.completions.create(model="it", prompt=prompt, max_tokens=TOKENS, temperature=0)
+            for prompt in PROMPTS
+        ]
         places = set(handle("Engine").places.remote().result())
-    return [one.choices[0].text for one in given], [(one.model_extra or {})["specserve"] for one in given], places
+    return (
+        [one.choices[0].text for one in given],
+        [(one.model_extra or {})["specserve"] for one in given],
+        places,
+    )
 
 
 def expected(keys: dict[str, object]) -> list[str]:
     with LLM(**{**KEYS, **keys, "draft.kind": "none"}) as plain:
-        return [output.text for output in plain.generate(PROMPTS, Sampling(max_tokens=TOKENS, temperature=0))]
+        return [
+            output.text
+            for output in plain.generate(PROMPTS, Sampling(max_tokens=TOKENS, temperature=0))
+        ]
 
 
 @pytest.mark.ray
@@ -72,19 +90,25 @@ def expected(keys: dict[str, object]) -> list[str]:
     ],
     ids=["heads", "layer_skip", "cascade"],
 )
-def test_served_texts_are_those_of_plain_decoding(ray_with_a_port: int, keys: dict[str, object], workers: set[str]) -> None:
+def test_served_texts_are_those_of_plain_decoding(
+    ray_with_a_port: int, keys: dict[str, object], workers: set[str]
+) -> None:
     texts, told, places = answers(ray_with_a_port, {**KEYS, **keys})
     assert texts == expected({})
     assert places == workers
     assert all(one["lossless"] for one in told)
     assert sum(int(str(one["accepted"])) for one in told) > 0
     if keys["draft.kind"] == "heads":
-        assert all(int(str(one["anticipated"])) > 0 for one in told), "proposals of heads are there before they are asked for"
+        assert all(int(str(one["anticipated"])) > 0 for one in told), (
+            "proposals of heads are there before they are asked for"
+        )
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_an_encoder_decoder_is_served_with_a_draft_of_its_kind(ray_with_a_port: int, t5_pair: tuple[Path, Path]) -> None:
+def test_an_encoder_decoder_is_served_with_a_draft_of_its_kind(
+    ray_with_a_port: int, t5_pair: tuple[Path, Path]
+) -> None:
     target, draft = (str(path) for path in t5_pair)
     keys = {**KEYS, **T5, "target.path": target}
     texts, told, _ = answers(ray_with_a_port, {**keys, "draft.path": draft})

@@ -30,7 +30,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[float]]:
     return coordinator, group, now
 
 
-def test_a_busy_share_is_of_the_time_since_the_last_reading(parts: tuple[Any, Any, list[float]]) -> None:
+def test_a_busy_share_is_of_the_time_since_the_last_reading(
+    parts: tuple[Any, Any, list[float]],
+) -> None:
     coordinator, group, now = parts
     registry = Registry()
     gauges = Gauges(registry)
@@ -42,7 +44,11 @@ def test_a_busy_share_is_of_the_time_since_the_last_reading(parts: tuple[Any, An
     samples = registry.snapshot().samples
     assert samples["device_busy_fraction"] == {("target",): (0.75, 1.0), ("draft",): (0.0, 1.0)}
     assert samples["kv_cache_usage_perc"] == {("target",): (0.25, 1.0), ("draft",): (0.1, 1.0)}
-    assert (samples["num_requests_running"][()][0], samples["num_requests_waiting"][()][0], samples["gamma"][()][0]) == (3, 1, 6)
+    assert (
+        samples["num_requests_running"][()][0],
+        samples["num_requests_waiting"][()][0],
+        samples["gamma"][()][0],
+    ) == (3, 1, 6)
 
 
 def test_totals_of_others_are_counted_once(parts: tuple[Any, Any, list[float]]) -> None:

@@ -22,7 +22,17 @@ START_S = 90.0  # on two cores that do nothing else it takes some 25 s
 
 
 def serve(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "specserve", "serve", "--set", "target.threads=1", "--set", "draft.threads=1", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "specserve",
+        "serve",
+        "--set",
+        "target.threads=1",
+        "--set",
+        "draft.threads=1",
+        *arguments,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -54,11 +64,16 @@ def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
         assert f"ready http://127.0.0.1:{port}" in lines
         assert time.monotonic() - begun < START_S
         body = json.dumps({"model": "demo", "prompt": "import os", "max_tokens": 4}).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
         started = descendants(process.pid)
-        assert any("TargetWorker" in child.name() or "TargetWorker" in " ".join(child.cmdline()) for child in started)
+        assert any(
+            "TargetWorker" in child.name() or "TargetWorker" in " ".join(child.cmdline())
+            for child in started
+        )
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=40)
         assert process.returncode == 0
@@ -79,11 +94,16 @@ def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
     [
         (["--target", "missing/entirely/model"], "missing/entirely/model does not exist"),
         (["--set", "target.device=cuda"], "1 GPUs are asked for"),
-        (["--set", "speculation.gama=3"], "unknown key speculation.gama; did you mean speculation.gamma?"),
+        (
+            ["--set", "speculation.gama=3"],
+            "unknown key speculation.gama; did you mean speculation.gamma?",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments: list[str], said: str) -> None:
-    _, errors = (process := serve("--port", str(free_port()), *arguments)).communicate(timeout=START_S)
+    _, errors = (process := serve("--port", str(free_port()), *arguments)).communicate(
+        timeout=START_S
+    )
     assert process.returncode == 2
     assert said in errors
     assert len(errors.strip().splitlines()) == 1

@@ -13,7 +13,9 @@ import pytest
 from specserve.cluster.logs import OWN, SERVE, join_serve, logging_config
 from specserve.config.tree import parse
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using extra keyword arguments on `Field`:DeprecationWarning"
+)
 
 
 @pytest.fixture
@@ -37,7 +39,13 @@ def lines(serve: logging.Logger, directory: Path, **keys: Any) -> list[str]:
 
     config = parse({}, keys)
     options = LoggingConfig(**logging_config(config), logs_dir=str(directory))
-    configure_component_logger(component_name="Gateway", component_id="r1", logging_config=options, max_bytes=10**6, backup_count=1)
+    configure_component_logger(
+        component_name="Gateway",
+        component_id="r1",
+        logging_config=options,
+        max_bytes=10**6,
+        backup_count=1,
+    )
     join_serve(config)
     join_serve(config)
     log = logging.getLogger("specserve.api.middleware")
@@ -53,7 +61,12 @@ def lines(serve: logging.Logger, directory: Path, **keys: Any) -> list[str]:
 
 def test_in_json_a_line_has_its_fields_and_stands_there_once(serves_logger, tmp_path):
     ours, theirs = map(json.loads, lines(serves_logger, tmp_path, **{"logs.format": "json"}))
-    assert (ours["request_id"], ours["status"], ours["levelname"], ours["message"]) == ("trace-42", 200, "INFO", "trace-42 GET")
+    assert (ours["request_id"], ours["status"], ours["levelname"], ours["message"]) == (
+        "trace-42",
+        200,
+        "INFO",
+        "trace-42 GET",
+    )
     assert theirs["message"] == "Serve's worry"
 
 

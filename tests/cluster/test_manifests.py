@@ -19,7 +19,9 @@ from specserve import __version__
 from specserve.cluster.placement import bundles
 from specserve.config.tree import DEMO, Config, parse
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # of ray.serve's own, once imported
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using extra keyword arguments on `Field`:DeprecationWarning"
+)  # of ray.serve's own, once imported
 
 ROOT = Path(__file__).parents[2]
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -37,7 +39,11 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def _ray_service() -> dict[str, Any]:
-    services = [tree for tree in yaml.safe_load_all(_text("deploy/kuberay.yaml")) if tree["kind"] == "RayService"]
+    services = [
+        tree
+        for tree in yaml.safe_load_all(_text("deploy/kuberay.yaml"))
+        if tree["kind"] == "RayService"
+    ]
     assert len(services) == 1
     service: dict[str, Any] = services[0]
     return service
@@ -46,7 +52,12 @@ def _ray_service() -> dict[str, Any]:
 def _serve_configs() -> dict[str, dict[str, Any]]:
     embedded = yaml.safe_load(_ray_service()["spec"]["serveConfigV2"])
     apart = yaml.safe_load(SELECTOR.sub(r"\1", _text("deploy/llama-70b.yaml")))
-    return {"demo": _load("deploy/demo.yaml"), "llama-70b": _load("deploy/llama-70b.yaml"), "llama-70b, apart": apart, "kuberay": embedded}
+    return {
+        "demo": _load("deploy/demo.yaml"),
+        "llama-70b": _load("deploy/llama-70b.yaml"),
+        "llama-70b, apart": apart,
+        "kuberay": embedded,
+    }
 
 
 def _config(serve_config: Mapping[str, Any]) -> Config:
@@ -60,7 +71,10 @@ def _containers() -> list[dict[str, Any]]:
 
 
 def _env(container: Mapping[str, Any]) -> dict[str, Any]:
-    return {variable["name"]: variable.get("value", variable.get("valueFrom")) for variable in container["env"]}
+    return {
+        variable["name"]: variable.get("value", variable.get("valueFrom"))
+        for variable in container["env"]
+    }
 
 
 def _pinned(package: str) -> str:
@@ -81,14 +95,19 @@ def _deployments(args: Mapping[str, Any]) -> dict[str, Any]:
 
     from specserve.cluster.app import APP_NAME, build
 
-    return {deployment.name: deployment for deployment in build_app(build(args), name=APP_NAME).deployments}
+    return {
+        deployment.name: deployment
+        for deployment in build_app(build(args), name=APP_NAME).deployments
+    }
 
 
 def _total(config: Config, kind: str) -> float:
     return sum(bundle.resources.get(kind, 0) for bundle in bundles(config, has_gpus=False))
 
 
-serve_configs = pytest.mark.parametrize("serve_config", [pytest.param(tree, id=name) for name, tree in _serve_configs().items()])
+serve_configs = pytest.mark.parametrize(
+    "serve_config", [pytest.param(tree, id=name) for name, tree in _serve_configs().items()]
+)
 
 
 # Serve's files
@@ -100,7 +119,11 @@ def test_serve_takes_the_file(serve_config: dict[str, Any]):
 
     schema = _schema(serve_config)
     (application,) = schema.applications
-    assert (application.name, application.route_prefix, schema.http_options.port) == (APP_NAME, "/", 8000)
+    assert (application.name, application.route_prefix, schema.http_options.port) == (
+        APP_NAME,
+        "/",
+        8000,
+    )
     assert application.import_path == f"{build.__module__}:{build.__name__}"
 
 
@@ -117,7 +140,9 @@ def test_serve_reads_every_key_of_the_file(serve_config: dict[str, Any]):
 def test_our_config_takes_the_args(serve_config: dict[str, Any]):
     config = _config(serve_config)
     assert config.draft.kind == "neural"
-    assert config.replicas.target_ongoing_requests <= config.limits.max_running, "scaling up should begin before requests have to queue"
+    assert config.replicas.target_ongoing_requests <= config.limits.max_running, (
+        "scaling up should begin before requests have to queue"
+    )
 
 
 @serve_configs
@@ -127,43 +152,70 @@ def test_the_file_builds_the_deployments_that_it_describes(serve_config: dict[st
     assert set(deployments) == {"Board", "Engine", "Gateway"}
     wanted, placed = bundles(config, has_gpus=False), deployments["Engine"]._replica_config
     assert placed.placement_group_bundles == [dict(bundle.resources) for bundle in wanted]
-    assert deployments["Gateway"]._replica_config.ray_actor_options.get("label_selector") == (dict(config.http.label_selector) or None)
+    assert deployments["Gateway"]._replica_config.ray_actor_options.get("label_selector") == (
+        dict(config.http.label_selector) or None
+    )
     labels = [dict(bundle.labels) for bundle in wanted]
     assert placed.placement_group_bundle_label_selector == (labels if any(labels) else None)
-    validate_placement_group(placed.placement_group_bundles, placed.placement_group_strategy, bundle_label_selector=labels)
+    validate_placement_group(
+        placed.placement_group_bundles,
+        placed.placement_group_strategy,
+        bundle_label_selector=labels,
+    )
     scaled = deployments["Engine"]._deployment_config
     if config.replicas.min == config.replicas.max:
         assert scaled.num_replicas == config.replicas.min
     else:
-        assert (scaled.autoscaling_config.min_replicas, scaled.autoscaling_config.max_replicas) == (config.replicas.min, config.replicas.max)
+        assert (scaled.autoscaling_config.min_replicas, scaled.autoscaling_config.max_replicas) == (
+            config.replicas.min,
+            config.replicas.max,
+        )
 
 
 def test_the_demo_file_serves_the_demo_pair_on_the_loopback_without_gpus():
     serve_config = _load("deploy/demo.yaml")
     config = _config(serve_config)
-    assert (config.model, config.target.path, config.draft.path) == ("demo", str(DEMO / "target"), str(DEMO / "draft"))
-    assert (serve_config["http_options"]["host"], serve_config["proxy_location"]) == ("127.0.0.1", "HeadOnly")
+    assert (config.model, config.target.path, config.draft.path) == (
+        "demo",
+        str(DEMO / "target"),
+        str(DEMO / "draft"),
+    )
+    assert (serve_config["http_options"]["host"], serve_config["proxy_location"]) == (
+        "127.0.0.1",
+        "HeadOnly",
+    )
     assert all("GPU" not in bundle.resources for bundle in bundles(config, has_gpus=True))
 
 
 @pytest.mark.parametrize("name", ["llama-70b", "kuberay"])
 def test_gateways_on_other_nodes_can_be_reached(name: str):
     serve_config = _serve_configs()[name]
-    assert (serve_config["http_options"]["host"], serve_config["proxy_location"]) == ("0.0.0.0", "EveryNode")
+    assert (serve_config["http_options"]["host"], serve_config["proxy_location"]) == (
+        "0.0.0.0",
+        "EveryNode",
+    )
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])
 def test_the_70b_target_has_four_gpus_and_its_draft_a_fifth(has_gpus: bool):
     """Whether or not a GPU node is there yet when the application is built."""
     wanted = bundles(_config(_load("deploy/llama-70b.yaml")), has_gpus=has_gpus)
-    assert [dict(bundle.resources) for bundle in wanted] == [{"CPU": 1}, *[{"CPU": 1, "GPU": 1}] * 4, {"CPU": 1, "GPU": 1}]
+    assert [dict(bundle.resources) for bundle in wanted] == [
+        {"CPU": 1},
+        *[{"CPU": 1, "GPU": 1}] * 4,
+        {"CPU": 1, "GPU": 1},
+    ]
     assert not any(bundle.labels for bundle in wanted)
 
 
 def test_the_commented_lines_put_target_and_draft_on_nodes_of_different_kinds():
     assert len(SELECTOR.findall(_text("deploy/llama-70b.yaml"))) == 2
     wanted = bundles(_config(_serve_configs()["llama-70b, apart"]), has_gpus=False)
-    assert [dict(bundle.labels) for bundle in wanted] == [{}, *[{"role": "target"}] * 4, {"role": "draft"}]
+    assert [dict(bundle.labels) for bundle in wanted] == [
+        {},
+        *[{"role": "target"}] * 4,
+        {"role": "draft"},
+    ]
     for bundle in wanted:
         assert validate_label_selector(dict(bundle.labels)) is None
 
@@ -175,7 +227,10 @@ def test_ray_up_takes_the_cluster_file():
     validate_config(prepare_config(_load("cluster.yaml")))
 
 
-@pytest.mark.parametrize("where", [("available_node_types", "draft", "label"), ("worker_start_commands",), ("docker", "images")])
+@pytest.mark.parametrize(
+    "where",
+    [("available_node_types", "draft", "label"), ("worker_start_commands",), ("docker", "images")],
+)
 def test_ray_up_would_not_take_it_with_a_misspelt_key(where: tuple[str, ...]):
     tree = prepare_config(_load("cluster.yaml"))
     *sections, key = where
@@ -213,21 +268,33 @@ def test_each_bundle_of_the_70b_has_a_kind_of_node_and_all_replicas_have_room():
             kind
             for kind in types.values()
             if bundle.labels.items() <= kind.get("labels", {}).items()
-            and all(kind["resources"].get(name, 0) >= amount for name, amount in bundle.resources.items())
+            and all(
+                kind["resources"].get(name, 0) >= amount
+                for name, amount in bundle.resources.items()
+            )
         ]
         assert fitting, bundle
     for role, gpus in (("target", config.target.tensor_parallel), ("draft", 1)):
         (kind,) = [kind for kind in types.values() if kind.get("labels") == {"role": role}]
         replicas_a_node = kind["resources"]["GPU"] // gpus
         assert replicas_a_node * kind["max_workers"] == config.replicas.max
-    assert sum(kind.get("max_workers", 0) for kind in types.values()) == _load("cluster.yaml")["max_workers"]
+    assert (
+        sum(kind.get("max_workers", 0) for kind in types.values())
+        == _load("cluster.yaml")["max_workers"]
+    )
 
 
 def test_the_head_has_no_room_for_workers():
     tree = _load("cluster.yaml")
     assert tree["available_node_types"][tree["head_node_type"]]["resources"] == {"CPU": 0}
-    assert any("ray start --head" in command and "--num-cpus=0" in command for command in tree["head_start_ray_commands"])
-    assert _ray_service()["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert any(
+        "ray start --head" in command and "--num-cpus=0" in command
+        for command in tree["head_start_ray_commands"]
+    )
+    assert (
+        _ray_service()["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"]
+        == "0"
+    )
 
 
 # kuberay.yaml
@@ -243,9 +310,14 @@ def test_the_ray_service_is_of_the_version_that_kuberay_knows_and_scales():
     assert service["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] is True
     params = [
         service["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"],
-        *[group["rayStartParams"] for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]],
+        *[
+            group["rayStartParams"]
+            for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+        ],
     ]
-    assert all(isinstance(value, str) for values in params for value in values.values()), "Kubernetes refuses anything but text here"
+    assert all(isinstance(value, str) for values in params for value in values.values()), (
+        "Kubernetes refuses anything but text here"
+    )
 
 
 def test_every_container_starts_ray_with_haproxy():
@@ -262,11 +334,18 @@ def test_a_worker_pod_holds_one_replica_and_a_gateway():
     limits = container["resources"]["limits"]
     assert int(limits["nvidia.com/gpu"]) == _total(config, "GPU")
     assert int(limits["cpu"]) >= _total(config, "CPU") + GATEWAY_CPUS
-    assert (group["minReplicas"], group["maxReplicas"]) == (config.replicas.min, config.replicas.max)
+    assert (group["minReplicas"], group["maxReplicas"]) == (
+        config.replicas.min,
+        config.replicas.max,
+    )
 
 
 def test_worker_pods_read_models_from_the_claim_with_the_token_of_the_secret():
-    (claim,) = [tree for tree in yaml.safe_load_all(_text("deploy/kuberay.yaml")) if tree["kind"] == "PersistentVolumeClaim"]
+    (claim,) = [
+        tree
+        for tree in yaml.safe_load_all(_text("deploy/kuberay.yaml"))
+        if tree["kind"] == "PersistentVolumeClaim"
+    ]
     (group,) = _ray_service()["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
     (volume,) = group["template"]["spec"]["volumes"]
@@ -279,7 +358,10 @@ def test_worker_pods_read_models_from_the_claim_with_the_token_of_the_secret():
 
 def test_a_worker_pod_gets_requests_once_its_gateway_can_serve_them():
     (worker,) = [container for container in _containers() if "readinessProbe" in container]
-    assert worker["readinessProbe"]["httpGet"] == {"path": "/ready", "port": _serve_configs()["kuberay"]["http_options"]["port"]}
+    assert worker["readinessProbe"]["httpGet"] == {
+        "path": "/ready",
+        "port": _serve_configs()["kuberay"]["http_options"]["port"],
+    }
     assert _ray_service()["spec"]["excludeHeadPodFromServeSvc"] is True
 
 
@@ -300,13 +382,20 @@ def test_manifests_and_image_name_the_ray_that_the_tests_run_with():
 
 
 def test_manifests_name_the_image_of_this_version():
-    images = {_load("cluster.yaml")["docker"]["image"], *(container["image"] for container in _containers())}
+    images = {
+        _load("cluster.yaml")["docker"]["image"],
+        *(container["image"] for container in _containers()),
+    }
     assert images == {f"registry.example.com/specserve:{__version__}"}
     assert f"-t {images.pop()} ." in _text("deploy/Dockerfile")
 
 
 def test_the_image_is_built_of_files_that_are_there_and_all_that_the_package_needs():
-    copied = [name for line in re.findall(r"^COPY --chown=\S+ (.*)$", _text("deploy/Dockerfile"), re.MULTILINE) for name in line.split()[:-1]]
+    copied = [
+        name
+        for line in re.findall(r"^COPY --chown=\S+ (.*)$", _text("deploy/Dockerfile"), re.MULTILINE)
+        for name in line.split()[:-1]
+    ]
     assert all((ROOT / name).exists() for name in copied)
     assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "specserve"} == set(copied)
 
@@ -329,6 +418,15 @@ def test_the_page_names_labels_that_ray_start_takes():
     assert all(parse_node_labels_string(label) for label in labels)
 
 
-@pytest.mark.parametrize("name", ["deploy/demo.yaml", "deploy/llama-70b.yaml", "deploy/kuberay.yaml", "deploy/Dockerfile", "cluster.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deploy/demo.yaml",
+        "deploy/llama-70b.yaml",
+        "deploy/kuberay.yaml",
+        "deploy/Dockerfile",
+        "cluster.yaml",
+    ],
+)
 def test_the_page_tells_of_every_file(name: str):
     assert name in _text("docs/operating.md")

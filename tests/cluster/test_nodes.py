@@ -24,7 +24,10 @@ PROMPTS = [[7, 11, 13], [5] * 40, list(range(3, 90))]
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """A head with CPUs alone, a node with four GPUs, and one with a single GPU for drafts. The names of the nodes by what they have."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 8, "num_gpus": 0, "include_dashboard": False},
+    )
     nodes = {
         "targets": cluster.add_node(num_cpus=8, num_gpus=4, labels={"pool": "targets"}),
         "drafts": cluster.add_node(num_cpus=8, num_gpus=1, labels={"pool": "drafts"}),
@@ -47,7 +50,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def texts(url: str) -> list[str]:
     """What is written, by the client that users have."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    answers = [client.completions.create(model="tiny", prompt=ids, max_tokens=24, temperature=0, extra_body={"ignore_eos": True}) for ids in PROMPTS]
+    answers = [
+        client.completions.create(
+            model="tiny", prompt=ids, max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
+        )
+        for ids in PROMPTS
+    ]
     return [answer.choices[0].text for answer in answers]
 
 
@@ -57,8 +65,19 @@ def test_each_worker_is_on_the_device_and_node_that_the_config_asks_for_and_the_
 ) -> None:
     keys: dict[str, object] = {
         "model": "tiny",
-        "target": {"path": str(pair[0]), "dtype": "float32", "tensor_parallel": ranks, "threads": 1, "label_selector": {"pool": "targets"}},
-        "draft": {"path": str(pair[1]), "dtype": "float32", "threads": 1, "label_selector": {"pool": "drafts"}},
+        "target": {
+            "path": str(pair[0]),
+            "dtype": "float32",
+            "tensor_parallel": ranks,
+            "threads": 1,
+            "label_selector": {"pool": "targets"},
+        },
+        "draft": {
+            "path": str(pair[1]),
+            "dtype": "float32",
+            "threads": 1,
+            "label_selector": {"pool": "drafts"},
+        },
         "speculation": {"gamma": 3},
         "cache": {"pages": 256},
     }
@@ -69,9 +88,13 @@ def test_each_worker_is_on_the_device_and_node_that_the_config_asks_for_and_the_
         **{f"target-{rank}": cluster["targets"] for rank in range(ranks)},
         "draft": cluster["drafts"],
     }
-    assert len({place.accelerators for name, place in places.items() if name != "draft"}) == ranks, "two ranks share a device"
+    assert (
+        len({place.accelerators for name, place in places.items() if name != "draft"}) == ranks
+    ), "two ranks share a device"
     assert places["draft"].accelerators == ("0",)
-    alone = {key: value for key, value in keys.items() if key != "target"} | {"target": {"path": str(pair[0]), "dtype": "float32", "threads": 1}}
+    alone = {key: value for key, value in keys.items() if key != "target"} | {
+        "target": {"path": str(pair[0]), "dtype": "float32", "threads": 1}
+    }
     with LLM.of(parse(alone)) as llm:
         outputs = llm.generate(PROMPTS, Sampling(max_tokens=24, temperature=0, ignore_eos=True))
     assert written == [output.text for output in outputs]

@@ -14,7 +14,11 @@ def resources(keys: dict[str, object], *, has_gpus: bool) -> list[dict[str, floa
 
 
 def test_the_coordinator_comes_first_and_the_draft_last():
-    assert resources({"target.tensor_parallel": 2}, has_gpus=True) == [{"CPU": 1}, *[{"CPU": 1, "GPU": 1}] * 2, {"CPU": 1, "GPU": 1}]
+    assert resources({"target.tensor_parallel": 2}, has_gpus=True) == [
+        {"CPU": 1},
+        *[{"CPU": 1, "GPU": 1}] * 2,
+        {"CPU": 1, "GPU": 1},
+    ]
 
 
 def test_without_gpus_workers_get_as_many_cpus_as_they_have_threads():
@@ -31,18 +35,36 @@ def test_nothing_is_asked_for_a_draft_that_there_is_not():
 
 
 def test_each_bundle_has_the_labels_of_its_worker():
-    asked = bundles(parse({"target.label_selector": {"pool": "big"}, "draft.label_selector": {"pool": "small"}}), has_gpus=True)
+    asked = bundles(
+        parse(
+            {"target.label_selector": {"pool": "big"}, "draft.label_selector": {"pool": "small"}}
+        ),
+        has_gpus=True,
+    )
     assert [dict(bundle.labels) for bundle in asked] == [{}, {"pool": "big"}, {"pool": "small"}]
 
 
 def test_a_cluster_that_is_too_small_is_told_how_much_is_asked_for_and_there():
-    asked = bundles(parse({"target.tensor_parallel": 4, "target.device": "cuda", "draft.device": "cuda"}), has_gpus=True)
-    with pytest.raises(ConfigError, match=r"10 GPUs are asked for \(2 x \(0 \+ 1 \+ 1 \+ 1 \+ 1 \+ 1\).*has 8"):
+    asked = bundles(
+        parse({"target.tensor_parallel": 4, "target.device": "cuda", "draft.device": "cuda"}),
+        has_gpus=True,
+    )
+    with pytest.raises(
+        ConfigError, match=r"10 GPUs are asked for \(2 x \(0 \+ 1 \+ 1 \+ 1 \+ 1 \+ 1\).*has 8"
+    ):
         check_fits(asked, {"GPU": 8, "CPU": 64}, replicas=2)
     check_fits(asked, {"GPU": 10, "CPU": 64}, replicas=2)
 
 
-@pytest.mark.parametrize(("cpus", "gpus", "room"), [(7.0, 3.0, True), (6.0, 3.0, False), (7.0, 2.0, False)])
-def test_an_update_brings_a_new_replica_first_only_where_it_has_room(cpus: float, gpus: float, room: bool) -> None:
-    wanted = (Bundle({"CPU": 3.0}, {}), Bundle({"CPU": 1.0, "GPU": 2.0}, {}), Bundle({"CPU": 2.0, "GPU": 1.0}, {}))
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "room"), [(7.0, 3.0, True), (6.0, 3.0, False), (7.0, 2.0, False)]
+)
+def test_an_update_brings_a_new_replica_first_only_where_it_has_room(
+    cpus: float, gpus: float, room: bool
+) -> None:
+    wanted = (
+        Bundle({"CPU": 3.0}, {}),
+        Bundle({"CPU": 1.0, "GPU": 2.0}, {}),
+        Bundle({"CPU": 2.0, "GPU": 1.0}, {}),
+    )
     assert has_room(wanted, {"CPU": cpus, "GPU": gpus}) is room

@@ -12,7 +12,16 @@ import pytest
 
 from specserve.cluster.remote import RemoteDrafter, RemoteTarget
 from specserve.errors import Displaced, OutOfPages, WorkerLost
-from specserve.types import DraftStep, Foreseen, Policy, Proposal, SparseRows, Verdict, VerifyStep, Warp
+from specserve.types import (
+    DraftStep,
+    Foreseen,
+    Policy,
+    Proposal,
+    SparseRows,
+    Verdict,
+    VerifyStep,
+    Warp,
+)
 from specserve.wire.messages import Prepared, Proposals, Verdicts
 
 POLICY = Policy(Warp(), "block", seed=1, prompt_length=2)
@@ -57,7 +66,12 @@ def test_all_ranks_get_the_message_and_the_first_has_the_verdicts() -> None:
     target = attached(RemoteTarget(deadline_s=5), first, second)
     assert asyncio.run(target.verify([VERIFY])) == (verdict,)
     assert first.asked == second.asked
-    assert (target.busy_seconds, target.pages_used, target.prefix_queries, target.prefix_hits) == (0.5, 7, 20, 16)
+    assert (target.busy_seconds, target.pages_used, target.prefix_queries, target.prefix_hits) == (
+        0.5,
+        7,
+        20,
+        16,
+    )
 
 
 def test_what_is_released_travels_once_with_the_next_round() -> None:
@@ -76,7 +90,10 @@ def test_what_is_released_travels_once_with_the_next_round() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_lost_and_a_refusal_is_not() -> None:
-    target, losses = attached(RemoteTarget(deadline_s=5), Client(OutOfPages("no room"), WorkerLost("it hangs"))), []
+    target, losses = (
+        attached(RemoteTarget(deadline_s=5), Client(OutOfPages("no room"), WorkerLost("it hangs"))),
+        [],
+    )
     target.lose = losses.append
     with pytest.raises(OutOfPages):
         asyncio.run(target.verify([VERIFY]))
@@ -94,14 +111,19 @@ def test_a_round_waits_for_ranks_that_come_back_and_reads_everything_anew() -> N
         target = attached(RemoteTarget(deadline_s=5), Client(judged(verdict)))
         assert await target.verify([VERIFY]) == (verdict,)
         target.detach()
-        late, anew = (asyncio.ensure_future(target.verify([step])) for step in (replace(VERIFY, start=2), VERIFY))
+        late, anew = (
+            asyncio.ensure_future(target.verify([step]))
+            for step in (replace(VERIFY, start=2), VERIFY)
+        )
         await asyncio.sleep(0)
         assert not anew.done()
         target.attach([fresh])
         with pytest.raises(WorkerLost, match="between two rounds"):
             await late
         assert await anew == (verdict,)
-        assert (target.prefix_queries, target.prefix_hits) == (40, 32), "counters fell when the ranks were replaced"
+        assert (target.prefix_queries, target.prefix_hits) == (40, 32), (
+            "counters fell when the ranks were replaced"
+        )
 
     asyncio.run(main())
 
@@ -141,7 +163,10 @@ def test_a_drafter_that_is_lost_or_away_has_no_proposals_and_holds_nothing() -> 
 
 def test_a_drafter_that_is_late_is_waited_for_once_and_asked_again_when_it_has_answered() -> None:
     proposal = Proposal(3, 2, (8, 9), None, 3)
-    client, losses = Client(WorkerLost("no answer within 0.1 s"), Proposals(2, (proposal,), 0.1, 2)), []
+    client, losses = (
+        Client(WorkerLost("no answer within 0.1 s"), Proposals(2, (proposal,), 0.1, 2)),
+        [],
+    )
 
     async def main() -> None:
         drafter = attached(RemoteDrafter(deadline_s=0.05), client)
@@ -171,7 +196,9 @@ def test_proposals_come_back_as_they_were_sent() -> None:
 
 def test_an_answer_of_another_kind_is_no_answer() -> None:
     with pytest.raises(WorkerLost):
-        asyncio.run(attached(RemoteTarget(deadline_s=5), Client(Proposals(1, (), 0.0, 0))).verify([VERIFY]))
+        asyncio.run(
+            attached(RemoteTarget(deadline_s=5), Client(Proposals(1, (), 0.0, 0))).verify([VERIFY])
+        )
 
 
 class SlowClient(Client):
@@ -187,11 +214,15 @@ class SlowClient(Client):
 
 
 def foreseen(*, tokens: tuple[int, ...] = (8, 9), token: int = 2, number: int = 1) -> Prepared:
-    q = SparseRows(np.arange(2 * len(tokens)).reshape(-1, 2), np.full((len(tokens), 2), 0.5, np.float32))
+    q = SparseRows(
+        np.arange(2 * len(tokens)).reshape(-1, 2), np.full((len(tokens), 2), 0.5, np.float32)
+    )
     return Prepared(number, (Foreseen(token, Proposal(3, 2, tokens, q, 3, anticipated=True)),))
 
 
-def test_a_step_that_was_foreseen_is_answered_without_waiting_for_the_worker_which_hears_of_it_all_the_same() -> None:
+def test_a_step_that_was_foreseen_is_answered_without_waiting_for_the_worker_which_hears_of_it_all_the_same() -> (
+    None
+):
     answer = Proposals(2, (Proposal(3, 2, (8, 9), None, 3),), seconds=0.1, pages_used=5)
     client = SlowClient(Proposals(1, (), 0.0, 0), answer, answer)
 
@@ -224,7 +255,9 @@ async def _awaited(call: Any) -> Any:
     ids=["prepared for a smaller gamma", "another token came", "of an earlier round"],
 )
 def test_what_does_not_fit_the_step_is_asked_for(message: Prepared) -> None:
-    client = Client(Proposals(1, (), 0.0, 0), Proposals(2, (Proposal(3, 2, (5, 6), None, 3),), 0.0, 0))
+    client = Client(
+        Proposals(1, (), 0.0, 0), Proposals(2, (Proposal(3, 2, (5, 6), None, 3),), 0.0, 0)
+    )
 
     async def rounds() -> None:
         drafter = attached(RemoteDrafter(deadline_s=5), client)
@@ -236,7 +269,9 @@ def test_what_does_not_fit_the_step_is_asked_for(message: Prepared) -> None:
     asyncio.run(rounds())
 
 
-def test_a_smaller_gamma_than_was_prepared_for_takes_the_beginning_of_the_proposal_and_of_its_q() -> None:
+def test_a_smaller_gamma_than_was_prepared_for_takes_the_beginning_of_the_proposal_and_of_its_q() -> (
+    None
+):
     client = Client(Proposals(1, (), 0.0, 0), Proposals(2, (), 0.0, 0))
 
     async def rounds() -> None:
@@ -249,7 +284,9 @@ def test_a_smaller_gamma_than_was_prepared_for_takes_the_beginning_of_the_propos
     asyncio.run(rounds())
 
 
-def test_a_worker_that_is_lost_while_nobody_waits_for_it_is_known_to_be_lost_in_the_next_round() -> None:
+def test_a_worker_that_is_lost_while_nobody_waits_for_it_is_known_to_be_lost_in_the_next_round() -> (
+    None
+):
     client = Client(Proposals(1, (), 0.0, 0), WorkerLost("gone"))
 
     async def rounds() -> None:

@@ -57,7 +57,10 @@ class Engine:
 def run(scenario: Callable[[Replicas, Engine, Outlet], Any]) -> None:
     async def main() -> None:
         inbox, engine = Inbox("127.0.0.1"), Engine()
-        replicas, outlet = Replicas(engine, None, inbox, own="g", resumed=lambda: engine.resumed.append(1)), Outlet(inbox.ticket)
+        replicas, outlet = (
+            Replicas(engine, None, inbox, own="g", resumed=lambda: engine.resumed.append(1)),
+            Outlet(inbox.ticket),
+        )
         try:
             async with asyncio.timeout(10):
                 await scenario(replicas, engine, outlet)
@@ -86,7 +89,9 @@ def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
         await asyncio.sleep(0.05)
         one, other = engine.numbers
         outlet.send(Chunks((chunk(one, 5), chunk(other, 6))))
-        outlet.send(Chunks((chunk(other, 7, Finish.LENGTH), chunk(one, 8, Finish.LENGTH), chunk(99, 9))))
+        outlet.send(
+            Chunks((chunk(other, 7, Finish.LENGTH), chunk(one, 8, Finish.LENGTH), chunk(99, 9)))
+        )
         assert (await first, await second) == ([5, 8], [6, 7])
         assert not any(call.cancelled for call in engine.calls)
 
@@ -96,12 +101,19 @@ def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
 @pytest.mark.parametrize(
     ("ending", "kind"),
     [
-        (lambda result: result.set_result(BadValue("gamma is too large", param="speculation.gamma")), BadValue),
+        (
+            lambda result: result.set_result(
+                BadValue("gamma is too large", param="speculation.gamma")
+            ),
+            BadValue,
+        ),
         (lambda result: result.set_exception(BackPressureError(5, 5)), Overloaded),
     ],
     ids=["refused", "full"],
 )
-def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(ending: Callable[[Any], None], kind: type[Exception]) -> None:
+def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(
+    ending: Callable[[Any], None], kind: type[Exception]
+) -> None:
     async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
         chunks = replicas.generate(ASKED)
         waiting = asyncio.ensure_future(anext(chunks))
@@ -114,7 +126,9 @@ def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(ending
     run(scenario)
 
 
-def test_after_a_refusal_nobody_is_sent_to_a_full_engine_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_refusal_nobody_is_sent_to_a_full_engine_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("specserve.cluster.replicas.STILL_FULL_S", 0.3)
 
     async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
@@ -160,7 +174,9 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-def test_a_text_goes_on_in_another_engine_where_it_was(ending: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_goes_on_in_another_engine_where_it_was(
+    ending: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("specserve.cluster.replicas.LAST_CHUNK_S", 0.05)
 
     async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
@@ -173,7 +189,14 @@ def test_a_text_goes_on_in_another_engine_where_it_was(ending: Callable[[Any], N
             for token in tokens:
                 outlet.send(
                     Chunks(
-                        (replace(chunk(engine.numbers[life], token), stats=Stats("block", True, rounds=1, drafted=3, accepted=2, target_passes=2)),)
+                        (
+                            replace(
+                                chunk(engine.numbers[life], token),
+                                stats=Stats(
+                                    "block", True, rounds=1, drafted=3, accepted=2, target_passes=2
+                                ),
+                            ),
+                        )
                     )
                 )
             await asyncio.sleep(0.05)
@@ -185,13 +208,17 @@ def test_a_text_goes_on_in_another_engine_where_it_was(ending: Callable[[Any], N
         heard = await listening
         assert [token for one in heard for token in one.tokens] == [5, 6, 7, 8]
         assert [request.written for request in engine.requests] == [(), (5, 6), (5, 6), (5, 6, 7)]
-        assert heard[-1].stats == Stats("block", True, rounds=3, drafted=9, accepted=6, target_passes=6, resumed=3)
+        assert heard[-1].stats == Stats(
+            "block", True, rounds=3, drafted=9, accepted=6, target_passes=6, resumed=3
+        )
         assert len(engine.resumed) == 3
 
     run(scenario)
 
 
-def test_a_request_that_loses_every_engine_without_getting_further_fails_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_loses_every_engine_without_getting_further_fails_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("specserve.cluster.resume.FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr("specserve.cluster.resume.PATIENCE_S", 0.5)
 
@@ -213,7 +240,10 @@ def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token
     story = Story(ASKED, lambda: now)
     pauses = [story.lost(Displaced("gone")) for _ in range(20)]
     assert pauses[0] == 0.0
-    assert all(0.5 * least < pause < 1.5 * least for pause, least in zip(pauses[1:6], (0.1, 0.3, 0.7, 1.5, 3.0), strict=True))
+    assert all(
+        0.5 * least < pause < 1.5 * least
+        for pause, least in zip(pauses[1:6], (0.1, 0.3, 0.7, 1.5, 3.0), strict=True)
+    )
     assert len(set(pauses[5:])) == 15, "nobody keeps step with the one that kills"
     now = 119.0
     story.take(chunk(0, 4))
@@ -221,14 +251,20 @@ def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token
     for _ in range(6):
         story.lost(Displaced("gone"))
     now = 240.0
-    with pytest.raises(WorkerLost, match="lost its engine 7 times without getting any further: gone"):
+    with pytest.raises(
+        WorkerLost, match="lost its engine 7 times without getting any further: gone"
+    ):
         story.lost(Displaced("gone"))
     late = Story(ASKED, lambda: now)
     now = 1000.0
-    assert [late.lost(Displaced("gone")) for _ in range(5)], "a long wait for the first engine is nobody's fault"
+    assert [late.lost(Displaced("gone")) for _ in range(5)], (
+        "a long wait for the first engine is nobody's fault"
+    )
 
 
-def test_a_text_that_has_begun_waits_where_every_queue_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_has_begun_waits_where_every_queue_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("specserve.cluster.replicas.FULL_S", 0.01)
 
     async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:

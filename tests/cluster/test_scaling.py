@@ -9,7 +9,9 @@ import pytest
 from specserve.cluster.scaling import PAGES, policy
 
 
-def context(*, requests: float, pages: list[float], replicas: int, target: float = 10.0) -> SimpleNamespace:
+def context(
+    *, requests: float, pages: list[float], replicas: int, target: float = 10.0
+) -> SimpleNamespace:
     return SimpleNamespace(
         target_num_replicas=replicas,
         total_num_requests=requests,
@@ -29,9 +31,19 @@ def context(*, requests: float, pages: list[float], replicas: int, target: float
         (context(requests=16, pages=[0.3, 0.3, 0.3], replicas=3), 1.6),
         (context(requests=0, pages=[0.0], replicas=1), 0.0),
     ],
-    ids=["light", "many requests", "few requests that fill the cache", "none yet", "just too much for one fewer", "one fewer will do", "idle"],
+    ids=[
+        "light",
+        "many requests",
+        "few requests that fill the cache",
+        "none yet",
+        "just too much for one fewer",
+        "one fewer will do",
+        "idle",
+    ],
 )
-def test_the_policy_asks_for_what_the_load_keeps_busy(asked: SimpleNamespace, wanted: float) -> None:
+def test_the_policy_asks_for_what_the_load_keeps_busy(
+    asked: SimpleNamespace, wanted: float
+) -> None:
     assert policy(asked)[0] == pytest.approx(wanted)
 
 

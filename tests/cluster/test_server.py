@@ -27,7 +27,16 @@ from tests.support.ray_server import served
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 KEY = "a-key-of-the-tests"
-PROMPTS = ["def read_lines(path):\n", "import os\n", "class Queue:\n", "for i in range(", "# A comment\n", "x = [", "def main():\n    ", "try:\n"]
+PROMPTS = [
+    "def read_lines(path):\n",
+    "import os\n",
+    "class Queue:\n",
+    "for i in range(",
+    "# A comment\n",
+    "x = [",
+    "def main():\n    ",
+    "try:\n",
+]
 
 
 @dataclass(frozen=True)
@@ -37,8 +46,14 @@ class Server:
     client: openai.OpenAI
 
     def complete(self, prompt: str, **options: Any) -> Any:
-        extra = {name: options.pop(name) for name in ("speculation", "ignore_eos", "top_k") if name in options}
-        return self.client.completions.create(model="demo", prompt=prompt, extra_body=extra, **options)
+        extra = {
+            name: options.pop(name)
+            for name in ("speculation", "ignore_eos", "top_k")
+            if name in options
+        }
+        return self.client.completions.create(
+            model="demo", prompt=prompt, extra_body=extra, **options
+        )
 
     def metrics(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
         text = self.get("/metrics")[1].decode()
@@ -52,7 +67,9 @@ class Server:
         return self.get(path)[0]
 
     def get(self, path: str, **headers: str) -> tuple[int, bytes]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+        with contextlib.closing(
+            http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        ) as connection:
             connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             return response.status, response.read()
@@ -63,7 +80,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(f"# for the tests\n{KEY}\n")
     config = {"http.api_keys_file": str(keys), "target.threads": 1, "draft.threads": 1}
-    with served(config) as (url, parsed), openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120) as client:
+    with (
+        served(config) as (url, parsed),
+        openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120) as client,
+    ):
         yield Server(url, parsed.http.port, client)
 
 
@@ -78,10 +98,21 @@ def until(condition: Callable[[], bool], seconds: float) -> float:
 
 def test_text_is_the_same_whole_and_streamed_and_says_what_speculation_did(server: Server) -> None:
     whole = server.complete(PROMPTS[0], max_tokens=48, temperature=0, speculation={"gamma": 5})
-    stream = server.complete(PROMPTS[0], max_tokens=48, temperature=0, speculation={"gamma": 5}, stream=True, stream_options={"include_usage": True})
+    stream = server.complete(
+        PROMPTS[0],
+        max_tokens=48,
+        temperature=0,
+        speculation={"gamma": 5},
+        stream=True,
+        stream_options={"include_usage": True},
+    )
     events = list(stream)
-    assert "".join(event.choices[0].text for event in events if event.choices) == whole.choices[0].text
-    assert [event.choices[0].finish_reason for event in events if event.choices].count("length") == 1
+    assert (
+        "".join(event.choices[0].text for event in events if event.choices) == whole.choices[0].text
+    )
+    assert [event.choices[0].finish_reason for event in events if event.choices].count(
+        "length"
+    ) == 1
     assert events[-1].usage.completion_tokens == whole.usage.completion_tokens == 48
     assert len(events) < 48, "the tokens of one round belong into one chunk"
     assert whole.specserve["drafted"] > whole.specserve["accepted"] > 0
@@ -90,28 +121,50 @@ def test_text_is_the_same_whole_and_streamed_and_says_what_speculation_did(serve
 
 def test_chat_streams_a_role_first_and_one_finish_reason(server: Server) -> None:
     messages = [{"role": "user", "content": "Write a loop."}]
-    events = list(server.client.chat.completions.create(model="demo", messages=messages, max_tokens=16, seed=5, stream=True))
+    events = list(
+        server.client.chat.completions.create(
+            model="demo", messages=messages, max_tokens=16, seed=5, stream=True
+        )
+    )
     assert events[0].choices[0].delta.role == "assistant"
     assert sum(event.choices[0].finish_reason is not None for event in events) == 1
-    whole = server.client.chat.completions.create(model="demo", messages=messages, max_tokens=16, seed=5)
-    assert "".join(event.choices[0].delta.content or "" for event in events) == whole.choices[0].message.content
+    whole = server.client.chat.completions.create(
+        model="demo", messages=messages, max_tokens=16, seed=5
+    )
+    assert (
+        "".join(event.choices[0].delta.content or "" for event in events)
+        == whole.choices[0].message.content
+    )
 
 
 def test_the_asynchronous_client_is_served_as_well(server: Server) -> None:
     async def main() -> str:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
-            stream = await client.completions.create(model="demo", prompt=PROMPTS[1], max_tokens=20, temperature=0, stream=True)
+            stream = await client.completions.create(
+                model="demo", prompt=PROMPTS[1], max_tokens=20, temperature=0, stream=True
+            )
             return "".join([event.choices[0].text async for event in stream])
 
-    assert asyncio.run(main()) == server.complete(PROMPTS[1], max_tokens=20, temperature=0).choices[0].text
+    assert (
+        asyncio.run(main())
+        == server.complete(PROMPTS[1], max_tokens=20, temperature=0).choices[0].text
+    )
 
 
-@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 1, "seed": 11}], ids=["greedy", "seeded"])
-def test_eight_clients_at_once_get_the_bits_that_each_gets_alone_and_without_speculation(server: Server, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0}, {"temperature": 1, "seed": 11}], ids=["greedy", "seeded"]
+)
+def test_eight_clients_at_once_get_the_bits_that_each_gets_alone_and_without_speculation(
+    server: Server, how: dict[str, Any]
+) -> None:
     lengths = [24 + 11 * i for i in range(len(PROMPTS))]
 
     def text(i: int, **options: Any) -> str:
-        return server.complete(PROMPTS[i], max_tokens=lengths[i], ignore_eos=True, **how, **options).choices[0].text
+        return (
+            server.complete(PROMPTS[i], max_tokens=lengths[i], ignore_eos=True, **how, **options)
+            .choices[0]
+            .text
+        )
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         together = list(pool.map(text, range(len(PROMPTS))))
@@ -137,7 +190,10 @@ def test_every_parameter_of_the_contract_is_taken(server: Server) -> None:
         speculation={"gamma": 3, "verifier": "coupled"},
     )
     assert [choice.index for choice in answer.choices] == [0, 1]
-    assert all(len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) for choice in answer.choices)
+    assert all(
+        len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs)
+        for choice in answer.choices
+    )
     assert answer.specserve["verifier"] == "coupled"
 
 
@@ -152,27 +208,45 @@ def test_every_parameter_of_the_contract_is_taken(server: Server) -> None:
         (openai.NotFoundError, {"model": "another"}),
     ],
 )
-def test_each_refusal_is_the_client_s_own_kind_of_error(server: Server, kind: type[openai.APIStatusError], options: dict[str, Any]) -> None:
+def test_each_refusal_is_the_client_s_own_kind_of_error(
+    server: Server, kind: type[openai.APIStatusError], options: dict[str, Any]
+) -> None:
     with pytest.raises(kind) as refused:
-        server.client.completions.create(**{"model": "demo", "prompt": "x", "max_tokens": 4, **options})
+        server.client.completions.create(
+            **{"model": "demo", "prompt": "x", "max_tokens": 4, **options}
+        )
     assert refused.value.body["message"]
 
 
 def test_without_a_key_there_is_no_text_but_health(server: Server) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as stranger, pytest.raises(openai.AuthenticationError):
+    with (
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
         stranger.models.list()
-    assert (server.status("/health"), server.status("/ready"), server.status("/v1/models")) == (200, 200, 401)
+    assert (server.status("/health"), server.status("/ready"), server.status("/v1/models")) == (
+        200,
+        200,
+        401,
+    )
 
 
 def test_metrics_count_what_was_served(server: Server) -> None:
-    written, drafts = ("specserve_generation_tokens_total", ()), ("specserve_spec_decode_num_draft_tokens_total", ())
+    written, drafts = (
+        ("specserve_generation_tokens_total", ()),
+        ("specserve_spec_decode_num_draft_tokens_total", ()),
+    )
     before = server.metrics()
-    server.complete(PROMPTS[2], max_tokens=40, temperature=0, ignore_eos=True, speculation={"gamma": 4})
+    server.complete(
+        PROMPTS[2], max_tokens=40, temperature=0, ignore_eos=True, speculation={"gamma": 4}
+    )
     until(lambda: server.metrics()[written] == before[written] + 40, 5)
 
     def drafted() -> bool:
         """Nobody waits for a drafter that is late, and on a busy machine it may be for a whole request."""
-        server.complete(PROMPTS[2], max_tokens=8, temperature=0, ignore_eos=True, speculation={"gamma": 4})
+        server.complete(
+            PROMPTS[2], max_tokens=8, temperature=0, ignore_eos=True, speculation={"gamma": 4}
+        )
         return server.metrics()[drafts] > before[drafts]
 
     until(drafted, 30)
@@ -181,7 +255,9 @@ def test_metrics_count_what_was_served(server: Server) -> None:
 
 def test_the_trace_shows_rounds(server: Server) -> None:
     def shown() -> bool:
-        server.complete(PROMPTS[2], max_tokens=8, temperature=0, ignore_eos=True, speculation={"gamma": 4})
+        server.complete(
+            PROMPTS[2], max_tokens=8, temperature=0, ignore_eos=True, speculation={"gamma": 4}
+        )
         events = json.loads(server.get("/trace", Authorization=f"Bearer {KEY}")[1])["traceEvents"]
         return {"verify", "draft", "round"} <= {event["name"] for event in events}
 
@@ -189,7 +265,9 @@ def test_the_trace_shows_rounds(server: Server) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
-def test_a_client_that_leaves_frees_its_pages_within_half_a_second(server: Server, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_pages_within_half_a_second(
+    server: Server, stream: bool
+) -> None:
     """A stream is noticed to have no reader always; of whole answers, HAProxy now and then keeps to itself that nobody waits any more."""
 
     def used() -> int:
@@ -200,8 +278,20 @@ def test_a_client_that_leaves_frees_its_pages_within_half_a_second(server: Serve
     for _ in range(3 if stream else 6):  # whoever shares the machine may hold one of them up
         until(lambda: used() == 0, 60)
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 600, "ignore_eos": True, "stream": stream, "n": 8}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"})
+        body = {
+            "model": "demo",
+            "prompt": PROMPTS[0],
+            "max_tokens": 600,
+            "ignore_eos": True,
+            "stream": stream,
+            "n": 8,
+        }
+        connection.request(
+            "POST",
+            "/v1/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+        )
         until(lambda: used() > 8, 10)
         connection.close()
         freed.append(until(lambda: used() == 0, 5 if stream else 60))
@@ -216,8 +306,31 @@ def malformed() -> Iterator[bytes]:
     good = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 4}).encode()
     for end in range(1, len(good), 2):
         yield good[:end]
-    for value in ("null", "[]", "true", '"x"', "1e999", "-1", "{}", "1" * 400, '"' + "x" * 10**6 + '"', '{"a":' * 500 + "1" + "}" * 500):
-        for name in ("model", "prompt", "max_tokens", "temperature", "stop", "seed", "n", "logit_bias", "stream", "speculation", "top_p"):
+    for value in (
+        "null",
+        "[]",
+        "true",
+        '"x"',
+        "1e999",
+        "-1",
+        "{}",
+        "1" * 400,
+        '"' + "x" * 10**6 + '"',
+        '{"a":' * 500 + "1" + "}" * 500,
+    ):
+        for name in (
+            "model",
+            "prompt",
+            "max_tokens",
+            "temperature",
+            "stop",
+            "seed",
+            "n",
+            "logit_bias",
+            "stream",
+            "speculation",
+            "top_p",
+        ):
             yield f'{{"model": "demo", "prompt": "x", "max_tokens": 4, "{name}": {value}}}'.encode()
     yield from (
         b"",
@@ -235,16 +348,24 @@ def malformed() -> Iterator[bytes]:
 
 def post(server: Server, body: Any, path: str = "/v1/completions") -> int:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as connection:
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    ) as connection:
         try:
             connection.request("POST", path, body, headers)
         except (BrokenPipeError, ConnectionResetError):  # refused before it had all been sent
-            assert len(bytes(body) if isinstance(body, bytes) else b"") == 0, "a small body was not read to its end"
+            assert len(bytes(body) if isinstance(body, bytes) else b"") == 0, (
+                "a small body was not read to its end"
+            )
         return connection.getresponse().status
 
 
 def worker(kind: str) -> psutil.Process:
-    (found,) = [process for process in psutil.process_iter(["cmdline"]) if kind in " ".join(process.info["cmdline"] or ())]
+    (found,) = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if kind in " ".join(process.info["cmdline"] or ())
+    ]
     return found
 
 
@@ -261,7 +382,9 @@ def test_two_hundred_malformed_requests_and_a_huge_body_do_no_harm(server: Serve
         before = gateway_memory()
         statuses = [post(server, body) for body in bodies]
         statuses.append(post(server, (b"x" * 2**20 for _ in range(100))))
-        assert {status for status in statuses if status >= 500} == set(), "bad input is never the server's failure"
+        assert {status for status in statuses if status >= 500} == set(), (
+            "bad input is never the server's failure"
+        )
         assert statuses[-1] == 413
         growth.append(gateway_memory() - before)
     assert min(growth[1:]) < 10 * 2**20, f"the gateway grows by {growth} bytes"
@@ -270,20 +393,36 @@ def test_two_hundred_malformed_requests_and_a_huge_body_do_no_harm(server: Serve
 
 @pytest.mark.parametrize(
     ("role", "how"),
-    [("DraftWorker", signal.SIGKILL), ("DraftWorker", signal.SIGSTOP), ("TargetWorker", signal.SIGKILL), ("TargetWorker", signal.SIGSTOP)],
+    [
+        ("DraftWorker", signal.SIGKILL),
+        ("DraftWorker", signal.SIGSTOP),
+        ("TargetWorker", signal.SIGKILL),
+        ("TargetWorker", signal.SIGSTOP),
+    ],
     ids=["draft killed", "draft stopped", "target killed", "target stopped"],
 )
-def test_a_worker_that_is_struck_costs_its_streams_a_pause_and_nothing_else(server: Server, role: str, how: signal.Signals) -> None:
+def test_a_worker_that_is_struck_costs_its_streams_a_pause_and_nothing_else(
+    server: Server, role: str, how: signal.Signals
+) -> None:
     asked: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
-    unfailed = [server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, **manner).choices[0].text for i, manner in enumerate(asked)]
-    streams = [server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, stream=True, **manner) for i, manner in enumerate(asked)]
+    unfailed = [
+        server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, **manner).choices[0].text
+        for i, manner in enumerate(asked)
+    ]
+    streams = [
+        server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, stream=True, **manner)
+        for i, manner in enumerate(asked)
+    ]
     texts = [next(iter(stream)).choices[0].text for stream in streams]
     struck = worker(role)
     struck.send_signal(how)
     for i, stream in enumerate(streams):
         texts[i] += "".join(chunk.choices[0].text for chunk in stream)
     assert texts == unfailed
-    until(lambda: server.status("/health") == 200 and not struck.is_running() and count(role) == 1, 120)
+    until(
+        lambda: server.status("/health") == 200 and not struck.is_running() and count(role) == 1,
+        120,
+    )
 
 
 def test_a_draft_that_is_stopped_while_it_reads_its_weights_is_replaced_too(server: Server) -> None:
@@ -296,12 +435,19 @@ def test_a_draft_that_is_stopped_while_it_reads_its_weights_is_replaced_too(serv
 
 
 def count(kind: str) -> int:
-    return sum(kind in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return sum(
+        kind in " ".join(process.info["cmdline"] or ())
+        for process in psutil.process_iter(["cmdline"])
+    )
 
 
 def test_a_coordinator_that_dies_leaves_its_streams_to_the_next_one(server: Server) -> None:
-    unfailed = server.complete(PROMPTS[2], max_tokens=400, ignore_eos=True, temperature=0).choices[0].text
-    stream = server.complete(PROMPTS[2], max_tokens=400, ignore_eos=True, temperature=0, stream=True)
+    unfailed = (
+        server.complete(PROMPTS[2], max_tokens=400, ignore_eos=True, temperature=0).choices[0].text
+    )
+    stream = server.complete(
+        PROMPTS[2], max_tokens=400, ignore_eos=True, temperature=0, stream=True
+    )
     text = next(iter(stream)).choices[0].text
     worker("specserve:Engine").kill()
     *chunks, last = stream
@@ -311,7 +457,9 @@ def test_a_coordinator_that_dies_leaves_its_streams_to_the_next_one(server: Serv
     assert server.metrics()["specserve_requests_resumed_total", ()] >= 1
 
 
-def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(server: Server) -> None:
+def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
+    server: Server,
+) -> None:
     """The same cluster, deployed anew with narrow limits."""
     config = parse(
         {
@@ -323,13 +471,19 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
     )
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(deployed(config, lambda line: None))
-        client = stack.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
+        client = stack.enter_context(
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        )
         pool = stack.enter_context(ThreadPoolExecutor(6))
 
         def long() -> Exception | None:
             try:
                 client.completions.create(
-                    model="demo", prompt="x", max_tokens=1000, extra_body={"ignore_eos": True, "speculation": {"gamma": 0}}, n=1
+                    model="demo",
+                    prompt="x",
+                    max_tokens=1000,
+                    extra_body={"ignore_eos": True, "speculation": {"gamma": 0}},
+                    n=1,
                 )
             except openai.APIError as error:
                 return error
@@ -339,14 +493,30 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
         refused = [error for error in errors if isinstance(error, openai.RateLimitError)]
         assert refused
         assert int(refused[0].response.headers["retry-after"]) >= 1
-        assert {error.status_code for error in errors if isinstance(error, openai.APIStatusError)} == {408, 429}
+        assert {
+            error.status_code for error in errors if isinstance(error, openai.APIStatusError)
+        } == {408, 429}
 
-        client.with_options(max_retries=9).completions.create(model="demo", prompt="x", max_tokens=1)  # those given up have left the queue
+        client.with_options(max_retries=9).completions.create(
+            model="demo", prompt="x", max_tokens=1
+        )  # those given up have left the queue
         worker("TargetWorker").suspend()
         with pytest.raises(openai.APIStatusError) as late:
             client.completions.create(model="demo", prompt="x", max_tokens=4)
-        assert late.value.status_code == 408, "a request that waits for the workers has its time limit all the same"
+        assert late.value.status_code == 408, (
+            "a request that waits for the workers has its time limit all the same"
+        )
         until(lambda: server.status("/health") == 503, 10)
         until(lambda: server.status("/health") == 200, 120)
-        assert client.completions.create(model="demo", prompt="x", max_tokens=4, extra_body={"ignore_eos": True}).usage.completion_tokens == 4
-    until(lambda: all(group["state"] == "REMOVED" for group in ray.util.placement_group_table().values()), 20)
+        assert (
+            client.completions.create(
+                model="demo", prompt="x", max_tokens=4, extra_body={"ignore_eos": True}
+            ).usage.completion_tokens
+            == 4
+        )
+    until(
+        lambda: all(
+            group["state"] == "REMOVED" for group in ray.util.placement_group_table().values()
+        ),
+        20,
+    )

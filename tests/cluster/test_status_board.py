@@ -60,7 +60,9 @@ def test_sums_never_fall_when_a_replica_goes():
     clock.now = SILENT_AFTER_S + 1
     board.report(Report("b", ENGINE, None, snapshot(5, running=1)))
     assert written(board) == 15
-    assert merge(board.status().metrics).samples["num_requests_running"][()][0] == 1, "what is gone runs nothing"
+    assert merge(board.status().metrics).samples["num_requests_running"][()][0] == 1, (
+        "what is gone runs nothing"
+    )
     clock.now *= 3
     assert written(board) == 15
     assert not board.status().healthy
@@ -70,7 +72,9 @@ def test_a_gateway_that_knows_its_own_counts_better_is_left_out_for_it():
     board = Board()
     board.report(Report("g", GATEWAY, None, snapshot(3)))
     board.report(Report("h", GATEWAY, None, snapshot(4)))
-    assert sum(one.samples["generation_tokens_total"][()][0] for one in board.status("g").metrics) == 4
+    assert (
+        sum(one.samples["generation_tokens_total"][()][0] for one in board.status("g").metrics) == 4
+    )
 
 
 def test_a_line_of_status_is_printed_when_there_is_something_new():

@@ -11,21 +11,33 @@ from specserve.cluster.ray_session import HA_PROXY, _serve_settings
 from specserve.config.tree import Config, parse
 from specserve.errors import ConfigError
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using extra keyword arguments on `Field`:DeprecationWarning"
+)
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     for name in ("cert", "key"):
         (tmp_path / name).write_text("PEM")
-    return parse({}, {"http.tls_cert": str(tmp_path / "cert"), "http.tls_key": str(tmp_path / "key"), "http.port": 8443})
+    return parse(
+        {},
+        {
+            "http.tls_cert": str(tmp_path / "cert"),
+            "http.tls_key": str(tmp_path / "key"),
+            "http.port": 8443,
+        },
+    )
 
 
 def test_serve_takes_what_we_hand_it(config):
     from ray.serve.config import HTTPOptions
 
     options = HTTPOptions(**_http_options(config))
-    assert (options.ssl_certfile, options.ssl_keyfile) == (config.http.tls_cert, config.http.tls_key)
+    assert (options.ssl_certfile, options.ssl_keyfile) == (
+        config.http.tls_cert,
+        config.http.tls_key,
+    )
     plain = HTTPOptions(**_http_options(parse({})))
     assert (plain.ssl_certfile, plain.ssl_keyfile) == (None, None)
 
@@ -36,7 +48,9 @@ def test_with_a_certificate_serves_own_proxy_takes_haproxys_place(config, monkey
     assert _serve_settings(parse({}))[HA_PROXY] == "1"
 
 
-def test_haproxy_with_a_certificate_is_refused_rather_than_failing_every_request(config, monkeypatch):
+def test_haproxy_with_a_certificate_is_refused_rather_than_failing_every_request(
+    config, monkeypatch
+):
     monkeypatch.setenv(HA_PROXY, "1")
     with pytest.raises(ConfigError, match="HAProxy cannot speak TLS"):
         _serve_settings(config)
@@ -46,7 +60,9 @@ def test_a_certificate_that_is_not_there_is_said_before_anything_starts(config, 
     monkeypatch.delenv(HA_PROXY, raising=False)
     assert config.http.tls_key is not None
     Path(config.http.tls_key).unlink()
-    with pytest.raises(ConfigError, match=r"key, of http.tls_cert and http.tls_key, cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"key, of http.tls_cert and http.tls_key, cannot be read"
+    ):
         _serve_settings(config)
 
 

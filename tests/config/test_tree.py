@@ -12,12 +12,43 @@ from specserve.errors import ConfigError
 
 CONTRACT = {
     "model": None,
-    "target": {"path", "revision", "dtype", "tensor_parallel", "device", "threads", "attention", "label_selector"},
-    "draft": {"kind", "path", "skip", "learn", "dtype", "device", "threads", "num_gpus", "label_selector", "support", "stages", "k", "lenience"},
+    "target": {
+        "path",
+        "revision",
+        "dtype",
+        "tensor_parallel",
+        "device",
+        "threads",
+        "attention",
+        "label_selector",
+    },
+    "draft": {
+        "kind",
+        "path",
+        "skip",
+        "learn",
+        "dtype",
+        "device",
+        "threads",
+        "num_gpus",
+        "label_selector",
+        "support",
+        "stages",
+        "k",
+        "lenience",
+    },
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
     "limits": {"max_context", "max_running", "max_queued", "request_timeout_s", "max_body_bytes"},
-    "replicas": {"min", "max", "target_ongoing_requests", "upscale_delay_s", "downscale_delay_s", "surge_percent", "gateways"},
+    "replicas": {
+        "min",
+        "max",
+        "target_ongoing_requests",
+        "upscale_delay_s",
+        "downscale_delay_s",
+        "surge_percent",
+        "gateways",
+    },
     "http": {
         "host",
         "port",
@@ -40,12 +71,20 @@ def test_the_keys_are_those_that_were_promised():
     for name, keys in CONTRACT.items():
         if keys is not None:
             assert {key.name for key in dataclasses.fields(getattr(config, name))} == keys
-    assert {key.name for key in dataclasses.fields(config.speculation.anticipation)} == {"enabled", "fanout"}
+    assert {key.name for key in dataclasses.fields(config.speculation.anticipation)} == {
+        "enabled",
+        "fanout",
+    }
 
 
 def test_without_keys_the_demo_pair_is_served():
     config = parse({})
-    assert (config.model, config.target.path, config.draft.path, config.draft.kind) == ("demo", str(DEMO / "target"), str(DEMO / "draft"), "neural")
+    assert (config.model, config.target.path, config.draft.path, config.draft.kind) == (
+        "demo",
+        str(DEMO / "target"),
+        str(DEMO / "draft"),
+        "neural",
+    )
 
 
 def test_the_demo_target_can_do_without_its_draft():
@@ -53,7 +92,12 @@ def test_the_demo_target_can_do_without_its_draft():
 
 
 @pytest.mark.parametrize(
-    ("keys", "kind"), [({}, "none"), ({"draft.path": "small"}, "neural"), ({"draft.path": "small", "draft.kind": "none"}, "none")]
+    ("keys", "kind"),
+    [
+        ({}, "none"),
+        ({"draft.path": "small"}, "neural"),
+        ({"draft.path": "small", "draft.kind": "none"}, "none"),
+    ],
 )
 def test_a_draft_drafts_if_there_is_one_and_it_is_wanted(keys, kind):
     config = parse({"target": {"path": "/models/big-7b"}}, keys)
@@ -62,12 +106,16 @@ def test_a_draft_drafts_if_there_is_one_and_it_is_wanted(keys, kind):
 
 
 def test_overrides_win_and_leave_their_neighbours_alone():
-    config = parse({"speculation": {"gamma": 3, "lenience": 2}}, {"speculation.gamma": 5, "http": {"port": 9}})
+    config = parse(
+        {"speculation": {"gamma": 3, "lenience": 2}}, {"speculation.gamma": 5, "http": {"port": 9}}
+    )
     assert (config.speculation.gamma, config.speculation.lenience, config.http.port) == (5, 2.0, 9)
 
 
 def test_auto_and_null_leave_the_choice_open():
-    config = parse({"speculation": {"gamma": "auto", "verifier": "auto", "max_gamma": None}, "http": None})
+    config = parse(
+        {"speculation": {"gamma": "auto", "verifier": "auto", "max_gamma": None}, "http": None}
+    )
     assert config.speculation.gamma is None
     assert config.speculation.verifier is None
     assert config.speculation.max_gamma == 16
@@ -75,11 +123,20 @@ def test_auto_and_null_leave_the_choice_open():
 
 
 def test_labels_may_have_dots():
-    assert parse({"target": {"label_selector": {"ray.io/accelerator-type": "L4"}}}).target.label_selector == {"ray.io/accelerator-type": "L4"}
+    assert parse(
+        {"target": {"label_selector": {"ray.io/accelerator-type": "L4"}}}
+    ).target.label_selector == {"ray.io/accelerator-type": "L4"}
 
 
 def test_a_config_written_out_reads_back_the_same():
-    config = parse({}, {"speculation.gamma": 4, "http.cors_origins": ["http://a"], "target.label_selector": {"a": "b"}})
+    config = parse(
+        {},
+        {
+            "speculation.gamma": 4,
+            "http.cors_origins": ["http://a"],
+            "target.label_selector": {"a": "b"},
+        },
+    )
     assert parse(yaml.safe_load(yaml.safe_dump(_plain(config)))) == config
 
 
@@ -151,12 +208,18 @@ def test_an_item_of_a_list_is_refused_by_its_place():
     ("keys", "refusal"),
     [
         ({"speculation.gamma": 20}, "speculation.gamma 20 is above speculation.max_gamma 16"),
-        ({"cache.pages": 10, "cache.memory_fraction": 0.5}, "cache.pages and cache.memory_fraction"),
+        (
+            {"cache.pages": 10, "cache.memory_fraction": 0.5},
+            "cache.pages and cache.memory_fraction",
+        ),
         ({"replicas.min": 2}, "replicas.min 2 is above replicas.max 1"),
         ({"http.tls_cert": "cert.pem"}, "http.tls_cert and http.tls_key go together"),
         ({"draft.kind": "neural", "target.path": "t"}, "draft.kind neural needs draft.path"),
         ({"draft.learn": True}, "draft.learn belongs to the kinds unigram"),
-        ({"draft.kind": "none", "draft.stages": [{"kind": "unigram"}]}, "draft.stages belongs to the kinds vertical"),
+        (
+            {"draft.kind": "none", "draft.stages": [{"kind": "unigram"}]},
+            "draft.stages belongs to the kinds vertical",
+        ),
     ],
 )
 def test_keys_that_contradict_one_another_or_are_not_built_are_refused(keys, refusal):
@@ -165,7 +228,10 @@ def test_keys_that_contradict_one_another_or_are_not_built_are_refused(keys, ref
 
 
 def test_the_stages_of_a_cascade_are_sections_of_their_own():
-    with pytest.raises(ConfigError, match=r"unknown key draft\.stages\[0\]\.knid; did you mean draft\.stages\[0\]\.kind"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown key draft\.stages\[0\]\.knid; did you mean draft\.stages\[0\]\.kind",
+    ):
         parse({"draft": {"stages": [{"knid": "neural"}]}})
     assert Stage() == Stage(kind="neural", path=None, device=None)
 
@@ -174,7 +240,11 @@ def test_a_file_is_read_and_overridden(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("speculation:\n  gamma: 7\n  verifier: block\n")
     config = load(file, dict([override("speculation.gamma=auto"), override("http.port=81")]))
-    assert (config.speculation.gamma, config.speculation.verifier, config.http.port) == (None, "block", 81)
+    assert (config.speculation.gamma, config.speculation.verifier, config.http.port) == (
+        None,
+        "block",
+        81,
+    )
     file.write_text("")
     assert load(file) == load(None) == parse({})
 

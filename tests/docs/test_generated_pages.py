@@ -31,16 +31,27 @@ def test_the_configuration_says_default_and_range():
 def test_every_path_has_a_section_and_every_section_says_what_it_is_for(paths):
     for path, methods in endpoints.openapi()["paths"].items():
         for method in methods:
-            assert re.search(rf"^## {method.upper()} {re.escape(path)}\n\n\w", paths, re.MULTILINE), path
+            assert re.search(
+                rf"^## {method.upper()} {re.escape(path)}\n\n\w", paths, re.MULTILINE
+            ), path
 
 
 def test_a_parameter_has_the_range_that_it_is_refused_by(paths):
     assert "| `temperature` | number | from 0 to 100; 1.0 | 0 is greedy. |" in paths
-    assert "| `max_tokens` | whole number | from 1 to 2147483648; what the context has room for |" in paths
+    assert (
+        "| `max_tokens` | whole number | from 1 to 2147483648; what the context has room for |"
+        in paths
+    )
 
 
 def test_every_error_code_is_listed(paths):
-    for name in ("context_length_exceeded", "overloaded", "rate_limit_exceeded", "worker_lost", "invalid_api_key"):
+    for name in (
+        "context_length_exceeded",
+        "overloaded",
+        "rate_limit_exceeded",
+        "worker_lost",
+        "invalid_api_key",
+    ):
         assert f"`{name}`" in paths
 
 
@@ -60,11 +71,15 @@ def test_every_metric_is_listed_and_every_panel_has_a_query():
 
 
 def test_a_cell_cannot_break_its_table():
-    assert table(("a", "b"), [("x | y", "two\nlines")]).splitlines()[-1] == "| x \\| y | two lines |"
+    assert (
+        table(("a", "b"), [("x | y", "two\nlines")]).splitlines()[-1] == "| x \\| y | two lines |"
+    )
     assert code("a`b") == "`` a`b ``"
 
 
-FORMULAS = [line for block in guide.blocks() if block.language == "math" for line in block.text.splitlines()]
+FORMULAS = [
+    line for block in guide.blocks() if block.language == "math" for line in block.text.splitlines()
+]
 
 
 @pytest.mark.parametrize("formula", FORMULAS)
@@ -80,7 +95,9 @@ def test_a_formula_has_fractions_scripts_and_feet():
     assert "<msub><mi>p</mi><mn>1</mn></msub>" in drawn
 
 
-@pytest.mark.parametrize("formula", [r"\sqrt{2}", r"\frac{1}", r"a^", r"\text{open", r"a } b", r"{a"])
+@pytest.mark.parametrize(
+    "formula", [r"\sqrt{2}", r"\frac{1}", r"a^", r"\text{open", r"a } b", r"{a"]
+)
 def test_what_cannot_be_drawn_is_refused(formula: str):
     with pytest.raises(BadFormula):
         mathml(formula)
@@ -88,5 +105,8 @@ def test_what_cannot_be_drawn_is_refused(formula: str):
 
 def test_formulas_and_links_beside_the_docs_are_changed_on_their_way_and_nothing_else():
     assert rendered("```math\na\n```\n").startswith('<div class="formula">')
-    assert rendered("[x](../deploy/demo.yaml) [y](../api.md)") == "[x](deploy/demo.yaml) [y](../api.md)"
+    assert (
+        rendered("[x](../deploy/demo.yaml) [y](../api.md)")
+        == "[x](deploy/demo.yaml) [y](../api.md)"
+    )
     assert rendered("```sh\nls\n```\n") == "```sh\nls\n```\n"

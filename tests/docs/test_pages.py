@@ -29,11 +29,19 @@ from tests.support import pages as guide
 from tests.support.pages import DOCS, ROOT, Block, Command
 from tests.support.ray_server import served
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")  # of ray.serve's own, once imported
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using extra keyword arguments on `Field`:DeprecationWarning"
+)  # of ray.serve's own, once imported
 
 BLOCKS = guide.blocks()
 LANGUAGES = ("sh", "console", "python", "yaml", "json", "math", "")
-RUN = guide.programs([block for block in BLOCKS if block.language in ("sh", "console", "python") and block.excuse is None])
+RUN = guide.programs(
+    [
+        block
+        for block in BLOCKS
+        if block.language in ("sh", "console", "python") and block.excuse is None
+    ]
+)
 SHELL = [block for block in BLOCKS if block.language in ("sh", "console")]
 OTHERS = {
     "--version",
@@ -55,7 +63,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a reader sits: at the top of the repository, with a text and a config of theirs."""
     for name in ("specserve", "deploy", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "my-text.txt").write_text(Path(cli.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "my-text.txt").write_text(
+        Path(cli.__file__).read_text(encoding="utf-8"), encoding="utf-8"
+    )
     (tmp_path / "my.yaml").write_text("model: mine\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -71,14 +81,18 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("block", [block for block in RUN if not block.asks_server], **named)
-def test_it_does_what_it_says(block: Block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_does_what_it_says(
+    block: Block, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(block, guide.URL, capsys)
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in RUN if block.asks_server], **named)
-def test_it_does_what_it_says_to_a_server(block: Block, url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_does_what_it_says_to_a_server(
+    block: Block, url: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(block, url, capsys)
 
 
@@ -87,13 +101,17 @@ def run(block: Block, url: str, capsys: pytest.CaptureFixture[str]) -> None:
         run_python(block, url)
         return
     for command in guide.commands(block.filled(url) if block.language == "sh" else typed(block)):
-        assert command.program in PROGRAMS, f"{block.name}: {command.program} is not run here; say why above the block: <!-- not run: ... -->"
+        assert command.program in PROGRAMS, (
+            f"{block.name}: {command.program} is not run here; say why above the block: <!-- not run: ... -->"
+        )
         PROGRAMS[command.program](command)
         printed = capsys.readouterr().out
         if command.into is not None:
             Path(command.into).write_text(printed, encoding="utf-8")
     if block.language == "console":
-        assert printed.split() == block.text.partition("\n")[2].split(), f"{block.name} prints something else now"
+        assert printed.split() == block.text.partition("\n")[2].split(), (
+            f"{block.name} prints something else now"
+        )
 
 
 def typed(block: Block) -> str:
@@ -132,14 +150,20 @@ def run_curl(command: Command) -> None:
     parser.add_argument("-s", "-N", action="store_true")
     given = parser.parse_args(command.words[1:])
     headers = dict(header.split(": ", 1) for header in given.headers)
-    request = urllib.request.Request(given.url, None if given.body is None else given.body.encode(), headers)
+    request = urllib.request.Request(
+        given.url, None if given.body is None else given.body.encode(), headers
+    )
     with urllib.request.urlopen(request, timeout=60) as response:
         text = response.read().decode()
     assert '"stream": true' not in (given.body or "") or text.endswith("data: [DONE]\n\n")
     print(text)
 
 
-PROGRAMS: Mapping[str, Callable[[Command], None]] = {"specserve": run_specserve, "python": run_python_module, "curl": run_curl}
+PROGRAMS: Mapping[str, Callable[[Command], None]] = {
+    "specserve": run_specserve,
+    "python": run_python_module,
+    "curl": run_curl,
+}
 
 
 # What is checked without running
@@ -148,19 +172,33 @@ PROGRAMS: Mapping[str, Callable[[Command], None]] = {"specserve": run_specserve,
 def test_every_block_is_of_a_kind_that_is_run_or_checked() -> None:
     for block in BLOCKS:
         assert block.language in LANGUAGES, f"{block.name}: {block.language}"
-        assert block.excuse is None or block.language in ("sh", "console", "python"), f"{block.name} needs no excuse"
-    assert {"sh", "console", "python", "yaml", "json", "math"} <= {block.language for block in BLOCKS}
+        assert block.excuse is None or block.language in ("sh", "console", "python"), (
+            f"{block.name} needs no excuse"
+        )
+    assert {"sh", "console", "python", "yaml", "json", "math"} <= {
+        block.language for block in BLOCKS
+    }
 
 
 @pytest.mark.parametrize("block", SHELL, **named)
 def test_every_command_takes_these_options_and_files(block: Block, folder: Path) -> None:
-    for command in guide.commands(block.filled(guide.URL) if block.language == "sh" else typed(block)):
+    for command in guide.commands(
+        block.filled(guide.URL) if block.language == "sh" else typed(block)
+    ):
         if command.program == "specserve":
             command_line().parse_args(command.words[1:])
-        if command.program == "specserve" and command.words[1] == "serve" and "draft.path=my-heads" not in command.words:
+        if (
+            command.program == "specserve"
+            and command.words[1] == "serve"
+            and "draft.path=my-heads" not in command.words
+        ):
             read_config(command)
         if command.program == "make":
-            assert re.search(rf"^{command.words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+            assert re.search(
+                rf"^{command.words[1]}:",
+                (ROOT / "Makefile").read_text(encoding="utf-8"),
+                re.MULTILINE,
+            )
         for word in command.words[1:]:
             if word.startswith("deploy/") or word == "cluster.yaml":
                 assert (ROOT / word).is_file(), word
@@ -187,11 +225,15 @@ def test_json_is_json(block: Block) -> None:
     json.loads(block.text)
 
 
-def test_a_block_that_nobody_runs_would_be_noticed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_block_that_nobody_runs_would_be_noticed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (block,) = guide.blocks_of(DOCS / "new.md", "text\n\n```sh\nkubectl get pods\n```\n")
     with pytest.raises(AssertionError, match="not run"):
         run(block, guide.URL, capsys)
-    (excused,) = guide.blocks_of(DOCS / "new.md", "<!-- not run: no cluster -->\n```sh\nkubectl get pods\n```\n")
+    (excused,) = guide.blocks_of(
+        DOCS / "new.md", "<!-- not run: no cluster -->\n```sh\nkubectl get pods\n```\n"
+    )
     assert excused.excuse == "no cluster"
 
 
@@ -208,15 +250,24 @@ def test_every_link_leads_somewhere(page: str) -> None:
         file = (ROOT / page).parent.joinpath(path).resolve() if path else ROOT / page
         name = str(file.relative_to(ROOT))
         assert name in guide.NAMES or file.exists(), f"{page} links to {link}"
-        assert not anchor or anchor in guide.anchors(guide.page(name)), f"{page} links to {link}, and has no such heading"
+        assert not anchor or anchor in guide.anchors(guide.page(name)), (
+            f"{page} links to {link}, and has no such heading"
+        )
 
 
 @every_page
 def test_every_option_that_is_named_exists(page: str) -> None:
-    known = OTHERS | {spelling for _, _, parser in commands() for action in parser._actions for spelling in action.option_strings}
+    known = OTHERS | {
+        spelling
+        for _, _, parser in commands()
+        for action in parser._actions
+        for spelling in action.option_strings
+    }
     for span in guide.spans(guide.page(page)):
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span):
-            assert option in known or not span.startswith(("specserve", "--")), f"{page} names {option}"
+            assert option in known or not span.startswith(("specserve", "--")), (
+                f"{page} names {option}"
+            )
 
 
 @every_page
@@ -225,15 +276,21 @@ def test_every_key_that_is_named_exists(page: str) -> None:
     sections = {name.partition(".")[0] for name in known if "." in name}
     branches = {name.rpartition(".")[0] for name in known}
     for span in guide.spans(guide.page(page)):
-        for key in re.findall(rf"(?<![\w./])(?:{'|'.join(sections)})(?:\.[a-z_]+)+(?![\w/(])", span):
-            assert key in known | branches or key.endswith((".py", ".md", ".json", ".yaml")), f"{page} names {key}"
+        for key in re.findall(
+            rf"(?<![\w./])(?:{'|'.join(sections)})(?:\.[a-z_]+)+(?![\w/(])", span
+        ):
+            assert key in known | branches or key.endswith((".py", ".md", ".json", ".yaml")), (
+                f"{page} names {key}"
+            )
 
 
 def test_every_page_has_its_place_in_the_navigation() -> None:
     tree = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     listed = list(_leaves(tree["nav"]))
     assert len(set(listed)) == len(listed)
-    assert {f"docs/{name}" for name in listed} == set(guide.NAMES) - {"README.md"} | {"docs/CHANGELOG.md"}
+    assert {f"docs/{name}" for name in listed} == set(guide.NAMES) - {"README.md"} | {
+        "docs/CHANGELOG.md"
+    }
 
 
 def _leaves(tree: Any) -> Iterator[str]:

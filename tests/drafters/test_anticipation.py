@@ -22,8 +22,12 @@ VOCAB = 4096
 
 def neural(*, pages: int = 400) -> NeuralDrafter:
     """In bf16, where a row's bits do not depend on its company."""
-    opened = open_model(Path(DEMO / "draft"), Placement(dtype="bfloat16", device="cpu", pages=pages))
-    return NeuralDrafter(opened.runner, vocab_size=VOCAB, target_vocab_size=VOCAB, context=1024, support=16)
+    opened = open_model(
+        Path(DEMO / "draft"), Placement(dtype="bfloat16", device="cpu", pages=pages)
+    )
+    return NeuralDrafter(
+        opened.runner, vocab_size=VOCAB, target_vocab_size=VOCAB, context=1024, support=16
+    )
 
 
 def anticipating(drafter: NeuralDrafter, *, per_stop: int | None = None) -> Anticipation:
@@ -39,7 +43,9 @@ class Text:
         self.held = 0
 
     def step(self, gamma: int) -> DraftStep:
-        return DraftStep(self.seq_id, self.held, tuple(self.committed[self.held :]), gamma, self.policy)
+        return DraftStep(
+            self.seq_id, self.held, tuple(self.committed[self.held :]), gamma, self.policy
+        )
 
     def take(self, proposal: Proposal, likely: Sequence[int]) -> None:
         accepted = self.chance.randint(0, len(proposal.tokens))
@@ -54,16 +60,25 @@ PENALISED = (Warp(frequency_penalty=0.5, temperature=0.0), Warp(presence_penalty
 
 def texts(chance: random.Random, warps: Sequence[Warp]) -> list[Text]:
     kinds = [(warp, verifier) for warp in warps for verifier in ("block", "coupled")]
-    return [Text(i, Policy(warp, verifier, i, chance.randint(3, 40)), chance) for i, (warp, verifier) in enumerate(kinds)]
+    return [
+        Text(i, Policy(warp, verifier, i, chance.randint(3, 40)), chance)
+        for i, (warp, verifier) in enumerate(kinds)
+    ]
 
 
 def as_it_is(proposal: Proposal) -> object:
     q = proposal.q
-    return proposal.start, proposal.tokens, None if q is None else (q.ids.tolist(), q.probs.tolist())
+    return (
+        proposal.start,
+        proposal.tokens,
+        None if q is None else (q.ids.tolist(), q.probs.tolist()),
+    )
 
 
 @pytest.mark.parametrize(("seed", "warps"), [(0, WARPS), (1, WARPS), (2, PENALISED)])
-def test_what_is_prepared_is_what_would_have_been_drafted_whenever_it_is_interrupted(seed: int, warps: Sequence[Warp]) -> None:
+def test_what_is_prepared_is_what_would_have_been_drafted_whenever_it_is_interrupted(
+    seed: int, warps: Sequence[Warp]
+) -> None:
     """All with penalties, or all without: a penalty in the batch changes how the others' q is computed, in its last bits."""
     chance = random.Random(seed)
     model, alone = neural(), neural()
@@ -74,13 +89,19 @@ def test_what_is_prepared_is_what_would_have_been_drafted_whenever_it_is_interru
         ready, fresh = ahead.propose(steps, NEVER), alone.propose(steps, NEVER)
         assert [as_it_is(one) for one in ready] == [as_it_is(one) for one in fresh]
         for one, other in zip(ready, fresh, strict=True):
-            assert one.held == other.held, "the coordinator would be told of other tokens than were sent"
+            assert one.held == other.held, (
+                "the coordinator would be told of other tokens than were sent"
+            )
         looks = [chance.random() < 0.1 for _ in range(20)]
         ahead.prepare(lambda looks=looks: bool(looks) and looks.pop())
         by_id = {text.seq_id: text for text in running}
         for proposal in fresh:
             expected = ahead._expected.get(proposal.seq_id)
-            likely = [] if expected is None else [token for nexts in expected.outlook.nexts for token in nexts[:2]]
+            likely = (
+                []
+                if expected is None
+                else [token for nexts in expected.outlook.nexts for token in nexts[:2]]
+            )
             by_id[proposal.seq_id].take(proposal, likely)
         if number == 20:  # some end, and others start under ids of their own
             ahead.release([0, 1])
@@ -101,7 +122,10 @@ def test_an_answer_that_was_prepared_takes_no_pass() -> None:
     (first,) = ahead.propose([text.step(5)], NEVER)
     ahead.prepare(lambda: False)
     (expected,) = ahead._expected.values()
-    text.held, text.committed = min(first.held, 22), [*text.committed, *first.tokens[:2], expected.outlook.nexts[2][7]]
+    text.held, text.committed = (
+        min(first.held, 22),
+        [*text.committed, *first.tokens[:2], expected.outlook.nexts[2][7]],
+    )
     model.runner.network = None  # type: ignore[assignment]
     (second,) = ahead.propose([text.step(5)], NEVER)
     assert second.anticipated is True
@@ -131,7 +155,12 @@ def test_reading_along_is_put_off_until_the_answer_is_out_and_never_forgotten() 
     assert (promise.tokens, promise.held, model.runner.cache.length(0)) == ((), 40, 0)
     text.held = 39  # the coordinator keeps the newest token for the step that follows
     (proposal,) = ahead.propose([text.step(3)], NEVER)
-    assert proposal.tokens == neural().propose([DraftStep(0, 0, tuple(text.committed), 3, text.policy)], NEVER)[0].tokens
+    assert (
+        proposal.tokens
+        == neural()
+        .propose([DraftStep(0, 0, tuple(text.committed), 3, text.policy)], NEVER)[0]
+        .tokens
+    )
 
 
 def test_a_step_is_told_from_the_verdict_that_led_to_it() -> None:
@@ -148,7 +177,9 @@ def test_a_step_is_told_from_the_verdict_that_led_to_it() -> None:
     assert verdict(10, (5, 8, 9)) is None, "another text"
     assert verdict(13, (7, 9)) is None, "beyond all that was drafted"
     assert verdict(14, (9,)) is None
-    assert verdict(0, (9,) * 11) == (0, 9), "read from its beginning, after its pages were taken away"
+    assert verdict(0, (9,) * 11) == (0, 9), (
+        "read from its beginning, after its pages were taken away"
+    )
 
 
 def test_a_greedy_fork_is_not_made_for_the_token_that_was_refused() -> None:
@@ -158,10 +189,14 @@ def test_a_greedy_fork_is_not_made_for_the_token_that_was_refused() -> None:
     (outlook,) = model.outlooks([0], 8)
     assert outlook.drafts == proposal.tokens
     assert outlook.num_stops == 5
-    assert all(draft not in nexts for draft, nexts in zip(proposal.tokens, outlook.nexts, strict=False))
+    assert all(
+        draft not in nexts for draft, nexts in zip(proposal.tokens, outlook.nexts, strict=False)
+    )
     assert all(len(set(nexts)) == 8 for nexts in outlook.nexts)
     (bonus,) = model.propose([DraftStep(1, 0, (*range(20), *proposal.tokens), 1, policy)], NEVER)
-    assert outlook.nexts[-1][0] == bonus.tokens[0], "behind all drafts the draft's own next token is the likeliest"
+    assert outlook.nexts[-1][0] == bonus.tokens[0], (
+        "behind all drafts the draft's own next token is the likeliest"
+    )
 
 
 def test_coupled_candidates_are_ranked_by_the_noise_that_the_target_will_use() -> None:
@@ -171,7 +206,9 @@ def test_coupled_candidates_are_ranked_by_the_noise_that_the_target_will_use() -
         policy = Policy(Warp(), "coupled", seed, 20)
         model.propose([DraftStep(seed, 0, tuple(range(20)), 3, policy)], NEVER)
         (outlook,) = model.outlooks([seed], 8)
-        (bonus,) = model.propose([DraftStep(100 + seed, 0, (*range(20), *outlook.drafts), 1, policy)], NEVER)
+        (bonus,) = model.propose(
+            [DraftStep(100 + seed, 0, (*range(20), *outlook.drafts), 1, policy)], NEVER
+        )
         assert bonus.tokens[0] in outlook.nexts[-1][:4]
         firsts += outlook.nexts[-1][0] == bonus.tokens[0]
     assert firsts >= 5
@@ -179,9 +216,19 @@ def test_coupled_candidates_are_ranked_by_the_noise_that_the_target_will_use() -
 
 def test_the_fanout_learns_how_far_a_draft_s_opinion_can_be_trusted() -> None:
     fanout = Fanout(width=2)
-    outlook = Outlook(0, 10, (5, 6), ((1, 2), (3, 4), (8, 9)), trust=(0.9, 0.3), shares=((0.6, 0.1), (0.6, 0.1), (0.6, 0.1)), mode="greedy")
+    outlook = Outlook(
+        0,
+        10,
+        (5, 6),
+        ((1, 2), (3, 4), (8, 9)),
+        trust=(0.9, 0.3),
+        shares=((0.6, 0.1), (0.6, 0.1), (0.6, 0.1)),
+        mode="greedy",
+    )
     (before, *_) = fanout.choose([outlook], 6)
-    assert (before.accepted, before.token) == (1, 3), "as it says itself: the first draft is sure, the second is not"
+    assert (before.accepted, before.token) == (1, 3), (
+        "as it says itself: the first draft is sure, the second is not"
+    )
     for _ in range(200):
         fanout.observe(outlook, 0, 2)  # its sure drafts are refused, and its second choice comes
     (after, *_) = fanout.choose([outlook], 6)
@@ -192,16 +239,41 @@ def test_the_fanout_learns_how_far_a_draft_s_opinion_can_be_trusted() -> None:
 
 
 def test_branches_go_to_the_sequences_that_are_hard_to_tell() -> None:
-    sure = Outlook(0, 10, (5,), ((1, 2, 3), (4, 5, 6)), trust=(0.99,), shares=((0.5, 0.2, 0.1), (0.98, 0.001, 0.001)))
-    torn = Outlook(1, 10, (5,), ((1, 2, 3), (4, 5, 6)), trust=(0.5,), shares=((0.3, 0.3, 0.2), (0.3, 0.3, 0.2)))
+    sure = Outlook(
+        0,
+        10,
+        (5,),
+        ((1, 2, 3), (4, 5, 6)),
+        trust=(0.99,),
+        shares=((0.5, 0.2, 0.1), (0.98, 0.001, 0.001)),
+    )
+    torn = Outlook(
+        1, 10, (5,), ((1, 2, 3), (4, 5, 6)), trust=(0.5,), shares=((0.3, 0.3, 0.2), (0.3, 0.3, 0.2))
+    )
     chosen = Fanout(width=3).choose([sure, torn], 7)
-    assert [branch.seq_id for branch in chosen].count(1) > [branch.seq_id for branch in chosen].count(0) >= 1
+    assert (
+        [branch.seq_id for branch in chosen].count(1)
+        > [branch.seq_id for branch in chosen].count(0)
+        >= 1
+    )
 
 
 def test_a_drafter_without_an_opinion_gets_its_branches_by_rank() -> None:
     chosen = Fanout(width=3).choose([Outlook(0, 10, (5,), ((1, 2, 3), (4, 5, 6)))], 2)
     assert {branch.token for branch in chosen} == {1, 4}
-    everywhere = Fanout(per_stop=3).choose([Outlook(0, 10, (5,), ((1, 2, 3), (4, 5, 6)), trust=(1.0,), shares=((0.0,) * 3, (1.0, 0.0, 0.0)))], 128)
+    everywhere = Fanout(per_stop=3).choose(
+        [
+            Outlook(
+                0,
+                10,
+                (5,),
+                ((1, 2, 3), (4, 5, 6)),
+                trust=(1.0,),
+                shares=((0.0,) * 3, (1.0, 0.0, 0.0)),
+            )
+        ],
+        128,
+    )
     assert len(everywhere) == 6, "a fan-out that was asked for is kept"
 
 
@@ -215,6 +287,13 @@ def test_what_is_foreseen_is_told_only_while_it_is_likely_to_spare_the_wait() ->
         ahead.prepare(lambda: False)
         told.append(len(ahead.foreseen()) > 0)
         outlook = ahead._expected[0].outlook
-        after = outlook.nexts[1][0] if likely else next(token for token in range(VOCAB) if token not in outlook.nexts[1])
-        text.held, text.committed = min(proposal.held, len(text.committed) + 1), [*text.committed, proposal.tokens[0], after]
+        after = (
+            outlook.nexts[1][0]
+            if likely
+            else next(token for token in range(VOCAB) if token not in outlook.nexts[1])
+        )
+        text.held, text.committed = (
+            min(proposal.held, len(text.committed) + 1),
+            [*text.committed, proposal.tokens[0], after],
+        )
     assert (told[0], told[11], told[-1]) == (False, True, False)

@@ -18,15 +18,42 @@ PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return"
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tables")
     (root / "corpus.txt").write_text((PROMPT + " a - b\n") * 20)
-    assert main(["tables", "--tokenizer", str(DEMO / "target"), "--text", str(root / "corpus.txt"), "--out", str(root / "tables.safetensors")]) == 0
+    assert (
+        main(
+            [
+                "tables",
+                "--tokenizer",
+                str(DEMO / "target"),
+                "--text",
+                str(root / "corpus.txt"),
+                "--out",
+                str(root / "tables.safetensors"),
+            ]
+        )
+        == 0
+    )
     return root
 
 
 def written(**keys: object) -> tuple[tuple[int, ...], int]:
     """Greedy and seeded tokens, one behind the other; and how many drafts were accepted."""
-    with LLM(**{"target.dtype": "bfloat16", "target.threads": 1, "draft.threads": 1, "cache.pages": 256, "speculation.gamma": 4} | keys) as llm:
-        outputs = llm.generate([PROMPT, PROMPT], [Sampling(max_tokens=48, temperature=0), Sampling(max_tokens=48, seed=3)])
-    return tuple(token for output in outputs for token in output.token_ids), sum(output.stats.accepted for output in outputs if output.stats)
+    with LLM(
+        **{
+            "target.dtype": "bfloat16",
+            "target.threads": 1,
+            "draft.threads": 1,
+            "cache.pages": 256,
+            "speculation.gamma": 4,
+        }
+        | keys
+    ) as llm:
+        outputs = llm.generate(
+            [PROMPT, PROMPT],
+            [Sampling(max_tokens=48, temperature=0), Sampling(max_tokens=48, seed=3)],
+        )
+    return tuple(token for output in outputs for token in output.token_ids), sum(
+        output.stats.accepted for output in outputs if output.stats
+    )
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +68,9 @@ def test_every_kind_writes_what_plain_decoding_writes(plain: tuple[int, ...], ki
 
 
 @pytest.mark.parametrize("kind", ["bigram", "max_gram"])
-def test_tables_are_read_from_their_directory_and_help(plain: tuple[int, ...], tables: Path, kind: str) -> None:
+def test_tables_are_read_from_their_directory_and_help(
+    plain: tuple[int, ...], tables: Path, kind: str
+) -> None:
     tokens, accepted = written(**{"draft.kind": kind, "draft.path": str(tables)})
     assert tokens == plain
     assert accepted > 0

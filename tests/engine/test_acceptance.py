@@ -16,7 +16,9 @@ def test_drafts_past_a_refusal_are_neither_accepted_nor_refused() -> None:
     assert acceptance.alpha == pytest.approx(0.5, abs=0.01)
     assert acceptance.profile[0] > 0.8
     assert acceptance.profile[1] < 0.25
-    assert acceptance.profile[3] == pytest.approx(acceptance.alpha), "a place that was never reached is taken for the mean"
+    assert acceptance.profile[3] == pytest.approx(acceptance.alpha), (
+        "a place that was never reached is taken for the mean"
+    )
 
 
 def test_a_sequence_that_is_better_than_most_is_believed_to_get_further() -> None:
@@ -27,7 +29,9 @@ def test_a_sequence_that_is_better_than_most_is_believed_to_get_further() -> Non
     assert good[3] > new[3] > bad[3]
     assert (np.diff(good) <= 0).all()
     acceptance.keep([2])
-    assert acceptance.reaches([1])[0] == pytest.approx(acceptance.reaches([3])[0]), "what has gone is forgotten"
+    assert acceptance.reaches([1])[0] == pytest.approx(acceptance.reaches([3])[0]), (
+        "what has gone is forgotten"
+    )
 
 
 def test_nothing_seen_wears_nothing_out() -> None:

@@ -20,17 +20,39 @@ from tests.support.fakes import VOCAB, FakeDrafter, FakeTarget, VirtualClock, mo
 class Served:
     """A coordinator over fakes, and all that it has emitted."""
 
-    def __init__(self, *, alpha: float | None = 0.7, info: ModelInfo | None = None, seed: int = 0, **options) -> None:
+    def __init__(
+        self, *, alpha: float | None = 0.7, info: ModelInfo | None = None, seed: int = 0, **options
+    ) -> None:
         self.info = info or model_info()
         self.clock = VirtualClock()
         self.target = FakeTarget(self.info, clock=self.clock, seconds=0.01)
-        self.drafter = None if alpha is None else FakeDrafter(alpha, seed=seed, clock=self.clock, seconds=0.001)
+        self.drafter = (
+            None
+            if alpha is None
+            else FakeDrafter(alpha, seed=seed, clock=self.clock, seconds=0.001)
+        )
         self.emitted: list[Sequence[Chunk]] = []
         options = {"max_gamma": 6, "max_batch_tokens": 32, "max_running": 8, **options}
-        self.coordinator = Coordinator(self.target, self.drafter, info=self.info, emit=self.emitted.append, clock=self.clock, **options)
+        self.coordinator = Coordinator(
+            self.target,
+            self.drafter,
+            info=self.info,
+            emit=self.emitted.append,
+            clock=self.clock,
+            **options,
+        )
 
-    def submit(self, *prompt: int, max_tokens: int = 20, gamma: int | None = None, verifier: str | None = None, **fields) -> int:
-        request = Request(prompt, max_tokens, Warp(), seed=3, speculation=Speculation(gamma, verifier), **fields)
+    def submit(
+        self,
+        *prompt: int,
+        max_tokens: int = 20,
+        gamma: int | None = None,
+        verifier: str | None = None,
+        **fields,
+    ) -> int:
+        request = Request(
+            prompt, max_tokens, Warp(), seed=3, speculation=Speculation(gamma, verifier), **fields
+        )
         return self.coordinator.submit(request)
 
     def rounds(self, count: int = 1) -> None:
@@ -67,7 +89,10 @@ class Served:
 
 def prompts(count: int, *, longest: int, seed: int = 0) -> list[tuple[int, ...]]:
     source = random.Random(seed)
-    return [tuple(source.randrange(VOCAB) for _ in range(source.randint(1, longest))) for _ in range(count)]
+    return [
+        tuple(source.randrange(VOCAB) for _ in range(source.randint(1, longest)))
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize("alpha", [None, 0.0, 0.6, 1.0])
@@ -130,7 +155,10 @@ def test_eos_ends_the_text_where_the_target_writes_it_even_inside_an_accepted_pr
     whole = text(prompt, 60)
     eos = whole[30]
     served = Served(alpha=1.0, gamma=gamma, info=model_info(end_ids=frozenset({eos})))
-    stopped, ignoring = served.submit(*prompt, max_tokens=60), served.submit(*prompt, max_tokens=60, ignore_eos=True)
+    stopped, ignoring = (
+        served.submit(*prompt, max_tokens=60),
+        served.submit(*prompt, max_tokens=60, ignore_eos=True),
+    )
     served.finish()
     assert served.tokens(stopped) == whole[: whole.index(eos) + 1]
     assert served.last(stopped).finish is Finish.STOP
@@ -142,7 +170,14 @@ def test_the_context_length_ends_the_text_without_ever_being_passed_by_drafts():
     seq_id = served.submit(*range(10), max_tokens=1000)
     served.finish()
     assert served.tokens(seq_id) == text(range(10), 20)
-    assert max(len(step.tokens) + len(step.drafts) + step.start for steps in served.target.rounds for step in steps) <= 29
+    assert (
+        max(
+            len(step.tokens) + len(step.drafts) + step.start
+            for steps in served.target.rounds
+            for step in steps
+        )
+        <= 29
+    )
 
 
 def test_the_pages_bound_the_context_too():
@@ -174,7 +209,9 @@ def test_origins_and_statistics_agree_with_the_tokens(alpha):
     assert origins.count(Origin.ACCEPTED) == stats.accepted
     assert stats.rounds == len(chunks)
     assert stats.target_passes == len([step for steps in served.target.rounds for step in steps])
-    assert stats.drafted == sum(len(step.drafts) for steps in served.target.rounds for step in steps)
+    assert stats.drafted == sum(
+        len(step.drafts) for steps in served.target.rounds for step in steps
+    )
     if alpha == 0:
         assert stats.accepted == 0
         assert origins.count(Origin.BONUS) == 0
@@ -202,8 +239,16 @@ def test_a_request_may_ask_for_its_own_gamma_or_none_at_all():
     off, two, usual = (served.submit(1, 2, 3, max_tokens=30, gamma=gamma) for gamma in (0, 2, None))
     served.finish()
     assert served.last(off).stats.drafted == 0
-    assert {step.gamma for steps in served.drafter.rounds for step in steps if step.seq_id == two and step.start} <= {1, 2}
-    assert max(step.gamma for steps in served.drafter.rounds for step in steps if step.seq_id == usual) == 5
+    assert {
+        step.gamma
+        for steps in served.drafter.rounds
+        for step in steps
+        if step.seq_id == two and step.start
+    } <= {1, 2}
+    assert (
+        max(step.gamma for steps in served.drafter.rounds for step in steps if step.seq_id == usual)
+        == 5
+    )
     assert all(step.seq_id != off for steps in served.drafter.rounds for step in steps)
 
 
@@ -217,7 +262,12 @@ def test_the_verifier_is_the_requests_own_else_coupled_when_seeded_else_the_defa
     ]
     served.finish()
     stats = [served.last(seq_id).stats for seq_id in ids]
-    assert [(one.verifier, one.lossless) for one in stats] == [("speculative", True), ("coupled", True), ("block", True), ("lenient", False)]
+    assert [(one.verifier, one.lossless) for one in stats] == [
+        ("speculative", True),
+        ("coupled", True),
+        ("block", True),
+        ("lenient", False),
+    ]
     policies = {step.seq_id: step.policy for step in served.target.rounds[0]}
     assert [policies[seq_id].lenience for seq_id in ids] == [1.0, 1.0, 1.0, 2.0]
 
@@ -233,7 +283,9 @@ def test_the_verifier_is_the_requests_own_else_coupled_when_seeded_else_the_defa
         ((1,), {"max_tokens": 0}, BadValue),
     ],
 )
-def test_a_request_that_cannot_be_served_is_refused_at_once_and_nothing_is_queued(prompt, fields, error):
+def test_a_request_that_cannot_be_served_is_refused_at_once_and_nothing_is_queued(
+    prompt, fields, error
+):
     served = Served(info=model_info(num_pages=10, page_size=4))
     with pytest.raises(error):
         served.submit(*prompt, **fields)
@@ -277,7 +329,12 @@ def test_cancelling_frees_the_pages_and_ends_the_stream_once_running_or_waiting(
     served.rounds()
     assert ids[0] not in served.target.caches
     served.finish()
-    assert [served.last(seq_id).finish for seq_id in ids] == [Finish.CANCELLED, Finish.LENGTH, Finish.LENGTH, Finish.CANCELLED]
+    assert [served.last(seq_id).finish for seq_id in ids] == [
+        Finish.CANCELLED,
+        Finish.LENGTH,
+        Finish.LENGTH,
+        Finish.CANCELLED,
+    ]
     begun = served.tokens(ids[0])
     assert 0 < len(begun) < 50
     assert begun == text(range(10), len(begun))
@@ -341,7 +398,9 @@ def test_a_request_that_kills_every_batch_that_it_is_in_fails_alone_and_no_other
     served.finish()
     assert served.last(poison).finish is Finish.ERROR
     assert "3 times over this request: segmentation fault" in served.last(poison).error
-    assert [served.tokens(seq_id) for seq_id in ids if seq_id != poison] == [text((i, 2, 3), 20) for i in range(6) if ids[i] != poison]
+    assert [served.tokens(seq_id) for seq_id in ids if seq_id != poison] == [
+        text((i, 2, 3), 20) for i in range(6) if ids[i] != poison
+    ]
     assert deaths[1:] == [1, 1], "nobody is blamed for a pass that others were in"
 
 
@@ -459,7 +518,9 @@ def test_a_drafter_that_answers_more_than_asked_is_not_believed():
     served = Served(alpha=1.0, gamma=2)
     seq_id = served.submit(1, 2, 3, max_tokens=10)
     draft = served.drafter._draft
-    served.drafter._draft = lambda step: draft(type(step)(step.seq_id, step.start, step.tokens, step.gamma + 3, step.policy))
+    served.drafter._draft = lambda step: draft(
+        type(step)(step.seq_id, step.start, step.tokens, step.gamma + 3, step.policy)
+    )
     served.finish()
     assert served.tokens(seq_id) == text((1, 2, 3), 10)
     assert served.last(seq_id).stats.drafted == 0
@@ -503,7 +564,10 @@ def test_run_sleeps_without_work_wakes_for_it_and_ends_what_is_left_when_closed(
 
 
 def test_auto_gamma_follows_a_virtual_clock_up_and_down():
-    good, bad = Served(alpha=0.95, gamma=None, max_gamma=12), Served(alpha=0.05, gamma=None, max_gamma=12)
+    good, bad = (
+        Served(alpha=0.95, gamma=None, max_gamma=12),
+        Served(alpha=0.05, gamma=None, max_gamma=12),
+    )
     bad.drafter.seconds = 0.009
     for served in (good, bad):
         served.submit(1, 2, 3, max_tokens=900)
@@ -522,7 +586,9 @@ def test_any_workload_gives_every_request_its_own_text_and_one_final_chunk(data)
         alpha=draw(st.sampled_from([None, 0.0, 0.5, 0.9, 1.0])),
         seed=draw(st.integers(0, 1000)),
         info=model_info(
-            num_pages=draw(st.integers(-(-40 // page_size), 400 // page_size)), page_size=page_size, end_ids=frozenset({draw(st.integers(0, VOCAB))})
+            num_pages=draw(st.integers(-(-40 // page_size), 400 // page_size)),
+            page_size=page_size,
+            end_ids=frozenset({draw(st.integers(0, VOCAB))}),
         ),
         gamma=draw(st.sampled_from([None, 0, 1, 6])),
         max_batch_tokens=draw(st.integers(1, 100)),
@@ -532,12 +598,16 @@ def test_any_workload_gives_every_request_its_own_text_and_one_final_chunk(data)
     made: dict[int, tuple[tuple[int, ...], int, bool]] = {}
     cancelled: set[int] = set()
     for _ in range(draw(st.integers(1, 25))):
-        action = draw(st.sampled_from(["submit", "submit", "round", "round", "cancel", "drafter fails"]))
+        action = draw(
+            st.sampled_from(["submit", "submit", "round", "round", "cancel", "drafter fails"])
+        )
         if action == "submit":
             prompt = tuple(draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=38)))
             max_tokens, ignore_eos = draw(st.integers(1, 40)), draw(st.booleans())
             gamma = draw(st.sampled_from([None, None, 0, 3]))
-            made[served.submit(*prompt, max_tokens=max_tokens, ignore_eos=ignore_eos, gamma=gamma)] = (prompt, max_tokens, ignore_eos)
+            made[
+                served.submit(*prompt, max_tokens=max_tokens, ignore_eos=ignore_eos, gamma=gamma)
+            ] = (prompt, max_tokens, ignore_eos)
         elif action == "round":
             served.rounds(draw(st.integers(1, 5)))
         elif action == "cancel" and made:
@@ -550,18 +620,33 @@ def test_any_workload_gives_every_request_its_own_text_and_one_final_chunk(data)
     context = min(served.info.max_context, served.info.num_pages * page_size)
     for seq_id, (prompt, max_tokens, ignore_eos) in made.items():
         whole = text(prompt, min(max_tokens, context - len(prompt)))
-        end = next((i + 1 for i, token in enumerate(whole) if token in served.info.end_ids and not ignore_eos), len(whole))
+        end = next(
+            (
+                i + 1
+                for i, token in enumerate(whole)
+                if token in served.info.end_ids and not ignore_eos
+            ),
+            len(whole),
+        )
         last, tokens = served.last(seq_id), served.tokens(seq_id)
         assert tokens == whole[: len(tokens)]
         assert seq_id in cancelled or last.finish is not Finish.CANCELLED
         assert last.finish is Finish.CANCELLED or tokens == whole[:end]
-        assert last.stats.accepted == sum(chunk.origins.count(Origin.ACCEPTED) for chunk in served.chunks(seq_id))
+        assert last.stats.accepted == sum(
+            chunk.origins.count(Origin.ACCEPTED) for chunk in served.chunks(seq_id)
+        )
 
 
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_the_coordinators_own_time_is_small_and_does_not_grow_with_the_context(gamma):
     """Processor seconds outside the fakes, a committed token, at 256 running sequences with long prompts; measured: 3 to 19 us."""
-    served = Served(alpha=0.7, gamma=gamma, max_running=256, max_batch_tokens=1_000_000, info=model_info(num_pages=1_000_000))
+    served = Served(
+        alpha=0.7,
+        gamma=gamma,
+        max_running=256,
+        max_batch_tokens=1_000_000,
+        info=model_info(num_pages=1_000_000),
+    )
     for seq_id in range(256):
         served.submit(*[(seq_id + i) % VOCAB for i in range(3000)], max_tokens=500)
     served.rounds(3)

@@ -15,7 +15,9 @@ def test_before_any_round_the_warm_up_is_believed() -> None:
     costs = Costs(CURVE)
     assert float(costs.verify(1)) == pytest.approx(0.010)
     assert float(costs.verify(20)) == pytest.approx(0.0155)
-    assert float(costs.verify(96)) == pytest.approx(0.052), "beyond the last measurement it goes on as it ran"
+    assert float(costs.verify(96)) == pytest.approx(0.052), (
+        "beyond the last measurement it goes on as it ran"
+    )
 
 
 def test_a_machine_that_slows_down_takes_the_whole_curve_with_it() -> None:
@@ -38,7 +40,12 @@ def test_the_wait_for_what_is_ready_is_told_from_the_price_of_a_pass() -> None:
     costs = Costs(CURVE)
     for number in range(400):
         hit = number % 2 == 0
-        costs.observe_draft(0.0003 if hit else 0.0003 + 4 * 0.0005, passes=0 if hit else 4, hits=int(hit), proposals=1)
+        costs.observe_draft(
+            0.0003 if hit else 0.0003 + 4 * 0.0005,
+            passes=0 if hit else 4,
+            hits=int(hit),
+            proposals=1,
+        )
     assert costs.wait == pytest.approx(0.0003, rel=0.01)
     assert costs.draft_pass == pytest.approx(0.0005, rel=0.05)
     assert costs.hit_rate == pytest.approx(0.5, abs=0.06)

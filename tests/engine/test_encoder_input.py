@@ -19,14 +19,23 @@ GREEDY = Policy(Warp(temperature=0), "block", seed=0, prompt_length=1)
 
 
 def info(*, num_pages: int = 100, max_context: int = 64) -> ModelInfo:
-    return ModelInfo(vocab_size=97, max_context=max_context, end_ids=frozenset(), page_size=4, num_pages=num_pages, decoder_start=START)
+    return ModelInfo(
+        vocab_size=97,
+        max_context=max_context,
+        end_ids=frozenset(),
+        page_size=4,
+        num_pages=num_pages,
+        decoder_start=START,
+    )
 
 
 def request(length: int, *, max_tokens: int = 8) -> Request:
     return Request(tuple(range(1, 1 + length)), max_tokens, Warp(), seed=7)
 
 
-def sequence(length: int = 5, *, seq_id: int = 0, draft_limit: int = 64, max_tokens: int = 8) -> Running:
+def sequence(
+    length: int = 5, *, seq_id: int = 0, draft_limit: int = 64, max_tokens: int = 8
+) -> Running:
     return Running(
         seq_id,
         request(length, max_tokens=max_tokens),
@@ -43,11 +52,18 @@ def write(one: Running, *tokens: int) -> None:
         one.commit(Verdict(one.seq_id, 0, token, None), None)
 
 
-def test_a_text_begins_with_the_decoders_first_token_and_the_source_goes_with_steps_that_start_at_0_alone() -> None:
+def test_a_text_begins_with_the_decoders_first_token_and_the_source_goes_with_steps_that_start_at_0_alone() -> (
+    None
+):
     one = sequence()
     assert (one.committed, one.pending) == ([START], 6)
     first = one.verify_step(stop=1, proposal=None)
-    assert (first.start, first.tokens, first.source, first.decide) == (0, (START,), (1, 2, 3, 4, 5), True)
+    assert (first.start, first.tokens, first.source, first.decide) == (
+        0,
+        (START,),
+        (1, 2, 3, 4, 5),
+        True,
+    )
     write(one, 40)
     later = one.verify_step(stop=2, proposal=None)
     assert (later.start, later.tokens, later.source, one.pending) == (1, (40,), (), 1)
@@ -105,7 +121,12 @@ def test_sources_are_read_whole_as_many_as_the_round_holds_and_the_oldest_always
     long, *short = queue(schedule, [50, 10, 10, 10])
     batch = planned(schedule)
     assert [row.sequence for row in batch.rows] == [long]
-    assert (batch.rows[0].stop, batch.rows[0].decides, batch.rows[0].gamma, batch.num_prompt_tokens) == (1, True, 0, 51)
+    assert (
+        batch.rows[0].stop,
+        batch.rows[0].decides,
+        batch.rows[0].gamma,
+        batch.num_prompt_tokens,
+    ) == (1, True, 0, 51)
     write(long, 40)
     batch = planned(schedule)
     assert [row.sequence for row in batch.rows] == [long, *short[:2]]
@@ -121,7 +142,11 @@ def test_a_drafter_reads_no_more_sources_in_a_round_than_the_target() -> None:
     assert [(row.draft_stop, row.gamma) for row in rows] == [(2, 2), (None, 0), (None, 0)]
     made[0].draft_held = made[1].draft_held = 1
     rows = planned(schedule).rows
-    assert [(row.draft_stop, row.gamma) for row in rows] == [(2, 2), (2, 2), (1, 0)]  # too long for any round: it is read alone
+    assert [(row.draft_stop, row.gamma) for row in rows] == [
+        (2, 2),
+        (2, 2),
+        (1, 0),
+    ]  # too long for any round: it is read alone
 
 
 def test_the_pages_of_sources_count_and_the_youngest_gives_way() -> None:
@@ -145,7 +170,9 @@ def test_what_no_encoder_can_read_and_what_leaves_no_room_for_a_text_is_refused(
     admission().check(request(64))
     with pytest.raises(TooLong, match="the source has 65 tokens, but the encoder reads at most 64"):
         admission().check(request(65))
-    with pytest.raises(TooLong, match="the source has 40 tokens, next to which the cache has no room"):
+    with pytest.raises(
+        TooLong, match="the source has 40 tokens, next to which the cache has no room"
+    ):
         admission(num_pages=10).check(request(40))
     assert admission(num_pages=12).room(request(40)) == 8
     assert admission().room(request(40)) == 64
@@ -155,7 +182,14 @@ def test_penalties_see_what_the_decoder_wrote_and_nothing_of_the_source() -> Non
     assert admission().policy(request(40)).prompt_length == 1
 
 
-def draft(start: int, tokens: tuple[int, ...], *, source: tuple[int, ...] = (), gamma: int = 4, seq_id: int = 0) -> DraftStep:
+def draft(
+    start: int,
+    tokens: tuple[int, ...],
+    *,
+    source: tuple[int, ...] = (),
+    gamma: int = 4,
+    seq_id: int = 0,
+) -> DraftStep:
     return DraftStep(seq_id, start, tokens, gamma, GREEDY, source)
 
 
@@ -165,7 +199,9 @@ def test_drafts_are_copied_from_the_source_and_from_what_was_written(kind: str) 
     source = (5, 6, 7, 8, 9, 2)
     (first,) = drafter.draft([draft(0, (START, 5, 6), source=source)], bool)
     assert (first.start, first.tokens, first.held) == (3, (7, 8, 9, 2), 7)
-    (second,) = drafter.draft([draft(5, (30, 31, 5, 6, 7, 8, 30, 31))], bool)  # two drafts stood; the latest match is in what was written
+    (second,) = drafter.draft(
+        [draft(5, (30, 31, 5, 6, 7, 8, 30, 31))], bool
+    )  # two drafts stood; the latest match is in what was written
     assert (second.start, second.tokens) == (13, (5, 6, 7, 8))
     drafter.release([0])
     (again,) = drafter.draft([draft(0, (START, 8, 9), source=source, gamma=1)], bool)

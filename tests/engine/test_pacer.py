@@ -12,7 +12,14 @@ from specserve.types import Policy, Proposal, Request, Speculation, Verdict, War
 
 def sequence(wish: int | None = None) -> Sequence:
     request = Request((1, 2, 3), 1000, Warp(), seed=1, speculation=Speculation(gamma=wish))
-    return Sequence(1, request, Policy(Warp(), "block", 1, 3), context=9999, draft_limit=9999, end_ids=frozenset())
+    return Sequence(
+        1,
+        request,
+        Policy(Warp(), "block", 1, 3),
+        context=9999,
+        draft_limit=9999,
+        end_ids=frozenset(),
+    )
 
 
 def feed(pacer: Pacer, *, accepted: float, pass_seconds: float, rounds: int = 300) -> list[int]:
@@ -25,7 +32,12 @@ def feed(pacer: Pacer, *, accepted: float, pass_seconds: float, rounds: int = 30
         owed -= taken
         proposal = Proposal(1, 3, (5,) * gamma, None, 3) if gamma else None
         batch = Batch([Row(sequence(), 3, decides=True, gamma=gamma, proposal=proposal)])
-        pacer.observe(batch, batch.outcomes([Verdict(1, taken, 6, None)]), draft_seconds=gamma * pass_seconds, verify_seconds=0.010)
+        pacer.observe(
+            batch,
+            batch.outcomes([Verdict(1, taken, 6, None)]),
+            draft_seconds=gamma * pass_seconds,
+            verify_seconds=0.010,
+        )
         gammas.append(gamma)
     return gammas
 
@@ -81,7 +93,9 @@ def test_drafting_is_resumed_when_it_pays_again():
 
 def test_alpha_counts_what_was_judged_not_what_lies_behind_a_refusal():
     pacer = Pacer(4, max_gamma=4)
-    feed(pacer, accepted=0.25, pass_seconds=0.001, rounds=500)  # 1 of 4 each round: one accepted, one refused, two unknown
+    feed(
+        pacer, accepted=0.25, pass_seconds=0.001, rounds=500
+    )  # 1 of 4 each round: one accepted, one refused, two unknown
     assert pacer.acceptance.alpha == pytest.approx(0.5, abs=0.02)
 
 
@@ -95,6 +109,11 @@ def test_a_long_rest_does_not_wear_out_what_was_measured():
 def test_rounds_with_prompts_say_nothing_about_seconds():
     pacer = Pacer(None, max_gamma=4)
     before = float(pacer.costs.verify(1)), pacer.costs.draft_pass
-    batch = Batch([Row(sequence(), 3, decides=True, gamma=1, proposal=Proposal(1, 3, (5,), None, 3))], num_prompt_tokens=100)
-    pacer.observe(batch, batch.outcomes([Verdict(1, 1, 6, None)]), draft_seconds=9.0, verify_seconds=9.0)
+    batch = Batch(
+        [Row(sequence(), 3, decides=True, gamma=1, proposal=Proposal(1, 3, (5,), None, 3))],
+        num_prompt_tokens=100,
+    )
+    pacer.observe(
+        batch, batch.outcomes([Verdict(1, 1, 6, None)]), draft_seconds=9.0, verify_seconds=9.0
+    )
     assert (float(pacer.costs.verify(1)), pacer.costs.draft_pass) == before

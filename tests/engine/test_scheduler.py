@@ -13,16 +13,38 @@ from specserve.types import Policy, Proposal, Request, Verdict, Warp
 from tests.support.fakes import model_info
 
 
-def scheduler(*, num_pages=1000, page_size=4, max_running=8, max_queued=100, max_batch_tokens=64, max_gamma=4) -> Scheduler:
+def scheduler(
+    *, num_pages=1000, page_size=4, max_running=8, max_queued=100, max_batch_tokens=64, max_gamma=4
+) -> Scheduler:
     info = model_info(num_pages=num_pages, page_size=page_size)
-    return Scheduler(info, max_running=max_running, max_queued=max_queued, max_batch_tokens=max_batch_tokens, max_gamma=max_gamma)
+    return Scheduler(
+        info,
+        max_running=max_running,
+        max_queued=max_queued,
+        max_batch_tokens=max_batch_tokens,
+        max_gamma=max_gamma,
+    )
 
 
-def queue(schedule: Scheduler, *lengths: int, max_tokens: int = 100, draft_limit: int = 10_000) -> list[Sequence]:
+def queue(
+    schedule: Scheduler, *lengths: int, max_tokens: int = 100, draft_limit: int = 10_000
+) -> list[Sequence]:
     made = []
     for length in lengths:
-        request, policy = Request((1,) * length, max_tokens, Warp(), seed=1), Policy(Warp(), "block", 1, length)
-        made.append(Sequence(schedule.num_sequences, request, policy, context=10_000, draft_limit=draft_limit, end_ids=frozenset()))
+        request, policy = (
+            Request((1,) * length, max_tokens, Warp(), seed=1),
+            Policy(Warp(), "block", 1, length),
+        )
+        made.append(
+            Sequence(
+                schedule.num_sequences,
+                request,
+                policy,
+                context=10_000,
+                draft_limit=draft_limit,
+                end_ids=frozenset(),
+            )
+        )
         schedule.queue(made[-1])
     return made
 
@@ -34,7 +56,13 @@ def plan(schedule: Scheduler, gamma: int = 0) -> Batch:
 
 def play(batch: Batch) -> None:
     """The round succeeds: one token for each row that decides, no draft accepted."""
-    batch.verify_steps([Proposal(row.sequence.seq_id, row.stop, (1,) * row.gamma, None, row.draft_stop) for row in batch.rows if row.draft_stop])
+    batch.verify_steps(
+        [
+            Proposal(row.sequence.seq_id, row.stop, (1,) * row.gamma, None, row.draft_stop)
+            for row in batch.rows
+            if row.draft_stop
+        ]
+    )
     batch.commit([Verdict(row.sequence.seq_id, 0, 2, None) for row in batch.rows if row.decides])
 
 
@@ -42,7 +70,11 @@ def decoding(schedule: Scheduler, *lengths: int) -> list[Sequence]:
     """Queues prompts and plays until each has decided once, so that all decode."""
     made = queue(schedule, *(length - 1 for length in lengths))
     for _ in range(1000):
-        waiting = [sequence for sequence, length in zip(made, lengths, strict=True) if sequence.length < length]
+        waiting = [
+            sequence
+            for sequence, length in zip(made, lengths, strict=True)
+            if sequence.length < length
+        ]
         if not waiting:
             return made
         play(plan(schedule))
@@ -121,7 +153,11 @@ def test_prompts_of_one_length_finish_in_order_of_arrival():
     finished: list[int] = []
     for _ in range(100):
         play(plan(schedule))
-        finished += [sequence.seq_id for sequence in made if sequence.length > 50 and sequence.seq_id not in finished]
+        finished += [
+            sequence.seq_id
+            for sequence in made
+            if sequence.length > 50 and sequence.seq_id not in finished
+        ]
     assert finished == [0, 1, 2, 3, 4, 5]
 
 
@@ -237,4 +273,8 @@ def test_a_drafter_that_lost_everything_catches_up_over_several_rounds_and_draft
 def test_catching_up_is_shared_so_that_no_draft_pass_grows_beyond_a_rounds_budget():
     schedule = scheduler(max_batch_tokens=16, num_pages=1000)
     decoding(schedule, 10, 20, 30)
-    assert [(len(step.tokens), step.gamma) for step in plan(schedule, gamma=3).draft_steps()] == [(13, 3), (5, 0), (1, 0)]
+    assert [(len(step.tokens), step.gamma) for step in plan(schedule, gamma=3).draft_steps()] == [
+        (13, 3),
+        (5, 0),
+        (1, 0),
+    ]

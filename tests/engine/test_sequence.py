@@ -5,21 +5,40 @@ from __future__ import annotations
 import pytest
 
 from specserve.engine.sequence import Sequence
-from specserve.types import Finish, Grammar, Logprobs, Origin, Policy, Proposal, Request, Speculation, Verdict, Warp
+from specserve.types import (
+    Finish,
+    Grammar,
+    Logprobs,
+    Origin,
+    Policy,
+    Proposal,
+    Request,
+    Speculation,
+    Verdict,
+    Warp,
+)
 
 EOS, STOP = 90, 91
 A, C, B, P = Origin.ACCEPTED, Origin.CORRECTION, Origin.BONUS, Origin.PLAIN
 
 
-def make(prompt=(1, 2, 3), *, max_tokens=20, context=100, draft_limit=100, verifier="block", **request) -> Sequence:
+def make(
+    prompt=(1, 2, 3), *, max_tokens=20, context=100, draft_limit=100, verifier="block", **request
+) -> Sequence:
     request = Request(tuple(prompt), max_tokens, Warp(), seed=7, **request)
     policy = Policy(Warp(), verifier, 7, len(prompt))
-    return Sequence(5, request, policy, context=context, draft_limit=draft_limit, end_ids=frozenset({EOS}))
+    return Sequence(
+        5, request, policy, context=context, draft_limit=draft_limit, end_ids=frozenset({EOS})
+    )
 
 
-def commit(sequence: Sequence, drafts: tuple[int, ...], *, accepted: int, next_token: int, logprobs=None):
+def commit(
+    sequence: Sequence, drafts: tuple[int, ...], *, accepted: int, next_token: int, logprobs=None
+):
     start = sequence.length
-    proposal = Proposal(5, start, drafts, None, held=start + max(0, len(drafts) - 1)) if drafts else None
+    proposal = (
+        Proposal(5, start, drafts, None, held=start + max(0, len(drafts) - 1)) if drafts else None
+    )
     return sequence.commit(Verdict(5, accepted, next_token, logprobs), proposal)
 
 
@@ -32,11 +51,17 @@ def commit(sequence: Sequence, drafts: tuple[int, ...], *, accepted: int, next_t
         ((10, 11, 12), 3, (10, 11, 12, 40), (A, A, A, B)),
     ],
 )
-def test_a_round_commits_the_accepted_drafts_and_the_next_token_and_says_where_each_came_from(drafts, accepted, tokens, origins):
+def test_a_round_commits_the_accepted_drafts_and_the_next_token_and_says_where_each_came_from(
+    drafts, accepted, tokens, origins
+):
     sequence = make()
     chunk = commit(sequence, drafts, accepted=accepted, next_token=40)
     assert (chunk.tokens, chunk.origins, chunk.finish) == (tokens, origins, None)
-    assert (chunk.stats.rounds, chunk.stats.drafted, chunk.stats.accepted) == (1, len(drafts), accepted)
+    assert (chunk.stats.rounds, chunk.stats.drafted, chunk.stats.accepted) == (
+        1,
+        len(drafts),
+        accepted,
+    )
     assert sequence.committed == [1, 2, 3, *tokens]
 
 
@@ -85,14 +110,22 @@ def test_the_context_length_ends_the_text():
 
 def test_logprobs_are_cut_with_their_tokens():
     logprobs = tuple(Logprobs(-float(i), (), ()) for i in range(4))
-    assert commit(make(max_tokens=2), (10, 11, 12), accepted=3, next_token=40, logprobs=logprobs).logprobs == logprobs[:2]
+    assert (
+        commit(
+            make(max_tokens=2), (10, 11, 12), accepted=3, next_token=40, logprobs=logprobs
+        ).logprobs
+        == logprobs[:2]
+    )
 
 
 def test_after_a_verdict_both_caches_hold_the_accepted_part_and_the_next_steps_carry_the_rest():
     sequence = make()
     commit(sequence, (10, 11, 12), accepted=1, next_token=40)  # 1 2 3 10 40
     assert (sequence.target_held, sequence.draft_held) == (4, 4)
-    verify, draft = sequence.verify_step(stop=5, proposal=None), sequence.draft_step(stop=5, gamma=2)
+    verify, draft = (
+        sequence.verify_step(stop=5, proposal=None),
+        sequence.draft_step(stop=5, gamma=2),
+    )
     assert (verify.start, verify.tokens, verify.drafts, verify.decide) == (4, (40,), (), True)
     assert (draft.start, draft.tokens, draft.gamma) == (4, (40,), 2)
 
@@ -119,7 +152,11 @@ def test_a_grammar_goes_with_the_steps_that_start_at_0_and_with_no_others():
 def test_a_verdict_that_is_an_error_ends_the_sequence_without_a_token():
     sequence = make()
     chunk = sequence.commit(Verdict(5, 0, 7, None, "its grammar takes too much"), None)
-    assert (chunk.tokens, chunk.finish, chunk.error) == ((), Finish.ERROR, "its grammar takes too much")
+    assert (chunk.tokens, chunk.finish, chunk.error) == (
+        (),
+        Finish.ERROR,
+        "its grammar takes too much",
+    )
     assert sequence.committed == [1, 2, 3]
 
 
@@ -137,7 +174,12 @@ def test_a_chunk_of_the_prompt_moves_what_is_held_and_commits_nothing():
     step = sequence.verify_step(stop=4, proposal=None)
     assert (step.tokens, step.decide) == ((0, 1, 2, 3), False)
     sequence.read(stop=4, proposal=Proposal(5, 4, (), None, held=4))
-    assert (sequence.target_held, sequence.draft_held, sequence.pending, sequence.length) == (4, 4, 6, 10)
+    assert (sequence.target_held, sequence.draft_held, sequence.pending, sequence.length) == (
+        4,
+        4,
+        6,
+        10,
+    )
     assert sequence.stats.target_passes == 1
     assert sequence.stats.rounds == 0
 
@@ -151,12 +193,20 @@ def test_no_more_is_drafted_than_can_be_used():
 
 
 def test_only_lenient_is_reported_as_lossy():
-    assert [make(verifier=name).stats.lossless for name in ("speculative", "block", "coupled", "lenient")] == [True, True, True, False]
+    assert [
+        make(verifier=name).stats.lossless
+        for name in ("speculative", "block", "coupled", "lenient")
+    ] == [True, True, True, False]
 
 
 def test_a_sequence_ended_from_outside_reports_its_statistics_and_brings_no_token():
     sequence = make(speculation=Speculation(gamma=3))
     commit(sequence, (10, 11), accepted=1, next_token=40)
     chunk = sequence.end(Finish.ERROR, error="lost")
-    assert (chunk.tokens, chunk.origins, chunk.finish, chunk.error) == ((), (), Finish.ERROR, "lost")
+    assert (chunk.tokens, chunk.origins, chunk.finish, chunk.error) == (
+        (),
+        (),
+        Finish.ERROR,
+        "lost",
+    )
     assert (chunk.stats.rounds, chunk.stats.drafted, chunk.stats.accepted) == (1, 2, 1)

@@ -13,7 +13,19 @@ from specserve.drafters.ngram.kinds import open_statistical
 from specserve.errors import BadValue
 from specserve.types import VERIFIERS, Finish, Grammar, Request, Speculation, Warp
 from tests.support.cascade_engines import Cascades
-from tests.support.constrained_texts import END, GRAMMAR, LONG, TOKENS, Exact, allowed, obey, requests, tiny_grammars, tiny_pairs, written
+from tests.support.constrained_texts import (
+    END,
+    GRAMMAR,
+    LONG,
+    TOKENS,
+    Exact,
+    allowed,
+    obey,
+    requests,
+    tiny_grammars,
+    tiny_pairs,
+    written,
+)
 from tests.support.continuations import PROMPTS, WARPS, Pairs
 from tests.support.engines import GREEDY, Engine, Run
 from tests.support.tied_engines import TiedPairs
@@ -44,7 +56,11 @@ def check_finished(run: Run) -> int:
 
 
 CASES = [
-    *[(verifier, drafter, gamma) for verifier in VERIFIERS for drafter, gamma in (("full", 1), ("full", 4), ("top 3", None))],
+    *[
+        (verifier, drafter, gamma)
+        for verifier in VERIFIERS
+        for drafter, gamma in (("full", 1), ("full", 4), ("top 3", None))
+    ],
     ("each", "none", 0),
     ("each", "7 of 8 ids", 4),
     ("each", "ahead", None),
@@ -52,7 +68,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("verifier", "drafter", "gamma"), CASES)
-def test_sampled_texts_have_the_distribution_of_the_constrained_target(pairs: Pairs, exact: Exact, verifier, drafter, gamma):
+def test_sampled_texts_have_the_distribution_of_the_constrained_target(
+    pairs: Pairs, exact: Exact, verifier, drafter, gamma
+):
     number = CASES.index((verifier, drafter, gamma))
     asked = requests(verifier, SAMPLES, first_seed=SEED + number * SAMPLES)
     run = written(pairs.engines[drafter], asked, gamma)
@@ -67,7 +85,9 @@ def test_warps_of_all_kinds_apply_to_what_the_grammar_leaves(pairs: Pairs, exact
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_drafts_that_know_no_grammar_are_refused_and_change_nothing(pairs: Pairs, exact: Exact, verifier):
+def test_drafts_that_know_no_grammar_are_refused_and_change_nothing(
+    pairs: Pairs, exact: Exact, verifier
+):
     asked = requests(verifier, SAMPLES, first_seed=SEED * 3 + VERIFIERS.index(verifier) * SAMPLES)
     known = pairs.engines["full"].target.parses.grammars
     lawful = written(pairs.engines["full"], asked, 3)
@@ -80,7 +100,10 @@ def test_drafts_that_know_no_grammar_are_refused_and_change_nothing(pairs: Pairs
 
 
 def test_sequences_that_lose_their_pages_in_mid_text_go_on_under_their_grammar(pairs: Pairs):
-    asked = [replace(request, grammar=LONG) for request in requests("each", SAMPLES, first_seed=SEED * 4, max_tokens=24)]
+    asked = [
+        replace(request, grammar=LONG)
+        for request in requests("each", SAMPLES, first_seed=SEED * 4, max_tokens=24)
+    ]
     run = written(pairs.engines["full"], asked, 4)
     assert run.num_preempted > 0
     assert all(re.fullmatch("[abc]{24,30}d*", text_of(tokens)) for tokens in run.texts)
@@ -109,7 +132,9 @@ def test_drafters_tied_to_the_target_stay_exact(tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize("kind", ["max_gram", "random"])
 def test_copies_and_tables_stay_exact(pairs: Pairs, exact: Exact, kind):
     engine = pairs.engines["none"]
-    drafter = open_statistical(kind, path=None, learn=None, support=4, vocab_size=8, grammars=engine.target.parses.grammars)
+    drafter = open_statistical(
+        kind, path=None, learn=None, support=4, vocab_size=8, grammars=engine.target.parses.grammars
+    )
     asked = requests("each", SAMPLES, first_seed=SEED * 7)
     run = written(engine, asked, 3, with_drafter=drafter)
     assert run.accepted > 0
@@ -127,30 +152,51 @@ def plain_greedy(exact: Exact, prompt: tuple[int, ...], max_tokens: int) -> tupl
 
 @pytest.mark.parametrize("drafter", ["full", "top 3", "ahead", "none"])
 @pytest.mark.parametrize("gamma", [0, 1, 4])
-def test_greedy_texts_are_those_of_plain_constrained_decoding(pairs: Pairs, exact: Exact, drafter, gamma):
-    asked = [Request(prompt, 20, GREEDY, seed, grammar=GRAMMAR) for seed, prompt in enumerate(PROMPTS)]
-    assert written(pairs.engines[drafter], asked, gamma).texts == [plain_greedy(exact, prompt, 20) for prompt in PROMPTS]
+def test_greedy_texts_are_those_of_plain_constrained_decoding(
+    pairs: Pairs, exact: Exact, drafter, gamma
+):
+    asked = [
+        Request(prompt, 20, GREEDY, seed, grammar=GRAMMAR) for seed, prompt in enumerate(PROMPTS)
+    ]
+    assert written(pairs.engines[drafter], asked, gamma).texts == [
+        plain_greedy(exact, prompt, 20) for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize("drafter", ["full", "top 3", "7 of 8 ids", "ahead"])
 def test_a_seed_gives_the_same_text_with_any_drafter_and_gamma(pairs: Pairs, drafter):
-    asked = [replace(request, seeded=True) for request in requests("coupled", 60, first_seed=SEED * 8, max_tokens=20)]
+    asked = [
+        replace(request, seeded=True)
+        for request in requests("coupled", 60, first_seed=SEED * 8, max_tokens=20)
+    ]
     plain = written(pairs.engines["none"], asked, 0)
     assert len({answer.tokens for answer in plain.answers}) > 5
     assert written(pairs.engines[drafter], asked, None).texts == plain.texts
 
 
 def test_a_text_goes_on_where_another_engine_left_it(pairs: Pairs):
-    asked = [replace(request, seeded=True) for request in requests("coupled", 60, first_seed=SEED * 9, max_tokens=20)]
+    asked = [
+        replace(request, seeded=True)
+        for request in requests("coupled", 60, first_seed=SEED * 9, max_tokens=20)
+    ]
     whole = written(pairs.engines["full"], asked, 3)
-    rest = [replace(request, written=text[: len(text) // 2]) for request, text in zip(asked, whole.texts, strict=True)]
+    rest = [
+        replace(request, written=text[: len(text) // 2])
+        for request, text in zip(asked, whole.texts, strict=True)
+    ]
     again = written(pairs.engines["full"], rest, 3)
-    assert [(*request.written, *text) for request, text in zip(rest, again.texts, strict=True)] == whole.texts
+    assert [
+        (*request.written, *text) for request, text in zip(rest, again.texts, strict=True)
+    ] == whole.texts
 
 
 @pytest.mark.parametrize("drafter", ["full", "ahead"])
-def test_long_prompts_come_in_chunks_and_the_grammar_with_the_first(pairs: Pairs, exact: Exact, drafter):
-    asked = [Request(prompt, 20, GREEDY, seed, grammar=GRAMMAR) for seed, prompt in enumerate(PROMPTS)]
+def test_long_prompts_come_in_chunks_and_the_grammar_with_the_first(
+    pairs: Pairs, exact: Exact, drafter
+):
+    asked = [
+        Request(prompt, 20, GREEDY, seed, grammar=GRAMMAR) for seed, prompt in enumerate(PROMPTS)
+    ]
     run = written(pairs.engines[drafter], asked, 3, max_batch_tokens=8)
     assert run.texts == [plain_greedy(exact, prompt, 20) for prompt in PROMPTS]
 
@@ -159,7 +205,10 @@ def test_long_prompts_come_in_chunks_and_the_grammar_with_the_first(pairs: Pairs
 def test_workers_that_start_anew_are_told_the_grammar_again(pairs: Pairs, lost):
     """They forget all that they held, the target in the middle of a pass."""
     engine = pairs.engines["full"]
-    asked = [replace(request, seeded=True, grammar=LONG) for request in requests("coupled", 12, first_seed=SEED * 12, max_tokens=24)]
+    asked = [
+        replace(request, seeded=True, grammar=LONG)
+        for request in requests("coupled", 12, first_seed=SEED * 12, max_tokens=24)
+    ]
     whole = written(engine, asked, 3)
     calls, verify = itertools.count(), engine.target.verify
 
@@ -182,7 +231,11 @@ def test_workers_that_start_anew_are_told_the_grammar_again(pairs: Pairs, lost):
 @pytest.mark.parametrize("refused", [{"ignore_eos": True}])
 def test_what_does_not_go_with_a_grammar_is_refused_before_it_is_queued(pairs: Pairs, refused):
     with pytest.raises(BadValue, match="ignore_eos does not go with a grammar"):
-        written(pairs.engines["none"], [Request(PROMPTS[0], 9, Warp(), 5, grammar=GRAMMAR, **refused)], 0)
+        written(
+            pairs.engines["none"],
+            [Request(PROMPTS[0], 9, Warp(), 5, grammar=GRAMMAR, **refused)],
+            0,
+        )
 
 
 FORCED = Grammar("regex", "abcdcabdcaab(c|d)")
@@ -191,9 +244,25 @@ FORCED = Grammar("regex", "abcdcabdcaab(c|d)")
 def test_what_is_forced_is_drafted_without_a_pass_and_accepted(pairs: Pairs):
     engine = pairs.engines["full"]
     passes, run = [], engine.drafter.runner.run
-    engine.drafter.runner.run = lambda steps, wanted: (passes.append(sum(wanted)), run(steps, wanted))[1]
+    engine.drafter.runner.run = lambda steps, wanted: (
+        passes.append(sum(wanted)),
+        run(steps, wanted),
+    )[1]
     try:
-        done = written(engine, [Request(PROMPTS[0], 20, Warp(), 3, speculation=Speculation(verifier="speculative"), grammar=FORCED)], 4)
+        done = written(
+            engine,
+            [
+                Request(
+                    PROMPTS[0],
+                    20,
+                    Warp(),
+                    3,
+                    speculation=Speculation(verifier="speculative"),
+                    grammar=FORCED,
+                )
+            ],
+            4,
+        )
     finally:
         del engine.drafter.runner.run
     (answer,) = done.answers
@@ -203,18 +272,31 @@ def test_what_is_forced_is_drafted_without_a_pass_and_accepted(pairs: Pairs):
 
 
 def test_neighbours_without_a_grammar_write_what_they_write_alone(pairs: Pairs):
-    free = [Request(prompt, 12, warp, 7 + i, seeded=True) for i, warp in enumerate(WARPS["mixed"]) for prompt in PROMPTS]
+    free = [
+        Request(prompt, 12, warp, 7 + i, seeded=True)
+        for i, warp in enumerate(WARPS["mixed"])
+        for prompt in PROMPTS
+    ]
     bound = requests("each", len(free), first_seed=SEED * 10)
     alone = written(pairs.engines["full"], free, 3)
-    together = written(pairs.engines["full"], [one for both in zip(free, bound, strict=True) for one in both], 3)
+    together = written(
+        pairs.engines["full"], [one for both in zip(free, bound, strict=True) for one in both], 3
+    )
     assert together.texts[::2] == alone.texts
     check_finished(Run(together.answers[1::2]))
 
 
 @pytest.mark.parametrize("drafter", ["full", "ahead", "none"])
 def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(pairs: Pairs, drafter):
-    broken = [Grammar("lark", "start: <|nothing|>"), Grammar("json_schema", '{"$ref": "#"}'), Grammar("regex", "é"), Grammar("regex", "a(")]
-    asked = [Request(PROMPTS[0], 9, Warp(), 5, grammar=grammar) for grammar in broken] + requests("block", 6, first_seed=SEED * 11)
+    broken = [
+        Grammar("lark", "start: <|nothing|>"),
+        Grammar("json_schema", '{"$ref": "#"}'),
+        Grammar("regex", "é"),
+        Grammar("regex", "a("),
+    ]
+    asked = [Request(PROMPTS[0], 9, Warp(), 5, grammar=grammar) for grammar in broken] + requests(
+        "block", 6, first_seed=SEED * 11
+    )
     run = written(pairs.engines[drafter], asked, 3)
     assert [answer.finish for answer in run.answers[:4]] == [Finish.ERROR] * 4
     assert all(answer.error and not answer.tokens for answer in run.answers[:4])
@@ -233,4 +315,8 @@ def test_logprobs_are_those_of_the_model_without_its_grammar(pairs: Pairs):
     finally:
         del engine.target.verify
     assert found
-    assert all(np.isfinite(row.top).all() and abs(np.exp(row.top).sum() - 1) < 1e-4 for verdict in found for row in verdict.logprobs)
+    assert all(
+        np.isfinite(row.top).all() and abs(np.exp(row.top).sum() - 1) < 1e-4
+        for verdict in found
+        for row in verdict.logprobs
+    )

@@ -17,7 +17,14 @@ from specserve.grammar.matcher import KEPT, Grammars, Parse, rows_of
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.types import Grammar
 from tests.support import checkpoints
-from tests.support.constrained_texts import END, GRAMMAR, TOKENS, allowed, tiny_grammars, tiny_tokenizer
+from tests.support.constrained_texts import (
+    END,
+    GRAMMAR,
+    TOKENS,
+    allowed,
+    tiny_grammars,
+    tiny_tokenizer,
+)
 
 SCHEMA = Grammar(
     "json_schema",
@@ -28,11 +35,15 @@ SCHEMA = Grammar(
 
 @pytest.fixture(scope="module")
 def demo() -> Grammars:
-    return Grammars.of(lambda: load_tokenizer(DEMO / "target"), vocab_size=4100, end_ids=frozenset({0}))
+    return Grammars.of(
+        lambda: load_tokenizer(DEMO / "target"), vocab_size=4100, end_ids=frozenset({0})
+    )
 
 
 def ids(parse: Parse, vocab: int) -> list[int]:
-    return np.flatnonzero(np.unpackbits(parse.bits().view(np.uint8), count=vocab, bitorder="little")).tolist()
+    return np.flatnonzero(
+        np.unpackbits(parse.bits().view(np.uint8), count=vocab, bitorder="little")
+    ).tolist()
 
 
 def walked(grammars: Grammars, grammar: Grammar, *, seed: int, steps: int, vocab: int):
@@ -52,7 +63,9 @@ def walked(grammars: Grammars, grammar: Grammar, *, seed: int, steps: int, vocab
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_is_allowed_follows_from_the_tokens_alone_wherever_the_text_has_been_before(demo: Grammars, seed):
+def test_what_is_allowed_follows_from_the_tokens_alone_wherever_the_text_has_been_before(
+    demo: Grammars, seed
+):
     for i, parse in enumerate(walked(demo, SCHEMA, seed=seed, steps=300, vocab=4100)):
         if i % 5 == 0:
             fresh = demo.begun(SCHEMA)
@@ -66,12 +79,17 @@ def test_allowed_are_the_tokens_that_some_text_goes_on_with_and_where_one_spelli
     texts |= {text + tail for text in texts for tail in ("ddb", "ddc")}
     assert all(re.fullmatch(GRAMMAR.text, text) for text in texts)
     for length in range(4):
-        for prefix in product([token for token in range(len(TOKENS)) if token != END], repeat=length):
+        for prefix in product(
+            [token for token in range(len(TOKENS)) if token != END], repeat=length
+        ):
             written = b"".join(TOKENS[token] for token in prefix).decode()
             if not any(text.startswith(written) for text in texts):
                 continue
             lawful = {
-                token for token in range(len(TOKENS)) if token != END and any(text.startswith(written + TOKENS[token].decode()) for text in texts)
+                token
+                for token in range(len(TOKENS))
+                if token != END
+                and any(text.startswith(written + TOKENS[token].decode()) for text in texts)
             }
             lawful |= {END} & ({END} if written in texts else set())
             found = set(np.flatnonzero(allowed(prefix)).tolist()) if len(written) <= 4 else set()
@@ -84,7 +102,9 @@ def test_the_rows_of_drafts_are_those_of_the_texts_that_they_would_make(demo: Gr
     parses = [demo.begun(SCHEMA) for _ in range(3)]
     parses[1].write(0, tokens[:5])
     wrong = [*tokens[5:7], 1, 5]
-    wrong[2] = next(token for token in range(1, 4096) if demo_forbids(demo, [*tokens[:5], *wrong[:2]], token))
+    wrong[2] = next(
+        token for token in range(1, 4096) if demo_forbids(demo, [*tokens[:5], *wrong[:2]], token)
+    )
     bits = rows_of(demo, [(parses[0], tokens[:6]), (parses[1], wrong), (parses[2], [])])
     step = demo.begun(SCHEMA)
     for row, token in zip(bits, [*tokens[:6], None], strict=False):
@@ -104,7 +124,9 @@ def demo_forbids(demo: Grammars, text: list[int], token: int) -> bool:
 
 
 def test_a_text_ends_where_the_grammar_can_and_with_any_end_token():
-    grammars = Grammars(lambda: LLTokenizer(tiny_wrapper(), eos_token=[END, 7]), end_ids=frozenset({END, 7}))
+    grammars = Grammars(
+        lambda: LLTokenizer(tiny_wrapper(), eos_token=[END, 7]), end_ids=frozenset({END, 7})
+    )
     parse = grammars.begun(Grammar("regex", "ab"))
     assert not {END, 7} & set(ids(parse, 8))
     parse.write(0, (3,))
@@ -147,7 +169,10 @@ def test_one_lawful_token_left_is_forced_also_the_end():
 
 def test_drafts_are_counted_up_to_the_first_that_may_not_stand():
     parse = tiny_grammars().begun(GRAMMAR)
-    assert [parse.lawful(tokens) for tokens in ((3, 4, 7, 0), (7, 7, 1, END, 4), (3, 0, END), (), (END, 3))] == [3, 4, 3, 0, 1]
+    assert [
+        parse.lawful(tokens)
+        for tokens in ((3, 4, 7, 0), (7, 7, 1, END, 4), (3, 0, END), (), (END, 3))
+    ] == [3, 4, 3, 0, 1]
     assert parse.tokens == []
 
 
@@ -160,7 +185,9 @@ def test_compiled_grammars_are_kept_up_to_a_number():
 
 
 def test_a_model_without_an_end_token_says_so():
-    assert "no token to end" in (Grammars(tiny_tokenizer, end_ids=frozenset()).begun(GRAMMAR).error or "")
+    assert "no token to end" in (
+        Grammars(tiny_tokenizer, end_ids=frozenset()).begun(GRAMMAR).error or ""
+    )
 
 
 def test_ids_that_no_tokenizer_knows_are_never_allowed(demo: Grammars):
@@ -172,7 +199,9 @@ def test_ids_that_no_tokenizer_knows_are_never_allowed(demo: Grammars):
 def test_packed_bits_take_from_the_logits_what_is_forbidden(rows):
     rng = np.random.default_rng(0)
     may = rng.random((3, 70)) < 0.3
-    packed = np.packbits(np.pad(may, ((0, 0), (0, 26))), axis=1, bitorder="little").view(np.int32)[rows]
+    packed = np.packbits(np.pad(may, ((0, 0), (0, 26))), axis=1, bitorder="little").view(np.int32)[
+        rows
+    ]
     logits = torch.randn(3, 75)
     left = Allowed(np.array(rows), packed).applied(logits)
     expected = np.pad(may, ((0, 0), (0, 5)))
@@ -189,7 +218,9 @@ def test_tokenizers_of_checkpoints_spell_what_they_say(tmp_path: Path, kind):
         size, end = checkpoints.VOCAB, checkpoints.EOS
     else:
         size, end = sentencepiece(tmp_path), 2
-    grammars = Grammars.of(lambda: load_tokenizer(tmp_path), vocab_size=size, end_ids=frozenset({end}))
+    grammars = Grammars.of(
+        lambda: load_tokenizer(tmp_path), vocab_size=size, end_ids=frozenset({end})
+    )
     parse = grammars.begun(Grammar("regex", "[a-c]{2}é"))
     while not parse.is_over:
         parse.write(len(parse.tokens), (ids(parse, size)[-1],))
@@ -202,9 +233,38 @@ def sentencepiece(directory: Path) -> int:
     from tokenizers import Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
-    pieces = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], "▁", "a", "b", "c", "▁a", "ab"]
-    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("▁", "a"), ("a", "b")], byte_fallback=True, unk_token="<unk>"))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(directory)
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *[f"<0x{byte:02X}>" for byte in range(256)],
+        "▁",
+        "a",
+        "b",
+        "c",
+        "▁a",
+        "ab",
+    ]
+    backend = Tokenizer(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            [("▁", "a"), ("a", "b")],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(directory)
     return len(pieces)

@@ -23,7 +23,10 @@ NAMED = {"name": "thing", "schema": SCHEMA}
         ({"type": "text"}, None),
         ({"type": "json_object"}, Grammar("json_schema", '{"type": "object"}')),
         ({"type": "json_schema", "json_schema": NAMED}, Grammar("json_schema", json.dumps(SCHEMA))),
-        ({"type": "json_schema", "json_schema": NAMED | {"strict": True, "description": "d"}}, Grammar("json_schema", json.dumps(SCHEMA))),
+        (
+            {"type": "json_schema", "json_schema": NAMED | {"strict": True, "description": "d"}},
+            Grammar("json_schema", json.dumps(SCHEMA)),
+        ),
     ],
 )
 def test_a_response_format_becomes_a_grammar_with_the_properties_in_their_order(given, grammar):
@@ -59,16 +62,26 @@ def deep(levels: int) -> object:
 def test_the_deepest_and_the_largest_are_taken_and_no_more():
     check(read_guided({"json": deep(MAX_DEPTH - 1)}))
     read_guided({"regex": "a" * MAX_SIZE})
-    for given in ({"json": deep(MAX_DEPTH)}, {"json": deep(20_000)}, {"regex": "a" * (MAX_SIZE + 1)}, {"json": {"const": "x" * MAX_SIZE}}):
+    for given in (
+        {"json": deep(MAX_DEPTH)},
+        {"json": deep(20_000)},
+        {"regex": "a" * (MAX_SIZE + 1)},
+        {"json": {"const": "x" * MAX_SIZE}},
+    ):
         with pytest.raises(BadValue, match="guided") as refusal:
             read_guided(given)
         assert (refusal.value.param, len(str(refusal.value)) < 200) == ("guided", True)
 
 
-@pytest.mark.parametrize("schema", [{"const": float("nan")}, {"const": object()}, {"enum": {1, 2}}, "text", ["list"], None, 5])
+@pytest.mark.parametrize(
+    "schema",
+    [{"const": float("nan")}, {"const": object()}, {"enum": {1, 2}}, "text", ["list"], None, 5],
+)
 def test_what_is_no_json_is_refused(schema):
     with pytest.raises(BadValue, match="response_format"):
-        read_response_format({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+        read_response_format(
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        )
 
 
 @pytest.mark.parametrize(
@@ -89,9 +102,17 @@ def test_what_is_not_supported_is_named(grammar, named):
 @pytest.mark.parametrize(
     ("given", "param", "names"),
     [
-        ({"guided": {"regex": "a"}, "response_format": {"type": "json_object"}}, "guided", ["guided", "response_format"]),
+        (
+            {"guided": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "guided",
+            ["guided", "response_format"],
+        ),
         ({"guided": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", ["guided", "ignore_eos"]),
-        ({"response_format": {"type": "json_object"}, "echo": True}, "echo", ["response_format", "echo"]),
+        (
+            {"response_format": {"type": "json_object"}, "echo": True},
+            "echo",
+            ["response_format", "echo"],
+        ),
         ({"guided": {"regex": "a", "json": {}}}, "guided", ["regex", "json"]),
     ],
 )
@@ -103,5 +124,7 @@ def test_what_excludes_one_another_is_refused_naming_both(given, param, names):
 
 
 def test_a_format_of_plain_text_excludes_nothing():
-    assert Sampling(response_format={"type": "text"}, guided={"regex": "a"}, seed=1).grammar == Grammar("regex", "a")
+    assert Sampling(
+        response_format={"type": "text"}, guided={"regex": "a"}, seed=1
+    ).grammar == Grammar("regex", "a")
     Sampling(response_format={"type": "text"}, ignore_eos=True, echo=True)

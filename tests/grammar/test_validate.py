@@ -13,7 +13,10 @@ from specserve.grammar.validate import MAX_BYTES, check
 from specserve.types import Grammar
 
 FINE = [
-    Grammar("json_schema", '{"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"enum": [1, null, "x"]}}, "additionalProperties": false}'),
+    Grammar(
+        "json_schema",
+        '{"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"enum": [1, null, "x"]}}, "additionalProperties": false}',
+    ),
     Grammar("json_schema", "true"),
     Grammar("regex", "[a-z]+|é{2,5}"),
     Grammar("lark", 'start: "a" | "(" start ")"'),
@@ -71,10 +74,24 @@ def test_what_cannot_be_followed_is_named(kind, text, named):
         Grammar("json_schema", json.dumps({"enum": [f"{'v' * 15}{i}" for i in range(2500)]})),
         Grammar(
             "json_schema",
-            json.dumps({"anyOf": [{"type": "object", "properties": {f"k{i}": {"pattern": f"^[a-f]{{1,50}}{i}$"}}} for i in range(500)]}),
+            json.dumps(
+                {
+                    "anyOf": [
+                        {
+                            "type": "object",
+                            "properties": {f"k{i}": {"pattern": f"^[a-f]{{1,50}}{i}$"}},
+                        }
+                        for i in range(500)
+                    ]
+                }
+            ),
         ),
         Grammar(
-            "lark", "start: " + " ".join(f"a{i}?" for i in range(500)) + "\n" + "\n".join(f'a{i}: "x" | a{(7 * i + 1) % 500}' for i in range(500))
+            "lark",
+            "start: "
+            + " ".join(f"a{i}?" for i in range(500))
+            + "\n"
+            + "\n".join(f'a{i}: "x" | a{(7 * i + 1) % 500}' for i in range(500)),
         ),
     ],
 )

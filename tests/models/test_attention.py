@@ -18,7 +18,11 @@ PAGE_SIZE = 16
 STRETCH = 128  # keys; every block is a multiple of it
 SPAN = 40  # keys that cancel before the tail, where a window hides the others
 TAIL = 16  # the queries at the end of a text, which see all that cancels before them
-LOOKED_AT = (100, 330, 1500)  # lengths: of one block, of a few, and of more keys than oneDNN sums at a stretch
+LOOKED_AT = (
+    100,
+    330,
+    1500,
+)  # lengths: of one block, of a few, and of more keys than oneDNN sums at a stretch
 COMPANY = (40, 129, 256, 257, 383, 550, 2000)
 LENGTHS = (*LOOKED_AT, *COMPANY)
 MAX_LENGTH = 4096
@@ -54,7 +58,11 @@ def random_text(shape: Shape, length: int, generator: torch.Generator) -> Text:
     def normal(heads: int, dim: int) -> Tensor:
         return torch.randn(length, heads, dim, generator=generator)
 
-    return Text(normal(shape.heads, shape.dim), normal(shape.kv_heads, shape.dim), normal(shape.kv_heads, shape.v_dim or shape.dim))
+    return Text(
+        normal(shape.heads, shape.dim),
+        normal(shape.kv_heads, shape.dim),
+        normal(shape.kv_heads, shape.v_dim or shape.dim),
+    )
 
 
 def with_cancelling_values(text: Text, *, span: int | None = None) -> Text:
@@ -67,7 +75,9 @@ def with_cancelling_values(text: Text, *, span: int | None = None) -> Text:
     body = text.length - TAIL
     k, v = text.k.clone(), torch.zeros_like(text.v)
     for seen in torch.arange(0 if span is None else max(0, body - span), body).split(STRETCH):
-        one, other = seen[torch.randperm(len(seen), generator=generator)][: len(seen) // 2 * 2].view(2, -1)
+        one, other = seen[torch.randperm(len(seen), generator=generator)][
+            : len(seen) // 2 * 2
+        ].view(2, -1)
         sizes = torch.randint(-8, 8, (len(one), 1, 1), generator=generator).exp2()
         k[other] = k[one]
         v[one], v[other] = sizes * text.v[one], -sizes * text.v[one]
@@ -93,20 +103,41 @@ class Paged:
         self.texts = [Text(text.q.to(dtype), text.k.to(dtype), text.v.to(dtype)) for text in texts]
         kv_heads, dim, v_dim = *texts[0].k.shape[1:], texts[0].v.shape[2]
         per_text = MAX_LENGTH // PAGE_SIZE
-        pages = np.random.default_rng(0).permutation(len(texts) * per_text).reshape(len(texts), per_text)
+        pages = (
+            np.random.default_rng(0)
+            .permutation(len(texts) * per_text)
+            .reshape(len(texts), per_text)
+        )
         self.table = pages.astype(np.int64)
-        self.keys, self.values = (torch.zeros(self.table.size * PAGE_SIZE, kv_heads, width, dtype=dtype) for width in (dim, v_dim))
-        self.geometry = Geometry(PAGE_SIZE, kv_heads, key_block(kv_heads * min(dim, v_dim)), torch.device("cpu"))
+        self.keys, self.values = (
+            torch.zeros(self.table.size * PAGE_SIZE, kv_heads, width, dtype=dtype)
+            for width in (dim, v_dim)
+        )
+        self.geometry = Geometry(
+            PAGE_SIZE, kv_heads, key_block(kv_heads * min(dim, v_dim)), torch.device("cpu")
+        )
         for text, own in zip(self.texts, self.table, strict=True):
             positions = np.arange(text.length)
             slots = own[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
             self.keys[slots], self.values[slots] = text.k, text.v
 
-    def attended(self, parts: Sequence[tuple[int, int, int]], rule: Rule, *, kernel: Kernel = invariant, context: int | None = None) -> list[Tensor]:
+    def attended(
+        self,
+        parts: Sequence[tuple[int, int, int]],
+        rule: Rule,
+        *,
+        kernel: Kernel = invariant,
+        context: int | None = None,
+    ) -> list[Tensor]:
         """Of each part (text, start, stop) what its queries get, all in one pass."""
         which, starts, stops = (np.array(column) for column in zip(*parts, strict=True))
-        layout = Planner(self.geometry).lay_out(Writes(starts, stops - starts, self.table[which], context))
-        q, k, v = (torch.cat([getattr(self.texts[i], name)[start:stop] for i, start, stop in parts]) for name in "qkv")
+        layout = Planner(self.geometry).lay_out(
+            Writes(starts, stops - starts, self.table[which], context)
+        )
+        q, k, v = (
+            torch.cat([getattr(self.texts[i], name)[start:stop] for i, start, stop in parts])
+            for name in "qkv"
+        )
         out = attend(layout, self.keys, self.values, q, k, v, rule=rule, kernel=kernel)
         return list(out.split((stops - starts).tolist()))
 
@@ -117,7 +148,11 @@ class Paged:
 def formula(text: Text, rule: Rule) -> Tensor:
     """Softmax attention as it is written, in float64, query by query. [length, heads, v_dim]"""
     shared = text.q.shape[1] // text.k.shape[1]
-    q, k, v = text.q.double(), text.k.double().repeat_interleave(shared, 1), text.v.double().repeat_interleave(shared, 1)
+    q, k, v = (
+        text.q.double(),
+        text.k.double().repeat_interleave(shared, 1),
+        text.v.double().repeat_interleave(shared, 1),
+    )
     rows = []
     for position in range(text.length):
         first = 0 if rule.window is None else max(0, position + 1 - rule.window)
@@ -143,14 +178,28 @@ RULES = {
 
 @pytest.mark.parametrize("kernel", [invariant, sdpa])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("shape", [Shape(16), Shape(24, kv_heads=4, shared=1), Shape(32, kv_heads=1, shared=4), Shape(24, v_dim=16)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(16),
+        Shape(24, kv_heads=4, shared=1),
+        Shape(32, kv_heads=1, shared=4),
+        Shape(24, v_dim=16),
+    ],
+    ids=str,
+)
 def test_the_numbers_are_those_of_the_formula(shape: Shape, rule: Rule, kernel: Kernel) -> None:
     generator = torch.Generator().manual_seed(0)
     texts = [random_text(shape, length, generator) for length in (45, 1, 150)]
     paged, expected = Paged(texts, torch.float32), [formula(text, rule) for text in texts]
-    whole = paged.attended([(i, 0, text.length) for i, text in enumerate(texts)], rule, kernel=kernel)
+    whole = paged.attended(
+        [(i, 0, text.length) for i, text in enumerate(texts)], rule, kernel=kernel
+    )
     last = paged.attended([(0, 42, 45), (1, 0, 1), (2, 145, 150)], rule, kernel=kernel)
-    for got, want in [*zip(whole, expected, strict=True), *zip(last, [expected[0][42:], expected[1], expected[2][145:]], strict=True)]:
+    for got, want in [
+        *zip(whole, expected, strict=True),
+        *zip(last, [expected[0][42:], expected[1], expected[2][145:]], strict=True),
+    ]:
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
@@ -158,9 +207,15 @@ def test_a_query_sees_what_its_own_pass_writes_and_nothing_past_itself() -> None
     generator = torch.Generator().manual_seed(0)
     old, new = (random_text(Shape(16), 40, generator) for _ in range(2))
     paged = Paged([old], torch.float32)
-    paged.texts[0] = Text(torch.cat([old.q[:30], new.q[30:]]), torch.cat([old.k[:30], new.k[30:]]), torch.cat([old.v[:30], new.v[30:]]))
+    paged.texts[0] = Text(
+        torch.cat([old.q[:30], new.q[30:]]),
+        torch.cat([old.k[:30], new.k[30:]]),
+        torch.cat([old.v[:30], new.v[30:]]),
+    )
     (out,) = paged.attended([(0, 30, 35)], Rule(0.2))  # 35 to 40 still hold what was refused
-    torch.testing.assert_close(out.double(), formula(paged.texts[0], Rule(0.2))[30:35], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        out.double(), formula(paged.texts[0], Rule(0.2))[30:35], atol=1e-5, rtol=1e-5
+    )
 
 
 # The bits
@@ -189,30 +244,45 @@ def cancelling(shape: Shape, kind: str) -> tuple[Paged, Rule]:
     texts = [random_text(shape, length, generator) for length in LENGTHS]
     plain = shape.dim**-0.5
     if kind == "scores":
-        return Paged([with_cancelling_scores(text) for text in texts], torch.bfloat16), Rule(plain * SCORES)
+        return Paged([with_cancelling_scores(text) for text in texts], torch.bfloat16), Rule(
+            plain * SCORES
+        )
     if kind == "values":
         return Paged([with_cancelling_values(text) for text in texts], torch.bfloat16), Rule(plain)
     sinks = torch.linspace(-2, 2, shape.heads).bfloat16()
-    return Paged([with_cancelling_values(text, span=SPAN) for text in texts], torch.bfloat16), Rule(plain, SPAN + TAIL, softcap=3.0, sinks=sinks)
+    return Paged([with_cancelling_values(text, span=SPAN) for text in texts], torch.bfloat16), Rule(
+        plain, SPAN + TAIL, softcap=3.0, sinks=sinks
+    )
 
 
 def one_by_one(paged: Paged, rule: Rule, which: int) -> Tensor:  # [TAIL, heads, dim]
     """What the last queries of a text get, each in a pass of its own."""
     stop = paged.texts[which].length
-    return torch.cat([paged.attended([(which, position, position + 1)], rule)[0] for position in range(stop - TAIL, stop)])
+    return torch.cat(
+        [
+            paged.attended([(which, position, position + 1)], rule)[0]
+            for position in range(stop - TAIL, stop)
+        ]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_query_s_bits_do_not_depend_on_what_is_attended_beside_it(shape: Shape, kind: str) -> None:
+def test_a_query_s_bits_do_not_depend_on_what_is_attended_beside_it(
+    shape: Shape, kind: str
+) -> None:
     paged, rule = cancelling(shape, kind)
     for which, length in enumerate(LOOKED_AT):
         alone, start = one_by_one(paged, rule, which), length - TAIL
         for name, others in COMPANIES.items():
-            for queries, place in itertools.product((1, 2, 5, TAIL), (0, len(others))):  # before and behind the others
+            for queries, place in itertools.product(
+                (1, 2, 5, TAIL), (0, len(others))
+            ):  # before and behind the others
                 parts = [*others[:place], (which, start, start + queries), *others[place:]]
                 out = paged.attended(parts, rule)[place]
-                assert torch.equal(out, alone[:queries]), f"length {length}, {queries} queries, company: {name}, place {place}"
+                assert torch.equal(out, alone[:queries]), (
+                    f"length {length}, {queries} queries, company: {name}, place {place}"
+                )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,14 +305,22 @@ def test_these_texts_would_show_another_order_of_summing(dim: int, kind: str) ->
     paged, rule = cancelling(Shape(dim), kind)
     shuffled = shuffle(paged, kind)
     for which in range(len(LOOKED_AT)):
-        assert float((one_by_one(shuffled, rule, which) != one_by_one(paged, rule, which)).float().mean()) > 0.5
+        assert (
+            float(
+                (one_by_one(shuffled, rule, which) != one_by_one(paged, rule, which)).float().mean()
+            )
+            > 0.5
+        )
 
 
 def shuffle(paged: Paged, kind: str) -> Paged:
     """The same sums in another order: of the dimensions for scores, of the positions before the tail for values."""
     dims = torch.randperm(paged.keys.shape[2], generator=torch.Generator().manual_seed(3))
     if kind == "scores":
-        return Paged([Text(text.q[..., dims], text.k[..., dims], text.v) for text in paged.texts], torch.bfloat16)
+        return Paged(
+            [Text(text.q[..., dims], text.k[..., dims], text.v) for text in paged.texts],
+            torch.bfloat16,
+        )
     return Paged([in_another_order(text) for text in paged.texts], torch.bfloat16)
 
 
@@ -250,5 +328,7 @@ def in_another_order(text: Text) -> Text:
     body = text.length - TAIL
     first = max(0, body - SPAN)
     order = torch.arange(text.length)
-    order[first:body] = first + torch.randperm(body - first, generator=torch.Generator().manual_seed(3))
+    order[first:body] = first + torch.randperm(
+        body - first, generator=torch.Generator().manual_seed(3)
+    )
     return Text(text.q, text.k[order], text.v[order])

@@ -87,9 +87,13 @@ class Rig:
             self.texts[fork.as_id] = self.texts[fork.seq_id][: fork.length]
 
     def _reserve(self, seq_id: int, length: int) -> bool:
-        asked = sum(-(-len(text) // PAGE) for other, text in self.texts.items() if other != seq_id) + -(-length // PAGE)
+        asked = sum(
+            -(-len(text) // PAGE) for other, text in self.texts.items() if other != seq_id
+        ) + -(-length // PAGE)
         possible, before = self.cache.can_reserve(seq_id, length), self.state()
-        assert possible or asked > self.cache.num_pages, "sequences that fit without any sharing are refused"
+        assert possible or asked > self.cache.num_pages, (
+            "sequences that fit without any sharing are refused"
+        )
         try:
             self.cache.reserve(seq_id, length)
         except OutOfPages:
@@ -103,7 +107,10 @@ class Rig:
     def _fill(self, seq_id: int, start: int) -> None:
         text = self.texts[seq_id]
         slots = self.cache.slots(seq_id, start, len(text))
-        fresh = torch.tensor([content(text[: position + 1]) for position in range(start, len(text))], dtype=torch.float64)
+        fresh = torch.tensor(
+            [content(text[: position + 1]) for position in range(start, len(text))],
+            dtype=torch.float64,
+        )
         for number, pool in self.pools():
             pool[slots] = (fresh + number)[:, None, None]
 
@@ -117,7 +124,12 @@ class Rig:
     def state(self) -> object:
         lengths = {seq_id: self.cache.length(seq_id) for seq_id in self.texts}
         width = self.cache.num_pages
-        return self.cache.num_free, lengths, self.cache.table(list(self.texts), width).tolist(), [pool.numpy().tobytes() for _, pool in self.pools()]
+        return (
+            self.cache.num_free,
+            lengths,
+            self.cache.table(list(self.texts), width).tolist(),
+            [pool.numpy().tobytes() for _, pool in self.pools()],
+        )
 
     def compare(self) -> None:
         self.cache.check()
@@ -125,7 +137,9 @@ class Rig:
             assert self.cache.length(seq_id) == len(text)
             assert self.cache.tokens(seq_id).tolist() == text
             expected = [content(text[: position + 1]) for position in range(len(text))]
-            assert self.read(seq_id).tolist() == [expected] * (2 * LAYERS), f"sequence {seq_id} reads what it has not written"
+            assert self.read(seq_id).tolist() == [expected] * (2 * LAYERS), (
+                f"sequence {seq_id} reads what it has not written"
+            )
         assert self.cache.num_used <= sum(-(-len(text) // PAGE) for text in self.texts.values())
 
 
@@ -133,7 +147,9 @@ def random_operation(rig: Rig, rng: random.Random) -> None:
     known = list(rig.texts)
     choice = rng.random()
     if len(known) < 2 or (choice < 0.15 and len(known) < 12):
-        rig.write(next(rig.ids), rng.choices((0, 1), k=rng.randrange(1, 20)))  # two tokens only: prefixes repeat
+        rig.write(
+            next(rig.ids), rng.choices((0, 1), k=rng.randrange(1, 20))
+        )  # two tokens only: prefixes repeat
     elif choice < 0.55:
         rig.write(rng.choice(known), rng.choices((0, 1), k=rng.randrange(1, 8)))
     elif choice < 0.75:
@@ -141,13 +157,20 @@ def random_operation(rig: Rig, rng: random.Random) -> None:
         rig.truncate(seq_id, rng.randint(0, len(rig.texts[seq_id])))
     elif choice < 0.85 and len(known) < 12:
         seq_ids = rng.choices(known, k=rng.randrange(1, 4))
-        rig.fork([Fork(seq_id, next(rig.ids), rng.randint(0, len(rig.texts[seq_id]))) for seq_id in seq_ids])
+        rig.fork(
+            [
+                Fork(seq_id, next(rig.ids), rng.randint(0, len(rig.texts[seq_id])))
+                for seq_id in seq_ids
+            ]
+        )
     else:
         rig.release(rng.choice(known))
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_ten_thousand_random_operations_leave_every_sequence_with_its_own_contents(prefix_caching: bool) -> None:
+def test_ten_thousand_random_operations_leave_every_sequence_with_its_own_contents(
+    prefix_caching: bool,
+) -> None:
     rig, rng = Rig(small_cache(prefix_caching=prefix_caching)), random.Random(11)
     for number in range(10_000):
         random_operation(rig, rng)
@@ -238,7 +261,9 @@ def test_truncate_gives_reserved_room_back_that_was_never_filled() -> None:
 
 
 @pytest.mark.parametrize(("seq_id", "length"), [(1, 7), (1, -1), (2, 1)])
-def test_a_step_that_starts_past_what_is_held_is_refused_rather_than_leaving_a_hole(seq_id: int, length: int) -> None:
+def test_a_step_that_starts_past_what_is_held_is_refused_rather_than_leaving_a_hole(
+    seq_id: int, length: int
+) -> None:
     cache = small_cache()
     cache.reserve(1, 6)
     cache.append(1, text(6))
@@ -284,7 +309,9 @@ def test_forks_do_not_disturb_one_another_after_cuts_into_shared_pages() -> None
         rig.truncate(seq_id, PAGE + 2)
         rig.write(seq_id, text(PAGE, seed=seed))
         rig.compare()
-    assert rig.cache.num_used == 4 + 3  # the first page is one; the last holder of the cut one needs no copy
+    assert (
+        rig.cache.num_used == 4 + 3
+    )  # the first page is one; the last holder of the cut one needs no copy
 
 
 def test_a_fork_outlives_the_sequence_that_it_came_from() -> None:
@@ -307,7 +334,16 @@ def test_forks_are_made_all_or_none() -> None:
     rig.compare()
 
 
-@pytest.mark.parametrize("forks", [[Fork(1, 1, 2)], [Fork(1, 2, 9)], [Fork(9, 2, 1)], [Fork(1, 2, 3), Fork(1, 2, 3)], [Fork(1, 2, 3), Fork(2, 3, 3)]])
+@pytest.mark.parametrize(
+    "forks",
+    [
+        [Fork(1, 1, 2)],
+        [Fork(1, 2, 9)],
+        [Fork(9, 2, 1)],
+        [Fork(1, 2, 3), Fork(1, 2, 3)],
+        [Fork(1, 2, 3), Fork(2, 3, 3)],
+    ],
+)
 def test_a_fork_onto_a_living_sequence_or_past_the_end_is_refused(forks: list[Fork]) -> None:
     cache = small_cache()
     cache.reserve(1, 6)
@@ -379,7 +415,9 @@ def test_drafts_that_may_yet_be_refused_are_never_found_by_others() -> None:
     cache.append(1, text(2 * PAGE))
     assert cache.match(2, [*text(2 * PAGE), 1]) == 0, "nothing of it is known to be committed"
     cache.truncate(1, PAGE + 1)
-    assert cache.match(3, [*text(2 * PAGE), 1]) == PAGE, "only what lay below the truncation is committed"
+    assert cache.match(3, [*text(2 * PAGE), 1]) == PAGE, (
+        "only what lay below the truncation is committed"
+    )
 
 
 def test_nothing_is_attached_within_a_page_or_behind_room_that_is_not_filled() -> None:
@@ -401,7 +439,9 @@ def test_released_pages_stay_until_room_is_needed_and_the_oldest_go_first() -> N
         rig.truncate(seq_id, 2 * PAGE)
         rig.release(seq_id)
     assert rig.cache.num_free == 6
-    rig.write(3, text(3 * PAGE, seed=3))  # two fresh pages and one of the oldest prefix, from its end
+    rig.write(
+        3, text(3 * PAGE, seed=3)
+    )  # two fresh pages and one of the oldest prefix, from its end
     rig.release(3)
     assert rig.write(4, [*text(2 * PAGE, seed=2), 9]) == 2 * PAGE
     assert rig.write(5, [*text(2 * PAGE, seed=1), 9]) == PAGE

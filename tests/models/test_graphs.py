@@ -26,7 +26,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def runner(checkpoint: Path, device: str = "cpu", **options: object) -> Runner:
-    return open_model(checkpoint, Placement(dtype="float32", device=device, pages=200, prefix_caching=False, **options)).runner  # type: ignore[arg-type]
+    return open_model(
+        checkpoint,
+        Placement(dtype="float32", device=device, pages=200, prefix_caching=False, **options),
+    ).runner  # type: ignore[arg-type]
 
 
 def decoded(model: Runner, lengths: Sequence[int], *, queries: int) -> torch.Tensor:
@@ -36,7 +39,12 @@ def decoded(model: Runner, lengths: Sequence[int], *, queries: int) -> torch.Ten
     out = []
     for turn in range(2):
         starts = [length + turn * queries for length in lengths]
-        out.append(model.run([Step(i, start, TEXT[start : start + queries]) for i, start in enumerate(starts)], [queries] * len(lengths)))
+        out.append(
+            model.run(
+                [Step(i, start, TEXT[start : start + queries]) for i, start in enumerate(starts)],
+                [queries] * len(lengths),
+            )
+        )
     return torch.cat(out).cpu()
 
 
@@ -51,18 +59,29 @@ def test_only_passes_of_few_equal_rows_are_rounded() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 5])
-def test_rounded_passes_give_the_same_logits_and_spare_the_cache_of_others(checkpoint: Path, queries: int) -> None:
+def test_rounded_passes_give_the_same_logits_and_spare_the_cache_of_others(
+    checkpoint: Path, queries: int
+) -> None:
     lengths = [7, 130, 255]
     exact, rounded = runner(checkpoint), runner(checkpoint)
     rounded.round_up = round_up
-    torch.testing.assert_close(decoded(rounded, lengths, queries=queries), decoded(exact, lengths, queries=queries), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        decoded(rounded, lengths, queries=queries),
+        decoded(exact, lengths, queries=queries),
+        atol=1e-4,
+        rtol=1e-4,
+    )
     rounded.cache.check()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["invariant", "sdpa"])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_captured_graphs_give_the_logits_of_the_processor(checkpoint: Path, attention: str, queries: int) -> None:
+def test_captured_graphs_give_the_logits_of_the_processor(
+    checkpoint: Path, attention: str, queries: int
+) -> None:
     lengths = [7, 130, 255]
     on_card = decoded(runner(checkpoint, "cuda", attention=attention), lengths, queries=queries)
-    torch.testing.assert_close(on_card, decoded(runner(checkpoint), lengths, queries=queries), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        on_card, decoded(runner(checkpoint), lengths, queries=queries), atol=1e-2, rtol=1e-2
+    )

@@ -19,7 +19,10 @@ def cancelling(rows: int, inner: int, outer: int, *, seed: int = 0) -> tuple[Ten
     What is left of a sum is its rounding, so that summing in another order shows.
     """
     generator = torch.Generator().manual_seed(seed)
-    x = (torch.randn(rows, inner, generator=generator) * torch.randint(-6, 6, (rows, inner), generator=generator).exp2()).bfloat16()
+    x = (
+        torch.randn(rows, inner, generator=generator)
+        * torch.randint(-6, 6, (rows, inner), generator=generator).exp2()
+    ).bfloat16()
     weight = torch.randn(outer, inner, generator=generator).bfloat16()
     one, other = torch.randperm(inner, generator=generator).view(2, -1)
     x[:, other] = x[:, one]
@@ -28,7 +31,9 @@ def cancelling(rows: int, inner: int, outer: int, *, seed: int = 0) -> tuple[Ten
 
 
 def random_bias(outer: int) -> Tensor:
-    return torch.randn(outer, generator=torch.Generator().manual_seed(1)).bfloat16() * 1e-5  # about as small as what is left of the sums
+    return (
+        torch.randn(outer, generator=torch.Generator().manual_seed(1)).bfloat16() * 1e-5
+    )  # about as small as what is left of the sums
 
 
 def differing(a: Tensor, b: Tensor) -> int:
@@ -44,7 +49,9 @@ def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(inner: int, outer: int
     alone = torch.cat([layer(x[i : i + 1]) for i in range(ROWS)])
     for count in range(2, ROWS + 1):
         first = (7 * count) % (ROWS - count + 1)
-        assert differing(layer(x[first : first + count]), alone[first : first + count]) == 0, f"{count} rows"
+        assert differing(layer(x[first : first + count]), alone[first : first + count]) == 0, (
+            f"{count} rows"
+        )
     assert differing(layer(x.repeat(8, 1)), alone.repeat(8, 1)) == 0
 
 
@@ -52,13 +59,17 @@ def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(inner: int, outer: int
 def test_these_products_would_show_another_order_of_summing(inner: int) -> None:
     x, weight = cancelling(ROWS, inner, 128)
     shuffled = torch.randperm(inner, generator=torch.Generator().manual_seed(2))
-    assert differing(linear(weight[:, shuffled])(x[:, shuffled]), linear(weight)(x)) > 0.9 * ROWS * 128
+    assert (
+        differing(linear(weight[:, shuffled])(x[:, shuffled]), linear(weight)(x)) > 0.9 * ROWS * 128
+    )
 
 
 @pytest.mark.parametrize("inner", [64, 1024, 4096])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_numbers_are_those_of_the_plain_product(inner: int, biased: bool, dtype: torch.dtype) -> None:
+def test_the_numbers_are_those_of_the_plain_product(
+    inner: int, biased: bool, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, inner, generator=generator).to(dtype) for rows in (6, 48))
     bias = torch.randn(48, generator=generator).to(dtype) if biased else None
@@ -110,7 +121,9 @@ def test_packing_leaves_a_model_in_fp32_alone() -> None:
 @pytest.mark.parametrize("inner", [64, 1024, 2048, 8192])
 def test_a_row_with_its_residual_has_the_same_bits_alone_and_in_company(inner: int) -> None:
     x, weight = cancelling(ROWS, inner, 128)
-    residual = torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(3)).mul_(1e-6).bfloat16()
+    residual = (
+        torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(3)).mul_(1e-6).bfloat16()
+    )
     layer = linear(weight)
     together = layer.plus(x, residual)
     alone = torch.cat([layer.plus(x[i : i + 1], residual[i : i + 1]) for i in range(ROWS)])

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from specserve.models.network import LLAMA_SHAPED, FusedNetwork, LibraryNetwork
 from specserve.models.open import open_model
@@ -31,17 +37,26 @@ LLAMA3 = {**SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_fa
 CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     **{name: checkpoints.CONFIGS[name] for name in LLAMA_SHAPED},
     "biases": lambda: LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
-    "one_kv_head": lambda: LlamaConfig(**checkpoints.SIZES, num_key_value_heads=1),  # which both ranks hold
+    "one_kv_head": lambda: LlamaConfig(
+        **checkpoints.SIZES, num_key_value_heads=1
+    ),  # which both ranks hold
     "own_kv_heads": lambda: LlamaConfig(**checkpoints.SIZES, num_key_value_heads=4),
     "wide_heads": lambda: MistralConfig(**GROUPED, head_dim=32, sliding_window=None),
-    "some_windows": lambda: Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=checkpoints.WINDOW, max_window_layers=1),
+    "some_windows": lambda: Qwen2Config(
+        **GROUPED, use_sliding_window=True, sliding_window=checkpoints.WINDOW, max_window_layers=1
+    ),
     "tied": lambda: LlamaConfig(**GROUPED, tie_word_embeddings=True),
-    "linear_rope": lambda: LlamaConfig(**GROUPED, rope_parameters={**SCALED, "rope_type": "linear"}),
+    "linear_rope": lambda: LlamaConfig(
+        **GROUPED, rope_parameters={**SCALED, "rope_type": "linear"}
+    ),
     "llama3_rope": lambda: LlamaConfig(**GROUPED, rope_parameters=LLAMA3),
     "yarn_rope": lambda: LlamaConfig(**GROUPED, rope_parameters={**SCALED, "rope_type": "yarn"}),
 }
 LENGTHS = (1, 40, 150)
-TEXTS = [tuple(np.random.default_rng(length).integers(3, checkpoints.VOCAB, length).tolist()) for length in LENGTHS]
+TEXTS = [
+    tuple(np.random.default_rng(length).integers(3, checkpoints.VOCAB, length).tolist())
+    for length in LENGTHS
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +67,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(directory: Path, *, fused: bool, dtype: str = "float32", shard: Shard | None = None) -> Runner:
+def opened(
+    directory: Path, *, fused: bool, dtype: str = "float32", shard: Shard | None = None
+) -> Runner:
     with patch("specserve.models.network.can_fuse", return_value=fused):
         runner = open_model(directory, placement(dtype=dtype, pages=40), shard=shard).runner
     assert isinstance(runner.network, FusedNetwork if fused else LibraryNetwork)
@@ -61,14 +78,21 @@ def opened(directory: Path, *, fused: bool, dtype: str = "float32", shard: Shard
 
 def logits(runner: Runner) -> Tensor:  # [sum(LENGTHS), vocab]
     """Of all positions: the texts together, first all but their last token, then that."""
-    body = runner.run([Step(i, 0, text[:-1]) for i, text in enumerate(TEXTS) if len(text) > 1], [n - 1 for n in LENGTHS if n > 1])
-    last = runner.run([Step(i, len(text) - 1, text[-1:]) for i, text in enumerate(TEXTS)], [1] * len(TEXTS))
+    body = runner.run(
+        [Step(i, 0, text[:-1]) for i, text in enumerate(TEXTS) if len(text) > 1],
+        [n - 1 for n in LENGTHS if n > 1],
+    )
+    last = runner.run(
+        [Step(i, len(text) - 1, text[-1:]) for i, text in enumerate(TEXTS)], [1] * len(TEXTS)
+    )
     return torch.cat([body, last])
 
 
 def library_logits(directory: Path) -> Tensor:
     """The same rows from the library, which has none of our code in it."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.inference_mode():
         rows = [model(input_ids=torch.tensor([text]), use_cache=False).logits[0] for text in TEXTS]
     return torch.cat([*(own[:-1] for own in rows), *(own[-1:] for own in rows)])
@@ -79,20 +103,32 @@ def library_logits(directory: Path) -> Tensor:
 def test_both_networks_give_the_library_s_logits(root: Path, name: str, fused: bool) -> None:
     expected = library_logits(root / name)
     assert expected.std() > 1
-    torch.testing.assert_close(logits(opened(root / name, fused=fused)), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        logits(opened(root / name, fused=fused)), expected, atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["own_kv_heads", "llama", "one_kv_head"])
 def test_a_text_without_company_gets_the_same_logits(root: Path, name: str) -> None:
     text = TEXTS[-1]
     alone = opened(root / name, fused=True).run([Step(0, 0, text)], [len(text)])
-    torch.testing.assert_close(alone[:-1], logits(opened(root / name, fused=True))[LENGTHS[1] - 1 : -len(TEXTS)], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        alone[:-1],
+        logits(opened(root / name, fused=True))[LENGTHS[1] - 1 : -len(TEXTS)],
+        atol=1e-4,
+        rtol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_in_bf16_the_fused_network_is_as_near_to_fp32_as_the_library_s_code(root: Path, name: str) -> None:
+def test_in_bf16_the_fused_network_is_as_near_to_fp32_as_the_library_s_code(
+    root: Path, name: str
+) -> None:
     expected = library_logits(root / name)
-    fused, library = ((logits(opened(root / name, fused=fused, dtype="bfloat16")).float() - expected).std() for fused in (True, False))
+    fused, library = (
+        (logits(opened(root / name, fused=fused, dtype="bfloat16")).float() - expected).std()
+        for fused in (True, False)
+    )
     assert fused < 1.2 * library < 0.2 * expected.std()
 
 
@@ -101,7 +137,10 @@ def logits_from_sources(directory: Path, shard: Shard | None = None) -> Tensor: 
     runner = open_model(directory, placement(pages=40), shard=shard).runner
     steps = [Step(i, 0, (0, *range(5, 5 + 3 * i)), source) for i, source in enumerate(TEXTS)]
     return torch.cat(
-        [runner.run(steps, [len(step.tokens) for step in steps]), runner.run([Step(step.seq_id, step.stop, (9,)) for step in steps], [1] * 3)]
+        [
+            runner.run(steps, [len(step.tokens) for step in steps]),
+            runner.run([Step(step.seq_id, step.stop, (9,)) for step in steps], [1] * 3),
+        ]
     )
 
 
@@ -113,12 +152,24 @@ KINDS = [(True, "float32"), (False, "float32"), (True, "bfloat16")]
 def rank_main(rank: int, root: str) -> None:
     """Both ranks share each model in turn; rank 0 leaves its logits in a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=120),
+    )
     shard = Shard(rank, RANKS)
     seen = {
-        (name, fused, dtype): logits(opened(Path(root) / name, fused=fused, dtype=dtype, shard=shard)) for name in CONFIGS for fused, dtype in KINDS
+        (name, fused, dtype): logits(
+            opened(Path(root) / name, fused=fused, dtype=dtype, shard=shard)
+        )
+        for name in CONFIGS
+        for fused, dtype in KINDS
     }
-    seen |= {name: logits_from_sources(Path(root) / name, shard) for name in checkpoints.ENCODER_DECODERS}
+    seen |= {
+        name: logits_from_sources(Path(root) / name, shard) for name in checkpoints.ENCODER_DECODERS
+    }
     if rank == 0:
         torch.save(seen, f"{root}/logits.pt")
     dist.destroy_process_group()
@@ -132,12 +183,19 @@ def logits_of_two_ranks(root: Path) -> dict[Any, Tensor]:
 
 @pytest.mark.parametrize(("fused", "dtype"), KINDS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_give_the_logits_of_one(root: Path, logits_of_two_ranks: dict[Any, Tensor], name: str, fused: bool, dtype: str) -> None:
-    whole, divided = logits(opened(root / name, fused=fused, dtype=dtype)).float(), logits_of_two_ranks[name, fused, dtype].float()
+def test_two_ranks_give_the_logits_of_one(
+    root: Path, logits_of_two_ranks: dict[Any, Tensor], name: str, fused: bool, dtype: str
+) -> None:
+    whole, divided = (
+        logits(opened(root / name, fused=fused, dtype=dtype)).float(),
+        logits_of_two_ranks[name, fused, dtype].float(),
+    )
     assert (divided - whole).std() < (1e-5 if dtype == "float32" else 0.1) * whole.std()
 
 
 @pytest.mark.parametrize("name", checkpoints.ENCODER_DECODERS)
-def test_two_ranks_read_sources_as_one_does(root: Path, logits_of_two_ranks: dict[Any, Tensor], name: str) -> None:
+def test_two_ranks_read_sources_as_one_does(
+    root: Path, logits_of_two_ranks: dict[Any, Tensor], name: str
+) -> None:
     whole = logits_from_sources(root / name)
     assert (logits_of_two_ranks[name] - whole).abs().max() < 1e-4 * whole.std()

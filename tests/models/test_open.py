@@ -52,7 +52,9 @@ def opened(directory: Path, **options: Any) -> Opened:
         ({"attention": "fancy"}, "fancy is none of auto, flash, invariant, sdpa"),
     ],
 )
-def test_what_the_machine_cannot_do_is_refused_before_any_weight_is_read(tmp_path: Path, options: dict[str, Any], why: str) -> None:
+def test_what_the_machine_cannot_do_is_refused_before_any_weight_is_read(
+    tmp_path: Path, options: dict[str, Any], why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         opened(tmp_path, **options)
 
@@ -67,12 +69,16 @@ def test_memory_for_less_than_a_page_is_refused(llama: Path) -> None:
         opened(llama, pages=None, memory_fraction=1e-12)
 
 
-def test_pages_fill_the_memory_but_no_more_than_the_sequences_could_use(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_fill_the_memory_but_no_more_than_the_sequences_could_use(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, heads, width, positions, fp32
     monkeypatch.setattr("specserve.models.open.free_memory", lambda device: 100 * page_bytes)
     half = opened(llama, dtype="float32", pages=None, memory_fraction=0.5)
     assert half.runner.cache.num_pages == 50
-    bounded = opened(llama, dtype="float32", pages=None, memory_fraction=0.5, max_sequences=3, max_context=100)
+    bounded = opened(
+        llama, dtype="float32", pages=None, memory_fraction=0.5, max_sequences=3, max_context=100
+    )
     assert (bounded.runner.cache.num_pages, bounded.max_context) == (3 * 7, 100)
 
 
@@ -82,23 +88,41 @@ def test_the_context_is_the_model_s_unless_a_shorter_one_is_asked_for(llama: Pat
     assert opened(llama, max_context=10**6).max_context == checkpoints.CONTEXT
 
 
-def test_the_context_ends_where_a_long_text_would_change_the_rotary_frequencies_of_all(tmp_path: Path) -> None:
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}  # one for each pair of a head's 16 dimensions
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
-    config = Phi3Config(**checkpoints.GROUPED, original_max_position_embeddings=64, rope_parameters=rope)
+def test_the_context_ends_where_a_long_text_would_change_the_rotary_frequencies_of_all(
+    tmp_path: Path,
+) -> None:
+    factors = {
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    }  # one for each pair of a head's 16 dimensions
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        **factors,
+    }
+    config = Phi3Config(
+        **checkpoints.GROUPED, original_max_position_embeddings=64, rope_parameters=rope
+    )
     assert opened(checkpoints.write(config, tmp_path)).max_context == 64
 
 
 @pytest.mark.usefixtures("no_card")
-@pytest.mark.parametrize(("name", "kernel"), [("auto", invariant), ("invariant", invariant), ("sdpa", sdpa)])
-def test_without_a_card_attention_is_invariant_unless_another_is_asked_for(llama: Path, name: str, kernel: object) -> None:
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("auto", invariant), ("invariant", invariant), ("sdpa", sdpa)]
+)
+def test_without_a_card_attention_is_invariant_unless_another_is_asked_for(
+    llama: Path, name: str, kernel: object
+) -> None:
     network = opened(llama, device="auto", attention=name).runner.network
     assert isinstance(network, FusedNetwork)
     assert {layer.kernel for layer in network.layers} == {kernel}
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_numbers_are_bf16_where_the_processor_has_it(llama: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: torch.dtype) -> None:
+def test_numbers_are_bf16_where_the_processor_has_it(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, dtype: torch.dtype
+) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
     runner = opened(llama).runner
     assert runner.cache.keys[0].dtype == dtype
@@ -111,8 +135,16 @@ def test_the_llama_shaped_models_are_fused_and_no_others(tmp_path: Path, name: s
     assert fused == (name in LLAMA_SHAPED)
 
 
-@pytest.mark.parametrize("change", [{"hidden_act": "gelu"}, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}])
-def test_a_llama_that_differs_from_the_fused_form_keeps_the_library_s(tmp_path: Path, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+)
+def test_a_llama_that_differs_from_the_fused_form_keeps_the_library_s(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
     config = checkpoints.CONFIGS["llama"]()
     for key, value in change.items():
         setattr(config, key, value)

@@ -28,40 +28,84 @@ for lengths in ([[n] for n in range(17, 57)] + [[4, 5, n] for n in range(17, 57)
 
 def test_every_number_up_to_sixteen_recurs_and_few_beyond_it() -> None:
     assert [recurring(rows) for rows in range(17)] == list(range(17))
-    assert [recurring(rows) for rows in (17, 18, 31, 33, 36, 65, 100, 129, 511, 512)] == [18, 18, 32, 36, 36, 72, 104, 144, 512, 512]
+    assert [recurring(rows) for rows in (17, 18, 31, 33, 36, 65, 100, 129, 511, 512)] == [
+        18,
+        18,
+        32,
+        36,
+        36,
+        72,
+        104,
+        144,
+        512,
+        512,
+    ]
     assert all(rows <= recurring(rows) <= rows * 1.125 for rows in range(1, 3000))
     assert len({recurring(rows) for rows in range(1, 513)}) == 16 + 5 * 8
-    assert sorted({recurring(size, exact=4) for size in range(1, 33)}) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+    assert sorted({recurring(size, exact=4) for size in range(1, 33)}) == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+        24,
+        32,
+    ]
 
 
 def test_mixed_companies_have_few_shapes_and_each_row_one_place() -> None:
     chance, shapes = random.Random(1), set()
     planner = Planner(Geometry(page_size=16, kv_heads=2, block=256, device=torch.device("cpu")))
     for _ in range(400):
-        counts = np.array([chance.choice((1, 2, 5, 9, chance.randint(1, 80))) for _ in range(chance.randint(2, 24))])
+        counts = np.array(
+            [
+                chance.choice((1, 2, 5, 9, chance.randint(1, 80)))
+                for _ in range(chance.randint(2, 24))
+            ]
+        )
         starts = np.array([chance.randrange(170) for _ in counts])
         table = np.arange(32 * len(counts)).reshape(len(counts), 32)
         groups = planner.lay_out(Writes(starts, counts, table)).groups
-        rows = [group.rows if group.valid is None else group.rows[group.valid] for group in groups if group.rows is not None]
+        rows = [
+            group.rows if group.valid is None else group.rows[group.valid]
+            for group in groups
+            if group.rows is not None
+        ]
         if rows:  # else all run alike, and keep their own shape
             assert sorted(torch.cat(rows).tolist()) == list(range(counts.sum()))
             shapes |= {(group.seqs, group.queries) for group in groups}
     seqs = {seqs for seqs, _ in shapes}
     assert seqs <= {recurring(seqs) for seqs in range(1, 25)}
     assert max(seqs) > 16
-    assert {queries for _, queries in shapes} <= {recurring(queries, exact=4) for queries in range(1, 33)} | {recurring(n) for n in range(33, 81)}
+    assert {queries for _, queries in shapes} <= {
+        recurring(queries, exact=4) for queries in range(1, 33)
+    } | {recurring(n) for n in range(33, 81)}
 
 
 @pytest.mark.slow
 def test_kernels_are_compiled_for_these_numbers_of_rows_only() -> None:
     """As the library that compiles them tells."""
     known = {**os.environ, "ONEDNN_VERBOSE": "profile_create"}
-    log = subprocess.run([sys.executable, "-c", PROGRAM], env=known, capture_output=True, text=True, timeout=300, check=True).stdout
+    log = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=known,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    ).stdout
     made = [line for line in log.splitlines() if "create:cache_miss" in line]
     linear = {int(match[1]) for line in made if (match := re.search(r",mb(\d+)ic", line))}
-    attention = {int(match[1]) // 2 for line in made if (match := re.search(r",\d+x(\d+)x\d+:\d+x\d+x\d+,", line))}  # two heads share keys
+    attention = {
+        int(match[1]) // 2
+        for line in made
+        if (match := re.search(r",\d+x(\d+)x\d+:\d+x\d+x\d+,", line))
+    }  # two heads share keys
     assert max(linear) > 56, "as many rows as the prompts have tokens"
     assert linear == {recurring(rows) for rows in linear}
-    assert not [queries for queries in attention if queries > 32 and queries != recurring(queries)], (
-        "where products of attention are this library's too"
-    )
+    assert not [
+        queries for queries in attention if queries > 32 and queries != recurring(queries)
+    ], "where products of attention are this library's too"

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MambaConfig, Olmo2Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from specserve.errors import NoShardingPlan
 from specserve.models.checkpoints.load import Loaded, load_model
@@ -38,11 +46,18 @@ class Case:
 
 
 PAIRS = [*(Case(name, 2) for name in checkpoints.ARCHITECTURES), Case("llama", 2, torch.bfloat16)]
-FOURS = [Case("llama_four_kv_heads", 4), Case("llama", 4), Case("qwen2", 4), Case("phi3", 4)]  # all but the first repeat kv heads
+FOURS = [
+    Case("llama_four_kv_heads", 4),
+    Case("llama", 4),
+    Case("qwen2", 4),
+    Case("phi3", 4),
+]  # all but the first repeat kv heads
 
 
 def load(root: Path, case: Case, shard: Shard | None) -> Loaded:
-    return load_model(root / case.name, dtype=case.dtype, device="cpu", shard=shard, attention="eager")
+    return load_model(
+        root / case.name, dtype=case.dtype, device="cpu", shard=shard, attention="eager"
+    )
 
 
 def logits(loaded: Loaded) -> Tensor:
@@ -55,10 +70,19 @@ def logits(loaded: Loaded) -> Tensor:
 def rank_main(rank: int, root: str) -> None:
     """Two pairs share the two-rank cases between them, then all four do the rest; every rank leaves its logits in a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=120),
+    )
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = rank // 2
-    seen = {str(case): logits(load(Path(root), case, Shard(rank % 2, 2, groups[pair]))) for case in PAIRS[pair::2]}
+    seen = {
+        str(case): logits(load(Path(root), case, Shard(rank % 2, 2, groups[pair])))
+        for case in PAIRS[pair::2]
+    }
     seen |= {str(case): logits(load(Path(root), case, Shard(rank, RANKS))) for case in FOURS}
     torch.save(seen, f"{root}/{rank}.pt")
     dist.destroy_process_group()
@@ -80,7 +104,9 @@ def shared_logits(root: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", [*PAIRS, *FOURS], ids=str)
-def test_ranks_together_give_the_logits_of_the_whole_model(case: Case, root: Path, shared_logits: dict[str, Tensor]) -> None:
+def test_ranks_together_give_the_logits_of_the_whole_model(
+    case: Case, root: Path, shared_logits: dict[str, Tensor]
+) -> None:
     whole = logits(load(root, case, None))
     tolerance = 1e-4 if case.dtype == torch.float32 else 0.1 * float(whole.float().std())
     assert whole.std() > 1
@@ -88,18 +114,31 @@ def test_ranks_together_give_the_logits_of_the_whole_model(case: Case, root: Pat
 
 
 @pytest.mark.parametrize("name", checkpoints.ARCHITECTURES)
-def test_a_rank_reads_and_holds_its_share_only(name: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_and_holds_its_share_only(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole: Any = load(root, Case(name, 1), None).module
     embeddings = [part.weight for part in whole.modules() if isinstance(part, nn.Embedding)]
-    matrices = [p for p in whole.parameters() if p.ndim > 1 and all(p is not embedding for embedding in embeddings)]
+    matrices = [
+        p
+        for p in whole.parameters()
+        if p.ndim > 1 and all(p is not embedding for embedding in embeddings)
+    ]
     if whole.config.tie_word_embeddings:
-        matrices.append(whole.get_output_embeddings().weight)  # replicated as the embedding, divided as the head
+        matrices.append(
+            whole.get_output_embeddings().weight
+        )  # replicated as the embedding, divided as the head
     vectors = [p for p in whole.parameters() if p.ndim == 1]
-    bound = sum(p.nbytes for p in [*embeddings, *vectors]) + 0.52 * sum(p.nbytes for p in matrices)  # routers are replicated too
+    bound = sum(p.nbytes for p in [*embeddings, *vectors]) + 0.52 * sum(
+        p.nbytes for p in matrices
+    )  # routers are replicated too
     read = counted_reads(monkeypatch)
     for rank in range(2):
         read.clear()
-        held = sum(parameter.nbytes for parameter in load(root, Case(name, 2), Shard(rank, 2)).module.parameters())
+        held = sum(
+            parameter.nbytes
+            for parameter in load(root, Case(name, 2), Shard(rank, 2)).module.parameters()
+        )
         assert held < bound
         assert sum(read) < bound
 
@@ -117,7 +156,9 @@ def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_heads_are_counted_per_rank_and_kv_heads_repeated_when_there_are_too_few(root: Path) -> None:
+def test_heads_are_counted_per_rank_and_kv_heads_repeated_when_there_are_too_few(
+    root: Path,
+) -> None:
     two, four = (load(root, Case("llama", size), Shard(size - 1, size)).spec for size in (2, 4))
     assert (two.num_heads, two.kv_heads) == (2, 1)
     assert (four.num_heads, four.kv_heads) == (1, 1)
@@ -126,7 +167,10 @@ def test_heads_are_counted_per_rank_and_kv_heads_repeated_when_there_are_too_few
 
 def test_ranks_hold_every_row_of_the_vocabulary_head_once(root: Path) -> None:
     whole: Any = load(root, Case("qwen3", 1), None).module
-    heads = [load(root, Case("qwen3", 4), Shard(rank, 4)).module.lm_head.inner.weight for rank in range(4)]
+    heads = [
+        load(root, Case("qwen3", 4), Shard(rank, 4)).module.lm_head.inner.weight
+        for rank in range(4)
+    ]
     assert torch.equal(torch.cat(heads), whole.lm_head.weight)
 
 
@@ -134,16 +178,30 @@ def test_ranks_hold_every_row_of_the_vocabulary_head_once(root: Path) -> None:
     ("config", "size", "why"),
     [
         (LlamaConfig(num_attention_heads=4, num_key_value_heads=4), 3, "4 attention heads"),
-        (LlamaConfig(num_attention_heads=12, num_key_value_heads=3, hidden_size=96), 2, "3 key and value heads"),
-        (LlamaConfig(intermediate_size=130, num_attention_heads=4, hidden_size=64), 4, "intermediate_size 130"),
-        (Qwen3MoeConfig(moe_intermediate_size=31, num_attention_heads=4, num_key_value_heads=2), 2, "moe_intermediate_size 31"),
+        (
+            LlamaConfig(num_attention_heads=12, num_key_value_heads=3, hidden_size=96),
+            2,
+            "3 key and value heads",
+        ),
+        (
+            LlamaConfig(intermediate_size=130, num_attention_heads=4, hidden_size=64),
+            4,
+            "intermediate_size 130",
+        ),
+        (
+            Qwen3MoeConfig(moe_intermediate_size=31, num_attention_heads=4, num_key_value_heads=2),
+            2,
+            "moe_intermediate_size 31",
+        ),
         (GPT2Config(n_head=4, n_embd=64), 8, "4 attention heads"),
         (Olmo2Config(), 2, "colwise_gather_output"),
         (DeepseekV3Config(), 2, "leaves attention whole"),
         (MambaConfig(), 2, "no tensor-parallel plan"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_by_its_config_alone(config: PreTrainedConfig, size: int, why: str) -> None:
+def test_what_cannot_be_divided_is_refused_by_its_config_alone(
+    config: PreTrainedConfig, size: int, why: str
+) -> None:
     with pytest.raises(NoShardingPlan, match=why):
         check_plan(config, size)
 
@@ -154,5 +212,7 @@ def test_one_rank_needs_no_plan() -> None:
 
 def test_a_refusal_comes_before_any_weight_is_read(tmp_path: Path) -> None:
     checkpoints.CONFIGS["llama"]().save_pretrained(tmp_path)  # no weights at all
-    with pytest.raises(NoShardingPlan, match="4 attention heads cannot be shared evenly by 3 ranks"):
+    with pytest.raises(
+        NoShardingPlan, match="4 attention heads cannot be shared evenly by 3 ranks"
+    ):
         load_model(tmp_path, dtype=torch.float32, device="cpu", shard=Shard(0, 3))

@@ -23,7 +23,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def target(checkpoint: Path) -> TargetModel:
-    return TargetModel(open_model(checkpoint, Placement(dtype="float32", device="cpu", pages=64)).runner, INFO)
+    return TargetModel(
+        open_model(checkpoint, Placement(dtype="float32", device="cpu", pages=64)).runner, INFO
+    )
 
 
 def policy(logprobs: int | None = None, **warp: float) -> Policy:
@@ -44,7 +46,11 @@ def plain(model: TargetModel, num_tokens: int, how: Policy) -> list[Verdict]:
 def test_logprobs_are_the_targets_for_accepted_tokens_and_for_corrections(checkpoint: Path) -> None:
     how = policy(logprobs=3)
     expected = plain(target(checkpoint), 5, how)
-    drafts = (*(v.next_token for v in expected[:3]), (expected[3].next_token + 1) % checkpoints.VOCAB, 7)
+    drafts = (
+        *(v.next_token for v in expected[:3]),
+        (expected[3].next_token + 1) % checkpoints.VOCAB,
+        7,
+    )
     (verdict,) = target(checkpoint).verify([VerifyStep(0, 0, PROMPT, drafts, None, how)])
     assert (verdict.accepted, verdict.next_token) == (3, expected[3].next_token)
     assert verdict.logprobs is not None
@@ -58,7 +64,9 @@ def test_logprobs_are_of_the_unwarped_distribution(checkpoint: Path) -> None:
     library = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.inference_mode():
         raw = library(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
-    (verdict,) = target(checkpoint).verify([VerifyStep(0, 0, PROMPT, (), None, policy(logprobs=2, temperature=0.5, top_k=1))])
+    (verdict,) = target(checkpoint).verify(
+        [VerifyStep(0, 0, PROMPT, (), None, policy(logprobs=2, temperature=0.5, top_k=1))]
+    )
     assert verdict.logprobs is not None
     assert verdict.logprobs[0].token == pytest.approx(raw[verdict.next_token].item(), abs=1e-4)
     assert verdict.logprobs[0].top == pytest.approx(raw.topk(2).values.tolist(), abs=1e-4)
@@ -68,7 +76,9 @@ def test_penalties_see_the_drafts_before_each_position(checkpoint: Path) -> None
     how = policy(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
     expected = [v.next_token for v in plain(target(checkpoint), 8, how)]
     assert expected != [v.next_token for v in plain(target(checkpoint), 8, policy())]
-    (verdict,) = target(checkpoint).verify([VerifyStep(0, 0, PROMPT, tuple(expected[:7]), None, how)])
+    (verdict,) = target(checkpoint).verify(
+        [VerifyStep(0, 0, PROMPT, tuple(expected[:7]), None, how)]
+    )
     assert (verdict.accepted, verdict.next_token) == (7, expected[7])
 
 
@@ -86,7 +96,9 @@ def test_chunks_of_a_prompt_get_no_verdict_and_leave_the_same_text(checkpoint: P
     assert model.verify([VerifyStep(0, 17, PROMPT[17:], (), None, policy())]) == whole
 
 
-def test_a_prompt_that_was_seen_before_is_taken_from_the_prefix_cache_with_the_same_outcome(checkpoint: Path) -> None:
+def test_a_prompt_that_was_seen_before_is_taken_from_the_prefix_cache_with_the_same_outcome(
+    checkpoint: Path,
+) -> None:
     model = target(checkpoint)
     drafts = tuple(v.next_token for v in plain(model, 4, policy()))
     model.verify([VerifyStep(1, 0, PROMPT, (), None, policy())])

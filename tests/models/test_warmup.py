@@ -13,12 +13,16 @@ class Model:
     """Takes 1 ms, and 0.1 ms more for each row."""
 
     def __init__(self, *, context: int, slow: float = 1.0) -> None:
-        self.info = SimpleNamespace(max_context=context, num_pages=1000, page_size=16, decoder_start=None)
+        self.info = SimpleNamespace(
+            max_context=context, num_pages=1000, page_size=16, decoder_start=None
+        )
         self.now, self.slow = 0.0, slow
         self.held: set[int] = set()
 
     def verify(self, steps: Sequence[VerifyStep]) -> list[object]:
-        self.now += self.slow * (1e-3 + 1e-4 * sum(len(step.tokens) + len(step.drafts) for step in steps))
+        self.now += self.slow * (
+            1e-3 + 1e-4 * sum(len(step.tokens) + len(step.drafts) for step in steps)
+        )
         self.held |= {step.seq_id for step in steps}
         return []
 
@@ -39,4 +43,6 @@ def test_a_short_context_and_a_slow_machine_are_not_asked_too_much() -> None:
     assert max(rows for rows, _ in warm_up(short, clock=lambda: short.now)) == 16  # type: ignore[arg-type]
     warm_up(slow, clock=lambda: slow.now)  # type: ignore[arg-type]
     assert slow.now < 5
-    assert len(warm_up(slow, clock=lambda: slow.now, timed=False)) == len(ROWS), "ranks must all do the same, however slow"  # type: ignore[arg-type]
+    assert len(warm_up(slow, clock=lambda: slow.now, timed=False)) == len(ROWS), (
+        "ranks must all do the same, however slow"
+    )  # type: ignore[arg-type]

@@ -23,14 +23,27 @@ from scipy import stats
 from specserve.types import VERIFIERS
 from tests.support.cascade_engines import CASCADES, Cascades
 from tests.support.chi_square import AT_LEAST, Acceptance, Fit
-from tests.support.continuations import COUNTED, DRAFTERS, PROMPTS, VOCAB, WARPS, Case, Pairs, Result, sample
+from tests.support.continuations import (
+    COUNTED,
+    DRAFTERS,
+    PROMPTS,
+    VOCAB,
+    WARPS,
+    Case,
+    Pairs,
+    Result,
+    sample,
+)
 from tests.support.tied_engines import TIED, TiedPairs
 
 log = logging.getLogger("proofs")
 
 SEEDS_APART = 1 << 32
 ALARM = 1e-4  # a p-value below it is a failure; one run in a hundred of a right engine has one among its hundred
-DOUBT, CLOSER = 1e-3, 5  # a p-value below it is looked at again, with fresh seeds and so many times the continuations
+DOUBT, CLOSER = (
+    1e-3,
+    5,
+)  # a p-value below it is looked at again, with fresh seeds and so many times the continuations
 
 INTRODUCTION = f"""# The engine writes what the target would write: sampled proofs
 
@@ -79,9 +92,19 @@ class Proof:
 
 def all_cases() -> Iterator[Case]:
     for verifier in VERIFIERS:
-        yield from (Case(verifier, drafter, gamma) for drafter in DRAFTERS for gamma in (1, 2, 4, None))
-        yield from (Case(verifier, drafter, None, warps) for drafter in DRAFTERS for warps in ("truncated", "mixed"))
-        yield from (Case(verifier, drafter, gamma) for drafter in (*CASCADES, *TIED) for gamma in (1, 4, None))
+        yield from (
+            Case(verifier, drafter, gamma) for drafter in DRAFTERS for gamma in (1, 2, 4, None)
+        )
+        yield from (
+            Case(verifier, drafter, None, warps)
+            for drafter in DRAFTERS
+            for warps in ("truncated", "mixed")
+        )
+        yield from (
+            Case(verifier, drafter, gamma)
+            for drafter in (*CASCADES, *TIED)
+            for gamma in (1, 4, None)
+        )
     yield from (Case("each", drafter, None, "mixed") for drafter in (*DRAFTERS, *CASCADES, *TIED))
     yield from (Case("each", "none", 0, warps) for warps in WARPS)
     yield from (Case("each", "full", 0, warps) for warps in WARPS)
@@ -93,20 +116,31 @@ def prove(pairs: Pairs, numbered: Iterable[tuple[int, Case]], samples: int) -> I
     for number, case in numbered:
         result = sample(pairs, case, samples=samples, first_seed=number * SEEDS_APART)
         proof = Proof(result, pairs.fit(result))
-        log.info("%s: p %.3g, %.0f continuations a second", case, proof.fit.p_value, result.samples / result.seconds)
+        log.info(
+            "%s: p %.3g, %.0f continuations a second",
+            case,
+            proof.fit.p_value,
+            result.samples / result.seconds,
+        )
         yield proof
 
 
 def prove_all(numbered: Sequence[tuple[int, Case]], samples: int, *, jobs: int) -> list[Proof]:
     """In their order, whichever process took them."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_start) as pool:
-        shares = list(pool.map(_share, [numbered[first::jobs] for first in range(jobs)], [samples] * jobs))
+        shares = list(
+            pool.map(_share, [numbered[first::jobs] for first in range(jobs)], [samples] * jobs)
+        )
     return [shares[place % jobs][place // jobs] for place in range(len(numbered))]
 
 
 def doubtful(proofs: Sequence[Proof]) -> list[tuple[int, Case]]:
     """Cases to look at again, with numbers that no case had."""
-    return [(len(proofs) + i, proof.case) for i, proof in enumerate(proofs) if proof.case.is_lossless and proof.fit.p_value < DOUBT]
+    return [
+        (len(proofs) + i, proof.case)
+        for i, proof in enumerate(proofs)
+        if proof.case.is_lossless and proof.fit.p_value < DOUBT
+    ]
 
 
 def _start() -> None:
@@ -121,7 +155,17 @@ def _share(numbered: Sequence[tuple[int, Case]], samples: int) -> list[Proof]:
     for own, pairs in ((tied, TiedPairs), ({number for number, _ in numbered} - tied, Cascades)):
         with tempfile.TemporaryDirectory() as directory:
             mine = [one for one in numbered if one[0] in own]
-            proofs |= dict(zip([number for number, _ in mine], prove(pairs(Path(directory)), mine, samples), strict=True)) if mine else {}
+            proofs |= (
+                dict(
+                    zip(
+                        [number for number, _ in mine],
+                        prove(pairs(Path(directory)), mine, samples),
+                        strict=True,
+                    )
+                )
+                if mine
+                else {}
+            )
     return [proofs[number] for number, _ in numbered]
 
 
@@ -179,7 +223,12 @@ def _pooled(proofs: Sequence[Proof]) -> Iterator[tuple[object, ...]]:
         with tempfile.TemporaryDirectory() as directory:
             pairs = world(Path(directory))
         for verifier in (*VERIFIERS, "each"):
-            own = [proof.result for proof in proofs if proof.case.verifier == verifier and (proof.case.drafter in TIED) == (world is TiedPairs)]
+            own = [
+                proof.result
+                for proof in proofs
+                if proof.case.verifier == verifier
+                and (proof.case.drafter in TIED) == (world is TiedPairs)
+            ]
             if own:
                 yield name.format(verifier), *_together(pairs, own)
 
@@ -198,21 +247,46 @@ def _row(proof: Proof) -> tuple[object, ...]:
     case, result = proof.case, proof.result
     gamma = "random" if case.gamma is None else case.gamma
     accepted = f"{result.accepted / result.drafted:.2f}" if result.drafted else ""
-    known = _alpha(result.acceptance) if result.acceptance and result.acceptance.rounds else ("", "")
-    return case.verifier, case.drafter, gamma, case.warps, f"{result.samples:,}", *_chi_square(proof.fit), accepted, result.preempted, *known
+    known = (
+        _alpha(result.acceptance) if result.acceptance and result.acceptance.rounds else ("", "")
+    )
+    return (
+        case.verifier,
+        case.drafter,
+        gamma,
+        case.warps,
+        f"{result.samples:,}",
+        *_chi_square(proof.fit),
+        accepted,
+        result.preempted,
+        *known,
+    )
 
 
 def _lossy_row(proof: Proof) -> tuple[object, ...]:
-    return proof.case.lenience, proof.case.drafter, proof.case.gamma, f"{proof.result.samples:,}", *_chi_square(proof.fit)
+    return (
+        proof.case.lenience,
+        proof.case.drafter,
+        proof.case.gamma,
+        f"{proof.result.samples:,}",
+        *_chi_square(proof.fit),
+    )
 
 
 def _chi_square(fit: Fit) -> tuple[str, int, str]:
     p = fit.p_value
-    return f"{fit.chi2:.0f}", fit.dof, f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" if p > 0 else "< 1e-300"
+    return (
+        f"{fit.chi2:.0f}",
+        fit.dof,
+        f"{p:.3f}" if p >= 0.001 else f"{p:.0e}" if p > 0 else "< 1e-300",
+    )
 
 
 def _alpha(acceptance: Acceptance) -> tuple[str, str]:
-    return f"{acceptance.measured_alpha:.4f}", f"{acceptance.expected_alpha:.4f} ± {acceptance.standard_error:.4f}"
+    return (
+        f"{acceptance.measured_alpha:.4f}",
+        f"{acceptance.expected_alpha:.4f} ± {acceptance.standard_error:.4f}",
+    )
 
 
 def _lines(rows: Iterable[tuple[object, ...]]) -> str:
@@ -224,13 +298,22 @@ def _count(numbers: Iterable[int]) -> str:
 
 
 def _processor() -> str:
-    models = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return models[0]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--samples", type=int, default=200_000, help="continuations for each verifier, shared by its cases")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=200_000,
+        help="continuations for each verifier, shared by its cases",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--out", type=Path, default=Path("docs/proofs.md"))
     options = parser.parse_args()
@@ -238,8 +321,15 @@ def main() -> int:
     per_case = options.samples // sum(case.verifier == VERIFIERS[0] for case in cases)
     proofs = prove_all(list(enumerate(cases)), per_case, jobs=options.jobs)
     again = prove_all(doubtful(proofs), CLOSER * per_case, jobs=options.jobs)
-    options.out.write_text(page(proofs, again, jobs=options.jobs, seconds=time.perf_counter() - began))
-    return 0 if all(proof.holds for proof in proofs) and all(proof.fit.p_value >= DOUBT for proof in again) else 1
+    options.out.write_text(
+        page(proofs, again, jobs=options.jobs, seconds=time.perf_counter() - began)
+    )
+    return (
+        0
+        if all(proof.holds for proof in proofs)
+        and all(proof.fit.p_value >= DOUBT for proof in again)
+        else 1
+    )
 
 
 if __name__ == "__main__":

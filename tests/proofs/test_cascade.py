@@ -43,8 +43,12 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}")
-def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_expected(pairs: Cascades, case: Case) -> None:
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
+)
+def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_expected(
+    pairs: Cascades, case: Case
+) -> None:
     (proof,) = prove(pairs, [(1000 + CASES.index(case), case)], SAMPLES)
     result = proof.result
     assert result.preempted > 0
@@ -55,19 +59,32 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
         assert abs(result.acceptance.errors_off) < 3
 
 
-def test_a_q_that_forgets_lenience_is_caught(pairs: Cascades, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_q_that_forgets_lenience_is_caught(
+    pairs: Cascades, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same test, were the reviewer's own distribution sent for tokens that it was lenient with."""
     monkeypatch.setattr(review, "_law", lambda q1, q2, left, lenience: q1)
-    result = sample(pairs, Case("speculative", "vertical on bigrams, l = 8", 4), samples=2 * SAMPLES, first_seed=SEED)
+    result = sample(
+        pairs,
+        Case("speculative", "vertical on bigrams, l = 8", 4),
+        samples=2 * SAMPLES,
+        first_seed=SEED,
+    )
     assert pairs.fit(result).p_value < 1e-6
 
 
 @pytest.mark.parametrize("way", ["greedy", "coupled"])
 def test_the_text_is_the_same_whatever_drafts_and_however_much(pairs: Cascades, way: str) -> None:
     prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(ASKED)]
-    requests = [Request(prompt, 30 - len(prompt), GREEDY, seed, ignore_eos=True) for seed, prompt in enumerate(prompts)]
+    requests = [
+        Request(prompt, 30 - len(prompt), GREEDY, seed, ignore_eos=True)
+        for seed, prompt in enumerate(prompts)
+    ]
     if way == "coupled":
-        requests = [replace(request, warp=Warp(), seeded=True, speculation=Speculation()) for request in requests]
+        requests = [
+            replace(request, warp=Warp(), seeded=True, speculation=Speculation())
+            for request in requests
+        ]
     plain = pairs.engines["none"].run(requests, gamma=0).texts
     for name in CASCADES:
         for gamma in (1, 4, None):
@@ -87,7 +104,9 @@ def test_what_is_asked_ahead_is_hit(pairs: Cascades) -> None:
 
 
 def test_every_stage_makes_passes(pairs: Cascades) -> None:
-    requests: Sequence[Request] = [Request((1, 2, 3, 4), 40, Warp(), seed, ignore_eos=True) for seed in range(4)]
+    requests: Sequence[Request] = [
+        Request((1, 2, 3, 4), 40, Warp(), seed, ignore_eos=True) for seed in range(4)
+    ]
     for name in ("vertical", "horizontal", "cascade"):
         engine = pairs.engines[name]
         assert isinstance(engine, Cascading)

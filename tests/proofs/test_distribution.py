@@ -17,7 +17,17 @@ from specserve.types import VERIFIERS, Warp
 from tests.proofs.distribution import Proof, all_cases, page, prove
 from tests.support.cascade_engines import CASCADES
 from tests.support.chi_square import Fit
-from tests.support.continuations import COUNTED, DRAFTERS, PROMPTS, VOCAB, WARPS, Case, Group, Pairs, sample
+from tests.support.continuations import (
+    COUNTED,
+    DRAFTERS,
+    PROMPTS,
+    VOCAB,
+    WARPS,
+    Case,
+    Group,
+    Pairs,
+    sample,
+)
 from tests.support.exact_distribution import Floats, Ints, agreement, overlap
 from tests.support.tied_engines import TIED
 
@@ -46,7 +56,9 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
+)
 def test_continuations_have_the_targets_distribution(pairs: Pairs, case: Case) -> None:
     (proof,) = prove(pairs, [(1, case)], SAMPLES)
     result = proof.result
@@ -62,7 +74,9 @@ def test_continuations_have_the_targets_distribution(pairs: Pairs, case: Case) -
 @pytest.mark.parametrize("verifier", ["speculative", "coupled"])
 def test_measured_acceptance_is_what_the_two_models_say(pairs: Pairs, verifier: str) -> None:
     """alpha = E[sum min(p, q)], or the chance that coupled draws agree, within three standard errors."""
-    acceptance = sample(pairs, Case(verifier, "full", 4), samples=SAMPLES, first_seed=SEED).acceptance
+    acceptance = sample(
+        pairs, Case(verifier, "full", 4), samples=SAMPLES, first_seed=SEED
+    ).acceptance
     assert acceptance is not None
     assert 0.3 < acceptance.expected_alpha < 0.9
     assert acceptance.standard_error < 0.01
@@ -77,7 +91,10 @@ def test_a_coupled_text_is_a_function_of_its_seed_and_the_target(pairs: Pairs) -
     for i, group in enumerate(result.counts):
         seeds = SEED + np.arange(i, 300_000, len(result.counts))
         drawn = coupled_texts(pairs, group, seeds)
-        assert (np.bincount(drawn[: 300 // len(result.counts)], minlength=VOCAB**COUNTED) == result.counts[group]).all()
+        assert (
+            np.bincount(drawn[: 300 // len(result.counts)], minlength=VOCAB**COUNTED)
+            == result.counts[group]
+        ).all()
         fit.add(np.bincount(drawn, minlength=VOCAB**COUNTED), pairs.joint(group))
     assert fit.p_value > 1e-3
 
@@ -93,17 +110,26 @@ def coupled_texts(pairs: Pairs, group: Group, seeds: Ints) -> Ints:
 
 
 def test_a_lossy_rule_is_caught(pairs: Pairs) -> None:
-    result = sample(pairs, Case("lenient", "full", 4, lenience=2.0), samples=SAMPLES, first_seed=SEED)
+    result = sample(
+        pairs, Case("lenient", "full", 4, lenience=2.0), samples=SAMPLES, first_seed=SEED
+    )
     assert pairs.fit(result).p_value < 1e-10
 
 
 @pytest.mark.parametrize("verifier", ["speculative", "block"])
-def test_a_correction_drawn_from_p_instead_of_the_residual_is_caught(pairs: Pairs, verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_correction_drawn_from_p_instead_of_the_residual_is_caught(
+    pairs: Pairs, verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def whole_p(p: Tensor, drafts: Drafts, accepted: Tensor, weight: Tensor | None) -> Tensor:
         return p[drafts.rows.gather(1, accepted[:, None])[:, 0]]
 
     monkeypatch.setattr(verify, "residual", whole_p)
-    assert pairs.fit(sample(pairs, Case(verifier, "7 of 8 ids", 4), samples=SAMPLES, first_seed=SEED)).p_value < 1e-10
+    assert (
+        pairs.fit(
+            sample(pairs, Case(verifier, "7 of 8 ids", 4), samples=SAMPLES, first_seed=SEED)
+        ).p_value
+        < 1e-10
+    )
 
 
 def test_the_reference_adds_up(pairs: Pairs) -> None:
@@ -156,7 +182,12 @@ def test_the_long_run_covers_every_verifier_drafter_gamma_and_warp() -> None:
 
 
 def test_the_page_states_sizes_and_p_values(pairs: Pairs) -> None:
-    chosen = [Case("speculative", "full", 1), Case("block", "full", 2), Case("coupled", "full", 1), Case("lenient", "full", 1)]
+    chosen = [
+        Case("speculative", "full", 1),
+        Case("block", "full", 2),
+        Case("coupled", "full", 1),
+        Case("lenient", "full", 1),
+    ]
     chosen += [Case("each", "none", 0), Case("lenient", "full", 2, lenience=2.0)]
     proofs: list[Proof] = list(prove(pairs, enumerate(chosen), 300))
     text = page(proofs, [], jobs=1, seconds=60)

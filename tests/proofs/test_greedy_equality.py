@@ -23,9 +23,35 @@ from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.types import Finish, Step
 from tests.support import checkpoints
-from tests.support.engines import PAGE_SIZE, Engine, Pacing, RandomPacer, greedy, library_greedy, opened_target, placement
+from tests.support.engines import (
+    PAGE_SIZE,
+    Engine,
+    Pacing,
+    RandomPacer,
+    greedy,
+    library_greedy,
+    opened_target,
+    placement,
+)
 
-LENGTHS = (1, 2, 5, 15, 16, 17, 31, 33, 48, 64, 100, 129, 180, 222, 256, 300)  # around pages, windows, and rounds of 512 tokens
+LENGTHS = (
+    1,
+    2,
+    5,
+    15,
+    16,
+    17,
+    31,
+    33,
+    48,
+    64,
+    100,
+    129,
+    180,
+    222,
+    256,
+    300,
+)  # around pages, windows, and rounds of 512 tokens
 MAX_TOKENS = 24
 DRAFT_NOISE = 0.05  # of the weights: between a tenth and two thirds of the drafts are accepted
 FEW_PAGES = 26  # the longest text alone takes 21
@@ -96,30 +122,44 @@ def test_texts_are_the_library_s_when_gamma_changes_every_round(pair: Pair, engi
 @pytest.mark.parametrize("pacer", [None, RandomPacer(max_gamma=2)], ids=["plain", "random"])
 def test_texts_are_the_library_s_when_pages_run_out(pair: Pair, pacer: Pacing | None) -> None:
     engine = Engine(pair.target, pair.draft, pages=FEW_PAGES, draft_pages=FEW_PAGES - 4)
-    run = engine.run(greedy(prompts(), max_tokens=MAX_TOKENS), pacer=pacer, drafts=pacer is not None, max_gamma=2)
+    run = engine.run(
+        greedy(prompts(), max_tokens=MAX_TOKENS), pacer=pacer, drafts=pacer is not None, max_gamma=2
+    )
     assert run.texts == pair.texts
     assert run.num_preempted > 0
     assert pacer is None or 0 < run.accepted < run.drafted
 
 
-def test_texts_are_the_library_s_when_prompts_come_in_chunks_or_out_of_the_prefix_cache(pair: Pair) -> None:
+def test_texts_are_the_library_s_when_prompts_come_in_chunks_or_out_of_the_prefix_cache(
+    pair: Pair,
+) -> None:
     engine = Engine(pair.target, pair.draft)
     requests, cache = greedy(prompts(), max_tokens=MAX_TOKENS), engine.target.runner.cache
     chunked = engine.run(requests, gamma=3, max_batch_tokens=90)
     before = cache.prefix_hits
     cached = engine.run(requests, gamma=3, max_batch_tokens=2 * sum(LENGTHS))
     # a text that ends at once leaves its prompt's last page without a name
-    expected = sum((n - 1) // PAGE_SIZE * PAGE_SIZE for n, text in zip(LENGTHS, pair.texts, strict=True) if len(text) > 1)
+    expected = sum(
+        (n - 1) // PAGE_SIZE * PAGE_SIZE
+        for n, text in zip(LENGTHS, pair.texts, strict=True)
+        if len(text) > 1
+    )
     assert cache.prefix_hits - before >= expected
     assert chunked.texts == cached.texts == pair.texts
 
 
 @pytest.mark.parametrize("gamma", [0, 5])
-def test_texts_end_at_the_end_tokens_where_the_library_s_do(pairs: Mapping[str, Pair], tmp_path: Path, gamma: int) -> None:
-    ends = sorted({text[i] for i, text in enumerate(pairs["qwen2"].texts) if len(text) > i})  # each text ends soon, at another place
+def test_texts_end_at_the_end_tokens_where_the_library_s_do(
+    pairs: Mapping[str, Pair], tmp_path: Path, gamma: int
+) -> None:
+    ends = sorted(
+        {text[i] for i, text in enumerate(pairs["qwen2"].texts) if len(text) > i}
+    )  # each text ends soon, at another place
     target = checkpoints.make("qwen2", tmp_path / "qwen2")
     GenerationConfig(eos_token_id=ends, pad_token_id=checkpoints.PAD).save_pretrained(target)
-    run = Engine(target, pairs["qwen2"].draft).run(greedy(prompts(), max_tokens=MAX_TOKENS), gamma=gamma)
+    run = Engine(target, pairs["qwen2"].draft).run(
+        greedy(prompts(), max_tokens=MAX_TOKENS), gamma=gamma
+    )
     assert run.texts == library_greedy(target, prompts(), max_tokens=MAX_TOKENS)
     assert all(answer.finish is Finish.STOP for answer in run.answers)
     assert len({len(text) for text in run.texts}) > 5
@@ -141,7 +181,11 @@ class Shared:
 
 
 SHARED = [
-    *(Shared(name, name in LLAMA_SHAPED, gamma) for name in checkpoints.ARCHITECTURES for gamma in (0, 5)),
+    *(
+        Shared(name, name in LLAMA_SHAPED, gamma)
+        for name in checkpoints.ARCHITECTURES
+        for gamma in (0, 5)
+    ),
     *(Shared(name, False, 5) for name in LLAMA_SHAPED),
 ]
 SHARED_TOKENS = 12  # of each text: between processes on one machine every sum takes milliseconds
@@ -180,13 +224,21 @@ def follow(runner: Runner) -> None:
 def rank_main(rank: int, root: str) -> None:
     """Two ranks share each target in turn; rank 0 has the draft and the coordinator, and leaves the texts in a file."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=120),
+    )
     written = {}
     for name, fused in dict.fromkeys((case.name, case.fused) for case in SHARED):
         gammas = [case.gamma for case in SHARED if (case.name, case.fused) == (name, fused)]
         with patch("specserve.models.network.can_fuse", return_value=fused):
             texts = shared_texts(Path(root) / name, gammas, Shard(rank, RANKS))
-        written |= {Shared(name, fused, gamma): own for gamma, own in zip(gammas, texts, strict=rank == 0)}
+        written |= {
+            Shared(name, fused, gamma): own for gamma, own in zip(gammas, texts, strict=rank == 0)
+        }
     if rank == 0:
         Path(root, "texts.pickle").write_bytes(pickle.dumps(written))
     dist.destroy_process_group()
@@ -200,7 +252,9 @@ def shared_texts(target: Path, gammas: Sequence[int], shard: Shard) -> list[Text
     engine = Engine(target, draft_of(target), shard=shard)
     engine.target.runner = Fanned(engine.target.runner)  # type: ignore[assignment]
     requests = greedy(prompts(), max_tokens=SHARED_TOKENS)
-    texts = [engine.run(requests, gamma=gamma, max_batch_tokens=sum(LENGTHS)).texts for gamma in gammas]
+    texts = [
+        engine.run(requests, gamma=gamma, max_batch_tokens=sum(LENGTHS)).texts for gamma in gammas
+    ]
     dist.broadcast_object_list([None], src=0)
     return texts
 
@@ -213,5 +267,7 @@ def texts_of_two_ranks(pairs: Mapping[str, Pair]) -> Mapping[Shared, Texts]:
 
 
 @pytest.mark.parametrize("case", SHARED, ids=str)
-def test_two_ranks_write_the_library_s_texts(pairs: Mapping[str, Pair], texts_of_two_ranks: Mapping[Shared, Texts], case: Shared) -> None:
+def test_two_ranks_write_the_library_s_texts(
+    pairs: Mapping[str, Pair], texts_of_two_ranks: Mapping[Shared, Texts], case: Shared
+) -> None:
     assert texts_of_two_ranks[case] == [text[:SHARED_TOKENS] for text in pairs[case.name].texts]

@@ -10,9 +10,29 @@ import pytest
 
 from specserve.drafters.ngram.drafter import StatisticalDrafter
 from specserve.drafters.ngram.kinds import KINDS, open_statistical
-from specserve.drafters.ngram.tables import FILE, Bigram, Counts, Table, Uniform, Unigram, count, save
+from specserve.drafters.ngram.tables import (
+    FILE,
+    Bigram,
+    Counts,
+    Table,
+    Uniform,
+    Unigram,
+    count,
+    save,
+)
 from specserve.types import Request, Speculation
-from tests.support.continuations import COUNTED, DRAFTERS, PAGES, VOCAB, Case, Group, Kind, Pairs, Result, sample
+from tests.support.continuations import (
+    COUNTED,
+    DRAFTERS,
+    PAGES,
+    VOCAB,
+    Case,
+    Group,
+    Kind,
+    Pairs,
+    Result,
+    sample,
+)
 from tests.support.engines import GREEDY, Engine, RandomPacer
 from tests.support.exact_distribution import Conditionals, Floats, texts_of
 
@@ -45,7 +65,10 @@ class Counted(Pairs):
         save(self.counts, directory / FILE)
         for name in KINDS:
             path = directory if name in TABLED else None
-            self.engines[name] = Statistical(directory / "target", open_statistical(name, path=path, learn=None, support=64, vocab_size=VOCAB))
+            self.engines[name] = Statistical(
+                directory / "target",
+                open_statistical(name, path=path, learn=None, support=64, vocab_size=VOCAB),
+            )
         learnt = open_statistical("bigram", path=None, learn=True, support=3, vocab_size=VOCAB)
         self.engines["learnt"] = Statistical(directory / "target", learnt)
 
@@ -66,7 +89,9 @@ class Counted(Pairs):
             "random": Uniform(vocab_size=VOCAB, width=VOCAB),
         }
         texts = [texts_of(group.prompt, depth, VOCAB) for depth in range(COUNTED)]
-        return Conditionals(tuple(np.array([stated(tables[drafter], text) for text in depth]) for depth in texts))
+        return Conditionals(
+            tuple(np.array([stated(tables[drafter], text) for text in depth]) for depth in texts)
+        )
 
 
 def stated(table: Table, text: np.ndarray) -> Floats:
@@ -97,9 +122,15 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}")
-def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_expected(pairs: Counted, case: Case) -> None:
-    result: Result = sample(pairs, case, samples=SAMPLES, first_seed=SEED + CASES.index(case) * SAMPLES)
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
+)
+def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_expected(
+    pairs: Counted, case: Case
+) -> None:
+    result: Result = sample(
+        pairs, case, samples=SAMPLES, first_seed=SEED + CASES.index(case) * SAMPLES
+    )
     assert result.drafted > result.accepted > 0
     fit = pairs.fit(result)
     assert fit.dof > 30
@@ -108,7 +139,9 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
         assert abs(result.acceptance.errors_off) < 3
 
 
-def test_a_q_that_is_not_what_was_drawn_from_is_caught(pairs: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_q_that_is_not_what_was_drawn_from_is_caught(
+    pairs: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same test, had the drafter drawn from its rows and stated them flatter."""
     drafter = pairs.engines["bigram"].drafter
     draft = drafter.draft  # type: ignore[union-attr]
@@ -122,20 +155,33 @@ def test_a_q_that_is_not_what_was_drawn_from_is_caught(pairs: Counted, monkeypat
                 yield proposal
 
     monkeypatch.setattr(drafter, "draft", lambda steps, enough: list(flattened(steps, enough)))
-    assert pairs.fit(sample(pairs, Case("speculative", "bigram", 4), samples=SAMPLES, first_seed=SEED)).p_value < 1e-6
+    assert (
+        pairs.fit(
+            sample(pairs, Case("speculative", "bigram", 4), samples=SAMPLES, first_seed=SEED)
+        ).p_value
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("way", ["greedy", "coupled"])
 def test_the_text_is_the_same_whatever_drafts_and_however_much(pairs: Counted, way: str) -> None:
     prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(ASKED)]
-    requests = [Request(prompt, 40 - len(prompt), GREEDY, seed, ignore_eos=True) for seed, prompt in enumerate(prompts)]
+    requests = [
+        Request(prompt, 40 - len(prompt), GREEDY, seed, ignore_eos=True)
+        for seed, prompt in enumerate(prompts)
+    ]
     if way == "coupled":
-        requests = [replace(request, warp=type(GREEDY)(), seeded=True, speculation=Speculation()) for request in requests]
+        requests = [
+            replace(request, warp=type(GREEDY)(), seeded=True, speculation=Speculation())
+            for request in requests
+        ]
     plain = pairs.engines["none"].run(requests, gamma=0).texts
     accepted = {}
     for name in (*KINDS, "learnt"):
         for pacer in (None, RandomPacer(max_gamma=6, seed=1)):
-            run = pairs.engines[name].run(requests, pacer=pacer, gamma=None if pacer else 4, max_gamma=6)
+            run = pairs.engines[name].run(
+                requests, pacer=pacer, gamma=None if pacer else 4, max_gamma=6
+            )
             assert run.texts == plain, name
             accepted[name] = run.accepted
     assert all(accepted.values())

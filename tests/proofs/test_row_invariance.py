@@ -14,7 +14,14 @@ from tests.support import checkpoints
 
 LENGTH, COMPANIONS = 150, 5
 # As in every released model: widths of whole vectors, and no product so small that torch's own loops would take it from oneDNN.
-WIDTHS = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "num_local_experts": 64, "num_experts": 64}
+WIDTHS = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 128,
+    "num_local_experts": 64,
+    "num_experts": 64,
+}
 BF16 = Placement(dtype="bfloat16", device="cpu", pages=160, prefix_caching=False)
 
 
@@ -24,7 +31,9 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     for name, value in WIDTHS.items():
         if hasattr(config, name):
             setattr(config, name, value)
-    return open_model(checkpoints.write(config, tmp_path_factory.mktemp("invariance") / request.param), BF16).runner
+    return open_model(
+        checkpoints.write(config, tmp_path_factory.mktemp("invariance") / request.param), BF16
+    ).runner
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +42,9 @@ def texts() -> list[tuple[int, ...]]:
     return [tuple(rng.integers(3, checkpoints.VOCAB, LENGTH).tolist()) for _ in range(COMPANIONS)]
 
 
-def fed(runner: Runner, texts: list[tuple[int, ...]], rng: np.random.Generator, *, largest: int) -> list[Tensor]:
+def fed(
+    runner: Runner, texts: list[tuple[int, ...]], rng: np.random.Generator, *, largest: int
+) -> list[Tensor]:
     """Logits of each text, fed in random chunks of up to `largest` tokens, a random number of the texts together in each pass."""
     parts: list[list[Tensor]] = [[] for _ in texts]
     done = [0] * len(texts)
@@ -41,7 +52,13 @@ def fed(runner: Runner, texts: list[tuple[int, ...]], rng: np.random.Generator, 
         waiting = [i for i, start in enumerate(done) if start < LENGTH]
         chosen = rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)].tolist()
         counts = [min(int(rng.integers(1, largest + 1)), LENGTH - done[i]) for i in chosen]
-        logits = runner.run([Step(i, done[i], texts[i][done[i] : done[i] + n]) for i, n in zip(chosen, counts, strict=True)], counts)
+        logits = runner.run(
+            [
+                Step(i, done[i], texts[i][done[i] : done[i] + n])
+                for i, n in zip(chosen, counts, strict=True)
+            ],
+            counts,
+        )
         for i, n, part in zip(chosen, counts, logits.split(counts), strict=True):
             parts[i].append(part)
             done[i] += n
@@ -50,7 +67,9 @@ def fed(runner: Runner, texts: list[tuple[int, ...]], rng: np.random.Generator, 
 
 
 @pytest.mark.parametrize("largest", [8, LENGTH])
-def test_bits_do_not_depend_on_chunks_or_company(runner: Runner, texts: list[tuple[int, ...]], largest: int) -> None:
+def test_bits_do_not_depend_on_chunks_or_company(
+    runner: Runner, texts: list[tuple[int, ...]], largest: int
+) -> None:
     whole = [fed(runner, [text], np.random.default_rng(0), largest=1)[0] for text in texts]
     mixed = fed(runner, texts, np.random.default_rng(largest), largest=largest)
     differing = sum(int((a != b).any(-1).sum()) for a, b in zip(whole, mixed, strict=True))

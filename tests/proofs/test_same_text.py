@@ -45,12 +45,16 @@ class Engines:
     plain: list[tuple[int, ...]]  # every request alone, nothing drafted
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])  # through the fused network, and through the library's code with windows and softcap
+@pytest.fixture(
+    scope="module", params=["llama", "gemma2"]
+)  # through the fused network, and through the library's code with windows and softcap
 def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     written = make_checkpoints(request.param, tmp_path_factory.mktemp("same_text"))
     enough, few = opened(written, pages=ENOUGH), opened(written, pages=FEW)
     plain = enough["close"].run(requests(), drafts=False, max_running=1).texts
-    return Engines(enough, few, {fanout: opened_ahead(written, fanout) for fanout in (1, 4, None)}, plain)
+    return Engines(
+        enough, few, {fanout: opened_ahead(written, fanout) for fanout in (1, 4, None)}, plain
+    )
 
 
 def make_checkpoints(name: str, root: Path) -> Checkpoints:
@@ -65,13 +69,27 @@ def make_checkpoints(name: str, root: Path) -> Checkpoints:
 
 def opened(written: Checkpoints, *, pages: int) -> dict[str, Engine]:
     return {
-        name: Engine(written.target, draft, pages=pages, dtype="bfloat16", support=3 if name == "top 3" else 64)
+        name: Engine(
+            written.target,
+            draft,
+            pages=pages,
+            dtype="bfloat16",
+            support=3 if name == "top 3" else 64,
+        )
         for name, draft in written.drafts.items()
     }
 
 
 def opened_ahead(written: Checkpoints, fanout: int | None) -> Engine:
-    return Engine(written.target, written.drafts["close"], pages=ENOUGH, draft_pages=4 * ENOUGH, dtype="bfloat16", ahead=True, fanout=fanout)
+    return Engine(
+        written.target,
+        written.drafts["close"],
+        pages=ENOUGH,
+        draft_pages=4 * ENOUGH,
+        dtype="bfloat16",
+        ahead=True,
+        fanout=fanout,
+    )
 
 
 def requests() -> list[Request]:
@@ -79,20 +97,32 @@ def requests() -> list[Request]:
     rng = np.random.default_rng(1)
     prompts = [tuple(rng.integers(3, checkpoints.VOCAB, length).tolist()) for length in LENGTHS]
     warps = [WARPS[i % len(WARPS)] for i in range(len(prompts))]
-    return [_request(prompt, warp, VERIFIERS[i % 4], seed=i) for i, (prompt, warp) in enumerate(zip(prompts, warps, strict=True))]
+    return [
+        _request(prompt, warp, VERIFIERS[i % 4], seed=i)
+        for i, (prompt, warp) in enumerate(zip(prompts, warps, strict=True))
+    ]
 
 
 def _request(prompt: tuple[int, ...], warp: Warp, verifier: str, *, seed: int) -> Request:
     greedy = warp.temperature == 0
     speculation = Speculation(verifier=verifier if greedy else None)
-    return Request(prompt, MAX_TOKENS, warp, seed, seeded=not greedy, ignore_eos=True, speculation=speculation)
+    return Request(
+        prompt, MAX_TOKENS, warp, seed, seeded=not greedy, ignore_eos=True, speculation=speculation
+    )
 
 
 def run(engine: Engine, gamma: int | None, *, running: int) -> Run:
     """Prompts in chunks of a few dozen tokens; gamma None is another for each sequence in each round."""
     pacer = RandomPacer(max_gamma=MAX_GAMMA, seed=running) if gamma is None else None
     max_gamma = MAX_GAMMA if gamma is None else gamma
-    return engine.run(requests(), pacer=pacer, gamma=gamma, max_gamma=max_gamma, max_running=running, max_batch_tokens=48)
+    return engine.run(
+        requests(),
+        pacer=pacer,
+        gamma=gamma,
+        max_gamma=max_gamma,
+        max_running=running,
+        max_batch_tokens=48,
+    )
 
 
 def differing(texts: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> list[int]:
@@ -106,7 +136,9 @@ def test_the_texts_are_long_and_varied(engines: Engines) -> None:
 
 @pytest.mark.parametrize("drafter", ["close", "top 3", "stranger"])
 @pytest.mark.parametrize(("gamma", "running"), [(1, 16), (4, 1), (5, 16), (None, 3)])
-def test_drafts_change_no_token(engines: Engines, drafter: str, gamma: int | None, running: int) -> None:
+def test_drafts_change_no_token(
+    engines: Engines, drafter: str, gamma: int | None, running: int
+) -> None:
     answer = run(engines.enough[drafter], gamma, running=running)
     assert differing(answer.texts, engines.plain) == []
     assert answer.drafted > answer.accepted
@@ -118,7 +150,10 @@ def test_company_changes_no_token(engines: Engines, running: int) -> None:
     assert differing(run(engines.enough["close"], 0, running=running).texts, engines.plain) == []
 
 
-@pytest.mark.parametrize(("drafter", "gamma"), [("close", 0), ("close", 2), ("close", None), ("top 3", 1), ("stranger", None)])
+@pytest.mark.parametrize(
+    ("drafter", "gamma"),
+    [("close", 0), ("close", 2), ("close", None), ("top 3", 1), ("stranger", None)],
+)
 def test_preemption_changes_no_token(engines: Engines, drafter: str, gamma: int | None) -> None:
     answer = run(engines.few[drafter], gamma, running=16)
     assert answer.num_preempted > 0
@@ -126,14 +161,29 @@ def test_preemption_changes_no_token(engines: Engines, drafter: str, gamma: int 
 
 
 def test_another_seed_is_another_text(engines: Engines) -> None:
-    others = [Request(r.prompt, r.max_tokens, r.warp, r.seed + 100, seeded=r.seeded, ignore_eos=True, speculation=r.speculation) for r in requests()]
+    others = [
+        Request(
+            r.prompt,
+            r.max_tokens,
+            r.warp,
+            r.seed + 100,
+            seeded=r.seeded,
+            ignore_eos=True,
+            speculation=r.speculation,
+        )
+        for r in requests()
+    ]
     texts = engines.enough["close"].run(others, gamma=4, max_running=16).texts
-    assert differing(texts, engines.plain) == [i for i, request in enumerate(others) if request.seeded]
+    assert differing(texts, engines.plain) == [
+        i for i, request in enumerate(others) if request.seeded
+    ]
 
 
 @pytest.mark.parametrize("fanout", [1, 4, None])
 @pytest.mark.parametrize(("gamma", "running"), [(1, 16), (5, 3), (None, 16)])
-def test_anticipation_changes_no_token_with_any_fanout_and_any_gamma(engines: Engines, fanout: int | None, gamma: int | None, running: int) -> None:
+def test_anticipation_changes_no_token_with_any_fanout_and_any_gamma(
+    engines: Engines, fanout: int | None, gamma: int | None, running: int
+) -> None:
     engine = engines.ahead[fanout]
     answer = run(engine, gamma, running=running)
     assert differing(answer.texts, engines.plain) == []

@@ -9,11 +9,20 @@ from tests.support.continuations import VOCAB, Case, Pairs, sample
 
 SAMPLES = 1000  # of each case
 SEED = 1 << 42
-PAGES, PAGE_SIZE = 2000, 2  # small pages, lest texts of a few tokens never outgrow what admission sets aside
+PAGES, PAGE_SIZE = (
+    2000,
+    2,
+)  # small pages, lest texts of a few tokens never outgrow what admission sets aside
 FLATTER = 10.0  # of the target, so that all continuations occur
 DISTANCES = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
 SIZES = {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 4, **DISTANCES}
-TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0, "n_positions": 64}
+TOKENS = {
+    "vocab_size": VOCAB,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "n_positions": 64,
+}
 
 CASES = (
     Case("speculative", "top 3", 2),
@@ -27,10 +36,14 @@ CASES = (
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     config = T5Config(**SIZES, **TOKENS, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-    return Pairs(tmp_path_factory.mktemp("proofs"), config, pages=PAGES, page_size=PAGE_SIZE, flatter=FLATTER)
+    return Pairs(
+        tmp_path_factory.mktemp("proofs"), config, pages=PAGES, page_size=PAGE_SIZE, flatter=FLATTER
+    )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
+)
 def test_continuations_have_the_targets_distribution(pairs: Pairs, case: Case) -> None:
     result = sample(pairs, case, samples=SAMPLES, first_seed=SEED + CASES.index(case) * SAMPLES)
     assert result.preempted > 0

@@ -37,8 +37,12 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}")
-def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_expected(pairs: TiedPairs, case: Case) -> None:
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
+)
+def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_expected(
+    pairs: TiedPairs, case: Case
+) -> None:
     result = sample(pairs, case, samples=SAMPLES, first_seed=SEED + CASES.index(case) * SAMPLES)
     assert result.drafted > result.accepted > 0
     assert result.preempted > 0
@@ -55,13 +59,18 @@ def asked(verifier: str, *, warp: Warp = GREEDY) -> list[Request]:
     prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(8)]
     seeded = verifier == "coupled"
     wish = Speculation(verifier=None if seeded else verifier)
-    return [Request(prompt, 40 - i, warp, i, seeded=seeded, ignore_eos=True, speculation=wish) for i, prompt in enumerate(prompts)]
+    return [
+        Request(prompt, 40 - i, warp, i, seeded=seeded, ignore_eos=True, speculation=wish)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 @pytest.mark.parametrize("gamma", [1, 4, None], ids=["1", "4", "random"])
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("drafter", TIED)
-def test_greedy_texts_are_those_of_plain_decoding(pairs: TiedPairs, drafter: str, verifier: str, gamma: int | None) -> None:
+def test_greedy_texts_are_those_of_plain_decoding(
+    pairs: TiedPairs, drafter: str, verifier: str, gamma: int | None
+) -> None:
     pacer = RandomPacer(max_gamma=6, seed=1) if gamma is None else None
     run = pairs.engines[drafter].run(asked(verifier), pacer=pacer, gamma=gamma, max_gamma=6)
     assert run.texts == pairs.engines["none"].run(asked(verifier), gamma=0).texts
@@ -72,30 +81,52 @@ def test_greedy_texts_are_those_of_plain_decoding(pairs: TiedPairs, drafter: str
 def test_coupled_texts_are_those_of_plain_decoding(pairs: TiedPairs, drafter: str) -> None:
     requests = asked("coupled", warp=Warp())
     plain = pairs.engines["none"].run(requests, gamma=0).texts
-    assert pairs.engines[drafter].run(requests, pacer=RandomPacer(max_gamma=6, seed=2), gamma=None, max_gamma=6).texts == plain
+    assert (
+        pairs.engines[drafter]
+        .run(requests, pacer=RandomPacer(max_gamma=6, seed=2), gamma=None, max_gamma=6)
+        .texts
+        == plain
+    )
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     """The demo target in bf16, with pages so few that sequences are preempted."""
     target = DEMO / "target"
-    heads = random_heads(target, tmp_path_factory.mktemp("demo") / "heads", hidden_size=256, vocab_size=4096, spread=0.01)
+    heads = random_heads(
+        target,
+        tmp_path_factory.mktemp("demo") / "heads",
+        hidden_size=256,
+        vocab_size=4096,
+        spread=0.01,
+    )
     return {
         "none": Engine(target, pages=18, dtype="bfloat16"),
-        "layer_skip": TiedEngine(target, lambda model: SkippingDrafter(model, (3, 5), support=64), pages=18, dtype="bfloat16"),
+        "layer_skip": TiedEngine(
+            target,
+            lambda model: SkippingDrafter(model, (3, 5), support=64),
+            pages=18,
+            dtype="bfloat16",
+        ),
         "heads": TiedEngine(target, with_heads(heads, support=64), pages=18, dtype="bfloat16"),
     }
 
 
 @pytest.mark.parametrize("drafter", ["layer_skip", "heads"])
-def test_in_bf16_not_a_bit_is_changed_and_what_is_found_by_its_name_is_the_whole_models(demo: dict[str, Engine], drafter: str) -> None:
+def test_in_bf16_not_a_bit_is_changed_and_what_is_found_by_its_name_is_the_whole_models(
+    demo: dict[str, Engine], drafter: str
+) -> None:
     """The second time prompts go on where the first texts ended: their pages were written between drafts, and are found by name."""
     prompts = [tuple((17 * i + 31 * j) % 4096 for j in range(20 + 3 * i)) for i in range(6)]
     hits, num_preempted = [], 0
     for _ in range(2):
-        requests = [Request(prompt, 40, GREEDY, i, ignore_eos=True) for i, prompt in enumerate(prompts)]
+        requests = [
+            Request(prompt, 40, GREEDY, i, ignore_eos=True) for i, prompt in enumerate(prompts)
+        ]
         plain = demo["none"].run(requests, gamma=0)
-        run = demo[drafter].run(requests, pacer=RandomPacer(max_gamma=5, seed=3), gamma=None, max_gamma=5)
+        run = demo[drafter].run(
+            requests, pacer=RandomPacer(max_gamma=5, seed=3), gamma=None, max_gamma=5
+        )
         assert run.texts == plain.texts
         assert run.drafted > 0
         num_preempted += run.num_preempted
@@ -106,9 +137,13 @@ def test_in_bf16_not_a_bit_is_changed_and_what_is_found_by_its_name_is_the_whole
 
 
 @pytest.mark.parametrize("drafter", TIED)
-def test_a_sequence_that_the_target_has_not_read_is_answered_with_nothing(pairs: TiedPairs, drafter: str) -> None:
+def test_a_sequence_that_the_target_has_not_read_is_answered_with_nothing(
+    pairs: TiedPairs, drafter: str
+) -> None:
     engine = pairs.engines[drafter]
     assert isinstance(engine.drafter, (SkippingDrafter, HeadsDrafter))
-    (proposal,) = engine.drafter.propose([DraftStep(99, 0, (1, 2, 3), 3, Policy(GREEDY, "block", 1, 3))], math.inf)
+    (proposal,) = engine.drafter.propose(
+        [DraftStep(99, 0, (1, 2, 3), 3, Policy(GREEDY, "block", 1, 3))], math.inf
+    )
     assert proposal.tokens == ()
     engine.check_idle()

@@ -10,7 +10,18 @@ import torch
 from scipy import stats
 from transformers.generation import logits_process as hf
 
-from specserve.sampling import History, Purpose, WarpBatch, exponential, from_sparse_rows, logprobs, row_keys, sample, to_sparse_rows, truncate
+from specserve.sampling import (
+    History,
+    Purpose,
+    WarpBatch,
+    exponential,
+    from_sparse_rows,
+    logprobs,
+    row_keys,
+    sample,
+    to_sparse_rows,
+    truncate,
+)
 from specserve.types import Warp
 
 VOCAB = 300
@@ -35,16 +46,24 @@ WARPS = [
 ]
 
 
-def some_logits(rows: int, *, seed: int = 0, scale: float = 3.0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+def some_logits(
+    rows: int, *, seed: int = 0, scale: float = 3.0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    return (torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale).to(
+        dtype
+    )
 
 
 def transformers_p(row: torch.Tensor, warp: Warp, context: list[int]) -> torch.Tensor:
     """What transformers would sample from, for one row; its bias comes as a processor of its own."""
     ids, x = torch.tensor([context]), row[None].float()
-    processors: list[hf.LogitsProcessor] = [hf.RepetitionPenaltyLogitsProcessor(warp.repetition_penalty)]
+    processors: list[hf.LogitsProcessor] = [
+        hf.RepetitionPenaltyLogitsProcessor(warp.repetition_penalty)
+    ]
     if warp.logit_bias:
-        processors.append(hf.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in warp.logit_bias]))
+        processors.append(
+            hf.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in warp.logit_bias])
+        )
     if warp.temperature == 0:
         processors.append(hf.TopKLogitsWarper(1))
     else:
@@ -72,12 +91,16 @@ def test_a_mixed_batch_is_what_transformers_makes_of_each_row() -> None:
         for j in range(len(guess) + 1):
             row = next(rows)
             expected = transformers_p(logits[row], warp, [*past.tokens.tolist(), *guess[:j]])
-            torch.testing.assert_close(p[row], expected, rtol=2e-5, atol=1e-7, msg=f"{warp}, row {j}")
+            torch.testing.assert_close(
+                p[row], expected, rtol=2e-5, atol=1e-7, msg=f"{warp}, row {j}"
+            )
             assert torch.equal(p[row] > 0, expected > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_row_is_the_same_bits_alone_and_in_company_and_the_logits_stay(dtype: torch.dtype) -> None:
+def test_a_row_is_the_same_bits_alone_and_in_company_and_the_logits_stay(
+    dtype: torch.dtype,
+) -> None:
     histories = [history(50)] * len(WARPS)
     logits = some_logits(len(WARPS), dtype=dtype)
     before = logits.clone()
@@ -107,7 +130,9 @@ def test_a_drafters_single_row_sees_all_the_drafts_so_far() -> None:
     logits = some_logits(4)
     together = WarpBatch([warp], [4], [history(20, (8, 9, 8))]).probabilities(logits)
     for j in range(4):
-        alone = WarpBatch([warp], [1], [history(20, (8, 9, 8)[:j])]).probabilities(logits[j : j + 1])
+        alone = WarpBatch([warp], [1], [history(20, (8, 9, 8)[:j])]).probabilities(
+            logits[j : j + 1]
+        )
         assert torch.equal(alone[0], together[j])
 
 
@@ -129,7 +154,10 @@ def test_greedy_is_a_one_hot_of_the_lowest_of_the_likeliest_and_the_shortcut_agr
 
 def test_the_greedy_shortcut_sees_penalties_and_bias() -> None:
     logits = torch.tensor([[5.0, 4.0, 0.0]]).repeat(2, 1)
-    warps = [Warp(temperature=0, frequency_penalty=2.0), Warp(temperature=0, logit_bias=((2, 9.0),))]
+    warps = [
+        Warp(temperature=0, frequency_penalty=2.0),
+        Warp(temperature=0, logit_bias=((2, 9.0),)),
+    ]
     batch = WarpBatch(warps, [1, 1], [History(np.array([0]), prompt_length=0), None])
     assert batch.greedy_tokens(logits).tolist() == [1, 2]
 
@@ -137,7 +165,9 @@ def test_the_greedy_shortcut_sees_penalties_and_bias() -> None:
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 5e-324])
 def test_a_tiny_temperature_is_greedy_and_not_nan(temperature: float) -> None:
     logits = some_logits(3, scale=50)
-    p = WarpBatch([Warp(temperature=temperature, top_p=0.9, top_k=7, min_p=0.1)], [3]).probabilities(logits)
+    p = WarpBatch(
+        [Warp(temperature=temperature, top_p=0.9, top_k=7, min_p=0.1)], [3]
+    ).probabilities(logits)
     assert torch.equal(p.argmax(-1), logits.argmax(-1))
     assert p.amax(-1).tolist() == [1.0, 1.0, 1.0]
 
@@ -153,8 +183,15 @@ def test_masked_logits_stay_impossible(warp: Warp) -> None:
 
 
 def test_top_p_keeps_the_smallest_set_even_when_all_are_equal_and_top_k_keeps_ties() -> None:
-    p = WarpBatch([Warp(top_p=0.5), Warp(top_p=0.51), Warp(top_p=1e-9), Warp(top_k=2)], [1] * 4).probabilities(torch.zeros(4, 4))
-    assert [(row > 0).tolist() for row in p] == [[True, True, False, False], [True, True, True, False], [True, False, False, False], [True] * 4]
+    p = WarpBatch(
+        [Warp(top_p=0.5), Warp(top_p=0.51), Warp(top_p=1e-9), Warp(top_k=2)], [1] * 4
+    ).probabilities(torch.zeros(4, 4))
+    assert [(row > 0).tolist() for row in p] == [
+        [True, True, False, False],
+        [True, True, True, False],
+        [True, False, False, False],
+        [True] * 4,
+    ]
 
 
 def test_top_p_reaches_its_mass_with_bfloat16_ties() -> None:
@@ -173,10 +210,17 @@ def test_sample_draws_from_unnormalised_weights() -> None:
     drawn = np.bincount(sample(weights.expand(100_000, -1), noise).numpy(), minlength=6)
     assert drawn[0] == drawn[4] == 0
     possible = weights.numpy() > 0
-    assert stats.chisquare(drawn[possible], (weights / weights.sum()).double().numpy()[possible] * 100_000).pvalue > 1e-4
+    assert (
+        stats.chisquare(
+            drawn[possible], (weights / weights.sum()).double().numpy()[possible] * 100_000
+        ).pvalue
+        > 1e-4
+    )
 
 
-def test_truncate_keeps_the_likeliest_renormalised_and_more_support_than_vocabulary_is_all_of_it() -> None:
+def test_truncate_keeps_the_likeliest_renormalised_and_more_support_than_vocabulary_is_all_of_it() -> (
+    None
+):
     q = torch.softmax(some_logits(5), -1)
     ids, probs = truncate(q, 8)
     for row, row_ids, row_probs in zip(q, ids, probs, strict=True):
@@ -197,11 +241,17 @@ def test_logprobs_are_those_of_the_unwarped_distribution() -> None:
     logits = some_logits(4, dtype=torch.bfloat16)
     tokens = torch.tensor([0, 5, 299, 17])
     expected = torch.log_softmax(logits.double(), -1)
-    for row, (token, found) in enumerate(zip(tokens.tolist(), logprobs(logits, tokens, 3), strict=True)):
+    for row, (token, found) in enumerate(
+        zip(tokens.tolist(), logprobs(logits, tokens, 3), strict=True)
+    ):
         assert found.token == pytest.approx(expected[row, token].item(), abs=1e-5)
-        assert found.top == pytest.approx(expected[row].sort(descending=True).values[:3].tolist(), abs=1e-5)
+        assert found.top == pytest.approx(
+            expected[row].sort(descending=True).values[:3].tolist(), abs=1e-5
+        )
         assert all(a >= b for a, b in itertools.pairwise(found.top))
-        assert [expected[row, i].item() for i in found.top_ids] == pytest.approx(list(found.top), abs=1e-5)
+        assert [expected[row, i].item() for i in found.top_ids] == pytest.approx(
+            list(found.top), abs=1e-5
+        )
     assert logprobs(logits, tokens, 0)[0].top == ()
     assert len(logprobs(logits, tokens, 10_000)[0].top) == VOCAB
 

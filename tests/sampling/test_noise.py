@@ -22,7 +22,9 @@ def as_bits(numbers: torch.Tensor) -> np.ndarray:
     return np.unpackbits(numbers.numpy().view(np.uint8).reshape(-1, 4), axis=1)
 
 
-def keys_of(count: int, purpose: Purpose = Purpose.NEXT, *, seed: int = 0, first: int = 0) -> torch.Tensor:
+def keys_of(
+    count: int, purpose: Purpose = Purpose.NEXT, *, seed: int = 0, first: int = 0
+) -> torch.Tensor:
     return row_keys([seed] * count, [7] * count, range(first, first + count), purpose)
 
 
@@ -37,7 +39,11 @@ def correlation_z(a: np.ndarray, b: np.ndarray) -> float:
 
 def pair_p(a: np.ndarray, b: np.ndarray) -> float:
     """Joint uniformity of pairs, on a 32 x 32 grid: finds dependence that no correlation shows."""
-    return float(stats.chisquare(np.histogram2d(a.ravel(), b.ravel(), 32, [(0, 1), (0, 1)])[0].ravel()).pvalue)
+    return float(
+        stats.chisquare(
+            np.histogram2d(a.ravel(), b.ravel(), 32, [(0, 1), (0, 1)])[0].ravel()
+        ).pvalue
+    )
 
 
 @pytest.mark.parametrize("purpose", Purpose)
@@ -84,7 +90,11 @@ def test_seeds_rounds_and_purposes_are_independent_streams() -> None:
         row_keys([6] * 64, [9] * 64, range(64), Purpose.NEXT),
         row_keys([5 + (1 << 63)] * 64, [9] * 64, range(64), Purpose.NEXT),
         row_keys([5] * 64, [10] * 64, range(64), Purpose.NEXT),
-        *(row_keys([5] * 64, [9] * 64, range(64), purpose) for purpose in Purpose if purpose is not Purpose.NEXT),
+        *(
+            row_keys([5] * 64, [9] * 64, range(64), purpose)
+            for purpose in Purpose
+            if purpose is not Purpose.NEXT
+        ),
     ]
     for other in others:
         assert correlation_z(units(base, ids), units(other, ids)) < 5
@@ -97,8 +107,16 @@ def test_the_number_of_a_uniform_tells_nothing_of_the_exponentials_of_the_same_k
 
 
 def test_no_two_keys_of_a_grid_are_equal() -> None:
-    seeds, rounds, positions = np.meshgrid(seed_array([0, 1, 2**32, -1]), np.arange(30), np.arange(40), indexing="ij")
-    keys = torch.cat([row_keys(seeds.ravel(), rounds.ravel(), positions.ravel(), purpose) for purpose in Purpose if purpose is not Purpose.COUPLED])
+    seeds, rounds, positions = np.meshgrid(
+        seed_array([0, 1, 2**32, -1]), np.arange(30), np.arange(40), indexing="ij"
+    )
+    keys = torch.cat(
+        [
+            row_keys(seeds.ravel(), rounds.ravel(), positions.ravel(), purpose)
+            for purpose in Purpose
+            if purpose is not Purpose.COUPLED
+        ]
+    )
     assert len(np.unique(keys.numpy().view(np.int64))) == 3 * seeds.size
 
 
@@ -119,7 +137,12 @@ def test_an_element_is_the_same_bits_in_any_company() -> None:
     whole = exponential(keys, ids)
     assert torch.equal(exponential(keys[13:14], ids)[0], whole[13])
     assert torch.equal(exponential(keys[3:9], ids[1000:1013]), whole[3:9, 1000:1013])
-    scattered = torch.stack([torch.randperm(4099, generator=torch.Generator().manual_seed(row))[:64] for row in range(21)])
+    scattered = torch.stack(
+        [
+            torch.randperm(4099, generator=torch.Generator().manual_seed(row))[:64]
+            for row in range(21)
+        ]
+    )
     assert torch.equal(exponential(keys, scattered), whole.gather(1, scattered))
 
 
@@ -138,7 +161,9 @@ def test_the_extremes_of_the_hash_stay_inside() -> None:
 def test_the_noise_is_frozen_so_that_texts_of_a_seed_stay_the_same() -> None:
     keys = row_keys([42], [3], [4], Purpose.COUPLED)
     assert keys.tolist() == [[-716954926, 367195006]]
-    assert exponential(keys, torch.tensor([0, 1, 4095]))[0].tolist() == pytest.approx([0.0571557022631, 0.9729985594749, 0.7521391510963], rel=1e-6)
+    assert exponential(keys, torch.tensor([0, 1, 4095]))[0].tolist() == pytest.approx(
+        [0.0571557022631, 0.9729985594749, 0.7521391510963], rel=1e-6
+    )
 
 
 @pytest.mark.gpu

@@ -12,7 +12,19 @@ from scipy import stats
 from torch import Tensor
 
 from specserve import types
-from specserve.sampling import VERIFIERS, Drafts, Purpose, Streams, WarpBatch, agree, exponential, row_keys, sample, to_sparse_rows, truncate
+from specserve.sampling import (
+    VERIFIERS,
+    Drafts,
+    Purpose,
+    Streams,
+    WarpBatch,
+    agree,
+    exponential,
+    row_keys,
+    sample,
+    to_sparse_rows,
+    truncate,
+)
 from specserve.sampling import verify as verifiers
 from specserve.sampling.verify import acceptance, block_acceptance, residual, verify
 from specserve.types import SparseRows, Warp
@@ -59,7 +71,10 @@ def random_tables(seed: int, vocab: int, gamma: int, kinds: tuple[str, str]) -> 
     p, q = {}, {}
     for length in range(gamma + 1):
         for prefix in itertools.product(range(vocab), repeat=length):
-            p_kind, q_kind = (rng.choice(["plain", "one-hot", "peaked", "zeros"]) if kind == "mixed" else kind for kind in kinds)
+            p_kind, q_kind = (
+                rng.choice(["plain", "one-hot", "peaked", "zeros"]) if kind == "mixed" else kind
+                for kind in kinds
+            )
             p[prefix] = random_row(rng, vocab, p_kind)
             q[prefix] = p[prefix] if q_kind == "same" else random_row(rng, vocab, q_kind)
     return p, q
@@ -69,36 +84,59 @@ def num_accepted(name: str, p: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor |
     """The chance of each accepted length, [seqs, gamma + 1], and the weights of block."""
     if name == "block":
         h, weight = block_acceptance(p, drafts)
-        refused_later = torch.cat([(1 - h[:, :-1]).flip(1).cumprod(1).flip(1), torch.ones_like(h[:, :1])], 1)
+        refused_later = torch.cat(
+            [(1 - h[:, :-1]).flip(1).cumprod(1).flip(1), torch.ones_like(h[:, :1])], 1
+        )
         return torch.cat([torch.ones_like(h[:, :1]), h[:, :-1]], 1) * refused_later, weight
     h = acceptance(p, drafts, drafts.lenience if name == "lenient" else None)
     passed = torch.cat([torch.ones_like(h[:, :1]), h[:, :-1].cumprod(1)], 1)
     return passed * (1 - h), None
 
 
-def enumerate_round(name: str, p: Table, q: Table, vocab: int, gamma: int, lenience: float = 1.0) -> tuple[np.ndarray, float]:
+def enumerate_round(
+    name: str, p: Table, q: Table, vocab: int, gamma: int, lenience: float = 1.0
+) -> tuple[np.ndarray, float]:
     """The exact distribution of the text that a round commits, completed by p to gamma + 1 tokens, and the expected accepted length."""
     paths = list(itertools.product(range(vocab), repeat=gamma))
-    q_rows = torch.tensor(np.array([[q[path[:i]] for i in range(gamma)] for path in paths])).reshape(len(paths), gamma, vocab)
+    q_rows = torch.tensor(
+        np.array([[q[path[:i]] for i in range(gamma)] for path in paths])
+    ).reshape(len(paths), gamma, vocab)
     p_rows = torch.tensor(np.array([p[path[:i]] for path in paths for i in range(gamma + 1)]))
-    drafts = drafts_of(torch.tensor(paths, dtype=torch.long).reshape(len(paths), gamma), torch.full((len(paths),), gamma), q_rows, lenience)
+    drafts = drafts_of(
+        torch.tensor(paths, dtype=torch.long).reshape(len(paths), gamma),
+        torch.full((len(paths),), gamma),
+        q_rows,
+        lenience,
+    )
     drawn = np.array([np.prod([q[path[:i]][path[i]] for i in range(gamma)]) for path in paths])
     chances, weight = num_accepted(name, p_rows, drafts)
     text = np.zeros((vocab,) * (gamma + 1))
     for accepted in range(gamma + 1):
         left = residual(p_rows, drafts, torch.full((len(paths),), accepted), weight)
-        left = torch.where(left.sum(-1, keepdim=True) > 0, left, p_rows[drafts.rows[:, accepted]]).numpy()  # rounding left nothing
-        for path, chance, row in zip(paths, drawn * chances[:, accepted].numpy(), left, strict=True):
+        left = torch.where(
+            left.sum(-1, keepdim=True) > 0, left, p_rows[drafts.rows[:, accepted]]
+        ).numpy()  # rounding left nothing
+        for path, chance, row in zip(
+            paths, drawn * chances[:, accepted].numpy(), left, strict=True
+        ):
             if chance > 0:
                 for token in range(vocab):
-                    text[(*path[:accepted], token)] += chance * row[token] / row.sum() * target_text(p, vocab, gamma, (*path[:accepted], token))
+                    text[(*path[:accepted], token)] += (
+                        chance
+                        * row[token]
+                        / row.sum()
+                        * target_text(p, vocab, gamma, (*path[:accepted], token))
+                    )
     return text, float((drawn[:, None] * chances.numpy() * np.arange(gamma + 1)).sum())
 
 
 def target_text(p: Table, vocab: int, gamma: int, prefix: tuple[int, ...] = ()) -> np.ndarray:
     """What p makes of a prefix: the distribution of the tokens that are missing to gamma + 1."""
     missing = gamma + 1 - len(prefix)
-    chances = [np.prod([p[(*prefix, *rest[:i])][rest[i]] for i in range(missing)]) for rest in itertools.product(range(vocab), repeat=missing)]
+    chances = [
+        np.prod([p[(*prefix, *rest[:i])][rest[i]] for i in range(missing)])
+        for rest in itertools.product(range(vocab), repeat=missing)
+    ]
     return np.array(chances).reshape((vocab,) * missing)
 
 
@@ -116,7 +154,9 @@ KINDS = [
 @pytest.mark.parametrize("name", ["speculative", "block"])
 @pytest.mark.parametrize(("vocab", "gamma"), [(3, 0), (4, 1), (4, 2), (3, 3)])
 @pytest.mark.parametrize("kinds", KINDS)
-def test_the_committed_text_has_exactly_the_targets_distribution(name: str, vocab: int, gamma: int, kinds: tuple[str, str]) -> None:
+def test_the_committed_text_has_exactly_the_targets_distribution(
+    name: str, vocab: int, gamma: int, kinds: tuple[str, str]
+) -> None:
     for seed in range(4):
         p, q = random_tables(seed, vocab, gamma, kinds)
         text, _ = enumerate_round(name, p, q, vocab, gamma)
@@ -124,11 +164,15 @@ def test_the_committed_text_has_exactly_the_targets_distribution(name: str, voca
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_block_never_accepts_less_than_speculative_and_sometimes_more(kinds: tuple[str, str]) -> None:
+def test_block_never_accepts_less_than_speculative_and_sometimes_more(
+    kinds: tuple[str, str],
+) -> None:
     gains = []
     for seed in range(4):
         p, q = random_tables(seed, 3, 3, kinds)
-        gains.append(enumerate_round("block", p, q, 3, 3)[1] - enumerate_round("speculative", p, q, 3, 3)[1])
+        gains.append(
+            enumerate_round("block", p, q, 3, 3)[1] - enumerate_round("speculative", p, q, 3, 3)[1]
+        )
     assert min(gains) > -1e-12
     if kinds == ("plain", "plain"):
         assert min(gains) > 0.001
@@ -138,16 +182,22 @@ def test_block_never_accepts_less_than_speculative_and_sometimes_more(kinds: tup
 
 def test_block_gains_nothing_with_a_single_draft_token() -> None:
     p, q = random_tables(5, 4, 1, ("plain", "plain"))
-    assert enumerate_round("block", p, q, 4, 1)[1] == pytest.approx(enumerate_round("speculative", p, q, 4, 1)[1], abs=1e-12)
+    assert enumerate_round("block", p, q, 4, 1)[1] == pytest.approx(
+        enumerate_round("speculative", p, q, 4, 1)[1], abs=1e-12
+    )
 
 
 def test_expected_acceptance_of_speculative_is_the_formula_of_theory() -> None:
     p, q = random_tables(6, 4, 1, ("plain", "plain"))
-    assert enumerate_round("speculative", p, q, 4, 1)[1] == pytest.approx(np.minimum(p[()], q[()]).sum(), abs=1e-12)
+    assert enumerate_round("speculative", p, q, 4, 1)[1] == pytest.approx(
+        np.minimum(p[()], q[()]).sum(), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_lenience_1_is_speculative_and_more_bounds_every_token_by_l_times_p(kinds: tuple[str, str]) -> None:
+def test_lenience_1_is_speculative_and_more_bounds_every_token_by_l_times_p(
+    kinds: tuple[str, str],
+) -> None:
     p, q = random_tables(7, 4, 2, kinds)
     exact, length = enumerate_round("speculative", p, q, 4, 2)
     same, same_length = enumerate_round("lenient", p, q, 4, 2, lenience=1.0)
@@ -168,10 +218,14 @@ VOCAB = 3
 
 def markov(seed: int) -> Tensor:
     """A distribution for each last token: [vocab, vocab]."""
-    return torch.tensor(np.random.default_rng(seed).dirichlet(np.ones(VOCAB), VOCAB), dtype=torch.float32)
+    return torch.tensor(
+        np.random.default_rng(seed).dirichlet(np.ones(VOCAB), VOCAB), dtype=torch.float32
+    )
 
 
-def draft(q: Tensor, last: Tensor, streams: Streams, gamma: int, *, coupled: bool) -> tuple[Tensor, Tensor]:
+def draft(
+    q: Tensor, last: Tensor, streams: Streams, gamma: int, *, coupled: bool
+) -> tuple[Tensor, Tensor]:
     """As a drafter does it: tokens [seqs, gamma] and what each was drawn from, [seqs, gamma, vocab]."""
     tokens, rows = [last], []
     keys = streams.keys(Purpose.COUPLED if coupled else Purpose.DRAFT, gamma, q.device)
@@ -191,7 +245,9 @@ def write(name: str, p: Tensor, q: Tensor, lenience: float = 1.0) -> np.ndarray:
         streams = Streams(seeds=running.astype(np.uint64), rounds=held[running])
         last = torch.from_numpy(texts[running, held[running] - 1])
         tokens, q_rows = draft(q, last, streams, 3, coupled=name == "coupled")
-        drafts = drafts_of(tokens, torch.from_numpy(rng.integers(0, 4, len(running))), q_rows, lenience)
+        drafts = drafts_of(
+            tokens, torch.from_numpy(rng.integers(0, 4, len(running))), q_rows, lenience
+        )
         p_rows = p[torch.cat([last[:, None], tokens], 1)[drafts.in_row]]
         outcome = verify([name] * len(running), p_rows, drafts, streams)
         accepted = outcome.accepted.numpy()
@@ -228,7 +284,12 @@ def test_lenient_has_the_distribution_that_enumeration_says_and_not_the_targets(
     table_p.update({(i,): p[i].double().numpy() for i in range(VOCAB)})
     with_drafts = enumerate_round("lenient", table_p, table_q, VOCAB, 1, lenience=1.5)[0].sum(1)
     first = 0.75 * with_drafts + 0.25 * table_p[()]  # gamma was 0 in a quarter of the first rounds
-    assert stats.chisquare(np.bincount(texts[:, 0], minlength=VOCAB), first / first.sum() * NUM_TEXTS).pvalue > 1e-4
+    assert (
+        stats.chisquare(
+            np.bincount(texts[:, 0], minlength=VOCAB), first / first.sum() * NUM_TEXTS
+        ).pvalue
+        > 1e-4
+    )
 
 
 def test_coupled_writes_the_same_text_whatever_was_drafted() -> None:
@@ -237,7 +298,9 @@ def test_coupled_writes_the_same_text_whatever_was_drafted() -> None:
     assert np.array_equal(plain, write("coupled", p, markov(2)))
     expected, last = np.zeros_like(plain), torch.zeros(NUM_TEXTS, dtype=torch.long)
     for i in range(LENGTH):
-        noise = exponential(row_keys(range(NUM_TEXTS), [0], [i + 1], Purpose.COUPLED), torch.arange(VOCAB))
+        noise = exponential(
+            row_keys(range(NUM_TEXTS), [0], [i + 1], Purpose.COUPLED), torch.arange(VOCAB)
+        )
         last = (p[last] / noise).argmax(-1)
         expected[:, i] = last.numpy()
     assert np.array_equal(plain, expected)
@@ -257,7 +320,11 @@ def random_round(
     for i, length in enumerate(lengths):
         near = logits[row : row + length] + torch.randn(length, vocab, generator=generator)
         ids, probs = truncate(torch.softmax(near, -1), [8, 64, 500][i % 3])
-        drawn = torch.multinomial(probs, 1, generator=generator) if length else torch.zeros(0, 1, dtype=torch.long)
+        drawn = (
+            torch.multinomial(probs, 1, generator=generator)
+            if length
+            else torch.zeros(0, 1, dtype=torch.long)
+        )
         tokens.append(tuple(ids.gather(1, drawn)[:, 0].tolist()))
         q.append(to_sparse_rows(ids, probs) if i % 4 else None)
         row += length + 1
@@ -295,9 +362,14 @@ def test_the_bits_of_block_do_not_depend_on_the_support_of_the_neighbours() -> N
 
 def test_certain_drafts_are_one_hot_q() -> None:
     p, tokens, _ = random_round(3, [4, 2, 3])
-    one_hot = [SparseRows(np.array(row)[:, None], np.ones((len(row), 1), np.float32)) for row in tokens]
+    one_hot = [
+        SparseRows(np.array(row)[:, None], np.ones((len(row), 1), np.float32)) for row in tokens
+    ]
     for name in types.VERIFIERS:
-        given, implied = (VERIFIERS[name](p, Drafts.of(tokens, q), Streams.of([1, 2, 3], [9, 9, 9])) for q in (one_hot, [None] * 3))
+        given, implied = (
+            VERIFIERS[name](p, Drafts.of(tokens, q), Streams.of([1, 2, 3], [9, 9, 9]))
+            for q in (one_hot, [None] * 3)
+        )
         assert torch.equal(given.accepted, implied.accepted)
         assert torch.equal(given.next_token, implied.next_token)
 
@@ -316,9 +388,13 @@ def test_a_token_of_probability_0_never_comes_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", types.VERIFIERS)
-def test_nothing_is_refused_when_the_draft_is_the_target_and_nothing_left_over_is_survived(name: str) -> None:
+def test_nothing_is_refused_when_the_draft_is_the_target_and_nothing_left_over_is_survived(
+    name: str,
+) -> None:
     p, tokens, _ = random_round(5, [4] * 200, vocab=30)
-    q = [SparseRows(np.tile(np.arange(30), (4, 1)), p[5 * i : 5 * i + 4].numpy()) for i in range(200)]
+    q = [
+        SparseRows(np.tile(np.arange(30), (4, 1)), p[5 * i : 5 * i + 4].numpy()) for i in range(200)
+    ]
     outcome = VERIFIERS[name](p, Drafts.of(tokens, q), Streams.of(range(200), [5] * 200))
     if name != "coupled":
         assert outcome.accepted.tolist() == [4] * 200
@@ -329,16 +405,27 @@ def test_an_empty_residual_falls_back_to_p(monkeypatch: pytest.MonkeyPatch) -> N
     """Refuse by force where p = q: what is drawn then must still be possible under p."""
     p = torch.tensor([[0.0, 0.25, 0.75, 0.0], [0.25, 0.25, 0.25, 0.25]])
     q = SparseRows(np.arange(4)[None], p[:1].numpy())
-    monkeypatch.setattr(verifiers, "_accept_noise", lambda drafts, _: torch.full(drafts.tokens.shape, 2.0))
-    drawn = [VERIFIERS["speculative"](p, Drafts.of([(2,)], [q]), Streams.of([seed], [1])).next_token.item() for seed in range(200)]
+    monkeypatch.setattr(
+        verifiers, "_accept_noise", lambda drafts, _: torch.full(drafts.tokens.shape, 2.0)
+    )
+    drawn = [
+        VERIFIERS["speculative"](
+            p, Drafts.of([(2,)], [q]), Streams.of([seed], [1])
+        ).next_token.item()
+        for seed in range(200)
+    ]
     assert set(drawn) == {1, 2}
 
 
 @pytest.mark.parametrize("name", types.VERIFIERS)
-def test_the_smallest_noise_does_not_let_an_impossible_token_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_noise_does_not_let_an_impossible_token_pass(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
     drafts = Drafts.of([(0,)], [SparseRows(np.array([[0, 1]]), np.array([[0.9, 0.1]], np.float32))])
-    monkeypatch.setattr(verifiers, "_accept_noise", lambda drafts, _: torch.full(drafts.tokens.shape, 2.0**-33))
+    monkeypatch.setattr(
+        verifiers, "_accept_noise", lambda drafts, _: torch.full(drafts.tokens.shape, 2.0**-33)
+    )
     outcome = VERIFIERS[name](p, drafts, Streams.of([3], [1]))
     assert (outcome.accepted.item(), outcome.next_token.item()) == (0, 1)
 
@@ -359,7 +446,9 @@ def test_without_drafts_the_next_token_is_a_draw_from_p(name: str) -> None:
     p, tokens, q = random_round(6, [0, 0, 0])
     outcome = verify([name] * 3, p, Drafts.of(tokens, q), Streams.of([1, 2, 3], [7, 8, 9]))
     purpose = Purpose.COUPLED if name == "coupled" else Purpose.NEXT
-    expected = sample(p, exponential(row_keys([1, 2, 3], [7, 8, 9], [7, 8, 9], purpose), torch.arange(211)))
+    expected = sample(
+        p, exponential(row_keys([1, 2, 3], [7, 8, 9], [7, 8, 9], purpose), torch.arange(211))
+    )
     assert outcome.accepted.tolist() == [0, 0, 0]
     assert torch.equal(outcome.next_token, expected)
 
@@ -372,7 +461,9 @@ def test_no_sequences_at_all_is_no_trouble() -> None:
 @pytest.mark.parametrize("name", types.VERIFIERS)
 def test_the_greedy_shortcut_is_what_every_rule_makes_of_one_hot_p(name: str) -> None:
     lengths = [0, 3, 5, 1, 4, 2] * 5
-    logits = torch.randn(sum(lengths) + len(lengths), 50, generator=torch.Generator().manual_seed(7))
+    logits = torch.randn(
+        sum(lengths) + len(lengths), 50, generator=torch.Generator().manual_seed(7)
+    )
     best = logits.argmax(-1).tolist()
     tokens, row = [], 0
     for i, length in enumerate(lengths):
@@ -394,7 +485,9 @@ def test_every_verifier_that_requests_may_name_is_there() -> None:
 
 
 @pytest.mark.parametrize("order", [list, lambda items: items[::-1]])
-def test_the_order_of_the_sequences_does_not_matter(order: Callable[[list[int]], list[int]]) -> None:
+def test_the_order_of_the_sequences_does_not_matter(
+    order: Callable[[list[int]], list[int]],
+) -> None:
     lengths = [3, 0, 5, 2]
     p, tokens, q = random_round(9, lengths)
     first = np.cumsum([0, *(length + 1 for length in lengths)])
@@ -403,6 +496,11 @@ def test_the_order_of_the_sequences_does_not_matter(order: Callable[[list[int]],
     index = order([0, 1, 2, 3])
     rows = torch.cat([p[first[i] : first[i + 1]] for i in index])
     drafts = Drafts.of([tokens[i] for i in index], [q[i] for i in index])
-    moved = verify([names[i] for i in index], rows, drafts, Streams.of([i + 1 for i in index], [i + 5 for i in index]))
+    moved = verify(
+        [names[i] for i in index],
+        rows,
+        drafts,
+        Streams.of([i + 1 for i in index], [i + 5 for i in index]),
+    )
     assert moved.accepted.tolist() == [whole.accepted[i].item() for i in index]
     assert moved.next_token.tolist() == [whole.next_token[i].item() for i in index]

@@ -40,7 +40,25 @@ def nameless(page: Page) -> list[str]:
     """Controls that a screen reader would announce by their kind alone."""
     session = page.context.new_cdp_session(page)
     nodes = session.send("Accessibility.getFullAXTree")["nodes"]
-    roles = {"button", "textbox", "combobox", "radio", "link", "spinbutton", "dialog", "region", "form", "group", "progressbar", "img", "article"}
+    roles = {
+        "button",
+        "textbox",
+        "combobox",
+        "radio",
+        "link",
+        "spinbutton",
+        "dialog",
+        "region",
+        "form",
+        "group",
+        "progressbar",
+        "img",
+        "article",
+    }
     seen = [node for node in nodes if not node.get("ignored") and node["role"]["value"] in roles]
     assert len(seen) > 3
-    return [str(node) for node in seen if not node.get("name", {}).get("value") and node["role"]["value"] != "group"]
+    return [
+        str(node)
+        for node in seen
+        if not node.get("name", {}).get("value") and node["role"]["value"] != "group"
+    ]

@@ -52,13 +52,29 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def tab(
-    browser: Browser, url: str, *, size: tuple[int, int] = WIDE, scheme: str = "light", key: str = "", ready: bool = True, **more: Any
+    browser: Browser,
+    url: str,
+    *,
+    size: tuple[int, int] = WIDE,
+    scheme: str = "light",
+    key: str = "",
+    ready: bool = True,
+    **more: Any,
 ) -> Iterator[Page]:
     """A tab of a browser that has never been here. What it tells its developers fails the test, but for refusals, which stand there too."""
-    context = browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, **more)
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, **more
+    )
     page, complaints = context.new_page(), []
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda told: complaints.append(told.text) if told.type == "error" and "Failed to load resource" not in told.text else None)
+    page.on(
+        "console",
+        lambda told: (
+            complaints.append(told.text)
+            if told.type == "error" and "Failed to load resource" not in told.text
+            else None
+        ),
+    )
     page.goto(url)
     if key:
         page.get_by_role("textbox", name="Key").fill(key)
@@ -73,7 +89,9 @@ def tab(
 def inside(page: Page, expression: str) -> Any:
     """What an expression is in the page, whose policy forbids it to evaluate any itself."""
     session = page.context.new_cdp_session(page)
-    answer: Mapping[str, Any] = session.send("Runtime.evaluate", {"expression": expression, "returnByValue": True, "awaitPromise": True})
+    answer: Mapping[str, Any] = session.send(
+        "Runtime.evaluate", {"expression": expression, "returnByValue": True, "awaitPromise": True}
+    )
     session.detach()
     assert "exceptionDetails" not in answer, answer
     return answer["result"].get("value")

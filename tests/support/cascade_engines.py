@@ -27,7 +27,9 @@ class Kind:
     stages: tuple[str, ...]
     k: tuple[tuple[int, ...], ...] = ()
     lenience: float | tuple[float, ...] = 1.0
-    pages: int = 3 * PAGES  # of each stage: where a larger one had no room, a smaller one would take over
+    pages: int = (
+        3 * PAGES
+    )  # of each stage: where a larger one had no room, a smaller one would take over
     ahead: bool = False  # it anticipates
 
 
@@ -38,19 +40,42 @@ CASCADES: Mapping[str, Kind] = {
     "vertical on copies": Kind("vertical", ("draft", "prompt_copy"), k=((1, 0), (0, 2))),
     "horizontal": Kind("horizontal", ("draft", "rough", "bigram"), k=((1, 1, 1),)),
     "cascade": Kind("cascade", ("draft", "rough", "bigram"), k=((2, 1, 1), (0, 2, 1), (0, 0, 2))),
-    "cascade, l = 2 and 1.5": Kind("cascade", ("draft", "rough", "bigram"), k=((3, 1, 1), (0, 2, 1), (0, 0, 2)), lenience=(2.0, 1.5)),
-    "cascade ahead": Kind("cascade", ("draft", "rough", "max_gram"), k=((2, 1, 1), (0, 2, 1), (0, 0, 2)), lenience=1.5, ahead=True),
+    "cascade, l = 2 and 1.5": Kind(
+        "cascade",
+        ("draft", "rough", "bigram"),
+        k=((3, 1, 1), (0, 2, 1), (0, 0, 2)),
+        lenience=(2.0, 1.5),
+    ),
+    "cascade ahead": Kind(
+        "cascade",
+        ("draft", "rough", "max_gram"),
+        k=((2, 1, 1), (0, 2, 1), (0, 0, 2)),
+        lenience=1.5,
+        ahead=True,
+    ),
 }
 
 
 class Cascading(Engine):
     """An engine whose drafter is a cascade, each stage with pages of its own."""
 
-    def __init__(self, target: Path, kind: Kind, stages: Mapping[str, Mapping[str, object]]) -> None:
+    def __init__(
+        self, target: Path, kind: Kind, stages: Mapping[str, Mapping[str, object]]
+    ) -> None:
         super().__init__(target, pages=PAGES)
-        keys: dict[str, object] = {"draft.kind": kind.kind, "draft.stages": [stages[name] for name in kind.stages], "draft.lenience": kind.lenience}
+        keys: dict[str, object] = {
+            "draft.kind": kind.kind,
+            "draft.stages": [stages[name] for name in kind.stages],
+            "draft.lenience": kind.lenience,
+        }
         keys |= {"draft.k": kind.k} if kind.k else {}
-        own = {"draft.dtype": "float32", "draft.device": "cpu", "cache.pages": kind.pages, "cache.page_size": PAGE_SIZE, "target.path": str(target)}
+        own = {
+            "draft.dtype": "float32",
+            "draft.device": "cpu",
+            "cache.pages": kind.pages,
+            "cache.page_size": PAGE_SIZE,
+            "target.path": str(target),
+        }
         opened = open_drafter(parse({}, own | keys), target_vocab_size=VOCAB)
         assert isinstance(opened._drafter, Cascade)
         self.cascade, self.runners = opened._drafter, opened._runners
@@ -80,7 +105,9 @@ class Cascades(Pairs):
             "max_gram": {"kind": "max_gram"},
             "prompt_copy": {"kind": "prompt_copy"},
         }
-        self.engines |= {name: Cascading(directory / "target", kind, stages) for name, kind in CASCADES.items()}
+        self.engines |= {
+            name: Cascading(directory / "target", kind, stages) for name, kind in CASCADES.items()
+        }
 
     def whole(self, drafter: str) -> str:
         return "full" if drafter in CASCADES else super().whole(drafter)

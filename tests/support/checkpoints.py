@@ -33,11 +33,30 @@ from transformers import (
 VOCAB, CONTEXT, WINDOW = 289, 1024, 16  # an odd vocabulary: no number of ranks divides it
 PAD, BOS, EOS = 0, 1, 2
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-TOKENS = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
-SIZES = {**TOKENS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": CONTEXT,
+    "pad_token_id": PAD,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+}
+SIZES = {
+    **TOKENS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-GEMMA = {**GROUPED, "num_hidden_layers": 3, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW, "layer_types": ALTERNATING}
+GEMMA = {
+    **GROUPED,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": WINDOW,
+    "layer_types": ALTERNATING,
+}
 GPT_OSS = {
     **GROUPED,
     "num_hidden_layers": 3,
@@ -55,14 +74,23 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen2": lambda: Qwen2Config(**GROUPED),
     "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=16, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**GROUPED, sliding_window=WINDOW),
-    "gemma2": lambda: Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=20.0),
+    "gemma2": lambda: Gemma2Config(
+        **GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=20.0
+    ),
     "gemma3": lambda: Gemma3TextConfig(**GEMMA),
     "phi3": lambda: Phi3Config(**GROUPED, original_max_position_embeddings=CONTEXT),
     "gpt2": lambda: GPT2Config(**SIZES),
     "gpt_neox": lambda: GPTNeoXConfig(**SIZES),
     "mixtral": lambda: MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
     # the second layer is dense
-    "qwen3_moe": lambda: Qwen3MoeConfig(**GROUPED, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[1]),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **GROUPED,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+    ),
     "gpt_oss": lambda: GptOssConfig(**GPT_OSS),
 }
 ARCHITECTURES = tuple(name for name in CONFIGS if name != "llama_four_kv_heads")
@@ -97,7 +125,9 @@ def make(name: str, directory: Path, *, seed: int = 0, shard_bytes: int | str = 
 LOUDNESS = {"ttention.q.": 0.5, "ttention.o.": 5.0, ".wi_": 1.0, "lm_head": 3.0}
 
 
-def write(config: PreTrainedConfig, directory: Path, *, seed: int = 0, shard_bytes: int | str = "1GB") -> Path:
+def write(
+    config: PreTrainedConfig, directory: Path, *, seed: int = 0, shard_bytes: int | str = "1GB"
+) -> Path:
     library = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = library.from_config(config, dtype=torch.float32)
     randomise(model, torch.Generator().manual_seed(seed))
@@ -112,19 +142,27 @@ def untie(directory: Path, *, seed: int) -> None:
     path = directory / "model.safetensors"
     weights = load_file(path)
     shape = weights["shared.weight"].shape
-    weights["lm_head.weight"] = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)) * 3.0 * shape[1] ** -0.5
+    weights["lm_head.weight"] = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1))
+        * 3.0
+        * shape[1] ** -0.5
+    )
     save_file(weights, path, metadata={"format": "pt"})
 
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
     """Weights large enough that logits are peaked, argmax ties do not occur, and each token shows in the text that follows."""
-    gemma = "gemma" in model.config.model_type  # its embedding is scaled up and tied to the head: the text would be one token repeated
+    gemma = (
+        "gemma" in model.config.model_type
+    )  # its embedding is scaled up and tied to the head: the text would be one token repeated
     t5 = model.config.is_encoder_decoder  # likewise tied
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
-            loud = (gemma and ("post_" in name or name == "model.norm.weight")) or name == "decoder.final_layer_norm.weight"
+            loud = (
+                gemma and ("post_" in name or name == "model.norm.weight")
+            ) or name == "decoder.final_layer_norm.weight"
             parameter.add_(noise * 0.3 + (3.0 if loud else 0.0))
         elif parameter is model.get_input_embeddings().weight:
             parameter.copy_(noise * (0.15 if gemma else 0.1 if t5 else 0.4))
@@ -151,14 +189,23 @@ def perturbed(directory: Path, out: Path, noise: float, *, seed: int = 1) -> Pat
 def add_tokenizer(directory: Path, *, ends: bool = False) -> PreTrainedTokenizerFast:
     """One token a byte behind the four special ones; fits every checkpoint made here. `ends`: every text gets an end token, as T5's do."""
     alphabet = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     pad, bos, eos, unknown = SPECIAL
     if ends:
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {eos}", special_tokens=[(eos, EOS)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"$A {eos}", special_tokens=[(eos, EOS)]
+        )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, unk_token=unknown, model_max_length=CONTEXT
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unknown,
+        model_max_length=CONTEXT,
     )
     fast.save_pretrained(directory)
     return fast

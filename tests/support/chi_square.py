@@ -67,7 +67,10 @@ class Acceptance:
 
     def include(self, other: Acceptance) -> None:
         self.rounds, self.accepted = self.rounds + other.rounds, self.accepted + other.accepted
-        self.expected, self.variance = self.expected + other.expected, self.variance + other.variance
+        self.expected, self.variance = (
+            self.expected + other.expected,
+            self.variance + other.variance,
+        )
 
     @property
     def measured_alpha(self) -> float:

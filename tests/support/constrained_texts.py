@@ -24,7 +24,9 @@ from tests.support.exact_distribution import Conditionals, Ints, texts_of, warpe
 
 TOKENS = (b"a", b"b", b"<end>", b"ab", b"c", b"ca", b"bc", b"d")
 END = 2
-GRAMMAR = Grammar("regex", "(ab|c)*(dd(b|c))?")  # `ab` and `abc` may be spelt in several ways; behind a `d`, another is forced
+GRAMMAR = Grammar(
+    "regex", "(ab|c)*(dd(b|c))?"
+)  # `ab` and `abc` may be spelt in several ways; behind a `d`, another is forced
 LONG = Grammar("regex", "(a|b|c){30}d*")
 
 
@@ -36,7 +38,12 @@ class Spelling:
     def __call__(self, text: str | bytes) -> list[int]:
         left, found = text if isinstance(text, bytes) else text.encode(), []
         while left:
-            found.append(max((i for i, token in enumerate(TOKENS) if left.startswith(token)), key=lambda i: len(TOKENS[i])))
+            found.append(
+                max(
+                    (i for i, token in enumerate(TOKENS) if left.startswith(token)),
+                    key=lambda i: len(TOKENS[i]),
+                )
+            )
             left = left[len(TOKENS[found[-1]]) :]
         return found
 
@@ -59,7 +66,11 @@ def allowed(text: tuple[int, ...], grammar: Grammar = GRAMMAR) -> NDArray[np.boo
     """Behind an end, or what is no such text, only an end: what is not written is counted so."""
     matcher = LLMatcher(_tokenizer(), LLMatcher.grammar_from_regex(grammar.text))
     is_open = END not in text and all(_may_follow(matcher, token) for token in text)
-    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8) if is_open else np.array([1 << END], np.uint8)
+    bits = (
+        np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if is_open
+        else np.array([1 << END], np.uint8)
+    )
     return np.unpackbits(bits, count=VOCAB, bitorder="little").astype(bool)
 
 
@@ -79,7 +90,13 @@ def obey(engine: Engine, grammars: Grammars | None) -> Engine:
 
 def _parses_of(engine: Engine) -> list[Any]:
     cascade = getattr(engine, "cascade", None)
-    stages = cascade._stages if cascade is not None else [] if engine.drafter is None else [engine.drafter]
+    stages = (
+        cascade._stages
+        if cascade is not None
+        else []
+        if engine.drafter is None
+        else [engine.drafter]
+    )
     return [
         stage.parses if isinstance(stage, NeuralDrafter) else stage._parses
         for stage in stages
@@ -96,12 +113,22 @@ class Exact:
 
     def _joint(self, group: Group) -> NDArray[np.float64]:
         texts = texts_of(group.prompt, COUNTED - 1, VOCAB)
-        logits, begun, rows = self._pairs._target._logits(texts, last=COUNTED), len(group.prompt), []
+        logits, begun, rows = (
+            self._pairs._target._logits(texts, last=COUNTED),
+            len(group.prompt),
+            [],
+        )
         for depth in range(COUNTED):
             repeats = VOCAB ** (COUNTED - 1 - depth)
             prefixes = texts[::repeats, : begun + depth]
-            masks = np.array([allowed(tuple(prefix[begun:].tolist()), self._grammar) for prefix in prefixes])
-            rows.append(warped(np.where(masks, logits[::repeats, depth], -np.inf), prefixes, begun, group.warp))
+            masks = np.array(
+                [allowed(tuple(prefix[begun:].tolist()), self._grammar) for prefix in prefixes]
+            )
+            rows.append(
+                warped(
+                    np.where(masks, logits[::repeats, depth], -np.inf), prefixes, begun, group.warp
+                )
+            )
         return Conditionals(tuple(rows)).joint()
 
     def fit(self, requests: Sequence[Request], run: Run) -> Fit:
@@ -110,28 +137,51 @@ class Exact:
         for request, answer in zip(requests, run.answers, strict=True):
             assert answer.finish in (Finish.STOP, Finish.LENGTH), answer.error
             text = (*answer.tokens, *[END] * COUNTED)[:COUNTED]
-            own = counts.setdefault(Group(request.prompt, request.warp), np.zeros(VOCAB**COUNTED, np.int64))
+            own = counts.setdefault(
+                Group(request.prompt, request.warp), np.zeros(VOCAB**COUNTED, np.int64)
+            )
             own[int(np.ravel_multi_index(text, (VOCAB,) * COUNTED))] += 1
         for group, own in counts.items():
             fit.add(own, self.joint(group))
         return fit
 
 
-def requests(verifier: str, samples: int, *, first_seed: int, warps: str = "T = 1", max_tokens: int = COUNTED + 4) -> list[Request]:
+def requests(
+    verifier: str,
+    samples: int,
+    *,
+    first_seed: int,
+    warps: str = "T = 1",
+    max_tokens: int = COUNTED + 4,
+) -> list[Request]:
     """Prompts and warps side by side; with "each", verifiers too."""
     groups = [Group(prompt, warp) for warp in WARPS[warps] for prompt in PROMPTS]
     found = []
     for i in range(samples):
         group = groups[i % len(groups)]
         name = VERIFIERS[i // len(groups) % len(VERIFIERS)] if verifier == "each" else verifier
-        found.append(Request(group.prompt, max_tokens, group.warp, first_seed + i, speculation=Speculation(verifier=name), grammar=GRAMMAR))
+        found.append(
+            Request(
+                group.prompt,
+                max_tokens,
+                group.warp,
+                first_seed + i,
+                speculation=Speculation(verifier=name),
+                grammar=GRAMMAR,
+            )
+        )
     return found
 
 
 def written(engine: Engine, asked: Sequence[Request], gamma: int | None, **options: Any) -> Run:
     """All of them; gamma None is another for each sequence in each round."""
     pacer = RandomPacer(max_gamma=MAX_GAMMA, seed=len(asked)) if gamma is None else None
-    limits = {"max_running": 256, "max_queued": len(asked), "max_batch_tokens": 4096, "max_gamma": MAX_GAMMA}
+    limits = {
+        "max_running": 256,
+        "max_queued": len(asked),
+        "max_batch_tokens": 4096,
+        "max_gamma": MAX_GAMMA,
+    }
     return engine.run(asked, pacer=pacer, gamma=gamma, **limits | options)
 
 

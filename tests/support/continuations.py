@@ -18,7 +18,15 @@ from specserve.types import VERIFIERS, Origin, Request, Speculation, Warp
 from tests.support import checkpoints
 from tests.support.chi_square import Acceptance, Fit
 from tests.support.engines import PAGE_SIZE, Answer, Engine, RandomPacer
-from tests.support.exact_distribution import Conditionals, Floats, Ints, Library, agreement, overlap, supported
+from tests.support.exact_distribution import (
+    Conditionals,
+    Floats,
+    Ints,
+    Library,
+    agreement,
+    overlap,
+    supported,
+)
 
 VOCAB, COUNTED = 8, 4  # 4,096 continuations of each prompt are told apart
 MAX_GAMMA = 4
@@ -29,16 +37,37 @@ PROMPTS = (  # the pages of admission just suffice at first
 )
 TAIL = 2  # tokens beyond those counted and gamma: else no sequence would outgrow what admission sets aside, and none be preempted
 PAGES, RUNNING, BATCH_TOKENS, AT_ONCE = 310, 256, 4096, 4096
-FLATTER, NOISE = 2.5, 0.25  # of the target, so that all continuations occur; of the draft, so that most drafts are accepted
+FLATTER, NOISE = (
+    2.5,
+    0.25,
+)  # of the target, so that all continuations occur; of the draft, so that most drafts are accepted
 
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
-TOKENS = {"vocab_size": VOCAB, "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 2}
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+TOKENS = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+}
 
 PLAIN = Warp()
 TRUNCATED = Warp(temperature=0.7, top_k=5, top_p=0.85)
-PENALISED = Warp(temperature=0.7, top_k=6, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.3)
+PENALISED = Warp(
+    temperature=0.7, top_k=6, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.3
+)
 BIASED = Warp(temperature=1.4, min_p=0.05, logit_bias=((3, 1.5), (6, -2.0)))
-WARPS = {"T = 1": (PLAIN,), "truncated": (TRUNCATED,), "mixed": (PLAIN, TRUNCATED, PENALISED, BIASED, Warp(temperature=0))}
+WARPS = {
+    "T = 1": (PLAIN,),
+    "truncated": (TRUNCATED,),
+    "mixed": (PLAIN, TRUNCATED, PENALISED, BIASED, Warp(temperature=0)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +116,9 @@ class Group:
 @dataclass(slots=True)
 class Result:
     case: Case
-    counts: dict[Group, Ints] = field(default_factory=dict)  # of each continuation, [VOCAB**COUNTED]
+    counts: dict[Group, Ints] = field(
+        default_factory=dict
+    )  # of each continuation, [VOCAB**COUNTED]
     acceptance: Acceptance | None = None  # None: theory has no closed form for it
     drafted: int = 0
     accepted: int = 0
@@ -103,10 +134,18 @@ class Pairs:
     """A tiny target with all its drafters, as engines and as the library sees them."""
 
     def __init__(
-        self, directory: Path, config: PreTrainedConfig | None = None, *, pages: int = PAGES, page_size: int = PAGE_SIZE, flatter: float = FLATTER
+        self,
+        directory: Path,
+        config: PreTrainedConfig | None = None,
+        *,
+        pages: int = PAGES,
+        page_size: int = PAGE_SIZE,
+        flatter: float = FLATTER,
     ) -> None:
         """Of a Llama, unless a config says otherwise."""
-        peaked = checkpoints.write(config or LlamaConfig(**SIZES, **TOKENS), directory / "peaked", seed=3)
+        peaked = checkpoints.write(
+            config or LlamaConfig(**SIZES, **TOKENS), directory / "peaked", seed=3
+        )
         target = rewritten(peaked, directory / "target", flatter=flatter)
         draft = checkpoints.perturbed(target, directory / "draft", NOISE)
         drafts = {VOCAB: draft, 7: rewritten(draft, directory / "narrow", vocab=7)}
@@ -132,7 +171,11 @@ class Pairs:
 
     def _q(self, group: Group, drafter: str) -> Conditionals:
         kind = DRAFTERS[drafter]
-        return supported(self._drafts[kind.vocab].conditionals(group.prompt, COUNTED, group.warp), kind.support, VOCAB)
+        return supported(
+            self._drafts[kind.vocab].conditionals(group.prompt, COUNTED, group.warp),
+            kind.support,
+            VOCAB,
+        )
 
     def _joint(self, group: Group) -> Floats:
         return self.p(group).joint()
@@ -174,7 +217,9 @@ def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result
         requests = [_request(case, i, seed) for i, seed in enumerate(seeds)]
         run = pairs.engines[case.drafter].run(
             requests,
-            pacer=RandomPacer(max_gamma=MAX_GAMMA, seed=first_seed + start) if case.gamma is None else None,
+            pacer=RandomPacer(max_gamma=MAX_GAMMA, seed=first_seed + start)
+            if case.gamma is None
+            else None,
             gamma=case.gamma,
             max_gamma=case.largest_gamma,
             max_running=RUNNING,
@@ -183,7 +228,10 @@ def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result
             lenience=case.lenience,
         )
         _tally(pairs, result, requests, run.answers)
-        result.drafted, result.accepted = result.drafted + run.drafted, result.accepted + run.accepted
+        result.drafted, result.accepted = (
+            result.drafted + run.drafted,
+            result.accepted + run.accepted,
+        )
         result.preempted += run.num_preempted
     result.seconds = time.perf_counter() - began
     return result
@@ -193,18 +241,30 @@ def _request(case: Case, i: int, seed: int) -> Request:
     """Prompts, warps and verifiers side by side in every batch. Who asks for `coupled` by a seed need not name it."""
     groups = _groups(case.warps)
     group = groups[i % len(groups)]
-    verifier = VERIFIERS[i // len(groups) % len(VERIFIERS)] if case.verifier == "each" else case.verifier
+    verifier = (
+        VERIFIERS[i // len(groups) % len(VERIFIERS)] if case.verifier == "each" else case.verifier
+    )
     seeded = verifier == "coupled"
     max_tokens = COUNTED + case.largest_gamma + TAIL
     speculation = Speculation(verifier=None if seeded else verifier)
-    return Request(group.prompt, max_tokens, group.warp, seed, seeded=seeded, ignore_eos=True, speculation=speculation)
+    return Request(
+        group.prompt,
+        max_tokens,
+        group.warp,
+        seed,
+        seeded=seeded,
+        ignore_eos=True,
+        speculation=speculation,
+    )
 
 
 def _groups(warps: str) -> list[Group]:
     return [Group(prompt, warp) for warp in WARPS[warps] for prompt in PROMPTS]
 
 
-def _tally(pairs: Pairs, result: Result, requests: Sequence[Request], answers: Sequence[Answer]) -> None:
+def _tally(
+    pairs: Pairs, result: Result, requests: Sequence[Request], answers: Sequence[Answer]
+) -> None:
     assert all(len(answer.tokens) == requests[0].max_tokens for answer in answers)
     tokens = np.array([answer.tokens[:COUNTED] for answer in answers])
     origins = np.array([answer.origins[:COUNTED] for answer in answers])
@@ -226,12 +286,19 @@ def _codes(tokens: Ints) -> Iterator[Ints]:
         yield code
 
 
-def _accept(pairs: Pairs, result: Result, group: Group, codes: Ints, origins: NDArray[np.str_]) -> None:
+def _accept(
+    pairs: Pairs, result: Result, group: Group, codes: Ints, origins: NDArray[np.str_]
+) -> None:
     """Only what begins a round is judged given its prefix alone. The token before it was not an accepted one."""
     rule = _rule(result.case)
     assert rule is not None
     assert result.acceptance is not None
-    p, q = pairs.p(group), pairs.q(group, pairs.whole(result.case.drafter) if rule is agreement else result.case.drafter)
+    p, q = (
+        pairs.p(group),
+        pairs.q(
+            group, pairs.whole(result.case.drafter) if rule is agreement else result.case.drafter
+        ),
+    )
     for depth in range(COUNTED):
         begins = origins[:, depth] != Origin.PLAIN
         if depth:
@@ -242,7 +309,12 @@ def _accept(pairs: Pairs, result: Result, group: Group, codes: Ints, origins: ND
 
 def _rule(case: Case) -> Callable[[Floats, Floats], Floats] | None:
     """How likely the first draft token of a round is to be accepted, given p and q. Under `block` later ones have a say, unless there are none."""
-    if case.drafter == "none" or "l = " in case.drafter or case.warps != "T = 1" or not case.is_lossless:
+    if (
+        case.drafter == "none"
+        or "l = " in case.drafter
+        or case.warps != "T = 1"
+        or not case.is_lossless
+    ):
         return None
     rules = {"speculative": overlap, "lenient": overlap, "coupled": agreement}
     return overlap if case.verifier == "block" and case.gamma == 1 else rules.get(case.verifier)

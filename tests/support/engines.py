@@ -23,7 +23,17 @@ from specserve.inprocess import LocalDrafter, LocalTarget, Proposes
 from specserve.models.open import Opened, Placement, open_model
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
-from specserve.types import Chunk, DraftStep, Finish, ModelInfo, Origin, Proposal, Request, Stats, Warp
+from specserve.types import (
+    Chunk,
+    DraftStep,
+    Finish,
+    ModelInfo,
+    Origin,
+    Proposal,
+    Request,
+    Stats,
+    Warp,
+)
 
 PAGE_SIZE = 16
 GREEDY = Warp(temperature=0)
@@ -73,7 +83,14 @@ class Pacing(Protocol):
     deadline: float
 
     def choose(self, sequences: Sequence[Running]) -> list[int]: ...
-    def observe(self, batch: Batch, outcomes: Sequence[Outcome], *, draft_seconds: float, verify_seconds: float) -> None: ...
+    def observe(
+        self,
+        batch: Batch,
+        outcomes: Sequence[Outcome],
+        *,
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None: ...
 
 
 class RandomPacer:
@@ -87,7 +104,14 @@ class RandomPacer:
     def choose(self, sequences: Sequence[Running]) -> list[int]:
         return self.rng.integers(0, self.max_gamma + 1, len(sequences)).tolist()  # type: ignore[no-any-return]
 
-    def observe(self, batch: Batch, outcomes: Sequence[Outcome], *, draft_seconds: float, verify_seconds: float) -> None:
+    def observe(
+        self,
+        batch: Batch,
+        outcomes: Sequence[Outcome],
+        *,
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
         pass
 
 
@@ -129,16 +153,31 @@ class Engine:
         fanout: int | None = None,
         page_size: int = PAGE_SIZE,
     ) -> None:
-        self.target = opened_target(target, placement(dtype=dtype, pages=pages, prefix_caching=prefix_caching, page_size=page_size), shard=shard)
+        self.target = opened_target(
+            target,
+            placement(dtype=dtype, pages=pages, prefix_caching=prefix_caching, page_size=page_size),
+            shard=shard,
+        )
         self.drafter: NeuralDrafter | None = None
         if draft is not None:
-            where = placement(dtype=dtype, pages=draft_pages or pages, prefix_caching=prefix_caching, page_size=page_size)
+            where = placement(
+                dtype=dtype,
+                pages=draft_pages or pages,
+                prefix_caching=prefix_caching,
+                page_size=page_size,
+            )
             beside = open_model(draft, where)
             self.drafter = opened_drafter(beside, self.target.info, support=support)
         self.ahead = Ahead(self.drafter, fanout) if ahead and self.drafter is not None else None
 
     def run(
-        self, requests: Sequence[Request], *, pacer: Pacing | None = None, drafts: bool = True, with_drafter: Proposes | None = None, **options: Any
+        self,
+        requests: Sequence[Request],
+        *,
+        pacer: Pacing | None = None,
+        drafts: bool = True,
+        with_drafter: Proposes | None = None,
+        **options: Any,
     ) -> Run:
         """All requests at once, to their ends. `options` are the coordinator's; `drafts` False leaves the drafter out."""
         own = with_drafter or self.ahead or self.drafter
@@ -149,12 +188,18 @@ class Engine:
             for chunk in chunks:
                 answers[chunk.seq_id].add(chunk)
 
-        coordinator = Coordinator(LocalTarget(self.target), drafter, info=self.target.info, emit=emit, **options)
+        coordinator = Coordinator(
+            LocalTarget(self.target), drafter, info=self.target.info, emit=emit, **options
+        )
         if pacer is not None:
             coordinator.pacer = pacer  # type: ignore[assignment]
         for request in requests:
             answers[coordinator.submit(request)] = Answer()
-        run = Run(list(answers.values()), num_rounds=asyncio.run(finish(coordinator)), num_preempted=coordinator.scheduler.num_preempted)
+        run = Run(
+            list(answers.values()),
+            num_rounds=asyncio.run(finish(coordinator)),
+            num_preempted=coordinator.scheduler.num_preempted,
+        )
         self.check_idle()
         return run
 
@@ -176,40 +221,75 @@ async def finish(coordinator: Coordinator) -> int:
     return num_rounds
 
 
-def placement(*, dtype: str = "float32", pages: int = 400, prefix_caching: bool = True, page_size: int = PAGE_SIZE) -> Placement:
-    return Placement(dtype=dtype, device="cpu", page_size=page_size, pages=pages, prefix_caching=prefix_caching)
+def placement(
+    *,
+    dtype: str = "float32",
+    pages: int = 400,
+    prefix_caching: bool = True,
+    page_size: int = PAGE_SIZE,
+) -> Placement:
+    return Placement(
+        dtype=dtype, device="cpu", page_size=page_size, pages=pages, prefix_caching=prefix_caching
+    )
 
 
-def opened_target(directory: Path, where: Placement, *, shard: Shard | None = None, tells_hidden: bool = False) -> TargetModel:
+def opened_target(
+    directory: Path, where: Placement, *, shard: Shard | None = None, tells_hidden: bool = False
+) -> TargetModel:
     opened = open_model(directory, where, shard=shard, tells_hidden=tells_hidden)
     spec, cache = opened.spec, opened.runner.cache
-    info = ModelInfo(spec.vocab_size, opened.max_context, spec.end_ids, page_size=cache.page_size, num_pages=cache.num_pages)
+    info = ModelInfo(
+        spec.vocab_size,
+        opened.max_context,
+        spec.end_ids,
+        page_size=cache.page_size,
+        num_pages=cache.num_pages,
+    )
     info = replace(info, decoder_start=spec.decoder_start)
     return TargetModel(opened.runner, info, network=opened.network, tells_hidden=tells_hidden)
 
 
 def opened_drafter(opened: Opened, info: ModelInfo, *, support: int) -> NeuralDrafter:
     vocab_size = opened.spec.vocab_size
-    return NeuralDrafter(opened.runner, vocab_size=vocab_size, target_vocab_size=info.vocab_size, context=opened.max_context, support=support)
+    return NeuralDrafter(
+        opened.runner,
+        vocab_size=vocab_size,
+        target_vocab_size=info.vocab_size,
+        context=opened.max_context,
+        support=support,
+    )
 
 
 def greedy(prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Request]:
     return [Request(tuple(prompt), max_tokens, GREEDY, seed) for seed, prompt in enumerate(prompts)]
 
 
-def library_greedy(directory: Path, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[tuple[int, ...]]:
+def library_greedy(
+    directory: Path, prompts: Sequence[Sequence[int]], *, max_tokens: int
+) -> list[tuple[int, ...]]:
     """What the library's own generate() writes, one prompt after the other."""
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     return [_continued(model, torch.tensor([prompt]), max_tokens) for prompt in prompts]
 
 
-def library_greedy_from_sources(directory: Path, sources: Sequence[Sequence[int]], *, max_tokens: int) -> list[tuple[int, ...]]:
+def library_greedy_from_sources(
+    directory: Path, sources: Sequence[Sequence[int]], *, max_tokens: int
+) -> list[tuple[int, ...]]:
     """The same of an encoder-decoder: what it writes, one source after the other."""
-    model: Any = AutoModelForSeq2SeqLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    texts = [model.generate(torch.tensor([source]), max_new_tokens=max_tokens, do_sample=False) for source in sources]
+    model: Any = AutoModelForSeq2SeqLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    texts = [
+        model.generate(torch.tensor([source]), max_new_tokens=max_tokens, do_sample=False)
+        for source in sources
+    ]
     return [tuple(text[0, 1:].tolist()) for text in texts]
 
 
 def _continued(model: Any, ids: torch.Tensor, max_tokens: int) -> tuple[int, ...]:
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
+    )
     return tuple(out[0, ids.shape[1] :].tolist())

@@ -41,7 +41,9 @@ class Library:
     def __init__(self, directory: Path, *, vocab: int) -> None:
         encodes = AutoConfig.from_pretrained(directory).is_encoder_decoder
         library: Any = AutoModelForSeq2SeqLM if encodes else AutoModelForCausalLM
-        self.model: Any = library.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager")
+        self.model: Any = library.from_pretrained(
+            directory, dtype=torch.float64, attn_implementation="eager"
+        )
         self.vocab = vocab  # of the texts; ids that the model itself does not have it reads as 0
 
     def conditionals(self, prompt: Sequence[int], length: int, warp: Warp) -> Conditionals:
@@ -55,7 +57,9 @@ class Library:
             logits = self._logits(texts, last=length)  # [texts, length, model's vocab]
         rows = []
         for depth in range(length):
-            repeats = self.vocab ** (length - 1 - depth)  # texts that begin with the same `depth` tokens
+            repeats = self.vocab ** (
+                length - 1 - depth
+            )  # texts that begin with the same `depth` tokens
             prefixes = texts[::repeats, : len(prompt) + depth]
             rows.append(warped(logits[::repeats, depth], prefixes, len(prompt), warp))
         return Conditionals(tuple(rows))
@@ -63,20 +67,33 @@ class Library:
     @torch.inference_mode()
     def _logits(self, texts: Ints, *, last: int) -> Floats:
         known = torch.from_numpy(np.where(texts < self.model.config.vocab_size, texts, 0))
-        parts = [self.model(part, use_cache=False, logits_to_keep=last).logits for part in known.split(512)]
+        parts = [
+            self.model(part, use_cache=False, logits_to_keep=last).logits
+            for part in known.split(512)
+        ]
         return torch.cat(parts).numpy()  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def _logits_from(self, source: Sequence[int], texts: Ints) -> Floats:
-        read, known = (torch.from_numpy(np.where(ids < self.model.config.vocab_size, ids, 0)) for ids in (np.array([source]), texts))
-        parts = [self.model(read.expand(len(part), -1), decoder_input_ids=part, use_cache=False).logits for part in known.split(512)]
+        read, known = (
+            torch.from_numpy(np.where(ids < self.model.config.vocab_size, ids, 0))
+            for ids in (np.array([source]), texts)
+        )
+        parts = [
+            self.model(read.expand(len(part), -1), decoder_input_ids=part, use_cache=False).logits
+            for part in known.split(512)
+        ]
         return torch.cat(parts).numpy()  # type: ignore[no-any-return]
 
 
-def texts_of(prompt: Sequence[int], length: int, vocab: int) -> Ints:  # [vocab**length, len(prompt) + length]
+def texts_of(
+    prompt: Sequence[int], length: int, vocab: int
+) -> Ints:  # [vocab**length, len(prompt) + length]
     """The prompt with every continuation, in lexicographic order."""
     written = np.indices((vocab,) * length).reshape(length, vocab**length).T
-    return np.concatenate([np.tile(np.array(prompt, dtype=np.int64), (len(written), 1)), written], axis=1)
+    return np.concatenate(
+        [np.tile(np.array(prompt, dtype=np.int64), (len(written), 1)), written], axis=1
+    )
 
 
 def warped(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> Floats:
@@ -84,7 +101,11 @@ def warped(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> Float
     vocab = logits.shape[1]
     seen = (texts[:, :, None] == np.arange(vocab)).sum(1)  # [rows, vocab]
     written = (texts[:, prompt_length:, None] == np.arange(vocab)).sum(1)
-    x = np.where(seen > 0, np.where(logits < 0, logits * warp.repetition_penalty, logits / warp.repetition_penalty), logits)
+    x = np.where(
+        seen > 0,
+        np.where(logits < 0, logits * warp.repetition_penalty, logits / warp.repetition_penalty),
+        logits,
+    )
     x = x - warp.presence_penalty * (written > 0) - warp.frequency_penalty * written
     for token, bias in warp.logit_bias:
         x[:, token] += bias
@@ -104,7 +125,12 @@ def warped(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> Float
 def supported(q: Conditionals, support: int, vocab: int) -> Conditionals:
     """What a drafter draws from at temperature 1: the `support` likeliest tokens, renormalised; 0 for the ids that it does not know."""
     rows = [np.pad(row, ((0, 0), (0, vocab - row.shape[1]))) for row in q.rows]
-    return Conditionals(tuple(_normalised(np.where(np.argsort(np.argsort(-row, axis=1), axis=1) < support, row, 0)) for row in rows))
+    return Conditionals(
+        tuple(
+            _normalised(np.where(np.argsort(np.argsort(-row, axis=1), axis=1) < support, row, 0))
+            for row in rows
+        )
+    )
 
 
 def overlap(p: Floats, q: Floats) -> Floats:  # [rows]
@@ -115,7 +141,9 @@ def overlap(p: Floats, q: Floats) -> Floats:  # [rows]
 def agreement(p: Floats, q: Floats) -> Floats:  # [rows]
     """The probability that draws from p and q under the same Gumbel noise agree (2408.07978): sum_v 1 / sum_w max(p_w / p_v, q_w / q_v)."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.maximum(p[:, None, :] / p[:, :, None], q[:, None, :] / q[:, :, None])  # [rows, v, w]
+        ratios = np.maximum(
+            p[:, None, :] / p[:, :, None], q[:, None, :] / q[:, :, None]
+        )  # [rows, v, w]
         return np.where((p > 0) & (q > 0), 1 / ratios.sum(2), 0).sum(1)  # type: ignore[no-any-return]
 
 

@@ -23,8 +23,20 @@ def text(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
-def model_info(*, num_pages: int = 10_000, page_size: int = 4, max_context: int = 10_000, end_ids: frozenset[int] = frozenset()) -> ModelInfo:
-    return ModelInfo(vocab_size=VOCAB, max_context=max_context, end_ids=end_ids, page_size=page_size, num_pages=num_pages)
+def model_info(
+    *,
+    num_pages: int = 10_000,
+    page_size: int = 4,
+    max_context: int = 10_000,
+    end_ids: frozenset[int] = frozenset(),
+) -> ModelInfo:
+    return ModelInfo(
+        vocab_size=VOCAB,
+        max_context=max_context,
+        end_ids=end_ids,
+        page_size=page_size,
+        num_pages=num_pages,
+    )
 
 
 class Misused(BaseException):
@@ -47,7 +59,9 @@ class VirtualClock:
 class FakeTarget:
     """Judges greedily from what its cache holds; refuses steps that leave a hole, and more pages than it has."""
 
-    def __init__(self, info: ModelInfo, *, clock: VirtualClock | None = None, seconds: float = 0.0) -> None:
+    def __init__(
+        self, info: ModelInfo, *, clock: VirtualClock | None = None, seconds: float = 0.0
+    ) -> None:
         self.info, self.clock, self.seconds = info, clock or VirtualClock(), seconds
         self.caches: dict[int, list[int]] = {}
         self.rounds: list[Sequence[VerifyStep]] = []
@@ -63,7 +77,10 @@ class FakeTarget:
             cache = self.caches.setdefault(step.seq_id, [])
             demand(bool(step.tokens) and step.start <= len(cache))
             cache[step.start :] = [*step.tokens, *step.drafts]
-        demand(sum(-(-len(cache) // self.info.page_size) for cache in self.caches.values()) <= self.info.num_pages)
+        demand(
+            sum(-(-len(cache) // self.info.page_size) for cache in self.caches.values())
+            <= self.info.num_pages
+        )
         return [self._judge(step) for step in steps if step.decide]
 
     def _judge(self, step: VerifyStep) -> Verdict:
@@ -82,7 +99,14 @@ class FakeTarget:
 class FakeDrafter:
     """Right with probability alpha at each position; `held` ends before the last draft, which it never reads itself."""
 
-    def __init__(self, alpha: float, *, seed: int = 0, clock: VirtualClock | None = None, seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        alpha: float,
+        *,
+        seed: int = 0,
+        clock: VirtualClock | None = None,
+        seconds: float = 0.0,
+    ) -> None:
         self.alpha, self.random = alpha, random.Random(seed)
         self.clock, self.seconds = clock or VirtualClock(), seconds
         self.caches: dict[int, list[int]] = {}

@@ -79,8 +79,19 @@ class FakeService:
             tokens = ids[start : start + size]
             start, rounds = start + len(tokens), rounds + 1
             origins = (*[Origin.ACCEPTED] * (len(tokens) - 1), Origin.BONUS)
-            logprobs = None if request.logprobs is None else tuple(_logprobs(token, request.logprobs) for token in tokens)
-            stats = Stats("block", True, rounds=rounds, drafted=4 * rounds, accepted=start - rounds, target_passes=rounds + 1)
+            logprobs = (
+                None
+                if request.logprobs is None
+                else tuple(_logprobs(token, request.logprobs) for token in tokens)
+            )
+            stats = Stats(
+                "block",
+                True,
+                rounds=rounds,
+                drafted=4 * rounds,
+                accepted=start - rounds,
+                target_passes=rounds + 1,
+            )
             yield Chunk(0, tokens, origins, logprobs, finish if start == len(ids) else None, stats)
             if start == len(ids):
                 return
@@ -93,7 +104,9 @@ class FakeService:
 
 
 def _logprobs(token: int, count: int) -> Logprobs:
-    return Logprobs(-0.5, (token, *range(1, count))[:count], (-0.5, *([float("-inf")] * count))[:count])
+    return Logprobs(
+        -0.5, (token, *range(1, count))[:count], (-0.5, *([float("-inf")] * count))[:count]
+    )
 
 
 @dataclass(frozen=True)
@@ -135,15 +148,31 @@ class Running:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def ask(self, path: str, body: object = None, *, method: str | None = None, headers: Mapping[str, str] | None = None) -> Reply:
+    def ask(
+        self,
+        path: str,
+        body: object = None,
+        *,
+        method: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
         """A body of bytes goes as it is, any other as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = {} if body is None else {"Content-Type": "application/json"}
         try:
-            connection.request(method or ("GET" if body is None else "POST"), path, data, {**kind, **(headers or {})})
+            connection.request(
+                method or ("GET" if body is None else "POST"),
+                path,
+                data,
+                {**kind, **(headers or {})},
+            )
             response = connection.getresponse()
-            return Reply(response.status, {name.lower(): value for name, value in response.getheaders()}, response.read())
+            return Reply(
+                response.status,
+                {name.lower(): value for name, value in response.getheaders()},
+                response.read(),
+            )
         finally:
             connection.close()
 
@@ -167,9 +196,20 @@ def serving(
 ) -> Iterator[Running]:
     """In a thread of its own; `keys` are those of the config."""
     service, registry = service or FakeService(), Registry()
-    served = Served("demo", vocab_size=vocab_size, max_context=max_context, max_gamma=16, created=1, encodes=encodes)
+    served = Served(
+        "demo",
+        vocab_size=vocab_size,
+        max_context=max_context,
+        max_gamma=16,
+        created=1,
+        encodes=encodes,
+    )
     app = build(service, text or demo_text(), served, parse({}, keys), registry)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=2))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=2
+        )
+    )
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()

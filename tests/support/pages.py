@@ -23,7 +23,9 @@ STAND_INS = (  # for what readers put in: the pair that is shipped
     ('target="dir-or-hub-name"', f"target={str(DEMO / 'target')!r}"),
     ('draft="dir-or-hub-name"', f"draft={str(DEMO / 'draft')!r}"),
 )
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
+)
 EXCUSE = re.compile(r"<!-- not run: (.+?) -->\s*\Z")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -59,7 +61,10 @@ def programs(blocks: Sequence[Block]) -> list[Block]:
     """What is run at once: each shell block, and all the Python of a page, where a block may use what those before it have made."""
     alone = [block for block in blocks if block.language != "python"]
     pages = dict.fromkeys(block.page for block in blocks if block.language == "python")
-    return alone + [_joined([block for block in blocks if block.page == page and block.language == "python"]) for page in pages]
+    return alone + [
+        _joined([block for block in blocks if block.page == page and block.language == "python"])
+        for page in pages
+    ]
 
 
 def _joined(blocks: Sequence[Block]) -> Block:
@@ -83,7 +88,9 @@ class Command:
 
 
 def blocks() -> list[Block]:
-    return [block for page in WRITTEN for block in blocks_of(page, page.read_text(encoding="utf-8"))]
+    return [
+        block for page in WRITTEN for block in blocks_of(page, page.read_text(encoding="utf-8"))
+    ]
 
 
 def blocks_of(page: Path, markdown: str) -> Iterator[Block]:
@@ -91,7 +98,13 @@ def blocks_of(page: Path, markdown: str) -> Iterator[Block]:
         indent = len(found["indent"])
         text = "".join(line[indent:] for line in found["text"].splitlines(keepends=True))
         excuse = EXCUSE.search(markdown[: found.start()])
-        yield Block(page, markdown.count("\n", 0, found.start()) + 1, found["language"], text, None if excuse is None else excuse[1])
+        yield Block(
+            page,
+            markdown.count("\n", 0, found.start()) + 1,
+            found["language"],
+            text,
+            None if excuse is None else excuse[1],
+        )
 
 
 def commands(text: str) -> Iterator[Command]:
@@ -102,17 +115,26 @@ def commands(text: str) -> Iterator[Command]:
             while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
                 words = words[1:]
             if words:
-                yield Command(tuple(words[:-2]), words[-1]) if ">" in words[-2:-1] else Command(tuple(words))
+                yield (
+                    Command(tuple(words[:-2]), words[-1])
+                    if ">" in words[-2:-1]
+                    else Command(tuple(words))
+                )
 
 
-NAMES = (*(str(page.relative_to(ROOT)) for page in WRITTEN), *(f"docs/{name}" for name in PAGES))  # from the top of the repository
+NAMES = (
+    *(str(page.relative_to(ROOT)) for page in WRITTEN),
+    *(f"docs/{name}" for name in PAGES),
+)  # from the top of the repository
 
 
 @cache
 def page(name: str) -> str:
     """The README, a page of the site, or one that is made."""
     file = ROOT / name
-    return file.read_text(encoding="utf-8") if file in WRITTEN else PAGES[name.removeprefix("docs/")]()
+    return (
+        file.read_text(encoding="utf-8") if file in WRITTEN else PAGES[name.removeprefix("docs/")]()
+    )
 
 
 def prose(markdown: str) -> str:
@@ -127,7 +149,11 @@ def spans(markdown: str) -> list[str]:
 
 def links(markdown: str) -> list[str]:
     """Of the text; what stands between backticks is none."""
-    return [link for link in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(markdown))) if not re.match(r"\w+:", link)]
+    return [
+        link
+        for link in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(markdown)))
+        if not re.match(r"\w+:", link)
+    ]
 
 
 def anchors(markdown: str) -> set[str]:

@@ -19,9 +19,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(keys: Mapping[str, object] | None = None, *, join: bool = False) -> Iterator[tuple[str, Config]]:
+def served(
+    keys: Mapping[str, object] | None = None, *, join: bool = False
+) -> Iterator[tuple[str, Config]]:
     """On a Ray of its own, or joining the one that runs."""
     config = parse({"http.port": free_port(), **(keys or {})})
     said: list[str] = []
-    with ray_here(config, said.append, join=join) as ours, deployed(config, said.append, ours=ours) as url:
+    with (
+        ray_here(config, said.append, join=join) as ours,
+        deployed(config, said.append, ours=ours) as url,
+    ):
         yield url, config

@@ -24,7 +24,9 @@ class Script:
     breaks_after: int | None = None  # events
     hangs_after: int | None = None  # events
     num_unhung: int = 0  # streams, the first ones, that do not hang
-    asked: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)  # target, headers, body
+    asked: list[tuple[str, dict[str, str], bytes]] = field(
+        default_factory=list
+    )  # target, headers, body
 
     @property
     def num_streams(self) -> int:
@@ -34,9 +36,14 @@ class Script:
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-            headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+            headers = {
+                name.lower(): value
+                for name, _, value in (line.partition(": ") for line in head[1:] if line)
+            }
             path = head[0].split()[1]
-            self.asked.append((path, headers, await reader.readexactly(int(headers.get("content-length", 0)))))
+            self.asked.append(
+                (path, headers, await reader.readexactly(int(headers.get("content-length", 0))))
+            )
             if path.endswith("/v1/completions"):
                 await self._stream(writer)
             else:
@@ -48,7 +55,9 @@ class Script:
             writer.close()
 
     async def _stream(self, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         for number, (wait, origins) in enumerate(self.events):
             if number == self.breaks_after:
                 return
@@ -56,7 +65,16 @@ class Script:
                 await asyncio.sleep(60)
             await asyncio.sleep(wait)
             finish = "length" if number == len(self.events) - 1 else None
-            self._send(writer, _event({"choices": [{"finish_reason": finish}], "origins": origins, "specserve": self.speculation}))
+            self._send(
+                writer,
+                _event(
+                    {
+                        "choices": [{"finish_reason": finish}],
+                        "origins": origins,
+                        "specserve": self.speculation,
+                    }
+                ),
+            )
         tokens = sum(len(origins) for _, origins in self.events)
         self._send(writer, _event({"choices": [], "usage": {"completion_tokens": tokens}}) + DONE)
         writer.write(b"0\r\n\r\n")

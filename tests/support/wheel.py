@@ -26,7 +26,9 @@ from pathlib import Path
 from tests.support.ray_server import free_port
 
 ROOT = Path(__file__).parents[2]
-LEFT_OUT = shutil.ignore_patterns(".*cache", ".git", ".hypothesis", ".venv*", "__pycache__", "*.egg-info", "build", "dist", "site")
+LEFT_OUT = shutil.ignore_patterns(
+    ".*cache", ".git", ".hypothesis", ".venv*", "__pycache__", "*.egg-info", "build", "dist", "site"
+)
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 READY_S = 300.0
 
@@ -48,7 +50,14 @@ def build(into: Path) -> Built:
 
 
 def _built(what: str, source: Path, into: Path) -> Path:
-    done = subprocess.run([sys.executable, "-c", BUILD, what, str(into)], cwd=source, env=clean(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, what, str(into)],
+        cwd=source,
+        env=clean(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return into / done.stdout.splitlines()[-1]
 
@@ -57,23 +66,49 @@ def environment(where: Path, wheel: Path, *, borrow: bool) -> Path:
     """Its `bin`. The borrowed packages come behind its own, so that the specserve it runs is the wheel's."""
     venv.create(where, with_pip=not borrow)
     if borrow:
-        pip = [sys.executable, "-m", "pip", "--python", str(where / "bin" / "python"), "install", "--no-index", "--no-deps", "--quiet"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(where / "bin" / "python"),
+            "install",
+            "--no-index",
+            "--no-deps",
+            "--quiet",
+        ]
         run([*pip, str(wheel)], cwd=where)
         (site,) = where.glob("lib/python*/site-packages")
         borrowed = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         (site / "borrowed.pth").write_text("".join(f"{path}\n" for path in borrowed))
     else:
-        run([str(where / "bin" / "pip"), "install", "--quiet", "-c", str(ROOT / "constraints.txt"), str(wheel)], cwd=where)
+        run(
+            [
+                str(where / "bin" / "pip"),
+                "install",
+                "--quiet",
+                "-c",
+                str(ROOT / "constraints.txt"),
+                str(wheel),
+            ],
+            cwd=where,
+        )
     return where / "bin"
 
 
 def clean() -> Mapping[str, str]:
     """Nothing of the repository."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
 
 
 def run(command: list[str], *, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, env=clean(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=clean(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -81,7 +116,16 @@ def run(command: list[str], *, cwd: Path) -> str:
 @contextmanager
 def served(bin: Path, folder: Path) -> Iterator[str]:
     """Its URL, once it is ready."""
-    command = [str(bin / "specserve"), "serve", "--port", str(free_port()), "--set", "target.threads=1", "--set", "draft.threads=1"]
+    command = [
+        str(bin / "specserve"),
+        "serve",
+        "--port",
+        str(free_port()),
+        "--set",
+        "target.threads=1",
+        "--set",
+        "draft.threads=1",
+    ]
     process = subprocess.Popen(command, cwd=folder, env=clean(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -101,8 +145,12 @@ def served(bin: Path, folder: Path) -> Iterator[str]:
 
 
 def ask(url: str) -> str:
-    body = json.dumps({"model": "demo", "prompt": "import os", "max_tokens": 32, "temperature": 0}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    body = json.dumps(
+        {"model": "demo", "prompt": "import os", "max_tokens": 32, "temperature": 0}
+    ).encode()
+    request = urllib.request.Request(
+        f"{url}/v1/completions", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         text: str = json.load(answer)["choices"][0]["text"]
     assert text.strip()
@@ -117,8 +165,14 @@ def timed(what: str) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--borrow", action="store_true", help="the dependencies that are here, instead of the network's")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--borrow",
+        action="store_true",
+        help="the dependencies that are here, instead of the network's",
+    )
     parser.add_argument("--wheel", type=Path, help="an existing one, instead of building one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -134,10 +188,15 @@ def main() -> None:
         with timed("specserve doctor"):
             run([str(bin / "specserve"), "doctor", "--set", f"http.port={free_port()}"], cwd=folder)
         with timed("specserve generate"):
-            run([str(bin / "specserve"), "generate", "--prompt", "import os", "--temperature", "0"], cwd=folder)
+            run(
+                [str(bin / "specserve"), "generate", "--prompt", "import os", "--temperature", "0"],
+                cwd=folder,
+            )
         begun = time.monotonic()
         with served(bin, folder) as url:
-            print(f"{'specserve serve until ready':<28}{time.monotonic() - begun:7.1f} s", flush=True)
+            print(
+                f"{'specserve serve until ready':<28}{time.monotonic() - begun:7.1f} s", flush=True
+            )
             with timed("the first request"):
                 ask(url)
             with timed("the second request"):

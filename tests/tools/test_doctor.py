@@ -68,18 +68,26 @@ def test_the_demo_pair_is_well(no_ray: None, capsys: pytest.CaptureFixture[str])
     assert subjects["draft, tokens"] == "ok"
 
 
-def test_a_config_that_is_wrong_is_a_finding_and_the_machine_is_looked_at_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_is_wrong_is_a_finding_and_the_machine_is_looked_at_all_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert cli.main(["doctor", "--set", "speculation.gama=3"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("ok    python ") for line in lines)
-    assert any(line.startswith("bad   config ") and "did you mean speculation.gamma? -> " in line for line in lines)
+    assert any(
+        line.startswith("bad   config ") and "did you mean speculation.gamma? -> " in line
+        for line in lines
+    )
     assert lines[-1].startswith("1 bad, ")
 
 
 def test_a_model_that_is_not_there_leaves_the_other_checks(no_ray: None) -> None:
     report = command.examine(lambda: parse({"target.path": "/nowhere/model", "http.port": 0}))
     assert not report.is_well
-    assert "target.path /nowhere/model does not exist; give a directory" in only([f for f in report.findings if f.subject == "models"]).found
+    assert (
+        "target.path /nowhere/model does not exist; give a directory"
+        in only([f for f in report.findings if f.subject == "models"]).found
+    )
     assert any(finding.subject == "http port" for finding in report.findings)
 
 
@@ -90,20 +98,33 @@ def test_an_old_python_and_a_package_without_its_demo_pair_are_bad(tmp_path: Pat
 
 def test_a_machine_that_will_be_slow_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "float32 is used" in only(machine.processor(frozenset({"avx2"}), bf16=False, threads=2), Grade.WARN).remedy
-    assert only(machine.processor(frozenset({"amx_tile", "avx512_bf16"}), bf16=True, threads=2), Grade.OK).found.endswith("amx_tile, avx512_bf16")
+    assert (
+        "float32 is used"
+        in only(machine.processor(frozenset({"avx2"}), bf16=False, threads=2), Grade.WARN).remedy
+    )
+    assert only(
+        machine.processor(frozenset({"amx_tile", "avx512_bf16"}), bf16=True, threads=2), Grade.OK
+    ).found.endswith("amx_tile, avx512_bf16")
     assert "--shm-size" in only(machine.shared(64 * 2**20), Grade.WARN).remedy
     assert "there is no /dev/shm" in only(machine.shared(None), Grade.WARN).found
     assert "ulimit -n" in only(machine.open_files(1024, 1_000_000), Grade.WARN).remedy
     assert only(machine.open_files(-1, -1), Grade.OK).found == "no limit for each process"
 
 
-def test_a_full_disk_is_warned_of_even_where_the_folder_is_not_made_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10))  # type: ignore[attr-defined]
-    assert "make room" in only(machine.disk([("models", tmp_path / "not" / "yet")]), Grade.WARN).remedy
+def test_a_full_disk_is_warned_of_even_where_the_folder_is_not_made_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        machine.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10)
+    )  # type: ignore[attr-defined]
+    assert (
+        "make room" in only(machine.disk([("models", tmp_path / "not" / "yet")]), Grade.WARN).remedy
+    )
 
 
-def test_a_driver_without_a_torch_that_can_use_it_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_a_torch_that_can_use_it_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\n")
@@ -128,11 +149,17 @@ def test_keys_and_certificates_are_read_as_the_server_reads_them(tmp_path: Path)
     keys.write_text("anna secret-1\n")
     keys.chmod(0o644)
     found = only(secrets.keys(Http(api_keys_file=str(keys))), Grade.WARN)
-    assert (found.found, found.remedy) == (f"1 in {keys}; others may read it (mode 644)", f"chmod 600 {keys}")
+    assert (found.found, found.remedy) == (
+        f"1 in {keys}; others may read it (mode 644)",
+        f"chmod 600 {keys}",
+    )
     keys.chmod(0o600)
     assert only(secrets.keys(Http(api_keys_file=str(keys))), Grade.OK)
     keys.write_text("")
-    assert "it has no key" in only(guarded("API keys", lambda: secrets.keys(Http(api_keys_file=str(keys))))).found
+    assert (
+        "it has no key"
+        in only(guarded("API keys", lambda: secrets.keys(Http(api_keys_file=str(keys))))).found
+    )
     assert only(secrets.keys(Http(host="0.0.0.0")), Grade.WARN)
     assert "PEM" in only(secrets.tls(Http(tls_cert=str(keys), tls_key=str(keys)))).remedy
     assert list(secrets.tls(Http())) == []
@@ -143,12 +170,21 @@ def test_weights_that_are_cut_off_or_missing_are_found_without_reading_them(targ
     whole = target / "model.safetensors"
     (target / "model-1.safetensors").write_bytes(whole.read_bytes())
     names = ["lm_head.weight", "model.norm.weight"]
-    index = {"metadata": {}, "weight_map": {names[0]: "model-1.safetensors", names[1]: "model-2.safetensors"}}
+    index = {
+        "metadata": {},
+        "weight_map": {names[0]: "model-1.safetensors", names[1]: "model-2.safetensors"},
+    }
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     content = whole.read_bytes()
     whole.unlink()
-    assert "1 of 2 files missing: model-2.safetensors" in only(models.weights("target", target, local=True)).found
-    index["weight_map"] = {"model.norm.weight": "model-1.safetensors", "model.lost.weight": "model-1.safetensors"}
+    assert (
+        "1 of 2 files missing: model-2.safetensors"
+        in only(models.weights("target", target, local=True)).found
+    )
+    index["weight_map"] = {
+        "model.norm.weight": "model-1.safetensors",
+        "model.lost.weight": "model-1.safetensors",
+    }
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "such as model.lost.weight" in only(models.weights("target", target, local=True)).found
     (target / "model.safetensors.index.json").unlink()
@@ -156,7 +192,10 @@ def test_weights_that_are_cut_off_or_missing_are_found_without_reading_them(targ
     assert "fetch it again" in only(models.weights("target", target, local=True)).remedy
     whole.unlink()
     (target / "model-1.safetensors").unlink()
-    assert "not on this machine yet" in only(models.weights("target", target, local=False), Grade.WARN).found
+    assert (
+        "not on this machine yet"
+        in only(models.weights("target", target, local=False), Grade.WARN).found
+    )
 
 
 def test_tokenizers_that_differ_are_told_by_their_ids(target: Path, tmp_path: Path) -> None:
@@ -168,7 +207,9 @@ def test_tokenizers_that_differ_are_told_by_their_ids(target: Path, tmp_path: Pa
     (other / "tokenizer.json").write_text(json.dumps(words))
     ours = Text.load(target)
     found = only(models.same_tokens(ours, Text.load(other), key="draft"))
-    assert found.found.startswith(f"2 of {ours.vocab_size:,} ids mean something else than to the target: 5 ({first!r}, {second!r}), 6 (")
+    assert found.found.startswith(
+        f"2 of {ours.vocab_size:,} ids mean something else than to the target: 5 ({first!r}, {second!r}), 6 ("
+    )
     assert "layer_skip or heads" in found.remedy
     assert only(models.same_tokens(ours, Text.load(target), key="draft"), Grade.OK)
     assert "may have been changed" in found.found, "two of 260 are few"
@@ -176,21 +217,52 @@ def test_tokenizers_that_differ_are_told_by_their_ids(target: Path, tmp_path: Pa
 
 def test_drafts_without_a_second_model_are_looked_at_as_serving_does(target: Path) -> None:
     def looked(**keys: object) -> list[Finding]:
-        return [*models.pair(parse({"target.path": str(target), **{key.replace("__", "."): value for key, value in keys.items()}}))]
+        return [
+            *models.pair(
+                parse(
+                    {
+                        "target.path": str(target),
+                        **{key.replace("__", "."): value for key, value in keys.items()},
+                    }
+                )
+            )
+        ]
 
-    assert any(finding.subject == "draft" and finding.grade is Grade.WARN for finding in looked(draft__kind="none"))
-    assert any("prompt_copy, which needs no second model" in finding.found for finding in looked(draft__kind="prompt_copy"))
-    assert any("layer_skip, which fits" in finding.found for finding in looked(draft__kind="layer_skip"))
+    assert any(
+        finding.subject == "draft" and finding.grade is Grade.WARN
+        for finding in looked(draft__kind="none")
+    )
+    assert any(
+        "prompt_copy, which needs no second model" in finding.found
+        for finding in looked(draft__kind="prompt_copy")
+    )
+    assert any(
+        "layer_skip, which fits" in finding.found for finding in looked(draft__kind="layer_skip")
+    )
     heads = {"draft__kind": "heads", "draft__path": str(DEMO / "heads")}
     assert "another target" in only(guarded("models", lambda: looked(**heads))).found
 
 
 def test_memory_is_held_against_what_the_plan_says() -> None:
     config, gib = parse({}), 2**30
-    assert "raise target.tensor_parallel" in only(room.fits("memory", Need(10 * gib, gib), 8 * gib, config)).remedy
-    assert only(room.fits("memory", Need(5 * gib, gib), 8 * gib, config, beside=Need(4 * gib, gib))).grade is Grade.BAD
-    assert "limits.max_context" in only(room.fits("memory", Need(7 * gib, gib), 8 * gib, config), Grade.WARN).remedy
-    assert "1.5 sequences" in only(room.fits("memory", Need(5 * gib, gib), 8 * gib, config), Grade.OK).found
+    assert (
+        "raise target.tensor_parallel"
+        in only(room.fits("memory", Need(10 * gib, gib), 8 * gib, config)).remedy
+    )
+    assert (
+        only(
+            room.fits("memory", Need(5 * gib, gib), 8 * gib, config, beside=Need(4 * gib, gib))
+        ).grade
+        is Grade.BAD
+    )
+    assert (
+        "limits.max_context"
+        in only(room.fits("memory", Need(7 * gib, gib), 8 * gib, config), Grade.WARN).remedy
+    )
+    assert (
+        "1.5 sequences"
+        in only(room.fits("memory", Need(5 * gib, gib), 8 * gib, config), Grade.OK).found
+    )
 
 
 def test_the_room_of_the_demo_pair_is_the_weights_of_both() -> None:
@@ -202,10 +274,22 @@ def test_the_room_of_the_demo_pair_is_the_weights_of_both() -> None:
 
 
 def test_what_ray_says_becomes_findings() -> None:
-    refused = Checkup("2.60.0", True, True, {"CPU": 2.0}, "10 GPUs are asked for", None, "no haproxy", {"RAY_PORT": 1})
+    refused = Checkup(
+        "2.60.0",
+        True,
+        True,
+        {"CPU": 2.0},
+        "10 GPUs are asked for",
+        None,
+        "no haproxy",
+        {"RAY_PORT": 1},
+    )
     found = [*cluster.ray(refused), *cluster.proxy(refused)]
     assert [finding.grade for finding in found] == [Grade.OK, Grade.BAD, Grade.WARN, Grade.BAD]
-    assert found[0].found == "2.60.0; `specserve serve` joins the cluster that runs here (2 CPUs, 0 GPUs)"
+    assert (
+        found[0].found
+        == "2.60.0; `specserve serve` joins the cluster that runs here (2 CPUs, 0 GPUs)"
+    )
     assert {finding.grade for finding in [*cluster.ray(WELL), *cluster.proxy(WELL)]} == {Grade.OK}
 
 
@@ -213,7 +297,10 @@ def test_a_check_that_fails_is_a_finding_and_not_a_traceback() -> None:
     def fails() -> list[Finding]:
         raise RuntimeError("of a library\nwith more lines")
 
-    assert only(guarded("machine", fails), Grade.WARN).found == "this could not be looked at: RuntimeError: of a library"
+    assert (
+        only(guarded("machine", fails), Grade.WARN).found
+        == "this could not be looked at: RuntimeError: of a library"
+    )
 
 
 def test_the_report_is_a_line_for_each_finding_and_says_at_last_whether_it_will_serve() -> None:

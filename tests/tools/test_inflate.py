@@ -9,7 +9,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from specserve.errors import BadValue, ModelError, ModelNotFound, UnsupportedModel
 from specserve.tools import inflate as module
@@ -18,7 +24,9 @@ from specserve.tools.inflate import inflate
 ASKED = 900_000
 
 
-def save_llama(directory: Path, *, tied: bool, shard_size: str = "1GB", dtype: torch.dtype = torch.float32) -> Path:
+def save_llama(
+    directory: Path, *, tied: bool, shard_size: str = "1GB", dtype: torch.dtype = torch.float32
+) -> Path:
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=256,
@@ -49,7 +57,9 @@ def num_parameters(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_widened_model_computes_the_same_and_has_the_size_that_was_asked(tmp_path: Path, tied: bool) -> None:
+def test_a_widened_model_computes_the_same_and_has_the_size_that_was_asked(
+    tmp_path: Path, tied: bool
+) -> None:
     source, out = save_llama(tmp_path / "small", tied=tied), tmp_path / "wide"
     reached = inflate(source, ASKED, out)
     assert abs(reached - ASKED) < 0.05 * ASKED
@@ -66,16 +76,24 @@ def test_the_new_columns_do_real_work_that_is_the_same_in_every_copy(tmp_path: P
         inflate(source, ASKED, tmp_path / name)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert all(tensor.equal(two[name]) for name, tensor in one.items())
-    gates = [one[f"model.layers.{layer}.mlp.{side}_proj.weight"][96:] for layer in (0, 1) for side in ("gate", "up")]
+    gates = [
+        one[f"model.layers.{layer}.mlp.{side}_proj.weight"][96:]
+        for layer in (0, 1)
+        for side in ("gate", "up")
+    ]
     assert all(0.015 < gate.std() < 0.025 for gate in gates)
     assert len({float(gate[0, 0]) for gate in gates}) == 4
     assert not one["model.layers.1.mlp.down_proj.weight"][:, 96:].any()
 
 
-def test_sharded_checkpoints_are_read_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_checkpoints_are_read_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = save_llama(tmp_path / "small", tied=False, shard_size="100KB"), tmp_path / "wide"
     assert len(list(source.glob("*.safetensors"))) > 2
-    (source / "consolidated.safetensors").write_text("the same weights in another layout, not in the index")
+    (source / "consolidated.safetensors").write_text(
+        "the same weights in another layout, not in the index"
+    )
     monkeypatch.setattr(module, "SHARD_BYTES", 1_000_000)
     inflate(source, ASKED, out)
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
@@ -90,7 +108,13 @@ def test_dtype_and_companions_are_kept_and_the_card_says_what_it_is(tmp_path: Pa
     with safe_open(out / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118 (no mapping)
     names = {path.name for path in out.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "README.md", "tokenizer.json"}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "README.md",
+        "tokenizer.json",
+    }
     assert f"small, widened to {reached:,} parameters" in (out / "README.md").read_text()
 
 
@@ -110,16 +134,24 @@ def test_a_directory_with_something_in_it_is_not_written_to(tmp_path: Path) -> N
 
 
 def test_models_without_gated_mlps_are_refused(tmp_path: Path) -> None:
-    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(UnsupportedModel, match="gpt2 cannot be widened"):
         inflate(tmp_path / "gpt2", ASKED, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"num_hidden_layers": 3}, "every MLP"), ({"intermediate_size": 97}, "intermediate size"), ({"quantization_config": {}}, "quantized")],
+    [
+        ({"num_hidden_layers": 3}, "every MLP"),
+        ({"intermediate_size": 97}, "intermediate size"),
+        ({"quantization_config": {}}, "quantized"),
+    ],
 )
-def test_models_of_which_only_a_part_could_be_widened_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_models_of_which_only_a_part_could_be_widened_are_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
     source = save_llama(tmp_path / "small", tied=True)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **change}))

@@ -77,7 +77,9 @@ def test_no_degree_is_a_plain_answer_too(seventy: Path) -> None:
 def test_parameters_by_config_are_those_that_are_loaded(name: str, tmp_path: Path) -> None:
     directory = make(name, tmp_path)
     loaded = load_model(directory, dtype=torch.float32, device="cpu", attention="eager")
-    assert describe(directory).num_parameters == sum(parameter.numel() for parameter in loaded.module.parameters())
+    assert describe(directory).num_parameters == sum(
+        parameter.numel() for parameter in loaded.module.parameters()
+    )
 
 
 def test_the_ranks_of_a_model_hold_it_together() -> None:
@@ -85,7 +87,10 @@ def test_the_ranks_of_a_model_hold_it_together() -> None:
     one, two = (describe(DEMO / "target", ranks=ranks) for ranks in (1, 2))
     embedding, norms = 4096 * 256, 17 * 256
     assert one.num_parameters == _open(DEMO / "target").num_parameters
-    assert two.num_parameters == embedding + norms + (one.num_parameters - embedding - norms) // 2 + embedding // 2
+    assert (
+        two.num_parameters
+        == embedding + norms + (one.num_parameters - embedding - norms) // 2 + embedding // 2
+    )
 
 
 def test_advice_is_the_best_of_all_gammas() -> None:
@@ -101,7 +106,9 @@ TWO = (Stage((0.8,), 0.1), Stage((0.6, 0.7), 0.01))
 THREE = (Stage((0.85,), 0.2), Stage((0.7, 0.8), 0.05), Stage((0.4, 0.45, 0.5), 0.0))
 
 
-def played(stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...], rounds: int, dice: random.Random) -> float:
+def played(
+    stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...], rounds: int, dice: random.Random
+) -> float:
     """Tokens a unit of time, by throwing dice for every review."""
 
     def write(stage: int, length: int) -> float:
@@ -120,7 +127,9 @@ def played(stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...], rounds: in
             length = min(k[reviewer][stage], most - len(alphas))
             cost += write(stage, length)
             alphas += [stages[stage].alphas[reviewer]] * length
-        accepted = next((i for i, alpha in enumerate(alphas) if dice.random() >= alpha), len(alphas))
+        accepted = next(
+            (i for i, alpha in enumerate(alphas) if dice.random() >= alpha), len(alphas)
+        )
         return accepted + 1, cost
 
     reviews = [review(0, sum(k[0])) for _ in range(rounds)]
@@ -137,7 +146,9 @@ def played(stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...], rounds: in
         (THREE, ((6, 0, 0), (0, 4, 0), (0, 0, 2))),
     ],
 )
-def test_cascades_are_what_dice_give(stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...]) -> None:
+def test_cascades_are_what_dice_give(
+    stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...]
+) -> None:
     dice = random.Random(1)
     batches = [played(stages, k, 2000, dice) for _ in range(10)]
     mean = sum(batches) / 10
@@ -152,20 +163,30 @@ def test_a_horizontal_matrix_is_the_papers_formula() -> None:
 
 def test_a_cascade_that_reviews_nothing_is_plain_speculation() -> None:
     alone = (Stage((0.75,), 0.1),)
-    assert cascade_factor(alone, ((5,),)) == pytest.approx(theory.walltime_factor(0.75, 5, 0.1), rel=1e-12)
+    assert cascade_factor(alone, ((5,),)) == pytest.approx(
+        theory.walltime_factor(0.75, 5, 0.1), rel=1e-12
+    )
 
 
 def test_the_best_matrix_is_that_of_an_exhaustive_search() -> None:
-    every = [((a, b), (0, c)) for a, b, c in product(range(1, 9), range(9), range(1, 9)) if a + b <= 8]
+    every = [
+        ((a, b), (0, c)) for a, b, c in product(range(1, 9), range(9), range(1, 9)) if a + b <= 8
+    ]
     best = max(every, key=lambda k: cascade_factor(TWO, k))
-    assert cascade_factor(TWO, best_matrix("cascade", TWO, 8)) == pytest.approx(cascade_factor(TWO, best), rel=1e-9)
+    assert cascade_factor(TWO, best_matrix("cascade", TWO, 8)) == pytest.approx(
+        cascade_factor(TWO, best), rel=1e-9
+    )
 
 
 def test_every_kind_of_cascade_is_ranked() -> None:
     choices = best_choices(THREE, 8)
     assert {choice.kind for choice in choices} == {"vertical", "horizontal", "cascade"}
-    assert [choice.factor for choice in choices] == sorted((choice.factor for choice in choices), reverse=True)
-    assert choices[0].kind == "cascade"  # the others are among its matrices, but for what needs no review
+    assert [choice.factor for choice in choices] == sorted(
+        (choice.factor for choice in choices), reverse=True
+    )
+    assert (
+        choices[0].kind == "cascade"
+    )  # the others are among its matrices, but for what needs no review
 
 
 def test_overlap_is_measured_as_it_is_defined(tmp_path: Path) -> None:
@@ -181,7 +202,9 @@ def test_overlap_is_measured_as_it_is_defined(tmp_path: Path) -> None:
     expected = theory.acceptance(p[:, [5, 7]].tolist(), [[0.75, 0.25]] * 300)
     assert found["unigram"].alphas[1.0] == pytest.approx(expected, abs=1e-5)
     greedy = torch.cat([target.p(0, text[:256])[0.0], target.p(256, text[256:])[0.0]])
-    assert found["unigram"].alphas[0.0] == pytest.approx(float((greedy.argmax(-1) == 5).float().mean()))
+    assert found["unigram"].alphas[0.0] == pytest.approx(
+        float((greedy.argmax(-1) == 5).float().mean())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +219,12 @@ def test_plan_measures_a_pair_and_writes_figures_and_a_picture(pair, tmp_path, c
     text, figures, picture = (tmp_path / name for name in ("text.txt", "plan.json", "plan.png"))
     text.write_text("the quick brown fox " * 20)
     files = ["--text", str(text), "--json", str(figures), "--plot", str(picture)]
-    assert main(["plan", "--target", pair[0], "--draft", pair[1], "--measure", *files, "--gpus", "2x1"]) == 0
+    assert (
+        main(
+            ["plan", "--target", pair[0], "--draft", pair[1], "--measure", *files, "--gpus", "2x1"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "Measured on 400 tokens" in printed
     assert "target.tensor_parallel 1" in printed

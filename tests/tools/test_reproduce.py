@@ -13,7 +13,18 @@ from specserve.tools.reproduce.contest import Count, _seen
 from specserve.tools.reproduce.options import TABLES
 from specserve.tools.reproduce.published import TABLE_1, TABLE_2, TRADES
 
-TINY = ["--params", "7M", "--text-tokens", "300", "--prompts", "1", "--max-tokens", "8", "--turns", "1"]
+TINY = [
+    "--params",
+    "7M",
+    "--text-tokens",
+    "300",
+    "--prompts",
+    "1",
+    "--max-tokens",
+    "8",
+    "--turns",
+    "1",
+]
 
 
 def test_table_1_of_the_cascade_paper_is_within_a_hundredth() -> None:
@@ -31,7 +42,9 @@ def test_published_speeds_are_of_the_size_that_the_theorem_expects() -> None:
     """Within a third for c between 0.02 (small) and 0.11 (large): a digit that was mistyped would show."""
     costs = {"T5-small (77M)": 0.02, "T5-base (250M)": 0.04, "T5-large (800M)": 0.11}
     for row in TABLE_2:
-        assert row.factor == pytest.approx(theory.walltime_factor(row.alpha, row.gamma, costs[row.draft]), rel=0.34)
+        assert row.factor == pytest.approx(
+            theory.walltime_factor(row.alpha, row.gamma, costs[row.draft]), rel=0.34
+        )
 
 
 def test_the_curves_are_the_formulas() -> None:
@@ -40,9 +53,15 @@ def test_the_curves_are_the_formulas() -> None:
     speed, operations = section.pictures["figure-4"]
     at = formulas.ALPHAS.index(0.8)
     for i, gamma in enumerate(formulas.GAMMAS):
-        assert tokens.curves[i].ys[at] == speed.curves[i].ys[at] == theory.tokens_per_round(0.8, gamma)
-        assert operations.curves[i].ys[at] == pytest.approx((gamma + 1) / theory.tokens_per_round(0.8, gamma))
-    assert [curve.ys[at] for curve in best.curves] == sorted((curve.ys[at] for curve in best.curves), reverse=True)
+        assert (
+            tokens.curves[i].ys[at] == speed.curves[i].ys[at] == theory.tokens_per_round(0.8, gamma)
+        )
+        assert operations.curves[i].ys[at] == pytest.approx(
+            (gamma + 1) / theory.tokens_per_round(0.8, gamma)
+        )
+    assert [curve.ys[at] for curve in best.curves] == sorted(
+        (curve.ys[at] for curve in best.curves), reverse=True
+    )
 
 
 def test_what_lies_behind_a_refusal_is_not_judged() -> None:
@@ -57,7 +76,9 @@ def test_a_formula_table_is_printed_without_models(capsys: pytest.CaptureFixture
     assert "base x 5 + small x 8" in capsys.readouterr().out
 
 
-def test_the_whole_page_is_written_with_its_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_page_is_written_with_its_plots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["reproduce", "--out", str(tmp_path), *TINY]) == 0
     page = (tmp_path / "reproduction.md").read_text()
     assert capsys.readouterr().out.strip() == page.strip()
@@ -65,7 +86,15 @@ def test_the_whole_page_is_written_with_its_plots(tmp_path: Path, capsys: pytest
     for picture in tmp_path.glob("*.png"):
         assert f"({picture.name})" in page
     assert len(list(tmp_path.glob("*.png"))) == page.count(".png)")
-    for name in ("unigram", "bigram", "autoregressive", "max_gram", "vertical", "horizontal", "cascade"):
+    for name in (
+        "unigram",
+        "bigram",
+        "autoregressive",
+        "max_gram",
+        "vertical",
+        "horizontal",
+        "cascade",
+    ):
         assert f"| {name}" in page
 
 

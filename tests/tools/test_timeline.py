@@ -23,15 +23,55 @@ def trace(*, rounds: int = 20) -> dict[str, object]:
     for number in range(rounds):
         at = number * 0.010
         outcomes = (Outcome(0, 4, 3, number % 4 != 0),)
-        journal.record(Round(number, at, at + 0.0005, at + 0.0098, at + 0.0099, 1, 5, 0, outcomes, 4, Pacer(4, max_gamma=8).decision))
-        journal.exchange(Exchange("draft", at, at + 0.0005, (Span("anticipate", at - 0.009, at - 0.005), Span("draft", at + 0.0001, at + 0.0004))))
-        journal.exchange(Exchange("target", at + 0.0005, at + 0.0098, (Span("verify", at + 0.0006, at + 0.0096),)))
+        journal.record(
+            Round(
+                number,
+                at,
+                at + 0.0005,
+                at + 0.0098,
+                at + 0.0099,
+                1,
+                5,
+                0,
+                outcomes,
+                4,
+                Pacer(4, max_gamma=8).decision,
+            )
+        )
+        journal.exchange(
+            Exchange(
+                "draft",
+                at,
+                at + 0.0005,
+                (
+                    Span("anticipate", at - 0.009, at - 0.005),
+                    Span("draft", at + 0.0001, at + 0.0004),
+                ),
+            )
+        )
+        journal.exchange(
+            Exchange(
+                "target", at + 0.0005, at + 0.0098, (Span("verify", at + 0.0006, at + 0.0096),)
+            )
+        )
     return json.loads(json.dumps(journal.trace()))  # type: ignore[no-any-return]
 
 
-def test_every_shown_round_has_a_cell_for_each_draft_and_each_token_of_the_target(tmp_path: Path) -> None:
+def test_every_shown_round_has_a_cell_for_each_draft_and_each_token_of_the_target(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "trace.json").write_text(json.dumps(trace()))
-    timeline.main([str(tmp_path / "trace.json"), "--out", str(tmp_path / "trace.svg"), "--first", "4", "--rounds", "8"])
+    timeline.main(
+        [
+            str(tmp_path / "trace.json"),
+            "--out",
+            str(tmp_path / "trace.svg"),
+            "--first",
+            "4",
+            "--rounds",
+            "8",
+        ]
+    )
     picture = (tmp_path / "trace.svg").read_text()
     root = xml.fromstring(picture)
     fills = [box.get("fill") for box in root.iter("{http://www.w3.org/2000/svg}rect")]
@@ -41,7 +81,10 @@ def test_every_shown_round_has_a_cell_for_each_draft_and_each_token_of_the_targe
     assert fills.count(timeline.COLOURS["next"]) == 8 + legend
     assert fills.count(timeline.COLOURS["draft"]) == 8 + legend
     words = root.find("{http://www.w3.org/2000/svg}title").text  # type: ignore[union-attr]
-    assert words == "8 rounds, 32 tokens, 9.9 ms a round; target busy 90% of the time; 6 of 8 proposals prepared in advance"
+    assert (
+        words
+        == "8 rounds, 32 tokens, 9.9 ms a round; target busy 90% of the time; 6 of 8 proposals prepared in advance"
+    )
     assert "href" not in picture
 
 

@@ -33,7 +33,20 @@ from specserve.types import (
     VerifyStep,
     Warp,
 )
-from specserve.wire.messages import VERSION, Chunks, Failed, Message, Prepared, Proposals, Propose, Stop, Verdicts, Verify, pack, unpack
+from specserve.wire.messages import (
+    VERSION,
+    Chunks,
+    Failed,
+    Message,
+    Prepared,
+    Proposals,
+    Propose,
+    Stop,
+    Verdicts,
+    Verify,
+    pack,
+    unpack,
+)
 
 tokens = st.integers(0, 2**32 - 1)
 counts = st.integers(0, 2**64 - 1)
@@ -52,14 +65,44 @@ def sparse_rows(draw: st.DrawFn, num_rows: int) -> SparseRows:
 @st.composite
 def all_logprobs(draw: st.DrawFn) -> tuple[Logprobs, ...]:
     widths = draw(st.lists(st.integers(0, 4), max_size=4))
-    return tuple(Logprobs(draw(reals), tuple(draw(tokens) for _ in range(width)), tuple(draw(reals) for _ in range(width))) for width in widths)
+    return tuple(
+        Logprobs(
+            draw(reals),
+            tuple(draw(tokens) for _ in range(width)),
+            tuple(draw(reals) for _ in range(width)),
+        )
+        for width in widths
+    )
 
 
-warps = st.builds(Warp, reals, counts, reals, reals, reals, reals, reals, st.lists(st.tuples(tokens, reals), max_size=4).map(tuple))
-policies = st.builds(Policy, warps, st.sampled_from(VERIFIERS), counts, counts, st.none() | counts, reals, st.booleans())
+warps = st.builds(
+    Warp,
+    reals,
+    counts,
+    reals,
+    reals,
+    reals,
+    reals,
+    reals,
+    st.lists(st.tuples(tokens, reals), max_size=4).map(tuple),
+)
+policies = st.builds(
+    Policy,
+    warps,
+    st.sampled_from(VERIFIERS),
+    counts,
+    counts,
+    st.none() | counts,
+    reals,
+    st.booleans(),
+)
 grammars = st.none() | st.builds(Grammar, st.sampled_from(GRAMMARS), st.text())
-draft_steps = st.builds(DraftStep, counts, counts, many_tokens, counts, policies, many_tokens, grammars)
-verdicts = st.builds(Verdict, counts, counts, counts, st.none() | all_logprobs(), st.none() | st.text())
+draft_steps = st.builds(
+    DraftStep, counts, counts, many_tokens, counts, policies, many_tokens, grammars
+)
+verdicts = st.builds(
+    Verdict, counts, counts, counts, st.none() | all_logprobs(), st.none() | st.text()
+)
 spans = st.builds(Span, st.text(), reals, reals)
 stats = st.builds(Stats, st.text(), st.booleans(), counts, counts, counts, counts, counts, counts)
 chunks = st.builds(
@@ -77,7 +120,14 @@ chunks = st.builds(
 @st.composite
 def proposals(draw: st.DrawFn) -> Proposal:
     drafts = draw(many_tokens)
-    return Proposal(draw(counts), draw(counts), drafts, draw(st.none() | sparse_rows(len(drafts))), draw(counts), draw(st.none() | st.booleans()))
+    return Proposal(
+        draw(counts),
+        draw(counts),
+        drafts,
+        draw(st.none() | sparse_rows(len(drafts))),
+        draw(counts),
+        draw(st.none() | st.booleans()),
+    )
 
 
 @st.composite
@@ -124,16 +174,61 @@ def policy(**changes: object) -> Policy:
 
 def verify(num_steps: int = 2) -> Verify:
     rng = np.random.default_rng(0)
-    rows = [SparseRows(rng.integers(0, 4000, (5, 64)), rng.random((5, 64), dtype=np.float32)) for _ in range(num_steps)]
-    return Verify(3, tuple(VerifyStep(i, 400, (5,), (1, 2, 3, 4, 5), q, policy(seed=i)) for i, q in enumerate(rows)), (7, 8))
+    rows = [
+        SparseRows(rng.integers(0, 4000, (5, 64)), rng.random((5, 64), dtype=np.float32))
+        for _ in range(num_steps)
+    ]
+    return Verify(
+        3,
+        tuple(
+            VerifyStep(i, 400, (5,), (1, 2, 3, 4, 5), q, policy(seed=i)) for i, q in enumerate(rows)
+        ),
+        (7, 8),
+    )
 
 
 def samples() -> list[Message]:
     return [
         verify(),
-        Propose(1, math.inf, (DraftStep(1, 2, (3, 4), 5, policy(logprobs=0, constrained=True), (9, 8), Grammar("regex", "a+")),), (6,)),
-        Verdicts(1, (Verdict(1, 1, 2, (Logprobs(-0.1, (1, 2), (-0.1, -math.inf)), Logprobs(-9.0, (), ()))),), 0.1, 3),
-        Chunks((Chunk(1, (2,), (Origin.BONUS,), None, Finish.ERROR, Stats("block", True, 1, 2, 3, 4), "fällt aus"),)),
+        Propose(
+            1,
+            math.inf,
+            (
+                DraftStep(
+                    1,
+                    2,
+                    (3, 4),
+                    5,
+                    policy(logprobs=0, constrained=True),
+                    (9, 8),
+                    Grammar("regex", "a+"),
+                ),
+            ),
+            (6,),
+        ),
+        Verdicts(
+            1,
+            (
+                Verdict(
+                    1, 1, 2, (Logprobs(-0.1, (1, 2), (-0.1, -math.inf)), Logprobs(-9.0, (), ()))
+                ),
+            ),
+            0.1,
+            3,
+        ),
+        Chunks(
+            (
+                Chunk(
+                    1,
+                    (2,),
+                    (Origin.BONUS,),
+                    None,
+                    Finish.ERROR,
+                    Stats("block", True, 1, 2, 3, 4),
+                    "fällt aus",
+                ),
+            )
+        ),
         Failed(1, "OutOfPages", "no room"),
         Stop(),
     ]
@@ -161,8 +256,17 @@ def test_a_round_of_32_sequences_takes_two_frames_and_8_bytes_a_pair() -> None:
 
 
 def test_rows_that_are_not_contiguous_are_packed_as_they_read() -> None:
-    ids, probs = np.arange(24).reshape(4, 6)[:, ::2], np.arange(12, dtype=np.float32).reshape(3, 4).T
-    got = unpack(sent(Proposals(1, (Proposal(1, 2, (1, 2, 3, 4), SparseRows(ids, probs), 3),), 0.0, 0))).proposals[0].q
+    ids, probs = (
+        np.arange(24).reshape(4, 6)[:, ::2],
+        np.arange(12, dtype=np.float32).reshape(3, 4).T,
+    )
+    got = (
+        unpack(
+            sent(Proposals(1, (Proposal(1, 2, (1, 2, 3, 4), SparseRows(ids, probs), 3),), 0.0, 0))
+        )
+        .proposals[0]
+        .q
+    )
     assert got.ids.tolist() == ids.tolist()
     assert got.probs.tolist() == probs.tolist()
 
@@ -196,7 +300,14 @@ def test_another_version_is_refused_and_both_are_named() -> None:
         unpack([head])
 
 
-def head(*, magic: object = b"specserve", kind: object = "Verdicts", num_items: object = 1, own: object = None, rows: tuple[object, ...]) -> bytes:
+def head(
+    *,
+    magic: object = b"specserve",
+    kind: object = "Verdicts",
+    num_items: object = 1,
+    own: object = None,
+    rows: tuple[object, ...],
+) -> bytes:
     own = (bytes(40), ()) if own is None else own
     return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
 
@@ -244,7 +355,9 @@ GOOD_ROW = (bytes(24), None, None)
         [head(rows=({},))],
         [head(rows=({1: 2},))],
         [head(rows=(msgpack.ExtType(5, b"x"),))],
-        [head(rows=(GOOD_ROW,))[: -len(msgpack.packb(GOOD_ROW))] + b"\xc7\x00\xff"],  # a time stamp without a time
+        [
+            head(rows=(GOOD_ROW,))[: -len(msgpack.packb(GOOD_ROW))] + b"\xc7\x00\xff"
+        ],  # a time stamp without a time
         [head(rows=(tuple(range(17)),))],
     ],
 )
@@ -255,7 +368,9 @@ def test_what_is_not_a_message_is_refused(frames: list[bytes]) -> None:
 
 
 def test_a_grammar_of_no_known_kind_is_refused() -> None:
-    (frame,) = sent(Propose(1, 1.0, (DraftStep(1, 0, (3,), 5, policy(), (), Grammar("regex", "a+")),)))
+    (frame,) = sent(
+        Propose(1, 1.0, (DraftStep(1, 0, (3,), 5, policy(), (), Grammar("regex", "a+")),))
+    )
     assert isinstance(unpack([frame]), Propose)
     with pytest.raises(BadFrame, match="kind of grammar"):
         unpack([frame.replace(b"regex", b"regeX")])
@@ -270,7 +385,15 @@ def test_rows_wider_than_their_frame_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "level", [b"\x9f", b"\xdc\x00\x10", b"\xdd\x00\x00\x00\x10", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"]
+    "level",
+    [
+        b"\x9f",
+        b"\xdc\x00\x10",
+        b"\xdd\x00\x00\x00\x10",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+    ],
 )
 @pytest.mark.parametrize("opening", [b"", head(rows=())])
 def test_nested_and_boastful_heads_take_little_memory(level: bytes, opening: bytes) -> None:
@@ -317,7 +440,9 @@ def test_flipped_bits_and_swapped_bytes_give_a_message_or_bad_frame() -> None:
             for _ in range(rng.randint(1, 3)):
                 damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
             if rng.random() < 0.3:
-                damaged[rng.randrange(len(damaged))] = rng.choice(b"\x90\x9f\xc0\xc4\xc7\xcb\xd4\xdd\xdf\xff")
+                damaged[rng.randrange(len(damaged))] = rng.choice(
+                    b"\x90\x9f\xc0\xc4\xc7\xcb\xd4\xdd\xdf\xff"
+                )
             outcomes[survive([bytes(damaged), *rest])] += 1
     assert outcomes[True] > 100
     assert outcomes[False] > 1000

@@ -8,7 +8,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 HOME, PARTS = "/", "/playground/"
-TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
+TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 # Nothing from elsewhere, and no script but the page's own: text that a model wrote can then do nothing, whatever it says.
 POLICY = "; ".join(
     (
@@ -35,7 +40,9 @@ class Page:
 
     def __init__(self) -> None:
         found = files("specserve.api.playground").iterdir()
-        self._files = {file.name: file.read_bytes() for file in found if _ending(file.name) in TYPES}
+        self._files = {
+            file.name: file.read_bytes() for file in found if _ending(file.name) in TYPES
+        }
 
     @property
     def paths(self) -> frozenset[str]:

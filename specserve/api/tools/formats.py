@@ -26,7 +26,11 @@ class Format:
     @property
     def markers(self) -> tuple[str, ...]:
         """Parts of it that may be tokens without a text."""
-        return tuple(marker for marker in MARKERS if any(marker in text for text in (self.first, self.middle, self.after, self.prelude)))
+        return tuple(
+            marker
+            for marker in MARKERS
+            if any(marker in text for text in (self.first, self.middle, self.after, self.prelude))
+        )
 
     def call_id(self, given: str) -> str:
         """An id as the template takes it; equal for equal ids."""
@@ -93,7 +97,9 @@ class Spelling:
     """A format in one model's tokens."""
 
     format: Format
-    special: Mapping[str, int]  # markers that are tokens without a text, which an answer has to show nevertheless
+    special: Mapping[
+        str, int
+    ]  # markers that are tokens without a text, which an answer has to show nevertheless
     taught: bool  # by the model's own template, which then renders tools and calls itself
 
     @classmethod
@@ -102,11 +108,19 @@ class Spelling:
         known = next(_recognised(template), None)
         form = known or PLAIN
         ids = {marker: vocabulary.special_id(marker) for marker in form.markers}
-        return cls(form, {marker: token for marker, token in ids.items() if token is not None}, taught=known is not None)
+        return cls(
+            form,
+            {marker: token for marker, token in ids.items() if token is not None},
+            taught=known is not None,
+        )
 
 
 def _recognised(template: str) -> Iterator[Format]:
     for form in FORMATS.values():
-        if "tools" in template and all(mark in template for mark in form.marks) and not any(stranger in template for stranger in form.strangers):
+        if (
+            "tools" in template
+            and all(mark in template for mark in form.marks)
+            and not any(stranger in template for stranger in form.strangers)
+        ):
             spaced = "[TOOL_CALLS] [" in template  # older tokenizers put it there
             yield replace(form, first=form.first.replace("][", "] [")) if spaced else form

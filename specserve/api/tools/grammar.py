@@ -14,9 +14,17 @@ ANY_TEXT, NO_BRACE_FIRST = r"/(.|\n)*/", r"/([^{](.|\n)*)?/"
 class CallGrammar:
     """Made for one model's way of writing calls. `functions` are names, each with a JSON schema of its arguments."""
 
-    def __init__(self, spelling: Spelling, functions: Sequence[tuple[str, str]], *, repeats: bool) -> None:
+    def __init__(
+        self, spelling: Spelling, functions: Sequence[tuple[str, str]], *, repeats: bool
+    ) -> None:
         self._spelling, self._form = spelling, spelling.format
-        self._markers = re.compile("|".join(["(" + "|".join(map(re.escape, spelling.special)) + ")"] if spelling.special else ["(?!)"]))
+        self._markers = re.compile(
+            "|".join(
+                ["(" + "|".join(map(re.escape, spelling.special)) + ")"]
+                if spelling.special
+                else ["(?!)"]
+            )
+        )
         self._functions, self._repeats = functions, repeats and self._form.next is not None
 
     def calls_only(self) -> str:
@@ -35,13 +43,28 @@ class CallGrammar:
         if trigger in self._spelling.special:  # which no text can be mistaken for
             return self._text(f"start: TEXT | TEXT {self._opening()} calls", f"TEXT: {ANY_TEXT}")
         rest = self._literal(first.removeprefix(trigger))
-        return self._text(f"start: TEXT | lead {rest} calls", f"lead[lazy]: TEXT {self._literal(trigger)}", f"TEXT: {ANY_TEXT}")
+        return self._text(
+            f"start: TEXT | lead {rest} calls",
+            f"lead[lazy]: TEXT {self._literal(trigger)}",
+            f"TEXT: {ANY_TEXT}",
+        )
 
     def _text(self, *start: str) -> str:
-        again = f"({self._literal(self._form.next)} call)*" if self._repeats and self._form.next is not None else ""
+        again = (
+            f"({self._literal(self._form.next)} call)*"
+            if self._repeats and self._form.next is not None
+            else ""
+        )
         calls = [self._call(i, name, schema) for i, (name, schema) in enumerate(self._functions)]
         choice = " | ".join(f"call_{i}" for i in range(len(calls)))
-        return "\n".join((*start, f"calls: call {again} {self._literal(self._form.end)}", f"call: {choice}", *calls))
+        return "\n".join(
+            (
+                *start,
+                f"calls: call {again} {self._literal(self._form.end)}",
+                f"call: {choice}",
+                *calls,
+            )
+        )
 
     def _call(self, number: int, name: str, schema: str) -> str:
         return f"call_{number}: {self._literal(name + self._form.middle)} %json {schema} {self._literal(self._form.after)}"
@@ -54,4 +77,9 @@ class CallGrammar:
     def _literal(self, text: str) -> str:
         """Quoted; markers that are tokens without a text by their ids."""
         parts = [part for part in self._markers.split(text) if part]
-        return " ".join(f"<[{self._spelling.special[part]}]>" if part in self._spelling.special else json.dumps(part) for part in parts)
+        return " ".join(
+            f"<[{self._spelling.special[part]}]>"
+            if part in self._spelling.special
+            else json.dumps(part)
+            for part in parts
+        )

@@ -14,7 +14,9 @@ It is answered in a message of the role tool. The functions, each in JSON with t
 {tools}"""
 
 
-def for_template(messages: Sequence[Message], tools: Sequence[Mapping[str, object]], spelling: Spelling) -> list[dict[str, object]]:
+def for_template(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, object]], spelling: Spelling
+) -> list[dict[str, object]]:
     """A template that knows calls renders tools and calls itself; for any other they are put in words."""
     plain = [_plain(message, spelling) for message in messages]
     return plain if spelling.taught or not tools else _told(plain, tools, spelling.format)
@@ -22,11 +24,16 @@ def for_template(messages: Sequence[Message], tools: Sequence[Mapping[str, objec
 
 def _plain(message: Message, spelling: Spelling) -> dict[str, object]:
     form, calls = spelling.format, message.tool_calls or ()
-    plain: dict[str, object] = {"role": "system" if message.role == "developer" else message.role, "content": _content(message)}
+    plain: dict[str, object] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _content(message),
+    }
     if calls and spelling.taught:
         plain["tool_calls"] = [_call(call, form) for call in calls]
     elif calls:
-        plain["content"] = _content(message) + form.written([(call.function.name, call.function.arguments) for call in calls])
+        plain["content"] = _content(message) + form.written(
+            [(call.function.name, call.function.arguments) for call in calls]
+        )
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_call_id is not None:
@@ -53,8 +60,13 @@ def _arguments(text: str) -> object:
     return read if isinstance(read, dict) else text
 
 
-def _told(messages: list[dict[str, object]], tools: Sequence[Mapping[str, object]], form: Format) -> list[dict[str, object]]:
-    words = TOLD.format(example=form.written([("NAME", "ARGUMENTS")]), tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+def _told(
+    messages: list[dict[str, object]], tools: Sequence[Mapping[str, object]], form: Format
+) -> list[dict[str, object]]:
+    words = TOLD.format(
+        example=form.written([("NAME", "ARGUMENTS")]),
+        tools="\n".join(json.dumps(tool["function"]) for tool in tools),
+    )
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{words}"}, *messages[1:]]
     return [{"role": "system", "content": words}, *messages]

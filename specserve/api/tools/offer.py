@@ -15,8 +15,14 @@ from specserve.grammar.validate import check
 from specserve.types import Grammar
 
 # As templates write JSON, and as models have therefore learnt it; any other space would be a needless choice.
-SEPARATORS: Mapping[str, object] = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
+SEPARATORS: Mapping[str, object] = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
+NO_PARAMETERS: Mapping[str, object] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +68,23 @@ class Offer:
 
     def grammar(self, spelling: Spelling, answer: Grammar | None) -> str:
         """Of calls, or of a text instead where none need be; `answer`, a schema, says which."""
-        made = CallGrammar(spelling, [(tool.name, _spaced(tool.arguments)) for tool in self.callable], repeats=self.repeats)
-        text = made.calls_only() if self.must_call else made.calls_or_text() if answer is None else made.calls_or_json(_spaced(answer))
+        made = CallGrammar(
+            spelling,
+            [(tool.name, _spaced(tool.arguments)) for tool in self.callable],
+            repeats=self.repeats,
+        )
+        text = (
+            made.calls_only()
+            if self.must_call
+            else made.calls_or_text()
+            if answer is None
+            else made.calls_or_json(_spaced(answer))
+        )
         if len(text) > MAX_SIZE:
-            raise BadValue(f"they come to {len(text)} characters as a grammar; {MAX_SIZE} is the most", param="tools")
+            raise BadValue(
+                f"they come to {len(text)} characters as a grammar; {MAX_SIZE} is the most",
+                param="tools",
+            )
         return text
 
 
@@ -86,16 +105,22 @@ def offered(body: ChatBody) -> Offer | None:
     _check_company(body)
     if isinstance(choice, NamedTool):
         return Offer(tools, (_named(choice, tools),), must_call=True, repeats=False)
-    return Offer(tools, tools, must_call=choice == "required", repeats=body.parallel_tool_calls is not False)
+    return Offer(
+        tools, tools, must_call=choice == "required", repeats=body.parallel_tool_calls is not False
+    )
 
 
 def _tools(body: ChatBody) -> tuple[Tool, ...]:
-    tools = tuple(_tool(f"tools[{i}].function", given.function) for i, given in enumerate(body.tools or ()))
+    tools = tuple(
+        _tool(f"tools[{i}].function", given.function) for i, given in enumerate(body.tools or ())
+    )
     names = [tool.name for tool in tools]
     for i, name in enumerate(names):
         if name in names[:i]:
             where = f"tools[{i}].function.name"
-            raise BadValue(f"{where} {name!r} is that of another tool; give each its own", param=where)
+            raise BadValue(
+                f"{where} {name!r} is that of another tool; give each its own", param=where
+            )
     return tools
 
 
@@ -104,7 +129,11 @@ def _tool(param: str, given: FunctionTool) -> Tool:
     where = f"{param}.parameters"
     if schema.get("type", "object") != "object":
         raise BadValue(f"{where} must be the schema of an object", param=where)
-    shown: dict[str, object] = {"name": given.name, "description": given.description or "", "parameters": schema}
+    shown: dict[str, object] = {
+        "name": given.name,
+        "description": given.description or "",
+        "parameters": schema,
+    }
     arguments = schema_grammar(where, {"type": "object", **schema})
     return Tool(where, given.name, {"type": "function", "function": shown}, arguments)
 
@@ -115,7 +144,8 @@ def _named(choice: NamedTool, tools: Sequence[Tool]) -> Tool:
         if tool.name == name:
             return tool
     raise BadValue(
-        f"tool_choice names {name[:64]!r}, which is none of the tools: {', '.join(tool.name for tool in tools)[:150]}", param="tool_choice"
+        f"tool_choice names {name[:64]!r}, which is none of the tools: {', '.join(tool.name for tool in tools)[:150]}",
+        param="tool_choice",
     )
 
 
@@ -123,6 +153,12 @@ def _check_company(body: ChatBody) -> None:
     """Tools are a grammar, and a text has one."""
     for name in ("guided", "guided_regex", "guided_grammar", "guided_json", "guided_choice"):
         if getattr(body, name) is not None:
-            raise BadValue(f"{name} and tools both say what the text must be; give one of them, or tool_choice none", param=name)
+            raise BadValue(
+                f"{name} and tools both say what the text must be; give one of them, or tool_choice none",
+                param=name,
+            )
     if body.ignore_eos:
-        raise BadValue("ignore_eos and tools exclude one another: a call ends where it ends", param="ignore_eos")
+        raise BadValue(
+            "ignore_eos and tools exclude one another: a call ends where it ends",
+            param="ignore_eos",
+        )

@@ -27,7 +27,9 @@ def joined(pieces: Sequence[CallPiece]) -> list[CallPiece]:
     calls: dict[int, CallPiece] = {}
     for piece in pieces:
         begun = calls.get(piece.index)
-        calls[piece.index] = piece if begun is None else replace(begun, arguments=begun.arguments + piece.arguments)
+        calls[piece.index] = (
+            piece if begun is None else replace(begun, arguments=begun.arguments + piece.arguments)
+        )
     return list(calls.values())
 
 
@@ -77,7 +79,10 @@ class Calls:
                 self._held = self._held[len(opening) :]
                 self._read = self._name
                 return True
-        self._show(len(self._held) - max((_overlap(self._held, opening) for opening in openings), default=0))
+        self._show(
+            len(self._held)
+            - max((_overlap(self._held, opening) for opening in openings), default=0)
+        )
         return False
 
     def _openings(self) -> tuple[str, ...]:
@@ -85,23 +90,38 @@ class Calls:
         form = self._format
         if form.trigger:
             return (form.first,)
-        return (form.first, form.prelude + form.first) if self._is_first and _may_open(self._held, form) else ()
+        return (
+            (form.first, form.prelude + form.first)
+            if self._is_first and _may_open(self._held, form)
+            else ()
+        )
 
     def _show(self, length: int) -> None:
         if length:
-            self._content, self._held, self._is_first = self._content + self._held[:length], self._held[length:], False
+            self._content, self._held, self._is_first = (
+                self._content + self._held[:length],
+                self._held[length:],
+                False,
+            )
 
     def _name(self) -> bool:
         name, middle, rest = self._held.partition(self._format.middle)
         if not middle:
             return False
-        self._index, self._held, self._json, self._read = self._index + 1, rest, JsonEnd(), self._arguments
+        self._index, self._held, self._json, self._read = (
+            self._index + 1,
+            rest,
+            JsonEnd(),
+            self._arguments,
+        )
         self._pieces.append(CallPiece(self._index, "", id=self._fresh_id(), name=name))
         return True
 
     def _arguments(self) -> bool:
         end = self._json.find(self._held)
-        arguments, self._held = (self._held, "") if end is None else (self._held[:end], self._held[end:])
+        arguments, self._held = (
+            (self._held, "") if end is None else (self._held[:end], self._held[end:])
+        )
         if arguments:
             self._pieces.append(CallPiece(self._index, arguments))
         if end is None:
@@ -151,9 +171,19 @@ class JsonEnd:
 
 
 def _may_open(held: str, form: Format) -> bool:
-    return any(opening.startswith(held[: len(opening)]) for opening in (form.first, form.prelude + form.first))
+    return any(
+        opening.startswith(held[: len(opening)])
+        for opening in (form.first, form.prelude + form.first)
+    )
 
 
 def _overlap(text: str, opening: str) -> int:
     """The length of the longest end of `text` that `opening` begins with."""
-    return next((length for length in range(min(len(text), len(opening) - 1), 0, -1) if opening.startswith(text[-length:])), 0)
+    return next(
+        (
+            length
+            for length in range(min(len(text), len(opening) - 1), 0, -1)
+            if opening.startswith(text[-length:])
+        ),
+        0,
+    )

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 import zmq
 
 from specserve.cluster.transport.curve_auth import Gate, arrived
-from specserve.cluster.transport.link import Address, Keys, connect, deaf, encrypted, listening, read
+from specserve.cluster.transport.link import (
+    Address,
+    Keys,
+    connect,
+    deaf,
+    encrypted,
+    listening,
+    read,
+)
 from specserve.wire.messages import Chunks, pack
 
 log = logging.getLogger(__name__)
@@ -83,7 +91,9 @@ class Outlet:
             self._is_full = False
         except zmq.Again:
             if not self._is_full:  # one line, not one a round
-                log.warning("the gateway at %s takes no messages; those for it are dropped", self._gateway)
+                log.warning(
+                    "the gateway at %s takes no messages; those for it are dropped", self._gateway
+                )
             self._is_full = True
 
     def close(self) -> None:

@@ -25,11 +25,17 @@ class Gate:
     def __init__(self, context: zmq.Context[Socket], guarded: Socket, admits: bytes) -> None:
         self._guarded, self._admits = guarded, z85.decode(admits)
         guarded.set(zmq.CURVE_SERVER, 1)
-        guarded.set(zmq.ZAP_DOMAIN, b"specserve")  # from now on nobody is admitted unless `_asked` is answered
-        self._asked = context.socket(zmq.REP)  # by the I/O thread, for each client that has shown its key (ZeroMQ RFC 27)
+        guarded.set(
+            zmq.ZAP_DOMAIN, b"specserve"
+        )  # from now on nobody is admitted unless `_asked` is answered
+        self._asked = context.socket(
+            zmq.REP
+        )  # by the I/O thread, for each client that has shown its key (ZeroMQ RFC 27)
         self._asked.set(zmq.LINGER, 0)
         self._asked.bind("inproc://zeromq.zap.01")
-        self._strangers: Socket = guarded.get_monitor_socket(STRANGERS)  # those that have shown none
+        self._strangers: Socket = guarded.get_monitor_socket(
+            STRANGERS
+        )  # those that have shown none
         self._num_refused, self._quiet_until = 0, 0.0
 
     @property
@@ -41,7 +47,9 @@ class Gate:
             if mechanism == b"CURVE" and credentials == [self._admits]:
                 self._asked.send_multipart([version, number, b"200", b"", b"", b""], zmq.NOBLOCK)
             else:
-                self._asked.send_multipart([version, number, b"400", b"another key", b"", b""], zmq.NOBLOCK)
+                self._asked.send_multipart(
+                    [version, number, b"400", b"another key", b"", b""], zmq.NOBLOCK
+                )
                 self._refused(f"from {host.decode()} with another key")
         for _ in arrived(self._strangers):
             self._refused("without a key")

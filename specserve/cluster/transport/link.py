@@ -17,12 +17,25 @@ from zmq.utils.monitor import parse_monitor_message
 
 from specserve.cluster.transport.curve_auth import Gate, Socket, arrived, bind, bind_nearby, machine
 from specserve.errors import BadFrame, WorkerLost
-from specserve.wire.messages import Failed, Message, Prepared, Proposals, Propose, Verdicts, Verify, pack, unpack
+from specserve.wire.messages import (
+    Failed,
+    Message,
+    Prepared,
+    Proposals,
+    Propose,
+    Verdicts,
+    Verify,
+    pack,
+    unpack,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 2**28  # bytes; a peer that has not yet shown its key cannot make us allocate more
-BEAT_S, SILENCE_S = 0.5, 2.5  # ZeroMQ's own thread sends and answers beats, however long a pass takes; only a stopped or dead process does not
+BEAT_S, SILENCE_S = (
+    0.5,
+    2.5,
+)  # ZeroMQ's own thread sends and answers beats, however long a pass takes; only a stopped or dead process does not
 GRACE_S = 1.0  # to connect anew after a connection broke
 TIDINGS = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
 
@@ -54,7 +67,11 @@ class Address:
         """The shortest way from here."""
         if self.nearby and self.machine == machine():
             return f"ipc://@specserve-{self.nearby}"
-        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+        return (
+            f"tcp://[{self.host}]:{self.port}"
+            if ":" in self.host
+            else f"tcp://{self.host}:{self.port}"
+        )
 
 
 class Server:
@@ -119,8 +136,12 @@ class Client:
         self._tidings: Socket = self._socket.get_monitor_socket(TIDINGS)
         connect(self._socket, address)
         self._address = address
-        self.unasked: Callable[[Prepared], None] | None = None  # takes what the worker sends between two answers
-        self.on_silence: Callable[[WorkerLost], None] | None = None  # is told when the worker has vanished, call or no call
+        self.unasked: Callable[[Prepared], None] | None = (
+            None  # takes what the worker sends between two answers
+        )
+        self.on_silence: Callable[[WorkerLost], None] | None = (
+            None  # is told when the worker has vanished, call or no call
+        )
         self._silence: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._number: int | None = None  # of the call under way
@@ -148,7 +169,9 @@ class Client:
         try:
             self._socket.send_multipart(pack(message), zmq.NOBLOCK)
         except zmq.Again:
-            raise WorkerLost(f"the worker at {self._address.host}:{self._address.port} has long taken no messages") from None
+            raise WorkerLost(
+                f"the worker at {self._address.host}:{self._address.port} has long taken no messages"
+            ) from None
 
     def fail(self, error: WorkerLost) -> None:
         """The call under way, and any later one, raises this: someone knows that the worker is gone."""
@@ -176,7 +199,9 @@ class Client:
             self._heed()  # its descriptor tells of news only after a first look
         return self._loop
 
-    async def _answered(self, answer: asyncio.Future[Message], deadline: asyncio.TimerHandle) -> Message:
+    async def _answered(
+        self, answer: asyncio.Future[Message], deadline: asyncio.TimerHandle
+    ) -> Message:
         try:
             message = await answer
         finally:
@@ -188,7 +213,11 @@ class Client:
 
     def _give_up(self, timeout_s: float) -> None:
         self.is_late = True
-        self._break_off(WorkerLost(f"the worker at {self._address.host}:{self._address.port} has not answered within {timeout_s:g} s"))
+        self._break_off(
+            WorkerLost(
+                f"the worker at {self._address.host}:{self._address.port} has not answered within {timeout_s:g} s"
+            )
+        )
 
     def _break_off(self, error: WorkerLost) -> None:
         if self._answer is not None and not self._answer.done():
@@ -205,7 +234,9 @@ class Client:
                 self._silence = self._loop.call_later(GRACE_S, self._vanish)
 
     def _vanish(self) -> None:
-        error = WorkerLost(f"the worker at {self._address.host}:{self._address.port} has fallen silent")
+        error = WorkerLost(
+            f"the worker at {self._address.host}:{self._address.port} has fallen silent"
+        )
         self.fail(error)
         if self.on_silence is not None:
             self.on_silence(error)
@@ -218,7 +249,11 @@ class Client:
             if not isinstance(message, (Proposals, Verdicts, Failed)):
                 continue
             self.is_late = False
-            if self._answer is not None and message.number == self._number and not self._answer.done():
+            if (
+                self._answer is not None
+                and message.number == self._number
+                and not self._answer.done()
+            ):
                 self._answer.set_result(message)
             else:
                 log.info("dropped a late answer to round %d", message.number)

@@ -28,7 +28,14 @@ class Cascade:
     It keeps every text itself, and reads to a stage what that has missed when it is asked.
     """
 
-    def __init__(self, stages: Sequence[Stage], writer: Writer, tally: Tally, *, learner: Learns | None = None) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        writer: Writer,
+        tally: Tally,
+        *,
+        learner: Learns | None = None,
+    ) -> None:
         assert isinstance(stages[0], NeuralDrafter)
         self._stages, self._writer, self._tally, self._learner = stages, writer, tally, learner
         self._first: NeuralDrafter = stages[0]
@@ -41,10 +48,24 @@ class Cascade:
 
     def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
         """A step that leaves a gap gets an empty proposal that says what is held."""
-        scripts = {step.seq_id: self._opened(step) for step in steps if self._held(step.seq_id) >= step.start}
-        wanted = [(scripts[step.seq_id], step.gamma) for step in steps if step.gamma and step.seq_id in scripts]
-        self._read([scripts[step.seq_id] for step in steps if not step.gamma and step.seq_id in scripts])
-        asks = [Ask(script, script.start, script.start + gamma) for script, gamma in wanted if self._is_whole(script)]
+        scripts = {
+            step.seq_id: self._opened(step)
+            for step in steps
+            if self._held(step.seq_id) >= step.start
+        }
+        wanted = [
+            (scripts[step.seq_id], step.gamma)
+            for step in steps
+            if step.gamma and step.seq_id in scripts
+        ]
+        self._read(
+            [scripts[step.seq_id] for step in steps if not step.gamma and step.seq_id in scripts]
+        )
+        asks = [
+            Ask(script, script.start, script.start + gamma)
+            for script, gamma in wanted
+            if self._is_whole(script)
+        ]
         if any(ask.lacks for ask in asks):
             self._writer.write(asks, enough)
         return [self._proposal(step, scripts.get(step.seq_id)) for step in steps]
@@ -58,22 +79,39 @@ class Cascade:
     @torch.inference_mode()
     def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
         """What the largest drafter thinks of it all, in one pass."""
-        drafted = [script for seq_id in seq_ids if (script := self._scripts.get(seq_id)) is not None and script.laws]
+        drafted = [
+            script
+            for seq_id in seq_ids
+            if (script := self._scripts.get(seq_id)) is not None and script.laws
+        ]
         steps = [script.unread(0, before=script.start) for script in drafted]
         fit = self._first.fitting(steps)
-        going = [(script, step) for script, step, fits in zip(drafted, steps, fit, strict=True) if fits]
+        going = [
+            (script, step) for script, step, fits in zip(drafted, steps, fit, strict=True) if fits
+        ]
         if not going:
             return []
         counts = [len(script.laws) + 1 for script, _ in going]
         logits = self._first.read([step for _, step in going], counts)
-        logits = self._first.parses.allowed([script.guessed(script.start) for script, _ in going]).applied(logits)
-        histories = [self._first.history(script.seq_id, script.start, script.policy) for script, _ in going]
-        adjusted = WarpBatch([script.policy.warp for script, _ in going], counts, histories).adjusted(logits)
+        logits = self._first.parses.allowed(
+            [script.guessed(script.start) for script, _ in going]
+        ).applied(logits)
+        histories = [
+            self._first.history(script.seq_id, script.start, script.policy) for script, _ in going
+        ]
+        adjusted = WarpBatch(
+            [script.policy.warp for script, _ in going], counts, histories
+        ).adjusted(logits)
         rows = iter(adjusted)
-        places = iter(ranked([sight for script, _ in going for sight in _sights(script, rows)], width))
+        places = iter(
+            ranked([sight for script, _ in going for sight in _sights(script, rows)], width)
+        )
         for script, _ in going:
             script.read[0] = len(script)
-        return [_outlook(script, [next(places) for _ in range(count)]) for (script, _), count in zip(going, counts, strict=True)]
+        return [
+            _outlook(script, [next(places) for _ in range(count)])
+            for (script, _), count in zip(going, counts, strict=True)
+        ]
 
     def fork(self, seq_id: int, as_id: int, length: int) -> bool:
         """By every stage, as far as it has read; or by none."""
@@ -109,7 +147,9 @@ class Cascade:
         """Its text, with what was begun for this very step, or with nothing behind it."""
         script = self._scripts.get(step.seq_id)
         if script is None:
-            script = self._scripts[step.seq_id] = Manuscript(step.seq_id, step.policy, num_stages=len(self._stages))
+            script = self._scripts[step.seq_id] = Manuscript(
+                step.seq_id, step.policy, num_stages=len(self._stages)
+            )
         if script.continues(step):
             return script
         script.commit(step)
@@ -120,13 +160,18 @@ class Cascade:
 
     def _is_whole(self, script: Manuscript) -> bool:
         """A fork for which there was no room in the end left a stage without text: too much to read for a branch that may be of no use."""
-        return not script.is_branch or all(stage.held(script.seq_id) >= read for stage, read in zip(self._stages, script.read, strict=True))
+        return not script.is_branch or all(
+            stage.held(script.seq_id) >= read
+            for stage, read in zip(self._stages, script.read, strict=True)
+        )
 
     def _read(self, scripts: Sequence[Manuscript]) -> None:
         """Every stage reads what is committed: a long prompt comes in pieces, and is best read so."""
         for number, stage in enumerate(self._stages):
             steps = [script.asked(number, 0) for script in scripts]
-            for script, proposal in zip(scripts, stage.draft(steps, bool) if steps else (), strict=True):
+            for script, proposal in zip(
+                scripts, stage.draft(steps, bool) if steps else (), strict=True
+            ):
                 script.read[number] = min(proposal.held, len(script))
 
     def _proposal(self, step: DraftStep, script: Manuscript | None) -> Proposal:
@@ -138,7 +183,9 @@ class Cascade:
 def _sights(script: Manuscript, rows: Iterator[Tensor]) -> list[Sight]:
     """Every place of the drafts, and the one behind them."""
     drafts: list[int | None] = [*script.tokens[script.start :], None]
-    return [Sight(next(rows), script.policy, at, draft) for at, draft in enumerate(drafts, script.start)]
+    return [
+        Sight(next(rows), script.policy, at, draft) for at, draft in enumerate(drafts, script.start)
+    ]
 
 
 def _outlook(script: Manuscript, places: Sequence[Ranked]) -> Outlook:

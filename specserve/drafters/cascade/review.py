@@ -44,7 +44,9 @@ class Opinion:
     laws: Sequence[Law]
 
 
-def review(logits: Tensor, guesses: Sequence[Guesses], *, support: int, lenience: float) -> list[Opinion]:
+def review(
+    logits: Tensor, guesses: Sequence[Guesses], *, support: int, lenience: float
+) -> list[Opinion]:
     """logits [rows, vocab]: a row for each guess of a sequence and one more. Each sequence under its own policy."""
     modes = [mode(one.policy) for one in guesses]
     if len(set(modes)) == 1:
@@ -53,38 +55,69 @@ def review(logits: Tensor, guesses: Sequence[Guesses], *, support: int, lenience
     opinions: dict[int, Opinion] = {}
     for name in sorted(set(modes)):
         own = [i for i, found in enumerate(modes) if found == name]
-        rows = np.concatenate([np.arange(stops[i] - len(guesses[i].tokens) - 1, stops[i]) for i in own])
-        part = RULES[name](logits[torch.from_numpy(rows).to(logits.device)], [guesses[i] for i in own], support, lenience)
+        rows = np.concatenate(
+            [np.arange(stops[i] - len(guesses[i].tokens) - 1, stops[i]) for i in own]
+        )
+        part = RULES[name](
+            logits[torch.from_numpy(rows).to(logits.device)],
+            [guesses[i] for i in own],
+            support,
+            lenience,
+        )
         opinions |= dict(zip(own, part, strict=True))
     return [opinions[i] for i in range(len(guesses))]
 
 
-def _greedy(logits: Tensor, guesses: Sequence[Guesses], support: int, lenience: float) -> list[Opinion]:
+def _greedy(
+    logits: Tensor, guesses: Sequence[Guesses], support: int, lenience: float
+) -> list[Opinion]:
     return _agreed(_warps(guesses).greedy_tokens(logits).tolist(), guesses)
 
 
-def _coupled(logits: Tensor, guesses: Sequence[Guesses], support: int, lenience: float) -> list[Opinion]:
+def _coupled(
+    logits: Tensor, guesses: Sequence[Guesses], support: int, lenience: float
+) -> list[Opinion]:
     """The reviewer's own draw, with the noise that the target will use."""
     ids, probs = _likeliest(logits, guesses, COUPLED_SUPPORT)
     own = sample(probs, exponential(_keys(guesses, Purpose.COUPLED, logits.device), ids))
     return _agreed(ids.gather(1, own[:, None])[:, 0].tolist(), guesses)
 
 
-def _sampled(logits: Tensor, guesses: Sequence[Guesses], support: int, lenience: float) -> list[Opinion]:
+def _sampled(
+    logits: Tensor, guesses: Sequence[Guesses], support: int, lenience: float
+) -> list[Opinion]:
     """Rule 1, with l between drafters: accept while u < l q1/q2, else draw from max(0, q1 - q2). Behind the last guess q2 is 0."""
     ids, q1 = _likeliest(logits, guesses, support)
-    tokens, ids2, probs2 = (part.to(ids.device) for part in _guessed(guesses))  # [rows], [rows, support of the guesses] twice
-    own, theirs = _at(tokens[:, None], ids, q1)[:, 0], _at(tokens[:, None], ids2, probs2)[:, 0]  # q1 and q2 of each guess
+    tokens, ids2, probs2 = (
+        part.to(ids.device) for part in _guessed(guesses)
+    )  # [rows], [rows, support of the guesses] twice
+    own, theirs = (
+        _at(tokens[:, None], ids, q1)[:, 0],
+        _at(tokens[:, None], ids2, probs2)[:, 0],
+    )  # q1 and q2 of each guess
     passed = uniform(_keys(guesses, Purpose.ACCEPT, ids.device)) * theirs < lenience * own
     q2 = _at(ids, ids2, probs2)  # on the reviewer's support
     left = (q1 - q2).clamp_(min=0)
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, q1)  # equal but for rounding: nothing is refused
-    corrections = ids.gather(1, sample(left, exponential(_keys(guesses, Purpose.NEXT, ids.device), ids))[:, None])[:, 0]
+    left = torch.where(
+        left.sum(-1, keepdim=True) > 0, left, q1
+    )  # equal but for rounding: nothing is refused
+    corrections = ids.gather(
+        1, sample(left, exponential(_keys(guesses, Purpose.NEXT, ids.device), ids))[:, None]
+    )[:, 0]
     law = q1 if lenience == 1 else _law(q1, q2, left, lenience)
-    return _opinions(guesses, passed.tolist(), corrections.tolist(), SparseRows(ids.cpu().numpy(), law.cpu().numpy()))
+    return _opinions(
+        guesses,
+        passed.tolist(),
+        corrections.tolist(),
+        SparseRows(ids.cpu().numpy(), law.cpu().numpy()),
+    )
 
 
-RULES: dict[str, Callable[[Tensor, Sequence[Guesses], int, float], list[Opinion]]] = {"greedy": _greedy, "coupled": _coupled, "sampled": _sampled}
+RULES: dict[str, Callable[[Tensor, Sequence[Guesses], int, float], list[Opinion]]] = {
+    "greedy": _greedy,
+    "coupled": _coupled,
+    "sampled": _sampled,
+}
 
 
 def _law(q1: Tensor, q2: Tensor, left: Tensor, lenience: float) -> Tensor:
@@ -93,7 +126,9 @@ def _law(q1: Tensor, q2: Tensor, left: Tensor, lenience: float) -> Tensor:
     return kept + (1 - kept.sum(-1, keepdim=True)).clamp_(min=0) * left / left.sum(-1, keepdim=True)
 
 
-def _opinions(guesses: Sequence[Guesses], passed: list[bool], corrections: list[int], laws: SparseRows) -> list[Opinion]:
+def _opinions(
+    guesses: Sequence[Guesses], passed: list[bool], corrections: list[int], laws: SparseRows
+) -> list[Opinion]:
     found, first = [], 0
     for one in guesses:
         accepted = 0
@@ -108,7 +143,10 @@ def _opinions(guesses: Sequence[Guesses], passed: list[bool], corrections: list[
 
 def _agreed(own: list[int], guesses: Sequence[Guesses]) -> list[Opinion]:
     """Guesses stand while they are the reviewer's own tokens. Nobody asks for laws then."""
-    return [Opinion(stand, token, [None] * (stand + 1)) for stand, token in agree(own, [one.tokens for one in guesses])]
+    return [
+        Opinion(stand, token, [None] * (stand + 1))
+        for stand, token in agree(own, [one.tokens for one in guesses])
+    ]
 
 
 def _at(wanted: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
@@ -119,11 +157,17 @@ def _at(wanted: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
 def _guessed(guesses: Sequence[Guesses]) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens and laws by row; the row behind the last guess has none."""
     tokens = np.array([token for one in guesses for token in one.tokens], dtype=np.int64)
-    ids, probs = supports(tokens, np.ones(len(tokens), np.int64), [law for one in guesses for law in one.laws])
+    ids, probs = supports(
+        tokens, np.ones(len(tokens), np.int64), [law for one in guesses for law in one.laws]
+    )
     counts = np.array([len(one.tokens) for one in guesses])
     rows = np.arange(len(tokens)) + np.repeat(np.arange(len(guesses)), counts)
     num_rows = len(tokens) + len(guesses)
-    return _spread(tokens, rows, num_rows), _spread(ids, rows, num_rows), _spread(probs, rows, num_rows)
+    return (
+        _spread(tokens, rows, num_rows),
+        _spread(ids, rows, num_rows),
+        _spread(probs, rows, num_rows),
+    )
 
 
 def _spread(part: NDArray[Any], rows: NDArray[np.int64], num_rows: int) -> Tensor:
@@ -133,15 +177,34 @@ def _spread(part: NDArray[Any], rows: NDArray[np.int64], num_rows: int) -> Tenso
 
 
 def _likeliest(logits: Tensor, guesses: Sequence[Guesses], support: int) -> tuple[Tensor, Tensor]:
-    return likeliest(logits, _warps(guesses), support, plain=are_plain([one.policy.warp for one in guesses]))
+    return likeliest(
+        logits, _warps(guesses), support, plain=are_plain([one.policy.warp for one in guesses])
+    )
 
 
 def _warps(guesses: Sequence[Guesses]) -> WarpBatch:
-    return WarpBatch([one.policy.warp for one in guesses], [len(one.tokens) + 1 for one in guesses], [one.history for one in guesses])
+    return WarpBatch(
+        [one.policy.warp for one in guesses],
+        [len(one.tokens) + 1 for one in guesses],
+        [one.history for one in guesses],
+    )
 
 
-def _keys(guesses: Sequence[Guesses], purpose: Purpose, device: torch.device) -> Tensor:  # [rows, 2]
+def _keys(
+    guesses: Sequence[Guesses], purpose: Purpose, device: torch.device
+) -> Tensor:  # [rows, 2]
     counts = [len(one.tokens) + 1 for one in guesses]
     begun = np.repeat([one.position for one in guesses], counts)
-    places = np.concatenate([np.arange(one.position, one.position + count) for one, count in zip(guesses, counts, strict=True)])
-    return row_keys(np.repeat(seed_array([one.policy.seed for one in guesses]), counts), begun, places, purpose, device=device)
+    places = np.concatenate(
+        [
+            np.arange(one.position, one.position + count)
+            for one, count in zip(guesses, counts, strict=True)
+        ]
+    )
+    return row_keys(
+        np.repeat(seed_array([one.policy.seed for one in guesses]), counts),
+        begun,
+        places,
+        purpose,
+        device=device,
+    )

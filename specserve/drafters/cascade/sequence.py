@@ -19,7 +19,18 @@ Law = SparseRows | None  # what one token was drawn from, a single row; None: it
 class Manuscript:
     """One sequence, or a branch of one: what is committed, and behind it what was drafted, each token with its law."""
 
-    __slots__ = ("grammar", "is_branch", "laws", "learnt", "policy", "read", "seq_id", "source", "start", "tokens")
+    __slots__ = (
+        "grammar",
+        "is_branch",
+        "laws",
+        "learnt",
+        "policy",
+        "read",
+        "seq_id",
+        "source",
+        "start",
+        "tokens",
+    )
 
     def __init__(self, seq_id: int, policy: Policy, *, num_stages: int) -> None:
         self.seq_id, self.policy = seq_id, policy
@@ -37,14 +48,20 @@ class Manuscript:
 
     def continues(self, step: DraftStep) -> bool:
         """Whether the step asks for what has been begun here."""
-        return bool(self.laws) and self.start == stop_of(step) and self.tokens[step.start : self.start] == list(step.tokens)
+        return (
+            bool(self.laws)
+            and self.start == stop_of(step)
+            and self.tokens[step.start : self.start] == list(step.tokens)
+        )
 
     def commit(self, step: DraftStep) -> None:
         """Whatever stands past its start gives way to its tokens."""
         self.laws = []
         self.cut(step.start)
         self.tokens += step.tokens
-        self.source, self.grammar = (self.source, self.grammar) if step.start else (step.source, step.grammar)
+        self.source, self.grammar = (
+            (self.source, self.grammar) if step.start else (step.source, step.grammar)
+        )
         self.start, self.policy = len(self.tokens), step.policy
 
     def add(self, tokens: Sequence[int], laws: Sequence[Law]) -> None:
@@ -64,7 +81,15 @@ class Manuscript:
     def asked(self, stage: int, gamma: int) -> DraftStep:
         """The same, as a question for `gamma` more."""
         step = self.unread(stage, before=len(self.tokens))
-        return DraftStep(self.seq_id, step.start, step.tokens, gamma, self.policy_of(stage), step.source, None if step.start else self.grammar)
+        return DraftStep(
+            self.seq_id,
+            step.start,
+            step.tokens,
+            gamma,
+            self.policy_of(stage),
+            step.source,
+            None if step.start else self.grammar,
+        )
 
     def guessed(self, mark: int) -> Guessed:
         """What stands behind a mark, under the grammar if there is one."""
@@ -79,14 +104,23 @@ class Manuscript:
 
     def forked(self, as_id: int, length: int) -> Manuscript:
         branch = Manuscript(as_id, self.policy, num_stages=len(self.read))
-        branch.tokens, branch.start, branch.source, branch.grammar = self.tokens[:length], length, self.source, self.grammar
+        branch.tokens, branch.start, branch.source, branch.grammar = (
+            self.tokens[:length],
+            length,
+            self.source,
+            self.grammar,
+        )
         branch.learnt, branch.is_branch = self.learnt, True
         return branch
 
     def proposal(self, gamma: int) -> Proposal:
         """All of it is held: what a stage has not read yet is read to it when it is asked."""
         drafts = tuple(self.tokens[self.start : self.start + gamma])
-        q = together(drafts, self.laws[:gamma]) if drafts and mode(self.policy) == "sampled" else None
+        q = (
+            together(drafts, self.laws[:gamma])
+            if drafts and mode(self.policy) == "sampled"
+            else None
+        )
         return Proposal(self.seq_id, self.start, drafts, q, self.start + len(drafts))
 
 
@@ -105,4 +139,6 @@ def together(tokens: Sequence[int], laws: Sequence[Law]) -> SparseRows | None:
     """As rows of one width, a certain token's being all its own; None if all were certain."""
     if all(law is None for law in laws):
         return None
-    return SparseRows(*supports(np.array(tokens, dtype=np.int64), np.ones(len(tokens), np.int64), laws))
+    return SparseRows(
+        *supports(np.array(tokens, dtype=np.int64), np.ones(len(tokens), np.int64), laws)
+    )

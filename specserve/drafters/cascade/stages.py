@@ -70,31 +70,54 @@ class Alone:
 class Reviewer:
     """A stage that lets others guess, and judges the guesses of all sequences in one pass. What it proposes is its own text."""
 
-    def __init__(self, number: int, drafter: NeuralDrafter, below: Writer, tally: Tally, *, lenience: float) -> None:
-        self._number, self._drafter, self._below, self._tally, self._lenience = number, drafter, below, tally, lenience
+    def __init__(
+        self, number: int, drafter: NeuralDrafter, below: Writer, tally: Tally, *, lenience: float
+    ) -> None:
+        self._number, self._drafter, self._below, self._tally, self._lenience = (
+            number,
+            drafter,
+            below,
+            tally,
+            lenience,
+        )
 
     def write(self, asks: Sequence[Ask], enough: Callable[[], bool]) -> None:
         """A review adds a token to those that stand, so no more are asked for than one less than is wanted."""
         while asks := [ask for ask in asks if ask.lacks]:
             marks = [len(ask.script) for ask in asks]
-            self._below.write([Ask(ask.script, mark, ask.goal - 1) for ask, mark in zip(asks, marks, strict=True)], bool)
+            self._below.write(
+                [
+                    Ask(ask.script, mark, ask.goal - 1)
+                    for ask, mark in zip(asks, marks, strict=True)
+                ],
+                bool,
+            )
             asks = self._reviewed(asks, marks)
             if enough():
                 return
 
     def _reviewed(self, asks: Sequence[Ask], marks: Sequence[int]) -> list[Ask]:
         """Those that there was room for. Of the others all guesses go, which are the text behind a mark."""
-        steps = [ask.script.unread(self._number, before=mark) for ask, mark in zip(asks, marks, strict=True)]
+        steps = [
+            ask.script.unread(self._number, before=mark)
+            for ask, mark in zip(asks, marks, strict=True)
+        ]
         fit = self._drafter.fitting(steps)
         for ask, mark, fits in zip(asks, marks, fit, strict=True):
             if not fits:
                 ask.script.cut(mark)
         going = list(compress(zip(asks, marks, steps, strict=True), fit))
         if going:
-            logits = self._drafter.read([step for *_, step in going], [len(ask.script) - mark + 1 for ask, mark, _ in going])
-            logits = self._drafter.parses.allowed([ask.script.guessed(mark) for ask, mark, _ in going]).applied(logits)
+            logits = self._drafter.read(
+                [step for *_, step in going], [len(ask.script) - mark + 1 for ask, mark, _ in going]
+            )
+            logits = self._drafter.parses.allowed(
+                [ask.script.guessed(mark) for ask, mark, _ in going]
+            ).applied(logits)
             guesses = [self._guesses(ask.script, mark) for ask, mark, _ in going]
-            opinions = review(logits, guesses, support=self._drafter.support, lenience=self._lenience)
+            opinions = review(
+                logits, guesses, support=self._drafter.support, lenience=self._lenience
+            )
             for (ask, mark, _), opinion in zip(going, opinions, strict=True):
                 self._take(ask.script, mark, opinion)
             self._tally.passes[self._number] += 1

@@ -38,26 +38,46 @@ class Going:
     def first_step(self, *, draws: bool) -> Step:
         """What there is to read, and, where a draw follows, what was forced behind it."""
         read, drafted = self.one.read, self.goal - self.one.wanted
-        return replace(read, tokens=read.tokens + tuple(self.one.draft.tokens[drafted:])) if draws else read
+        return (
+            replace(read, tokens=read.tokens + tuple(self.one.draft.tokens[drafted:]))
+            if draws
+            else read
+        )
 
 
 class Constrained:
     """Token by token, as without grammars, but a pass may write several tokens of a sequence: those that were forced since the last."""
 
     def __init__(
-        self, runner: Runner, parses: Parses, history: Callable[[int, int, Policy], History | None], *, support: int, shared_vocab: int
+        self,
+        runner: Runner,
+        parses: Parses,
+        history: Callable[[int, int, Policy], History | None],
+        *,
+        support: int,
+        shared_vocab: int,
     ) -> None:
         self._runner, self._parses, self._history = runner, parses, history
         self._support, self._vocab = support, shared_vocab
 
     def draw(self, todo: Sequence[Todo], enough: Callable[[], bool]) -> None:
         """Reads what is to be read, and draws what is wanted behind it. The last token, and forced ones before it, are not written."""
-        going = [Going(one, self._parses.of(one.seq_id), len(one.draft.tokens) + one.wanted) for one in todo]
+        going = [
+            Going(one, self._parses.of(one.seq_id), len(one.draft.tokens) + one.wanted)
+            for one in todo
+        ]
         drawing = self._able(going)
-        self._pass([each.first_step(draws=each in drawing) for each in going], [int(each in drawing) for each in going], drawing)
+        self._pass(
+            [each.first_step(draws=each in drawing) for each in going],
+            [int(each in drawing) for each in going],
+            drawing,
+        )
         while drawing and not enough():
             drawing = self._able(drawing)
-            steps = [each.one.draft.unread(each.one.seq_id, self._runner.cache.length(each.one.seq_id)) for each in drawing]
+            steps = [
+                each.one.draft.unread(each.one.seq_id, self._runner.cache.length(each.one.seq_id))
+                for each in drawing
+            ]
             self._pass(steps, [1] * len(drawing), drawing)
 
     def masked(self, parses: Sequence[Parse | None], logits: Tensor) -> Tensor:  # [seqs, vocab]
@@ -69,7 +89,11 @@ class Constrained:
         """Takes what is forced; those that want to draw what comes then."""
         for each in going:
             self._force(each)
-        return [each for each in going if each.lacks > 0 and (each.parse is None or self._can_go_on(each.parse))]
+        return [
+            each
+            for each in going
+            if each.lacks > 0 and (each.parse is None or self._can_go_on(each.parse))
+        ]
 
     def _force(self, each: Going) -> None:
         while each.parse is not None and (tokens := each.parse.forced(each.lacks)):
@@ -80,7 +104,9 @@ class Constrained:
 
     def _can_go_on(self, parse: Parse) -> bool:
         """Whether any token that the draft model knows may come next."""
-        return not parse.is_over and bool(np.unpackbits(parse.bits().view(np.uint8), count=self._vocab, bitorder="little").any())
+        return not parse.is_over and bool(
+            np.unpackbits(parse.bits().view(np.uint8), count=self._vocab, bitorder="little").any()
+        )
 
     def _pass(self, steps: Sequence[Step], wanted: Sequence[int], drawing: Sequence[Going]) -> None:
         if not steps:
@@ -88,7 +114,11 @@ class Constrained:
         logits = self._runner.run(steps, wanted)[:, : self._vocab]
         if not drawing:
             return
-        draws = Draws([self._place(each.one) for each in drawing], support=self._support, device=self._runner.device)
+        draws = Draws(
+            [self._place(each.one) for each in drawing],
+            support=self._support,
+            device=self._runner.device,
+        )
         draws.draw(self.masked([each.parse for each in drawing], logits))
         source = draws.drawn[0].fetched()
         for row, each in enumerate(drawing):
@@ -99,4 +129,9 @@ class Constrained:
         return Place(one.draft.start, len(one.draft.tokens), 1, one.draft.policy, history)
 
     def _certain(self, token: int) -> Source:
-        return certain(token, width=min(self._support, self._vocab), vocab=self._vocab, device=self._runner.device)
+        return certain(
+            token,
+            width=min(self._support, self._vocab),
+            vocab=self._vocab,
+            device=self._runner.device,
+        )

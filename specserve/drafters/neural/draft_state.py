@@ -23,7 +23,9 @@ class Draft:
     start: int  # length of the prefix
     policy: Policy
     tokens: list[int] = field(default_factory=list)
-    rows: list[tuple[Source, int]] = field(default_factory=list)  # what each was drawn from, and its row there
+    rows: list[tuple[Source, int]] = field(
+        default_factory=list
+    )  # what each was drawn from, and its row there
 
     @property
     def stop(self) -> int:
@@ -40,9 +42,16 @@ class Draft:
 
     def sources(self) -> SparseRows | None:
         """What the tokens were drawn from; None where each was certain, or nobody asks."""
-        if self.policy.warp.temperature == 0 or self.policy.verifier == "coupled" or not self.tokens:
+        if (
+            self.policy.warp.temperature == 0
+            or self.policy.verifier == "coupled"
+            or not self.tokens
+        ):
             return None
-        return SparseRows(np.stack([source.ids[row] for source, row in self.rows]), np.stack([_probs(source, row) for source, row in self.rows]))
+        return SparseRows(
+            np.stack([source.ids[row] for source, row in self.rows]),
+            np.stack([_probs(source, row) for source, row in self.rows]),
+        )
 
     def sights(self, end: Tensor) -> list[Sight]:
         """Every place of it, and the one behind it with the logits `end`."""
@@ -80,7 +89,9 @@ class Todo:
 
     def num_pages(self, page_size: int) -> int:
         """With what a source takes."""
-        return pages_from(self.read.start, self.room, page_size) + -(-len(self.read.source) // page_size)
+        return pages_from(self.read.start, self.room, page_size) + -(
+            -len(self.read.source) // page_size
+        )
 
 
 def stop_of(step: DraftStep) -> int:

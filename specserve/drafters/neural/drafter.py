@@ -41,12 +41,18 @@ class NeuralDrafter:
     ) -> None:
         """Without `parses` that know grammars, drafts follow none, and the target refuses what it must."""
         self.runner, self.context, self.support, self.clock = runner, context, support, clock
-        self.shared_vocab = min(vocab_size, target_vocab_size)  # padding of either embedding is never proposed
+        self.shared_vocab = min(
+            vocab_size, target_vocab_size
+        )  # padding of either embedding is never proposed
         self.lacks_tokens = vocab_size < target_vocab_size
         self.parses = parses or Parses(None)
-        self._constrained = Constrained(runner, self.parses, self.history, support=support, shared_vocab=self.shared_vocab)
+        self._constrained = Constrained(
+            runner, self.parses, self.history, support=support, shared_vocab=self.shared_vocab
+        )
         self._drafts: dict[int, Draft] = {}
-        self._forks: list[Fork] = []  # asked for and not yet made; made together they cost little more than one
+        self._forks: list[
+            Fork
+        ] = []  # asked for and not yet made; made together they cost little more than one
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Past the deadline, by the clock, proposals come back shorter."""
@@ -57,7 +63,9 @@ class NeuralDrafter:
         """A sequence that does not fit, or whose step leaves a gap, gets an empty proposal that says what is held of it."""
         self._make_forks()
         self.parses.meet(steps)
-        todo = sorted(self._fitting(steps), key=lambda one: -one.wanted)  # those who go on are always the first
+        todo = sorted(
+            self._fitting(steps), key=lambda one: -one.wanted
+        )  # those who go on are always the first
         if self._follow(steps) and todo:
             self._constrained.draw(todo, enough)
         elif todo:
@@ -81,18 +89,41 @@ class NeuralDrafter:
     @torch.inference_mode()
     def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
         """One pass reads all last draft tokens. What does not fit, or has no drafts, has no outlook."""
-        drafts = {seq_id: self._drafts[seq_id] for seq_id in seq_ids if seq_id in self._drafts and self._drafts[seq_id].tokens}
-        todo = [one for seq_id, draft in drafts.items() if self._fits(one := self._last_read(seq_id, draft, wanted=1), self.runner.cache.num_free)]
+        drafts = {
+            seq_id: self._drafts[seq_id]
+            for seq_id in seq_ids
+            if seq_id in self._drafts and self._drafts[seq_id].tokens
+        }
+        todo = [
+            one
+            for seq_id, draft in drafts.items()
+            if self._fits(
+                one := self._last_read(seq_id, draft, wanted=1), self.runner.cache.num_free
+            )
+        ]
         if not todo:
             return []
         draws = self._draws(todo)
-        draws.draw(self._constrained.masked([self.parses.of(one.seq_id) for one in todo], self._shared(self._read(todo))))
-        sights = [sight for row, one in enumerate(todo) for sight in one.draft.sights(draws.drawn[0].logits[row])]
+        draws.draw(
+            self._constrained.masked(
+                [self.parses.of(one.seq_id) for one in todo], self._shared(self._read(todo))
+            )
+        )
+        sights = [
+            sight
+            for row, one in enumerate(todo)
+            for sight in one.draft.sights(draws.drawn[0].logits[row])
+        ]
         places = iter(ranked(sights, width))
-        return [one.draft.outlook(one.seq_id, [next(places) for _ in range(len(one.draft.tokens) + 1)]) for one in todo]
+        return [
+            one.draft.outlook(one.seq_id, [next(places) for _ in range(len(one.draft.tokens) + 1)])
+            for one in todo
+        ]
 
     def fork(self, seq_id: int, as_id: int, length: int) -> bool:
-        if 4 * len(self._forks) >= self.runner.cache.num_free:  # each takes a page or two; half of the free ones are left alone
+        if (
+            4 * len(self._forks) >= self.runner.cache.num_free
+        ):  # each takes a page or two; half of the free ones are left alone
             return False
         self._forks.append(Fork(seq_id, as_id, length))
         self.parses.fork(seq_id, as_id, length)
@@ -116,16 +147,28 @@ class NeuralDrafter:
         self._make_forks()
         cache, free, fit = self.runner.cache, self.runner.cache.num_free, []
         for step in steps:
-            pages = pages_from(step.start, step.stop, cache.page_size) + -(-len(step.source) // cache.page_size)
-            fit.append(cache.length(step.seq_id) >= step.start and step.stop <= self.context and pages <= free)
+            pages = pages_from(step.start, step.stop, cache.page_size) + -(
+                -len(step.source) // cache.page_size
+            )
+            fit.append(
+                cache.length(step.seq_id) >= step.start
+                and step.stop <= self.context
+                and pages <= free
+            )
             free -= pages * fit[-1]
         return fit
 
     @torch.inference_mode()
-    def read(self, steps: Sequence[Step], wanted: Sequence[int]) -> Tensor:  # [sum(wanted), shared vocabulary]
+    def read(
+        self, steps: Sequence[Step], wanted: Sequence[int]
+    ) -> Tensor:  # [sum(wanted), shared vocabulary]
         """Logits behind the last `wanted` tokens of each step, all of which are fitting."""
         self._make_forks()
-        return self._shared(self.runner.run([replace(step, tokens=self._known(step.tokens)) for step in steps], wanted))
+        return self._shared(
+            self.runner.run(
+                [replace(step, tokens=self._known(step.tokens)) for step in steps], wanted
+            )
+        )
 
     def history(self, seq_id: int, length: int, policy: Policy) -> History | None:
         """What penalties look at behind `length` tokens; all that is cached behind these are drafts. None without penalties."""
@@ -138,7 +181,9 @@ class NeuralDrafter:
         forks, self._forks = self._forks, []
         try:
             self.runner.fork_many(forks)
-        except OutOfPages:  # nothing was forked; steps of the branches then leave a gap, and are answered so
+        except (
+            OutOfPages
+        ):  # nothing was forked; steps of the branches then leave a gap, and are answered so
             return
 
     def _fitting(self, steps: Sequence[DraftStep]) -> list[Todo]:
@@ -178,7 +223,9 @@ class NeuralDrafter:
         if self.parses.grammars is None:
             return False
         drafted = [step for step in steps if step.gamma and step.seq_id in self._drafts]
-        parses = [(step.seq_id, self.parses.follow(step, self.runner.cache.tokens)) for step in drafted]
+        parses = [
+            (step.seq_id, self.parses.follow(step, self.runner.cache.tokens)) for step in drafted
+        ]
         for seq_id, parse in parses:
             if parse is not None:
                 parse.write(len(parse.tokens), self._drafts[seq_id].tokens)
@@ -187,7 +234,11 @@ class NeuralDrafter:
     def _fits(self, one: Todo, free: int) -> bool:
         cache = self.runner.cache
         longest = max(one.room, len(one.read.source))
-        return cache.length(one.seq_id) >= one.read.start and longest <= self.context and one.num_pages(cache.page_size) <= free
+        return (
+            cache.length(one.seq_id) >= one.read.start
+            and longest <= self.context
+            and one.num_pages(cache.page_size) <= free
+        )
 
     def _read(self, todo: Sequence[Todo]) -> Tensor:  # [drafting, vocab]
         """Write the tokens that are committed, or were drawn last; logits behind them where drafts are wanted."""
@@ -232,14 +283,26 @@ class NeuralDrafter:
         draft = self._drafts.get(step.seq_id)
         if draft is None or not step.gamma:
             if not self.runner.cache.holds(step.seq_id, step.start, self._known(step.tokens)):
-                held = min(held, step.start)  # there was no room: behind it may lie drafts that were refused
+                held = min(
+                    held, step.start
+                )  # there was no room: behind it may lie drafts that were refused
             return Proposal(step.seq_id, stop_of(step), (), None, held)
         tokens = tuple(draft.tokens)
-        return Proposal(step.seq_id, draft.start, tokens, draft.sources(), min(held, draft.start + max(0, len(tokens) - 1)))
+        return Proposal(
+            step.seq_id,
+            draft.start,
+            tokens,
+            draft.sources(),
+            min(held, draft.start + max(0, len(tokens) - 1)),
+        )
 
     def _shared(self, logits: Tensor) -> Tensor:  # [rows, shared vocabulary]
         return logits if logits.shape[1] == self.shared_vocab else logits[:, : self.shared_vocab]
 
     def _known(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """A target with a larger padded embedding may, if hardly ever, commit an id that the draft has no row for."""
-        return tuple(token if token < self.shared_vocab else 0 for token in tokens) if self.lacks_tokens else tokens
+        return (
+            tuple(token if token < self.shared_vocab else 0 for token in tokens)
+            if self.lacks_tokens
+            else tokens
+        )

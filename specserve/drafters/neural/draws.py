@@ -49,7 +49,12 @@ class Drawn:
     logits: Tensor
 
     def fetched(self) -> Source:
-        return Source(self.tokens.tolist(), self.ids.cpu().numpy(), None if self.probs is None else self.probs.cpu().numpy(), self.logits)
+        return Source(
+            self.tokens.tolist(),
+            self.ids.cpu().numpy(),
+            None if self.probs is None else self.probs.cpu().numpy(),
+            self.logits,
+        )
 
 
 class Draws:
@@ -91,7 +96,9 @@ class Draws:
             tokens = torch.where(torch.tensor(coupled, device=tokens.device), wide, tokens)
         return Drawn(tokens, ids, probs, adjusted)
 
-    def _sampled(self, logits: Tensor, warps: WarpBatch, support: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _sampled(
+        self, logits: Tensor, warps: WarpBatch, support: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """A token of each row, and the support that it was drawn from."""
         ids, probs = likeliest(logits, warps, support, plain=self.plain)
         assert self.keys is not None
@@ -101,8 +108,13 @@ class Draws:
     def _warp_batch(self, drawing: int) -> WarpBatch:
         if self._warps is not None and self._warps[0] == drawing and self.plain:
             return self._warps[1]
-        histories = [None if place.history is None else self._continued(place.history, i) for i, place in enumerate(self.places[:drawing])]
-        warps = WarpBatch([place.policy.warp for place in self.places[:drawing]], [1] * drawing, histories)
+        histories = [
+            None if place.history is None else self._continued(place.history, i)
+            for i, place in enumerate(self.places[:drawing])
+        ]
+        warps = WarpBatch(
+            [place.policy.warp for place in self.places[:drawing]], [1] * drawing, histories
+        )
         self._warps = (drawing, warps)
         return warps
 
@@ -115,7 +127,9 @@ def are_plain(warps: Sequence[Warp]) -> bool:
     return not any(warp.has_penalties or warp.logit_bias for warp in warps)
 
 
-def likeliest(logits: Tensor, warps: WarpBatch, support: int, *, plain: bool) -> tuple[Tensor, Tensor]:  # ids, probs: [rows, support] both
+def likeliest(
+    logits: Tensor, warps: WarpBatch, support: int, *, plain: bool
+) -> tuple[Tensor, Tensor]:  # ids, probs: [rows, support] both
     """Where no warp looks at ids, the support is that of the logits, and the rest of the vocabulary need not be warped."""
     if not plain:
         return truncate(warps.probabilities(logits), support)
@@ -127,7 +141,9 @@ def _keys(places: Sequence[Place], device: torch.device) -> Tensor:
     """Coupled sequences draw with the noise that the target will use; the others with noise that nothing else uses."""
     seeds = seed_array([place.policy.seed for place in places])[:, None]
     rounds = np.array([place.round for place in places])[:, None]
-    positions = np.array([place.round + place.drawn for place in places])[:, None] + np.arange(max(place.wanted for place in places))
+    positions = np.array([place.round + place.drawn for place in places])[:, None] + np.arange(
+        max(place.wanted for place in places)
+    )
     coupled = [place.policy.verifier == "coupled" for place in places]
     if all(coupled):
         return row_keys(seeds, rounds, positions, Purpose.COUPLED, device=device)

@@ -33,7 +33,9 @@ class Followed:
 
     strand: Strand
     step: DraftStep  # the last
-    lead: int = 0  # tokens of the source: what is copied from as well, and no part of the text's positions
+    lead: int = (
+        0  # tokens of the source: what is copied from as well, and no part of the text's positions
+    )
     drafts: tuple[int, ...] = ()
     learnt: int = 0  # tokens of it that were learnt from
     is_branch: bool = False
@@ -85,12 +87,18 @@ class StatisticalDrafter:
     def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
         """Copies where there is something to copy; draws for the others, all at once. A step that leaves a gap gets an empty proposal."""
         self._parses.meet(steps)
-        able = {step.seq_id: self._read(step) for step in steps if self.held(step.seq_id) >= step.start}
-        q = self._draw([followed for followed in able.values() if followed.step.gamma and not followed.drafts])
+        able = {
+            step.seq_id: self._read(step) for step in steps if self.held(step.seq_id) >= step.start
+        }
+        q = self._draw(
+            [followed for followed in able.values() if followed.step.gamma and not followed.drafts]
+        )
         for seq_id, followed in able.items():
             parse = self._parses.follow(followed.step, self._known) if followed.step.gamma else None
             if parse is not None:
-                followed.drafts, q[seq_id] = lawful(parse, followed.step, followed.drafts, q.get(seq_id))
+                followed.drafts, q[seq_id] = lawful(
+                    parse, followed.step, followed.drafts, q.get(seq_id)
+                )
         return [self._proposal(step, able.get(step.seq_id), q.get(step.seq_id)) for step in steps]
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -104,7 +112,9 @@ class StatisticalDrafter:
     def fork(self, seq_id: int, as_id: int, length: int) -> bool:
         followed = self._followed[seq_id]
         strand = followed.strand.fork(followed.lead + length)
-        self._followed[as_id] = Followed(strand, followed.step, followed.lead, learnt=followed.learnt, is_branch=True)
+        self._followed[as_id] = Followed(
+            strand, followed.step, followed.lead, learnt=followed.learnt, is_branch=True
+        )
         self._parses.fork(seq_id, as_id, length)
         return True
 
@@ -131,7 +141,9 @@ class StatisticalDrafter:
     def _read(self, step: DraftStep) -> Followed:
         followed = self._followed.get(step.seq_id)
         if followed is None:
-            followed = self._followed[step.seq_id] = Followed(Strand(Endings if self._copies else Plain), step)
+            followed = self._followed[step.seq_id] = Followed(
+                Strand(Endings if self._copies else Plain), step
+            )
         followed.step = step
         if step.source:
             followed.lead = len(step.source)
@@ -150,9 +162,14 @@ class StatisticalDrafter:
         guesses = self._sampler.guesses([followed.step for followed in wanting])
         for followed, guess in zip(wanting, guesses, strict=True):
             followed.drafts = tuple(guess.tokens)
-        return {followed.step.seq_id: guess.q() for followed, guess in zip(wanting, guesses, strict=True)}
+        return {
+            followed.step.seq_id: guess.q()
+            for followed, guess in zip(wanting, guesses, strict=True)
+        }
 
-    def _proposal(self, step: DraftStep, followed: Followed | None, q: SparseRows | None) -> Proposal:
+    def _proposal(
+        self, step: DraftStep, followed: Followed | None, q: SparseRows | None
+    ) -> Proposal:
         """Drafts are held, too: those that are accepted need not be told again."""
         stop = step.start + len(step.tokens)
         if followed is None:
@@ -162,13 +179,19 @@ class StatisticalDrafter:
 
     def _outlook(self, seq_id: int, followed: Followed, width: int) -> Outlook:
         text = followed.text()
-        likely = _nexts(text, followed.drafts, width + 1) if isinstance(text, Endings) else [[]] * (len(followed.drafts) + 1)
+        likely = (
+            _nexts(text, followed.drafts, width + 1)
+            if isinstance(text, Endings)
+            else [[]] * (len(followed.drafts) + 1)
+        )
         if self._sampler is not None:
             before = (followed.step.tokens[-1], *followed.drafts)
             drawn = self._sampler.likely(followed.step.policy, followed.stop, before, width + 1)
             likely = [[*first, *second] for first, second in zip(likely, drawn, strict=True)]
         refused = (*followed.drafts, None)
-        nexts = tuple(_distinct(tokens, no, width) for tokens, no in zip(likely, refused, strict=True))
+        nexts = tuple(
+            _distinct(tokens, no, width) for tokens, no in zip(likely, refused, strict=True)
+        )
         return Outlook(seq_id, followed.stop, followed.drafts, nexts)
 
 

@@ -7,7 +7,10 @@ from itertools import pairwise
 
 from specserve.drafters.ngram.tables import Counts, Row
 
-_PAIRS, _SINGLES = 4, 64  # tokens that are counted for each that a row has room for: after one token, and in all
+_PAIRS, _SINGLES = (
+    4,
+    64,
+)  # tokens that are counted for each that a row has room for: after one token, and in all
 _FRESH = 8  # a row is made anew when its counts have grown by an eighth
 
 
@@ -17,7 +20,12 @@ class Tally:
     __slots__ = ("_counts", "_due", "_room", "_row", "_total", "_width")
 
     def __init__(self, counts: dict[int, int], *, width: int, room: int) -> None:
-        self._counts, self._total, self._width, self._room = counts, sum(counts.values()), width, room
+        self._counts, self._total, self._width, self._room = (
+            counts,
+            sum(counts.values()),
+            width,
+            room,
+        )
         self._row: Row | None = None
         self._due = 0  # the total at which the row is made anew
 
@@ -30,7 +38,9 @@ class Tally:
     def row(self) -> Row | None:
         """The likeliest tokens as of a little while ago; what was handed out never changes."""
         if self._total >= self._due and self._counts:
-            ranked = sorted(self._counts.items(), key=lambda pair: (-pair[1], pair[0]))[: self._width]
+            ranked = sorted(self._counts.items(), key=lambda pair: (-pair[1], pair[0]))[
+                : self._width
+            ]
             ids, weights = zip(*ranked, strict=True)
             self._row = Row.of(ids, weights, width=self._width)
             self._due = self._total + self._total // _FRESH + 1
@@ -53,7 +63,11 @@ class Learnt:
 
     def __init__(self, start: Counts | None = None, *, width: int, pairs: bool = True) -> None:
         self._start, self._width, self._pairs = start, width, pairs
-        counted = {} if start is None else {token: times for token, times in enumerate(start.unigram.tolist()) if times}
+        counted = (
+            {}
+            if start is None
+            else {token: times for token, times in enumerate(start.unigram.tolist()) if times}
+        )
         self._single = Tally(counted, width=width, room=max(_SINGLES * width, len(counted)))
         self._after: dict[int, Tally] = {}
 
@@ -71,7 +85,9 @@ class Learnt:
     def _followers(self, token: int) -> Tally:
         found = self._after.get(token)
         if found is None:
-            found = self._after[token] = Tally(self._counted(token), width=self._width, room=_PAIRS * self._width)
+            found = self._after[token] = Tally(
+                self._counted(token), width=self._width, room=_PAIRS * self._width
+            )
         return found
 
     def _counted(self, token: int) -> dict[int, int]:
@@ -80,4 +96,6 @@ class Learnt:
         if start is None or token >= start.vocab_size:
             return {}
         followers = slice(int(start.starts[token]), int(start.starts[token + 1]))
-        return dict(zip(start.ids[followers].tolist(), start.counts[followers].tolist(), strict=True))
+        return dict(
+            zip(start.ids[followers].tolist(), start.counts[followers].tolist(), strict=True)
+        )

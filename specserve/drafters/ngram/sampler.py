@@ -54,7 +54,9 @@ class Warped:
 
     def __init__(self, table: Table, warp: Warp) -> None:
         self._table = table
-        self._warp = replace(warp, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=())
+        self._warp = replace(
+            warp, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=()
+        )
         self._done: dict[Row, Row] = {}
 
     def row(self, token: int, position: int) -> Row | None:
@@ -70,7 +72,9 @@ class Warped:
     def _warped(self, row: Row) -> Row:
         logits = torch.from_numpy(row.probs[None, : row.support]).log()
         probs = WarpBatch([self._warp], [1]).probabilities(logits)[0].numpy()
-        return Row.of(row.ids, probs[probs > 0], width=len(row.ids))  # warps keep the order, so what they cut is at the end
+        return Row.of(
+            row.ids, probs[probs > 0], width=len(row.ids)
+        )  # warps keep the order, so what they cut is at the end
 
 
 class Sampler:
@@ -86,7 +90,10 @@ class Sampler:
     def guesses(self, steps: Sequence[DraftStep]) -> list[Guess]:
         """Up to gamma tokens each: as far as the table knows what follows."""
         guesses = [Guess() for _ in steps]
-        draws = [Drawing(step, guess, self._under(step.policy.warp)) for step, guess in zip(steps, guesses, strict=True)]
+        draws = [
+            Drawing(step, guess, self._under(step.policy.warp))
+            for step, guess in zip(steps, guesses, strict=True)
+        ]
         for draw in draws:
             if draw.step.policy.warp.temperature == 0:
                 _take(draw)
@@ -95,7 +102,9 @@ class Sampler:
         _draw_coupled([draw for draw in sampled if draw.step.policy.verifier == "coupled"])
         return guesses
 
-    def likely(self, policy: Policy, start: int, before: Sequence[int], width: int) -> list[list[int]]:
+    def likely(
+        self, policy: Policy, start: int, before: Sequence[int], width: int
+    ) -> list[list[int]]:
         """Up to `width` tokens that may come after each of these, of which the first stands before `start`; by the noise too, if the target's."""
         table = self._under(policy.warp)
         found = [table.row(token, start + i) for i, token in enumerate(before)]
@@ -162,13 +171,18 @@ def _ranked(policy: Policy, start: int, rows: Sequence[Row], width: int) -> list
     keys = row_keys([policy.seed], [0], np.arange(start, start + len(rows)), Purpose.COUPLED)
     ids, probs = _stacked(rows)
     order = np.argsort(-(probs / exponential(keys, ids)).numpy(), axis=1, kind="stable")
-    return [row.ids[best[: min(width, row.support)]].tolist() for row, best in zip(rows, order, strict=True)]
+    return [
+        row.ids[best[: min(width, row.support)]].tolist()
+        for row, best in zip(rows, order, strict=True)
+    ]
 
 
 def _keys(draws: Sequence[Drawing], purpose: Purpose) -> Tensor:  # [draws, max gamma, 2]
     rounds = np.array([draw.start for draw in draws])[:, None]
     seeds = seed_array([draw.step.policy.seed for draw in draws])[:, None]
-    return row_keys(seeds, rounds, rounds + np.arange(max(draw.step.gamma for draw in draws)), purpose)
+    return row_keys(
+        seeds, rounds, rounds + np.arange(max(draw.step.gamma for draw in draws)), purpose
+    )
 
 
 def _stacked(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
@@ -179,4 +193,6 @@ def _stacked(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 def _arrays(rows: Sequence[Row]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """ids and probs, both [rows, widest support]."""
     width = max([row.support for row in rows])
-    return np.array([row.ids[:width] for row in rows]), np.array([row.probs[:width] for row in rows])
+    return np.array([row.ids[:width] for row in rows]), np.array(
+        [row.probs[:width] for row in rows]
+    )

@@ -30,9 +30,13 @@ class Endings:
 
     def __init__(self, *, longest: int = LONGEST) -> None:
         self.tokens: list[int] = []
-        self._size = (longest - 1) * _WIDTH  # of a key without its place; the token itself says under which key it lies
+        self._size = (
+            longest - 1
+        ) * _WIDTH  # of a key without its place; the token itself says under which key it lies
         self._keys: list[bytes] = []  # [place]: the tokens before it, nearest first, and the place
-        self._filed: defaultdict[int, list[bytes]] = defaultdict(list)  # by token: the keys of its places, in order
+        self._filed: defaultdict[int, list[bytes]] = defaultdict(
+            list
+        )  # by token: the keys of its places, in order
 
     def extend(self, tokens: Sequence[int]) -> None:
         before = self._before()
@@ -56,7 +60,9 @@ class Endings:
         beside = filed[max(at - NEAR, 0) : at] + filed[at + 1 : at + 1 + NEAR]
         if not beside:
             return None
-        length = max(self._common(own, key) for key in filed[max(at - 1, 0) : at] + filed[at + 1 : at + 2])
+        length = max(
+            self._common(own, key) for key in filed[max(at - 1, 0) : at] + filed[at + 1 : at + 2]
+        )
         agreed = own[: length * _WIDTH]
         place = max([key[-_WIDTH:] for key in beside if key.startswith(agreed)])
         return Match(int.from_bytes(place, "big") + 1, 1 + length)
@@ -74,7 +80,9 @@ class Endings:
         filed, own, at = self._last()
         beside = filed[max(at - width, 0) : at] + filed[at + 1 : at + 1 + width]
         beside.sort(key=lambda key: (self._common(own, key), key[-_WIDTH:]), reverse=True)
-        return list(dict.fromkeys(self.tokens[int.from_bytes(key[-_WIDTH:], "big") + 1] for key in beside))[:width]
+        return list(
+            dict.fromkeys(self.tokens[int.from_bytes(key[-_WIDTH:], "big") + 1] for key in beside)
+        )[:width]
 
     def _last(self) -> tuple[list[bytes], bytes, int]:
         """The keys among which that of the last place lies, that key, and where it lies."""

@@ -35,7 +35,9 @@ class Row:
     support: int
 
     @classmethod
-    def of(cls, ids: Sequence[int] | Ints, weights: Sequence[float] | NDArray[Any], *, width: int) -> Row:
+    def of(
+        cls, ids: Sequence[int] | Ints, weights: Sequence[float] | NDArray[Any], *, width: int
+    ) -> Row:
         """Of weights above 0 in falling order; the first `width` of them."""
         share = np.asarray(weights[:width], dtype=np.float64)
         support = len(share)
@@ -85,7 +87,9 @@ def count(texts: Iterable[Sequence[int]], *, keep: int, fingerprint: str = "") -
         singles = _added(singles, tokens)
         pairs = _added(pairs, tokens[:-1] << _HALF | tokens[1:])
     firsts, ids, times = pairs[0] >> _HALF, pairs[0] & (1 << _HALF) - 1, pairs[1]
-    order = np.lexsort((ids, -times, firsts))  # by token, then the most frequent first, then the lowest id
+    order = np.lexsort(
+        (ids, -times, firsts)
+    )  # by token, then the most frequent first, then the lowest id
     firsts, ids, times = firsts[order], ids[order], times[order]
     kept = np.arange(len(firsts)) - np.searchsorted(firsts, firsts) < keep
     unigram = np.bincount(singles[0], singles[1]).astype(np.int64)
@@ -94,18 +98,32 @@ def count(texts: Iterable[Sequence[int]], *, keep: int, fingerprint: str = "") -
 
 
 def save(counts: Counts, path: Path) -> None:
-    tensors = {"unigram": counts.unigram, "starts": counts.starts, "ids": counts.ids.astype(np.int32), "counts": counts.counts}
-    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata={"fingerprint": counts.fingerprint})
+    tensors = {
+        "unigram": counts.unigram,
+        "starts": counts.starts,
+        "ids": counts.ids.astype(np.int32),
+        "counts": counts.counts,
+    }
+    save_file(
+        {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()},
+        path,
+        metadata={"fingerprint": counts.fingerprint},
+    )
 
 
 def load(path: Path) -> Counts:
     """From a file, or from the directory that holds it."""
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise ModelNotFound(f"there are no tables at {file}; `specserve tables` counts them from texts")
+        raise ModelNotFound(
+            f"there are no tables at {file}; `specserve tables` counts them from texts"
+        )
     try:
         with safe_open(file, framework="np") as opened:
-            unigram, starts, ids, counts = (opened.get_tensor(name).astype(np.int64) for name in ("unigram", "starts", "ids", "counts"))
+            unigram, starts, ids, counts = (
+                opened.get_tensor(name).astype(np.int64)
+                for name in ("unigram", "starts", "ids", "counts")
+            )
             fingerprint = (opened.metadata() or {}).get("fingerprint", "")
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} cannot be read as tables: {error}") from error
@@ -128,7 +146,9 @@ class Unigram:
     def _row(self) -> Row | None:
         likeliest = np.argsort(-self._counts.unigram, kind="stable")[: self._width]
         weights = self._counts.unigram[likeliest]
-        return Row.of(likeliest, weights[weights > 0], width=self._width) if weights[0] > 0 else None
+        return (
+            Row.of(likeliest, weights[weights > 0], width=self._width) if weights[0] > 0 else None
+        )
 
 
 class Bigram:
@@ -148,7 +168,9 @@ class Bigram:
         followers = slice(int(self._counts.starts[token]), int(self._counts.starts[token + 1]))
         if followers.start == followers.stop:
             return self._unigram.row(token, 0)
-        return Row.of(self._counts.ids[followers], self._counts.counts[followers], width=self._width)
+        return Row.of(
+            self._counts.ids[followers], self._counts.counts[followers], width=self._width
+        )
 
 
 class Uniform:
@@ -161,7 +183,9 @@ class Uniform:
         self._made = lru_cache(_ROWS_KEPT)(self._make)
 
     def row(self, token: int, position: int) -> Row:
-        return self._made(hash((token, position)) % self._vocab_size)  # of numbers, hence the same in every process
+        return self._made(
+            hash((token, position)) % self._vocab_size
+        )  # of numbers, hence the same in every process
 
     def _make(self, start: int) -> Row:
         return replace(self._even, ids=self._ids[start : start + self._even.support])
@@ -170,13 +194,24 @@ class Uniform:
 def _added(counted: tuple[Ints, Ints], more: Ints) -> tuple[Ints, Ints]:
     what, times = np.unique(more, return_counts=True)
     together, where = np.unique(np.concatenate([counted[0], what]), return_inverse=True)
-    return together, np.bincount(where, np.concatenate([counted[1], times]), minlength=len(together)).astype(np.int64)
+    return together, np.bincount(
+        where, np.concatenate([counted[1], times]), minlength=len(together)
+    ).astype(np.int64)
 
 
 def _is_sound(found: Counts) -> bool:
-    sizes = found.unigram.ndim == found.starts.ndim == found.ids.ndim == 1 and found.ids.shape == found.counts.shape
+    sizes = (
+        found.unigram.ndim == found.starts.ndim == found.ids.ndim == 1
+        and found.ids.shape == found.counts.shape
+    )
     if not sizes or found.vocab_size == 0 or len(found.starts) != found.vocab_size + 1:
         return False
-    ordered = found.starts[0] == 0 and found.starts[-1] == len(found.ids) and bool((np.diff(found.starts) >= 0).all())
+    ordered = (
+        found.starts[0] == 0
+        and found.starts[-1] == len(found.ids)
+        and bool((np.diff(found.starts) >= 0).all())
+    )
     inside = bool(((found.ids >= 0) & (found.ids < found.vocab_size)).all())
-    return ordered and inside and bool((found.counts > 0).all()) and bool((found.unigram >= 0).all())
+    return (
+        ordered and inside and bool((found.counts > 0).all()) and bool((found.unigram >= 0).all())
+    )

@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specserve.models.checkpoints.load import Architecture, architecture, division_of, hollow, library_errors, quiet_library, read_config
+from specserve.models.checkpoints.load import (
+    Architecture,
+    architecture,
+    division_of,
+    hollow,
+    library_errors,
+    quiet_library,
+    read_config,
+)
 from specserve.models.plans import check_plan
 from specserve.models.shard import Division, Shard
 
@@ -30,10 +38,16 @@ def describe(directory: Path, *, ranks: int = 1) -> Described:
         spec = architecture(directory, config, ranks)
         if ranks == 1:
             twice = module.get_output_embeddings().weight.numel() if spec.tied else 0
-            return Described(spec, sum(parameter.numel() for parameter in module.parameters()) - twice)
+            return Described(
+                spec, sum(parameter.numel() for parameter in module.parameters()) - twice
+            )
         division = division_of(module, Shard(0, ranks))
-        held: dict[str, Tensor] = module.state_dict()  # the embedding and, apart from it, a share of the head
-        return Described(spec, sum(_num_held(division, name, tensor.shape) for name, tensor in held.items()))
+        held: dict[str, Tensor] = (
+            module.state_dict()
+        )  # the embedding and, apart from it, a share of the head
+        return Described(
+            spec, sum(_num_held(division, name, tensor.shape) for name, tensor in held.items())
+        )
 
 
 def _num_held(division: Division, name: str, shape: torch.Size) -> int:

@@ -15,14 +15,21 @@ from specserve.models.checkpoints.weights import Weights
 from specserve.models.shard import Division
 
 
-def fill(module: Any, weights: Weights, division: Division | None, *, ignored: str | None = None) -> None:
+def fill(
+    module: Any, weights: Weights, division: Division | None, *, ignored: str | None = None
+) -> None:
     """Reads what a hollow model lacks, all of it or a rank's part. Raises for tensors that are missing, or more than it has use for."""
     wanted: dict[str, Tensor] = module.state_dict()
     sources = {name: _source(name, weights, module.all_tied_weights_keys) for name in wanted}
-    check_complete(weights.directory, missing=[name for name, source in sources.items() if source not in weights])
+    check_complete(
+        weights.directory,
+        missing=[name for name, source in sources.items() if source not in weights],
+    )
     read: dict[str, Tensor] = {}  # tied parameters that are held whole are read once
     for name, empty in wanted.items():
-        key = sources[name] if division is None or division.part(name, empty.shape) is None else name
+        key = (
+            sources[name] if division is None or division.part(name, empty.shape) is None else name
+        )
         if key not in read:
             read[key] = _read_part(weights, sources[name], division, name, empty)
         _set_tensor(module, name, read[key])
@@ -35,12 +42,20 @@ def _source(name: str, weights: Weights, tied: dict[str, str]) -> str:
     return name if name in weights else twins.get(name, name)
 
 
-def _read_part(weights: Weights, source: str, division: Division | None, name: str, empty: Tensor) -> Tensor:
+def _read_part(
+    weights: Weights, source: str, division: Division | None, name: str, empty: Tensor
+) -> Tensor:
     part = None if division is None else division.part(name, empty.shape)
-    tensor = weights.read(source) if part is None else weights.read(source, dim=part.dim, ranges=part.ranges)
+    tensor = (
+        weights.read(source)
+        if part is None
+        else weights.read(source, dim=part.dim, ranges=part.ranges)
+    )
     shape = empty.shape if part is None else part.shape(empty.shape)
     if tensor.shape != shape:
-        raise ModelError(f"{weights.directory} holds {source} in another shape than config.json implies")
+        raise ModelError(
+            f"{weights.directory} holds {source} in another shape than config.json implies"
+        )
     is_zero = division is not None and division.is_zero(name)
     return (torch.zeros_like(tensor) if is_zero else tensor).to(empty.dtype)
 
@@ -48,17 +63,34 @@ def _read_part(weights: Weights, source: str, division: Division | None, name: s
 def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
     owner, _, leaf = name.rpartition(".")
     parent = module.get_submodule(owner)
-    setattr(parent, leaf, nn.Parameter(value, requires_grad=False) if leaf in parent._parameters else value)
+    setattr(
+        parent,
+        leaf,
+        nn.Parameter(value, requires_grad=False) if leaf in parent._parameters else value,
+    )
 
 
 def _unexpected(module: Any, weights: Weights, ignored: str | None) -> set[str]:
     """What nobody read, without what is `ignored`, and the buffers that older versions of the library used to write."""
-    known = re.compile("|".join((r"rotary_emb\.inv_freq", *(module._keys_to_ignore_on_load_unexpected or ()), *([ignored] if ignored else ()))))
+    known = re.compile(
+        "|".join(
+            (
+                r"rotary_emb\.inv_freq",
+                *(module._keys_to_ignore_on_load_unexpected or ()),
+                *([ignored] if ignored else ()),
+            )
+        )
+    )
     return {name for name in weights.unread() if not known.search(name)}
 
 
-def check_complete(directory: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> None:
-    for names, what in ((sorted(missing), "lacks"), (sorted(unexpected), "has, beside the model's,")):
+def check_complete(
+    directory: Path, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
+) -> None:
+    for names, what in (
+        (sorted(missing), "lacks"),
+        (sorted(unexpected), "has, beside the model's,"),
+    ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(f"{directory} {what} the tensors {', '.join(names[:3])}{more}")

@@ -14,7 +14,14 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -29,7 +36,11 @@ from specserve.models.plans import Heads, check_plan
 from specserve.models.shard import Division, Shard
 from specserve.models.skip import layers_of, without
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}  # others keep a state that is no list of keys and values
+LAYER_TYPES = {
+    "full_attention",
+    "sliding_attention",
+    "attention",
+}  # others keep a state that is no list of keys and values
 ENCODER_DECODERS = ("mt5", "t5")
 USUAL_POSITIONS = 512  # that T5s were trained with, where a checkpoint does not say
 OWN_ATTENTION = {"eager", "sdpa"}  # the library's, which models know without asking its register
@@ -88,11 +99,17 @@ def register_attention(name: str, function: Callable[..., Any]) -> None:
 def read_config(directory: Path) -> Any:
     """The library's config of a checkpoint; raises unless it is of a language model that specserve can run."""
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(f"{directory} cannot be read as a model that transformers knows: {first_line(error)}") from error
+        raise UnsupportedModel(
+            f"{directory} cannot be read as a model that transformers knows: {first_line(error)}"
+        ) from error
     if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel("quantized checkpoints are not supported; use one in bf16, fp16 or fp32")
+        raise UnsupportedModel(
+            "quantized checkpoints are not supported; use one in bf16, fp16 or fp32"
+        )
     if not is_encoder_decoder(config):
         _check_decoder(config)
     return config
@@ -102,9 +119,13 @@ def read_config(directory: Path) -> Any:
 def load_tokenizer(directory: Path) -> str:
     """The checkpoint's tokenizer, in the format of the tokenizers library; what only the library's config files say of it is put in."""
     try:
-        backend: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False).backend_tokenizer
+        backend: Any = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        ).backend_tokenizer
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"no tokenizer of the tokenizers library can be loaded from {directory}: {first_line(error)}") from error
+        raise ModelError(
+            f"no tokenizer of the tokenizers library can be loaded from {directory}: {first_line(error)}"
+        ) from error
     backend.no_padding()
     backend.no_truncation()
     written: str = backend.to_str()
@@ -114,22 +135,36 @@ def load_tokenizer(directory: Path) -> str:
 def is_encoder_decoder(config: Any) -> bool:
     """Whether it is of one that specserve runs: its prompt is then a source, and its text begins with a token of its own."""
     known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    return config.model_type in ENCODER_DECODERS and known in (getattr(config, "architectures", None) or [known])
+    return config.model_type in ENCODER_DECODERS and known in (
+        getattr(config, "architectures", None) or [known]
+    )
 
 
 def _check_decoder(config: Any) -> None:
     kind = config.model_type
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     written = set(getattr(config, "architectures", None) or [known])
-    encodes = config.is_encoder_decoder or getattr(config, "use_bidirectional_attention", None) is True
+    encodes = (
+        config.is_encoder_decoder or getattr(config, "use_bidirectional_attention", None) is True
+    )
     if known not in written or encodes or config.get_text_config() is not config:
-        others = f", nor an encoder-decoder of the kinds {', '.join(ENCODER_DECODERS)}" if encodes else ""
-        raise UnsupportedModel(f"{kind} ({', '.join(map(str, written))}) is no decoder-only language model{others}")
+        others = (
+            f", nor an encoder-decoder of the kinds {', '.join(ENCODER_DECODERS)}"
+            if encodes
+            else ""
+        )
+        raise UnsupportedModel(
+            f"{kind} ({', '.join(map(str, written))}) is no decoder-only language model{others}"
+        )
     strange = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if strange or not isinstance(getattr(config, "num_attention_heads", None), int):
-        raise UnsupportedModel(f"{kind} has layers that are not plain attention: {', '.join(sorted(strange)) or 'no heads'}")
+        raise UnsupportedModel(
+            f"{kind} has layers that are not plain attention: {', '.join(sorted(strange)) or 'no heads'}"
+        )
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "is_heterogeneous", False):
-        raise UnsupportedModel(f"{kind} has layers that differ in their sizes, or share keys and values")
+        raise UnsupportedModel(
+            f"{kind} has layers that differ in their sizes, or share keys and values"
+        )
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
         raise UnsupportedModel(f"{kind} states no context length (max_position_embeddings)")
 
@@ -153,7 +188,9 @@ def load_model(
     if is_encoder_decoder(config):
         attention = "eager"  # of which nothing is used: the forward pass is ours
         if dtype == torch.float16:
-            raise UnsupportedModel(f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32")
+            raise UnsupportedModel(
+                f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32"
+            )
     elif attention not in OWN_ATTENTION:
         _check_attention(config)
     with quiet_library(), library_errors(directory):
@@ -172,15 +209,23 @@ def load_model(
 def _check_attention(config: Any) -> None:
     modelling: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not modelling._supports_attention_backend:
-        raise UnsupportedModel(f"{config.model_type} computes its attention itself, so that no other can be put in its place")
+        raise UnsupportedModel(
+            f"{config.model_type} computes its attention itself, so that no other can be put in its place"
+        )
 
 
 def architecture(directory: Path, config: Any, size: int) -> Architecture:
     heads = Heads.of(config).local(size)
-    head_dim = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim = (
+        getattr(config, "qk_head_dim", None)
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads
+    )
     return Architecture(
         model_type=config.model_type,
-        num_layers=config.num_decoder_layers if is_encoder_decoder(config) else config.num_hidden_layers,
+        num_layers=config.num_decoder_layers
+        if is_encoder_decoder(config)
+        else config.num_hidden_layers,
         num_heads=heads.query,
         kv_heads=heads.kv,
         head_dim=head_dim,
@@ -200,7 +245,9 @@ def _decoder_start(directory: Path, config: Any) -> int:
     named = (written, getattr(config, "decoder_start_token_id", None), config.pad_token_id)
     start: int | None = next((token for token in named if token is not None), None)
     if start is None:
-        raise UnsupportedModel(f"{directory} does not say which token a text begins with (decoder_start_token_id)")
+        raise UnsupportedModel(
+            f"{directory} does not say which token a text begins with (decoder_start_token_id)"
+        )
     return start
 
 
@@ -209,7 +256,11 @@ def _context(config: Any) -> int:
     if is_encoder_decoder(config):
         return getattr(config, "n_positions", None) or USUAL_POSITIONS
     rotary = getattr(config, "rope_parameters", None) or {}
-    switch: int | None = rotary["original_max_position_embeddings"] if rotary.get("rope_type") == "longrope" else None
+    switch: int | None = (
+        rotary["original_max_position_embeddings"]
+        if rotary.get("rope_type") == "longrope"
+        else None
+    )
     longest: int = config.max_position_embeddings
     return longest if switch is None else min(longest, switch)
 
@@ -247,7 +298,9 @@ def _whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: str) 
     return module
 
 
-def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str) -> Any:
+def _share(
+    directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str
+) -> Any:
     module = hollow(config, dtype=dtype, attention=attention)
     division = division_of(module, shard)
     fill(module, Weights(directory, prefix=_prefix(module)), division)
@@ -258,11 +311,15 @@ def _share(directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, at
 def hollow(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
     """The library's module with shapes instead of weights, whatever the size."""
     with init_empty_weights(include_buffers=False):
-        return _library_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+        return _library_class(config).from_config(
+            copy.deepcopy(config), dtype=dtype, attn_implementation=attention
+        )
 
 
 def division_of(module: Any, shard: Shard) -> Division:
-    head = next(name for name, part in module.named_modules() if part is module.get_output_embeddings())
+    head = next(
+        name for name, part in module.named_modules() if part is module.get_output_embeddings()
+    )
     return Division(module, shard, prefix=_prefix(module), head=head)
 
 
@@ -270,7 +327,9 @@ def _prefix(module: Any) -> str:
     return module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
 
 
-def _partial(directory: Path, config: Any, skip: Collection[int], *, dtype: torch.dtype, attention: str) -> Any:
+def _partial(
+    directory: Path, config: Any, skip: Collection[int], *, dtype: torch.dtype, attention: str
+) -> Any:
     whole = hollow(config, dtype=dtype, attention=attention)
     module, weights = without(whole, skip), Weights(directory, prefix=_prefix(whole))
     name = layers_of(whole)[0].rpartition(".")[2]

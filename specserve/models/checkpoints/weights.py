@@ -21,10 +21,16 @@ CONVERT = "If you trust its maker, AutoModelForCausalLM.from_pretrained(...).sav
 
 Range = tuple[int, int]  # first, and one past the last
 
-RENAMED = ((re.compile(r"\.block_sparse_moe\."), ".mlp."), (re.compile(r"^embed_out\."), "lm_head."))  # in the file, in the module
+RENAMED = (
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"^embed_out\."), "lm_head."),
+)  # in the file, in the module
 NORMS = re.compile(r"norm|ln_")
 # A module holds all experts in one tensor, gate above up; a file mostly holds each matrix of each expert by itself.
-EXPERT_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+EXPERT_MATRICES = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 
 
 class Weights:
@@ -32,7 +38,9 @@ class Weights:
 
     def __init__(self, directory: Path, *, prefix: str) -> None:
         self.directory, self.prefix = directory, prefix
-        self._places: dict[str, tuple[Any, str]] = {}  # by the module's names: the open file, and the name in it
+        self._places: dict[
+            str, tuple[Any, str]
+        ] = {}  # by the module's names: the open file, and the name in it
         for path in files(directory):
             file = _opened(path)
             self._places.update({_renamed(name): (file, name) for name in file.keys()})  # noqa: SIM118 (a file is no mapping)
@@ -49,17 +57,24 @@ class Weights:
         alone = self._alone(name)
         if alone is not None:
             return self._joined((alone,), dim, ranges)
-        return torch.stack([self._joined(matrices, dim, ranges) for matrices in self._experts(name)])
+        return torch.stack(
+            [self._joined(matrices, dim, ranges) for matrices in self._experts(name)]
+        )
 
     def _alone(self, name: str) -> str | None:
         """The name under which the parameter lies in the checkpoint as it is; some leave the base model's prefix out."""
-        return next((n for n in (name, name.removeprefix(f"{self.prefix}.")) if n in self._places), None)
+        return next(
+            (n for n in (name, name.removeprefix(f"{self.prefix}.")) if n in self._places), None
+        )
 
     def _experts(self, name: str) -> list[tuple[str, ...]]:
         """For each expert the names of the matrices that make up its part of the parameter; empty if there are none."""
         owner, _, leaf = name.rpartition(".")
         for matrices in EXPERT_MATRICES.get(leaf, ()):
-            of_expert = (tuple(f"{owner}.{expert}.{matrix}.weight" for matrix in matrices) for expert in count())
+            of_expert = (
+                tuple(f"{owner}.{expert}.{matrix}.weight" for matrix in matrices)
+                for expert in count()
+            )
             found = list(takewhile(lambda names: all(n in self._places for n in names), of_expert))
             if found:
                 return found
@@ -92,18 +107,26 @@ def files(directory: Path) -> list[Path]:
         return [single]
     if index.is_file():
         try:
-            return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            return [
+                directory / name
+                for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is no index of a checkpoint's files") from error
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
-        raise ModelError(f"{directory} holds pickled weights only; specserve reads safetensors only, because a pickle may run code. {CONVERT}")
-    raise ModelError(f"{directory} holds no weights: neither model.safetensors nor model.safetensors.index.json (pickles are never fetched)")
+        raise ModelError(
+            f"{directory} holds pickled weights only; specserve reads safetensors only, because a pickle may run code. {CONVERT}"
+        )
+    raise ModelError(
+        f"{directory} holds no weights: neither model.safetensors nor model.safetensors.index.json (pickles are never fetched)"
+    )
 
 
 def num_stored(directory: Path) -> int:
     """Numbers in all tensors, by the files' headers."""
     opened = (_opened(path) for path in files(directory))
-    return sum(math.prod(file.get_slice(name).get_shape()) for file in opened for name in file.keys())  # noqa: SIM118
+    names = ((file, name) for file in opened for name in file.keys())  # noqa: SIM118
+    return sum(math.prod(file.get_slice(name).get_shape()) for file, name in names)
 
 
 def fingerprint(directory: Path) -> str:

@@ -58,7 +58,10 @@ class Acceptance:
     @property
     def by_position(self) -> tuple[float, ...]:
         """The same at each position."""
-        return tuple(accepted / reached for accepted, reached in zip(self.accepted, self.reached, strict=True))
+        return tuple(
+            accepted / reached
+            for accepted, reached in zip(self.accepted, self.reached, strict=True)
+        )
 
     @property
     def mean_accepted_length(self) -> float | None:

@@ -27,7 +27,9 @@ _PROBE_S = 15.0
 _TELL_EVERY_S = 0.2
 
 
-def bench(options: Options, say: Callable[[str], None], progress: TextIO, *, still_s: float = STILL_S) -> None:
+def bench(
+    options: Options, say: Callable[[str], None], progress: TextIO, *, still_s: float = STILL_S
+) -> None:
     """Raises when a request failed or the load was interrupted, once everything is told."""
     if options.chaos is not None:
         from specserve.tools.bench.chaos.command import chaos
@@ -50,7 +52,9 @@ def bench(options: Options, say: Callable[[str], None], progress: TextIO, *, sti
         raise SpecserveError(f"{report.num_failed} of {len(report.records)} requests failed")
 
 
-async def measure(options: Options, address: Address, question: Question, tell: Tell, *, still_s: float) -> Report:
+async def measure(
+    options: Options, address: Address, question: Question, tell: Tell, *, still_s: float
+) -> Report:
     """Cancelled while it loads, it reports what there is until then."""
     asking = Asking(address, question, model=await served_model(address), timeout_s=options.timeout)
     warm_up = range(options.requests, options.requests + options.num_warm_up)
@@ -113,7 +117,11 @@ async def _tell_for_ever(asking: Asking, total: int, tell: Tell) -> None:
 
 def _tell(asking: Asking, total: int, tell: Tell) -> None:
     done, seconds = len(asking.records), time.monotonic() - asking.begun
-    tell("requests", done / max(1, total), f"{done} of {total}, {asking.num_tokens / max(seconds, 1e-9):.0f} tokens/s")
+    tell(
+        "requests",
+        done / max(1, total),
+        f"{done} of {total}, {asking.num_tokens / max(seconds, 1e-9):.0f} tokens/s",
+    )
 
 
 async def served_model(address: Address) -> str:
@@ -124,14 +132,20 @@ async def served_model(address: Address) -> str:
     try:
         return str(json.loads(answer.body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
-        raise SpecserveError(f"what answers at {address} with status {answer.status} is no OpenAI-compatible server") from None
+        raise SpecserveError(
+            f"what answers at {address} with status {answer.status} is no OpenAI-compatible server"
+        ) from None
 
 
 async def _settled(address: Address, still_s: float) -> Counters | None:
     """The counters, once they are at rest; None if the server shows none."""
     begun = moved = time.monotonic()
     counters = await _counters(address)
-    while counters is not None and (now := time.monotonic()) - moved < still_s and now - begun < _STILL_WITHIN_S:
+    while (
+        counters is not None
+        and (now := time.monotonic()) - moved < still_s
+        and now - begun < _STILL_WITHIN_S
+    ):
         await asyncio.sleep(_LOOK_EVERY_S)
         earlier, counters = counters, await _counters(address)
         if counters is not None and counters.work != earlier.work:
@@ -144,7 +158,11 @@ async def _counters(address: Address) -> Counters | None:
         answer = await _asked(address, "/metrics")
     except SpecserveError:  # a server that died under the load has still been measured
         return None
-    counters = Counters.parse(answer.body.decode(errors="replace")) if answer.status == 200 else Counters({})
+    counters = (
+        Counters.parse(answer.body.decode(errors="replace"))
+        if answer.status == 200
+        else Counters({})
+    )
     return counters if counters.samples else None
 
 

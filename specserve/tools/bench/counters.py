@@ -16,7 +16,9 @@ _LABEL = re.compile(r'\w+="([^"]*)"')
 class Counters:
     """The samples of one moment, or how far they have grown since an earlier one."""
 
-    samples: Mapping[tuple[str, str], float]  # by name and the value of the one label that there may be
+    samples: Mapping[
+        tuple[str, str], float
+    ]  # by name and the value of the one label that there may be
 
     @classmethod
     def parse(cls, text: str) -> Counters:
@@ -31,7 +33,9 @@ class Counters:
         return cls(samples)
 
     def since(self, before: Counters) -> Counters:
-        return Counters({name: value - before.samples.get(name, 0.0) for name, value in self.samples.items()})
+        return Counters(
+            {name: value - before.samples.get(name, 0.0) for name, value in self.samples.items()}
+        )
 
     def total(self, name: str) -> float:
         """Over all labels; 0 for what was never counted."""
@@ -53,7 +57,14 @@ class Counters:
     @property
     def work(self) -> tuple[float, ...]:
         """Changes for as long as a round's news are under way to whoever answers /metrics."""
-        return tuple(self.total(name) for name in ("generation_tokens_total", "round_seconds_count", "spec_decode_num_draft_tokens_total"))
+        return tuple(
+            self.total(name)
+            for name in (
+                "generation_tokens_total",
+                "round_seconds_count",
+                "spec_decode_num_draft_tokens_total",
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +95,14 @@ class ServerSide:
             drafts=round(grown.total("spec_decode_num_drafts_total")),
             draft_tokens=round(grown.total("spec_decode_num_draft_tokens_total")),
             accepted_tokens=round(grown.total("spec_decode_num_accepted_tokens_total")),
-            accepted_per_position=tuple(round(by_position[position]) for position in sorted(by_position, key=int)),
-            anticipation_hit_rate=grown.share("anticipation_hits_total", "anticipation_misses_total"),
+            accepted_per_position=tuple(
+                round(by_position[position]) for position in sorted(by_position, key=int)
+            ),
+            anticipation_hit_rate=grown.share(
+                "anticipation_hits_total", "anticipation_misses_total"
+            ),
             preemptions=round(grown.total("preemptions_total")),
-            prefix_cache_hit_rate=grown.total("prefix_cache_hits_total") / queries if queries else None,
+            prefix_cache_hit_rate=grown.total("prefix_cache_hits_total") / queries
+            if queries
+            else None,
         )

@@ -57,7 +57,11 @@ class Speculation:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Speculation:
-        told = [(record.speculation, record.acceptance) for record in records if record.speculation is not None]
+        told = [
+            (record.speculation, record.acceptance)
+            for record in records
+            if record.speculation is not None
+        ]
 
         def total(name: str) -> int:
             return sum(int(object_.get(name, 0)) for object_, _ in told)
@@ -94,7 +98,9 @@ class Measured:
     @classmethod
     def of(cls, records: Sequence[Record], server: ServerSide | None) -> Measured:
         fine = [record for record in records if record.is_ok]
-        duration = max((record.ended for record in records), default=0.0) - min((record.sent for record in records), default=0.0)
+        duration = max((record.ended for record in records), default=0.0) - min(
+            (record.sent for record in records), default=0.0
+        )
         tokens = sum(record.tokens for record in records)
         rate = 1 / duration if duration > 0 else 0.0
         return cls(
@@ -141,7 +147,11 @@ def compare(measured: Measured) -> list[Comparison]:
     each = server.round_s / tokens
     found.append(Comparison("TPOT", "s", measured.tpot_s.mean, each))
     if measured.mean_decoding:
-        found.append(Comparison("throughput", "tokens/s", measured.tokens_per_s, measured.mean_decoding / each))
+        found.append(
+            Comparison(
+                "throughput", "tokens/s", measured.tokens_per_s, measured.mean_decoding / each
+            )
+        )
     return found
 
 
@@ -163,4 +173,6 @@ def predicted_tokens_per_round(acceptance: Acceptance, mean_proposal: float | No
 def expected_tokens(alpha: float, gamma: float) -> float:
     """`tokens_per_round` for a mean length: that of the two whole lengths beside it, mixed."""
     below = math.floor(gamma)
-    return tokens_per_round(alpha, below) + (gamma - below) * (tokens_per_round(alpha, below + 1) - tokens_per_round(alpha, below))
+    return tokens_per_round(alpha, below) + (gamma - below) * (
+        tokens_per_round(alpha, below + 1) - tokens_per_round(alpha, below)
+    )

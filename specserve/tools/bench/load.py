@@ -13,7 +13,9 @@ from specserve.tools.bench.address import Address
 from specserve.tools.bench.record import BROKEN, INTERRUPTED, Record
 from specserve.tools.bench.streams import Stream
 
-Ask = Callable[[int], Awaitable[None]]  # sends the request of that number and returns once it is over
+Ask = Callable[
+    [int], Awaitable[None]
+]  # sends the request of that number and returns once it is over
 
 
 class Load(Protocol):
@@ -96,7 +98,9 @@ class Question:
 class Asking:
     """Asks one server one kind of question and keeps a record of every request, whatever becomes of it."""
 
-    def __init__(self, address: Address, question: Question, *, model: str, timeout_s: float) -> None:
+    def __init__(
+        self, address: Address, question: Question, *, model: str, timeout_s: float
+    ) -> None:
         self._address, self._question, self._timeout_s = address, question, timeout_s
         self.model = model
         self._live: dict[int, Stream] = {}
@@ -110,14 +114,20 @@ class Asking:
     @property
     def num_tokens(self) -> int:
         """Until now, those of requests under way included."""
-        return sum(record.tokens for record in self.records) + sum(len(origins) for live in self._live.values() for origins in live.origins)
+        return sum(record.tokens for record in self.records) + sum(
+            len(origins) for live in self._live.values() for origins in live.origins
+        )
 
     async def ask(self, number: int) -> None:
         stream, trouble = Stream(), None
         self._live[number] = stream
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._address.post("/v1/completions", {"model": self.model, **self._question.body(number)}, into=stream)
+                await self._address.post(
+                    "/v1/completions",
+                    {"model": self.model, **self._question.body(number)},
+                    into=stream,
+                )
         except TimeoutError:
             trouble = f"no answer in time: it took longer than {self._timeout_s:g} s"
         except OSError as error:
@@ -129,4 +139,6 @@ class Asking:
             raise
         finally:
             del self._live[number]
-            self.records.append(Record.of(number, stream, begun=self.begun, now=time.monotonic(), trouble=trouble))
+            self.records.append(
+                Record.of(number, stream, begun=self.begun, now=time.monotonic(), trouble=trouble)
+            )

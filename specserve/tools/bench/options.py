@@ -39,8 +39,17 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.concurrency is not None and self.rate is not None:
-            raise BadValue("--concurrency and --rate are two ways to load; give one of them", param="rate")
-        for name, least in (("concurrency", 1), ("requests", 1), ("max_tokens", 1), ("warm_up", 0), ("gamma", 0), ("kills", 1)):
+            raise BadValue(
+                "--concurrency and --rate are two ways to load; give one of them", param="rate"
+            )
+        for name, least in (
+            ("concurrency", 1),
+            ("requests", 1),
+            ("max_tokens", 1),
+            ("warm_up", 0),
+            ("gamma", 0),
+            ("kills", 1),
+        ):
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise BadValue(f"{_option(name)} must be {least} or more, not {value}", param=name)
@@ -49,10 +58,15 @@ class Options:
             if value is not None and not 0 < value < math.inf:
                 raise BadValue(f"{_option(name)} must be above 0, not {value:g}", param=name)
         if not 0 <= self.temperature < math.inf:
-            raise BadValue(f"--temperature must be 0 or more, not {self.temperature:g}", param="temperature")
+            raise BadValue(
+                f"--temperature must be 0 or more, not {self.temperature:g}", param="temperature"
+            )
         for name, file in (("json", self.json), ("html", self.html)):
             if file is not None and not _can_write(file):
-                raise BadValue(f"--{name} {file} cannot be written; name a file in a directory that is yours", param=name)
+                raise BadValue(
+                    f"--{name} {file} cannot be written; name a file in a directory that is yours",
+                    param=name,
+                )
 
     @classmethod
     def of(cls, given: argparse.Namespace) -> Options:
@@ -70,7 +84,9 @@ class Options:
     def command(self) -> dict[str, object]:
         """With what it was run, for the report."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in values.items()
+        }
 
     def line(self) -> str:
         """As one would type it: what is as by default is left out."""
@@ -80,32 +96,83 @@ class Options:
             if value is False:
                 words.append("--no-" + field.name.replace("_", "-"))
             elif value != field.default:
-                words += [_option(field.name), f"{value:g}" if isinstance(value, float) else str(value)]
+                words += [
+                    _option(field.name),
+                    f"{value:g}" if isinstance(value, float) else str(value),
+                ]
         return shlex.join(words)
 
 
 def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int | str]) -> None:
     """`gamma` reads a number or `auto`."""
     add = parser.add_argument
-    add("--url", required=True, metavar="U", help="of a running server, such as http://127.0.0.1:8000")
+    add(
+        "--url",
+        required=True,
+        metavar="U",
+        help="of a running server, such as http://127.0.0.1:8000",
+    )
     when = parser.add_mutually_exclusive_group()
     when.add_argument(
-        "--concurrency", type=int, metavar="N", help=f"so many clients, each asks again once answered; {DEFAULT_CONCURRENCY} by default"
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help=f"so many clients, each asks again once answered; {DEFAULT_CONCURRENCY} by default",
     )
-    when.add_argument("--rate", type=float, metavar="R", help="instead: so many requests a second arrive, by chance (Poisson)")
+    when.add_argument(
+        "--rate",
+        type=float,
+        metavar="R",
+        help="instead: so many requests a second arrive, by chance (Poisson)",
+    )
     add("--requests", type=int, default=64, metavar="N", help="64 by default")
     add("--max-tokens", type=int, default=128, metavar="N", help="of each request; 128 by default")
-    add("--prompts", type=Path, metavar="FILE", help='a prompt a line, or JSON lines with "prompt"; beginnings of Python code by default')
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='a prompt a line, or JSON lines with "prompt"; beginnings of Python code by default',
+    )
     add("--temperature", type=float, default=0.0, metavar="T", help="0, greedy, by default")
-    add("--seed", type=int, metavar="S", help="of the arrivals and, above temperature 0, of the requests: number i gets S + i")
-    add("--gamma", type=gamma, metavar="N", help="draft tokens a round, or auto; the server's choice by default")
-    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="every request writes --max-tokens, as is the default")
-    add("--warm-up", type=int, metavar="N", help="requests that do not count; as many as clients by default")
-    add("--timeout", type=float, default=600.0, metavar="S", help="seconds that a request may take; 600 by default")
+    add(
+        "--seed",
+        type=int,
+        metavar="S",
+        help="of the arrivals and, above temperature 0, of the requests: number i gets S + i",
+    )
+    add(
+        "--gamma",
+        type=gamma,
+        metavar="N",
+        help="draft tokens a round, or auto; the server's choice by default",
+    )
+    add(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="every request writes --max-tokens, as is the default",
+    )
+    add(
+        "--warm-up",
+        type=int,
+        metavar="N",
+        help="requests that do not count; as many as clients by default",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that a request may take; 600 by default",
+    )
     add("--api-key-file", type=Path, metavar="FILE", help="the key is its first line")
     add("--json", type=Path, metavar="FILE", help="all figures, and each request's")
     add("--html", type=Path, metavar="FILE", help="a page with plots")
-    add("--chaos", metavar="ROLES", help="instead: kill or stop processes of a server on this machine (draft, target, coordinator, controller)")
+    add(
+        "--chaos",
+        metavar="ROLES",
+        help="instead: kill or stop processes of a server on this machine (draft, target, coordinator, controller)",
+    )
     add("--kills", type=int, default=20, metavar="N", help="of --chaos; 20 by default")
 
 
@@ -116,11 +183,16 @@ def read_key(file: Path | None) -> str | None:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadValue(f"--api-key-file {file} cannot be read: {error}", param="api_key_file") from error
+        raise BadValue(
+            f"--api-key-file {file} cannot be read: {error}", param="api_key_file"
+        ) from error
     for line in lines:
         if key := line.partition("#")[0].strip():
             return key
-    raise BadValue(f"--api-key-file {file} has no key in it; write the key on its first line", param="api_key_file")
+    raise BadValue(
+        f"--api-key-file {file} has no key in it; write the key on its first line",
+        param="api_key_file",
+    )
 
 
 def _option(name: str) -> str:

@@ -9,7 +9,13 @@ from specserve.tools.bench.acceptance import Acceptance
 from specserve.tools.bench.figures import ASSUMPTION, Measured, Spread
 from specserve.tools.bench.plots import bars, histogram, steps
 from specserve.tools.bench.record import Record
-from specserve.tools.bench.report import Report, comparison_rows, machine, speculation_rows, spread_rows
+from specserve.tools.bench.report import (
+    Report,
+    comparison_rows,
+    machine,
+    speculation_rows,
+    spread_rows,
+)
 
 _STRETCHES = 60  # of the time line, at most
 
@@ -48,7 +54,10 @@ def _sections(report: Report) -> Iterator[str]:
         (
             _section("Requests", _table([("outcome", "requests", "such as"), *_outcomes(report)])),
             _section("Rates", _table(_rates(measured))),
-            _section("Times", _table([("ms", "mean", "p50", "p90", "p99"), *spread_rows(measured)], figures=True)),
+            _section(
+                "Times",
+                _table([("ms", "mean", "p50", "p90", "p99"), *spread_rows(measured)], figures=True),
+            ),
             _section("Speculation", _table(facts)) if (facts := speculation_rows(measured)) else "",
         )
     )
@@ -61,9 +70,21 @@ def _sections(report: Report) -> Iterator[str]:
 def _plots(report: Report) -> Iterator[str]:
     fine = [record for record in report.records if record.is_ok]
     measured = report.measured
-    yield _distribution("Time to first token", [record.ttft for record in fine if record.ttft is not None], measured.ttft_s)
-    yield _distribution("Time per output token, of each request", [record.tpot for record in fine if record.tpot is not None], measured.tpot_s)
-    yield _distribution("Gaps between events of a stream", [gap for record in fine for gap in record.gaps], measured.itl_s)
+    yield _distribution(
+        "Time to first token",
+        [record.ttft for record in fine if record.ttft is not None],
+        measured.ttft_s,
+    )
+    yield _distribution(
+        "Time per output token, of each request",
+        [record.tpot for record in fine if record.tpot is not None],
+        measured.tpot_s,
+    )
+    yield _distribution(
+        "Gaps between events of a stream",
+        [gap for record in fine for gap in record.gaps],
+        measured.itl_s,
+    )
     yield _timeline(report.records)
     yield _positions(measured.acceptance)
 
@@ -72,7 +93,11 @@ def _distribution(title: str, seconds: Sequence[float], spread: Spread | None) -
     if spread is None:
         return ""
     marks = {"p50": 1e3 * spread.p50, "p90": 1e3 * spread.p90, "p99": 1e3 * spread.p99}
-    return _section(title, histogram([1e3 * value for value in seconds], label="ms", marks=marks), f"{len(seconds)} values")
+    return _section(
+        title,
+        histogram([1e3 * value for value in seconds], label="ms", marks=marks),
+        f"{len(seconds)} values",
+    )
 
 
 def _timeline(records: Sequence[Record]) -> str:
@@ -85,7 +110,10 @@ def _timeline(records: Sequence[Record]) -> str:
     for arrival in arrivals:
         tokens[int(arrival.at / end * stretches)] += arrival.tokens
     rates = [count * stretches / end for count in tokens]
-    return _section("Tokens over time", steps(rates, end=end, x_label="seconds since the load began", y_label="tokens/s"))
+    return _section(
+        "Tokens over time",
+        steps(rates, end=end, x_label="seconds since the load began", y_label="tokens/s"),
+    )
 
 
 def _positions(acceptance: Acceptance) -> str:
@@ -100,7 +128,11 @@ def _positions(acceptance: Acceptance) -> str:
         x_label="position in the proposal",
         y_label="accepted, of those judged",
     )
-    return _section("Acceptance by position", plot, f"The dots are alpha, {alpha:.3f}: the same everywhere, as the prediction assumes.")
+    return _section(
+        "Acceptance by position",
+        plot,
+        f"The dots are alpha, {alpha:.3f}: the same everywhere, as the prediction assumes.",
+    )
 
 
 def _outcomes(report: Report) -> Iterator[tuple[str, str, str]]:
@@ -114,7 +146,10 @@ def _rates(measured: Measured) -> list[tuple[str, str]]:
         ("duration", f"{measured.duration_s:.1f} s"),
         ("requests", f"{measured.requests_per_s:.2f} a second"),
         ("output tokens", f"{measured.tokens}, {measured.tokens_per_s:.1f} a second"),
-        ("requests under way", f"{measured.mean_streams:.1f} at a time, {measured.mean_decoding:.1f} of them past the first token"),
+        (
+            "requests under way",
+            f"{measured.mean_streams:.1f} at a time, {measured.mean_decoding:.1f} of them past the first token",
+        ),
     ]
 
 
@@ -132,6 +167,9 @@ def _section(title: str, content: str, note: str = "") -> str:
 def _table(rows: Sequence[Sequence[str]], *, figures: bool = False) -> str:
     """With headings in its first row if that has more than two columns."""
     cells = ("th" if i == 0 and len(row) > 2 else "td" for i, row in enumerate(rows))
-    lines = ["<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row) + "</tr>" for cell, row in zip(cells, rows, strict=True)]
+    lines = [
+        "<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row) + "</tr>"
+        for cell, row in zip(cells, rows, strict=True)
+    ]
     kind = ' class="figures"' if figures else ""
     return f"<table{kind}>\n" + "\n".join(lines) + "\n</table>"

@@ -35,7 +35,9 @@ class Axis:
 def histogram(values: Sequence[float], *, label: str, marks: Mapping[str, float]) -> str:
     """How often which value occurred. The few that are very large share the last bin; `marks` are named values, such as percentiles."""
     ordered = sorted(values)
-    across = _across(min(ordered[-1], 2 * ordered[math.ceil(0.99 * (len(ordered) - 1))]) * 1.0001, label)
+    across = _across(
+        min(ordered[-1], 2 * ordered[math.ceil(0.99 * (len(ordered) - 1))]) * 1.0001, label
+    )
     end = across.end
     counts = [0] * _BINS
     for value in ordered:
@@ -59,19 +61,40 @@ def steps(values: Sequence[float], *, end: float, x_label: str, y_label: str) ->
     """A value for each of as many equal stretches from 0 to `end`."""
     across, up = _across(end, x_label), _up(max(values, default=0.0) * 1.1, y_label)
     width = end / max(1, len(values))
-    points = [f"{across.at(x):.1f},{up.at(value):.1f}" for i, value in enumerate(values) for x in (i * width, (i + 1) * width)]
+    points = [
+        f"{across.at(x):.1f},{up.at(value):.1f}"
+        for i, value in enumerate(values)
+        for x in (i * width, (i + 1) * width)
+    ]
     floor = up.at(0)
     area = f'<polygon class="area" points="{across.at(0):.1f},{floor:.1f} {" ".join(points)} {across.at(end):.1f},{floor:.1f}"/>'
-    return _plot([*_axes(across, up), area, f'<polyline class="line" points="{" ".join(points)}"/>'], y_label)
+    return _plot(
+        [*_axes(across, up), area, f'<polyline class="line" points="{" ".join(points)}"/>'], y_label
+    )
 
 
-def bars(values: Sequence[float], *, notes: Sequence[str], predicted: Sequence[float], x_label: str, y_label: str) -> str:
+def bars(
+    values: Sequence[float],
+    *,
+    notes: Sequence[str],
+    predicted: Sequence[float],
+    x_label: str,
+    y_label: str,
+) -> str:
     """A share for each position, from 1 on; beside each a mark where theory sees it."""
     count = max(len(values), 1)
     across, up = Axis(count, _LEFT, WIDTH - _RIGHT, x_label), _up(1.0, y_label)
-    shapes = [_bar(across.at(i + 0.15), across.at(i + 0.85), up, value, note) for i, (value, note) in enumerate(zip(values, notes, strict=True))]
-    dots = [f'<circle class="mark" cx="{across.at(i + 0.5):.1f}" cy="{up.at(value):.1f}" r="4"/>' for i, value in enumerate(predicted)]
-    names = [_text(across.at(i + 0.5), HEIGHT - _BOTTOM + 15, str(i + 1)) for i in range(len(values))]
+    shapes = [
+        _bar(across.at(i + 0.15), across.at(i + 0.85), up, value, note)
+        for i, (value, note) in enumerate(zip(values, notes, strict=True))
+    ]
+    dots = [
+        f'<circle class="mark" cx="{across.at(i + 0.5):.1f}" cy="{up.at(value):.1f}" r="4"/>'
+        for i, value in enumerate(predicted)
+    ]
+    names = [
+        _text(across.at(i + 0.5), HEIGHT - _BOTTOM + 15, str(i + 1)) for i in range(len(values))
+    ]
     return _plot([*_frame(across, up), *_grid(up), *shapes, *dots, *names], y_label)
 
 

@@ -30,10 +30,16 @@ CODE = (
 def read_prompts(file: Path) -> tuple[str, ...]:
     """A prompt a line: as it stands, or as the member `prompt` of a JSON object. Empty lines are passed over."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # and nowhere else: JSON may hold other separators
+        lines = file.read_text(encoding="utf-8").split(
+            "\n"
+        )  # and nowhere else: JSON may hold other separators
     except (OSError, UnicodeDecodeError) as error:
         raise BadValue(f"--prompts {file} cannot be read: {error}", param="prompts") from error
-    prompts = tuple(_prompt(line, f"--prompts {file}, line {number}") for number, line in enumerate(lines, start=1) if line.strip())
+    prompts = tuple(
+        _prompt(line, f"--prompts {file}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    )
     if not prompts:
         raise BadValue(f"--prompts {file} has no prompt in it; write one a line", param="prompts")
     return prompts

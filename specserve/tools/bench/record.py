@@ -37,13 +37,19 @@ class Record:
     speculation: Mapping[str, Any] | None  # the response's `specserve` object
 
     @classmethod
-    def of(cls, number: int, stream: Stream, *, begun: float, now: float, trouble: str | None = None) -> Record:
+    def of(
+        cls, number: int, stream: Stream, *, begun: float, now: float, trouble: str | None = None
+    ) -> Record:
         """Of a stream that ended, or that `trouble` ended."""
         known = sum(map(len, stream.origins))
         tokens = stream.usage["completion_tokens"] if stream.usage else known or len(stream.times)
         each = None if known else tokens / max(1, len(stream.times))
         events = zip(stream.times, stream.origins, strict=True)
-        arrivals = [Arrival(at - begun, len(origins) if each is None else each) for at, origins in events if origins or each is not None]
+        arrivals = [
+            Arrival(at - begun, len(origins) if each is None else each)
+            for at, origins in events
+            if origins or each is not None
+        ]
         outcome, message = _outcome(stream, trouble)
         return cls(
             number=number,

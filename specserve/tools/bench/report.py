@@ -46,13 +46,20 @@ class Report:
     @property
     def title(self) -> str:
         options = self.options
-        when = f"{options.clients} clients" if options.rate is None else f"{options.rate:g} requests/s arriving"
+        when = (
+            f"{options.clients} clients"
+            if options.rate is None
+            else f"{options.rate:g} requests/s arriving"
+        )
         limit = f"{'' if options.ignore_eos else 'at most '}{options.max_tokens} tokens"
         return f"{self.model} at {options.url}: {options.requests} requests of {limit}, {when}, temperature {options.temperature:g}"
 
     def json(self) -> str:
         measured, acceptance = asdict(self.measured), self.measured.acceptance
-        measured["acceptance"] |= {"alpha": acceptance.alpha, "mean_accepted_length": acceptance.mean_accepted_length}
+        measured["acceptance"] |= {
+            "alpha": acceptance.alpha,
+            "mean_accepted_length": acceptance.mean_accepted_length,
+        }
         whole = {
             "command": self.options.command(),
             "specserve": __version__,
@@ -72,12 +79,17 @@ class Report:
     def lines(self) -> Iterator[str]:
         measured = self.measured
         yield self.title
-        outcomes = ", ".join(f"{count} {outcome}" for outcome, count in measured.outcomes.items()) or "none"
+        outcomes = (
+            ", ".join(f"{count} {outcome}" for outcome, count in measured.outcomes.items())
+            or "none"
+        )
         yield (
             f"requests: {outcomes} in {measured.duration_s:.1f} s; {measured.requests_per_s:.2f} requests/s, "
             f"{measured.tokens_per_s:.1f} tokens/s, {measured.mean_streams:.1f} under way at a time"
         )
-        yield from (f"  {outcome}: {message}" for outcome, message in self.failures.items() if message)
+        yield from (
+            f"  {outcome}: {message}" for outcome, message in self.failures.items() if message
+        )
         yield ""
         yield from aligned([("ms", "mean", "p50", "p90", "p99"), *spread_rows(measured)])
         yield ""
@@ -85,7 +97,9 @@ class Report:
             yield from aligned(facts)
             yield ""
         if self.comparisons:
-            yield from aligned([("", "measured", "predicted", "ratio"), *comparison_rows(self.comparisons)])
+            yield from aligned(
+                [("", "measured", "predicted", "ratio"), *comparison_rows(self.comparisons)]
+            )
             yield from wrap(ASSUMPTION, width=_WIDTH)
 
 
@@ -96,7 +110,12 @@ def machine() -> str:
 
 def spread_rows(measured: Measured) -> list[tuple[str, ...]]:
     """Milliseconds."""
-    spreads = {"TTFT": measured.ttft_s, "TPOT": measured.tpot_s, "ITL": measured.itl_s, "latency": measured.latency_s}
+    spreads = {
+        "TTFT": measured.ttft_s,
+        "TPOT": measured.tpot_s,
+        "ITL": measured.itl_s,
+        "latency": measured.latency_s,
+    }
     return [(name, *_milliseconds(spread)) for name, spread in spreads.items()]
 
 
@@ -112,17 +131,44 @@ def speculation_rows(measured: Measured) -> list[tuple[str, str]]:
     rows: list[tuple[str, str | None]] = []
     if acceptance.rounds:
         positions = " ".join(f"{share:.2f}" for share in acceptance.by_position)
-        alpha = None if acceptance.alpha is None else f"{acceptance.alpha:.3f} of {sum(acceptance.reached)} judged; by position {positions}"
+        alpha = (
+            None
+            if acceptance.alpha is None
+            else f"{acceptance.alpha:.3f} of {sum(acceptance.reached)} judged; by position {positions}"
+        )
         rows.append(("acceptance", alpha))
-        rows.append(("accepted a round", f"{acceptance.mean_accepted_length:.2f} in {acceptance.rounds} rounds, {acceptance.plain} of them plain"))
+        rows.append(
+            (
+                "accepted a round",
+                f"{acceptance.mean_accepted_length:.2f} in {acceptance.rounds} rounds, {acceptance.plain} of them plain",
+            )
+        )
     if told.mean_proposal is not None:
         rows.append(("draft tokens a proposal", f"{told.mean_proposal:.2f}"))
     if server is not None and server.rounds:
-        rows.append(("anticipation hit rate", None if server.anticipation_hit_rate is None else f"{server.anticipation_hit_rate:.3f}"))
+        rows.append(
+            (
+                "anticipation hit rate",
+                None
+                if server.anticipation_hit_rate is None
+                else f"{server.anticipation_hit_rate:.3f}",
+            )
+        )
         parts = {"round": server.round_s, "verify": server.verify_s, "draft": server.draft_s}
-        times = ", ".join(f"{name} {figure(1e3 * seconds)}" for name, seconds in parts.items() if seconds is not None)
+        times = ", ".join(
+            f"{name} {figure(1e3 * seconds)}"
+            for name, seconds in parts.items()
+            if seconds is not None
+        )
         rows.append(("the server's means, ms", times or None))
-        rows.append(("prefix cache hit rate", None if server.prefix_cache_hit_rate is None else f"{server.prefix_cache_hit_rate:.3f}"))
+        rows.append(
+            (
+                "prefix cache hit rate",
+                None
+                if server.prefix_cache_hit_rate is None
+                else f"{server.prefix_cache_hit_rate:.3f}",
+            )
+        )
         rows.append(("preemptions", str(server.preemptions) if server.preemptions else None))
     return [(name, value) for name, value in rows if value is not None]
 
@@ -139,14 +185,26 @@ def _comparison_row(one: Comparison) -> tuple[str, ...]:
 
 def figure(value: float) -> str:
     """Three digits or more."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+    return (
+        f"{value:.0f}"
+        if value >= 1000
+        else f"{value:.1f}"
+        if value >= 100
+        else f"{value:.2f}"
+        if value >= 1
+        else f"{value:.3g}"
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Columns under one another: the first, and one of words, to the left; figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
-        rest = cells if len(cells) == 1 else [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        rest = (
+            cells
+            if len(cells) == 1
+            else [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        )
         yield "  ".join([name.ljust(widths[0]), *rest])
 
 

@@ -22,7 +22,9 @@ class Stream:
     times: list[float] = field(default_factory=list)  # of each event with text
     texts: list[str] = field(default_factory=list)  # beside `times`
     num_finals: int = 0  # events with a finish reason; one, if all is well
-    origins: list[Sequence[str]] = field(default_factory=list)  # beside `times`: of each event's tokens, if the server tells
+    origins: list[Sequence[str]] = field(
+        default_factory=list
+    )  # beside `times`: of each event's tokens, if the server tells
     final: Mapping[str, Any] | None = None  # the event with the finish reason
     usage: Mapping[str, int] | None = None
     error: Mapping[str, Any] | None = None  # of a failure in mid-stream
@@ -31,7 +33,10 @@ class Stream:
 
     @property
     def longest_gap(self) -> float:
-        return max((later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)), default=0.0)
+        return max(
+            (later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)),
+            default=0.0,
+        )
 
 
 async def stream(
@@ -45,14 +50,27 @@ async def stream(
     into: Stream | None = None,
 ) -> Stream:
     """Posts a streaming request and reads it to its end. Raises OSError or EOFError when the connection fails."""
-    payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    about = {"Content-Type": "application/json", "Content-Length": str(len(payload)), **(headers or {})}
+    payload = json.dumps(
+        {**body, "stream": True, "stream_options": {"include_usage": True}}
+    ).encode()
+    about = {
+        "Content-Type": "application/json",
+        "Content-Length": str(len(payload)),
+        **(headers or {}),
+    }
     result = Stream() if into is None else into
     await _exchange(host, port, _head("POST", host, port, path, about) + payload, tls, result)
     return result
 
 
-async def fetch(host: str, port: int, path: str, *, headers: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None) -> Stream:
+async def fetch(
+    host: str,
+    port: int,
+    path: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> Stream:
     """Gets what is no stream."""
     result = Stream()
     await _exchange(host, port, _head("GET", host, port, path, headers or {}), tls, result)
@@ -61,11 +79,18 @@ async def fetch(host: str, port: int, path: str, *, headers: Mapping[str, str] |
 
 def _head(method: str, host: str, port: int, path: str, headers: Mapping[str, str]) -> bytes:
     name = f"[{host}]" if ":" in host else host
-    lines = [f"{method} {path} HTTP/1.1", f"Host: {name}:{port}", "Connection: close", *(f"{key}: {value}" for key, value in headers.items())]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        f"Host: {name}:{port}",
+        "Connection: close",
+        *(f"{key}: {value}" for key, value in headers.items()),
+    ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def _exchange(host: str, port: int, request: bytes, tls: ssl.SSLContext | None, result: Stream) -> None:
+async def _exchange(
+    host: str, port: int, request: bytes, tls: ssl.SSLContext | None, result: Stream
+) -> None:
     reader, writer = await asyncio.open_connection(host, port, limit=2**20, ssl=tls)
     try:
         result.sent = time.monotonic()

@@ -28,7 +28,9 @@ def _findings(read: Callable[[], Config], tell: Tell) -> Iterator[Finding]:
     try:
         config = read()
     except ConfigError as error:
-        yield bad("config", str(error), "mend the key, and run the doctor again for what depends on it")
+        yield bad(
+            "config", str(error), "mend the key, and run the doctor again for what depends on it"
+        )
         return
     yield ok("config", f"model {config.model}, draft.kind {config.draft.kind}")
     tell("looking at the models")
@@ -43,7 +45,9 @@ def _findings(read: Callable[[], Config], tell: Tell) -> Iterator[Finding]:
 def _room(config: Config) -> Iterator[Finding]:
     target = find_config(config.target.path, revision=config.target.revision, key="target.path")
     draft = config.draft.path if config.draft.kind == "neural" else None
-    return room.room(config, target, None if draft is None else find_config(draft, key="draft.path"))
+    return room.room(
+        config, target, None if draft is None else find_config(draft, key="draft.path")
+    )
 
 
 def _ray(config: Config) -> Iterator[Finding]:

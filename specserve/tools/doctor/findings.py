@@ -47,7 +47,9 @@ def guarded(subject: str, look: Look) -> Iterator[Finding]:
     except SpecserveError as error:
         yield bad(subject, str(error), "")
     except Exception as error:  # the edge of a check, as of a process
-        yield warn(subject, f"this could not be looked at: {type(error).__name__}: {first_line(error)}", "")
+        yield warn(
+            subject, f"this could not be looked at: {type(error).__name__}: {first_line(error)}", ""
+        )
 
 
 def gib(num_bytes: float) -> str:

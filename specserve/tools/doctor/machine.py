@@ -24,14 +24,23 @@ LEAST_PYTHON = (3, 11)
 LEAST_FILES = 4096  # each stream is a connection, each worker has some dozens
 LEAST_SHARED, LEAST_DISK = 2**30, 2 * 2**30
 SHARED, DRIVER, FLAGS = Path("/dev/shm"), Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
-DEMO_FILES = ("target/model.safetensors", "target/tokenizer.json", "draft/model.safetensors", "heads/heads.safetensors")
+DEMO_FILES = (
+    "target/model.safetensors",
+    "target/tokenizer.json",
+    "draft/model.safetensors",
+    "heads/heads.safetensors",
+)
 FAST = ("amx_tile", "avx512_bf16", "avx512f", "avx2")  # what a processor may have, the best first
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
     name = f"{platform.python_implementation()} {'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
     if version < LEAST_PYTHON:
-        yield bad("python", name, "specserve needs Python 3.11 or newer: make the environment with another one")
+        yield bad(
+            "python",
+            name,
+            "specserve needs Python 3.11 or newer: make the environment with another one",
+        )
     else:
         yield ok("python", name)
 
@@ -43,23 +52,35 @@ def install(demo: Path = DEMO) -> Iterator[Finding]:
         installed = distribution("specserve").version
     except PackageNotFoundError:
         yield warn(
-            "specserve", f"{specserve.__version__} in {where}, not installed", "run `pip install -e .`, so that `serve` and Ray find it anywhere"
+            "specserve",
+            f"{specserve.__version__} in {where}, not installed",
+            "run `pip install -e .`, so that `serve` and Ray find it anywhere",
         )
     else:
         if installed != specserve.__version__:
-            yield warn("specserve", f"{where} is {specserve.__version__}, and {installed} is installed", "install it again, or leave the directory")
+            yield warn(
+                "specserve",
+                f"{where} is {specserve.__version__}, and {installed} is installed",
+                "install it again, or leave the directory",
+            )
         else:
             yield ok("specserve", f"{installed} in {where}")
     missing = [name for name in DEMO_FILES if not (demo / name).is_file()]
     if missing:
-        yield bad("demo pair", f"{', '.join(missing)} missing in {demo}", "install specserve again; the demo pair is a part of the package")
+        yield bad(
+            "demo pair",
+            f"{', '.join(missing)} missing in {demo}",
+            "install specserve again; the demo pair is a part of the package",
+        )
     else:
         yield ok("demo pair", f"{demo}")
 
 
 def processor(flags: frozenset[str], *, bf16: bool, threads: int) -> Iterator[Finding]:
     """Of a machine that computes on it: without bf16 every position of a pass costs."""
-    has = [name for name in FAST if name in flags] or [torch.backends.cpu.get_cpu_capability().lower()]
+    has = [name for name in FAST if name in flags] or [
+        torch.backends.cpu.get_cpu_capability().lower()
+    ]
     found = f"torch {torch.__version__}, {threads} threads, {', '.join(has)}"
     if bf16 or torch.cuda.is_available():
         yield ok("torch", found)
@@ -73,7 +94,9 @@ def flags(file: Path = FLAGS) -> frozenset[str]:
     if not file.is_file():
         return frozenset()
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    return frozenset(
+        next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split()
+    )
 
 
 def cuda(driver: Path = DRIVER) -> Iterator[Finding]:
@@ -81,11 +104,18 @@ def cuda(driver: Path = DRIVER) -> Iterator[Finding]:
         for number in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(number)
             name = torch.cuda.get_device_name(number)
-            yield ok(f"cuda:{number}", f"{name}, {gib(free)} of {gib(total)} free, CUDA {torch.version.cuda}{_driver(driver)}")
+            yield ok(
+                f"cuda:{number}",
+                f"{name}, {gib(free)} of {gib(total)} free, CUDA {torch.version.cuda}{_driver(driver)}",
+            )
     elif driver.is_file():
         built = f"torch was built {'for CPUs only' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}"
         remedy = "install a build of torch for the CUDA version of your driver (nvidia-smi shows it), or set target.device and draft.device to cpu"
-        yield warn("cuda", f"there is an NVIDIA driver{_driver(driver)}, and torch sees no device; {built}", remedy)
+        yield warn(
+            "cuda",
+            f"there is an NVIDIA driver{_driver(driver)}, and torch sees no device; {built}",
+            remedy,
+        )
     else:
         yield ok("cuda", "none; models run on CPUs")
 
@@ -105,18 +135,33 @@ def memory() -> Iterator[Finding]:
 def shared(num_bytes: int | None) -> Iterator[Finding]:
     """Where Ray keeps its objects. None: there is no such place."""
     if num_bytes is None:
-        yield warn("shared memory", f"there is no {SHARED}", "Ray will use files instead, which is slower; on Linux, mount it")
+        yield warn(
+            "shared memory",
+            f"there is no {SHARED}",
+            "Ray will use files instead, which is slower; on Linux, mount it",
+        )
     elif num_bytes < LEAST_SHARED:
-        yield warn("shared memory", f"{gib(num_bytes)} free in {SHARED}", "Ray wants 1 GiB or more: in a container, `docker run --shm-size=2g`")
+        yield warn(
+            "shared memory",
+            f"{gib(num_bytes)} free in {SHARED}",
+            "Ray wants 1 GiB or more: in a container, `docker run --shm-size=2g`",
+        )
     else:
         yield ok("shared memory", f"{gib(num_bytes)} free in {SHARED}")
 
 
 def open_files(soft: int, hard: int) -> Iterator[Finding]:
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
-        yield warn("open files", f"{soft} for each process", f"`ulimit -n {LEAST_FILES}` or more before you start; the system allows {hard}")
+        yield warn(
+            "open files",
+            f"{soft} for each process",
+            f"`ulimit -n {LEAST_FILES}` or more before you start; the system allows {hard}",
+        )
     else:
-        yield ok("open files", f"{'no limit' if soft == resource.RLIM_INFINITY else soft} for each process")
+        yield ok(
+            "open files",
+            f"{'no limit' if soft == resource.RLIM_INFINITY else soft} for each process",
+        )
 
 
 def disk(places: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
@@ -125,16 +170,29 @@ def disk(places: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
         there = next(path for path in (place, *place.parents) if path.exists())
         free = shutil.disk_usage(there).free
         if free < LEAST_DISK:
-            yield warn(f"disk, {what}", f"{gib(free)} free at {place}", "make room, or models and logs may not find a place")
+            yield warn(
+                f"disk, {what}",
+                f"{gib(free)} free at {place}",
+                "make room, or models and logs may not find a place",
+            )
         else:
             yield ok(f"disk, {what}", f"{gib(free)} free at {place}")
 
 
 def system() -> Iterator[Finding]:
     """All of this machine."""
-    yield from processor(flags(), bf16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), threads=torch.get_num_threads())
+    yield from processor(
+        flags(),
+        bf16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        threads=torch.get_num_threads(),
+    )
     yield from cuda()
     yield from memory()
     yield from shared(shutil.disk_usage(SHARED).free if SHARED.is_dir() else None)
     yield from open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    yield from disk([("temporary files", Path(tempfile.gettempdir())), ("models from the hub", Path(HF_HUB_CACHE))])
+    yield from disk(
+        [
+            ("temporary files", Path(tempfile.gettempdir())),
+            ("models from the hub", Path(HF_HUB_CACHE)),
+        ]
+    )

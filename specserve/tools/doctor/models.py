@@ -25,7 +25,10 @@ SAME = "a draft must give every id the target's meaning, for it proposes ids and
 def checkpoint(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
     described = describe(path)
     spec = described.spec
-    yield ok(role, f"{path}: {spec.model_type}, {described.num_parameters / 1e6:,.1f}M parameters, context {spec.max_context:,}")
+    yield ok(
+        role,
+        f"{path}: {spec.model_type}, {described.num_parameters / 1e6:,.1f}M parameters, context {spec.max_context:,}",
+    )
     yield from weights(role, path, local=local)
     if not (path / "generation_config.json").is_file() and role == "target":
         remedy = "texts end at config.json's eos_token_id; if they do not end, write generation_config.json with the right eos_token_id"
@@ -36,12 +39,20 @@ def weights(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
     """Every file of the index there, every tensor in it, and none cut off: the header says how long a file must be."""
     subject = f"{role}, weights"
     if not local and not any(path.glob("*.safetensors")):
-        yield warn(subject, "not on this machine yet", "they are fetched when serving starts, on each node that needs them; that may take long")
+        yield warn(
+            subject,
+            "not on this machine yet",
+            "they are fetched when serving starts, on each node that needs them; that may take long",
+        )
         return
     found = files(path)
     missing = [file.name for file in found if not file.is_file()]
     if missing:
-        yield bad(subject, f"{len(missing)} of {len(found)} files missing: {', '.join(missing[:SHOWN])}", "fetch the model again")
+        yield bad(
+            subject,
+            f"{len(missing)} of {len(found)} files missing: {', '.join(missing[:SHOWN])}",
+            "fetch the model again",
+        )
         return
     held: dict[str, Path] = {}
     for file in found:
@@ -49,12 +60,18 @@ def weights(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
             with safe_open(file, framework="np") as opened:
                 held.update(dict.fromkeys(opened.keys(), file))
         except (OSError, SafetensorError) as error:
-            yield bad(subject, f"{file.name} cannot be read: {error}", "it is broken or cut off: fetch it again")
+            yield bad(
+                subject,
+                f"{file.name} cannot be read: {error}",
+                "it is broken or cut off: fetch it again",
+            )
             return
     lost = sorted(name for name, file in _indexed(path).items() if held.get(name) != path / file)
     if lost:
         yield bad(
-            subject, f"{len(lost)} tensors of the index are in no file, such as {lost[0]}", "the index belongs to other files: fetch the model again"
+            subject,
+            f"{len(lost)} tensors of the index are in no file, such as {lost[0]}",
+            "the index belongs to other files: fetch the model again",
         )
     else:
         size = sum(file.stat().st_size for file in found)
@@ -76,7 +93,9 @@ def tokenizer(text: Text) -> Iterator[Finding]:
         yield ok("chat template", "the model's own")
     else:
         yield warn(
-            "chat template", "none", "chats are written as `role: content` lines; a base model may do with it, a chat model needs its own template"
+            "chat template",
+            "none",
+            "chats are written as `role: content` lines; a base model may do with it, a chat model needs its own template",
         )
 
 
@@ -84,12 +103,18 @@ def same_tokens(target: Text, draft: Text, *, key: str) -> Iterator[Finding]:
     """Which ids differ, what that means, and what to do."""
     differing = target.differing(draft)
     if not differing:
-        yield ok(f"{key}, tokens", f"all {target.vocab_size:,} ids mean what they mean to the target")
+        yield ok(
+            f"{key}, tokens", f"all {target.vocab_size:,} ids mean what they mean to the target"
+        )
         return
-    shown = ", ".join(f"{token} ({target.name(token)!r}, {draft.name(token)!r})" for token in differing[:SHOWN])
+    shown = ", ".join(
+        f"{token} ({target.name(token)!r}, {draft.name(token)!r})" for token in differing[:SHOWN]
+    )
     found = f"{len(differing):,} of {target.vocab_size:,} ids mean something else than to the target: {shown}"
     if len(differing) < (1 - SIMILAR) * target.vocab_size:
-        found += "; so few that one of the two tokenizers may have been changed since they were alike"
+        found += (
+            "; so few that one of the two tokenizers may have been changed since they were alike"
+        )
     remedy = f"{SAME}choose a draft of the target's family, or draft.kind prompt_copy, max_gram, layer_skip or heads, which need no second tokenizer"
     yield bad(f"{key}, tokens", found, remedy)
 
@@ -101,7 +126,11 @@ def pair(config: Config) -> Iterator[Finding]:
     text = Text.load(target)
     yield from tokenizer(text)
     if config.draft.kind == "none":
-        yield warn("draft", "draft.kind is none", "without a draft nothing is speculated: name one with --draft, or choose a draft.kind")
+        yield warn(
+            "draft",
+            "draft.kind is none",
+            "without a draft nothing is speculated: name one with --draft, or choose a draft.kind",
+        )
     elif config.draft.kind in TIED:
         yield from _fits(config)
     else:

@@ -15,12 +15,22 @@ def http(asked: Http) -> Iterator[Finding]:
     if trouble is None:
         yield ok("http port", f"{where} is free")
     elif trouble.errno == errno.EADDRINUSE:
-        yield bad("http port", f"{where} is taken", "end what listens there (`ss -ltnp` names it), or choose another with --port or http.port")
+        yield bad(
+            "http port",
+            f"{where} is taken",
+            "end what listens there (`ss -ltnp` names it), or choose another with --port or http.port",
+        )
     elif trouble.errno == errno.EACCES:
-        yield bad("http port", f"{where} is not yours to listen on", "ports below 1024 are the administrator's: choose another with --port")
+        yield bad(
+            "http port",
+            f"{where} is not yours to listen on",
+            "ports below 1024 are the administrator's: choose another with --port",
+        )
     else:
         yield bad(
-            "http port", f"{where}: {trouble.strerror or trouble}", "http.host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0"
+            "http port",
+            f"{where}: {trouble.strerror or trouble}",
+            "http.host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0",
         )
 
 
@@ -31,7 +41,11 @@ def proxy(ports: Mapping[str, int]) -> Iterator[Finding]:
         if trouble is None:
             yield ok("HAProxy's port", f"{port} is free")
         else:
-            yield bad("HAProxy's port", f"{port}: {trouble.strerror}", f"end what listens there, or set {variable} to another before Ray starts")
+            yield bad(
+                "HAProxy's port",
+                f"{port}: {trouble.strerror}",
+                f"end what listens there, or set {variable} to another before Ray starts",
+            )
 
 
 def why_not(host: str, port: int) -> OSError | None:

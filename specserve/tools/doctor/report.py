@@ -23,7 +23,9 @@ class Report:
 
     def text(self, terminal: Terminal) -> str:
         width = max((len(finding.subject) for finding in self.findings), default=0)
-        return "\n".join([*(_line(finding, width, terminal) for finding in self.findings), self._end()])
+        return "\n".join(
+            [*(_line(finding, width, terminal) for finding in self.findings), self._end()]
+        )
 
     def json(self) -> dict[str, object]:
         return {"well": self.is_well, "findings": [asdict(finding) for finding in self.findings]}
@@ -31,7 +33,11 @@ class Report:
     def _end(self) -> str:
         if not self.is_well:
             return f"{self._count(Grade.BAD)} bad, {self._count(Grade.WARN)} to be warned of: it will not serve as it is"
-        return f"ready to serve, {self._count(Grade.WARN)} to be warned of" if self._count(Grade.WARN) else "ready to serve"
+        return (
+            f"ready to serve, {self._count(Grade.WARN)} to be warned of"
+            if self._count(Grade.WARN)
+            else "ready to serve"
+        )
 
     def _count(self, grade: Grade) -> int:
         return sum(finding.grade is grade for finding in self.findings)

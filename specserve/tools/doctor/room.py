@@ -33,14 +33,22 @@ def room(config: Config, target: Path, draft: Path | None) -> Iterator[Finding]:
         yield from _on_gpus(config, rank, guesser)
     else:
         whole = Need(rank.weight_bytes * degree, rank.context_bytes * degree)
-        yield from fits("memory for the target", whole, free_memory(torch.device("cpu")), config, beside=guesser)
+        yield from fits(
+            "memory for the target", whole, free_memory(torch.device("cpu")), config, beside=guesser
+        )
 
 
 def need(path: Path, own: Target | Draft, config: Config, *, ranks: int = 1) -> Need:
     described = describe(path, ranks=ranks)
-    dtype = DTYPES[own.dtype] if own.dtype != "auto" else dtype_of("auto", torch.device("cuda" if on_gpu(own) else "cpu"))
+    dtype = (
+        DTYPES[own.dtype]
+        if own.dtype != "auto"
+        else dtype_of("auto", torch.device("cuda" if on_gpu(own) else "cpu"))
+    )
     share = Share.of(described, dtype, config.cache.page_size)
-    context = min(described.spec.max_context, config.limits.max_context or described.spec.max_context)
+    context = min(
+        described.spec.max_context, config.limits.max_context or described.spec.max_context
+    )
     return Need(share.weight_bytes, share.kv_bytes * context)
 
 
@@ -53,16 +61,28 @@ def _on_gpus(config: Config, rank: Need, guesser: Need | None) -> Iterator[Findi
     there, degree = torch.cuda.device_count(), config.target.tensor_parallel
     if there < degree:
         remedy = "where they are on other nodes, `specserve plan --gpus` estimates; else lower target.tensor_parallel, or set target.device to cpu"
-        yield warn("memory", f"the target wants {degree} GPUs, and this machine shows {there}", remedy)
+        yield warn(
+            "memory", f"the target wants {degree} GPUs, and this machine shows {there}", remedy
+        )
         return
     poorest = min(free_memory(torch.device("cuda", number)) for number in range(degree))
     alone = guesser is None or not on_gpu(config.draft) or there > degree
-    yield from fits(f"memory of {degree} GPUs" if degree > 1 else "memory of the GPU", rank, poorest, config, beside=None if alone else guesser)
+    yield from fits(
+        f"memory of {degree} GPUs" if degree > 1 else "memory of the GPU",
+        rank,
+        poorest,
+        config,
+        beside=None if alone else guesser,
+    )
     if guesser is not None and on_gpu(config.draft) and there > degree:
-        yield from fits("memory of the draft's GPU", guesser, free_memory(torch.device("cuda", degree)), config)
+        yield from fits(
+            "memory of the draft's GPU", guesser, free_memory(torch.device("cuda", degree)), config
+        )
 
 
-def fits(subject: str, own: Need, free: int, config: Config, *, beside: Need | None = None) -> Iterator[Finding]:
+def fits(
+    subject: str, own: Need, free: int, config: Config, *, beside: Need | None = None
+) -> Iterator[Finding]:
     """Weights, then a share of what is left for keys and values, as the engine deals memory out."""
     other = 0 if beside is None else beside.weight_bytes
     left = free - own.weight_bytes - other
@@ -73,8 +93,14 @@ def fits(subject: str, own: Need, free: int, config: Config, *, beside: Need | N
         return
     pages = left * (config.cache.memory_fraction or MEMORY_SHARE)
     sequences = pages / own.context_bytes
-    found = f"{found}; {gib(pages)} for keys and values, {sequences:.1f} sequences of the whole context"
+    found = (
+        f"{found}; {gib(pages)} for keys and values, {sequences:.1f} sequences of the whole context"
+    )
     if sequences < 1:
-        yield warn(subject, found, "long texts will be refused: set limits.max_context lower, or cache.memory_fraction higher")
+        yield warn(
+            subject,
+            found,
+            "long texts will be refused: set limits.max_context lower, or cache.memory_fraction higher",
+        )
     else:
         yield ok(subject, found)

@@ -20,7 +20,11 @@ def keys(asked: Http) -> Iterator[Finding]:
         if asked.host in LOOPBACK:
             yield ok("API keys", f"none are asked for; only this machine reaches {asked.host}")
         else:
-            yield warn("API keys", f"none are asked for, and {asked.host} may be reached from elsewhere", "name a file of keys in http.api_keys_file")
+            yield warn(
+                "API keys",
+                f"none are asked for, and {asked.host} may be reached from elsewhere",
+                "name a file of keys in http.api_keys_file",
+            )
         return
     file = Path(asked.api_keys_file)
     found = Keys.read(file)
@@ -31,10 +35,14 @@ def tls(asked: Http) -> Iterator[Finding]:
     if asked.tls_cert is None or asked.tls_key is None:
         return
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(asked.tls_cert, asked.tls_key)
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            asked.tls_cert, asked.tls_key
+        )
     except (OSError, ssl.SSLError) as error:
         yield bad(
-            "TLS", f"{asked.tls_cert}, {asked.tls_key}: {error}", "both must be PEM files, the key without a password and that of the certificate"
+            "TLS",
+            f"{asked.tls_cert}, {asked.tls_key}: {error}",
+            "both must be PEM files, the key without a password and that of the certificate",
         )
         return
     yield from _private("TLS", Path(asked.tls_key), f"{asked.tls_cert} and its key")

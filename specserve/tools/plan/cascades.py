@@ -16,7 +16,9 @@ from operator import mul
 from specserve.theory import vertical_factor
 
 Matrix = tuple[tuple[int, ...], ...]
-PLACES: Mapping[str, Callable[[int], list[tuple[int, int]]]] = {  # where k may have tokens, by the number of stages
+PLACES: Mapping[
+    str, Callable[[int], list[tuple[int, int]]]
+] = {  # where k may have tokens, by the number of stages
     "vertical": lambda size: [(i, i) for i in range(size)],
     "horizontal": lambda size: [(0, j) for j in range(size)],
     "cascade": lambda size: list(combinations_with_replacement(range(size), 2)),
@@ -76,7 +78,10 @@ def cascade_factor(stages: Sequence[Stage], k: Matrix) -> float:
         if length <= 0:
             return 0.0
         one = review(stage + 1, length - 1)
-        return one.cost + sum(chance * writing(stage, length - count) for count, chance in enumerate(one.tokens, start=1))
+        return one.cost + sum(
+            chance * writing(stage, length - count)
+            for count, chance in enumerate(one.tokens, start=1)
+        )
 
     return review(0, sum(k[0])).factor
 
@@ -117,13 +122,17 @@ def _best_reviews(stages: Sequence[Stage], max_k: int) -> Choice:
 
     def factor(numbers: Sequence[int]) -> float:
         n, k = numbers
-        return vertical_factor(first.alphas[0], second.alphas[1], n=n, k=k, c1=first.cost, c2=second.cost)
+        return vertical_factor(
+            first.alphas[0], second.alphas[1], n=n, k=k, c1=first.cost, c2=second.cost
+        )
 
     n, k = max(product(range(1, max_k + 1), repeat=2), key=factor)
     return Choice("vertical, by reviews", f"n = {n}, k = {k}", factor((n, k)))
 
 
-def _climbed(start: Sequence[int], least: Sequence[int], most: int, factor: Callable[[Sequence[int]], float]) -> list[int]:
+def _climbed(
+    start: Sequence[int], least: Sequence[int], most: int, factor: Callable[[Sequence[int]], float]
+) -> list[int]:
     """Any number anew, or any two by a step, whichever is best, until nothing is better."""
     best, found = list(start), factor(start)
     while True:
@@ -135,7 +144,9 @@ def _climbed(start: Sequence[int], least: Sequence[int], most: int, factor: Call
 
 def _neighbours(numbers: Sequence[int], least: Sequence[int], most: int) -> Iterator[list[int]]:
     for place, low in enumerate(least):
-        yield from ([*numbers[:place], number, *numbers[place + 1 :]] for number in range(low, most + 1))
+        yield from (
+            [*numbers[:place], number, *numbers[place + 1 :]] for number in range(low, most + 1)
+        )
     for steps in product((-1, 0, 1), repeat=len(numbers)):
         if sum(map(abs, steps)) == 2:
             moved = [number + step for number, step in zip(numbers, steps, strict=True)]

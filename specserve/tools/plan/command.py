@@ -43,14 +43,19 @@ def plan(options: Options, tell: Tell = silent) -> Report:
     """Raises whatever is wrong with the arguments, the models or the text; writes the files that were asked for."""
     for file in (options.json, options.plot):
         if file is not None and not file.resolve().parent.is_dir():
-            raise BadValue(f"cannot write {file}: its directory does not exist; make it first", param="out")
+            raise BadValue(
+                f"cannot write {file}: its directory does not exist; make it first", param="out"
+            )
     if options.plot is not None:
         check_drawable(options.plot)
     models = _models(options)
     notes, pairs = _pairs(options, models, tell)
     report = Report(
         tuple(notes),
-        tuple(Advice.of(pair, hit_rate=options.hit_rate, max_gamma=options.max_gamma) for pair in pairs),
+        tuple(
+            Advice.of(pair, hit_rate=options.hit_rate, max_gamma=options.max_gamma)
+            for pair in pairs
+        ),
         None if models is None else _memory(options, models),
         tuple(best_choices(options.stages, options.max_gamma)) if options.stages else (),
     )
@@ -58,7 +63,9 @@ def plan(options: Options, tell: Tell = silent) -> Report:
         options.json.write_text(json.dumps(report.json(), indent=2) + "\n", encoding="utf-8")
     if options.plot is not None:
         if not report.advice:
-            raise BadValue("there is nothing to plot without a draft, or --alpha and --cost", param="plot")
+            raise BadValue(
+                "there is nothing to plot without a draft, or --alpha and --cost", param="plot"
+            )
         draw(_panels(report.advice), options.plot)
     return report
 
@@ -67,10 +74,17 @@ def _models(options: Options) -> Models | None:
     """Those that were named, or the demo pair where nothing was; None where numbers alone were given."""
     if options.target is None and options.draft is None:
         numbers = options.alpha is not None or options.cost is not None or options.stages
-        return None if numbers and not options.gpus and not options.measure else Models(DEMO / "target", DEMO / "draft")
+        return (
+            None
+            if numbers and not options.gpus and not options.measure
+            else Models(DEMO / "target", DEMO / "draft")
+        )
     if options.target is None:
         raise BadValue("--draft needs --target, the model that it drafts for", param="draft")
-    return Models(find_config(options.target, key="--target"), None if options.draft is None else find_config(options.draft, key="--draft"))
+    return Models(
+        find_config(options.target, key="--target"),
+        None if options.draft is None else find_config(options.draft, key="--draft"),
+    )
 
 
 def _pairs(options: Options, models: Models | None, tell: Tell) -> tuple[list[str], list[Pair]]:
@@ -83,16 +97,22 @@ def _pairs(options: Options, models: Models | None, tell: Tell) -> tuple[list[st
     if models is None and options.cost is None:
         if options.alpha is None:
             return [], []
-        raise BadValue("--alpha alone says nothing of time; give --cost, or --target and --draft", param="cost")
+        raise BadValue(
+            "--alpha alone says nothing of time; give --cost, or --target and --draft", param="cost"
+        )
     ratio = None if models is None or models.draft is None else _ratio(models)
     c = ratio if options.cost is None else options.cost
     if c is None:
-        return ["No draft was named; --draft, or --alpha and --cost, say what speculation would gain."], []
+        return [
+            "No draft was named; --draft, or --alpha and --cost, say what speculation would gain."
+        ], []
     notes = [UNTIMED + "."] if options.cost is None else []
     if options.alpha is not None:
         return notes, [Pair("given", options.alpha, c, c if ratio is None else ratio)]
     notes.append("alpha was not given, so here are several; --measure --text FILE finds it.")
-    return notes, [Pair(f"if alpha is {alpha}", alpha, c, c if ratio is None else ratio) for alpha in LADDER]
+    return notes, [
+        Pair(f"if alpha is {alpha}", alpha, c, c if ratio is None else ratio) for alpha in LADDER
+    ]
 
 
 def _ratio(models: Models) -> float:
@@ -114,28 +134,44 @@ def _measured(options: Options, models: Models, tell: Tell) -> tuple[list[str], 
     c = taken["draft"] / taken["target"]
     note = f"Measured on {overlap.num_tokens:,} tokens; a pass of one token takes the target {1e3 * taken['target']:.2f} ms, "
     note += f"the draft {1e3 * taken['draft']:.2f} ms (on {target.runner.device.type}, {torch.get_num_threads()} threads)."
-    return [note], [Pair(f"T = {temperature:g}", alpha, c, _ratio(models)) for temperature, alpha in overlap.alphas.items()]
+    return [note], [
+        Pair(f"T = {temperature:g}", alpha, c, _ratio(models))
+        for temperature, alpha in overlap.alphas.items()
+    ]
 
 
 def _text(options: Options, models: Models) -> list[int]:
-    target, draft = (Text.load(find_checkpoint(path)) for path in (models.target, models.draft) if path is not None)
+    target, draft = (
+        Text.load(find_checkpoint(path))
+        for path in (models.target, models.draft)
+        if path is not None
+    )
     target.require_same(draft)
     if options.text is None:
         return held_out_tokens(options.tokens)
     try:
-        ids = target.encode(options.text.read_text(encoding="utf-8"), special=False)[: options.tokens]
+        ids = target.encode(options.text.read_text(encoding="utf-8"), special=False)[
+            : options.tokens
+        ]
     except (OSError, UnicodeDecodeError) as error:
-        raise BadValue(f"--text {options.text} cannot be read as UTF-8 text: {error}", param="text") from error
+        raise BadValue(
+            f"--text {options.text} cannot be read as UTF-8 text: {error}", param="text"
+        ) from error
     if not ids:
         raise BadValue(f"--text {options.text} is empty; name a file with text in it", param="text")
     return list(ids)
 
 
 def _reader(models: Models, which: str) -> Reader:
-    config = parse({"target.path": str(models.target), "draft.path": str(models.draft), "cache.pages": PAGES})
+    config = parse(
+        {"target.path": str(models.target), "draft.path": str(models.draft), "cache.pages": PAGES}
+    )
     own = config.target if which == "target" else config.draft
     assert own.path is not None
-    return Reader(open_model(find_checkpoint(own.path), Placement.of(own, config)), support=config.draft.support)
+    return Reader(
+        open_model(find_checkpoint(own.path), Placement.of(own, config)),
+        support=config.draft.support,
+    )
 
 
 def _memory(options: Options, models: Models) -> Memory:
@@ -149,7 +185,9 @@ def _memory(options: Options, models: Models) -> Memory:
         return Memory(how, target, draft)
     groups = [Gpus.of(text) for text in options.gpus]
     found = fits(models.target, groups[0], how)
-    return Memory(how, target, draft, tuple(found), _draft_fit(models, groups, found, how), groups[0].count)
+    return Memory(
+        how, target, draft, tuple(found), _draft_fit(models, groups, found, how), groups[0].count
+    )
 
 
 def _draft_fit(models: Models, groups: list[Gpus], found: list[Fit], how: Plan) -> Fit | None:
@@ -168,12 +206,31 @@ def _panels(advice: tuple[Advice, ...]) -> list[Panel]:
         name = f"{one.pair.name}, alpha {one.pair.alpha:.2f}"
         gammas = [gain.gamma for gain in one.by_gamma]
         by_gamma.append(Curve(name, gammas, [gain.serial for gain in one.by_gamma], colour=colour))
-        by_gamma.append(Curve(f"{one.hit_rate:.0%} hidden", gammas, [gain.hidden for gain in one.by_gamma], dashed=True, colour=colour))
+        by_gamma.append(
+            Curve(
+                f"{one.hit_rate:.0%} hidden",
+                gammas,
+                [gain.hidden for gain in one.by_gamma],
+                dashed=True,
+                colour=colour,
+            )
+        )
     pair, most = advice[0].pair, len(advice[0].by_gamma)
-    for name, hit_rate in (("drafting serial", 0.0), (f"{advice[0].hit_rate:.0%} hidden", advice[0].hit_rate)):
-        best = [max(walltime_factor(alpha, gamma, pair.c, hit_rate=hit_rate) for gamma in range(most)) for alpha in alphas]
+    for name, hit_rate in (
+        ("drafting serial", 0.0),
+        (f"{advice[0].hit_rate:.0%} hidden", advice[0].hit_rate),
+    ):
+        best = [
+            max(walltime_factor(alpha, gamma, pair.c, hit_rate=hit_rate) for gamma in range(most))
+            for alpha in alphas
+        ]
         by_alpha.append(Curve(name, alphas, best, dashed=hit_rate > 0, colour=0))
     return [
         Panel(f"by gamma, c = {pair.c:.3g}", "gamma", "times faster than plain decoding", by_gamma),
-        Panel(f"the best gamma up to {most - 1}, c = {pair.c:.3g}", "alpha", "times faster than plain decoding", by_alpha),
+        Panel(
+            f"the best gamma up to {most - 1}, c = {pair.c:.3g}",
+            "alpha",
+            "times faster than plain decoding",
+            by_alpha,
+        ),
     ]

@@ -32,11 +32,15 @@ class Panel:
 def check_drawable(file: Path) -> None:
     """Raises ConfigError before any work is done for a picture that cannot be drawn."""
     if file.suffix.lower() not in FORMATS:
-        raise ConfigError(f"a plot is written as {', '.join(FORMATS)}, not {file.suffix or file.name!r}")
+        raise ConfigError(
+            f"a plot is written as {', '.join(FORMATS)}, not {file.suffix or file.name!r}"
+        )
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError("plots need matplotlib; install it with: pip install 'specserve[plots]'") from error
+        raise ConfigError(
+            "plots need matplotlib; install it with: pip install 'specserve[plots]'"
+        ) from error
 
 
 def draw(panels: Sequence[Panel], file: Path) -> None:
@@ -45,13 +49,32 @@ def draw(panels: Sequence[Panel], file: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.hashsalt": "specserve", "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}):
+    with rc_context(
+        {
+            "svg.hashsalt": "specserve",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.alpha": 0.3,
+        }
+    ):
         figure = Figure(figsize=(5.2 * len(panels), 3.8), layout="constrained")
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for axes, panel in zip(
+            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+        ):
             for curve in panel.curves:
                 colour = None if curve.colour is None else f"C{curve.colour}"
                 style = "--" if curve.dashed else "-"
-                axes.plot(curve.xs, curve.ys, style, label=curve.name, color=colour, drawstyle="steps-post" if panel.steps else "default")
+                axes.plot(
+                    curve.xs,
+                    curve.ys,
+                    style,
+                    label=curve.name,
+                    color=colour,
+                    drawstyle="steps-post" if panel.steps else "default",
+                )
             axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
             axes.legend(fontsize="small", frameon=False)
-        figure.savefig(file, dpi=100, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
+        figure.savefig(
+            file, dpi=100, metadata={"Date": None} if file.suffix.lower() == ".svg" else None
+        )

@@ -46,7 +46,12 @@ class Reader:
     """A model that reads."""
 
     def __init__(self, opened: Opened, *, support: int) -> None:
-        self.runner, self.spec, self.support, self.context = opened.runner, opened.spec, support, opened.max_context
+        self.runner, self.spec, self.support, self.context = (
+            opened.runner,
+            opened.spec,
+            support,
+            opened.max_context,
+        )
 
     def logits(self, start: int, tokens: Sequence[int]) -> Tensor:  # [tokens, vocab]
         """Behind every token of a window; a step at 0 forgets the windows before."""
@@ -59,7 +64,10 @@ class Reader:
 
     def q(self, start: int, tokens: Sequence[int]) -> dict[float, Support]:
         """What the engine's drafter would draw from."""
-        return {temperature: Support(*truncate(p, self.support if temperature else 1)) for temperature, p in self.p(start, tokens).items()}
+        return {
+            temperature: Support(*truncate(p, self.support if temperature else 1))
+            for temperature, p in self.p(start, tokens).items()
+        }
 
     def pass_seconds(self, rows: int) -> Callable[[], float]:
         """To be called again and again: the seconds of a pass of so many rows. A step may be repeated, so nothing is undone."""
@@ -81,7 +89,9 @@ class Tabled:
         self._table, self.context = table, REACH
 
     def q(self, start: int, tokens: Sequence[int]) -> dict[float, Support]:
-        rows = [self._table.row(token, position) for position, token in enumerate(tokens, start + 1)]
+        rows = [
+            self._table.row(token, position) for position, token in enumerate(tokens, start + 1)
+        ]
         ids = torch.tensor(np.stack([row.ids for row in rows if row is not None]))
         probs = torch.tensor(np.stack([row.probs for row in rows if row is not None]))
         assert len(ids) == len(tokens), "counted tables know something everywhere"
@@ -97,7 +107,9 @@ class Overlap:
 
 
 @torch.inference_mode()
-def overlaps(target: Reader, guessers: Mapping[str, Guesser], text: Sequence[int], *, tell: Tell = silent) -> dict[str, Overlap]:
+def overlaps(
+    target: Reader, guessers: Mapping[str, Guesser], text: Sequence[int], *, tell: Tell = silent
+) -> dict[str, Overlap]:
     """Of each guesser with the target, on the same prefixes."""
     sums = {name: dict.fromkeys(TEMPERATURES, 0.0) for name in guessers}
     reach = min(REACH, target.context, *(guesser.context for guesser in guessers.values()))
@@ -109,10 +121,15 @@ def overlaps(target: Reader, guessers: Mapping[str, Guesser], text: Sequence[int
         for name, guesser in guessers.items():
             for temperature, q in guesser.q(start, window).items():
                 sums[name][temperature] += _overlap(p[temperature], q)
-    return {name: Overlap({t: total / len(text) for t, total in own.items()}, len(text)) for name, own in sums.items()}
+    return {
+        name: Overlap({t: total / len(text) for t, total in own.items()}, len(text))
+        for name, own in sums.items()
+    }
 
 
-def seconds(passes: Mapping[str, Callable[[], float]], *, times: int = TIMES, tell: Tell = silent) -> dict[str, float]:
+def seconds(
+    passes: Mapping[str, Callable[[], float]], *, times: int = TIMES, tell: Tell = silent
+) -> dict[str, float]:
     """The median of each, taken in turns, so that every pass finds the caches as the others left them."""
     taken: dict[str, list[float]] = {name: [] for name in passes}
     for turn in range(times + 2):

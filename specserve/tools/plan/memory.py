@@ -44,7 +44,9 @@ class Gpus:
         """4xH100, H100, 4x80 (GiB each)."""
         match = re.fullmatch(r"(?:(\d{1,5})x)?([\w.-]+)", text.strip(), re.IGNORECASE)
         if match is None or match[1] == "0":
-            raise BadValue(f"--gpus takes such as 4x80 (GiB each) or 4xH100, not {text!r}", param="gpus")
+            raise BadValue(
+                f"--gpus takes such as 4x80 (GiB each) or 4xH100, not {text!r}", param="gpus"
+            )
         return cls(int(match[1] or 1), _gib(match[2]))
 
 
@@ -52,7 +54,10 @@ def _gib(text: str) -> float:
     if re.fullmatch(r"\d{1,6}(\.\d+)?", text) and float(text) > 0:
         return float(text)
     if text.upper() not in GPUS:
-        raise BadValue(f"--gpus knows no {text!r}; say its GiB, as in 4x80, or one of {', '.join(GPUS)}", param="gpus")
+        raise BadValue(
+            f"--gpus knows no {text!r}; say its GiB, as in 4x80, or one of {', '.join(GPUS)}",
+            param="gpus",
+        )
     return GPUS[text.upper()]
 
 
@@ -68,8 +73,15 @@ class Share:
     @classmethod
     def of(cls, described: Described, dtype: torch.dtype, page_size: int) -> Share:
         spec = described.spec
-        kv_bytes = spec.num_layers * spec.kv_heads * (spec.head_dim + spec.v_head_dim) * dtype.itemsize
-        return cls(described.num_parameters, described.num_parameters * dtype.itemsize, kv_bytes, kv_bytes * page_size)
+        kv_bytes = (
+            spec.num_layers * spec.kv_heads * (spec.head_dim + spec.v_head_dim) * dtype.itemsize
+        )
+        return cls(
+            described.num_parameters,
+            described.num_parameters * dtype.itemsize,
+            kv_bytes,
+            kv_bytes * page_size,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,4 +146,10 @@ def _fit(model: Path, ranks: int, gib: float, plan: Plan) -> Fit:
     except TooLittleMemory:
         pages = 0
     sequences = pages // -(-plan.context // plan.page_size)
-    return Fit(ranks, share, pages, sequences, "" if sequences else f"not one sequence of {plan.context:,} tokens fits beside the weights")
+    return Fit(
+        ranks,
+        share,
+        pages,
+        sequences,
+        "" if sequences else f"not one sequence of {plan.context:,} tokens fits beside the weights",
+    )

@@ -41,23 +41,32 @@ class Options:
     def of(cls, given: argparse.Namespace) -> Options:
         """Raises BadValue for what the arguments do not say by themselves."""
         values = {field.name: getattr(given, field.name) for field in fields(cls)}
-        options = cls(**values | {"stages": _stages(given.stages or ()), "gpus": tuple(given.gpus or ())})
+        options = cls(
+            **values | {"stages": _stages(given.stages or ()), "gpus": tuple(given.gpus or ())}
+        )
         if options.measure and (options.alpha is not None or options.cost is not None):
-            raise BadValue("--measure finds alpha and c itself; leave --alpha and --cost out", param="measure")
+            raise BadValue(
+                "--measure finds alpha and c itself; leave --alpha and --cost out", param="measure"
+            )
         if options.measure and options.text is None and options.target is not None:
-            raise BadValue("--measure needs --text, a file that neither model has learnt from", param="text")
+            raise BadValue(
+                "--measure needs --text, a file that neither model has learnt from", param="text"
+            )
         if options.text is not None and not options.measure:
             raise BadValue("--text is read with --measure only", param="text")
         if len(options.gpus) > 2:
             raise BadValue(
-                f"--gpus takes one or two groups, the target's and, if they are others, the draft's, not {len(options.gpus)}", param="gpus"
+                f"--gpus takes one or two groups, the target's and, if they are others, the draft's, not {len(options.gpus)}",
+                param="gpus",
             )
         return options
 
 
 def _stages(given: Sequence[Stage]) -> tuple[Stage, ...]:
     if len(given) == 1:
-        raise BadValue("--stages needs two or more; one draft is --alpha and --cost", param="stages")
+        raise BadValue(
+            "--stages needs two or more; one draft is --alpha and --cost", param="stages"
+        )
     for place, one in enumerate(given):
         if len(one.alphas) > place + 1:
             reviewers = f"the target and {place} above it" if place else "the target alone"
@@ -74,12 +83,27 @@ def _filled(stage: Stage, place: int) -> Stage:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", metavar="M", help="a directory with config.json, weights or not, or a hub name; the demo pair's by default")
-    parser.add_argument("--draft", metavar="M", help="likewise")
-    parser.add_argument("--alpha", type=share, metavar="A", help="how often a draft token is accepted, 0 to 1")
-    parser.add_argument("--cost", type=cost, metavar="C", help="time of a draft pass / of a target pass; by default the ratio of their parameters")
     parser.add_argument(
-        "--hit-rate", type=share, default=HIT_RATE, metavar="H", help=f"share of proposals that are ready in time; default {HIT_RATE}"
+        "--target",
+        metavar="M",
+        help="a directory with config.json, weights or not, or a hub name; the demo pair's by default",
+    )
+    parser.add_argument("--draft", metavar="M", help="likewise")
+    parser.add_argument(
+        "--alpha", type=share, metavar="A", help="how often a draft token is accepted, 0 to 1"
+    )
+    parser.add_argument(
+        "--cost",
+        type=cost,
+        metavar="C",
+        help="time of a draft pass / of a target pass; by default the ratio of their parameters",
+    )
+    parser.add_argument(
+        "--hit-rate",
+        type=share,
+        default=HIT_RATE,
+        metavar="H",
+        help=f"share of proposals that are ready in time; default {HIT_RATE}",
     )
     parser.add_argument("--max-gamma", type=positive, default=16, metavar="N")
     parser.add_argument(
@@ -89,17 +113,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A[,A]:C",
         help="a cascade, from the largest draft to the smallest: how often the target accepts its tokens, then each stage above it, and its cost",
     )
-    parser.add_argument("--gpus", nargs="+", metavar="NxG", help="such as 4x80 (GiB each) or 4xH100; then the draft's, if they are others")
+    parser.add_argument(
+        "--gpus",
+        nargs="+",
+        metavar="NxG",
+        help="such as 4x80 (GiB each) or 4xH100; then the draft's, if they are others",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--context", type=positive, metavar="N", help="positions that a sequence takes; by default the model's, but at most 8192")
+    parser.add_argument(
+        "--context",
+        type=positive,
+        metavar="N",
+        help="positions that a sequence takes; by default the model's, but at most 8192",
+    )
     parser.add_argument("--page-size", type=positive, default=16, metavar="N")
-    parser.add_argument("--memory-fraction", type=share, metavar="F", help="for pages, of what is free beside the weights; by default the engine's")
-    parser.add_argument("--measure", action="store_true", help="run both models on --text, and measure alpha and c")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8; for the demo pair, by default, what it was not trained on")
-    parser.add_argument("--tokens", type=positive, default=4096, metavar="N", help="of the text, from its beginning")
+    parser.add_argument(
+        "--memory-fraction",
+        type=share,
+        metavar="F",
+        help="for pages, of what is free beside the weights; by default the engine's",
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="run both models on --text, and measure alpha and c"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8; for the demo pair, by default, what it was not trained on",
+    )
+    parser.add_argument(
+        "--tokens", type=positive, default=4096, metavar="N", help="of the text, from its beginning"
+    )
     parser.add_argument("--threads", type=positive, metavar="N", help="of a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the factors; PNG, SVG or PDF by its ending")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the factors; PNG, SVG or PDF by its ending"
+    )
 
 
 def share(text: str) -> float:
@@ -129,5 +179,7 @@ def stage(text: str) -> Stage:
     """0.6,0.7:0.01 as the acceptances, the target's first, and the cost."""
     alphas, colon, price = text.partition(":")
     if not colon:
-        raise argparse.ArgumentTypeError(f"a stage is written alpha:cost, such as 0.6:0.01, not {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"a stage is written alpha:cost, such as 0.6:0.01, not {text!r}"
+        )
     return Stage(tuple(share(alpha) for alpha in alphas.split(",")), cost(price))

@@ -34,7 +34,12 @@ class Report:
     cascades: tuple[Choice, ...] = ()
 
     def text(self) -> str:
-        parts = ["\n".join(self.notes), *_gains(self.advice), *_cascades(self.cascades), *_memory(self.memory)]
+        parts = [
+            "\n".join(self.notes),
+            *_gains(self.advice),
+            *_cascades(self.cascades),
+            *_memory(self.memory),
+        ]
         return "\n\n".join(part for part in parts if part)
 
     def json(self) -> dict[str, object]:
@@ -61,14 +66,27 @@ def _aligned(column: Sequence[str]) -> list[str]:
 
 def gib(num_bytes: float) -> str:
     """As people say it."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.95 * GIB else f"{num_bytes / 2**20:.1f} MiB"
+    return (
+        f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.95 * GIB else f"{num_bytes / 2**20:.1f} MiB"
+    )
 
 
 def _gains(advice: Sequence[Advice]) -> Iterator[str]:
     if not advice:
         return
     hit = advice[0].hit_rate
-    heads = ("draft", "alpha", "c", "gamma", "tokens a round", "factor", "operations", f"gamma, {hit:.0%} hidden", "factor", "operations")
+    heads = (
+        "draft",
+        "alpha",
+        "c",
+        "gamma",
+        "tokens a round",
+        "factor",
+        "operations",
+        f"gamma, {hit:.0%} hidden",
+        "factor",
+        "operations",
+    )
     rows: list[tuple[str, ...]] = [
         (
             f"{one.pair.name}",
@@ -97,13 +115,17 @@ def _by_gamma(one: Advice) -> str:
         "operations": [gain.operations for gain in gains],
     }
     return table(
-        (f"{one.pair.name}: gamma", *(str(gain.gamma) for gain in gains)), [(name, *(f"{x:.2f}" for x in row)) for name, row in rows.items()]
+        (f"{one.pair.name}: gamma", *(str(gain.gamma) for gain in gains)),
+        [(name, *(f"{x:.2f}" for x in row)) for name, row in rows.items()],
     )
 
 
 def _cascades(choices: Sequence[Choice]) -> Iterator[str]:
     if choices:
-        yield table(("cascade, best k", "factor", "k"), [(choice.kind, f"{choice.factor:.2f}", choice.k) for choice in choices])
+        yield table(
+            ("cascade, best k", "factor", "k"),
+            [(choice.kind, f"{choice.factor:.2f}", choice.k) for choice in choices],
+        )
 
 
 def _memory(memory: Memory | None) -> Iterator[str]:
@@ -121,10 +143,25 @@ def _memory(memory: Memory | None) -> Iterator[str]:
         for name, share in shares.items()
     ]
     dtype = str(memory.plan.dtype).removeprefix("torch.")
-    yield table((f"memory, {dtype}", "parameters", "weights", "keys and values, a token", f"of {memory.plan.context:,} tokens"), rows)
+    yield table(
+        (
+            f"memory, {dtype}",
+            "parameters",
+            "weights",
+            "keys and values, a token",
+            f"of {memory.plan.context:,} tokens",
+        ),
+        rows,
+    )
     if memory.fits:
         yield table(
-            ("tensor parallel", "weights, a GPU", f"pages of {memory.plan.page_size}", f"sequences of {memory.plan.context:,}", ""),
+            (
+                "tensor parallel",
+                "weights, a GPU",
+                f"pages of {memory.plan.page_size}",
+                f"sequences of {memory.plan.context:,}",
+                "",
+            ),
             [_fit_row(fit) for fit in memory.fits],
         )
         yield _verdict(memory)
@@ -132,7 +169,13 @@ def _memory(memory: Memory | None) -> Iterator[str]:
 
 def _fit_row(fit: Fit) -> tuple[str, ...]:
     weights = "-" if fit.share is None else gib(fit.share.weight_bytes)
-    return str(fit.ranks), weights, f"{fit.pages:,}" if fit.pages else "-", f"{fit.sequences:,}" if fit.sequences else "-", fit.reason
+    return (
+        str(fit.ranks),
+        weights,
+        f"{fit.pages:,}" if fit.pages else "-",
+        f"{fit.sequences:,}" if fit.sequences else "-",
+        fit.reason,
+    )
 
 
 def _verdict(memory: Memory) -> str:

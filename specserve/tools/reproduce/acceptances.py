@@ -14,8 +14,13 @@ from specserve.tools.reproduce.published import TABLE_3
 
 def acceptances(family: Family, budget: Budget, tell: Tell) -> Section:
     found = measured(family, budget, tell)
-    rows = [("Python, held out", name, f"{own.alphas[0.0]:.2f}", f"{own.alphas[1.0]:.2f}", "", "") for name, own in found.items()]
-    rows += [(row.task, row.draft, "", "", f"{row.greedy:.2f}", f"{row.sampled:.2f}") for row in TABLE_3]
+    rows = [
+        ("Python, held out", name, f"{own.alphas[0.0]:.2f}", f"{own.alphas[1.0]:.2f}", "", "")
+        for name, own in found.items()
+    ]
+    rows += [
+        (row.task, row.draft, "", "", f"{row.greedy:.2f}", f"{row.sampled:.2f}") for row in TABLE_3
+    ]
     tokens = next(iter(found.values())).num_tokens
     text = (
         f"E[sum min(p, q)] on {tokens:,} held-out tokens of Python's standard library, up to 1,024 of context, judged by the {label('target')}; "

@@ -47,38 +47,69 @@ def cascades(bench: Bench) -> Section:
         ways, missing = _ways(bench, theory, temperature)
         plain, *others = bench.hold([bench.plain(), *ways], temperature)
         rows += [(f"{temperature:g}", *_row(bench, result, plain)) for result in (plain, *others)]
-        rows += [(f"{temperature:g}", name, f"not available: {why}", "", "", "", "", "") for name, why in missing.items()]
+        rows += [
+            (f"{temperature:g}", name, f"not available: {why}", "", "", "", "", "")
+            for name, why in missing.items()
+        ]
     text = (
         f"Batches of one, the target widened to {bench.family.params / 1e6:.0f}M parameters, drafts and target in turn in one process. "
         "SWI = tokens / (target passes + sum of passes x c); c by size is the ratio of the parameters, by time that of timed passes, and 0 for what "
         "needs no model. gamma and k are those that theory finds best with the acceptances measured on held-out text (of max_gram: those of its "
         "bigrams). The papers' own figures are of other models and tasks, and cannot be checked by a formula; they are not copied here.\n\n"
     )
-    heads = ("T", "drafts", "gamma, k", "tokens a target pass", "alpha", "SWI, c by size", "SWI, c by time", "measured speed-up")
+    heads = (
+        "T",
+        "drafts",
+        "gamma, k",
+        "tokens a target pass",
+        "alpha",
+        "SWI, c by size",
+        "SWI, c by time",
+        "measured speed-up",
+    )
     return Section("Tables 2 and 3 of 2312.11462: cascades", text + table(heads, rows))
 
 
 def _theories(bench: Bench) -> dict[float, Theory]:
     """How the stages of each cascade accept one another, by temperature."""
     models = readers("target", DRAFT, SMALL)
-    guessers: dict[str, Guesser] = {DRAFT: models[DRAFT], SMALL: models[SMALL], MAX_GRAM: bench.family.tabled()["bigram"]}
-    accepted = {name: overlaps(model, guessers, bench.text, tell=bench.tell) for name, model in models.items()}
+    guessers: dict[str, Guesser] = {
+        DRAFT: models[DRAFT],
+        SMALL: models[SMALL],
+        MAX_GRAM: bench.family.tabled()["bigram"],
+    }
+    accepted = {
+        name: overlaps(model, guessers, bench.text, tell=bench.tell)
+        for name, model in models.items()
+    }
     costs = _costs(bench.costs.drafts)
 
     def stage(names: Sequence[str], place: int, temperature: float) -> Stage:
         reviewers = ("target", *names[:place])
-        return Stage(tuple(accepted[reviewer][names[place]].alphas[temperature] for reviewer in reviewers), costs[names[place]])
+        return Stage(
+            tuple(accepted[reviewer][names[place]].alphas[temperature] for reviewer in reviewers),
+            costs[names[place]],
+        )
 
     chains = {asked.stages for asked in ASKED} | {(MAX_GRAM,)}
-    return {t: {names: [stage(names, place, t) for place in range(len(names))] for names in chains} for t in TEMPERATURES}
+    return {
+        t: {names: [stage(names, place, t) for place in range(len(names))] for names in chains}
+        for t in TEMPERATURES
+    }
 
 
 def _ways(bench: Bench, theory: Theory, temperature: float) -> tuple[list[Way], dict[str, str]]:
     """Those that can be opened; of the others, why not."""
     (alone,) = theory[(MAX_GRAM,)]
     gamma = max(1, best_gamma(alone.alphas[0], alone.cost, MAX_GAMMA))
-    max_gram = bench.family.config(draft__kind=MAX_GRAM, draft__path=str(bench.family.tables), draft__learn=False)
-    ways = [bench.neural(SMALL, temperature), bench.neural(DRAFT, temperature), Way(MAX_GRAM, max_gram, gamma, (MAX_GRAM,))]
+    max_gram = bench.family.config(
+        draft__kind=MAX_GRAM, draft__path=str(bench.family.tables), draft__learn=False
+    )
+    ways = [
+        bench.neural(SMALL, temperature),
+        bench.neural(DRAFT, temperature),
+        Way(MAX_GRAM, max_gram, gamma, (MAX_GRAM,)),
+    ]
     missing: dict[str, str] = {}
     for asked in ASKED:
         try:
@@ -92,8 +123,13 @@ def _ways(bench: Bench, theory: Theory, temperature: float) -> tuple[list[Way], 
 
 def _way(bench: Bench, asked: Asked, k: Matrix) -> Way:
     tables = {"kind": MAX_GRAM, "path": str(bench.family.tables)}
-    stages = [tables if name == MAX_GRAM else {"kind": "neural", "path": str(DEMO / name)} for name in asked.stages]
-    config = bench.family.config(draft__kind=asked.kind, draft__stages=stages, draft__k=[list(row) for row in k])
+    stages = [
+        tables if name == MAX_GRAM else {"kind": "neural", "path": str(DEMO / name)}
+        for name in asked.stages
+    ]
+    config = bench.family.config(
+        draft__kind=asked.kind, draft__stages=stages, draft__k=[list(row) for row in k]
+    )
     return Way(asked.name, config, sum(k[0]), asked.stages, str([list(row) for row in k]))
 
 

@@ -54,9 +54,19 @@ SECTIONS: Mapping[str, Callable[[Workshop], Section]] = {
 
 def reproduce(options: argparse.Namespace, tell: Tell = silent) -> str:
     """The page; `tell` hears what is under way."""
-    budget = Budget(options.params, options.text_tokens, options.prompts, options.max_tokens, options.turns, options.threads)
+    budget = Budget(
+        options.params,
+        options.text_tokens,
+        options.prompts,
+        options.max_tokens,
+        options.turns,
+        options.threads,
+    )
     if budget.max_tokens < 2:
-        raise BadValue(f"--max-tokens must be 2 or more, not {budget.max_tokens}: the first token comes with the prompt", param="max_tokens")
+        raise BadValue(
+            f"--max-tokens must be 2 or more, not {budget.max_tokens}: the first token comes with the prompt",
+            param="max_tokens",
+        )
     names = [name for name in SECTIONS if name in (options.tables or SECTIONS)]
     if options.out is not None:
         if not options.out.is_dir():
@@ -69,7 +79,12 @@ def reproduce(options: argparse.Namespace, tell: Tell = silent) -> str:
         for name in names:
             tell(name)
             sections.append(SECTIONS[name](shop))
-    page = "\n\n".join((TITLE, ABOUT, _circumstances(budget), *(section.markdown() for section in sections))) + "\n"
+    page = (
+        "\n\n".join(
+            (TITLE, ABOUT, _circumstances(budget), *(section.markdown() for section in sections))
+        )
+        + "\n"
+    )
     if options.out is not None:
         (options.out / "reproduction.md").write_text(page, encoding="utf-8")
         for section in sections:

@@ -64,7 +64,9 @@ class Result:
 
     way: Way
     count: Count
-    passes: tuple[int, ...] | None  # of each stage, the largest first; None where the drafter does not count them
+    passes: (
+        tuple[int, ...] | None
+    )  # of each stage, the largest first; None where the drafter does not count them
     rates: tuple[float, ...]  # tokens a second, by turn
 
     def against(self, other: Result) -> float:
@@ -100,7 +102,9 @@ class Witness:
 
 def _seen(count: Count, drafted: int, accepted: int) -> Count:
     judged = min(accepted + 1, drafted)
-    return Count(count.rounds + 1, count.drafted + drafted, count.judged + judged, count.accepted + accepted)
+    return Count(
+        count.rounds + 1, count.drafted + drafted, count.judged + judged, count.accepted + accepted
+    )
 
 
 class Contender:
@@ -109,10 +113,18 @@ class Contender:
     def __init__(self, parts: Parts, way: Way, *, threads: int) -> None:
         """Raises whatever is wrong with the config or its files."""
         self.way, self._witness = way, Witness(parts.target)
-        self._drafter = None if way.config.draft.kind == "none" else open_drafter(way.config, target_vocab_size=parts.info.vocab_size)
+        self._drafter = (
+            None
+            if way.config.draft.kind == "none"
+            else open_drafter(way.config, target_vocab_size=parts.info.vocab_size)
+        )
         own = replace(parts, target=self._witness)
         if self._drafter is not None:
-            own = replace(own, drafter=LocalDrafter(self._drafter, threads=threads), draft_context=self._drafter.context)
+            own = replace(
+                own,
+                drafter=LocalDrafter(self._drafter, threads=threads),
+                draft_context=self._drafter.context,
+            )
         self._llm = LLM.over(own, way.config)
         self._rates: list[float] = []
 
@@ -122,8 +134,19 @@ class Contender:
         for seed, prompt in enumerate(prompts):
             wish = {"gamma": self.way.gamma, "verifier": "speculative"}
             self._witness.begin()
-            self._llm.generate([prompt], Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True, speculation=wish))
-        self._rates.append((self._witness.count.tokens - tokens) / (self._witness.seconds - seconds))
+            self._llm.generate(
+                [prompt],
+                Sampling(
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    seed=seed,
+                    ignore_eos=True,
+                    speculation=wish,
+                ),
+            )
+        self._rates.append(
+            (self._witness.count.tokens - tokens) / (self._witness.seconds - seconds)
+        )
 
     def result(self) -> Result:
         return Result(self.way, self._witness.count, self._passes(), tuple(self._rates))
@@ -136,7 +159,15 @@ class Contender:
 
 
 def hold(
-    parts: Parts, ways: Sequence[Way], prompts: Prompts, *, max_tokens: int, temperature: float, turns: int, threads: int, tell: Tell
+    parts: Parts,
+    ways: Sequence[Way],
+    prompts: Prompts,
+    *,
+    max_tokens: int,
+    temperature: float,
+    turns: int,
+    threads: int,
+    tell: Tell,
 ) -> list[Result]:
     """Of all ways, in turns (A B C A B C), so that the machine's moods meet all alike."""
     contenders = [Contender(parts, way, threads=threads) for way in ways]

@@ -59,16 +59,23 @@ class Family:
     def config(self, **overrides: object) -> Config:
         """Of an engine over the widened target; keys with `__` for dots."""
         keys = {key.replace("__", "."): value for key, value in overrides.items()}
-        return parse({"target.path": str(self.target), "cache.pages": PAGES, "speculation.gamma": 0, **keys})
+        return parse(
+            {"target.path": str(self.target), "cache.pages": PAGES, "speculation.gamma": 0, **keys}
+        )
 
     def tabled(self) -> dict[str, Tabled]:
         counts = load(self.tables)
-        return {"unigram": Tabled(Unigram(counts, width=SUPPORT)), "bigram": Tabled(Bigram(counts, width=SUPPORT))}
+        return {
+            "unigram": Tabled(Unigram(counts, width=SUPPORT)),
+            "bigram": Tabled(Bigram(counts, width=SUPPORT)),
+        }
 
 
 def reader(directory: Path) -> Reader:
     config = parse({"target.path": str(directory), "cache.pages": PAGES})
-    return Reader(open_model(find_checkpoint(directory), Placement.of(config.target, config)), support=SUPPORT)
+    return Reader(
+        open_model(find_checkpoint(directory), Placement.of(config.target, config)), support=SUPPORT
+    )
 
 
 def readers(*names: str) -> dict[str, Reader]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from specserve.theory import arithmetic_factor, best_gamma, horizontal_factor, tokens_per_round, walltime_factor
+from specserve.theory import (
+    arithmetic_factor,
+    best_gamma,
+    horizontal_factor,
+    tokens_per_round,
+    walltime_factor,
+)
 from specserve.tools.plan.curves import Curve, Panel
 from specserve.tools.reproduce.page import Section, table
 from specserve.tools.reproduce.published import TABLE_1, TARGET, TRADES, Setup, Trade
@@ -19,7 +25,11 @@ COSTS = (0.01, 0.02, 0.05, 0.1)
 def factor(setup: Setup) -> float:
     """A horizontal cascade; with a single draft it is Theorem 3.8 of 2211.17192."""
     alphas = [alpha for _, positions, alpha, _ in setup.drafts for _ in range(positions)]
-    costs = [parameters / TARGET for _, positions, _, parameters in setup.drafts for _ in range(positions)]
+    costs = [
+        parameters / TARGET
+        for _, positions, _, parameters in setup.drafts
+        for _ in range(positions)
+    ]
     return horizontal_factor(alphas, costs)
 
 
@@ -30,18 +40,32 @@ def table_1() -> Section:
         alphas = ", ".join(f"{alpha:.2f}" for _, _, alpha, _ in setup.drafts)
         rows.append((setup.task, drafts, alphas, f"{factor(setup):.3f}", f"{setup.factor:.2f}"))
     text = "Expected walltime factors of drafts and horizontal cascades; c is the ratio of the parameters, to those of a target of 11.3B.\n\n"
-    return Section("Table 1 of 2312.11462, by formula", text + table(("task", "drafts", "alpha", "ours", "published"), rows))
+    return Section(
+        "Table 1 of 2312.11462, by formula",
+        text + table(("task", "drafts", "alpha", "ours", "published"), rows),
+    )
 
 
 def figures() -> Section:
     """With Table 1, whose figures lie on the curves."""
     rows = [
-        (f"{row.alpha}", str(row.gamma), f"{operations(row):.3f}", f"{row.operations:.2f}", f"{speed(row):.3f}", f"{row.speed:.2f}") for row in TRADES
+        (
+            f"{row.alpha}",
+            str(row.gamma),
+            f"{operations(row):.3f}",
+            f"{row.operations:.2f}",
+            f"{speed(row):.3f}",
+            f"{row.speed:.2f}",
+        )
+        for row in TRADES
     ]
     text = "\n\n".join(
         (
             "The papers print the curves without numbers; Table 1 of the same paper has some of them, for c = c_ops = 0.",
-            table(("alpha", "gamma", "operations, ours", "published", "speed, ours", "published"), rows),
+            table(
+                ("alpha", "gamma", "operations, ours", "published", "speed, ours", "published"),
+                rows,
+            ),
             f"The best gamma at alpha 0.8: {', '.join(f'{best_gamma(0.8, c, MANY)} (c = {c})' for c in COSTS)}.",
         )
     )
@@ -51,7 +75,11 @@ def figures() -> Section:
         Panel("Figure 2: tokens a round", "alpha", "expected tokens", tokens),
         Panel("Figure 3: the best gamma", "alpha", "gamma", best, steps=True),
     ]
-    return Section("Figures 2 to 4 of 2211.17192, by formula", text, {"figures-2-3": panels, "figure-4": _figure_4()})
+    return Section(
+        "Figures 2 to 4 of 2211.17192, by formula",
+        text,
+        {"figures-2-3": panels, "figure-4": _figure_4()},
+    )
 
 
 def operations(row: Trade) -> float:
@@ -63,8 +91,13 @@ def speed(row: Trade) -> float:
 
 
 def _figure_4() -> list[Panel]:
-    faster = [_curve(f"gamma {gamma}", partial(walltime_factor, gamma=gamma, c=0.0)) for gamma in GAMMAS]
-    more = [_curve(f"gamma {gamma}", partial(arithmetic_factor, gamma=gamma, c_ops=0.0)) for gamma in GAMMAS]
+    faster = [
+        _curve(f"gamma {gamma}", partial(walltime_factor, gamma=gamma, c=0.0)) for gamma in GAMMAS
+    ]
+    more = [
+        _curve(f"gamma {gamma}", partial(arithmetic_factor, gamma=gamma, c_ops=0.0))
+        for gamma in GAMMAS
+    ]
     return [
         Panel("Figure 4: speed, c = 0", "alpha", "times faster than plain decoding", faster),
         Panel("Figure 4: operations, c_ops = 0", "alpha", "times those of plain decoding", more),

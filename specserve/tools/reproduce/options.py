@@ -20,13 +20,46 @@ TABLES = {
 def add_arguments(parser: argparse.ArgumentParser, *, count: Callable[[str], int]) -> None:
     """`count` reads numbers such as 200M."""
     names = "; ".join(f"{name}: {what}" for name, what in TABLES.items())
-    parser.add_argument("tables", nargs="*", type=_table, metavar="TABLE", help=f"all of them by default. {names}")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write reproduction.md there, and the plots beside it")
-    parser.add_argument("--params", type=count, default=200_000_000, metavar="N", help="parameters of the widened target, for speed and cascades")
-    parser.add_argument("--text-tokens", type=positive, default=16_384, metavar="N", help="held-out tokens that alpha is measured on")
-    parser.add_argument("--prompts", type=positive, default=8, metavar="N", help="held-out prompts that are continued")
-    parser.add_argument("--max-tokens", type=positive, default=96, metavar="N", help="of each continuation")
-    parser.add_argument("--turns", type=positive, default=3, metavar="N", help="of all that are compared, one after the other")
+    parser.add_argument(
+        "tables", nargs="*", type=_table, metavar="TABLE", help=f"all of them by default. {names}"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write reproduction.md there, and the plots beside it",
+    )
+    parser.add_argument(
+        "--params",
+        type=count,
+        default=200_000_000,
+        metavar="N",
+        help="parameters of the widened target, for speed and cascades",
+    )
+    parser.add_argument(
+        "--text-tokens",
+        type=positive,
+        default=16_384,
+        metavar="N",
+        help="held-out tokens that alpha is measured on",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="held-out prompts that are continued",
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=96, metavar="N", help="of each continuation"
+    )
+    parser.add_argument(
+        "--turns",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="of all that are compared, one after the other",
+    )
     parser.add_argument("--threads", type=positive, default=1, metavar="N")
 
 

@@ -13,10 +13,15 @@ from specserve.tools.plan.curves import Panel, draw
 class Section:
     title: str
     text: str
-    pictures: Mapping[str, Sequence[Panel]] = field(default_factory=dict)  # by what is special in the file's name
+    pictures: Mapping[str, Sequence[Panel]] = field(
+        default_factory=dict
+    )  # by what is special in the file's name
 
     def markdown(self) -> str:
-        images = [f"![{' / '.join(panel.title for panel in panels)}](reproduction-{name}.png)" for name, panels in self.pictures.items()]
+        images = [
+            f"![{' / '.join(panel.title for panel in panels)}](reproduction-{name}.png)"
+            for name, panels in self.pictures.items()
+        ]
         return "\n\n".join((f"## {self.title}", self.text.strip(), *images))
 
     def draw(self, directory: Path) -> None:

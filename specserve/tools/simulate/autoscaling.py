@@ -16,7 +16,9 @@ class Autoscaler:
 
     def __init__(self, rules: Replicas) -> None:
         self._rules = rules
-        self._look_back = max(1.0, min(LOOK_BACK_S, rules.upscale_delay_s, rules.downscale_delay_s))  # as cluster/app.py sets it
+        self._look_back = max(
+            1.0, min(LOOK_BACK_S, rules.upscale_delay_s, rules.downscale_delay_s)
+        )  # as cluster/app.py sets it
         self._seen: deque[tuple[float, int]] = deque()
         self._direction = 0  # of the change that is wanted
         self._since = 0.0
@@ -38,4 +40,7 @@ class Autoscaler:
         while self._seen[0][0] < now - self._look_back:
             self._seen.popleft()
         mean = sum(count for _, count in self._seen) / len(self._seen)
-        return max(self._rules.min, min(self._rules.max, math.ceil(mean / self._rules.target_ongoing_requests)))
+        return max(
+            self._rules.min,
+            min(self._rules.max, math.ceil(mean / self._rules.target_ongoing_requests)),
+        )

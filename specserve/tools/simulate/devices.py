@@ -48,7 +48,9 @@ class SimulatedTarget:
 
     def _work(self, steps: Sequence[VerifyStep]) -> float:
         rows = sum(len(step.tokens) + len(step.drafts) for step in steps)
-        seconds = self._pass_time.seconds(rows, len(steps), rows + sum(step.start for step in steps))
+        seconds = self._pass_time.seconds(
+            rows, len(steps), rows + sum(step.start for step in steps)
+        )
         self.busy += seconds
         return seconds
 
@@ -94,7 +96,9 @@ class SimulatedDrafter:
     def __init__(self, worker: Worker, clock: DeviceClock, truth: Truth, *, link_s: float) -> None:
         self._worker, self._clock, self._truth, self._link_s = worker, clock, truth, link_s
         self._released: list[int] = []  # the worker hears of them with its next steps
-        self.failure: Exception | None = None  # the coordinator would go on without a drafter; a simulation must not
+        self.failure: Exception | None = (
+            None  # the coordinator would go on without a drafter; a simulation must not
+        )
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
         try:

@@ -31,14 +31,20 @@ class Answer:
 def find(study: Study, *, directory: Path, tell: Tell) -> list[Answer]:
     """The cheapest first, those without an answer last. `tell` hears what is being tried."""
     assert study.find is not None
-    answers = [_of(study, study.find, split, directory, tell) for split in study.find.splits or (None,)]
-    return sorted(answers, key=lambda answer: (answer.total_devices is None, answer.total_devices or 0))
+    answers = [
+        _of(study, study.find, split, directory, tell) for split in study.find.splits or (None,)
+    ]
+    return sorted(
+        answers, key=lambda answer: (answer.total_devices is None, answer.total_devices or 0)
+    )
 
 
 def keeps(limits: Find, result: Result) -> bool:
     """Nobody is turned away, and nine in ten wait no longer than the limits for the first token and for each further one."""
     first, further = result.time_to_first, result.time_per_token
-    in_time = (first is None or first.p90 <= limits.ttft_p90_s) and (further is None or further.p90 <= limits.tpot_p90_s)
+    in_time = (first is None or first.p90 <= limits.ttft_p90_s) and (
+        further is None or further.p90 <= limits.tpot_p90_s
+    )
     return in_time and not result.refused and not result.failed
 
 
@@ -48,9 +54,17 @@ def _of(study: Study, limits: Find, split: Split | None, directory: Path, tell: 
     except ConfigError as error:  # a split that is too small is an answer
         if split is None:
             raise
-        return Answer(_named(split.target, split.draft), None, split.target + split.draft, None, why=str(error))
+        return Answer(
+            _named(split.target, split.draft),
+            None,
+            split.target + split.draft,
+            None,
+            why=str(error),
+        )
     name = _named(base.target.num_devices, base.num_devices - base.target.num_devices)
-    replicas, result = _fewest(base, limits, lambda count: tell("trying how many replicas do", note=f"{name}: {count}"))
+    replicas, result = _fewest(
+        base, limits, lambda count: tell("trying how many replicas do", note=f"{name}: {count}")
+    )
     why = "" if replicas else f"{limits.max_replicas} replicas are too few"
     return Answer(name, replicas, base.num_devices, result, why=why)
 

@@ -43,14 +43,18 @@ def fit(passes: Sequence[Pass]) -> Linear:
     by_shape = defaultdict(list)
     for one in passes:
         by_shape[one.rows, one.sequences].append(one.seconds)
-    shapes = np.array([(1.0, rows, sequences) for rows, sequences in by_shape])  # [shapes, coefficients]
+    shapes = np.array(
+        [(1.0, rows, sequences) for rows, sequences in by_shape]
+    )  # [shapes, coefficients]
     times = np.array([median(seconds) for seconds in by_shape.values()])
     weights = np.sqrt([len(seconds) for seconds in by_shape.values()])
     best, least = np.zeros(3), float("inf")
     for size in (1, 2, 3):
         for kept in map(list, combinations(range(3), size)):
             found = np.zeros(3)
-            found[kept] = np.linalg.lstsq(shapes[:, kept] * weights[:, None], times * weights, rcond=None)[0]
+            found[kept] = np.linalg.lstsq(
+                shapes[:, kept] * weights[:, None], times * weights, rcond=None
+            )[0]
             error = float((((shapes @ found - times) * weights) ** 2).sum())
             if (found >= 0).all() and error < _BETTER * least - 1e-18:
                 best, least = found, error
@@ -61,14 +65,34 @@ def from_trace(file: Path, role: str) -> Linear:
     """The pass times of the target or of the draft."""
     asking, working, shape = _ROLES[role]
     try:
-        spans = [event for event in json.loads(file.read_text(encoding="utf-8"))["traceEvents"] if event.get("ph") == "X"]
-        work = sorted((span["ts"], span["dur"]) for span in spans if span["name"] == working and "sequences" not in span["args"])
-        asked = [span for span in spans if span["name"] == asking and "sequences" in span["args"] and not span["args"]["prompt_tokens"]]
-        passes = [one for span in asked if (one := shape(span["args"], _seconds(span, work))) is not None]
+        spans = [
+            event
+            for event in json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+            if event.get("ph") == "X"
+        ]
+        work = sorted(
+            (span["ts"], span["dur"])
+            for span in spans
+            if span["name"] == working and "sequences" not in span["args"]
+        )
+        asked = [
+            span
+            for span in spans
+            if span["name"] == asking
+            and "sequences" in span["args"]
+            and not span["args"]["prompt_tokens"]
+        ]
+        passes = [
+            one for span in asked if (one := shape(span["args"], _seconds(span, work))) is not None
+        ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"the trace {file} cannot be read: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"the trace {file} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if not passes:
-        raise ConfigError(f"the trace {file} has no rounds of decoding alone from which the {role}'s pass times follow")
+        raise ConfigError(
+            f"the trace {file} has no rounds of decoding alone from which the {role}'s pass times follow"
+        )
     return fit(passes)
 
 

@@ -99,4 +99,6 @@ class Fleet:
 
     def _give_back(self, replica: Replica) -> None:
         replica.end()
-        self.device_seconds += (asyncio.get_running_loop().time() - replica.begun) * self._scenario.num_devices
+        self.device_seconds += (
+            asyncio.get_running_loop().time() - replica.begun
+        ) * self._scenario.num_devices

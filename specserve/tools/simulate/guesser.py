@@ -34,7 +34,9 @@ class _Todo:
 class SimulatedGuesser:
     """Draws its tokens from `truth`, and moves `clock` on by each pass. A step that leaves a gap or finds no page gets an empty proposal."""
 
-    def __init__(self, truth: Truth, pass_time: PassTime, clock: DeviceClock, *, pages: int, page_size: int) -> None:
+    def __init__(
+        self, truth: Truth, pass_time: PassTime, clock: DeviceClock, *, pages: int, page_size: int
+    ) -> None:
         self._truth, self._pass_time, self._clock = truth, pass_time, clock
         self._page_size, self._free = page_size, pages
         self._lines: dict[int, Line] = {}
@@ -53,8 +55,16 @@ class SimulatedGuesser:
                 self._free += self._own_pages(line)
 
     def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
-        lines = [(seq_id, line) for seq_id in seq_ids if (line := self._lines.get(seq_id)) is not None and line.drafts]
-        lines = [(seq_id, line) for seq_id, line in lines if self._grow(line, line.start + len(line.drafts))]
+        lines = [
+            (seq_id, line)
+            for seq_id in seq_ids
+            if (line := self._lines.get(seq_id)) is not None and line.drafts
+        ]
+        lines = [
+            (seq_id, line)
+            for seq_id, line in lines
+            if self._grow(line, line.start + len(line.drafts))
+        ]
         if lines:
             self._pass(len(lines), [_Todo(line, 1, 0) for _, line in lines])
         return [self._outlook(seq_id, line, width) for seq_id, line in lines]
@@ -92,7 +102,11 @@ class SimulatedGuesser:
             return None
         self._cut(line, step.start)
         line.start, line.last = stop, step.tokens[-1]
-        return _Todo(line, len(step.tokens), step.gamma) if self._grow(line, stop + max(0, step.gamma - 1)) else None
+        return (
+            _Todo(line, len(step.tokens), step.gamma)
+            if self._grow(line, stop + max(0, step.gamma - 1))
+            else None
+        )
 
     def _draw(self, todo: Sequence[_Todo], enough: Callable[[], bool]) -> None:
         depth, deepest = 1, max((one.wanted for one in todo), default=0)
@@ -103,22 +117,31 @@ class SimulatedGuesser:
         for one in todo:
             line, new = one.line, min(one.wanted, depth)
             begun = line.start + len(line.drafts)
-            line.drafts += self._truth.guesses(line.root, begun, begun + new, depth=len(line.drafts))
+            line.drafts += self._truth.guesses(
+                line.root, begun, begun + new, depth=len(line.drafts)
+            )
             self._cut(line, line.start + len(line.drafts) - 1)
 
     def _pass(self, rows: int, todo: Sequence[_Todo]) -> None:
         """Each attends to all that is reserved for it, a few positions more than it has at first."""
-        self._clock.work(self._pass_time.seconds(rows, len(todo), sum(one.line.length for one in todo)))
+        self._clock.work(
+            self._pass_time.seconds(rows, len(todo), sum(one.line.length for one in todo))
+        )
 
     def _proposal(self, step: DraftStep) -> Proposal:
         line, stop = self._lines[step.seq_id], step.start + len(step.tokens)
         if not step.gamma or line.start != stop:
             return Proposal(step.seq_id, stop, (), None, line.length)
         tokens = tuple(line.drafts)
-        return Proposal(step.seq_id, stop, tokens, None, min(line.length, stop + max(0, len(tokens) - 1)))
+        return Proposal(
+            step.seq_id, stop, tokens, None, min(line.length, stop + max(0, len(tokens) - 1))
+        )
 
     def _outlook(self, seq_id: int, line: Line, width: int) -> Outlook:
-        nexts = [self._truth.nexts(line.root, line.start + stop, width, but=draft) for stop, draft in enumerate((*line.drafts, None))]
+        nexts = [
+            self._truth.nexts(line.root, line.start + stop, width, but=draft)
+            for stop, draft in enumerate((*line.drafts, None))
+        ]
         return Outlook(seq_id, line.start, tuple(line.drafts), tuple(nexts))
 
     def _grow(self, line: Line, length: int) -> bool:

@@ -45,7 +45,9 @@ class Load:
     kind: str = setting("closed", choice("closed", "poisson", "recorded"))
     concurrency: int = setting(1, whole(1, 10**6))
     rate: float = setting(1.0, number(0, 10**6, above=True))
-    file: str | None = setting(None, text())  # JSON lines with time, prompt_tokens and output_tokens
+    file: str | None = setting(
+        None, text()
+    )  # JSON lines with time, prompt_tokens and output_tokens
     requests: int = setting(100, whole(1, MOST))
     per_client: int = setting(1, whole(1, MOST))  # requests at least, in a closed loop
     prompt: Lengths = group(Lengths)
@@ -56,11 +58,19 @@ def arrivals(load: Load, *, seed: int, directory: Path) -> tuple[Arrival, ...]:
     """In order of time; a recorded file lies in `directory` unless its path says otherwise."""
     if load.kind == "recorded":
         if load.file is None:
-            raise ConfigError("load.kind recorded needs load.file, JSON lines with time, prompt_tokens and output_tokens")
-        return tuple(sorted(_recorded(directory / load.file), key=lambda arrival: arrival.time))[: load.requests]
+            raise ConfigError(
+                "load.kind recorded needs load.file, JSON lines with time, prompt_tokens and output_tokens"
+            )
+        return tuple(sorted(_recorded(directory / load.file), key=lambda arrival: arrival.time))[
+            : load.requests
+        ]
     dice = random.Random(seed)
     time, made = 0.0, []
-    for _ in range(max(load.requests, load.per_client * load.concurrency) if load.kind == "closed" else load.requests):
+    for _ in range(
+        max(load.requests, load.per_client * load.concurrency)
+        if load.kind == "closed"
+        else load.requests
+    ):
         made.append(Arrival(time, load.prompt.draw(dice), load.output.draw(dice)))
         time += dice.expovariate(load.rate) if load.kind == "poisson" else 0.0
     return tuple(made)
@@ -75,11 +85,22 @@ def _recorded(file: Path) -> Iterator[Arrival]:
         if line.strip():
             try:
                 entry = json.loads(line)
-                arrival = Arrival(float(entry["time"]), int(entry["prompt_tokens"]), int(entry["output_tokens"]))
+                arrival = Arrival(
+                    float(entry["time"]), int(entry["prompt_tokens"]), int(entry["output_tokens"])
+                )
             except (ValueError, TypeError, KeyError) as error:
-                raise ConfigError(f"load.file, line {number_}, needs time, prompt_tokens and output_tokens: {line[:80]!r}") from error
-            if not (math.isfinite(arrival.time) and arrival.time >= 0 and arrival.prompt_tokens > 0 and arrival.output_tokens > 0):
-                raise ConfigError(f"load.file, line {number_}, has a time or a length that cannot be: {line[:80]!r}")
+                raise ConfigError(
+                    f"load.file, line {number_}, needs time, prompt_tokens and output_tokens: {line[:80]!r}"
+                ) from error
+            if not (
+                math.isfinite(arrival.time)
+                and arrival.time >= 0
+                and arrival.prompt_tokens > 0
+                and arrival.output_tokens > 0
+            ):
+                raise ConfigError(
+                    f"load.file, line {number_}, has a time or a length that cannot be: {line[:80]!r}"
+                )
             yield arrival
 
 

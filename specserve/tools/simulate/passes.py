@@ -27,7 +27,13 @@ class Linear:
     per_position: float = setting(0.0, number(0, MAX))
 
     def seconds(self, rows: int, sequences: int, positions: int) -> float:
-        return max(self.floor, self.fixed + self.per_row * rows + self.per_sequence * sequences + self.per_position * positions)
+        return max(
+            self.floor,
+            self.fixed
+            + self.per_row * rows
+            + self.per_sequence * sequences
+            + self.per_position * positions,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +47,19 @@ class Roofline:
     params_b: float = setting(1.0, number(0, MAX, above=True))  # 10^9 parameters
     bytes_per_param: float = setting(2.0, number(0, 16, above=True))
     layers: int = setting(1, whole(1, 4096))
-    kv_kb: float = setting(0.0, number(0, MAX))  # 10^3 bytes that a cached position takes, all layers together
-    bandwidth_gb_s: float = setting(1.0, number(0, MAX, above=True))  # of one device, as the next ones
+    kv_kb: float = setting(
+        0.0, number(0, MAX)
+    )  # 10^3 bytes that a cached position takes, all layers together
+    bandwidth_gb_s: float = setting(
+        1.0, number(0, MAX, above=True)
+    )  # of one device, as the next ones
     bandwidth_share: float = setting(1.0, number(0, 1, above=True))
     tflops: float = setting(1.0, number(0, MAX, above=True))
     flops_share: float = setting(1.0, number(0, 1, above=True))
     memory_gb: float = setting(MAX, number(0, MAX, above=True))
-    memory_share: float = setting(0.9, number(0, 1, above=True))  # the rest is for what a pass needs
+    memory_share: float = setting(
+        0.9, number(0, 1, above=True)
+    )  # the rest is for what a pass needs
     allreduce_us: float = setting(0.0, number(0, MAX))
     overhead_us: float = setting(0.0, number(0, MAX))  # of a pass: launching it, sampling, copying
 
@@ -56,7 +68,9 @@ class Roofline:
         return self.params_b * 1e9 * self.bytes_per_param
 
     def seconds(self, rows: int, sequences: int, positions: int) -> float:
-        traffic = (self.weight_bytes + self.kv_kb * 1e3 * positions) / (self.bandwidth_gb_s * 1e9 * self.bandwidth_share)
+        traffic = (self.weight_bytes + self.kv_kb * 1e3 * positions) / (
+            self.bandwidth_gb_s * 1e9 * self.bandwidth_share
+        )
         arithmetic = 2 * self.params_b * 1e9 * rows / (self.tflops * 1e12 * self.flops_share)
         reductions = 2 * self.layers * self.allreduce_us if self.devices > 1 else 0.0
         return max(traffic, arithmetic) / self.devices + (reductions + self.overhead_us) * 1e-6

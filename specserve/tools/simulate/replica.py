@@ -29,8 +29,17 @@ class Replica:
         self.anticipation: Anticipation | None = None
         self._scenario, self._tally = scenario, tally
         self._truth = Truth(scenario.seed * 2**20 + number, scenario.acceptance)
-        self.target = SimulatedTarget(self._truth, scenario.target.pass_time, link_s=scenario.target.link_s, host=scenario.host)
-        self.drafter = None if scenario.mode is Mode.PLAIN or scenario.draft is None else self._drafter(scenario.draft)
+        self.target = SimulatedTarget(
+            self._truth,
+            scenario.target.pass_time,
+            link_s=scenario.target.link_s,
+            host=scenario.host,
+        )
+        self.drafter = (
+            None
+            if scenario.mode is Mode.PLAIN or scenario.draft is None
+            else self._drafter(scenario.draft)
+        )
         self.coordinator = self._coordinator(loop.time, self.drafter)
         self._asked: dict[int, tuple[Asked, asyncio.Future[None]]] = {}
 
@@ -40,7 +49,13 @@ class Replica:
 
     async def answer(self, arrival: Arrival, asked: Asked) -> None:
         """Until the last token. Raises Overloaded when the queue is full."""
-        request = Request((0,) * arrival.prompt_tokens, arrival.output_tokens, Warp(temperature=0.0), seed=0, ignore_eos=True)
+        request = Request(
+            (0,) * arrival.prompt_tokens,
+            arrival.output_tokens,
+            Warp(temperature=0.0),
+            seed=0,
+            ignore_eos=True,
+        )
         seq_id = self.coordinator.submit(request)
         self._asked[seq_id] = asked, asyncio.get_running_loop().create_future()
         await self._asked[seq_id][1]
@@ -52,9 +67,17 @@ class Replica:
         self.coordinator.close()
 
     def _drafter(self, draft: Worker) -> SimulatedDrafter:
-        guesser = SimulatedGuesser(self._truth, draft.pass_time, self.clock, pages=draft.pages, page_size=self._scenario.config.cache.page_size)
+        guesser = SimulatedGuesser(
+            self._truth,
+            draft.pass_time,
+            self.clock,
+            pages=draft.pages,
+            page_size=self._scenario.config.cache.page_size,
+        )
         if self._scenario.mode is Mode.LOCKSTEP:
-            return SimulatedDrafter(Lockstep(guesser, self.clock), self.clock, self._truth, link_s=draft.link_s)
+            return SimulatedDrafter(
+                Lockstep(guesser, self.clock), self.clock, self._truth, link_s=draft.link_s
+            )
         fanout = Fanout(per_stop=self._scenario.config.speculation.anticipation.fanout)
         self.anticipation = Anticipation(guesser, fanout, clock=self.clock)
         return SimulatedDrafter(self.anticipation, self.clock, self._truth, link_s=draft.link_s)
@@ -67,7 +90,9 @@ class Replica:
             end_ids=frozenset(),
             page_size=config.cache.page_size,
             num_pages=scenario.target.pages,
-            curve=tuple((rows, scenario.target.pass_time.seconds(rows, 1, rows)) for rows in ROWS),  # as its warm-up would find
+            curve=tuple(
+                (rows, scenario.target.pass_time.seconds(rows, 1, rows)) for rows in ROWS
+            ),  # as its warm-up would find
         )
         return Coordinator(
             self.target,

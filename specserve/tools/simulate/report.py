@@ -43,10 +43,18 @@ class Report:
     def json(self) -> Mapping[str, object]:
         return {
             "simulated": [
-                {"mode": one.case.mode, "load": one.case.load, "replicas": one.case.replicas, "gamma": _gamma(one.case), "result": asdict(one.result)}
+                {
+                    "mode": one.case.mode,
+                    "load": one.case.load,
+                    "replicas": one.case.replicas,
+                    "gamma": _gamma(one.case),
+                    "result": asdict(one.result),
+                }
                 for one in self.played
             ],
-            "found": [asdict(answer) | {"total_devices": answer.total_devices} for answer in self.answers],
+            "found": [
+                asdict(answer) | {"total_devices": answer.total_devices} for answer in self.answers
+            ],
         }
 
     def _best(self) -> list[Played]:
@@ -60,8 +68,15 @@ class Report:
 
     def _factors(self, one: Played) -> list[str]:
         """How many times the tokens a second of the best plain and of the best lockstep run under the same load."""
-        same = {other.case.mode: other.result.tokens_per_second for other in self._best() if other.place == one.place}
-        return [f"{one.result.tokens_per_second / same[mode]:.2f}" if same.get(mode) else "" for mode in (Mode.PLAIN, Mode.LOCKSTEP)]
+        same = {
+            other.case.mode: other.result.tokens_per_second
+            for other in self._best()
+            if other.place == one.place
+        }
+        return [
+            f"{one.result.tokens_per_second / same[mode]:.2f}" if same.get(mode) else ""
+            for mode in (Mode.PLAIN, Mode.LOCKSTEP)
+        ]
 
 
 def study(file: Path, *, tell: Tell = silent) -> Report:
@@ -69,16 +84,31 @@ def study(file: Path, *, tell: Tell = silent) -> Report:
     asked, directory, played = load_study(file), file.parent, []
     wanted = list(cases(asked, directory=directory))
     for number, case in enumerate(wanted):
-        tell("simulating", number / len(wanted), f"{case.load}, {case.replicas} replicas, {case.mode}, gamma {_gamma(case)}")
+        tell(
+            "simulating",
+            number / len(wanted),
+            f"{case.load}, {case.replicas} replicas, {case.mode}, gamma {_gamma(case)}",
+        )
         played.append(Played(case, simulate(case.scenario)))
-    return Report(played, find(asked, directory=directory, tell=tell) if asked.find is not None else [])
+    return Report(
+        played, find(asked, directory=directory, tell=tell) if asked.find is not None else []
+    )
 
 
 _HEAD = (
     "load", "replicas", "mode", "gamma", "tokens/s", "x plain", "x lockstep", "round ms", "tokens a round", "hit rate",
     "target busy", "draft busy", "TTFT p50, p90 s", "TPOT p50, p90 ms",
 )  # fmt: skip
-_FOUND = ("devices of a replica", "replicas", "devices", "tokens/s", "TTFT p90 s", "TPOT p90 ms", "target busy", "draft busy")
+_FOUND = (
+    "devices of a replica",
+    "replicas",
+    "devices",
+    "tokens/s",
+    "TTFT p90 s",
+    "TPOT p90 ms",
+    "target busy",
+    "draft busy",
+)
 
 
 def _row(one: Played, factors: Sequence[str]) -> list[str]:
@@ -94,9 +124,25 @@ def _found(answer: Answer) -> list[str]:
     done = answer.result
     if done is None:
         return [answer.split, answer.why, *[""] * 6]
-    first, further = (f"{unit * times.p90:.3g}" if times else "" for times, unit in ((done.time_to_first, 1), (done.time_per_token, 1e3)))
-    number, devices = (answer.why, "") if answer.replicas is None else (str(answer.replicas), str(answer.total_devices))
-    return [answer.split, number, devices, f"{done.tokens_per_second:.1f}", first, further, f"{done.target_busy:.0%}", f"{done.draft_busy:.0%}"]
+    first, further = (
+        f"{unit * times.p90:.3g}" if times else ""
+        for times, unit in ((done.time_to_first, 1), (done.time_per_token, 1e3))
+    )
+    number, devices = (
+        (answer.why, "")
+        if answer.replicas is None
+        else (str(answer.replicas), str(answer.total_devices))
+    )
+    return [
+        answer.split,
+        number,
+        devices,
+        f"{done.tokens_per_second:.1f}",
+        first,
+        further,
+        f"{done.target_busy:.0%}",
+        f"{done.draft_busy:.0%}",
+    ]
 
 
 def _gamma(case: Case) -> str:
@@ -110,6 +156,9 @@ def _two(times: Quantiles | None, *, unit: float) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown, which a terminal shows as well."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    lines = [
+        " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in (head, *rows)
+    ]
     lines.insert(1, " | ".join("-" * width for width in widths))
     return "\n".join(f"| {line} |" for line in lines)

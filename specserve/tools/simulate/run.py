@@ -47,7 +47,9 @@ class Result:
     tokens_per_round: float  # of one sequence
     mean_accepted: float  # draft tokens of a proposal
     accepted_share: float  # of all draft tokens
-    hit_rate: float | None  # proposals that were prepared before the verdict they follow; None: nothing was prepared
+    hit_rate: (
+        float | None
+    )  # proposals that were prepared before the verdict they follow; None: nothing was prepared
     target_busy: float  # share of the replicas' time
     draft_busy: float
     time_to_first: Quantiles | None
@@ -66,7 +68,11 @@ async def _play(scenario: Scenario) -> Result:
     tally, loop = Tally(), asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         fleet = Fleet(scenario, tally, group.create_task)
-        asked = await (_open_loop(fleet, scenario.arrivals) if scenario.concurrency is None else _closed_loop(fleet, scenario))
+        asked = await (
+            _open_loop(fleet, scenario.arrivals)
+            if scenario.concurrency is None
+            else _closed_loop(fleet, scenario)
+        )
         seconds = loop.time()
         fleet.end()
     return _result(asked, tally, fleet, num_devices=scenario.num_devices, seconds=seconds)
@@ -91,12 +97,17 @@ async def _client(fleet: Fleet, left: Iterator[Arrival]) -> list[Asked]:
     return [await fleet.serve(arrival) for arrival in left]
 
 
-def _result(asked: Sequence[Asked], tally: Tally, fleet: Fleet, *, num_devices: int, seconds: float) -> Result:
+def _result(
+    asked: Sequence[Asked], tally: Tally, fleet: Fleet, *, num_devices: int, seconds: float
+) -> Result:
     replicas, targets = fleet.replicas, [replica.target for replica in fleet.replicas]
     accepted = sum(target.num_accepted for target in targets)
     lifetime = fleet.device_seconds / num_devices
     ahead = [replica.anticipation for replica in replicas if replica.anticipation is not None]
-    hits, tried = sum(one.num_hits for one in ahead), sum(one.num_hits + one.num_misses for one in ahead)
+    hits, tried = (
+        sum(one.num_hits for one in ahead),
+        sum(one.num_hits + one.num_misses for one in ahead),
+    )
     tokens = sum(one.num_tokens for one in asked)
     return Result(
         finished=sum(not one.refused and one.failed is None for one in asked),
@@ -115,8 +126,12 @@ def _result(asked: Sequence[Asked], tally: Tally, fleet: Fleet, *, num_devices: 
         hit_rate=hits / tried if tried else None,
         target_busy=_share(sum(target.busy for target in targets), lifetime),
         draft_busy=_share(sum(replica.clock.busy for replica in replicas), lifetime),
-        time_to_first=Quantiles.of([one.seconds_to_first for one in asked if one.seconds_to_first is not None]),
-        time_per_token=Quantiles.of([one.seconds_per_token for one in asked if one.seconds_per_token is not None]),
+        time_to_first=Quantiles.of(
+            [one.seconds_to_first for one in asked if one.seconds_to_first is not None]
+        ),
+        time_per_token=Quantiles.of(
+            [one.seconds_per_token for one in asked if one.seconds_per_token is not None]
+        ),
         replicas=fleet.most,
         device_seconds=fleet.device_seconds,
     )

@@ -51,4 +51,6 @@ class Scenario:
     @property
     def num_devices(self) -> int:
         """Of one replica."""
-        return self.target.num_devices + (0 if self.draft is None or self.mode is Mode.PLAIN else self.draft.num_devices)
+        return self.target.num_devices + (
+            0 if self.draft is None or self.mode is Mode.PLAIN else self.draft.num_devices
+        )

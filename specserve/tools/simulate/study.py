@@ -8,7 +8,19 @@ from itertools import product
 from pathlib import Path
 
 from specserve.config import tree as engine
-from specserve.config.fields import Rule, choice, group, items, number, read_section, section, setting, text, unset_as, whole
+from specserve.config.fields import (
+    Rule,
+    choice,
+    group,
+    items,
+    number,
+    read_section,
+    section,
+    setting,
+    text,
+    unset_as,
+    whole,
+)
 from specserve.errors import ConfigError
 from specserve.tools.simulate.devices import Host
 from specserve.tools.simulate.fit import from_trace
@@ -37,7 +49,9 @@ class Device:
     roofline: Roofline | None = setting(None, section(Roofline))
     trace: str | None = setting(None, text())  # what GET /trace of a running engine gave
     link_us: float = setting(0.0, number(0, 1e9))  # one way
-    pages: int | None = setting(None, whole(1, 2**31))  # of the cache; None: what a roofline's memory holds, else plenty
+    pages: int | None = setting(
+        None, whole(1, 2**31)
+    )  # of the cache; None: what a roofline's memory holds, else plenty
 
     @property
     def ways(self) -> int:
@@ -62,7 +76,9 @@ class Sweep:
     rate: tuple[float, ...] = setting((), items(number(0, 10**6, above=True)))
     replicas: tuple[int, ...] = setting((), items(whole(1, 4096)))  # so many, and no autoscaling
     modes: tuple[str, ...] = setting((), items(choice(*Mode)))
-    gamma: tuple[int | None, ...] = setting((), items(unset_as("auto", whole(0, 64))))  # plain decoding knows but one
+    gamma: tuple[int | None, ...] = setting(
+        (), items(unset_as("auto", whole(0, 64)))
+    )  # plain decoding knows but one
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +96,9 @@ class Find:
     ttft_p90_s: float = setting(1.0, number(0, 1e6, above=True))
     tpot_p90_s: float = setting(0.1, number(0, 1e6, above=True))
     max_replicas: int = setting(16, whole(1, 4096))
-    splits: tuple[Split, ...] = setting((), items(section(Split)))  # of rooflines alone; none: as the devices stand
+    splits: tuple[Split, ...] = setting(
+        (), items(section(Split))
+    )  # of rooflines alone; none: as the devices stand
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +111,9 @@ class Study:
     load: Load = group(Load)
     sweep: Sweep = group(Sweep)
     find: Find | None = setting(None, section(Find))
-    batch_tokens: int = setting(BATCH_TOKENS, whole(1, 2**20))  # that the target reads in a round at most, prompts and drafts
+    batch_tokens: int = setting(
+        BATCH_TOKENS, whole(1, 2**20)
+    )  # that the target reads in a round at most, prompts and drafts
     seed: int = setting(0, whole(0, 2**31))
 
 
@@ -116,9 +136,18 @@ def load_study(file: Path) -> Study:
 def cases(study: Study, *, directory: Path) -> Iterator[Case]:
     """All combinations of the sweep; files that the study names are looked for in `directory`."""
     sweep, base = study.sweep, scenario(study, directory=directory)
-    for load, replicas, mode in product(_loads(study), sweep.replicas or (None,), map(Mode, sweep.modes or (_mode(study),))):
-        asked = replace(base, arrivals=arrivals(load, seed=study.seed, directory=directory), concurrency=_clients(load), mode=mode)
-        for gamma in (0,) if mode is Mode.PLAIN else sweep.gamma or (study.config.speculation.gamma,):
+    for load, replicas, mode in product(
+        _loads(study), sweep.replicas or (None,), map(Mode, sweep.modes or (_mode(study),))
+    ):
+        asked = replace(
+            base,
+            arrivals=arrivals(load, seed=study.seed, directory=directory),
+            concurrency=_clients(load),
+            mode=mode,
+        )
+        for gamma in (
+            (0,) if mode is Mode.PLAIN else sweep.gamma or (study.config.speculation.gamma,)
+        ):
             config = with_gamma(with_replicas(study.config, replicas), gamma)
             rules = config.replicas
             count = f"{rules.min}" if rules.min == rules.max else f"{rules.min} to {rules.max}"
@@ -128,12 +157,26 @@ def cases(study: Study, *, directory: Path) -> Iterator[Case]:
 def scenario(study: Study, *, directory: Path, split: Split | None = None) -> Scenario:
     """The study's load on its devices, or on a split of them."""
     devices, page_size = study.devices, study.config.cache.page_size
-    target = _worker(devices.target, "target", directory, page_size=page_size, num_devices=None if split is None else split.target)
+    target = _worker(
+        devices.target,
+        "target",
+        directory,
+        page_size=page_size,
+        num_devices=None if split is None else split.target,
+    )
     draft = None
     if devices.draft is not None and (split is None or split.draft):
-        draft = _worker(devices.draft, "draft", directory, page_size=page_size, num_devices=None if split is None else split.draft)
+        draft = _worker(
+            devices.draft,
+            "draft",
+            directory,
+            page_size=page_size,
+            num_devices=None if split is None else split.draft,
+        )
     return Scenario(
-        target=target if study.config.cache.pages is None else replace(target, pages=study.config.cache.pages),
+        target=target
+        if study.config.cache.pages is None
+        else replace(target, pages=study.config.cache.pages),
         draft=draft,
         arrivals=arrivals(study.load, seed=study.seed, directory=directory),
         concurrency=_clients(study.load),
@@ -154,7 +197,11 @@ def with_gamma(config: engine.Config, gamma: int | None) -> engine.Config:
 
 def with_replicas(config: engine.Config, replicas: int | None) -> engine.Config:
     """A fixed number of them; None leaves the config's rules."""
-    return config if replicas is None else replace(config, replicas=replace(config.replicas, min=replicas, max=replicas))
+    return (
+        config
+        if replicas is None
+        else replace(config, replicas=replace(config.replicas, min=replicas, max=replicas))
+    )
 
 
 def _checked(study: Study) -> Study:
@@ -162,15 +209,28 @@ def _checked(study: Study) -> Study:
     devices, sweep = study.devices, study.sweep
     for name, device in (("target", devices.target), ("draft", devices.draft)):
         if device is not None and device.ways != 1:
-            raise ConfigError(f"devices.{name} needs its pass times in one way: seconds, roofline or trace")
-        if device is not None and device.roofline is None and study.find is not None and study.find.splits:
-            raise ConfigError(f"find.splits needs devices.{name}.roofline; other pass times are those of one split")
+            raise ConfigError(
+                f"devices.{name} needs its pass times in one way: seconds, roofline or trace"
+            )
+        if (
+            device is not None
+            and device.roofline is None
+            and study.find is not None
+            and study.find.splits
+        ):
+            raise ConfigError(
+                f"find.splits needs devices.{name}.roofline; other pass times are those of one split"
+            )
     if devices.draft is None and set(sweep.modes) - {Mode.PLAIN}:
         raise ConfigError("sweep.modes other than plain need devices.draft")
     if study.load.kind == "recorded" and (sweep.concurrency or sweep.rate):
-        raise ConfigError("a recorded load has its own times; leave out sweep.concurrency and sweep.rate")
+        raise ConfigError(
+            "a recorded load has its own times; leave out sweep.concurrency and sweep.rate"
+        )
     if list(study.acceptance.ranks) != sorted(study.acceptance.ranks):
-        raise ConfigError("acceptance.ranks are shares of the 1, 2, 3, ... likeliest together, so they cannot fall")
+        raise ConfigError(
+            "acceptance.ranks are shares of the 1, 2, 3, ... likeliest together, so they cannot fall"
+        )
     return study
 
 
@@ -181,8 +241,13 @@ def _mode(study: Study) -> Mode:
 
 
 def _loads(study: Study) -> list[Load]:
-    closed = [replace(study.load, kind="closed", concurrency=clients) for clients in study.sweep.concurrency]
-    return closed + [replace(study.load, kind="poisson", rate=rate) for rate in study.sweep.rate] or [study.load]
+    closed = [
+        replace(study.load, kind="closed", concurrency=clients)
+        for clients in study.sweep.concurrency
+    ]
+    return closed + [
+        replace(study.load, kind="poisson", rate=rate) for rate in study.sweep.rate
+    ] or [study.load]
 
 
 def _clients(load: Load) -> int | None:
@@ -195,13 +260,17 @@ def _named(load: Load) -> str:
     return "recorded" if load.kind == "recorded" else f"{load.rate:g}/s"
 
 
-def _worker(device: Device, name: str, directory: Path, *, page_size: int, num_devices: int | None) -> Worker:
+def _worker(
+    device: Device, name: str, directory: Path, *, page_size: int, num_devices: int | None
+) -> Worker:
     roofline = device.roofline
     if roofline is not None and num_devices is not None:
         roofline = replace(roofline, devices=num_devices)
     pages = PLENTY if roofline is None else min(PLENTY, roofline.positions() // page_size)
     if roofline is not None and pages < 1:
-        raise ConfigError(f"devices.{name}: the memory ({roofline.devices} x {roofline.memory_gb:g} GB) does not hold the weights and a cache")
+        raise ConfigError(
+            f"devices.{name}: the memory ({roofline.devices} x {roofline.memory_gb:g} GB) does not hold the weights and a cache"
+        )
     return Worker(
         pass_time=roofline or _pass_time(device, name, directory),
         link_s=device.link_us * 1e-6,

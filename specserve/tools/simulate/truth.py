@@ -20,13 +20,21 @@ class Acceptance:
     """How good the draft is. The default ranks are those measured on the demo pair, greedy; 5 to 7 are interpolated."""
 
     alpha: float = setting(0.75, number(0, 1))  # of a draft token whose predecessors were accepted
-    by_position: tuple[float, ...] = setting((), items(number(0, 1)))  # the same by place in the proposal, the last one for all further
-    ranks: tuple[float, ...] = setting((0.59, 0.70, 0.76, 0.81, 0.83, 0.85, 0.865, 0.88), items(number(0, 1)))
+    by_position: tuple[float, ...] = setting(
+        (), items(number(0, 1))
+    )  # the same by place in the proposal, the last one for all further
+    ranks: tuple[float, ...] = setting(
+        (0.59, 0.70, 0.76, 0.81, 0.83, 0.85, 0.865, 0.88), items(number(0, 1))
+    )
     # the share of refusals (or ends) whose next token is among the draft's 1, 2, 3, ... likeliest there
 
     def at(self, depth: int) -> float:
         """The chance of the draft token at that place of a proposal, from 0."""
-        return self.by_position[min(depth, len(self.by_position) - 1)] if self.by_position else self.alpha
+        return (
+            self.by_position[min(depth, len(self.by_position) - 1)]
+            if self.by_position
+            else self.alpha
+        )
 
 
 class Truth:

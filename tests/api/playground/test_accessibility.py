@@ -22,7 +22,12 @@ def test_everything_can_be_done_with_the_keyboard(browser: Browser) -> None:
         reached = []
         for _ in range(24):
             page.keyboard.press("Tab")
-            reached.append(inside(page, "document.activeElement.id || document.activeElement.name || document.activeElement.tagName"))
+            reached.append(
+                inside(
+                    page,
+                    "document.activeElement.id || document.activeElement.name || document.activeElement.tagName",
+                )
+            )
         controls = [
             "mode",
             "prompt",
@@ -56,10 +61,14 @@ def test_everything_can_be_done_with_the_keyboard(browser: Browser) -> None:
         expect(page.get_by_role("tooltip")).to_be_hidden()
         page.keyboard.press("End")
         expect(page.locator(".token").last).to_be_focused()
-        assert page.locator('.token[tabindex="0"]').count() == 1, "all tokens together are one stop of the Tab key"
+        assert page.locator('.token[tabindex="0"]').count() == 1, (
+            "all tokens together are one stop of the Tab key"
+        )
 
 
-def test_a_field_that_is_folded_away_is_shown_when_it_is_wrong(browser: Browser, server: Running) -> None:
+def test_a_field_that_is_folded_away_is_shown_when_it_is_wrong(
+    browser: Browser, server: Running
+) -> None:
     with tab(browser, server.url, size=PHONE) as page:
         expect(page.get_by_label("Max tokens")).to_be_hidden()
         page.get_by_text("Parameters").click()
@@ -70,14 +79,18 @@ def test_a_field_that_is_folded_away_is_shown_when_it_is_wrong(browser: Browser,
 
 
 @pytest.mark.parametrize("size", [PHONE, (320, 640)])
-def test_nothing_is_wider_than_a_phone(browser: Browser, server: Running, size: tuple[int, int]) -> None:
+def test_nothing_is_wider_than_a_phone(
+    browser: Browser, server: Running, size: tuple[int, int]
+) -> None:
     with tab(browser, server.url, size=size) as page:
         page.get_by_role("button", name="Race").click()
         finish(page, re.compile("times as fast"))
         assert inside(page, "document.documentElement.scrollWidth") <= size[0]
 
 
-def test_who_wants_little_motion_gets_no_rounds_that_move(browser: Browser, server: Running) -> None:
+def test_who_wants_little_motion_gets_no_rounds_that_move(
+    browser: Browser, server: Running
+) -> None:
     with tab(browser, server.url, reduced_motion="reduce") as page:
         assert page.get_by_role("button", name="Live").get_attribute("aria-pressed") == "false"
         asked: list[str] = []
@@ -90,8 +103,13 @@ def test_who_wants_little_motion_gets_no_rounds_that_move(browser: Browser, serv
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_marks_stand_out_and_every_control_has_a_name(browser: Browser, keys: str, scheme: str) -> None:
-    with serving(Slow(pace_s=0), **{"http.api_keys_file": keys}) as server, tab(browser, server.url, scheme=scheme, key=KEY) as page:
+def test_text_and_marks_stand_out_and_every_control_has_a_name(
+    browser: Browser, keys: str, scheme: str
+) -> None:
+    with (
+        serving(Slow(pace_s=0), **{"http.api_keys_file": keys}) as server,
+        tab(browser, server.url, scheme=scheme, key=KEY) as page,
+    ):
         page.get_by_label("Gamma").fill("99")
         page.get_by_role("button", name="Continue").click()
         expect(page.get_by_role("alert")).to_be_visible()

@@ -20,14 +20,28 @@ pytestmark = pytest.mark.browser
 @pytest.mark.parametrize(
     ("faults", "words"),
     [
-        ({"refusal": Overloaded("8 requests wait already")}, "The server is full: 8 requests wait already. Try again in 1 s."),
-        ({"refusal": RateLimited("bob must wait 7 s", limit="tokens", retry_after_s=7)}, "This key has used up its share: bob must wait 7 s."),
-        ({"refusal": Unavailable("the draft is loading")}, "The server takes no requests just now: the draft is loading."),
-        ({"refusal": WorkerLost("rank 1 is gone")}, "Something went wrong on the server: rank 1 is gone."),
+        (
+            {"refusal": Overloaded("8 requests wait already")},
+            "The server is full: 8 requests wait already. Try again in 1 s.",
+        ),
+        (
+            {"refusal": RateLimited("bob must wait 7 s", limit="tokens", retry_after_s=7)},
+            "This key has used up its share: bob must wait 7 s.",
+        ),
+        (
+            {"refusal": Unavailable("the draft is loading")},
+            "The server takes no requests just now: the draft is loading.",
+        ),
+        (
+            {"refusal": WorkerLost("rank 1 is gone")},
+            "Something went wrong on the server: rank 1 is gone.",
+        ),
         ({"fails_after": 4}, "The server gave up in the middle: the target fell over."),
     ],
 )
-def test_what_goes_wrong_is_said_in_words_and_the_message_is_not_lost(browser: Browser, faults: dict[str, Any], words: str) -> None:
+def test_what_goes_wrong_is_said_in_words_and_the_message_is_not_lost(
+    browser: Browser, faults: dict[str, Any], words: str
+) -> None:
     with serving(Slow(**faults)) as server, tab(browser, server.url) as page:
         page.get_by_text("Chat", exact=True).click()
         page.get_by_label("Message").fill("hello")
@@ -54,13 +68,24 @@ def test_a_value_that_the_server_refuses_is_marked_where_it_stands(page: Page) -
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ({"body": 'data: {"choices":[{"text":"Hm"}],"origins":["plain"]}\n\n'}, "The answer broke off"),
-        ({"status": 502, "body": "<html>Bad gateway</html>"}, "The server cannot be reached just now"),
+        (
+            {"body": 'data: {"choices":[{"text":"Hm"}],"origins":["plain"]}\n\n'},
+            "The answer broke off",
+        ),
+        (
+            {"status": 502, "body": "<html>Bad gateway</html>"},
+            "The server cannot be reached just now",
+        ),
         (None, "The server does not answer"),
     ],
 )
-def test_a_connection_that_breaks_or_a_proxy_that_answers_is_told_in_words(page: Page, answer: dict[str, Any] | None, words: str) -> None:
-    page.route("**/v1/completions", lambda route: route.abort() if answer is None else route.fulfill(**answer))
+def test_a_connection_that_breaks_or_a_proxy_that_answers_is_told_in_words(
+    page: Page, answer: dict[str, Any] | None, words: str
+) -> None:
+    page.route(
+        "**/v1/completions",
+        lambda route: route.abort() if answer is None else route.fulfill(**answer),
+    )
     page.get_by_role("button", name="Continue").click()
     expect(page.get_by_role("alert")).to_contain_text(words)
     assert written(page) == ("Hm" if "broke off" in words else "")
@@ -75,7 +100,10 @@ def test_a_server_that_is_still_starting_says_so_and_then_is_ready(browser: Brow
 
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, keys: str) -> None:
-    with serving(Slow(pace_s=0), **{"http.api_keys_file": keys}) as server, tab(browser, server.url, ready=False) as page:
+    with (
+        serving(Slow(pace_s=0), **{"http.api_keys_file": keys}) as server,
+        tab(browser, server.url, ready=False) as page,
+    ):
         dialog = page.get_by_role("dialog", name="API key")
         page.get_by_role("textbox", name="Key").fill("a-wrong-one")
         dialog.get_by_role("button", name="Use it").click()
@@ -85,7 +113,10 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, keys: str) ->
         page.locator(".state.ready").wait_for()
         page.get_by_role("button", name="Continue").click()
         finish(page)
-        kept = inside(page, "JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie, location.href, document.body.innerHTML])")
+        kept = inside(
+            page,
+            "JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie, location.href, document.body.innerHTML])",
+        )
         assert kept.count(KEY) == 1
         assert KEY in kept.partition("}")[0]
         page.reload()

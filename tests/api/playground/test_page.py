@@ -13,16 +13,28 @@ from tests.support.http_server import serving
 PLAYGROUND = files("specserve.api").joinpath("playground")
 NAMES = sorted(file.name for file in PLAYGROUND.iterdir())
 MARKUP = PLAYGROUND.joinpath("index.html").read_text(encoding="utf-8")
-SCRIPTS = {name: PLAYGROUND.joinpath(name).read_text(encoding="utf-8") for name in NAMES if name.endswith(".js")}
+SCRIPTS = {
+    name: PLAYGROUND.joinpath(name).read_text(encoding="utf-8")
+    for name in NAMES
+    if name.endswith(".js")
+}
 
 
 def test_every_part_is_served_with_its_type_and_a_policy_that_lets_nothing_else_in() -> None:
-    types = {"css": "text/css", "html": "text/html", "js": "text/javascript", "svg": "image/svg+xml"}
+    types = {
+        "css": "text/css",
+        "html": "text/html",
+        "js": "text/javascript",
+        "svg": "image/svg+xml",
+    }
     with serving() as server:
         assert server.ask("/").body == server.ask("/playground/index.html").body
         for name in NAMES:
             reply = server.ask(f"/playground/{name}")
-            assert (reply.status, reply.headers["content-type"].partition(";")[0]) == (200, types[name.rpartition(".")[2]])
+            assert (reply.status, reply.headers["content-type"].partition(";")[0]) == (
+                200,
+                types[name.rpartition(".")[2]],
+            )
             policy = reply.headers["content-security-policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
@@ -37,21 +49,50 @@ def test_nothing_but_the_parts_is_served(name: str) -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_finds_its_parts_under_any_path() -> None:
-    assert not [name for name, text in SCRIPTS.items() if re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)]
+    assert not [
+        name
+        for name, text in SCRIPTS.items()
+        if re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    ]
     loaded = re.findall(r"(?:src|href)=\"([^\"#]+)\"", MARKUP)
-    assert {*loaded} == {"playground/icon.svg", "playground/style.css", "playground/main.js", "openapi.json", "metrics", "trace"}
-    asked = {path for text in SCRIPTS.values() for path in re.findall(r"[\"`](/?(?:v1/[a-z/]+|ready|trace)\b)[^\"`]*[\"`]", text)}
-    assert asked == {"v1/models", "v1/completions", "v1/chat/completions", "ready", "trace"}, "paths that begin with a slash would miss a prefix"
+    assert {*loaded} == {
+        "playground/icon.svg",
+        "playground/style.css",
+        "playground/main.js",
+        "openapi.json",
+        "metrics",
+        "trace",
+    }
+    asked = {
+        path
+        for text in SCRIPTS.values()
+        for path in re.findall(r"[\"`](/?(?:v1/[a-z/]+|ready|trace)\b)[^\"`]*[\"`]", text)
+    }
+    assert asked == {"v1/models", "v1/completions", "v1/chat/completions", "ready", "trace"}, (
+        "paths that begin with a slash would miss a prefix"
+    )
 
 
 def test_every_part_is_loaded_by_another_or_by_the_page() -> None:
-    imported = {name for text in SCRIPTS.values() for name in re.findall(r"from \"\./([a-z]+\.js)\"", text)}
+    imported = {
+        name for text in SCRIPTS.values() for name in re.findall(r"from \"\./([a-z]+\.js)\"", text)
+    }
     assert imported | {"main.js", "index.html", "style.css", "icon.svg"} == {*NAMES}
 
 
 def test_data_cannot_become_markup_and_is_not_kept_beyond_the_tab() -> None:
     whole = "\n".join(SCRIPTS.values())
-    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "localStorage", "cookie", "indexedDB"):
+    for way in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "new Function",
+        "localStorage",
+        "cookie",
+        "indexedDB",
+    ):
         assert way not in whole
     assert whole.count("sessionStorage.setItem") == 1
 
@@ -63,10 +104,16 @@ def test_nothing_in_the_markup_would_need_a_laxer_policy() -> None:
 def test_where_keys_are_asked_for_the_page_is_open_and_what_it_asks_is_not(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("a-key\n")
     with serving(**{"http.api_keys_file": str(file)}) as server:
-        assert {server.ask(path).status for path in ("/", *(f"/playground/{name}" for name in NAMES))} == {200}
-        assert {server.ask(path).status for path in ("/playground/nothing.js", "/v1/models", "/trace")} == {401}
+        assert {
+            server.ask(path).status for path in ("/", *(f"/playground/{name}" for name in NAMES))
+        } == {200}
+        assert {
+            server.ask(path).status for path in ("/playground/nothing.js", "/v1/models", "/trace")
+        } == {401}
     with serving(**{"http.api_keys_file": str(file), "http.open_paths": ["/health"]}) as server:
-        assert {server.ask(path).status for path in ("/", "/playground/main.js")} == {401}, "a page that was closed stays closed"
+        assert {server.ask(path).status for path in ("/", "/playground/main.js")} == {401}, (
+            "a page that was closed stays closed"
+        )
 
 
 def test_behind_a_prefix_the_page_and_its_parts_are_the_same(tmp_path: Path) -> None:

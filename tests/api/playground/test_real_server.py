@@ -31,16 +31,29 @@ class Server:
 
     def complete(self) -> Any:
         """What a client other than the page is told."""
-        body = json.dumps({"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0.7, "seed": 11, "logprobs": 0}).encode()
+        body = json.dumps(
+            {
+                "prompt": PROMPT,
+                "max_tokens": NUM_TOKENS,
+                "temperature": 0.7,
+                "seed": 11,
+                "logprobs": 0,
+            }
+        ).encode()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-        with urllib.request.urlopen(urllib.request.Request(f"{self.url}/v1/completions", body, headers), timeout=120) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{self.url}/v1/completions", body, headers), timeout=120
+        ) as answer:
             return json.load(answer)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (keys := tmp_path_factory.mktemp("keys") / "keys").write_text(f"{KEY}\n")
-    with served({"http.api_keys_file": str(keys), "target.threads": 1, "draft.threads": 1}) as (url, _):
+    with served({"http.api_keys_file": str(keys), "target.threads": 1, "draft.threads": 1}) as (
+        url,
+        _,
+    ):
         yield Server(url)
 
 
@@ -86,7 +99,13 @@ def test_the_answer_is_the_server_s_own_with_its_origins_its_probabilities_and_i
         choice, stats = told["choices"][0], told["specserve"]
         tokens = page.locator(".token")
         assert "".join(tokens.all_text_contents()) == choice["text"]
-        counts = dict(zip(("accepted", "correction", "bonus", "plain"), map(int, page.locator("#origins strong").all_text_contents()), strict=True))
+        counts = dict(
+            zip(
+                ("accepted", "correction", "bonus", "plain"),
+                map(int, page.locator("#origins strong").all_text_contents()),
+                strict=True,
+            )
+        )
         assert sum(counts.values()) == NUM_TOKENS
         assert counts["accepted"] > 10
         assert stats["lossless"] is True
@@ -97,14 +116,25 @@ def test_the_answer_is_the_server_s_own_with_its_origins_its_probabilities_and_i
         assert 1 <= int(drawn[1]) <= 12
         for kind in ("accepted", "next"):
             assert page.locator(f"#lanes svg[role=img] .cell.{kind}").count() > 0
-        assert page.locator("#lanes svg[role=img] .cell.draft, #lanes svg[role=img] .cell.anticipate").count() > 0, "the draft's lane is empty"
+        assert (
+            page.locator(
+                "#lanes svg[role=img] .cell.draft, #lanes svg[role=img] .cell.anticipate"
+            ).count()
+            > 0
+        ), "the draft's lane is empty"
         assert page.locator("#gamma-now").inner_text().isdecimal()
         assert re.fullmatch(r"[\d.]+ %", page.locator("#hits").inner_text())
-        assert float(page.locator("#accepted").inner_text()) == pytest.approx(counts["accepted"] / (NUM_TOKENS - counts["accepted"]), rel=0.3)
+        assert float(page.locator("#accepted").inner_text()) == pytest.approx(
+            counts["accepted"] / (NUM_TOKENS - counts["accepted"]), rel=0.3
+        )
         page.get_by_text("As a table").click()
-        expect(page.locator("#rounds-table tbody tr")).to_have_count(int(drawn[1]))  # it is listed a moment after the click
+        expect(page.locator("#rounds-table tbody tr")).to_have_count(
+            int(drawn[1])
+        )  # it is listed a moment after the click
         page.get_by_text("As a table").click()
-        place = next(i for i, text in enumerate(tokens.all_text_contents()) if text.strip() and i > 8)
+        place = next(
+            i for i, text in enumerate(tokens.all_text_contents()) if text.strip() and i > 8
+        )
         tokens.nth(place).hover()
         share = float(re.search(r"([\d.]+) %", page.get_by_role("tooltip").inner_text())[1])
         near = [100 * math.exp(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
@@ -112,20 +142,29 @@ def test_the_answer_is_the_server_s_own_with_its_origins_its_probabilities_and_i
         picture(page, "light")
 
 
-def test_a_race_shows_the_same_text_twice_once_without_a_single_draft(server: Server, browser: Browser, picture: Callable[[Page, str], None]) -> None:
+def test_a_race_shows_the_same_text_twice_once_without_a_single_draft(
+    server: Server, browser: Browser, picture: Callable[[Page, str], None]
+) -> None:
     with tab(browser, server.url, scheme="dark", key=KEY) as page:
         parameters(page, Max_tokens=NUM_TOKENS, Temperature=0.7, Seed=11, Gamma=4)
         ask(page, "Race", "tokens a second against.*The texts are the same")
-        fast, plain = (page.get_by_role("article", name=f"{name} speculation") for name in ("With", "Without"))
+        fast, plain = (
+            page.get_by_role("article", name=f"{name} speculation") for name in ("With", "Without")
+        )
         assert fast.locator(".accepted").count() > 10
         assert plain.locator(".token:not(.plain)").count() == 0
-        assert plain.locator(".token").all_text_contents() == fast.locator(".token").all_text_contents()
+        assert (
+            plain.locator(".token").all_text_contents()
+            == fast.locator(".token").all_text_contents()
+        )
         assert "no drafts" in plain.inner_text()
         settle(page)
         picture(page, "race")
 
 
-def test_a_chat_of_two_turns_on_a_phone(server: Server, browser: Browser, picture: Callable[[Page, str], None]) -> None:
+def test_a_chat_of_two_turns_on_a_phone(
+    server: Server, browser: Browser, picture: Callable[[Page, str], None]
+) -> None:
     with tab(browser, server.url, size=PHONE, key=KEY) as page:
         parameters(page, Max_tokens=32, Temperature=0, Gamma=4)
         page.get_by_text("Parameters").click()
@@ -139,7 +178,9 @@ def test_a_chat_of_two_turns_on_a_phone(server: Server, browser: Browser, pictur
         picture(page, "phone")
 
 
-def test_what_the_server_refuses_is_said_in_words(server: Server, browser: Browser, picture: Callable[[Page, str], None]) -> None:
+def test_what_the_server_refuses_is_said_in_words(
+    server: Server, browser: Browser, picture: Callable[[Page, str], None]
+) -> None:
     with tab(browser, server.url, key=KEY) as page:
         page.get_by_label("Gamma").fill("99")
         page.get_by_role("button", name="Continue").click()

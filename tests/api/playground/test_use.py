@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 
-def test_a_text_of_any_script_is_shown_whole_and_each_token_says_where_it_came_from_and_how_likely_it_was(page: Page, server: Running) -> None:
+def test_a_text_of_any_script_is_shown_whole_and_each_token_says_where_it_came_from_and_how_likely_it_was(
+    page: Page, server: Running
+) -> None:
     page.get_by_label("Text to continue").fill("Once")
     page.get_by_role("button", name="Continue").click()
     finish(page)
@@ -27,13 +29,19 @@ def test_a_text_of_any_script_is_shown_whole_and_each_token_says_where_it_came_f
     assert sum(counts) == num_tokens
     assert counts[0] > counts[2] > 0
     request = server.service.requests[-1]
-    assert (demo_text().decode(request.prompt), request.max_tokens, request.speculation.gamma) == ("Once", 128, None)
+    assert (demo_text().decode(request.prompt), request.max_tokens, request.speculation.gamma) == (
+        "Once",
+        128,
+        None,
+    )
     page.locator(".token", has_text="END").hover()
     shown = page.get_by_role("tooltip").inner_text()
     assert re.search(r"accepted|bonus", shown)
     assert f"{math.exp(-0.5) * 100:.1f} %" in shown
     page.locator(".token", has_text="日").first.hover()
-    assert "tokens make “日" in page.get_by_role("tooltip").inner_text(), "half characters are no tokens of their own to a reader"
+    assert "tokens make “日" in page.get_by_role("tooltip").inner_text(), (
+        "half characters are no tokens of their own to a reader"
+    )
 
 
 def test_what_a_model_writes_is_text_and_never_markup(browser: Browser) -> None:
@@ -61,11 +69,18 @@ def test_every_parameter_arrives_and_what_is_empty_is_not_sent(page: Page, serve
     assert not {"seed", "response_format", "messages"} & {*body}
     finish(page)
     request = server.service.requests[-1]
-    assert (request.max_tokens, request.warp.temperature, request.warp.top_p, request.speculation.gamma) == (5, 0.3, 0.9, 3)
+    assert (
+        request.max_tokens,
+        request.warp.temperature,
+        request.warp.top_p,
+        request.speculation.gamma,
+    ) == (5, 0.3, 0.9, 3)
     assert request.seeded is False
 
 
-def test_a_schema_is_sent_in_the_format_of_the_api_and_one_that_is_not_json_is_not_sent(page: Page, server: Running) -> None:
+def test_a_schema_is_sent_in_the_format_of_the_api_and_one_that_is_not_json_is_not_sent(
+    page: Page, server: Running
+) -> None:
     field, asked = page.get_by_label("JSON schema"), len(server.service.requests)
     field.fill("{oops")
     page.get_by_role("button", name="Continue").click()
@@ -75,7 +90,11 @@ def test_a_schema_is_sent_in_the_format_of_the_api_and_one_that_is_not_json_is_n
     field.fill('{"type": "object"}')
     with page.expect_request("**/v1/completions") as sent:
         page.get_by_role("button", name="Continue").click()
-    assert sent.value.post_data_json["response_format"]["json_schema"] == {"name": "answer", "strict": True, "schema": {"type": "object"}}
+    assert sent.value.post_data_json["response_format"]["json_schema"] == {
+        "name": "answer",
+        "strict": True,
+        "schema": {"type": "object"},
+    }
 
 
 def test_stopping_cancels_the_request_and_keeps_what_came(browser: Browser) -> None:
@@ -84,7 +103,9 @@ def test_stopping_cancels_the_request_and_keeps_what_came(browser: Browser) -> N
         expect(page.locator(".token").nth(5)).to_be_visible()
         page.get_by_role("button", name="Stop").click()
         finish(page, re.compile(r"^Stopped after \d+ tokens"))
-        assert server.until(lambda: server.service.num_live == 0), "the server goes on although nobody listens"
+        assert server.until(lambda: server.service.num_live == 0), (
+            "the server goes on although nobody listens"
+        )
         assert TEXT.startswith(written(page))
         expect(page.get_by_role("button", name="Continue")).to_be_enabled()
         expect(page.get_by_role("alert")).to_be_hidden()
@@ -95,12 +116,17 @@ def test_a_race_asks_the_same_with_and_without_speculation(browser: Browser, ord
     with serving(Slow()) as server, tab(browser, server.url) as page:
         page.get_by_label(order).check()
         page.get_by_role("button", name="Race").click()
-        expect(page.get_by_role("article", name="With speculation").locator(".token").first).to_be_visible()
+        expect(
+            page.get_by_role("article", name="With speculation").locator(".token").first
+        ).to_be_visible()
         if order == "at once":
             assert server.until(lambda: server.service.num_live == 2)
         else:
             assert server.service.num_live == 1
-        finish(page, re.compile(r"times as fast.*tokens a second against.*The texts are the same", re.S))
+        finish(
+            page,
+            re.compile(r"times as fast.*tokens a second against.*The texts are the same", re.S),
+        )
         assert [request.speculation.gamma for request in server.service.requests] == [None, 0]
         assert written(page, 0) == written(page, 1) == TEXT
         expect(page.locator(".panel .speed").nth(1)).to_contain_text("tokens/s")
@@ -116,12 +142,18 @@ def test_a_chat_remembers_its_turns_until_it_is_begun_anew(page: Page) -> None:
         bodies.append(sent.value.post_data_json)
         finish(page)
         expect(page.get_by_label("Message")).to_have_value("")
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": TEXT}, {"role": "user", "content": "and then?"}]
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": TEXT},
+        {"role": "user", "content": "and then?"},
+    ]
     assert [body["messages"] for body in bodies] == [turns[:1], turns]
     assert page.locator(".said").all_inner_texts() == ["You\n\nhello", "You\n\nand then?"]
     assert written(page, 1) == TEXT
     page.get_by_text("Completion", exact=True).click()
-    expect(page.get_by_label("Text to continue")).to_have_value(re.compile("fibonacci"))  # each way of asking keeps its own text
+    expect(page.get_by_label("Text to continue")).to_have_value(
+        re.compile("fibonacci")
+    )  # each way of asking keeps its own text
     page.get_by_text("Chat", exact=True).click()
     expect(page.locator(".turn")).to_have_count(2)
     page.get_by_role("button", name="New chat").click()

@@ -11,8 +11,19 @@ from specserve.api.tools.formats import FORMATS, PLAIN, Spelling
 from specserve.api.tools.messages import for_template
 from tests.support.templates import FAMILIES, TEMPLATES, family, spelling
 
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": {"type": "object", "properties": {}}}}
-CALL = {"id": "call_0123456789abcdef", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a city.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+CALL = {
+    "id": "call_0123456789abcdef",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
+}
 TALK = [
     Message.model_validate(message)
     for message in (
@@ -29,10 +40,15 @@ def test_a_template_is_recognised_by_what_it_teaches(name):
     wanted = {"plain": "hermes", "mistral_tight": "mistral"}.get(name, name)
     assert found.format.middle == FORMATS[wanted].middle
     assert found.taught == (name != "plain")
-    assert found.format.first == ('[TOOL_CALLS] [{"name": "' if name == "mistral" else FORMATS[wanted].first)
+    assert found.format.first == (
+        '[TOOL_CALLS] [{"name": "' if name == "mistral" else FORMATS[wanted].first
+    )
 
 
-@pytest.mark.parametrize("template", ["", "{{ messages }}", "{{ tools }} <tool_call><function=", "{{ tools }} nothing known"])
+@pytest.mark.parametrize(
+    "template",
+    ["", "{{ messages }}", "{{ tools }} <tool_call><function=", "{{ tools }} nothing known"],
+)
 def test_what_is_not_recognised_is_told_the_plain_format(template):
     found = Spelling.of(template, family("plain"))
     assert (found.format, found.taught) == (PLAIN, False)
@@ -40,7 +56,9 @@ def test_what_is_not_recognised_is_told_the_plain_format(template):
 
 def test_only_tokens_without_a_text_are_spelt_by_their_ids():
     assert spelling("hermes").special == {}
-    assert spelling("mistral").special == {"[TOOL_CALLS]": family("mistral").special_id("[TOOL_CALLS]")}
+    assert spelling("mistral").special == {
+        "[TOOL_CALLS]": family("mistral").special_id("[TOOL_CALLS]")
+    }
     assert set(spelling("mistral_named").special) == {"[TOOL_CALLS]", "[ARGS]"}
     assert set(spelling("llama").special) == {"<|python_tag|>"}
 
@@ -75,14 +93,20 @@ def test_in_words_tools_join_the_system_message_that_there_is():
     assert [message["role"] for message in with_system] == ["system", "user", "assistant", "tool"]
     assert str(with_system[0]["content"]).startswith("Be brief.\n\nYou may call")
     assert json.dumps(TOOL["function"]) in str(with_system[0]["content"])
-    assert [message["role"] for message in for_template(TALK, [TOOL], spelling("plain"))][:2] == ["system", "user"]
+    assert [message["role"] for message in for_template(TALK, [TOOL], spelling("plain"))][:2] == [
+        "system",
+        "user",
+    ]
     assert for_template(TALK, [], spelling("plain"))[0]["role"] == "user"
 
 
 def test_arguments_that_were_cut_reach_the_template_as_they_are():
     cut = CALL | {"function": {"name": "weather", "arguments": '{"city": "Pa'}}
     messages = [TALK[0], Message.model_validate({"role": "assistant", "tool_calls": [cut]})]
-    assert for_template(messages, [], spelling("hermes"))[1]["tool_calls"][0]["function"]["arguments"] == '{"city": "Pa'
+    assert (
+        for_template(messages, [], spelling("hermes"))[1]["tool_calls"][0]["function"]["arguments"]
+        == '{"city": "Pa'
+    )
 
 
 def test_of_several_templates_the_one_that_shows_tools_is_looked_at():

@@ -20,11 +20,17 @@ from tests.support.templates import FAMILIES, family, spelling
 
 WEATHER = {
     "type": "object",
-    "properties": {"city": {"enum": ["Paris", "日本"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Paris", "日本"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city"],
     "additionalProperties": False,
 }
-SCHEMAS = {"weather": WEATHER, "weather_now": {"type": "object", "properties": {}, "additionalProperties": False}}
+SCHEMAS = {
+    "weather": WEATHER,
+    "weather_now": {"type": "object", "properties": {}, "additionalProperties": False},
+}
 FUNCTIONS = [(name, json.dumps(schema | SEPARATORS)) for name, schema in SCHEMAS.items()]
 END = 0  # the token that ends a text
 WITH_TRIGGER = [name for name in FAMILIES if name != "llama"]
@@ -84,7 +90,13 @@ def test_several_calls_get_through_only_where_they_may(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_where_no_call_is_needed_any_text_will_do_until_a_call_begins(name):
     text, form = grammar(name).calls_or_text(), spelling(name).format
-    for answer in ("", "Hello.\n", "a < b {} [", written(name, ONE), "Let me see.\n" + written(name, ONE)):
+    for answer in (
+        "",
+        "Hello.\n",
+        "a < b {} [",
+        written(name, ONE),
+        "Let me see.\n" + written(name, ONE),
+    ):
         assert admits(name, text, answer), answer
     begun = "Well. " + form.first if form.trigger else form.first
     assert not admits(name, text, begun + "other")
@@ -101,7 +113,9 @@ def test_a_prelude_may_stand_before_a_call_and_nowhere_else():
 
 @pytest.mark.parametrize("name", WITH_TRIGGER)
 def test_json_may_be_the_alternative_to_a_call(name):
-    text = grammar(name).calls_or_json('{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": false}')
+    text = grammar(name).calls_or_json(
+        '{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": false}'
+    )
     assert admits(name, text, '{"a": null}')
     assert admits(name, text, written(name, OTHER))
     assert not admits(name, text, "Hello")
@@ -118,14 +132,20 @@ def test_whatever_gets_through_is_read_as_calls_that_validate(name):
         assert (content, reader.finish(), reader.called) == ("", "", True), text
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name or ""])
-        assert written(name, *((call.name or "", call.arguments) for call in calls)) == text.removeprefix("<|python_tag|>")
+        assert written(
+            name, *((call.name or "", call.arguments) for call in calls)
+        ) == text.removeprefix("<|python_tag|>")
         called.add(tuple(call.name for call in calls))
     assert len(called) > 1, "chance had a choice"
 
 
 def drawn(name: str, grammar: str, rng: random.Random) -> str:
     """A text of tokens drawn evenly from those that are allowed, as it is shown."""
-    made, mask, ids = matcher(name, grammar), allocate_token_bitmask(1, vocabulary(name).vocab_size), []
+    made, mask, ids = (
+        matcher(name, grammar),
+        allocate_token_bitmask(1, vocabulary(name).vocab_size),
+        [],
+    )
     while len(ids) < 3000:
         fill_next_token_bitmask(made, mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

@@ -13,8 +13,14 @@ from specserve.api.tools.formats import FORMATS, Format
 from specserve.api.tools.parse import CallPiece, Calls, JsonEnd, fresh_id, joined
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(alphabet='a"\\{}[]</tool_call>é\n', max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(alphabet='ab"\\}', max_size=3), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(alphabet='a"\\{}[]</tool_call>é\n', max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(alphabet='ab"\\}', max_size=3), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 OBJECTS = st.dictionaries(st.text(alphabet='ab"\\}', max_size=3), JSON, max_size=3)
@@ -27,7 +33,9 @@ def read(form: Format, text: str, cuts: list[int]) -> tuple[list[str], list[Call
     contents, pieces = [], []
     for begin, end in pairwise(borders):
         content, calls = reader.push(text[begin:end])
-        assert len({call.index for call in calls}) == len(calls), "at most one piece of a call at once"
+        assert len({call.index for call in calls}) == len(calls), (
+            "at most one piece of a call at once"
+        )
         contents.append(content)
         pieces += calls
     return [*contents, reader.finish()], pieces, reader
@@ -36,7 +44,9 @@ def read(form: Format, text: str, cuts: list[int]) -> tuple[list[str], list[Call
 @pytest.mark.parametrize("name", FORMATS)
 @given(
     before=st.sampled_from(["", "Let me see.\n", "a < b, <tool <tool_cal [TOOL", "日本 {"]),
-    calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather", "a-b"]), OBJECTS), min_size=1, max_size=3),
+    calls=st.lists(
+        st.tuples(st.sampled_from(["f", "get_weather", "a-b"]), OBJECTS), min_size=1, max_size=3
+    ),
     cuts=CUTS,
 )
 @settings(deadline=None, max_examples=150)
@@ -51,11 +61,15 @@ def test_calls_come_out_as_they_were_written_however_they_are_cut(name, before, 
     assert [call.index for call in joined(pieces)] == list(range(len(calls)))
     assert reader.called
     named = [piece for piece in pieces if piece.name is not None]
-    assert len({piece.id for piece in named}) == len(named) == len(calls), "each has an id and a name once, with its first piece"
+    assert len({piece.id for piece in named}) == len(named) == len(calls), (
+        "each has an id and a name once, with its first piece"
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("text", ["", "Hello.", "<tool", "a [TOOL_CALLS", '"name": "x', "<|python", "<<tool_calls"])
+@pytest.mark.parametrize(
+    "text", ["", "Hello.", "<tool", "a [TOOL_CALLS", '"name": "x', "<|python", "<<tool_calls"]
+)
 @given(cuts=CUTS)
 @settings(deadline=None, max_examples=30)
 def test_a_text_without_calls_is_shown_to_its_last_character(name, text, cuts):
@@ -83,14 +97,25 @@ def test_an_answer_that_was_cut_in_a_call_shows_what_there_is_of_it(name):
     for end in range(1, len(whole)):
         contents, pieces, reader = read(form, whole[:end], [])
         content = "".join(contents)
-        assert not content or whole[:end] == content != form.first, "content is at most the beginning of a trigger"
-        assert not content or not whole.startswith(form.trigger or "{") or len(content) < len(form.trigger)
-        assert "".join(piece.arguments for piece in pieces) == '{"a": "b"}'[: max(0, end - len(form.first + "f" + form.middle))]
+        assert not content or whole[:end] == content != form.first, (
+            "content is at most the beginning of a trigger"
+        )
+        assert (
+            not content
+            or not whole.startswith(form.trigger or "{")
+            or len(content) < len(form.trigger)
+        )
+        assert (
+            "".join(piece.arguments for piece in pieces)
+            == '{"a": "b"}'[: max(0, end - len(form.first + "f" + form.middle))]
+        )
         assert reader.called == (end >= len(form.first + "f" + form.middle + '{"a": "b"}'))
 
 
 def test_a_special_prelude_belongs_to_the_call():
-    contents, pieces, _ = read(FORMATS["llama"], '<|python_tag|>{"name": "f", "parameters": {}}', [3, 20])
+    contents, pieces, _ = read(
+        FORMATS["llama"], '<|python_tag|>{"name": "f", "parameters": {}}', [3, 20]
+    )
     assert ("".join(contents), [call.name for call in joined(pieces)]) == ("", ["f"])
 
 

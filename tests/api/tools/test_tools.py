@@ -22,9 +22,20 @@ SCHEMA = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
-WEATHER: Any = {"type": "function", "function": {"name": "get_weather", "description": "Of a city.", "parameters": SCHEMA, "strict": True}}
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Of a city.",
+        "parameters": SCHEMA,
+        "strict": True,
+    },
+}
 TIME: Any = {"type": "function", "function": {"name": "get_time"}}
-PARIS, ROME = ("get_weather", '{"city": "Paris", "unit": "C"}'), ("get_weather", '{"city": "Rome \\"}", "unit": "F"}')
+PARIS, ROME = (
+    ("get_weather", '{"city": "Paris", "unit": "C"}'),
+    ("get_weather", '{"city": "Rome \\"}", "unit": "F"}'),
+)
 
 
 class GetWeather(BaseModel):
@@ -33,7 +44,9 @@ class GetWeather(BaseModel):
 
 
 @contextmanager
-def calling(name: str, *calls: tuple[str, str], before: str = "") -> Iterator[tuple[Running, openai.OpenAI]]:
+def calling(
+    name: str, *calls: tuple[str, str], before: str = ""
+) -> Iterator[tuple[Running, openai.OpenAI]]:
     """A server whose model writes these calls."""
     written = before + spelling(name).format.written(list(calls)) if calls else before
     service = FakeService(written=written, text=family(name))
@@ -49,15 +62,30 @@ def test_a_call_is_answered_and_followed_by_a_turn_with_its_result(name):
     with calling(name, PARIS) as (server, client):
         first = client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER, TIME])
         choice = first.choices[0]
-        assert (choice.finish_reason, choice.message.content, choice.message.refusal) == ("tool_calls", None, None)
+        assert (choice.finish_reason, choice.message.content, choice.message.refusal) == (
+            "tool_calls",
+            None,
+            None,
+        )
         (call,) = choice.message.tool_calls
-        assert (call.type, call.function.name, call.function.arguments, call.id[:5]) == ("function", *PARIS, "call_")
+        assert (call.type, call.function.name, call.function.arguments, call.id[:5]) == (
+            "function",
+            *PARIS,
+            "call_",
+        )
         server.service.written = "It is 17 degrees."
         result = {"role": "tool", "tool_call_id": call.id, "content": "17"}
-        second = client.chat.completions.create(model="demo", messages=[*CHAT, choice.message, result], tools=[WEATHER, TIME])
-        assert (second.choices[0].message.content, second.choices[0].finish_reason) == ("It is 17 degrees.", "stop")
+        second = client.chat.completions.create(
+            model="demo", messages=[*CHAT, choice.message, result], tools=[WEATHER, TIME]
+        )
+        assert (second.choices[0].message.content, second.choices[0].finish_reason) == (
+            "It is 17 degrees.",
+            "stop",
+        )
         assert second.choices[0].message.tool_calls is None
-        prompts = [family(name)._tokenizer.decode(request.prompt) for request in server.service.requests]
+        prompts = [
+            family(name)._tokenizer.decode(request.prompt) for request in server.service.requests
+        ]
         if name != "mistral_named":  # a template of one line, which shows no calls
             assert PARIS[1] in prompts[1]
             assert "17" in prompts[1]
@@ -66,40 +94,73 @@ def test_a_call_is_answered_and_followed_by_a_turn_with_its_result(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_streamed_call_has_its_name_first_and_then_pieces_of_its_arguments(name):
     with calling(name, PARIS) as (_, client):
-        chunks = list(client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER], stream=True))
+        chunks = list(
+            client.chat.completions.create(
+                model="demo", messages=CHAT, tools=[WEATHER], stream=True
+            )
+        )
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     assert not any(delta.content for delta in deltas)
     pieces = [piece for delta in deltas for piece in delta.tool_calls or []]
     assert {piece.index for piece in pieces} == {0}
-    assert (pieces[0].function.name, pieces[0].type, bool(pieces[0].id)) == ("get_weather", "function", True)
+    assert (pieces[0].function.name, pieces[0].type, bool(pieces[0].id)) == (
+        "get_weather",
+        "function",
+        True,
+    )
     assert all(piece.id is None and piece.function.name is None for piece in pieces[1:])
     assert "".join(piece.function.arguments for piece in pieces) == PARIS[1]
     assert len(pieces) > 3, "arguments come as they are written"
-    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [
+        "tool_calls"
+    ]
 
 
 @pytest.mark.parametrize("name", ["plain", "mistral", "mistral_named"])
 def test_text_before_calls_is_content_and_calls_may_be_parallel(name):
     with calling(name, PARIS, ROME, before="Let me see.\n") as (_, client):
-        whole = client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER]).choices[0]
-        stream = client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER], stream=True)
+        whole = client.chat.completions.create(
+            model="demo", messages=CHAT, tools=[WEATHER]
+        ).choices[0]
+        stream = client.chat.completions.create(
+            model="demo", messages=CHAT, tools=[WEATHER], stream=True
+        )
         deltas = [chunk.choices[0].delta for chunk in stream]
-    assert whole.message.content == "".join(delta.content or "" for delta in deltas) == "Let me see.\n"
-    assert [(call.function.name, call.function.arguments) for call in whole.message.tool_calls] == [PARIS, ROME]
+    assert (
+        whole.message.content == "".join(delta.content or "" for delta in deltas) == "Let me see.\n"
+    )
+    assert [(call.function.name, call.function.arguments) for call in whole.message.tool_calls] == [
+        PARIS,
+        ROME,
+    ]
     assert len({call.id for call in whole.message.tool_calls}) == 2
     for index, (_, arguments) in enumerate((PARIS, ROME)):
-        assert "".join(piece.function.arguments for delta in deltas for piece in delta.tool_calls or [] if piece.index == index) == arguments
+        assert (
+            "".join(
+                piece.function.arguments
+                for delta in deltas
+                for piece in delta.tool_calls or []
+                if piece.index == index
+            )
+            == arguments
+        )
 
 
 def test_parse_gives_the_arguments_as_a_model_and_its_message_can_be_sent_back():
     tool = openai.pydantic_function_tool(GetWeather)
     with calling("hermes", ("GetWeather", PARIS[1])) as (server, client):
-        message = client.chat.completions.parse(model="demo", messages=CHAT, tools=[tool]).choices[0].message
+        message = (
+            client.chat.completions.parse(model="demo", messages=CHAT, tools=[tool])
+            .choices[0]
+            .message
+        )
         assert message.tool_calls[0].function.parsed_arguments == GetWeather(city="Paris", unit="C")
         result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "17"}
         server.service.written = "17"
-        again = client.chat.completions.parse(model="demo", messages=[*CHAT, message, result], tools=[tool])
+        again = client.chat.completions.parse(
+            model="demo", messages=[*CHAT, message, result], tools=[tool]
+        )
         assert again.choices[0].message.content == "17"
 
 
@@ -113,7 +174,10 @@ def test_the_stream_helper_tells_of_arguments_and_of_their_end():
         final = stream.get_final_completion().choices[0]
     done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
     assert [event.arguments for event in done] == [PARIS[1], ROME[1]]
-    assert [event.parsed_arguments for event in done] == [GetWeather(city="Paris", unit="C"), GetWeather(city='Rome "}', unit="F")]
+    assert [event.parsed_arguments for event in done] == [
+        GetWeather(city="Paris", unit="C"),
+        GetWeather(city='Rome "}', unit="F"),
+    ]
     assert sum(event.type == "tool_calls.function.arguments.delta" for event in events) > 5
     assert (final.finish_reason, final.message.content) == ("tool_calls", "So: ")
 
@@ -124,11 +188,22 @@ def test_a_parsed_answer_may_be_a_schema_or_a_call():
 
     tool = openai.pydantic_function_tool(GetWeather)
     with calling("plain", before='{"degrees": 17}') as (server, client):
-        message = client.chat.completions.parse(model="demo", messages=CHAT, tools=[tool], response_format=Answer).choices[0].message
+        message = (
+            client.chat.completions.parse(
+                model="demo", messages=CHAT, tools=[tool], response_format=Answer
+            )
+            .choices[0]
+            .message
+        )
         assert (message.parsed, message.tool_calls) == (Answer(degrees=17), None)
         assert "degrees" in server.service.requests[0].grammar.text
-    with calling("llama") as (_, client), pytest.raises(openai.BadRequestError, match="response_format and tools"):
-        client.chat.completions.parse(model="demo", messages=CHAT, tools=[tool], response_format=Answer)
+    with (
+        calling("llama") as (_, client),
+        pytest.raises(openai.BadRequestError, match="response_format and tools"),
+    ):
+        client.chat.completions.parse(
+            model="demo", messages=CHAT, tools=[tool], response_format=Answer
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -141,9 +216,13 @@ def test_a_parsed_answer_may_be_a_schema_or_a_call():
         ({"tool_choice": {"type": "function", "function": {"name": "get_time"}}}, False, 1, False),
     ],
 )
-def test_the_choice_of_tools_becomes_a_grammar_that_can_be_obeyed(name, options, start, functions, repeats):
+def test_the_choice_of_tools_becomes_a_grammar_that_can_be_obeyed(
+    name, options, start, functions, repeats
+):
     with calling(name, PARIS) as (server, client):
-        client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER, TIME], **options)
+        client.chat.completions.create(
+            model="demo", messages=CHAT, tools=[WEATHER, TIME], **options
+        )
         (request,) = server.service.requests
     text = request.grammar.text
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)) == ""
@@ -154,7 +233,9 @@ def test_the_choice_of_tools_becomes_a_grammar_that_can_be_obeyed(name, options,
 
 def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_text():
     with calling("hermes", PARIS) as (server, client):
-        choice = client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER], tool_choice="none").choices[0]
+        choice = client.chat.completions.create(
+            model="demo", messages=CHAT, tools=[WEATHER], tool_choice="none"
+        ).choices[0]
         assert choice.message.content == spelling("hermes").format.written([PARIS])
         assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
         (request,) = server.service.requests
@@ -164,7 +245,9 @@ def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_text()
 
 def test_a_call_that_was_cut_is_told_by_its_finish_reason():
     with calling("plain", PARIS) as (_, client):
-        choice = client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER], max_tokens=35).choices[0]
+        choice = client.chat.completions.create(
+            model="demo", messages=CHAT, tools=[WEATHER], max_tokens=35
+        ).choices[0]
         assert choice.finish_reason == "length"
         assert PARIS[1].startswith(choice.message.tool_calls[0].function.arguments)
         assert choice.message.tool_calls[0].function.arguments != PARIS[1]
@@ -172,26 +255,49 @@ def test_a_call_that_was_cut_is_told_by_its_finish_reason():
 
 def test_choices_logprobs_usage_and_origins_are_as_without_tools():
     with calling("plain", PARIS) as (server, client):
-        answer = client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER], n=2, logprobs=True)
+        answer = client.chat.completions.create(
+            model="demo", messages=CHAT, tools=[WEATHER], n=2, logprobs=True
+        )
         assert [len(choice.message.tool_calls) for choice in answer.choices] == [1, 1]
         assert len({choice.message.tool_calls[0].id for choice in answer.choices}) == 2
         tokens = [len(choice.logprobs.content) for choice in answer.choices]
         assert answer.usage.completion_tokens == sum(tokens)
-        body = {"messages": CHAT, "tools": [WEATHER], "stream": True, "stream_options": {"include_usage": True}}
-        *chunks, last = server.ask("/v1/chat/completions", body, headers={"X-Specserve-Origins": "1"}).events
-        assert sum(len(chunk["origins"]) for chunk in chunks) == last["usage"]["completion_tokens"] == tokens[0]
+        body = {
+            "messages": CHAT,
+            "tools": [WEATHER],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        *chunks, last = server.ask(
+            "/v1/chat/completions", body, headers={"X-Specserve-Origins": "1"}
+        ).events
+        assert (
+            sum(len(chunk["origins"]) for chunk in chunks)
+            == last["usage"]["completion_tokens"]
+            == tokens[0]
+        )
 
 
 def test_tools_have_limits():
     def tool(number: int, size: int = 0) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": f"f{number}", "description": "d" * size, "parameters": {"const": {"a": "x" * size}}}}
+        return {
+            "type": "function",
+            "function": {
+                "name": f"f{number}",
+                "description": "d" * size,
+                "parameters": {"const": {"a": "x" * size}},
+            },
+        }
 
     with calling("plain", PARIS) as (server, _):
         for tools, param in (
             ([tool(i) for i in range(129)], "tools"),
             ([tool(0, 70_000)], "tools[0].function.parameters"),
             ([tool(i, 30_000) for i in range(3)], "tools"),
-            ([{"type": "function", "function": {"name": "f", "description": "x" * 100_000}}], "messages"),
+            (
+                [{"type": "function", "function": {"name": "f", "description": "x" * 100_000}}],
+                "messages",
+            ),
         ):
             reply = server.ask("/v1/chat/completions", {"messages": CHAT, "tools": tools})
             assert (reply.status, reply.error["param"]) == (400, param)
@@ -199,9 +305,26 @@ def test_tools_have_limits():
 
 
 def test_calls_in_the_history_need_no_tools_in_the_request():
-    history = [*CHAT, {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}]
+    history = [
+        *CHAT,
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            ],
+        },
+    ]
     with calling("plain", before="Well.") as (server, client):
-        answer = client.chat.completions.create(model="demo", messages=[*history, {"role": "tool", "tool_call_id": "1", "content": "17"}])
+        answer = client.chat.completions.create(
+            model="demo",
+            messages=[*history, {"role": "tool", "tool_call_id": "1", "content": "17"}],
+        )
         assert answer.choices[0].message.content == "Well."
         prompt = family("plain").decode(server.service.requests[0].prompt)
-    assert prompt.splitlines()[1:] == ["assistant: <tool_call>", json.dumps({"name": "f", "arguments": {}}), "</tool_call>", "tool: 17", "assistant:"]
+    assert prompt.splitlines()[1:] == [
+        "assistant: <tool_call>",
+        json.dumps({"name": "f", "arguments": {}}),
+        "</tool_call>",
+        "tool: 17",
+        "assistant:",
+    ]

@@ -28,7 +28,17 @@ from specserve.cluster.transport.chunk_stream import Inbox, Outlet, Ticket
 from specserve.cluster.transport.link import Address, Client, Keys, Server
 from specserve.errors import OutOfPages, WorkerLost
 from specserve.types import Chunk, Origin, Policy, Proposal, SparseRows, Verdict, VerifyStep, Warp
-from specserve.wire.messages import Chunks, Failed, Message, Proposals, Propose, Stop, Verdicts, Verify, pack
+from specserve.wire.messages import (
+    Chunks,
+    Failed,
+    Message,
+    Proposals,
+    Propose,
+    Stop,
+    Verdicts,
+    Verify,
+    pack,
+)
 
 HOST = "127.0.0.1"
 SECONDS = 20  # until a test that hangs is given up
@@ -63,7 +73,12 @@ def answer(message: Message) -> Message:
     assert isinstance(message, (Verify, Propose))
     if isinstance(message, Propose):
         return Proposals(message.number, (), seconds=0.5, pages_used=len(message.steps))
-    return Verdicts(message.number, tuple(Verdict(step.seq_id, 0, 1, None) for step in message.steps), seconds=0.5, pages_used=1)
+    return Verdicts(
+        message.number,
+        tuple(Verdict(step.seq_id, 0, 1, None) for step in message.steps),
+        seconds=0.5,
+        pages_used=1,
+    )
 
 
 def serve(server: Server, respond: Callable[[Message], Message | None] = answer) -> None:
@@ -76,7 +91,9 @@ def serve(server: Server, respond: Callable[[Message], Message | None] = answer)
 
 
 @contextmanager
-def worker(server: Server, respond: Callable[[Message], Message | None] = answer) -> Iterator[threading.Thread]:
+def worker(
+    server: Server, respond: Callable[[Message], Message | None] = answer
+) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=serve, args=(server, respond))
     thread.start()
     try:
@@ -98,7 +115,9 @@ async def finish(client: Client, thread: threading.Thread) -> None:
     client.close()
 
 
-def run(main: Awaitable[None], *, loop: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+def run(
+    main: Awaitable[None], *, loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> None:
     async def limited() -> None:
         async with asyncio.timeout(SECONDS):
             await main
@@ -110,7 +129,14 @@ def run(main: Awaitable[None], *, loop: Callable[[], asyncio.AbstractEventLoop] 
 def verify(number: int, *, num_steps: int = 3) -> Verify:
     rng = np.random.default_rng(number)
     q = SparseRows(rng.integers(0, 99, (2, 64)), rng.random((2, 64), dtype=np.float32))
-    return Verify(number, tuple(VerifyStep(i, 7, (1,), (2, 3), q, Policy(Warp(), "block", 5, 7)) for i in range(num_steps)), (8,))
+    return Verify(
+        number,
+        tuple(
+            VerifyStep(i, 7, (1,), (2, 3), q, Policy(Warp(), "block", 5, 7))
+            for i in range(num_steps)
+        ),
+        (8,),
+    )
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -133,12 +159,16 @@ def test_each_call_gets_its_own_answer(loop: Callable[[], asyncio.AbstractEventL
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_a_coordinator_has_calls_to_many_workers_under_way_at_once(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_a_coordinator_has_calls_to_many_workers_under_way_at_once(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
     pairs = [pair() for _ in range(3)]
 
     async def main(threads: list[threading.Thread]) -> None:
         for number in range(50):
-            answers = await asyncio.gather(*(client.call(verify(number), SECONDS) for _, client in pairs))
+            answers = await asyncio.gather(
+                *(client.call(verify(number), SECONDS) for _, client in pairs)
+            )
             assert [each.number for each in answers] == [number] * 3
         for (_, client), thread in zip(pairs, threads, strict=True):
             await finish(client, thread)
@@ -209,7 +239,14 @@ def test_a_worker_that_fails_raises_at_the_coordinator_what_it_raised() -> None:
         assert (await client.call(verify(3), SECONDS)).number == 3
         await finish(client, thread)
 
-    with worker(server, lambda message: Failed.of(message.number, errors[message.number]) if message.number in errors else answer(message)) as thread:
+    with worker(
+        server,
+        lambda message: (
+            Failed.of(message.number, errors[message.number])
+            if message.number in errors
+            else answer(message)
+        ),
+    ) as thread:
         run(main(thread))
 
 
@@ -254,10 +291,14 @@ def answer_all(pipe: Any, admits: bytes) -> None:
 
 
 @pytest.mark.parametrize("nearby", [True, False], ids=["ipc", "tcp"])
-def test_a_worker_that_is_stopped_is_noticed_within_five_seconds_and_one_that_is_busy_for_longer_than_a_beat_is_not(nearby: bool) -> None:
+def test_a_worker_that_is_stopped_is_noticed_within_five_seconds_and_one_that_is_busy_for_longer_than_a_beat_is_not(
+    nearby: bool,
+) -> None:
     keys = Keys.fresh()
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=answer_all, args=(theirs, keys.public))
+    process = multiprocessing.get_context("spawn").Process(
+        target=answer_all, args=(theirs, keys.public)
+    )
     process.start()
     address = ours.recv()
     client = Client(keys, address if nearby else replace(address, nearby=""))
@@ -266,7 +307,9 @@ def test_a_worker_that_is_stopped_is_noticed_within_five_seconds_and_one_that_is
     async def main() -> None:
         client.on_silence = silences.append
         assert (await client.call(verify(1), SECONDS)).number == 1
-        assert (await client.call(verify(2), SECONDS)).number == 2, "a long pass was taken for a death"
+        assert (await client.call(verify(2), SECONDS)).number == 2, (
+            "a long pass was taken for a death"
+        )
         os.kill(process.pid, signal.SIGSTOP)
         begun = time.monotonic()
         with pytest.raises(WorkerLost, match="silent"):
@@ -341,7 +384,14 @@ def test_a_server_waits_no_longer_than_asked_and_says_when_something_is_there() 
     server.close()
 
 
-def stranger(context: zmq.Context[Any], address: Address, *, client: Keys | None, server: bytes, kind: int = zmq.DEALER) -> Any:
+def stranger(
+    context: zmq.Context[Any],
+    address: Address,
+    *,
+    client: Keys | None,
+    server: bytes,
+    kind: int = zmq.DEALER,
+) -> Any:
     """A socket that talks to the address, with whatever keys it has."""
     peer = context.socket(kind)
     peer.set(zmq.LINGER, 0)
@@ -354,7 +404,9 @@ def stranger(context: zmq.Context[Any], address: Address, *, client: Keys | None
 
 
 @pytest.mark.parametrize("secret", ["wrong key", "no key", "wrong server", "http"])
-def test_strangers_are_refused_and_logged_and_the_worker_goes_on(secret: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_strangers_are_refused_and_logged_and_the_worker_goes_on(
+    secret: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     server, client = pair()
     asked: list[int] = []
@@ -365,7 +417,12 @@ def test_strangers_are_refused_and_logged_and_the_worker_goes_on(secret: str, ca
     else:
         wrong = Keys.fresh()
         guest = None if secret == "no key" else wrong
-        peer = stranger(context, server.address, client=guest, server=wrong.public if secret == "wrong server" else server.address.public)
+        peer = stranger(
+            context,
+            server.address,
+            client=guest,
+            server=wrong.public if secret == "wrong server" else server.address.public,
+        )
         peer.send_multipart(pack(verify(99)))
 
     def respond(message: Message) -> Message:
@@ -376,25 +433,39 @@ def test_strangers_are_refused_and_logged_and_the_worker_goes_on(secret: str, ca
         for number in range(20):
             assert (await client.call(verify(number), SECONDS)).number == number
             await asyncio.sleep(0.01)
-        assert secret == "http" or await asyncio.to_thread(later, lambda: "refused" in caplog.text)  # ZeroMQ hangs up on others by itself
+        assert secret == "http" or await asyncio.to_thread(
+            later, lambda: "refused" in caplog.text
+        )  # ZeroMQ hangs up on others by itself
         await finish(client, thread)
 
     with worker(server, respond) as thread:
         run(main(thread))
     assert asked == list(range(20))
     assert ("with another key" in caplog.text) == (secret == "wrong key")
-    assert len([record for record in caplog.records if "refused" in record.message]) < 20  # though it tries again and again
+    assert (
+        len([record for record in caplog.records if "refused" in record.message]) < 20
+    )  # though it tries again and again
     peer.close()
     context.term()
 
 
-def test_malformed_and_foreign_frames_of_the_admitted_are_logged_and_the_worker_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_and_foreign_frames_of_the_admitted_are_logged_and_the_worker_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     keys = Keys.fresh()
     server = Server(Keys.fresh(), HOST, keys.public)
     context: zmq.Context[Any] = zmq.Context()
     peer = stranger(context, server.address, client=keys, server=server.address.public)
     good = [bytes(frame) for frame in pack(verify(5))]
-    bad = [[b""], [b"hello"], [bytes(1000)] * 3, [good[0]], [good[0][:-1], good[1]], [good[0], good[1][:-8]], [*good, b""]]
+    bad = [
+        [b""],
+        [b"hello"],
+        [bytes(1000)] * 3,
+        [good[0]],
+        [good[0][:-1], good[1]],
+        [good[0], good[1][:-8]],
+        [*good, b""],
+    ]
     for frames in bad:
         peer.send_multipart(frames)
     peer.send_multipart(good)
@@ -446,7 +517,9 @@ def chunks(engine: int, number: int) -> Chunks:
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_the_chunks_of_two_engines_arrive_complete_and_each_in_order(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_the_chunks_of_two_engines_arrive_complete_and_each_in_order(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
     inbox = Inbox(HOST)
     outlets = [Outlet(inbox.ticket) for _ in range(2)]
 
@@ -482,11 +555,19 @@ def test_what_an_engine_sent_before_it_closed_still_arrives() -> None:
     run(main())
 
 
-def test_an_inbox_admits_its_ticket_alone_and_survives_garbage(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_inbox_admits_its_ticket_alone_and_survives_garbage(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     inbox = Inbox(HOST)
     outlet, forged = Outlet(inbox.ticket), Outlet(Ticket(inbox.ticket.address, Keys.fresh()))
     context: zmq.Context[Any] = zmq.Context()
-    peer = stranger(context, inbox.ticket.address, client=inbox.ticket.keys, server=inbox.ticket.address.public, kind=zmq.PUSH)
+    peer = stranger(
+        context,
+        inbox.ticket.address,
+        client=inbox.ticket.keys,
+        server=inbox.ticket.address.public,
+        kind=zmq.PUSH,
+    )
 
     async def main() -> None:
         forged.send(chunks(0, 666))
@@ -508,7 +589,9 @@ def test_an_inbox_admits_its_ticket_alone_and_survives_garbage(caplog: pytest.Lo
     context.term()
 
 
-def test_an_outlet_never_blocks_and_says_once_that_it_drops(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outlet_never_blocks_and_says_once_that_it_drops(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("specserve.cluster.transport.chunk_stream.OUTLET_MARK", 50)
     inbox = Inbox(HOST)
     inbox.close()
@@ -529,7 +612,9 @@ def ticket_holder(ticket: Ticket) -> None:
 
 def test_a_ticket_works_in_another_process() -> None:
     inbox = Inbox(HOST)
-    process = multiprocessing.get_context("spawn").Process(target=ticket_holder, args=(inbox.ticket,))
+    process = multiprocessing.get_context("spawn").Process(
+        target=ticket_holder, args=(inbox.ticket,)
+    )
     process.start()
 
     async def main() -> None:
@@ -599,5 +684,7 @@ def test_a_proposal_reaches_the_target_with_the_same_bits() -> None:
         assert (back.ids.tolist(), back.probs.tobytes()) == ([[5, 6]], q.probs.tobytes())
         await finish(client, thread)
 
-    with worker(server, lambda message: Proposals(message.number, (Proposal(1, 2, (5,), q, 3),), 0.0, 0)) as thread:
+    with worker(
+        server, lambda message: Proposals(message.number, (Proposal(1, 2, (5,), q, 3),), 0.0, 0)
+    ) as thread:
         run(main(thread))

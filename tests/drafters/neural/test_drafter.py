@@ -22,30 +22,69 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make("llama", tmp_path_factory.mktemp("neural") / "draft")
 
 
-def drafter(checkpoint: Path, *, pages: int = 64, support: int = 8, target_vocab: int = checkpoints.VOCAB, context: int = 1024) -> NeuralDrafter:
+def drafter(
+    checkpoint: Path,
+    *,
+    pages: int = 64,
+    support: int = 8,
+    target_vocab: int = checkpoints.VOCAB,
+    context: int = 1024,
+) -> NeuralDrafter:
     opened = open_model(checkpoint, Placement(dtype="float32", device="cpu", pages=pages))
-    return NeuralDrafter(opened.runner, vocab_size=opened.spec.vocab_size, target_vocab_size=target_vocab, context=context, support=support)
+    return NeuralDrafter(
+        opened.runner,
+        vocab_size=opened.spec.vocab_size,
+        target_vocab_size=target_vocab,
+        context=context,
+        support=support,
+    )
 
 
-def policy(warp: Warp, *, seed: int = 1, verifier: str = "block", prompt: int = len(PROMPT)) -> Policy:
+def policy(
+    warp: Warp, *, seed: int = 1, verifier: str = "block", prompt: int = len(PROMPT)
+) -> Policy:
     return Policy(warp, verifier, seed, prompt)
 
 
-def step(seq_id: int, tokens: tuple[int, ...] = PROMPT, *, start: int = 0, gamma: int = 4, warp: Warp = GREEDY, **kind: object) -> DraftStep:
+def step(
+    seq_id: int,
+    tokens: tuple[int, ...] = PROMPT,
+    *,
+    start: int = 0,
+    gamma: int = 4,
+    warp: Warp = GREEDY,
+    **kind: object,
+) -> DraftStep:
     return DraftStep(seq_id, start, tokens, gamma, policy(warp, **kind))  # type: ignore[arg-type]
 
 
 def test_each_sequence_gets_its_own_gamma_and_what_it_would_get_alone(checkpoint: Path) -> None:
-    together = drafter(checkpoint).propose([step(i, PROMPT[i:], gamma=i) for i in range(6)], IN_TIME)
-    alone = [drafter(checkpoint).propose([step(i, PROMPT[i:], gamma=i)], IN_TIME)[0] for i in range(6)]
+    together = drafter(checkpoint).propose(
+        [step(i, PROMPT[i:], gamma=i) for i in range(6)], IN_TIME
+    )
+    alone = [
+        drafter(checkpoint).propose([step(i, PROMPT[i:], gamma=i)], IN_TIME)[0] for i in range(6)
+    ]
     assert [proposal.tokens for proposal in together] == [proposal.tokens for proposal in alone]
     assert [len(proposal.tokens) for proposal in together] == list(range(6))
 
 
-def test_sampled_company_changes_neither_tokens_nor_what_they_were_drawn_from(checkpoint: Path) -> None:
+def test_sampled_company_changes_neither_tokens_nor_what_they_were_drawn_from(
+    checkpoint: Path,
+) -> None:
     """Each with another gamma, some with penalties, which look at the drafts so far."""
-    warps = [SAMPLED, Warp(frequency_penalty=1.0), Warp(temperature=0.5), GREEDY, Warp(presence_penalty=3.0, temperature=0.0), SAMPLED]
-    steps = [step(i, PROMPT[i:], gamma=(3 * i) % 7 + 1, warp=warp, seed=i) for i, warp in enumerate(warps)]
+    warps = [
+        SAMPLED,
+        Warp(frequency_penalty=1.0),
+        Warp(temperature=0.5),
+        GREEDY,
+        Warp(presence_penalty=3.0, temperature=0.0),
+        SAMPLED,
+    ]
+    steps = [
+        step(i, PROMPT[i:], gamma=(3 * i) % 7 + 1, warp=warp, seed=i)
+        for i, warp in enumerate(warps)
+    ]
     together = drafter(checkpoint).propose(steps, IN_TIME)
     for proposal, own in zip(together, steps, strict=True):
         (alone,) = drafter(checkpoint).propose([own], IN_TIME)
@@ -57,18 +96,24 @@ def test_sampled_company_changes_neither_tokens_nor_what_they_were_drawn_from(ch
             np.testing.assert_allclose(proposal.q.probs, alone.q.probs, atol=1e-5)
 
 
-def test_what_a_proposal_wrote_is_held_and_its_room_is_given_back_after_a_refusal(checkpoint: Path) -> None:
+def test_what_a_proposal_wrote_is_held_and_its_room_is_given_back_after_a_refusal(
+    checkpoint: Path,
+) -> None:
     model = drafter(checkpoint)
     (proposal,) = model.propose([step(0, gamma=20)], IN_TIME)
     assert proposal.held == len(PROMPT) + 19
-    (late,) = model.propose([step(0, (7,), start=len(PROMPT), gamma=20)], -1.0)  # room for 20, time for one
+    (late,) = model.propose(
+        [step(0, (7,), start=len(PROMPT), gamma=20)], -1.0
+    )  # room for 20, time for one
     assert late.held == len(PROMPT) + 1
     model.propose([step(0, (8,), start=len(PROMPT) + 1, gamma=0)], IN_TIME)
     model.runner.cache.check()
     assert model.runner.cache.num_used == 3
 
 
-def test_greedy_drafts_are_certain_and_sampled_ones_carry_what_they_were_drawn_from(checkpoint: Path) -> None:
+def test_greedy_drafts_are_certain_and_sampled_ones_carry_what_they_were_drawn_from(
+    checkpoint: Path,
+) -> None:
     greedy, sampled = drafter(checkpoint).propose([step(0), step(1, warp=SAMPLED)], IN_TIME)
     assert greedy.q is None
     assert sampled.q is not None
@@ -81,19 +126,31 @@ def test_draws_follow_the_stated_distribution(checkpoint: Path) -> None:
     model = drafter(checkpoint, pages=400)
     proposals = []
     for first in range(0, 2000, 100):
-        proposals += model.propose([step(seed, gamma=1, warp=SAMPLED, seed=seed) for seed in range(first, first + 100)], IN_TIME)
+        proposals += model.propose(
+            [step(seed, gamma=1, warp=SAMPLED, seed=seed) for seed in range(first, first + 100)],
+            IN_TIME,
+        )
         model.release(range(first, first + 100))
     assert proposals[0].q is not None
-    counts = {int(token): sum(p.tokens[0] == token for p in proposals) for token in proposals[0].q.ids[0]}
+    counts = {
+        int(token): sum(p.tokens[0] == token for p in proposals) for token in proposals[0].q.ids[0]
+    }
     expected = proposals[0].q.probs[0] * len(proposals)
-    chi2 = sum((counts[int(token)] - e) ** 2 / e for token, e in zip(proposals[0].q.ids[0], expected, strict=True))
+    chi2 = sum(
+        (counts[int(token)] - e) ** 2 / e
+        for token, e in zip(proposals[0].q.ids[0], expected, strict=True)
+    )
     assert sum(counts.values()) == len(proposals)
     assert chi2 < 27  # 7 degrees of freedom: p > 0.0003
 
 
 def test_coupled_noise_depends_on_the_position_and_not_on_the_round(checkpoint: Path) -> None:
-    first = drafter(checkpoint).propose([step(0, warp=SAMPLED, verifier="coupled", gamma=5)], IN_TIME)[0]
-    later = drafter(checkpoint).propose([step(0, (*PROMPT, *first.tokens[:2]), warp=SAMPLED, verifier="coupled", gamma=3)], IN_TIME)[0]
+    first = drafter(checkpoint).propose(
+        [step(0, warp=SAMPLED, verifier="coupled", gamma=5)], IN_TIME
+    )[0]
+    later = drafter(checkpoint).propose(
+        [step(0, (*PROMPT, *first.tokens[:2]), warp=SAMPLED, verifier="coupled", gamma=3)], IN_TIME
+    )[0]
     assert later.tokens == first.tokens[2:]
 
 
@@ -110,7 +167,9 @@ def test_a_gap_is_answered_by_what_is_held(checkpoint: Path) -> None:
     assert (proposal.tokens, proposal.held) == ((), 0)
 
 
-def test_what_does_not_fit_into_the_pages_gets_an_empty_proposal_and_the_others_go_on(checkpoint: Path) -> None:
+def test_what_does_not_fit_into_the_pages_gets_an_empty_proposal_and_the_others_go_on(
+    checkpoint: Path,
+) -> None:
     model = drafter(checkpoint, pages=4)  # 64 positions; 40 + 3 are wanted for each
     first, second = model.propose([step(0), step(1)], IN_TIME)
     assert len(first.tokens) == 4
@@ -125,11 +184,15 @@ def test_the_drafts_context_is_not_passed(checkpoint: Path) -> None:
 def test_a_smaller_target_vocabulary_is_never_left(checkpoint: Path) -> None:
     wide = drafter(checkpoint).propose([step(i, PROMPT[i:], gamma=8) for i in range(8)], IN_TIME)
     assert max(token for proposal in wide for token in proposal.tokens) >= 150
-    narrow = drafter(checkpoint, target_vocab=150).propose([step(i, PROMPT[i:], gamma=8) for i in range(8)], IN_TIME)
+    narrow = drafter(checkpoint, target_vocab=150).propose(
+        [step(i, PROMPT[i:], gamma=8) for i in range(8)], IN_TIME
+    )
     assert max(token for proposal in narrow for token in proposal.tokens) < 150
 
 
-def test_a_larger_target_vocabulary_may_commit_ids_that_the_draft_has_no_row_for(checkpoint: Path) -> None:
+def test_a_larger_target_vocabulary_may_commit_ids_that_the_draft_has_no_row_for(
+    checkpoint: Path,
+) -> None:
     model = drafter(checkpoint, target_vocab=checkpoints.VOCAB + 64)
     assert len(model.propose([step(0, (*PROMPT, checkpoints.VOCAB + 3))], IN_TIME)[0].tokens) == 4
 

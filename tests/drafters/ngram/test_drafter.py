@@ -33,7 +33,14 @@ CORPUS = [[1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 6, 6, 7, 0, 1, 2, 3], [5, 1, 5, 2, 5
 TABLED = ("unigram", "bigram", "max_gram")
 
 
-def opened(kind: str, *, learn: bool | None = None, vocab: int = VOCAB, path: Path | None = None, support: int = 64) -> StatisticalDrafter:
+def opened(
+    kind: str,
+    *,
+    learn: bool | None = None,
+    vocab: int = VOCAB,
+    path: Path | None = None,
+    support: int = 64,
+) -> StatisticalDrafter:
     return open_statistical(kind, path=path, learn=learn, support=support, vocab_size=vocab)
 
 
@@ -49,9 +56,18 @@ def of_kind(kind: str, tables: Path, **options: object) -> StatisticalDrafter:
 
 
 def step(
-    tokens: Sequence[int], *, seq_id: int = 0, start: int = 0, gamma: int = 4, warp: Warp = GREEDY, seed: int = 1, verifier: str = "block"
+    tokens: Sequence[int],
+    *,
+    seq_id: int = 0,
+    start: int = 0,
+    gamma: int = 4,
+    warp: Warp = GREEDY,
+    seed: int = 1,
+    verifier: str = "block",
 ) -> DraftStep:
-    return DraftStep(seq_id, start, tuple(tokens), gamma, Policy(warp, verifier, seed, prompt_length=1))
+    return DraftStep(
+        seq_id, start, tuple(tokens), gamma, Policy(warp, verifier, seed, prompt_length=1)
+    )
 
 
 def ask(drafter: StatisticalDrafter, *steps: DraftStep) -> list[Proposal]:
@@ -82,8 +98,16 @@ def test_sampled_draws_follow_the_row_that_is_stated(tables: Path) -> None:
     """The chi-square of what was drawn, for each verifier's noise, at every depth of a proposal, under several warps."""
     bigram = Bigram(count(CORPUS, keep=8), width=8)
     for verifier in ("block", "coupled"):
-        for warp in (SAMPLED, Warp(temperature=0.6, top_k=2), Warp(top_p=0.7), Warp(temperature=0.2, min_p=0.3)):
-            steps = [step([5], seq_id=seed, gamma=2, warp=warp, seed=seed, verifier=verifier) for seed in range(3000)]
+        for warp in (
+            SAMPLED,
+            Warp(temperature=0.6, top_k=2),
+            Warp(top_p=0.7),
+            Warp(temperature=0.2, min_p=0.3),
+        ):
+            steps = [
+                step([5], seq_id=seed, gamma=2, warp=warp, seed=seed, verifier=verifier)
+                for seed in range(3000)
+            ]
             proposals = ask(of_kind("bigram", tables), *steps)
             fit, follower = Fit(), bigram.row(5, 0)
             assert follower is not None
@@ -110,7 +134,9 @@ def test_the_support_bounds_what_is_drawn_and_q_is_renormalised(tables: Path) ->
 
 def test_coupled_drafts_are_the_tables_own_sample_under_the_targets_noise(tables: Path) -> None:
     bigram = Bigram(count(CORPUS, keep=8), width=8)
-    (proposal,) = ask(of_kind("bigram", tables), step([5, 1], warp=SAMPLED, verifier="coupled", seed=99, gamma=6))
+    (proposal,) = ask(
+        of_kind("bigram", tables), step([5, 1], warp=SAMPLED, verifier="coupled", seed=99, gamma=6)
+    )
     token, expected = 1, []
     for position in range(2, 8):
         row = bigram.row(token, 0)
@@ -128,7 +154,14 @@ def test_draws_depend_on_no_company(tables: Path) -> None:
     verifiers = ["block", "coupled", "speculative", "coupled", "block"]
     for kind in KINDS:
         steps = [
-            step([1, 2, 3, 1, 2][: i + 1], seq_id=i, gamma=i + 1, warp=warp, seed=i, verifier=verifier)
+            step(
+                [1, 2, 3, 1, 2][: i + 1],
+                seq_id=i,
+                gamma=i + 1,
+                warp=warp,
+                seed=i,
+                verifier=verifier,
+            )
             for i, (warp, verifier) in enumerate(zip(warps, verifiers, strict=True))
         ]
         together = ask(of_kind(kind, tables), *steps)
@@ -168,7 +201,9 @@ def test_tokens_that_the_table_never_saw_are_read_and_never_proposed(tables: Pat
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("warp", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
-def test_a_branch_proposes_what_the_sequence_would_and_takes_its_place(tables: Path, kind: str, warp: Warp, verifier: str) -> None:
+def test_a_branch_proposes_what_the_sequence_would_and_takes_its_place(
+    tables: Path, kind: str, warp: Warp, verifier: str
+) -> None:
     """Branches of one sequence, a branch of a branch, all alive while the sequence goes on elsewhere."""
     prompt = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
 
@@ -181,7 +216,13 @@ def test_a_branch_proposes_what_the_sequence_would_and_takes_its_place(tables: P
     places = [(accepted, token) for accepted in range(len(drafts) + 1) for token in range(3)]
     for i, (accepted, _) in enumerate(places):
         assert drafter.fork(0, 100 + i, len(prompt) + accepted)
-    branches = ask(drafter, *(asked([token], seq_id=100 + i, start=len(prompt) + accepted) for i, (accepted, token) in enumerate(places)))
+    branches = ask(
+        drafter,
+        *(
+            asked([token], seq_id=100 + i, start=len(prompt) + accepted)
+            for i, (accepted, token) in enumerate(places)
+        ),
+    )
     for (accepted, token), branch in zip(places, branches, strict=True):
         (plain,) = ask(of_kind(kind, tables), asked([*prompt, *drafts[:accepted], token]))
         assert (branch.start, branch.tokens, branch.held) == (plain.start, plain.tokens, plain.held)
@@ -197,7 +238,9 @@ def test_a_branch_proposes_what_the_sequence_would_and_takes_its_place(tables: P
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("warp", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_outlooks_name_every_stop_and_no_draft_after_its_own_refusal(tables: Path, kind: str, warp: Warp) -> None:
+def test_outlooks_name_every_stop_and_no_draft_after_its_own_refusal(
+    tables: Path, kind: str, warp: Warp
+) -> None:
     drafter = of_kind(kind, tables)
     asked = step([1, 2, 3, 4, 1, 2, 3, 5, 1, 2], warp=warp, verifier="coupled")
     (proposal,) = ask(drafter, asked)
@@ -205,16 +248,24 @@ def test_outlooks_name_every_stop_and_no_draft_after_its_own_refusal(tables: Pat
         (outlook,) = drafter.outlooks([0], 3)
         assert (outlook.start, outlook.drafts, outlook.num_stops) == (10, proposal.tokens, 5)
         assert all(len(set(nexts)) == len(nexts) <= 3 for nexts in outlook.nexts)
-        assert all(draft not in nexts for draft, nexts in zip(outlook.drafts, outlook.nexts, strict=False))
+        assert all(
+            draft not in nexts for draft, nexts in zip(outlook.drafts, outlook.nexts, strict=False)
+        )
         assert any(outlook.nexts)
-    after = ask(drafter, step([outlook.nexts[4][0]], start=14, gamma=1, warp=warp, verifier="coupled"))[0]
+    after = ask(
+        drafter, step([outlook.nexts[4][0]], start=14, gamma=1, warp=warp, verifier="coupled")
+    )[0]
     assert after.held == 16
 
 
-def test_the_likeliest_next_token_of_a_coupled_stop_is_what_would_be_drawn_there(tables: Path) -> None:
+def test_the_likeliest_next_token_of_a_coupled_stop_is_what_would_be_drawn_there(
+    tables: Path,
+) -> None:
     for seed in range(30):
         drafter = of_kind("bigram", tables)
-        (proposal,) = ask(drafter, step([5, 1], warp=SAMPLED, verifier="coupled", seed=seed, gamma=5))
+        (proposal,) = ask(
+            drafter, step([5, 1], warp=SAMPLED, verifier="coupled", seed=seed, gamma=5)
+        )
         (outlook,) = drafter.outlooks([0], 2)
         (longer,) = ask(drafter, step([5, 1], warp=SAMPLED, verifier="coupled", seed=seed, gamma=6))
         assert longer.tokens[:5] == proposal.tokens
@@ -270,7 +321,13 @@ class Served:
         self.emitted: list[Chunk] = []
         info = model_info(num_pages=120, page_size=4)
         self.coordinator = Coordinator(
-            FakeTarget(info), LocalDrafter(drafter), info=info, emit=self.emitted.extend, max_batch_tokens=64, max_running=12, **options
+            FakeTarget(info),
+            LocalDrafter(drafter),
+            info=info,
+            emit=self.emitted.extend,
+            max_batch_tokens=64,
+            max_running=12,
+            **options,
         )  # type: ignore[arg-type]
 
     def finish(self) -> None:
@@ -284,18 +341,26 @@ class Served:
         asyncio.run(play())
 
     def tokens(self, seq_id: int) -> tuple[int, ...]:
-        return tuple(token for chunk in self.emitted if chunk.seq_id == seq_id for token in chunk.tokens)
+        return tuple(
+            token for chunk in self.emitted if chunk.seq_id == seq_id for token in chunk.tokens
+        )
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_the_text_is_the_targets_own_when_gamma_changes_and_sequences_are_preempted(tables: Path, kind: str) -> None:
+def test_the_text_is_the_targets_own_when_gamma_changes_and_sequences_are_preempted(
+    tables: Path, kind: str
+) -> None:
     drafter = of_kind(kind, tables, vocab=FAKE_VOCAB)
     served, source = Served(drafter), random.Random(0)
-    served.coordinator.pacer.choose = lambda sequences, *_: [source.randint(0, 6) for _ in sequences]  # type: ignore[method-assign,assignment]
+    served.coordinator.pacer.choose = lambda sequences, *_: [
+        source.randint(0, 6) for _ in sequences
+    ]  # type: ignore[method-assign,assignment]
     made = {}
     for length in range(1, 30, 2):
         start = tuple(source.randrange(FAKE_VOCAB) for _ in range(length))
-        prompt = start + text(start, 40) if length % 3 else start  # half of what follows has been there
+        prompt = (
+            start + text(start, 40) if length % 3 else start
+        )  # half of what follows has been there
         made[served.coordinator.submit(Request(prompt, 40, Warp(), seed=length))] = prompt
     served.finish()
     assert served.coordinator.scheduler.num_preempted > 0
@@ -306,7 +371,9 @@ def test_the_text_is_the_targets_own_when_gamma_changes_and_sequences_are_preemp
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_course_of_steps_forks_and_releases_gets_what_a_new_drafter_says(tables: Path, data: st.DataObject) -> None:
+def test_any_course_of_steps_forks_and_releases_gets_what_a_new_drafter_says(
+    tables: Path, data: st.DataObject
+) -> None:
     draw = data.draw
     kind = draw(st.sampled_from(list(KINDS)))
     drafter, texts = of_kind(kind, tables), dict[int, list[int]]()
@@ -318,10 +385,19 @@ def test_any_course_of_steps_forks_and_releases_gets_what_a_new_drafter_says(tab
             whole = texts.setdefault(seq_id, [])
             start = draw(st.integers(0, len(whole)))
             tokens = draw(st.lists(st.integers(0, 3), min_size=1, max_size=10))
-            asked = step(tokens, seq_id=seq_id, start=start, gamma=draw(st.integers(0, 4)), warp=SAMPLED, seed=3)
+            asked = step(
+                tokens,
+                seq_id=seq_id,
+                start=start,
+                gamma=draw(st.integers(0, 4)),
+                warp=SAMPLED,
+                seed=3,
+            )
             (proposal,) = ask(drafter, asked)
             whole[start:] = tokens
-            (fresh,) = ask(of_kind(kind, tables), step(whole, gamma=asked.gamma, warp=SAMPLED, seed=3))
+            (fresh,) = ask(
+                of_kind(kind, tables), step(whole, gamma=asked.gamma, warp=SAMPLED, seed=3)
+            )
             assert (proposal.tokens, proposal.held) == (fresh.tokens, fresh.held)
             whole += proposal.tokens
         elif action == "fork":

@@ -46,7 +46,9 @@ def check(endings: Endings, text: list[int]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), TOKENS), max_size=12))
-def test_the_longest_match_is_that_of_brute_force_however_the_text_grew_and_shrank(changes: list[tuple[int, list[int]]]) -> None:
+def test_the_longest_match_is_that_of_brute_force_however_the_text_grew_and_shrank(
+    changes: list[tuple[int, list[int]]],
+) -> None:
     endings, text = Endings(longest=SMALL), list[int]()
     for dropped, tokens in changes:
         length = max(len(text) - dropped, 0)
@@ -81,7 +83,11 @@ def test_strands_that_share_a_trunk_do_not_disturb_one_another(data: st.DataObje
             assert isinstance(found, Endings)
             check(found, text[: read[which]])
         elif action == "fork":
-            strands[number], texts[number], read[number] = strand.fork(length), text[:length], min(read[which], length)
+            strands[number], texts[number], read[number] = (
+                strand.fork(length),
+                text[:length],
+                min(read[which], length),
+            )
         elif len(strands) > 1:
             strands.pop(which).release()
             texts.pop(which)

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from specserve.drafters.ngram.online_counts import Learnt, Tally
-from specserve.drafters.ngram.tables import FILE, Bigram, Counts, Row, Uniform, Unigram, count, load, save
+from specserve.drafters.ngram.tables import (
+    FILE,
+    Bigram,
+    Counts,
+    Row,
+    Uniform,
+    Unigram,
+    count,
+    load,
+    save,
+)
 from specserve.errors import BadValue, ModelError, ModelNotFound
 from specserve.tools.count_ngrams import tabulate
 
@@ -26,7 +36,9 @@ def shares(row: Row | None) -> dict[int, float]:
     assert row.probs.sum() == pytest.approx(1, abs=1e-6)
     assert (np.diff(row.probs) <= 0).all()
     assert row.sums == pytest.approx(np.cumsum(row.probs[: row.support]), abs=1e-6)
-    return {int(token): float(prob) for token, prob in zip(row.ids, row.probs, strict=True) if prob > 0}
+    return {
+        int(token): float(prob) for token, prob in zip(row.ids, row.probs, strict=True) if prob > 0
+    }
 
 
 def expected(counts: Counter[int], width: int) -> dict[int, float]:
@@ -36,11 +48,16 @@ def expected(counts: Counter[int], width: int) -> dict[int, float]:
 
 
 @given(TEXTS, st.integers(1, 7))
-def test_rows_are_the_shares_of_what_followed_the_rest_falls_back_on_single_tokens(texts: list[list[int]], width: int) -> None:
+def test_rows_are_the_shares_of_what_followed_the_rest_falls_back_on_single_tokens(
+    texts: list[list[int]], width: int
+) -> None:
     counts = count(texts, keep=width)
     bigram, unigram = Bigram(counts, width=width), Unigram(counts, width=width)
     singles = Counter(token for text in texts for token in text)
-    followers = {token: Counter(b for text in texts for a, b in pairwise(text) if a == token) for token in range(8)}
+    followers = {
+        token: Counter(b for text in texts for a, b in pairwise(text) if a == token)
+        for token in range(8)
+    }
     assert shares(unigram.row(0, 0)) == expected(singles, width)
     for token in range(8):
         assert shares(bigram.row(token, 3)) == expected(followers[token] or singles, width)
@@ -64,7 +81,11 @@ def test_what_is_learnt_is_added_to_the_file() -> None:
     learnt = Learnt(count([[1, 2, 1, 2, 1, 3]], keep=4), width=4)
     learnt.learn([1, 3, 1, 3])
     assert shares(learnt.row(1, 0)) == {3: pytest.approx(3 / 5), 2: pytest.approx(2 / 5)}
-    assert shares(learnt.row(7, 0)) == {1: pytest.approx(4 / 9), 3: pytest.approx(3 / 9), 2: pytest.approx(2 / 9)}
+    assert shares(learnt.row(7, 0)) == {
+        1: pytest.approx(4 / 9),
+        3: pytest.approx(3 / 9),
+        2: pytest.approx(2 / 9),
+    }
 
 
 def test_what_was_handed_out_does_not_change_while_the_counts_go_on() -> None:
@@ -140,8 +161,16 @@ def test_what_is_no_file_of_tables_is_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_tables_that_do_not_fit_together_are_refused(tmp_path: Path, change: dict[str, np.ndarray]) -> None:
-    sound = Counts(np.ones(4, np.int64), np.array([0, 1, 2, 2, 3]), np.array([1, 2, 3]), np.array([5, 5, 5]), "")
+def test_tables_that_do_not_fit_together_are_refused(
+    tmp_path: Path, change: dict[str, np.ndarray]
+) -> None:
+    sound = Counts(
+        np.ones(4, np.int64),
+        np.array([0, 1, 2, 2, 3]),
+        np.array([1, 2, 3]),
+        np.array([5, 5, 5]),
+        "",
+    )
     save(sound, tmp_path / FILE)
     load(tmp_path)
     save(replace(sound, **change), tmp_path / FILE)
@@ -171,7 +200,12 @@ def test_texts_that_cannot_be_counted_are_refused(tmp_path: Path) -> None:
 
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "empty").write_text("")
-    for text, keep, match in (("latin", 4, "UTF-8"), ("missing", 4, "UTF-8"), ("empty", 4, "empty"), ("empty", 0, "keep")):
+    for text, keep, match in (
+        ("latin", 4, "UTF-8"),
+        ("missing", 4, "UTF-8"),
+        ("empty", 4, "empty"),
+        ("empty", 0, "keep"),
+    ):
         with pytest.raises(BadValue, match=match):
             tabulate(str(DEMO / "target"), [tmp_path / text], tmp_path / FILE, keep=keep)
     assert not (tmp_path / FILE).exists()

@@ -42,21 +42,32 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(directory: Path, *, shard: Shard | None = None, **options: Any) -> Any:
-    return load_model(directory, **{"dtype": torch.float32, "device": "cpu", "shard": shard, **options})
+    return load_model(
+        directory, **{"dtype": torch.float32, "device": "cpu", "shard": shard, **options}
+    )
 
 
 def copied(source: Path, target: Path, **changes: Tensor | None) -> Path:
     """A copy of a checkpoint of one file with tensors changed, or left out where None; `__` in a key stands for a dot."""
     target.mkdir(exist_ok=True)
-    weights = {**load_file(source / "model.safetensors"), **{name.replace("__", "."): tensor for name, tensor in changes.items()}}
-    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, target / "model.safetensors", metadata={"format": "pt"})
+    weights = {
+        **load_file(source / "model.safetensors"),
+        **{name.replace("__", "."): tensor for name, tensor in changes.items()},
+    }
+    save_file(
+        {name: tensor for name, tensor in weights.items() if tensor is not None},
+        target / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     (target / "config.json").write_text((source / "config.json").read_text())
     return target
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
     ours, theirs = one.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 def test_a_loaded_model_computes_what_the_library_computes(llama: Path) -> None:
@@ -68,7 +79,9 @@ def test_a_loaded_model_computes_what_the_library_computes(llama: Path) -> None:
 
 
 @WHOLE_OR_SHARE
-def test_several_files_give_the_same_weights_as_one(shard: Shard | None, llama: Path, tmp_path: Path) -> None:
+def test_several_files_give_the_same_weights_as_one(
+    shard: Shard | None, llama: Path, tmp_path: Path
+) -> None:
     checkpoints.make("llama", tmp_path, shard_bytes=100_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert same_weights(load(tmp_path, shard=shard).module, load(llama, shard=shard).module)
@@ -84,7 +97,9 @@ def test_weights_are_cast_to_the_asked_dtype(shard: Shard | None, llama: Path) -
 
 
 @WHOLE_OR_SHARE
-def test_loading_says_nothing(shard: Shard | None, llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loading_says_nothing(
+    shard: Shard | None, llama: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     load(llama, shard=shard)
     assert capfd.readouterr() == ("", "")
 
@@ -95,9 +110,23 @@ def test_the_spec_says_what_the_attention_function_is_given(name: str, tmp_path:
 
 
 def test_the_spec_knows_keys_wider_than_values(tmp_path: Path) -> None:
-    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
-    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = DeepseekV3Config(**{**checkpoints.SIZES, **latent, **experts, "num_key_value_heads": 4})
+    latent = {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+    }
+    experts = {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    config = DeepseekV3Config(
+        **{**checkpoints.SIZES, **latent, **experts, "num_key_value_heads": 4}
+    )
     spec = assert_spec_holds(checkpoints.write(config, tmp_path))
     assert (spec.head_dim, spec.v_head_dim) == (24, 12)
 
@@ -105,20 +134,26 @@ def test_the_spec_knows_keys_wider_than_values(tmp_path: Path) -> None:
 def assert_spec_holds(directory: Path) -> Any:
     shapes: list[tuple[torch.Size, ...]] = []
 
-    def probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+    def probe(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, None]:
         shapes.append((query.shape, key.shape, value.shape))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     register_attention("probe", probe)
     loaded = load(directory, attention="probe")
     with torch.inference_mode():
-        logits = loaded.module(input_ids=IDS, position_ids=torch.arange(20)[None], use_cache=False).logits
+        logits = loaded.module(
+            input_ids=IDS, position_ids=torch.arange(20)[None], use_cache=False
+        ).logits
     spec, rows = loaded.spec, IDS.shape[1]
     query, key = (1, spec.num_heads, rows, spec.head_dim), (1, spec.kv_heads, rows, spec.head_dim)
     assert shapes == [(query, key, (1, spec.kv_heads, rows, spec.v_head_dim))] * spec.num_layers
     assert logits.shape == (1, rows, spec.vocab_size)
     assert spec.max_context == checkpoints.CONTEXT
-    assert spec.tied == (loaded.module.get_output_embeddings().weight is loaded.module.get_input_embeddings().weight)
+    assert spec.tied == (
+        loaded.module.get_output_embeddings().weight is loaded.module.get_input_embeddings().weight
+    )
     return spec
 
 
@@ -132,13 +167,19 @@ def test_end_ids_come_from_generation_config_before_config(llama: Path, tmp_path
 
 
 @WHOLE_OR_SHARE
-def test_a_tensor_that_is_missing_is_named(shard: Shard | None, llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"lacks the tensors model\.layers\.1\.mlp\.up_proj\.weight"):
+def test_a_tensor_that_is_missing_is_named(
+    shard: Shard | None, llama: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ModelError, match=r"lacks the tensors model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         load(copied(llama, tmp_path, model__layers__1__mlp__up_proj__weight=None), shard=shard)
 
 
 @WHOLE_OR_SHARE
-def test_a_tied_head_is_not_missing_and_an_untied_one_is(shard: Shard | None, llama: Path, tmp_path: Path) -> None:
+def test_a_tied_head_is_not_missing_and_an_untied_one_is(
+    shard: Shard | None, llama: Path, tmp_path: Path
+) -> None:
     directory = copied(llama, tmp_path, lm_head__weight=None)
     with pytest.raises(ModelError, match=r"lm_head\.weight"):
         load(directory, shard=shard)
@@ -154,15 +195,27 @@ def test_a_tensor_too_many_is_named(shard: Shard | None, llama: Path, tmp_path: 
 
 
 @WHOLE_OR_SHARE
-def test_buffers_of_older_checkpoints_are_no_error(shard: Shard | None, llama: Path, tmp_path: Path) -> None:
-    old = {f"model__layers__{layer}__self_attn__rotary_emb__inv_freq": torch.ones(8) for layer in range(2)}
-    assert same_weights(load(copied(llama, tmp_path, **old), shard=shard).module, load(llama, shard=shard).module)
+def test_buffers_of_older_checkpoints_are_no_error(
+    shard: Shard | None, llama: Path, tmp_path: Path
+) -> None:
+    old = {
+        f"model__layers__{layer}__self_attn__rotary_emb__inv_freq": torch.ones(8)
+        for layer in range(2)
+    }
+    assert same_weights(
+        load(copied(llama, tmp_path, **old), shard=shard).module, load(llama, shard=shard).module
+    )
 
 
 @WHOLE_OR_SHARE
-def test_a_tensor_of_another_shape_is_refused(shard: Shard | None, llama: Path, tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_is_refused(
+    shard: Shard | None, llama: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=r"cannot be loaded|another shape"):
-        load(copied(llama, tmp_path, model__layers__0__self_attn__o_proj__weight=torch.ones(64, 20)), shard=shard)
+        load(
+            copied(llama, tmp_path, model__layers__0__self_attn__o_proj__weight=torch.ones(64, 20)),
+            shard=shard,
+        )
 
 
 @WHOLE_OR_SHARE
@@ -177,7 +230,10 @@ def test_a_truncated_file_is_refused(shard: Shard | None, llama: Path, tmp_path:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (BartConfig(), "no decoder-only language model, nor an encoder-decoder of the kinds mt5, t5"),
+        (
+            BartConfig(),
+            "no decoder-only language model, nor an encoder-decoder of the kinds mt5, t5",
+        ),
         (BertConfig(architectures=["BertForMaskedLM"]), "no decoder-only language model"),
         (Gemma3TextConfig(use_bidirectional_attention=True), "no decoder-only language model"),
         (Gemma4TextConfig(), "differ in their sizes"),
@@ -186,7 +242,9 @@ def test_a_truncated_file_is_refused(shard: Shard | None, llama: Path, tmp_path:
         (LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
     ],
 )
-def test_architectures_that_cannot_run_are_refused(config: PreTrainedConfig, why: str, tmp_path: Path) -> None:
+def test_architectures_that_cannot_run_are_refused(
+    config: PreTrainedConfig, why: str, tmp_path: Path
+) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=why):
         read_config(tmp_path)
@@ -240,7 +298,9 @@ def test_pickled_weights_are_refused(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["someone/no-such-model", "no such name", "a//b"])
-def test_a_hub_name_that_cannot_be_had_is_refused_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_that_cannot_be_had_is_refused_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     begin = time.perf_counter()
     with pytest.raises(ModelNotFound) as refusal:
@@ -250,7 +310,9 @@ def test_a_hub_name_that_cannot_be_had_is_refused_at_once(name: str, monkeypatch
     assert time.perf_counter() - begin < 5
 
 
-def test_a_hub_model_is_downloaded_without_pickles(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_is_downloaded_without_pickles(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict[str, Any] = {}
 
     def snapshot_download(name: str, **options: Any) -> str:
@@ -267,7 +329,11 @@ def test_a_perturbed_copy_agrees_in_part(llama: Path, tmp_path: Path) -> None:
     ids = torch.randint(3, checkpoints.VOCAB, (1, 200), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         ours = load(llama).module(ids).logits.argmax(-1)
-        theirs = load(checkpoints.perturbed(llama, tmp_path / "draft", 0.03)).module(ids).logits.argmax(-1)
+        theirs = (
+            load(checkpoints.perturbed(llama, tmp_path / "draft", 0.03))
+            .module(ids)
+            .logits.argmax(-1)
+        )
     assert 0.3 < (ours == theirs).float().mean() < 0.95
 
 

@@ -28,28 +28,51 @@ def test_ranges_of_rows_and_of_columns(tmp_path: Path) -> None:
     whole = matrix(6, 4)
     weights = written(tmp_path, {"model.a.weight": whole, "model.a.bias": torch.arange(6.0)})
     assert torch.equal(weights.read("model.a.weight"), whole)
-    assert torch.equal(weights.read("model.a.weight", dim=-2, ranges=[(0, 2), (4, 5)]), whole[[0, 1, 4]])
+    assert torch.equal(
+        weights.read("model.a.weight", dim=-2, ranges=[(0, 2), (4, 5)]), whole[[0, 1, 4]]
+    )
     assert torch.equal(weights.read("model.a.weight", dim=-1, ranges=[(3, 4)]), whole[:, 3:])
-    assert torch.equal(weights.read("model.a.bias", dim=-1, ranges=[(1, 3)]), torch.tensor([1.0, 2.0]))
+    assert torch.equal(
+        weights.read("model.a.bias", dim=-1, ranges=[(1, 3)]), torch.tensor([1.0, 2.0])
+    )
 
 
 @pytest.mark.parametrize(
     ("gate", "up", "down"),
     [
-        ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2"),
+        (
+            "block_sparse_moe.experts.{}.w1",
+            "block_sparse_moe.experts.{}.w3",
+            "block_sparse_moe.experts.{}.w2",
+        ),
         ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
     ],
 )
-def test_experts_kept_apart_are_stacked_in_their_order(gate: str, up: str, down: str, tmp_path: Path) -> None:
+def test_experts_kept_apart_are_stacked_in_their_order(
+    gate: str, up: str, down: str, tmp_path: Path
+) -> None:
     gates = [matrix(INNER, HIDDEN, start=100 * expert) for expert in range(EXPERTS)]
     ups = [matrix(INNER, HIDDEN, start=100 * expert + 50) for expert in range(EXPERTS)]
     downs = [matrix(HIDDEN, INNER, start=100 * expert + 25) for expert in range(EXPERTS)]
     named = {gate: gates, up: ups, down: downs}
-    weights = written(tmp_path, {f"model.{name.format(e)}.weight": list_[e] for name, list_ in named.items() for e in range(EXPERTS)})
+    weights = written(
+        tmp_path,
+        {
+            f"model.{name.format(e)}.weight": list_[e]
+            for name, list_ in named.items()
+            for e in range(EXPERTS)
+        },
+    )
     gate_up = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)  # [experts, 2 inner, hidden]
     assert torch.equal(weights.read("model.mlp.experts.gate_up_proj"), gate_up)
-    assert torch.equal(weights.read("model.mlp.experts.gate_up_proj", dim=-2, ranges=[(2, 4), (6, 8)]), gate_up[:, [2, 3, 6, 7]])
-    assert torch.equal(weights.read("model.mlp.experts.down_proj", dim=-1, ranges=[(0, 2)]), torch.stack(downs)[..., :2])
+    assert torch.equal(
+        weights.read("model.mlp.experts.gate_up_proj", dim=-2, ranges=[(2, 4), (6, 8)]),
+        gate_up[:, [2, 3, 6, 7]],
+    )
+    assert torch.equal(
+        weights.read("model.mlp.experts.down_proj", dim=-1, ranges=[(0, 2)]),
+        torch.stack(downs)[..., :2],
+    )
     assert weights.unread() == set()
 
 
@@ -69,6 +92,8 @@ def test_a_broken_index_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_index_promises_and_is_not_there_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
+    )
     with pytest.raises(ModelError, match="cannot be read"):
         Weights(tmp_path, prefix="model")

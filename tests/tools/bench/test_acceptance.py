@@ -7,11 +7,15 @@ from hypothesis import strategies as st
 
 from specserve.tools.bench.acceptance import Acceptance
 
-ROUNDS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: (max(pair), min(pair))))  # proposed, accepted
+ROUNDS = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: (max(pair), min(pair)))
+)  # proposed, accepted
 
 
 def test_every_position_counts_only_those_that_were_judged():
-    acceptance = Acceptance.of(["plain", "accepted", "accepted", "bonus", "correction", "accepted", "correction"])
+    acceptance = Acceptance.of(
+        ["plain", "accepted", "accepted", "bonus", "correction", "accepted", "correction"]
+    )
     assert (acceptance.plain, acceptance.drafting) == (1, 3)
     assert acceptance.reached == (3, 2)
     assert acceptance.accepted == (2, 1)
@@ -45,8 +49,23 @@ def test_rounds_are_found_again_in_the_tokens_that_they_wrote(rounds):
 
 @given(st.lists(ROUNDS))
 def test_adding_up_texts_loses_no_position(texts):
-    parts = [Acceptance.of([origin for _, accepted in rounds for origin in ["accepted"] * accepted + ["correction"]]) for rounds in texts]
+    parts = [
+        Acceptance.of(
+            [
+                origin
+                for _, accepted in rounds
+                for origin in ["accepted"] * accepted + ["correction"]
+            ]
+        )
+        for rounds in texts
+    ]
     whole = Acceptance.sum(parts)
-    assert len(whole.reached) == len(whole.accepted) == max((len(part.reached) for part in parts), default=0)
+    assert (
+        len(whole.reached)
+        == len(whole.accepted)
+        == max((len(part.reached) for part in parts), default=0)
+    )
     for position in range(len(whole.reached)):
-        assert whole.reached[position] == sum(part.reached[position] for part in parts if position < len(part.reached))
+        assert whole.reached[position] == sum(
+            part.reached[position] for part in parts if position < len(part.reached)
+        )

@@ -17,7 +17,9 @@ from specserve.tools.bench.streams import Stream
 from tests.support.http_server import TEXT, FakeService, serving
 
 
-def asked(*texts: str, at: tuple[float, ...] = (), trouble: str | None = None, **seen: object) -> Asked:
+def asked(
+    *texts: str, at: tuple[float, ...] = (), trouble: str | None = None, **seen: object
+) -> Asked:
     fields = {"status": 200, "num_finals": 1, "ended": 9.0, **seen}
     return Asked(0, Stream(texts=list(texts), times=list(at), **fields), trouble)  # type: ignore[arg-type]
 
@@ -45,7 +47,13 @@ def test_one_end_and_every_token_once_or_a_fault(one: Asked, expected: str) -> N
 def test_faults_are_counted_by_kind_and_what_went_on_elsewhere_beside_them() -> None:
     moved = asked("abc", final={"specserve": {"resumed": 1}})
     tally = Tally.of([asked("abc"), moved, asked("ab"), asked(status=429)], {0: "abc"})
-    assert (tally.complete, tally.different, tally.lost, tally.truncated, tally.resumed) == (2, 1, 1, 0, 1)
+    assert (tally.complete, tally.different, tally.lost, tally.truncated, tally.resumed) == (
+        2,
+        1,
+        1,
+        0,
+        1,
+    )
     assert tally.num_failed == 2
 
 
@@ -53,10 +61,14 @@ def test_a_pause_is_the_longest_gap_of_a_stream_that_was_under_way_at_the_blow()
     blow = Blow(10.0, "draft", KILLED, 1)
     before, over, after = asked(at=(1.0, 9.0)), asked(at=(9.9, 12.5, 12.6)), asked(at=(11.5, 14.0))
     assert pauses(blow, [before, over, after]) == [pytest.approx(2.6)]
-    assert pauses(Blow(10.0, "update", "deployed anew", 0, until=12.0), [after]) == [pytest.approx(2.5)], "while a long blow lasts"
+    assert pauses(Blow(10.0, "update", "deployed anew", 0, until=12.0), [after]) == [
+        pytest.approx(2.5)
+    ], "while a long blow lasts"
 
 
-def besiege(service: FakeService, strike: Callable[[int], None], *, blows: int, seconds: float = 60.0) -> Outcome:
+def besiege(
+    service: FakeService, strike: Callable[[int], None], *, blows: int, seconds: float = 60.0
+) -> Outcome:
     """Of a server that stays, whose service `strike` changes."""
     struck = 0
 
@@ -76,7 +88,9 @@ def test_a_siege_that_harms_nobody_has_no_fault() -> None:
     assert outcome.tally.complete > 2
     assert outcome.tally.num_failed == 0
     assert outcome.first_wrong is None
-    assert row("draft", outcome).startswith(f"| draft | 2 | {outcome.tally.complete} | 0 | 0 | 0 | 0 | ")
+    assert row("draft", outcome).startswith(
+        f"| draft | 2 | {outcome.tally.complete} | 0 | 0 | 0 | 0 | "
+    )
 
 
 def test_a_token_too_many_after_a_blow_is_found_and_told() -> None:

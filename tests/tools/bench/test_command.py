@@ -51,7 +51,12 @@ class Counting(FakeService):
 def _bench(url: str, **keys: Any) -> tuple[list[str], str]:
     lines: list[str] = []
     progress = io.StringIO()
-    bench(Options(url, **{"requests": 6, "max_tokens": 20, "concurrency": 2, "warm_up": 1, **keys}), lines.append, progress, still_s=0.0)
+    bench(
+        Options(url, **{"requests": 6, "max_tokens": 20, "concurrency": 2, "warm_up": 1, **keys}),
+        lines.append,
+        progress,
+        still_s=0.0,
+    )
     return lines, progress.getvalue()
 
 
@@ -67,11 +72,17 @@ def test_a_run_reports_what_came_and_what_the_server_counted(tmp_path):
     assert measured["outcomes"] == {"ok": 6}
     assert measured["tokens"] == 6 * 20
     rounds = sum(request["specserve"]["rounds"] for request in report["requests"])
-    assert measured["speculation"]["rounds"] == measured["acceptance"]["plain"] + measured["acceptance"]["drafting"] == rounds
+    assert (
+        measured["speculation"]["rounds"]
+        == measured["acceptance"]["plain"] + measured["acceptance"]["drafting"]
+        == rounds
+    )
     assert measured["server"]["rounds"] == rounds
     assert measured["server"]["round_s"] == pytest.approx(0.03)
     tpot = next(figure for figure in report["predicted"]["figures"] if figure["name"] == "TPOT")
-    tokens = next(figure for figure in report["predicted"]["figures"] if figure["name"] == "tokens a round")
+    tokens = next(
+        figure for figure in report["predicted"]["figures"] if figure["name"] == "tokens a round"
+    )
     assert tokens["measured"] == 120 / rounds
     assert tpot["predicted"] == pytest.approx(0.03 / tokens["predicted"])
     assert tpot["ratio"] == pytest.approx(tpot["measured"] / tpot["predicted"])
@@ -85,13 +96,30 @@ def test_the_report_says_with_what_it_was_made(tmp_path):
     file = tmp_path / "prompts"
     file.write_text("one\ntwo\n")
     with serving() as running:
-        _bench(running.url, json=tmp_path / "r.json", prompts=file, temperature=0.5, seed=3, gamma=2, ignore_eos=False, requests=2)
+        _bench(
+            running.url,
+            json=tmp_path / "r.json",
+            prompts=file,
+            temperature=0.5,
+            seed=3,
+            gamma=2,
+            ignore_eos=False,
+            requests=2,
+        )
     command = json.loads((tmp_path / "r.json").read_text())["command"]
     assert command["prompts"] == str(file)
-    assert (command["temperature"], command["seed"], command["gamma"], command["ignore_eos"]) == (0.5, 3, 2, False)
+    assert (command["temperature"], command["seed"], command["gamma"], command["ignore_eos"]) == (
+        0.5,
+        3,
+        2,
+        False,
+    )
     seeds = sorted(request.seed for request in running.service.requests)
     assert seeds == [3, 4, 5]
-    assert all(request.speculation.gamma == 2 and not request.ignore_eos for request in running.service.requests)
+    assert all(
+        request.speculation.gamma == 2 and not request.ignore_eos
+        for request in running.service.requests
+    )
 
 
 def test_an_open_loop_reports_too(tmp_path):
@@ -105,7 +133,12 @@ def test_failed_requests_are_reported_and_end_the_command_with_a_failure(tmp_pat
     with serving(FakeService(refusal=Overloaded("the queue is full"))) as running:
         lines: list[str] = []
         with pytest.raises(SpecserveError, match="6 of 6 requests failed"):
-            bench(Options(running.url, requests=6, html=tmp_path / "r.html"), lines.append, io.StringIO(), still_s=0.0)
+            bench(
+                Options(running.url, requests=6, html=tmp_path / "r.html"),
+                lines.append,
+                io.StringIO(),
+                still_s=0.0,
+            )
     assert "6 429" in lines[1]
     assert "the queue is full" in lines[2]
     assert "the queue is full" in (tmp_path / "r.html").read_text()
@@ -135,7 +168,13 @@ def test_the_page_is_well_formed_and_needs_nothing_beside_it(tmp_path):
     ]  # fmt: skip
     for element in root.iter():
         assert element.tag not in ("script", "link", "img", "iframe", "object", "use", "image")
-        assert not {name.split("}")[-1] for name in element.attrib} & {"src", "href", "data", "action", "style"}
+        assert not {name.split("}")[-1] for name in element.attrib} & {
+            "src",
+            "href",
+            "data",
+            "action",
+            "style",
+        }
     assert not re.search(r"url\(|@import", text)
     for box in root.iter("rect"):
         assert float(box.attrib["height"]) >= 0
@@ -143,7 +182,10 @@ def test_the_page_is_well_formed_and_needs_nothing_beside_it(tmp_path):
 
 
 def test_names_from_outside_are_text_on_the_page(tmp_path):
-    with serving(FakeService(refusal=Overloaded("<b>&full</b>"))) as running, pytest.raises(SpecserveError):
+    with (
+        serving(FakeService(refusal=Overloaded("<b>&full</b>"))) as running,
+        pytest.raises(SpecserveError),
+    ):
         _bench(running.url, html=tmp_path / "r.html")
     cells = [cell.text for cell in ET.fromstring((tmp_path / "r.html").read_text()).iter("td")]
     assert any("<b>&full</b>" in (cell or "") for cell in cells)
@@ -154,7 +196,15 @@ def test_an_interrupted_load_reports_what_was_measured_until_then():
 
     async def interrupt(url: str) -> Report:
         options = Options(url, requests=10, concurrency=1, warm_up=0)
-        question = Question(prompts=("a",), max_tokens=3, temperature=0.0, seed=None, gamma=None, ignore_eos=True, numbered=False)
+        question = Question(
+            prompts=("a",),
+            max_tokens=3,
+            temperature=0.0,
+            seed=None,
+            gamma=None,
+            ignore_eos=True,
+            numbered=False,
+        )
         task = asyncio.create_task(measure(options, Address.of(url), question, silent, still_s=0.0))
         while script.num_streams < 4:
             await asyncio.sleep(0.001)
@@ -173,12 +223,27 @@ def test_an_interrupted_load_reports_what_was_measured_until_then():
 def test_ctrl_c_prints_the_report_and_ends_the_command():
     script = Script(((0.0, ("plain",)), (0.0, ("plain",))), hangs_after=1)
     with scripted(script) as url:
-        command = [sys.executable, "-m", "specserve", "bench", "--url", url, "--warm-up", "0", "--concurrency", "3"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [
+            sys.executable,
+            "-m",
+            "specserve",
+            "bench",
+            "--url",
+            url,
+            "--warm-up",
+            "0",
+            "--concurrency",
+            "3",
+        ]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         while script.num_streams < 3 and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=90)  # who probes a server that hangs waits for it, and machines are shared
+        out, err = process.communicate(
+            timeout=90
+        )  # who probes a server that hangs waits for it, and machines are shared
     assert "requests: 3 interrupted" in out
     assert err.splitlines()[0].startswith("requests, 5%, 3 of 64, ")
     assert err.splitlines()[-1] == "specserve: interrupted"
@@ -229,7 +294,11 @@ def test_a_server_that_cannot_be_reached_is_one_line(capsys):
 def test_https_where_only_http_is_spoken_is_one_line(capsys):
     with serving() as running:
         assert main(["bench", "--url", running.url.replace("http:", "https:")]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("specserve: no server answers at https://127.0.0.1:")
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("specserve: no server answers at https://127.0.0.1:")
+    )
 
 
 def test_a_server_with_another_api_is_named_as_such(capsys):

@@ -31,7 +31,9 @@ def test_what_was_there_before_does_not_count():
 def test_positions_come_in_the_order_of_numbers():
     registry = Registry()
     for position in range(12):
-        registry.counter("spec_decode_num_accepted_tokens_per_pos_total").add(100 - position, str(position))
+        registry.counter("spec_decode_num_accepted_tokens_per_pos_total").add(
+            100 - position, str(position)
+        )
     assert ServerSide.of(_read(registry)).accepted_per_position == tuple(range(100, 88, -1))
 
 

@@ -21,7 +21,9 @@ from specserve.tools.bench.record import INTERRUPTED, Arrival, Record
 def test_percentiles_are_those_of_the_standard_library(values):
     ordered = sorted(values)
     cuts = statistics.quantiles(values, n=100, method="inclusive")
-    assert [percentile(ordered, number / 100) for number in range(1, 100)] == pytest.approx(cuts, abs=1e-6)
+    assert [percentile(ordered, number / 100) for number in range(1, 100)] == pytest.approx(
+        cuts, abs=1e-6
+    )
     assert (percentile(ordered, 0), percentile(ordered, 1)) == (ordered[0], ordered[-1])
 
 
@@ -30,17 +32,33 @@ def test_a_spread_of_one_value_is_that_value_and_of_none_is_none():
     assert Spread.of([]) is None
 
 
-def _texts(*, alpha: float, gamma: int, rounds: int, plain: int, seed: int) -> tuple[Acceptance, dict[str, int]]:
+def _texts(
+    *, alpha: float, gamma: int, rounds: int, plain: int, seed: int
+) -> tuple[Acceptance, dict[str, int]]:
     """Rounds whose drafts are accepted by chance, as theory has it."""
     chance, origins, accepted = random.Random(seed), ["plain"] * plain, 0
     for _ in range(rounds):
         length = next((i for i in range(gamma) if chance.random() >= alpha), gamma)
         origins += ["accepted"] * length + ["bonus" if length == gamma else "correction"]
         accepted += length
-    return Acceptance.of(origins), {"rounds": rounds + plain, "drafted": gamma * rounds, "accepted": accepted, "anticipated": 0}
+    return Acceptance.of(origins), {
+        "rounds": rounds + plain,
+        "drafted": gamma * rounds,
+        "accepted": accepted,
+        "anticipated": 0,
+    }
 
 
-def _record(number: int, *, sent: float, first: float, last: float, tokens: int, acceptance: Acceptance, speculation: object) -> Record:
+def _record(
+    number: int,
+    *,
+    sent: float,
+    first: float,
+    last: float,
+    tokens: int,
+    acceptance: Acceptance,
+    speculation: object,
+) -> Record:
     arrivals = (Arrival(first, 1), Arrival(last, tokens - 1))
     return Record(number, "ok", "", sent, last, arrivals, tokens, acceptance, speculation)  # type: ignore[arg-type]
 
@@ -52,10 +70,20 @@ def test_predictions_meet_what_obeys_their_assumptions():
         acceptance, speculation = _texts(alpha=0.8, gamma=5, rounds=500, plain=1, seed=number)
         tokens = 1 + 500 + speculation["accepted"]
         records.append(
-            _record(number, sent=now, first=now + 0.02, last=now + 0.02 * 501, tokens=tokens, acceptance=acceptance, speculation=speculation)
+            _record(
+                number,
+                sent=now,
+                first=now + 0.02,
+                last=now + 0.02 * 501,
+                tokens=tokens,
+                acceptance=acceptance,
+                speculation=speculation,
+            )
         )
         now += 0.02 * 501
-    server = ServerSide.of(Counters({("round_seconds_sum", ""): 0.02 * 4008, ("round_seconds_count", ""): 4008.0}))
+    server = ServerSide.of(
+        Counters({("round_seconds_sum", ""): 0.02 * 4008, ("round_seconds_count", ""): 4008.0})
+    )
     measured = Measured.of(records, server)
     assert measured.acceptance.alpha == pytest.approx(0.8, abs=0.02)
     assert measured.speculation.mean_proposal == 5
@@ -91,12 +119,22 @@ def test_a_load_without_a_single_answer_has_figures_too():
 
 
 def test_plain_decoding_is_predicted_to_write_one_token_a_round():
-    record = _record(0, sent=0, first=1, last=2, tokens=5, acceptance=Acceptance(plain=5), speculation={"rounds": 5})
+    record = _record(
+        0,
+        sent=0,
+        first=1,
+        last=2,
+        tokens=5,
+        acceptance=Acceptance(plain=5),
+        speculation={"rounds": 5},
+    )
     (figure,) = compare(Measured.of([record], None))
     assert (figure.measured, figure.predicted) == (1.0, 1.0)
 
 
 def test_lengths_between_whole_ones_lie_between_their_tokens():
     assert expected_tokens(0.7, 4.0) == pytest.approx(tokens_per_round(0.7, 4))
-    assert expected_tokens(0.7, 4.25) == pytest.approx(0.75 * tokens_per_round(0.7, 4) + 0.25 * tokens_per_round(0.7, 5))
+    assert expected_tokens(0.7, 4.25) == pytest.approx(
+        0.75 * tokens_per_round(0.7, 4) + 0.25 * tokens_per_round(0.7, 5)
+    )
     assert expected_tokens(1.0, 2.5) == 3.5

@@ -16,7 +16,15 @@ from specserve.tools.bench.prompts import CODE, read_prompts
 from tests.support.http_server import FakeService, serving
 from tests.support.scripted_server import Script, scripted
 
-QUESTION = Question(prompts=("a", "b"), max_tokens=8, temperature=0.0, seed=None, gamma=None, ignore_eos=True, numbered=False)
+QUESTION = Question(
+    prompts=("a", "b"),
+    max_tokens=8,
+    temperature=0.0,
+    seed=None,
+    gamma=None,
+    ignore_eos=True,
+    numbered=False,
+)
 
 
 def _question(**changes: object) -> Question:
@@ -57,7 +65,9 @@ def test_arrivals_are_poisson_and_their_seed_repeats_them():
     assert gaps[:5] != list(islice(OpenLoop(rate=4.0, seed=3).gaps(), 5))
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 4, rel=0.03)
-    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(1 / 16, rel=0.08)  # as large as the mean's square
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(
+        1 / 16, rel=0.08
+    )  # as large as the mean's square
 
 
 def test_open_loop_keeps_its_rate():
@@ -72,11 +82,19 @@ def test_open_loop_keeps_its_rate():
 @pytest.mark.parametrize(
     ("changes", "holds", "lacks"),
     [
-        ({}, {"prompt": "b", "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}, ("seed", "speculation")),
+        (
+            {},
+            {"prompt": "b", "max_tokens": 8, "temperature": 0.0, "ignore_eos": True},
+            ("seed", "speculation"),
+        ),
         ({"seed": 5}, {}, ("seed",)),  # greedy text needs none
         ({"seed": 5, "temperature": 0.5}, {"seed": 8, "temperature": 0.5}, ()),
         ({"temperature": 0.5}, {}, ("seed",)),
-        ({"gamma": "auto", "ignore_eos": False}, {"speculation": {"gamma": "auto"}}, ("ignore_eos",)),
+        (
+            {"gamma": "auto", "ignore_eos": False},
+            {"speculation": {"gamma": "auto"}},
+            ("ignore_eos",),
+        ),
         ({"gamma": 0, "numbered": True}, {"speculation": {"gamma": 0}, "prompt": "# 3\nb"}, ()),
     ],
 )
@@ -132,7 +150,9 @@ def test_a_server_that_is_not_there_is_a_failure_of_each_request():
         (FakeService(fails_after=2), "error in mid-stream", "the target fell over"),
     ],
 )
-def test_refusals_and_failures_in_mid_stream_are_told_in_the_servers_words(service, outcome, message):
+def test_refusals_and_failures_in_mid_stream_are_told_in_the_servers_words(
+    service, outcome, message
+):
     with serving(service) as running:
         asking = _asking(running.url)
         asyncio.run(asking.ask(0))
@@ -159,12 +179,16 @@ def test_tokens_of_requests_under_way_are_counted():
 
 def test_prompts_are_lines_of_text_or_of_json(tmp_path):
     file = tmp_path / "prompts"
-    file.write_text('def f():\n\n{"prompt": "two\\nlines", "id": 4}\n{not json\n42\n', encoding="utf-8")
+    file.write_text(
+        'def f():\n\n{"prompt": "two\\nlines", "id": 4}\n{not json\n42\n', encoding="utf-8"
+    )
     assert read_prompts(file) == ("def f():", "two\nlines", "{not json", "42")
     assert len(set(CODE)) == len(CODE)
 
 
-@pytest.mark.parametrize("content", ["", "\n \n", '{"text": "x"}\n', '{"prompt": ""}\n', '{"prompt": [1, 2]}\n'])
+@pytest.mark.parametrize(
+    "content", ["", "\n \n", '{"text": "x"}\n', '{"prompt": ""}\n', '{"prompt": [1, 2]}\n']
+)
 def test_a_file_without_prompts_is_refused_and_named(tmp_path, content):
     file = tmp_path / "prompts"
     file.write_text(content, encoding="utf-8")

@@ -25,7 +25,9 @@ def test_a_histogram_counts_every_value_once(values):
 
 
 def test_a_few_large_values_do_not_squeeze_the_rest():
-    plot = ET.fromstring(histogram([1.0 + 0.01 * i for i in range(300)] + [10_000.0], label="ms", marks={}))
+    plot = ET.fromstring(
+        histogram([1.0 + 0.01 * i for i in range(300)] + [10_000.0], label="ms", marks={})
+    )
     assert len(list(plot.iter("rect"))) > 10
     assert any("to 1e+04" in (title.text or "") for title in plot.iter("title"))
 
@@ -51,7 +53,15 @@ def test_steps_stand_as_high_as_their_values():
 
 
 def test_bars_and_marks_stand_side_by_side():
-    plot = ET.fromstring(bars([1.0, 0.5], notes=["4 of 4", "<2> of 4"], predicted=[0.75, 0.75], x_label="position", y_label="accepted"))
+    plot = ET.fromstring(
+        bars(
+            [1.0, 0.5],
+            notes=["4 of 4", "<2> of 4"],
+            predicted=[0.75, 0.75],
+            x_label="position",
+            y_label="accepted",
+        )
+    )
     tall, short = (float(box.attrib["height"]) for box in plot.iter("rect"))
     assert short == pytest.approx(tall / 2, abs=0.1)
     assert [title.text for title in plot.iter("title")] == ["4 of 4", "<2> of 4"]

@@ -42,7 +42,13 @@ def test_times_of_an_answer_are_those_that_were_read():
 
 
 def test_an_event_that_brings_no_token_is_no_arrival():
-    record = _record(_stream(times=[100.5, 100.6, 100.9, 102.0], origins=[["plain"], ["plain"], ["plain"], []], usage={"completion_tokens": 3}))
+    record = _record(
+        _stream(
+            times=[100.5, 100.6, 100.9, 102.0],
+            origins=[["plain"], ["plain"], ["plain"], []],
+            usage={"completion_tokens": 3},
+        )
+    )
     assert record.tpot == pytest.approx(0.4 / 2)
     assert len(record.arrivals) == 3
 
@@ -63,13 +69,31 @@ def test_a_single_token_has_no_time_per_token():
 @pytest.mark.parametrize(
     ("changes", "trouble", "outcome", "message"),
     [
-        ({"status": 429, "body": json.dumps({"error": {"message": "the queue is full"}}).encode()}, None, "429", "the queue is full"),
+        (
+            {
+                "status": 429,
+                "body": json.dumps({"error": {"message": "the queue is full"}}).encode(),
+            },
+            None,
+            "429",
+            "the queue is full",
+        ),
         ({"status": 502, "body": b"<html>Bad gateway"}, None, "502", "<html>Bad gateway"),
         ({"status": 502, "body": b'"text"'}, None, "502", '"text"'),
-        ({"error": {"message": "the target fell over"}}, None, "error in mid-stream", "the target fell over"),
+        (
+            {"error": {"message": "the target fell over"}},
+            None,
+            "error in mid-stream",
+            "the target fell over",
+        ),
         ({"ended": None}, None, BROKEN, "the stream ended before the text did"),
         ({"final": None}, None, BROKEN, "the stream ended before the text did"),
-        ({"ended": None}, "no answer in time: it took longer than 3 s", "no answer in time", "it took longer than 3 s"),
+        (
+            {"ended": None},
+            "no answer in time: it took longer than 3 s",
+            "no answer in time",
+            "it took longer than 3 s",
+        ),
     ],
 )
 def test_what_went_wrong_has_a_name_and_the_servers_words(changes, trouble, outcome, message):

@@ -60,7 +60,10 @@ def test_an_address_keeps_prefix_and_key_and_sends_both():
         address = Address.of(url + "/behind/a/proxy/", "secret")
         asyncio.run(address.get("/v1/models"))
         asyncio.run(address.post("/v1/completions", {}, into=Stream()))
-    assert [path for path, _, _ in script.asked] == ["/behind/a/proxy/v1/models", "/behind/a/proxy/v1/completions"]
+    assert [path for path, _, _ in script.asked] == [
+        "/behind/a/proxy/v1/models",
+        "/behind/a/proxy/v1/completions",
+    ]
     assert all(headers["authorization"] == "Bearer secret" for _, headers, _ in script.asked)
     assert script.asked[1][1]["x-specserve-origins"] == "1"
     assert "secret" not in repr(address)
@@ -75,7 +78,16 @@ def test_the_scheme_decides_on_port_and_encryption():
 
 
 @pytest.mark.parametrize(
-    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:99999", "http://host:x", "http://host/?a=b", "http://me@host"]
+    "url",
+    [
+        "127.0.0.1:8000",
+        "ftp://host",
+        "http://",
+        "http://host:99999",
+        "http://host:x",
+        "http://host/?a=b",
+        "http://me@host",
+    ],
 )
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(BadValue) as refusal:

@@ -21,7 +21,15 @@ from specserve.tools.simulate.truth import Acceptance, Truth
 VERIFY, DRAFT = 0.010, 0.001  # seconds a pass
 
 
-def scenario(mode: Mode, gamma: int | None, *, clients: int = 1, tokens: int = 2000, requests: int = 1, **fields) -> Scenario:
+def scenario(
+    mode: Mode,
+    gamma: int | None,
+    *,
+    clients: int = 1,
+    tokens: int = 2000,
+    requests: int = 1,
+    **fields,
+) -> Scenario:
     """Prompts of one token: they are read in a pass like any other, and no request waits for another's prompt."""
     return Scenario(
         target=Worker(Linear(fixed=VERIFY)),
@@ -85,7 +93,9 @@ def test_the_next_token_has_each_rank_as_often_as_the_profile_says_and_never_is_
     nexts = [truth.nexts(0, i, 3, but=None) for i in range(4000)]
     true = [truth.judge(0, i, [])[1] for i in range(4000)]
     for rank, share in enumerate(shares):
-        assert sum(row[rank] == token for row, token in zip(nexts, true, strict=True)) / 4000 == pytest.approx(share, abs=0.03)
+        assert sum(
+            row[rank] == token for row, token in zip(nexts, true, strict=True)
+        ) / 4000 == pytest.approx(share, abs=0.03)
     assert all(len(set(row)) == 3 for row in nexts)
     assert all(token not in truth.nexts(0, i, 3, but=token) for i, token in enumerate(true))
 
@@ -107,14 +117,20 @@ def test_plain_decoding_writes_a_token_a_pass():
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.6, 2), (0.75, 4), (0.9, 7)])
 def test_lockstep_is_theorem_3_8(alpha, gamma):
-    result = simulate(scenario(Mode.LOCKSTEP, gamma, requests=2, tokens=8000, acceptance=Acceptance(alpha=alpha)))
-    assert result.tokens_per_second == pytest.approx(tokens_per_round(alpha, gamma) / (gamma * DRAFT + VERIFY), rel=0.02)
+    result = simulate(
+        scenario(Mode.LOCKSTEP, gamma, requests=2, tokens=8000, acceptance=Acceptance(alpha=alpha))
+    )
+    assert result.tokens_per_second == pytest.approx(
+        tokens_per_round(alpha, gamma) / (gamma * DRAFT + VERIFY), rel=0.02
+    )
     assert result.round_seconds == pytest.approx(gamma * DRAFT + VERIFY, rel=0.01)
     assert result.draft_busy == pytest.approx(gamma * DRAFT / (gamma * DRAFT + VERIFY), rel=0.02)
 
 
 def test_drafting_that_always_hits_costs_the_round_nothing():
-    asked = scenario(Mode.ANTICIPATED, 3, tokens=3000, acceptance=Acceptance(alpha=0.7, ranks=(1.0,)))
+    asked = scenario(
+        Mode.ANTICIPATED, 3, tokens=3000, acceptance=Acceptance(alpha=0.7, ranks=(1.0,))
+    )
     result = simulate(asked)
     assert result.hit_rate == pytest.approx(1.0, abs=0.01)
     assert result.tokens_per_second == pytest.approx(result.tokens_per_round / VERIFY, rel=0.002)
@@ -124,7 +140,9 @@ def test_drafting_that_always_hits_costs_the_round_nothing():
 
 def test_drafting_that_never_hits_costs_what_lockstep_costs_and_no_more():
     never = Acceptance(alpha=0.7, ranks=())
-    ahead, lockstep = (simulate(scenario(mode, 3, acceptance=never)) for mode in (Mode.ANTICIPATED, Mode.LOCKSTEP))
+    ahead, lockstep = (
+        simulate(scenario(mode, 3, acceptance=never)) for mode in (Mode.ANTICIPATED, Mode.LOCKSTEP)
+    )
     assert ahead.hit_rate == 0
     assert ahead.seconds == pytest.approx(lockstep.seconds, rel=0.02)
 
@@ -145,7 +163,10 @@ def test_a_pass_under_way_when_a_message_comes_delays_the_answer_by_its_rest_alo
             pass
 
     async def ask() -> list[float]:
-        drafter, loop = SimulatedDrafter(Eager(), device, Truth(0, Acceptance()), link_s=0.0), asyncio.get_running_loop()
+        drafter, loop = (
+            SimulatedDrafter(Eager(), device, Truth(0, Acceptance()), link_s=0.0),
+            asyncio.get_running_loop(),
+        )
         answered = []
         for pause in (0.0, 0.009, 0.004):
             await asyncio.sleep(pause)
@@ -158,14 +179,29 @@ def test_a_pass_under_way_when_a_message_comes_delays_the_answer_by_its_rest_alo
 
 
 def test_acceptance_may_fall_with_the_place_in_the_proposal():
-    result = simulate(scenario(Mode.LOCKSTEP, 3, tokens=5000, acceptance=Acceptance(by_position=(1.0, 0.5, 0.0))))
+    result = simulate(
+        scenario(Mode.LOCKSTEP, 3, tokens=5000, acceptance=Acceptance(by_position=(1.0, 0.5, 0.0)))
+    )
     assert result.mean_accepted == pytest.approx(1.5, rel=0.03)
 
 
 def test_links_and_the_hosts_own_work_lengthen_the_round():
-    asked = scenario(Mode.LOCKSTEP, 2, clients=2, requests=2, tokens=500, host=Host(per_round=0.001, per_sequence=0.0005))
-    asked = replace(asked, target=replace(asked.target, link_s=0.0002), draft=replace(asked.draft, link_s=0.0003))
-    assert simulate(asked).round_seconds == pytest.approx(2 * DRAFT + VERIFY + 0.001 + 2 * 0.0005 + 2 * 0.0002 + 2 * 0.0003, rel=0.01)
+    asked = scenario(
+        Mode.LOCKSTEP,
+        2,
+        clients=2,
+        requests=2,
+        tokens=500,
+        host=Host(per_round=0.001, per_sequence=0.0005),
+    )
+    asked = replace(
+        asked,
+        target=replace(asked.target, link_s=0.0002),
+        draft=replace(asked.draft, link_s=0.0003),
+    )
+    assert simulate(asked).round_seconds == pytest.approx(
+        2 * DRAFT + VERIFY + 0.001 + 2 * 0.0005 + 2 * 0.0002 + 2 * 0.0003, rel=0.01
+    )
 
 
 def test_a_draft_without_room_for_branches_still_drafts():
@@ -186,7 +222,10 @@ def test_a_target_with_few_pages_sets_requests_back_and_answers_them_all():
 def test_replicas_share_the_load():
     asked = scenario(Mode.PLAIN, 0, clients=16, requests=64, tokens=100)
     asked = replace(asked, target=Worker(Linear(per_sequence=0.01)))
-    one, four = (simulate(replace(asked, config=parse({"replicas.min": count, "replicas.max": count}))) for count in (1, 4))
+    one, four = (
+        simulate(replace(asked, config=parse({"replicas.min": count, "replicas.max": count})))
+        for count in (1, 4)
+    )
     assert whole(four, 64)
     assert 2.5 < one.seconds / four.seconds <= 4.01
 
@@ -201,7 +240,9 @@ def test_replicas_come_under_load_and_go_after_it_and_no_request_is_lost():
 
 
 def test_requests_wait_for_the_first_replica_when_there_is_none():
-    result = simulate(bursts(calm=30.0, rules={"min": 0, "max": 2, "upscale_delay_s": 0, "downscale_delay_s": 3}))
+    result = simulate(
+        bursts(calm=30.0, rules={"min": 0, "max": 2, "upscale_delay_s": 0, "downscale_delay_s": 3})
+    )
     assert whole(result, 64)
     assert result.time_to_first is not None
     assert result.time_to_first.p99 > 5.0  # its start
@@ -209,13 +250,19 @@ def test_requests_wait_for_the_first_replica_when_there_is_none():
 
 def test_a_full_queue_refuses_and_the_result_says_so():
     config = parse({"limits": {"max_running": 2, "max_queued": 1}})
-    result = simulate(replace(scenario(Mode.PLAIN, 0, clients=8, requests=8, tokens=50), config=config))
+    result = simulate(
+        replace(scenario(Mode.PLAIN, 0, clients=8, requests=8, tokens=50), config=config)
+    )
     assert (result.finished, result.refused) == (3, 5)
 
 
 def test_the_autoscaler_waits_for_the_delay_of_the_direction_without_a_break():
     """It looks back over three seconds, the shorter delay."""
-    scaler = Autoscaler(Replicas(min=1, max=10, target_ongoing_requests=2.0, upscale_delay_s=6.0, downscale_delay_s=3.0))
+    scaler = Autoscaler(
+        Replicas(
+            min=1, max=10, target_ongoing_requests=2.0, upscale_delay_s=6.0, downscale_delay_s=3.0
+        )
+    )
     current, seen = 1, []
     for second, ongoing in enumerate([9] * 2 + [1] * 8 + [9] * 10 + [0] * 10):
         current = scaler.decide(float(second), current=current, ongoing=ongoing)
@@ -233,14 +280,21 @@ def test_a_drafter_that_breaks_breaks_the_simulation(monkeypatch, caplog):
     assert broken.group_contains(ZeroDivisionError)
 
 
-def test_two_cohorts_take_turns_where_a_pass_for_half_costs_less_and_one_where_it_does_not(monkeypatch):
+def test_two_cohorts_take_turns_where_a_pass_for_half_costs_less_and_one_where_it_does_not(
+    monkeypatch,
+):
     """By arithmetic: 58 ms a round for eight in one cohort; 44 ms for two turns of four, with the drafting of 16 ms hidden."""
-    base = replace(scenario(Mode.LOCKSTEP, 4, clients=8, tokens=300, requests=16), draft=Worker(Linear(fixed=0.004)))
+    base = replace(
+        scenario(Mode.LOCKSTEP, 4, clients=8, tokens=300, requests=16),
+        draft=Worker(Linear(fixed=0.004)),
+    )
     steep = replace(base, target=Worker(Linear(fixed=0.002, per_row=0.001)))
     two, flat = simulate(steep), simulate(base)
     monkeypatch.setattr("specserve.engine.pacer._WORTH_TWO", 1e9)
     one, flat_one = simulate(steep), simulate(base)
-    assert 1.15 < two.tokens_per_second / one.tokens_per_second < 58 / 44  # the first rounds are spent on learning what passes cost
+    assert (
+        1.15 < two.tokens_per_second / one.tokens_per_second < 58 / 44
+    )  # the first rounds are spent on learning what passes cost
     assert two.target_busy > 0.85
     assert flat.tokens_per_second == flat_one.tokens_per_second
     assert whole(two, 16)
@@ -248,5 +302,9 @@ def test_two_cohorts_take_turns_where_a_pass_for_half_costs_less_and_one_where_i
 
 def test_two_cohorts_that_run_out_of_pages_lose_nothing():
     base = scenario(Mode.LOCKSTEP, 4, clients=8, tokens=300, requests=16)
-    steep = replace(base, draft=Worker(Linear(fixed=0.004)), target=Worker(Linear(fixed=0.002, per_row=0.001), pages=60))
+    steep = replace(
+        base,
+        draft=Worker(Linear(fixed=0.004)),
+        target=Worker(Linear(fixed=0.002, per_row=0.001), pages=60),
+    )
     assert whole(simulate(steep), 16), "eight texts take 150 pages"

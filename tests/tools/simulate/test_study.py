@@ -54,7 +54,10 @@ def quiet(what: str, share: float | None = None, note: str = "") -> None:
         (SMALL + "find: {splits: [{target: 2}]}", "find.splits needs devices.target.roofline"),
         ("devices: {target: {link_us: 5}}", "devices.target needs its pass times in one way"),
         ("devices: {target: {seconds: {fixed: 1}, trace: a.json}}", "one way"),
-        ("devices: {target: {seconds: {fixed: 1}}}\nsweep: {modes: [anticipated]}", "need devices.draft"),
+        (
+            "devices: {target: {seconds: {fixed: 1}}}\nsweep: {modes: [anticipated]}",
+            "need devices.draft",
+        ),
         ("devices: {target: {trace: nowhere.json}}", "nowhere.json cannot be read"),
         ("devices: {target: {seconds: {fixed: 1}}}\nload: {kind: recorded}", "needs load.file"),
         (
@@ -79,29 +82,55 @@ def test_a_missing_file_is_one_clear_line(capsys):
 
 
 def test_the_command_prints_a_table_of_the_best_and_writes_every_case(write, tmp_path, capsys):
-    file = write(SMALL + "sweep: {concurrency: [1, 3], modes: [plain, lockstep, anticipated], gamma: [2, auto]}")
+    file = write(
+        SMALL
+        + "sweep: {concurrency: [1, 3], modes: [plain, lockstep, anticipated], gamma: [2, auto]}"
+    )
     assert main(["simulate", str(file), "--json", str(tmp_path / "all.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 2 * 3
-    assert [cell.strip() for cell in lines[2].split("|")][1:7] == ["1 client", "1", "plain", "0", "100.0", "1.00"]
+    assert [cell.strip() for cell in lines[2].split("|")][1:7] == [
+        "1 client",
+        "1",
+        "plain",
+        "0",
+        "100.0",
+        "1.00",
+    ]
     simulated = json.loads((tmp_path / "all.json").read_text())["simulated"]
     assert len(simulated) == 2 * (1 + 2 + 2)
-    best = max(one["result"]["tokens_per_second"] for one in simulated if (one["load"], one["mode"]) == ("3 clients", "lockstep"))
+    best = max(
+        one["result"]["tokens_per_second"]
+        for one in simulated
+        if (one["load"], one["mode"]) == ("3 clients", "lockstep")
+    )
     assert f"{best:.1f}" in lines[6]
 
 
 def test_every_combination_is_a_case_and_plain_knows_one_gamma(write):
-    file = write(SMALL + "sweep: {concurrency: [1], rate: [2, 3], replicas: [1, 2], modes: [plain, lockstep], gamma: [2, 4, 8]}")
+    file = write(
+        SMALL
+        + "sweep: {concurrency: [1], rate: [2, 3], replicas: [1, 2], modes: [plain, lockstep], gamma: [2, 4, 8]}"
+    )
     made = list(cases(load_study(file), directory=file.parent))
     assert len(made) == 3 * 2 * (1 + 3)
     assert {case.load for case in made} == {"1 client", "2/s", "3/s"}
     assert {case.gamma for case in made if case.mode is Mode.PLAIN} == {0}
-    assert all(case.scenario.config.replicas.min == case.scenario.config.replicas.max == int(case.replicas) for case in made)
+    assert all(
+        case.scenario.config.replicas.min == case.scenario.config.replicas.max == int(case.replicas)
+        for case in made
+    )
 
 
 def test_without_a_sweep_the_config_says_what_is_simulated(write):
-    for speculation, mode in (("{}", Mode.ANTICIPATED), ("{anticipation: {enabled: false}}", Mode.LOCKSTEP), ("{gamma: 0}", Mode.PLAIN)):
-        file = write(SMALL + f"config: {{speculation: {speculation}, replicas: {{min: 1, max: 3}}}}")
+    for speculation, mode in (
+        ("{}", Mode.ANTICIPATED),
+        ("{anticipation: {enabled: false}}", Mode.LOCKSTEP),
+        ("{gamma: 0}", Mode.PLAIN),
+    ):
+        file = write(
+            SMALL + f"config: {{speculation: {speculation}, replicas: {{min: 1, max: 3}}}}"
+        )
         (case,) = cases(load_study(file), directory=file.parent)
         assert (case.mode, case.replicas) == (mode, "1 to 3")
 
@@ -117,8 +146,12 @@ def test_find_names_the_fewest_replicas_that_keep_the_limits(write):
     one_less = with_replicas(asked.config, answer.replicas - 1)
     assert asked.find is not None
     assert keeps(asked.find, answer.result)
-    assert not keeps(asked.find, simulate(replace(scenario(asked, directory=Path()), config=one_less)))
-    (none,) = study(write(slow + load + limits.replace("max_replicas: 8", "max_replicas: 2")), tell=quiet).answers
+    assert not keeps(
+        asked.find, simulate(replace(scenario(asked, directory=Path()), config=one_less))
+    )
+    (none,) = study(
+        write(slow + load + limits.replace("max_replicas: 8", "max_replicas: 2")), tell=quiet
+    ).answers
     assert (none.replicas, none.total_devices) == (None, None)
     assert "2 replicas are too few" in none.why
 
@@ -132,19 +165,34 @@ load: {{kind: closed, concurrency: 2, requests: 4, prompt: {{tokens: 64}}, outpu
 find: {{ttft_p90_s: 1, tpot_p90_s: 0.02, max_replicas: 2, splits: [{{target: 1}}, {{target: 8, draft: 0}}, {{target: 4}}, {{target: 2, draft: 0}}]}}
 """
     answers = study(write(text), tell=quiet).answers
-    assert [answer.split for answer in answers] == ["target 4, draft 1", "target 8, plain", "target 1, draft 1", "target 2, plain"]
+    assert [answer.split for answer in answers] == [
+        "target 4, draft 1",
+        "target 8, plain",
+        "target 1, draft 1",
+        "target 2, plain",
+    ]
     assert [answer.total_devices for answer in answers] == [5, 8, None, None]
     assert "does not hold the weights" in answers[2].why
     assert "2 replicas are too few" in answers[3].why
 
 
 def test_a_roofline_is_memory_bound_for_few_rows_and_arithmetic_bound_for_many():
-    one = Roofline(params_b=70, bandwidth_gb_s=3350, tflops=990, kv_kb=300, layers=80, devices=1, allreduce_us=15)
+    one = Roofline(
+        params_b=70,
+        bandwidth_gb_s=3350,
+        tflops=990,
+        kv_kb=300,
+        layers=80,
+        devices=1,
+        allreduce_us=15,
+    )
     assert one.seconds(1, 1, 0) == pytest.approx(140e9 / 3350e9)
     assert one.seconds(8, 1, 0) == one.seconds(1, 1, 0)
     assert one.seconds(8, 1, 10**6) == pytest.approx((140e9 + 300e9) / 3350e9)
     assert one.seconds(4096, 1, 0) == pytest.approx(2 * 70e9 * 4096 / 990e12)
-    four = Roofline(params_b=70, bandwidth_gb_s=3350, tflops=990, layers=80, devices=4, allreduce_us=15)
+    four = Roofline(
+        params_b=70, bandwidth_gb_s=3350, tflops=990, layers=80, devices=4, allreduce_us=15
+    )
     assert four.seconds(1, 1, 0) == pytest.approx(140e9 / 3350e9 / 4 + 160 * 15e-6)
 
 
@@ -153,7 +201,9 @@ def test_a_fit_finds_the_coefficients_again_in_spite_of_hiccups():
     passes = []
     for _ in range(600):
         sequences, gamma = dice.choice([1, 2, 4, 8]), dice.choice([0, 2, 5])
-        seconds = true.seconds(sequences * (1 + gamma), sequences, 0) * dice.uniform(0.99, 1.01) + (0.05 if dice.random() < 0.1 else 0)
+        seconds = true.seconds(sequences * (1 + gamma), sequences, 0) * dice.uniform(0.99, 1.01) + (
+            0.05 if dice.random() < 0.1 else 0
+        )
         passes.append(Pass(sequences * (1 + gamma), sequences, seconds))
     found = fit(passes)
     for name in ("fixed", "per_row", "per_sequence"):
@@ -175,11 +225,23 @@ def trace(*, own_spans: bool) -> str:
     events, now = [{"name": "thread_name", "ph": "M", "args": {"name": "target"}}], 0.0
     for sequences, gamma in [(1, 2), (1, 4), (4, 2), (4, 4)] * 3:
         rows, drafted = sequences * (1 + gamma), sequences * gamma
-        about = {"sequences": sequences, "rows": rows, "drafted": drafted, "prompt_tokens": 0, "hits": 0}
+        about = {
+            "sequences": sequences,
+            "rows": rows,
+            "drafted": drafted,
+            "prompt_tokens": 0,
+            "hits": 0,
+        }
         drafting, verifying = gamma * 0.002, 0.01 + 0.0001 * rows
-        events += [span("propose", now, drafting + 0.002, **about), span("verify", now + drafting + 0.002, verifying + 0.002, **about)]
+        events += [
+            span("propose", now, drafting + 0.002, **about),
+            span("verify", now + drafting + 0.002, verifying + 0.002, **about),
+        ]
         if own_spans:
-            events += [span("draft", now + 0.001, drafting), span("verify", now + drafting + 0.003, verifying)]
+            events += [
+                span("draft", now + 0.001, drafting),
+                span("verify", now + drafting + 0.003, verifying),
+            ]
         now += drafting + verifying + 0.004
     events.append(span("verify", now, 5.0, sequences=1, rows=300, drafted=0, prompt_tokens=300))
     return json.dumps({"traceEvents": events})
@@ -190,24 +252,44 @@ def test_a_trace_gives_the_pass_times_of_both_devices_without_the_way_between(wr
     verify, draft = from_trace(file, "target"), from_trace(file, "draft")
     assert verify.seconds(10, 2, 0) == pytest.approx(0.011)
     assert draft.seconds(4, 4, 0) == pytest.approx(0.002)
-    (case,) = cases(load_study(write("devices: {target: {trace: trace.json}, draft: {trace: trace.json}}")), directory=file.parent)
+    (case,) = cases(
+        load_study(write("devices: {target: {trace: trace.json}, draft: {trace: trace.json}}")),
+        directory=file.parent,
+    )
     assert case.scenario.target.pass_time == verify
     assert case.scenario.draft is not None
     assert case.scenario.draft.pass_time == draft
 
 
 def test_a_trace_without_the_workers_own_spans_counts_the_way_too(write):
-    assert from_trace(write(trace(own_spans=False), "trace.json"), "target").seconds(10, 2, 0) == pytest.approx(0.013)
+    assert from_trace(write(trace(own_spans=False), "trace.json"), "target").seconds(
+        10, 2, 0
+    ) == pytest.approx(0.013)
 
 
 def test_a_trace_without_decoding_is_refused(write):
-    file = write(json.dumps({"traceEvents": [span("verify", 0.0, 1.0, sequences=1, rows=9, drafted=0, prompt_tokens=9)]}), "trace.json")
+    file = write(
+        json.dumps(
+            {
+                "traceEvents": [
+                    span("verify", 0.0, 1.0, sequences=1, rows=9, drafted=0, prompt_tokens=9)
+                ]
+            }
+        ),
+        "trace.json",
+    )
     with pytest.raises(ConfigError, match="no rounds of decoding alone"):
         from_trace(file, "target")
 
 
 def test_poisson_arrivals_come_at_the_rate_and_lengths_keep_their_bounds(tmp_path):
-    load = Load(kind="poisson", rate=5.0, requests=4000, prompt=Lengths("lognormal", 100, 20, 500, 0.8), output=Lengths("uniform", low=3, high=9))
+    load = Load(
+        kind="poisson",
+        rate=5.0,
+        requests=4000,
+        prompt=Lengths("lognormal", 100, 20, 500, 0.8),
+        output=Lengths("uniform", low=3, high=9),
+    )
     made = arrivals(load, seed=1, directory=tmp_path)
     assert made[-1].time == pytest.approx(800, rel=0.05)
     prompts = sorted(arrival.prompt_tokens for arrival in made)
@@ -217,9 +299,15 @@ def test_poisson_arrivals_come_at_the_rate_and_lengths_keep_their_bounds(tmp_pat
 
 
 def test_recorded_arrivals_are_played_in_order_of_time(write):
-    file = write('{"time": 2.5, "prompt_tokens": 7, "output_tokens": 3}\n\n{"time": 1, "prompt_tokens": 2, "output_tokens": 9}\n', "log.jsonl")
+    file = write(
+        '{"time": 2.5, "prompt_tokens": 7, "output_tokens": 3}\n\n{"time": 1, "prompt_tokens": 2, "output_tokens": 9}\n',
+        "log.jsonl",
+    )
     made = arrivals(Load(kind="recorded", file="log.jsonl"), seed=0, directory=file.parent)
-    assert [(one.time, one.prompt_tokens, one.output_tokens) for one in made] == [(1.0, 2, 9), (2.5, 7, 3)]
+    assert [(one.time, one.prompt_tokens, one.output_tokens) for one in made] == [
+        (1.0, 2, 9),
+        (2.5, 7, 3),
+    ]
     write('{"time": 2.5}\n', "log.jsonl")
     with pytest.raises(ConfigError, match=r"load\.file, line 1, needs time"):
         arrivals(Load(kind="recorded", file="log.jsonl"), seed=0, directory=file.parent)
@@ -230,4 +318,8 @@ def test_the_shipped_example_is_read_and_its_parts_fit_their_memory():
     made = list(cases(load_study(file), directory=file.parent))
     assert {case.load for case in made} == {"1 client", "8 clients", "32 clients", "128 clients"}
     assert {case.scenario.num_devices for case in made} == {4, 5}
-    assert all(1000 < worker.pages < 10**6 for worker in (made[-1].scenario.target, made[-1].scenario.draft) if worker is not None)
+    assert all(
+        1000 < worker.pages < 10**6
+        for worker in (made[-1].scenario.target, made[-1].scenario.draft)
+        if worker is not None
+    )

@@ -23,12 +23,24 @@ def chaos(options: Options, say: Callable[[str], None]) -> None:
     roles = check_roles(options.chaos)
     for role in roles:
         if not processes(role):
-            raise SpecserveError(f"no process of the role {role} runs on this machine; --chaos strikes servers that are here")
+            raise SpecserveError(
+                f"no process of the role {role} runs on this machine; --chaos strikes servers that are here"
+            )
     address = Address.of(options.url, read_key(options.api_key_file))
 
     async def besiege() -> None:
-        siege = Siege(address, await served_model(address), options.concurrency or DEFAULT_CLIENTS, options.max_tokens)
-        outcome = await siege.run(processes_of(roles, stopping=STOPPING), num_blows=options.kills, seed=options.seed or 0, say=say)
+        siege = Siege(
+            address,
+            await served_model(address),
+            options.concurrency or DEFAULT_CLIENTS,
+            options.max_tokens,
+        )
+        outcome = await siege.run(
+            processes_of(roles, stopping=STOPPING),
+            num_blows=options.kills,
+            seed=options.seed or 0,
+            say=say,
+        )
         for line in lines(", ".join(roles), outcome):
             say(line)
         if outcome.tally.num_failed:

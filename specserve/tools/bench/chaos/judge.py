@@ -34,8 +34,16 @@ class Tally:
     @classmethod
     def of(cls, asked: Sequence[Asked], texts: Mapping[int, str]) -> Tally:
         verdicts = [verdict(one, texts[one.question]) for one in asked]
-        resumed = sum(1 for one in asked if (one.stream.final or {}).get("specserve", {}).get("resumed"))
-        return cls(**{name: verdicts.count(name) for name in ("complete", "lost", "truncated", "different")}, resumed=resumed)
+        resumed = sum(
+            1 for one in asked if (one.stream.final or {}).get("specserve", {}).get("resumed")
+        )
+        return cls(
+            **{
+                name: verdicts.count(name)
+                for name in ("complete", "lost", "truncated", "different")
+            },
+            resumed=resumed,
+        )
 
     @property
     def num_failed(self) -> int:
@@ -58,7 +66,11 @@ def pauses(blow: Blow, asked: Sequence[Asked]) -> list[float]:
     for one in asked:
         times = one.stream.times
         over = max(blow.until, blow.at + PAUSE_WITHIN_S)
-        gaps = [later - earlier for earlier, later in pairwise(times) if later > blow.at and earlier < over]
+        gaps = [
+            later - earlier
+            for earlier, later in pairwise(times)
+            if later > blow.at and earlier < over
+        ]
         if times and times[0] < over and times[-1] > blow.at and gaps:
             found.append(max(gaps))
     return found

@@ -55,25 +55,36 @@ class Siege:
     seconds: float = math.inf  # after which nothing more is struck
     _over: bool = False
 
-    async def run(self, strike: Strike, *, num_blows: int, seed: int, say: Callable[[str], None]) -> Outcome:
+    async def run(
+        self, strike: Strike, *, num_blows: int, seed: int, say: Callable[[str], None]
+    ) -> Outcome:
         texts = {question: await self._text(question) for question in range(self.num_clients)}
         self._over, asked, begun = False, list[Asked](), time.monotonic()
-        clients = [asyncio.create_task(self._client(question, asked)) for question in range(self.num_clients)]
+        clients = [
+            asyncio.create_task(self._client(question, asked))
+            for question in range(self.num_clients)
+        ]
         blows = await self._blows(strike, num_blows, random.Random(seed), say)
         await asyncio.sleep(1.0)
         self._over = True
         await asyncio.gather(*clients)
-        wrong = next((one for one in asked if verdict(one, texts[one.question]) != "complete"), None)
+        wrong = next(
+            (one for one in asked if verdict(one, texts[one.question]) != "complete"), None
+        )
         return Outcome(
             tuple(blows),
             Tally.of(asked, texts),
             tuple(pause for blow in blows for pause in pauses(blow, asked)),
             tuple(usual_pause(asked)),
             time.monotonic() - begun,
-            None if wrong is None else f"{verdict(wrong, texts[wrong.question])}: {wrong.trouble or wrong.stream.error or wrong.stream.body[:200]!r}",
+            None
+            if wrong is None
+            else f"{verdict(wrong, texts[wrong.question])}: {wrong.trouble or wrong.stream.error or wrong.stream.body[:200]!r}",
         )
 
-    async def _blows(self, strike: Strike, num_blows: int, chance: random.Random, say: Callable[[str], None]) -> list[Blow]:
+    async def _blows(
+        self, strike: Strike, num_blows: int, chance: random.Random, say: Callable[[str], None]
+    ) -> list[Blow]:
         blows: list[Blow] = []
         begun = time.monotonic()
         while len(blows) < num_blows and time.monotonic() - begun < self.seconds:
@@ -91,7 +102,9 @@ class Siege:
         begun = time.monotonic()
         while not await self._is_healthy():
             if time.monotonic() - begun > WHOLE_WITHIN_S:
-                raise SpecserveError(f"the server was not healthy again within {WHOLE_WITHIN_S:g} s")
+                raise SpecserveError(
+                    f"the server was not healthy again within {WHOLE_WITHIN_S:g} s"
+                )
             await asyncio.sleep(0.1)
 
     async def _is_healthy(self) -> bool:
@@ -109,14 +122,18 @@ class Siege:
         one = await self._ask(question)
         text = "".join(one.stream.texts)
         if verdict(one, text) != "complete":
-            raise SpecserveError(f"a request fails before anything was struck: {one.trouble or one.stream.error}")
+            raise SpecserveError(
+                f"a request fails before anything was struck: {one.trouble or one.stream.error}"
+            )
         return text
 
     async def _ask(self, question: int) -> Asked:
         stream = Stream()
         try:
             async with asyncio.timeout(REQUEST_S):
-                await self.address.post("/v1/completions", {"model": self.model, **self._body(question)}, into=stream)
+                await self.address.post(
+                    "/v1/completions", {"model": self.model, **self._body(question)}, into=stream
+                )
         except (OSError, EOFError, ValueError, TimeoutError) as error:
             return Asked(question, stream, f"{type(error).__name__}: {error}")
         return Asked(question, stream)

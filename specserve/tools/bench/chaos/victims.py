@@ -43,7 +43,11 @@ def check_roles(roles: str) -> tuple[str, ...]:
 
 def processes(role: str) -> list[int]:
     """Those that run now; what is stopped or dead has left."""
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal() and _plays(entry, role)]
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and _plays(entry, role)
+    ]
 
 
 def strike(role: str, how: str, chance: random.Random) -> Blow | None:
