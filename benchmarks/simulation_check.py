@@ -14,12 +14,12 @@ from statistics import mean, median
 from benchmarks.rig import Rig, Run, trace_of
 from specserve.config.tree import parse
 from specserve.engine.trace import Round
+from specserve.tools.simulate.acceptance_model import Acceptance
 from specserve.tools.simulate.devices import Host
 from specserve.tools.simulate.fit import from_trace
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.run import simulate
 from specserve.tools.simulate.scenario import Mode, Scenario, Worker
-from specserve.tools.simulate.truth import Acceptance
 from specserve.types import Request
 
 

@@ -22,8 +22,8 @@ import torch
 
 from specserve.api.tokenizer import Text
 from specserve.config.tree import DEMO
+from specserve.drafters.ngram.build import KINDS, open_statistical
 from specserve.drafters.ngram.drafter import StatisticalDrafter
-from specserve.drafters.ngram.kinds import KINDS, open_statistical
 from specserve.drafters.ngram.tables import count as counted
 from specserve.drafters.ngram.tables import save
 from specserve.types import DraftStep, Policy, Proposal, Warp

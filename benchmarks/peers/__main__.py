@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.peers.contest import OURS, Contest, Plan
+from benchmarks.peers.comparison import OURS, Contest, Plan
 from benchmarks.peers.process import ROOT, PeerFailed, Process
 from benchmarks.peers.report import About, as_json, page
 from specserve.config.tree import DEMO

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.peers.contest import MANY, ONE, OURS, Row
+from benchmarks.peers.comparison import MANY, ONE, OURS, Row
 
 GOALS = {ONE: 1.2, MANY: 1.0}
 

@@ -10,10 +10,10 @@ import yaml
 from ray import serve
 from ray.serve import Application
 
+from specserve.cluster.autoscaling import policy
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
-from specserve.cluster.scaling import policy
 from specserve.cluster.status_board import Board
 from specserve.config.tree import Config, Replicas, parse
 

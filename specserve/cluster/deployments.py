@@ -15,12 +15,12 @@ from ray import serve
 from specserve.api.app import build as build_app
 from specserve.api.service import Served
 from specserve.api.tokenizer import Text
+from specserve.cluster.autoscaling import stats
 from specserve.cluster.gauges import Gauges
 from specserve.cluster.group import TARGET, Group
 from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import Bundle
 from specserve.cluster.replicas import Replicas
-from specserve.cluster.scaling import stats
 from specserve.cluster.status_board import ENGINE, GATEWAY, Report, report_for_ever
 from specserve.cluster.transport.chunk_stream import Inbox, Outlet, Ticket
 from specserve.config.tree import Config

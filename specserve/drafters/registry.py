@@ -19,14 +19,14 @@ from specserve.drafters.cascade.drafter import Cascade
 from specserve.drafters.cascade.stages import Stage, Tally
 from specserve.drafters.heads import HeadsDrafter, SkippingDrafter
 from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.drafters.ngram.build import open_source, open_statistical
 from specserve.drafters.ngram.drafter import Learns, StatisticalDrafter
-from specserve.drafters.ngram.kinds import open_source, open_statistical
 from specserve.grammar.matcher import Grammars
 from specserve.grammar.sequences import Parses
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import read_config
-from specserve.models.open import Opened as OpenedModel
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Opened as OpenedModel
+from specserve.models.model import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.models.skip import skipped
 from specserve.models.target import TargetModel

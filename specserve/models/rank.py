@@ -8,7 +8,7 @@ from pathlib import Path
 from specserve.config.tree import Config
 from specserve.grammar.matcher import Grammars
 from specserve.models.checkpoints.load import load_tokenizer
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel

@@ -18,7 +18,7 @@ from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.models.heads import Heads, HeadsInfo, save
-from specserve.models.open import dtype_of
+from specserve.models.model import dtype_of
 from specserve.progress import Tell
 from specserve.tools.count_ngrams import read_text
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers.__main__ import commands, why_not_installed
-from benchmarks.peers.contest import ENTRIES, GAMMAS, MANY, ONE, OURS, Contest, Entry, Plan, Row
+from benchmarks.peers.comparison import ENTRIES, GAMMAS, MANY, ONE, OURS, Contest, Entry, Plan, Row
 from benchmarks.peers.process import PeerFailed, Process
 from benchmarks.peers.report import About, as_json, best_peer, page
 from benchmarks.peers.turn import Ask

@@ -27,9 +27,9 @@ from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import bundles, has_room
 from specserve.config.tree import parse
 from specserve.tools.bench.address import Address
+from specserve.tools.bench.chaos.faults import KILLED, Blow
 from specserve.tools.bench.chaos.report import HEAD, lines, row
-from specserve.tools.bench.chaos.siege import Outcome, Siege, Strike, processes_of
-from specserve.tools.bench.chaos.victims import KILLED, Blow
+from specserve.tools.bench.chaos.run import Outcome, Siege, Strike, processes_of
 from tests.support.ray_server import served
 
 CLIENTS, TOKENS = 16, 400

@@ -13,7 +13,7 @@ from specserve.drafters.anticipation import Anticipation, Expected
 from specserve.drafters.base import Outlook
 from specserve.drafters.branches import Fanout
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.types import DraftStep, Policy, Proposal, Warp
 
 NEVER = float("inf")

@@ -20,14 +20,14 @@ from specserve.drafters.registry import open_drafter
 from specserve.errors import ConfigError, ModelError, ModelNotFound
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import Weights, fingerprint
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.models.skip import skipped
 from specserve.types import DraftStep, Policy, Step, Verdict, VerifyStep, Warp
 from specserve.wire.messages import Prepared, pack, unpack
 from tests.support import checkpoints
 from tests.support.engines import GREEDY, opened_target, placement
-from tests.support.tied_engines import NUM_HEADS, random_heads, with_heads
+from tests.support.self_speculative_engines import NUM_HEADS, random_heads, with_heads
 
 TEXT = tuple(range(20, 60))
 FEW = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from specserve.drafters.ngram.kinds import open_statistical
+from specserve.drafters.ngram.build import open_statistical
 from specserve.engine.admission import Admission
 from specserve.engine.batch import Batch
 from specserve.engine.scheduler import Scheduler

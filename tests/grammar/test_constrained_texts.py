@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specserve.drafters.ngram.kinds import open_statistical
+from specserve.drafters.ngram.build import open_statistical
 from specserve.errors import BadValue
 from specserve.types import VERIFIERS, Finish, Grammar, Request, Speculation, Warp
 from tests.support.cascade_engines import Cascades
@@ -28,7 +28,7 @@ from tests.support.constrained_texts import (
 )
 from tests.support.continuations import PROMPTS, WARPS, Pairs
 from tests.support.engines import GREEDY, Engine, Run
-from tests.support.tied_engines import TiedPairs
+from tests.support.self_speculative_engines import TiedPairs
 
 SAMPLES, SEED, ALARM = 600, 1 << 45, 1e-4
 

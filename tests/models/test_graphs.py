@@ -11,7 +11,7 @@ import torch
 
 from specserve.models.graphs import round_up
 from specserve.models.layout import Geometry, Writes
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.types import Step
 from tests.support import checkpoints

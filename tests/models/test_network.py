@@ -22,8 +22,8 @@ from transformers import (
     Qwen2Config,
 )
 
+from specserve.models.model import open_model
 from specserve.models.network import LLAMA_SHAPED, FusedNetwork, LibraryNetwork
-from specserve.models.open import open_model
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.types import Step

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specserve.errors import OutOfPages
 from specserve.models.graphs import round_up
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.types import Step
 from tests.support import checkpoints

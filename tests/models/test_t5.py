@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM
 
-from specserve.drafters.ngram.kinds import open_statistical
+from specserve.drafters.ngram.build import open_statistical
 from specserve.models.checkpoints.load import Loaded, load_model
 from specserve.models.checkpoints.weights import Weights
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.models.t5 import T5Network

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.models.target import TargetModel
 from specserve.types import ModelInfo, Policy, Verdict, VerifyStep, Warp
 from tests.support import checkpoints

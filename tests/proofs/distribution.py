@@ -34,7 +34,7 @@ from tests.support.continuations import (
     Result,
     sample,
 )
-from tests.support.tied_engines import TIED, TiedPairs
+from tests.support.self_speculative_engines import TIED, TiedPairs
 
 log = logging.getLogger("proofs")
 

@@ -29,7 +29,7 @@ from tests.support.continuations import (
     sample,
 )
 from tests.support.exact_distribution import Floats, Ints, agreement, overlap
-from tests.support.tied_engines import TIED
+from tests.support.self_speculative_engines import TIED
 
 SAMPLES = 1500  # of each case
 SEED = 1 << 40

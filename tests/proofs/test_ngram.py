@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from specserve.drafters.ngram.build import KINDS, open_statistical
 from specserve.drafters.ngram.drafter import StatisticalDrafter
-from specserve.drafters.ngram.kinds import KINDS, open_statistical
 from specserve.drafters.ngram.tables import (
     FILE,
     Bigram,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.models.runner import Runner
 from specserve.types import Step
 from tests.support import checkpoints

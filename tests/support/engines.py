@@ -20,7 +20,7 @@ from specserve.engine import Coordinator
 from specserve.engine.batch import Batch, Outcome
 from specserve.engine.sequence import Sequence as Running
 from specserve.inprocess import LocalDrafter, LocalTarget, Proposes
-from specserve.models.open import Opened, Placement, open_model
+from specserve.models.model import Opened, Placement, open_model
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
 from specserve.types import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specserve.drafters.base import Outlook
-from specserve.drafters.neural.constrained import Constrained
+from specserve.drafters.neural.constrained_drafts import Constrained
 from specserve.drafters.neural.draft_state import Draft, Todo, pages_from, stop_of
 from specserve.drafters.neural.draws import Draws, Place, Source
 from specserve.drafters.ranking import ranked

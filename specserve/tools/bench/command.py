@@ -13,10 +13,10 @@ from specserve.errors import SpecserveError
 from specserve.progress import Bar, Tell
 from specserve.tools.bench.address import Address
 from specserve.tools.bench.counters import Counters, ServerSide
-from specserve.tools.bench.figures import Measured
+from specserve.tools.bench.html_report import page
 from specserve.tools.bench.load import Asking, ClosedLoop, Load, OpenLoop, Question
+from specserve.tools.bench.measurement import Measured
 from specserve.tools.bench.options import DEFAULT_WARM_UP, Options, read_key
-from specserve.tools.bench.page import page
 from specserve.tools.bench.prompts import CODE, read_prompts
 from specserve.tools.bench.report import Report
 from specserve.tools.bench.streams import Stream

@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import Any
 
 from specserve import __version__
-from specserve.tools.bench.figures import ASSUMPTION, Comparison, Measured, Spread, compare
+from specserve.tools.bench.measurement import ASSUMPTION, Comparison, Measured, Spread, compare
 from specserve.tools.bench.options import Options
 from specserve.tools.bench.record import Record
 

@@ -11,7 +11,7 @@ import torch
 from specserve.config.tree import Config, Draft, Target
 from specserve.models.checkpoints.describe import describe
 from specserve.models.memory import free_memory
-from specserve.models.open import DTYPES, MEMORY_SHARE, dtype_of
+from specserve.models.model import DTYPES, MEMORY_SHARE, dtype_of
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
 from specserve.tools.plan.memory import Share
 

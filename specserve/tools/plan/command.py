@@ -14,7 +14,7 @@ from specserve.demo.corpus import held_out_tokens
 from specserve.errors import BadValue
 from specserve.models.checkpoints.describe import describe
 from specserve.models.checkpoints.find import find_checkpoint, find_config
-from specserve.models.open import DTYPES, MEMORY_SHARE, Placement, open_model
+from specserve.models.model import DTYPES, MEMORY_SHARE, Placement, open_model
 from specserve.progress import Tell, silent
 from specserve.theory import walltime_factor
 from specserve.tools.plan.cascades import best_choices

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specserve.drafters.ngram.tables import Table
-from specserve.models.open import Opened
+from specserve.models.model import Opened
 from specserve.progress import Tell, silent
 from specserve.sampling.distribution import truncate
 from specserve.types import Step

@@ -14,7 +14,7 @@ from specserve.demo.corpus import standard_library
 from specserve.drafters.ngram.tables import FILE, Bigram, Unigram, count, load, save
 from specserve.models.checkpoints.describe import describe
 from specserve.models.checkpoints.find import find_checkpoint
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.progress import Tell, silent
 from specserve.tools.inflate import inflate
 from specserve.tools.plan.measure import Reader, Tabled

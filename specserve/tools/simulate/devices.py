@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from specserve.config.fields import number, setting
+from specserve.tools.simulate.acceptance_model import Truth
 from specserve.tools.simulate.clock import DeviceClock
-from specserve.tools.simulate.guesser import SimulatedGuesser
-from specserve.tools.simulate.passes import PassTime
-from specserve.tools.simulate.truth import Truth
+from specserve.tools.simulate.draft_model import SimulatedGuesser
+from specserve.tools.simulate.pass_times import PassTime
 from specserve.types import DraftStep, Proposal, Verdict, VerifyStep
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from specserve.errors import ConfigError
-from specserve.tools.simulate.passes import Linear
+from specserve.tools.simulate.pass_times import Linear
 
 _COEFFICIENTS = ("fixed", "per_row", "per_sequence")
 _BETTER = 0.999  # of the squared error: what more coefficients must at least bring

@@ -9,13 +9,13 @@ from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.branches import Fanout
 from specserve.engine import Coordinator
 from specserve.models.warmup import ROWS
+from specserve.tools.simulate.acceptance_model import VOCAB, Truth
 from specserve.tools.simulate.clock import DeviceClock
 from specserve.tools.simulate.devices import Lockstep, SimulatedDrafter, SimulatedTarget
-from specserve.tools.simulate.guesser import SimulatedGuesser
+from specserve.tools.simulate.draft_model import SimulatedGuesser
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.scenario import Mode, Scenario, Worker
-from specserve.tools.simulate.tally import Asked, Tally
-from specserve.tools.simulate.truth import VOCAB, Truth
+from specserve.tools.simulate.statistics import Asked, Tally
 from specserve.types import Chunk, Drafter, ModelInfo, Request, Warp
 
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specserve.progress import Tell, silent
-from specserve.tools.simulate.find import Answer, find
 from specserve.tools.simulate.run import Quantiles, Result, simulate
 from specserve.tools.simulate.scenario import Mode
+from specserve.tools.simulate.search import Answer, find
 from specserve.tools.simulate.study import Case, cases, load_study
 
 

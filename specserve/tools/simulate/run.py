@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specserve.tools.simulate import clock
-from specserve.tools.simulate.fleet import Fleet
+from specserve.tools.simulate.deployment import Fleet
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.scenario import Scenario
-from specserve.tools.simulate.tally import Asked, Tally
+from specserve.tools.simulate.statistics import Asked, Tally
 
 
 @dataclass(frozen=True, slots=True)

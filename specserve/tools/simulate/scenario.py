@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from specserve.config.tree import Config, parse
+from specserve.tools.simulate.acceptance_model import Acceptance
 from specserve.tools.simulate.devices import Host
 from specserve.tools.simulate.load import Arrival
-from specserve.tools.simulate.passes import PassTime
-from specserve.tools.simulate.truth import Acceptance
+from specserve.tools.simulate.pass_times import PassTime
 
 PLENTY = 10**6  # pages
 BATCH_TOKENS = 512  # the engine's own

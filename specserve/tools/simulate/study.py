@@ -22,12 +22,12 @@ from specserve.config.fields import (
     whole,
 )
 from specserve.errors import ConfigError
+from specserve.tools.simulate.acceptance_model import Acceptance
 from specserve.tools.simulate.devices import Host
 from specserve.tools.simulate.fit import from_trace
 from specserve.tools.simulate.load import Load, arrivals
-from specserve.tools.simulate.passes import Linear, PassTime, Roofline
+from specserve.tools.simulate.pass_times import Linear, PassTime, Roofline
 from specserve.tools.simulate.scenario import BATCH_TOKENS, PLENTY, Mode, Scenario, Worker
-from specserve.tools.simulate.truth import Acceptance
 
 
 def _tree() -> Rule:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.models.open import Placement, open_model
+from specserve.models.model import Placement, open_model
 from specserve.types import DraftStep, Policy, Warp
 from tests.support import checkpoints
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specserve.drafters.ngram.build import KINDS, open_statistical
 from specserve.drafters.ngram.drafter import StatisticalDrafter
-from specserve.drafters.ngram.kinds import KINDS, open_statistical
 from specserve.drafters.ngram.online_counts import Learnt
 from specserve.drafters.ngram.tables import FILE, Bigram, count, save
 from specserve.engine import Coordinator

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from specserve.tools.bench.address import Address
-from specserve.tools.bench.chaos.judge import Asked, Tally, pauses, verdict
+from specserve.tools.bench.chaos.check import Asked, Tally, pauses, verdict
+from specserve.tools.bench.chaos.faults import KILLED, Blow
 from specserve.tools.bench.chaos.report import lines, row
-from specserve.tools.bench.chaos.siege import Outcome, Siege
-from specserve.tools.bench.chaos.victims import KILLED, Blow
+from specserve.tools.bench.chaos.run import Outcome, Siege
 from specserve.tools.bench.streams import Stream
 from tests.support.http_server import TEXT, FakeService, serving
 

@@ -10,13 +10,13 @@ import pytest
 from specserve.config.tree import Replicas, parse
 from specserve.theory import tokens_per_round
 from specserve.tools.simulate import clock
+from specserve.tools.simulate.acceptance_model import Acceptance, Truth
 from specserve.tools.simulate.autoscaling import Autoscaler
 from specserve.tools.simulate.devices import Host, SimulatedDrafter
 from specserve.tools.simulate.load import Arrival
-from specserve.tools.simulate.passes import Linear
+from specserve.tools.simulate.pass_times import Linear
 from specserve.tools.simulate.run import Result, simulate
 from specserve.tools.simulate.scenario import Mode, Scenario, Worker
-from specserve.tools.simulate.truth import Acceptance, Truth
 
 VERIFY, DRAFT = 0.010, 0.001  # seconds a pass
 

@@ -11,13 +11,13 @@ import pytest
 
 from specserve.cli.main import main
 from specserve.errors import ConfigError
-from specserve.tools.simulate.find import keeps
 from specserve.tools.simulate.fit import Pass, fit, from_trace
 from specserve.tools.simulate.load import Lengths, Load, arrivals
-from specserve.tools.simulate.passes import Linear, Roofline
+from specserve.tools.simulate.pass_times import Linear, Roofline
 from specserve.tools.simulate.report import study
 from specserve.tools.simulate.run import simulate
 from specserve.tools.simulate.scenario import Mode
+from specserve.tools.simulate.search import keeps
 from specserve.tools.simulate.study import cases, load_study, scenario, with_replicas
 
 SMALL = """

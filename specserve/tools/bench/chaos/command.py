@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from specserve.errors import SpecserveError
 from specserve.tools.bench.address import Address
+from specserve.tools.bench.chaos.faults import check_roles, processes
 from specserve.tools.bench.chaos.report import lines
-from specserve.tools.bench.chaos.siege import Siege, processes_of
-from specserve.tools.bench.chaos.victims import check_roles, processes
+from specserve.tools.bench.chaos.run import Siege, processes_of
 from specserve.tools.bench.command import served_model
 from specserve.tools.bench.options import Options, read_key
 

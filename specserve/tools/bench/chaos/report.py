@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from specserve.tools.bench.chaos.siege import Outcome
-from specserve.tools.bench.figures import percentile
+from specserve.tools.bench.chaos.run import Outcome
+from specserve.tools.bench.measurement import percentile
 
 HEAD = (
     "| struck | blows | requests | lost | truncated | different | went on elsewhere | pause p50 | p99 | between tokens p99 | minutes |\n"

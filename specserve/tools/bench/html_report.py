@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from specserve.tools.bench.acceptance import Acceptance
-from specserve.tools.bench.figures import ASSUMPTION, Measured, Spread
+from specserve.tools.bench.measurement import ASSUMPTION, Measured, Spread
 from specserve.tools.bench.plots import bars, histogram, steps
 from specserve.tools.bench.record import Record
 from specserve.tools.bench.report import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from specserve.tools.bench.chaos.victims import Blow
+from specserve.tools.bench.chaos.faults import Blow
 from specserve.tools.bench.streams import Stream
 
 PAUSE_WITHIN_S = 1.0  # after a blow, a stream that stands still does so because of it

@@ -11,8 +11,8 @@ from transformers import Phi3Config
 
 from specserve.errors import ConfigError, NoShardingPlan, TooLittleMemory
 from specserve.models.attention import invariant, sdpa
+from specserve.models.model import Opened, Placement, open_model
 from specserve.models.network import LLAMA_SHAPED, FusedNetwork, LibraryNetwork
-from specserve.models.open import Opened, Placement, open_model
 from specserve.models.shard import Shard
 from specserve.types import Step
 from tests.support import checkpoints
@@ -35,7 +35,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("weights were read before the mistake was found")
 
-    monkeypatch.setattr("specserve.models.open.load_model", refuse)
+    monkeypatch.setattr("specserve.models.model.load_model", refuse)
 
 
 def opened(directory: Path, **options: Any) -> Opened:
@@ -73,7 +73,7 @@ def test_pages_fill_the_memory_but_no_more_than_the_sequences_could_use(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # keys and values, layers, heads, width, positions, fp32
-    monkeypatch.setattr("specserve.models.open.free_memory", lambda device: 100 * page_bytes)
+    monkeypatch.setattr("specserve.models.model.free_memory", lambda device: 100 * page_bytes)
     half = opened(llama, dtype="float32", pages=None, memory_fraction=0.5)
     assert half.runner.cache.num_pages == 50
     bounded = opened(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specserve.cluster.scaling import PAGES, policy
+from specserve.cluster.autoscaling import PAGES, policy
 
 
 def context(

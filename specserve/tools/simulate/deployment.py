@@ -12,7 +12,7 @@ from specserve.tools.simulate.autoscaling import Autoscaler
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.replica import Replica
 from specserve.tools.simulate.scenario import Scenario
-from specserve.tools.simulate.tally import Asked, Tally
+from specserve.tools.simulate.statistics import Asked, Tally
 
 PERIOD_S = 1.0  # between two looks at the load
 

@@ -11,7 +11,13 @@ from specserve.drafters.heads import HeadsDrafter, SkippingDrafter
 from specserve.types import VERIFIERS, DraftStep, Policy, Request, Speculation, Warp
 from tests.support.continuations import VOCAB, Case, sample
 from tests.support.engines import GREEDY, Engine, RandomPacer
-from tests.support.tied_engines import TIED, TiedEngine, TiedPairs, random_heads, with_heads
+from tests.support.self_speculative_engines import (
+    TIED,
+    TiedEngine,
+    TiedPairs,
+    random_heads,
+    with_heads,
+)
 
 SAMPLES = 1500  # of each case
 SEED = 1 << 42

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specserve.theory import tokens_per_round
 from specserve.tools.bench.acceptance import Acceptance
 from specserve.tools.bench.counters import Counters, ServerSide
-from specserve.tools.bench.figures import Measured, Spread, compare, expected_tokens, percentile
+from specserve.tools.bench.measurement import Measured, Spread, compare, expected_tokens, percentile
 from specserve.tools.bench.record import INTERRUPTED, Arrival, Record
 
 

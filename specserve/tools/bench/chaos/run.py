@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from specserve.errors import SpecserveError
 from specserve.tools.bench.address import Address
-from specserve.tools.bench.chaos.judge import Asked, Tally, pauses, usual_pause, verdict
-from specserve.tools.bench.chaos.victims import KILLED, STOPPED, Blow, strike
+from specserve.tools.bench.chaos.check import Asked, Tally, pauses, usual_pause, verdict
+from specserve.tools.bench.chaos.faults import KILLED, STOPPED, Blow, strike
 from specserve.tools.bench.prompts import CODE
 from specserve.tools.bench.streams import Stream
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specserve.drafters.base import Outlook
+from specserve.tools.simulate.acceptance_model import Truth
 from specserve.tools.simulate.clock import DeviceClock
-from specserve.tools.simulate.passes import PassTime
-from specserve.tools.simulate.truth import Truth
+from specserve.tools.simulate.pass_times import PassTime
 from specserve.types import DraftStep, Proposal
 
 
