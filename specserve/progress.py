@@ -1,4 +1,7 @@
-"""How far a long piece of work has come: a bar on a terminal, a line now and then elsewhere. Knows nothing of the work."""
+"""Report how far a long piece of work has come: a bar on a terminal, a line now and then elsewhere.
+
+Knows nothing of the work.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +9,79 @@ import threading
 import time
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import IO, Protocol
 
-from specserve.terminal import Terminal, bar
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
-_BAR = 30  # characters
-_REDRAW_S, _LINE_S = 0.2, 5.0
-_SHORT_S = 2.0  # work that is done by then is not talked about where there is no terminal
-
-
-class Tell(Protocol):
-    """What is under way, how much of it is done (0 to 1; None: nobody knows), and what else there is to say of it. Cheap to call."""
-
-    def __call__(self, what: str, share: float | None = None, note: str = "") -> None: ...
+_BAR_COLUMNS = 30
+_POLL_S = 0.2
+_LINE_EVERY_S = 5.0
+_QUIET_S = 2.0
+"""Work that is done by then prints nothing where there is no terminal."""
 
 
-def silent(what: str, share: float | None = None, note: str = "") -> None:
-    """For those whom nobody asked."""
+class ReportProgress(Protocol):
+    """Callback that takes the stage, the share of it that is done and a note. It is cheap to call.
+
+    The share runs from 0 to 1; None means that it is unknown.
+    """
+
+    def __call__(self, stage: str, share: float | None = None, note: str = "") -> None: ...
+
+
+def no_progress(stage: str, share: float | None = None, note: str = "") -> None:
+    """Ignore the report."""
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """As `Tell` has it."""
+class ProgressState:
+    """Last report, with the names of `ReportProgress`."""
 
-    what: str
+    stage: str
     share: float | None = None
     note: str = ""
 
+    @property
+    def line(self) -> str:
+        """Stage, percentage and note, as far as they are known."""
+        percent = [] if self.share is None else [f"{self.share:.0%}"]
+        return ", ".join([self.stage, *percent, *([self.note] if self.note else [])])
 
-class Bar:
-    """A `Tell`, to be used in a `with`. A thread of its own draws, so that seconds pass on the screen whatever the work does meanwhile.
 
-    It goes away at the end, unless it `keeps` its last state as a line.
+class ProgressBar:
+    """A `ReportProgress` and context manager. A thread draws, so seconds pass during the work.
+
+    The bar is erased at the end. With `keeps` its last state remains as a line.
     """
 
-    def __init__(self, out: TextIO, *, keeps: bool = False) -> None:
-        self._terminal, self._keeps = Terminal(out), keeps
-        self._state = State("")
-        self._begun = self._written = time.monotonic()
-        self._last = ""  # stage that was written of
+    def __init__(self, out: IO[str], *, keeps: bool = False) -> None:
+        self._console = Console(file=out, highlight=False, markup=False)
+        self._keeps = keeps
+        self._state = ProgressState("")
+        self._bar = Progress(
+            BarColumn(_BAR_COLUMNS),
+            TextColumn("{task.description}, {task.elapsed:.0f} s", markup=False),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=None, visible=False)
+        self._start = time.monotonic()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._draw, name="progress", daemon=True)
+        self._lines = threading.Thread(target=self._print_lines, name="progress", daemon=True)
 
-    def __call__(self, what: str, share: float | None = None, note: str = "") -> None:
-        self._state = State(what, share, note)
+    def __call__(self, stage: str, share: float | None = None, note: str = "") -> None:
+        state = self._state = ProgressState(stage, share, note)
+        total = None if share is None else 1.0
+        self._bar.update(
+            self._task, description=state.line, total=total, completed=share or 0.0, visible=True
+        )
 
-    def __enter__(self) -> Bar:
-        self._thread.start()
+    def __enter__(self) -> ProgressBar:
+        if self._console.is_interactive:
+            self._bar.start()
+        else:
+            self._lines.start()
         return self
 
     def __exit__(
@@ -62,37 +91,23 @@ class Bar:
         trace: TracebackType | None,
     ) -> None:
         self._ended.set()
-        self._thread.join()
-        if self._terminal.draws:
-            self._terminal.redraw_line("")
-        if self._keeps and self._state.what:
-            self._terminal.write(self._line(self._state) + "\n")
+        if self._console.is_interactive:
+            self._bar.stop()
+        else:
+            self._lines.join()
+        if self._keeps and self._state.stage:
+            self._print(self._state)
 
-    def _draw(self) -> None:
-        while not self._ended.wait(_REDRAW_S):
-            state = self._state
-            if not state.what:
-                continue
-            if self._terminal.draws:
-                self._terminal.redraw_line(
-                    f"{bar(state.share or 0.0, width=_BAR)} {self._line(state)}"
-                )
-            elif self._is_due(state, time.monotonic()):
-                self._terminal.write(self._line(state) + "\n")
-                self._last, self._written = state.what, time.monotonic()
+    def _print_lines(self) -> None:
+        """Print a line for each new stage, and one every few seconds within a stage."""
+        printed, printed_at = "", self._start
+        while not self._ended.wait(_POLL_S):
+            state, now = self._state, time.monotonic()
+            is_new = state.stage != printed or now - printed_at >= _LINE_EVERY_S
+            if state.stage and is_new and now - self._start >= _QUIET_S:
+                self._print(state)
+                printed, printed_at = state.stage, now
 
-    def _is_due(self, state: State, now: float) -> bool:
-        if now - self._begun < _SHORT_S:
-            return False
-        return state.what != self._last or now - self._written >= _LINE_S
-
-    def _line(self, state: State) -> str:
-        percent = [] if state.share is None else [f"{state.share:.0%}"]
-        return ", ".join(
-            [
-                state.what,
-                *percent,
-                *([state.note] if state.note else []),
-                f"{time.monotonic() - self._begun:.0f} s",
-            ]
-        )
+    def _print(self, state: ProgressState) -> None:
+        seconds = time.monotonic() - self._start
+        self._console.print(f"{state.line}, {seconds:.0f} s", soft_wrap=True)
