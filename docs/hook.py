@@ -1,4 +1,4 @@
-"""What mkdocs asks while it builds the site: adds the pages that are made from the program, and the files beside docs/ that pages link to."""
+"""Hooks of mkdocs: add pages made from the program, and files outside docs/ that pages link to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from docs._build.pages import BESIDE, PAGES, rendered
 
 ROOT = Path(__file__).parents[1]
 LOADED = re.compile(
-    r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//|<link\b[^>]*\brel=["']?(?:stylesheet|preload|preconnect)\b[^>]*//"""
+    r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//"""
+    r"""|<link\b[^>]*\brel=["']?(?:stylesheet|preload|preconnect)\b[^>]*//"""
 )
 
 
@@ -30,11 +31,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri in BESIDE:  # written for the top of the repository
+        markdown = markdown.replace("](docs/", "](")
     return rendered(markdown)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
-    """The site must work where nothing else can be reached."""
+    """Raise if the page would load anything from elsewhere: the site must work offline."""
     if found := LOADED.search(output):
         raise PluginError(f"{page.file.src_uri} would load something from elsewhere: {found[0]}")
     return output

@@ -1,1 +1,1 @@
-"""Pages that say what the program itself says of its interface: paths, options, keys, metrics. Built by `make docs`, never written by hand."""
+"""Reference pages made from the program by `make docs`: paths, options, keys and metrics."""

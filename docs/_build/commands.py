@@ -1,51 +1,66 @@
-"""The command line as a page, from its own parser."""
+"""Reference page of the command line, made from its parser."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 
-from specserve.cli.arguments import parser as command_line
 from docs._build.table import code, table
+from specserve.cli.arguments import build_parser as command_line
 
 INTRODUCTION = """# Commands
 
-Made from the program's own parser when these pages are built; `specserve COMMAND --help` says the same.
+Made from the program's parser when the site is built; `specserve COMMAND --help` prints the same.
 
-Exit codes: 0 done, 2 bad usage or configuration (one line says what, on the error output), 1 failure.
+Exit codes: 0 done, 2 bad usage or configuration (one line on stderr says what), 1 failure.
 """
 
 
 def page() -> str:
-    return "\n".join([INTRODUCTION, *(_command(name, told, parser) for name, told, parser in commands())])
+    return "\n".join(
+        [INTRODUCTION, *(_command(name, purpose, parser) for name, purpose, parser in commands())]
+    )
 
 
 def commands() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
-    """Each command's name, what it is for, and its parser."""
-    (action,) = [action for action in command_line()._actions if isinstance(action, argparse._SubParsersAction)]
-    told = {choice.dest: choice.help or "" for choice in action._choices_actions}
+    """Yield each command's name, its purpose and its parser."""
+    (action,) = [
+        action
+        for action in command_line()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    purposes = {choice.dest: choice.help or "" for choice in action._choices_actions}
     for name, parser in action.choices.items():
-        yield name, told.get(name, ""), parser
+        yield name, purposes.get(name, ""), parser
 
 
-def _command(name: str, told: str, parser: argparse.ArgumentParser) -> str:
-    rows = [(_spelling(action), _told(action)) for action in parser._actions if not isinstance(action, argparse._HelpAction)]
-    return f"## {code('specserve ' + name)}\n\n{told[:1].upper()}{told[1:]}.\n\n{table(('argument', 'meaning'), rows)}"
+def _command(name: str, purpose: str, parser: argparse.ArgumentParser) -> str:
+    rows = [
+        (_spelling(action), _meaning(action))
+        for action in parser._actions
+        if not isinstance(action, argparse._HelpAction)
+    ]
+    heading = f"## {code('specserve ' + name)}"
+    options = table(("argument", "meaning"), rows)
+    return f"{heading}\n\n{purpose[:1].upper()}{purpose[1:]}.\n\n{options}"
 
 
 def _spelling(action: argparse.Action) -> str:
     names = ", ".join(action.option_strings)
     value = "" if action.nargs == 0 else _value(action)
-    return code(f"{names} {value}".strip()) + (" (required)" if action.required and action.option_strings else "")
+    return code(f"{names} {value}".strip()) + (
+        " (required)" if action.required and action.option_strings else ""
+    )
 
 
 def _value(action: argparse.Action) -> str:
     name = action.metavar or action.dest.upper()
-    return f"{name if isinstance(name, str) else ' '.join(name)}{' ...' if action.nargs in ('+', '*') else ''}"
+    repeated = " ..." if action.nargs in ("+", "*") else ""
+    return f"{name if isinstance(name, str) else ' '.join(name)}{repeated}"
 
 
-def _told(action: argparse.Action) -> str:
-    """The help, the choices where the spelling does not show them, and a default that the help does not mention."""
+def _meaning(action: argparse.Action) -> str:
+    """Return the help, and the choices and the default that the help does not mention."""
     parts = [(action.help or "").replace("%%", "%")]
     if action.choices:
         parts.append("one of " + ", ".join(map(str, action.choices)))

@@ -1,4 +1,7 @@
-"""The HTTP interface as a page: paths, parameters and errors, from the app's own OpenAPI description and from what it refuses."""
+"""Reference page of the HTTP interface: paths, parameters and errors.
+
+Made from the app's OpenAPI description, the checks of `Sampling` and the table of errors.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,64 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, cast
 
+from docs._build.table import code, table
 from specserve.api import schema
 from specserve.api.app import build
-from specserve.api.refusal import BAD_KEY, INTERNAL, KINDS, PLAIN, STATUS_OF_GONE, Kind
-from specserve.api.service import Served, Service
-from specserve.api.tokenizer import Text
+from specserve.api.refusal import (
+    BAD_KEY,
+    CLIENT_CLOSED_REQUEST,
+    ERROR_KINDS,
+    INTERNAL,
+    STATUS_KINDS,
+    ErrorKind,
+)
+from specserve.api.service import ServedModel, Service
+from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import Config
 from specserve.errors import BadValue
 from specserve.metrics import Registry
-from docs._build.table import code, table
 from specserve.sampling_params import Sampling
 
 INTRODUCTION = """# HTTP paths and parameters
 
-Made from the server's own OpenAPI description (`GET /openapi.json`) when these pages are built. [HTTP](../api.md) shows the requests at work,
-and the form of the answers.
+Made from the server's OpenAPI description (`GET /openapi.json`) when the site is built.
+[HTTP](../guides/http.md) has examples of requests and responses.
 """
 Schema = Mapping[str, Any]
 
 
 def page() -> str:
-    """The paths in the order of the app, then the shapes that bodies are made of, then the errors."""
+    """Return the paths in the order of the app, the shapes of bodies, and the errors."""
     description = openapi()
     shapes: Mapping[str, Schema] = description["components"]["schemas"]
     bodies = {name for _, _, operation in _operations(description) if (name := _body(operation))}
-    parts = [INTRODUCTION, *(_path(method, path, operation, shapes) for method, path, operation in _operations(description))]
-    inner = [
-        name for name, shape in shapes.items() if "properties" in shape and name not in bodies and issubclass(getattr(schema, name), schema.Shape)
+    parts = [
+        INTRODUCTION,
+        *(
+            _path(method, path, operation, shapes)
+            for method, path, operation in _operations(description)
+        ),
     ]
-    parts += ["## Shapes inside bodies\n", *(f"### {name}\n\n{_fields(name, shapes[name])}" for name in sorted(inner))]
+    inner = [
+        name
+        for name, shape in shapes.items()
+        if "properties" in shape
+        and name not in bodies
+        and issubclass(getattr(schema, name), schema.StrictModel)
+    ]
+    parts += [
+        "## Shapes inside bodies\n",
+        *(f"### {name}\n\n{_fields(name, shapes[name])}" for name in sorted(inner)),
+    ]
     return "\n".join([*parts, _errors()])
 
 
 def openapi() -> Mapping[str, Any]:
-    """Of an app without an engine: a description of shapes asks nothing of what generates, nor of the tokenizer."""
-    served = Served("demo", vocab_size=1, max_context=1, max_gamma=1, created=0)
-    description: Mapping[str, Any] = build(cast(Service, None), cast(Text, None), served, Config(), Registry()).openapi()
+    """Return the description of an app without engine and tokenizer: it needs neither."""
+    served = ServedModel("demo", vocab_size=1, max_context=1, max_gamma=1, created=0)
+    description: Mapping[str, Any] = build(
+        cast(Service, None), cast(Tokenizer, None), served, Config(), Registry()
+    ).openapi()
     return description
 
 
@@ -53,22 +78,30 @@ def _operations(description: Mapping[str, Any]) -> Iterator[tuple[str, str, Sche
 
 
 def _body(operation: Schema) -> str | None:
-    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    content = (
+        operation.get("requestBody", {})
+        .get("content", {})
+        .get("application/json", {})
+        .get("schema")
+    )
     return None if content is None else _name(content)
 
 
 def _path(method: str, path: str, operation: Schema, shapes: Mapping[str, Schema]) -> str:
     body = _body(operation)
-    told = operation.get("description", "")
-    return f"## {method} {path}\n\n{told}\n" + (f"\n{_fields(body, shapes[body])}" if body else "")
+    heading = f"## {method} {path}\n\n{operation.get('description', '')}\n"
+    return heading + (f"\n{_fields(body, shapes[body])}" if body else "")
 
 
 def _fields(name: str, shape: Schema) -> str:
-    """The parameters, those that must be given first; then what is taken for the sake of others' clients."""
+    """Return the parameters, required ones first, then those accepted for compatibility."""
     required = shape.get("required", ())
     names = sorted(shape["properties"], key=lambda one: one not in required)
     given = {one: shape["properties"][one] for one in names}
-    rows = [(code(one), _kind(kind), _limits(name, one, kind), _meaning(kind, one in required)) for one, kind in given.items()]
+    rows = [
+        (code(one), _kind(kind), _limits(name, one, kind), _meaning(kind, one in required))
+        for one, kind in given.items()
+    ]
     return table(("parameter", "type", "accepts, by default", "meaning"), rows) + _unsupported(name)
 
 
@@ -77,20 +110,28 @@ def _meaning(parameter: Schema, required: bool) -> str:
 
 
 def _unsupported(name: str) -> str:
-    """Names of OpenAI's that are refused unless they ask for nothing."""
+    """Return OpenAI's parameters that are refused unless their value changes nothing."""
     known: Mapping[str, tuple[object, ...]] = getattr(schema, name).UNSUPPORTED
     if not known:
         return ""
-    taken = ", ".join(f"{code(one)} ({', '.join(['null', *map(repr, values)])})" for one, values in sorted(known.items()))
-    return f"\nKnown to clients of OpenAI's API and refused here, but for the values that ask for nothing: {taken}.\n"
+    taken = ", ".join(
+        f"{code(one)} ({', '.join(['null', *map(repr, values)])})"
+        for one, values in sorted(known.items())
+    )
+    about = (
+        "Parameters of OpenAI's API that are refused here, except for values that change nothing"
+    )
+    return f"\n{about}: {taken}.\n"
 
 
 def _kind(given: Schema) -> str:
-    """The type in words. Null is left out: it is the same as leaving the parameter out."""
+    """Return the type in words. Null is left out: it means that the parameter is not given."""
     if "$ref" in given:
         return _named(_name(given))
     if "anyOf" in given:
-        return " or ".join(dict.fromkeys(_kind(one) for one in given["anyOf"] if one.get("type") != "null"))
+        return " or ".join(
+            dict.fromkeys(_kind(one) for one in given["anyOf"] if one.get("type") != "null")
+        )
     if "enum" in given or "const" in given:
         return ", ".join(code(one) for one in given.get("enum", [given.get("const")]))
     if "maxLength" in given:
@@ -103,12 +144,25 @@ def _kind(given: Schema) -> str:
     return _WORDS[given["type"]]
 
 
-_WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
-_ALIASES = {"Ids": "list of whole numbers", "Texts": "list of texts", "Prompts": "list of texts or lists of ids"}
+_WORDS = {
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+}
+_ALIASES = {
+    "Ids": "list of whole numbers",
+    "Texts": "list of texts",
+    "Prompts": "list of texts or lists of ids",
+}
 
 
 def _named(name: str) -> str:
-    return _ALIASES.get(name) or f"[{name}](#{name.lower()})" if name not in _LISTS else f"list of [{_LISTS[name]}](#{_LISTS[name].lower()})"
+    return (
+        _ALIASES.get(name) or f"[{name}](#{name.lower()})"
+        if name not in _LISTS
+        else f"list of [{_LISTS[name]}](#{_LISTS[name].lower()})"
+    )
 
 
 _LISTS = {"Messages": "Message", "Parts": "TextPart", "ToolCalls": "ToolCall", "Tools": "ToolBody"}
@@ -119,39 +173,54 @@ def _name(given: Schema) -> str:
 
 
 def _limits(shape: str, name: str, given: Schema) -> str:
-    """What `Sampling` says when it refuses, and what it has by default."""
+    """Return the range from the message of `Sampling`, and the default."""
     sampled = {field.name: field.default for field in fields(Sampling)}
-    if not issubclass(getattr(schema, shape), schema.Generate) or name not in sampled or name == "speculation":
+    if (
+        not issubclass(getattr(schema, shape), schema.GenerationBody)
+        or name not in sampled
+        or name == "speculation"
+    ):
         return ""
     default = DEFAULTS.get((shape, name), sampled[name])
     shown = "" if default in (None, (), False) else str(default)
-    return "; ".join(part for part in ("" if _kind(given) == _WORDS["boolean"] else _accepted(name), shown) if part)
+    return "; ".join(
+        part
+        for part in ("" if _kind(given) == _WORDS["boolean"] else _accepted(name), shown)
+        if part
+    )
 
 
-DEFAULTS = {("ChatBody", "max_tokens"): "what the context has room for"}  # by completions, `Sampling`'s own
+DEFAULTS = {
+    ("ChatBody", "max_tokens"): "what the context has room for"
+}  # by completions, `Sampling`'s own
 
 
 def _accepted(name: str) -> str:
     try:
         Sampling(**{name: object()})  # type: ignore[arg-type]
     except BadValue as refusal:
-        found = re.search(r" must be (?:a whole number, |a number, |)(.*), not <", str(refusal))
+        found = re.search(r" must be (?:a whole number,? |a number,? |)(.*), not <", str(refusal))
         return "" if found is None else found[1]
     return ""
 
 
 def _errors() -> str:
-    kinds = dict.fromkeys([*KINDS.values(), BAD_KEY, *PLAIN.values(), INTERNAL])
-    rows = [(str(kind.status), code(kind.type), _code(kind), "`Retry-After`" if kind.retry else "") for kind in sorted(kinds, key=_order)]
+    kinds = dict.fromkeys([*ERROR_KINDS.values(), BAD_KEY, *STATUS_KINDS.values(), INTERNAL])
+    rows = [
+        (str(kind.status), code(kind.type), _code(kind), "`Retry-After`" if kind.retry else "")
+        for kind in sorted(kinds, key=_order)
+    ]
     return (
-        '## Errors\n\nEvery refusal has the form `{"error": {"message", "type", "param", "code"}}`; `param` names the parameter at fault, if one is. '
-        f"In mid-stream it comes as an event. Metrics and logs count a client that left as {STATUS_OF_GONE}.\n\n"
+        '## Errors\n\nEvery error has the form `{"error": {"message", "type", "param", "code"}}`; '
+        "`param` names the invalid parameter, if there is one. In a stream that has begun, it is "
+        "sent as an event. Metrics and logs count a client that disconnected as "
+        f"{CLIENT_CLOSED_REQUEST}.\n\n"
     ) + table(("status", "type", "code", "with"), rows)
 
 
-def _code(kind: Kind) -> str:
+def _code(kind: ErrorKind) -> str:
     return code(kind.code) if kind.code else ""
 
 
-def _order(kind: Kind) -> tuple[int, str]:
+def _order(kind: ErrorKind) -> tuple[int, str]:
     return kind.status, kind.code or ""

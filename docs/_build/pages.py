@@ -1,14 +1,14 @@
-"""Which pages are made, and what Markdown written by hand goes through on its way to the site. Knows no site generator."""
+"""Pages of the site that the program writes, and the changes to pages written by hand.
+
+Knows no site generator.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
 
-from docs._build import commands
-from docs._build import configuration
-from docs._build import endpoints
-from docs._build import metrics
+from docs._build import commands, configuration, endpoints, metrics
 from docs._build.formulas import mathml
 
 PAGES: Mapping[str, Callable[[], str]] = {
@@ -18,11 +18,16 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/metrics.md": metrics.page,
 }
 FORMULAS = re.compile(r"^```math\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-BESIDE = ("deploy/", "cluster.yaml", "CHANGELOG.md")  # files beside docs/ that the site has copies of
-OUTSIDE = re.compile(rf"\]\(\.\./(?={'|'.join(map(re.escape, BESIDE))})")
+BESIDE = ("deploy/", "cluster.yaml", "CHANGELOG.md", "CONTRIBUTING.md")
+"""Files beside docs/ of which the site has copies."""
+OUTSIDE = re.compile(rf"\]\(((?:\.\./)*)\.\./(?={'|'.join(map(re.escape, BESIDE))})")
 
 
 def rendered(markdown: str) -> str:
-    """Formulas drawn, and links to files beside docs/ turned to the copies that the site has of them."""
-    drawn = FORMULAS.sub(lambda found: f'<div class="formula">\n{mathml(found[1])}\n</div>', markdown)
-    return OUTSIDE.sub("](", drawn)
+    """Return the page with formulas as MathML and links to the site's copies of outside files."""
+    drawn = FORMULAS.sub(_displayed, markdown)
+    return OUTSIDE.sub(r"](\1", drawn)
+
+
+def _displayed(formula: re.Match[str]) -> str:
+    return f'<div class="formula">\n{mathml(formula[1])}\n</div>'

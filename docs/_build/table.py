@@ -1,4 +1,4 @@
-"""Tables and code in Markdown. Knows nothing of what stands in them."""
+"""Tables and code in Markdown."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Iterable, Sequence
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; cells keep to one line."""
+    """Return a Markdown table; line breaks in cells become spaces."""
     lines = [head, ["---"] * len(head), *rows]
     assert all(len(line) == len(head) for line in lines), "every row has a cell for each column"
-    return "\n".join("| " + " | ".join(_cell(text) for text in line) + " |" for line in lines) + "\n"
+    return (
+        "\n".join("| " + " | ".join(_cell(text) for text in line) + " |" for line in lines) + "\n"
+    )
 
 
 def code(text: object) -> str:
-    """Text as it is typed. Two backticks where the text has one itself."""
+    """Return the text as code, between two backticks if it contains one."""
     plain = str(text)
     return f"`` {plain} ``" if "`" in plain else f"`{plain}`"
 
