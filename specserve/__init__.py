@@ -1,4 +1,4 @@
-"""Distributed speculative decoding: a large language model served several times faster, without changing what it says."""
+"""Distributed speculative decoding: LLM serving several times faster, with the same output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from specserve.sampling_params import Sampling
 if TYPE_CHECKING:
     from specserve.llm import LLM, Output
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "Output", "Sampling", "SpecserveError", "__version__", "errors"]
 
 
 def __getattr__(name: str) -> object:
-    """LLM brings torch along, which takes seconds; who needs the config or the types alone does not wait for it."""
+    """Import `LLM` and `Output` when they are first used.
+
+    They import torch, which takes seconds; the config and the types alone do not need it.
+    """
     if name in ("LLM", "Output"):
         from specserve import llm
 

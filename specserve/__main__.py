@@ -1,4 +1,4 @@
-"""`python -m specserve`."""
+"""Entry point of `python -m specserve`."""
 
 from __future__ import annotations
 

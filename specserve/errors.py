@@ -1,10 +1,13 @@
-"""Everything that specserve refuses, and why. Each class is one kind of refusal; its message is one sentence for the person who asked."""
+"""The exceptions of specserve.
+
+Each class is one kind of error; its message is one sentence for the user.
+"""
 
 from __future__ import annotations
 
 
 class SpecserveError(Exception):
-    """Root of all errors that are meant to be read by users."""
+    """Base class of all errors that are meant for users."""
 
     param: str | None = None
 
@@ -22,7 +25,7 @@ class BadRequest(SpecserveError):
 
 
 class BadValue(BadRequest):
-    """A parameter outside its range; `param` names it."""
+    """A parameter outside its range, named by `param`."""
 
 
 class EmptyPrompt(BadRequest):
@@ -38,15 +41,15 @@ class TooLong(BadRequest):
 
 
 class NotServed(BadRequest):
-    """A model by a name that is not served here."""
+    """A model name that is not served here."""
 
 
 class Overloaded(SpecserveError):
-    """The queue is full; the same request may succeed later."""
+    """A full queue; the same request may succeed later."""
 
 
 class RateLimited(SpecserveError):
-    """A client that has used up its requests or tokens a minute; `limit` says which."""
+    """A client that has used up its requests or its tokens a minute, as `limit` says."""
 
     def __init__(
         self, message: str, *, limit: str = "requests", retry_after_s: float = 1.0
@@ -56,11 +59,11 @@ class RateLimited(SpecserveError):
 
 
 class Unavailable(SpecserveError):
-    """Starting or stopping; the same request may succeed later."""
+    """A server that is starting or stopping; the same request may succeed later."""
 
 
 class Displaced(Unavailable):
-    """An engine that goes away; another one can go on where this one was."""
+    """An engine that goes away; another one can resume its requests."""
 
 
 class TimedOut(SpecserveError):
@@ -72,7 +75,7 @@ class ModelError(SpecserveError):
 
 
 class ModelNotFound(ModelError):
-    """Neither a local checkpoint nor a hub name that can be reached."""
+    """A model that is neither a local checkpoint nor a hub name that can be reached."""
 
 
 class UnsupportedModel(ModelError):
@@ -80,29 +83,29 @@ class UnsupportedModel(ModelError):
 
 
 class NoShardingPlan(UnsupportedModel):
-    """An architecture that cannot be split over the asked number of ranks."""
+    """An architecture that cannot be split over the requested number of ranks."""
 
 
 class TokenizerMismatch(ModelError):
-    """A draft that does not speak the target's tokens."""
+    """A draft whose tokens are not the target's."""
 
 
 class OutOfPages(SpecserveError):
-    """The cache has no room; nothing was changed."""
+    """A cache without room for a request; nothing was changed."""
 
 
 class TooLittleMemory(SpecserveError):
-    """The memory budget does not hold a single sequence."""
+    """A memory budget that does not hold a single sequence."""
 
 
 class WorkerLost(SpecserveError):
-    """A worker died or stopped answering."""
+    """A worker that died or stopped answering."""
 
 
 class BadFrame(SpecserveError):
-    """A message that is not ours, or of another version."""
+    """A message in an unknown format or of another version."""
 
 
 def first_line(error: BaseException) -> str:
-    """Of others' errors, which may tell their whole story."""
+    """Return the first line of an error of a library, which may have many."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,4 +1,7 @@
-"""An engine's parts in one process: opened from a config, and given the form in which the coordinator knows its workers."""
+"""The parts of an engine in this process: target and drafter without Ray.
+
+They are opened from a config and adapted to the coordinator's protocols.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,15 @@ from typing import Protocol
 
 import torch
 
-from specserve.api.tokenizer import Text
+from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import find_checkpoints
 from specserve.config.tree import Config
-from specserve.drafters.registry import open_beside
+from specserve.drafters.registry import open_local_drafter
 from specserve.engine.trace import Exchange
 from specserve.errors import ConfigError
-from specserve.models.rank import open_rank
-from specserve.models.target import TargetModel
+from specserve.models.target import TargetModel, open_target
 from specserve.models.warmup import warm_up
-from specserve.progress import Tell, silent
+from specserve.progress import ReportProgress, no_progress
 from specserve.types import (
     Drafter,
     DraftStep,
@@ -33,34 +35,37 @@ from specserve.types import (
 Report = Callable[[Exchange], None]
 
 
-class Verifies(Protocol):
-    """A target that is called and answers at once."""
+class SyncTarget(Protocol):
+    """A target whose calls return the answer itself."""
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]: ...
     def release(self, seq_ids: Sequence[int]) -> None: ...
 
 
-class Proposes(Protocol):
-    """A drafter that is called and answers at once."""
+class SyncDrafter(Protocol):
+    """A drafter whose calls return the answer itself."""
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]: ...
     def release(self, seq_ids: Sequence[int]) -> None: ...
 
 
 class LocalTarget:
-    """A target in this process. Target and drafter take turns, so each may have all the threads that it wants."""
+    """A target in this process.
+
+    Target and drafter take turns, so each may have all the threads that it wants.
+    """
 
     def __init__(
-        self, model: Verifies, *, threads: int | None = None, report: Report | None = None
+        self, model: SyncTarget, *, threads: int | None = None, report: Report | None = None
     ) -> None:
         self._model, self._threads, self._report = model, threads, report
 
     async def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         _use_threads(self._threads)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         verdicts = self._model.verify(steps)
         if self._report is not None:
-            self._report(_exchange("target", "verify", begun))
+            self._report(_exchange("target", "verify", start))
         return verdicts
 
     async def release(self, seq_ids: Sequence[int]) -> None:
@@ -71,16 +76,16 @@ class LocalDrafter:
     """A drafter in this process."""
 
     def __init__(
-        self, model: Proposes, *, threads: int | None = None, report: Report | None = None
+        self, model: SyncDrafter, *, threads: int | None = None, report: Report | None = None
     ) -> None:
         self._model, self._threads, self._report = model, threads, report
 
     async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         _use_threads(self._threads)
-        begun = time.perf_counter()
-        proposals = self._model.propose(steps, begun + deadline)
+        start = time.perf_counter()
+        proposals = self._model.propose(steps, start + deadline)
         if self._report is not None:
-            self._report(_exchange("draft", "draft", begun))
+            self._report(_exchange("draft", "draft", start))
         return proposals
 
     async def release(self, seq_ids: Sequence[int]) -> None:
@@ -88,48 +93,60 @@ class LocalDrafter:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a coordinator is made of, and the tokenizer in front of it."""
+class EngineParts:
+    """The workers of a coordinator, and the tokenizer in front of it."""
 
-    text: Text
+    tokenizer: Tokenizer
     target: Target
     info: ModelInfo
     drafter: Drafter | None = None
     draft_context: int | None = None  # None: as long as the target's
 
 
-def open_parts(config: Config, report: Report | None = None, tell: Tell = silent) -> Parts:
-    """Raises whatever is wrong with the paths and the tokenizers before any weights are read. `report` hears of everything that they do,
-    `tell` of how far opening has come.
+def open_parts(
+    config: Config,
+    report: Report | None = None,
+    report_progress: ReportProgress = no_progress,
+) -> EngineParts:
+    """Load the models of a config.
+
+    Mistakes in the paths and the tokenizers are raised before any weights are read. `report` gets
+    every later exchange with the workers.
     """
     if config.target.tensor_parallel > 1:
         degree = config.target.tensor_parallel
         raise ConfigError(
-            f"target.tensor_parallel {degree} takes {degree} processes, and LLM and generate are one; use `specserve serve --tp {degree}`"
+            f"target.tensor_parallel {degree} takes {degree} processes, "
+            f"and LLM and generate are one; use `specserve serve --tp {degree}`"
         )
-    tell("finding the models")
-    found = find_checkpoints(config)
+    report_progress("finding the models")
+    checkpoints = find_checkpoints(config)
     threads = config.target.threads or torch.get_num_threads()
-    tell("loading the target")
-    target = open_rank(found.target, config)
-    beside = LocalTarget(target, threads=threads, report=report)
+    report_progress("loading the target")
+    target = open_target(checkpoints.target, config)
+    local_target = LocalTarget(target, threads=threads, report=report)
     info = (
-        replace(target.info, curve=warm_up(target, tell=tell))
+        replace(target.info, curve=warm_up(target, report_progress=report_progress))
         if config.speculation.gamma is None
         else target.info
     )
     if config.draft.kind == "none":
-        return Parts(found.text, beside, info)
-    assert isinstance(target, TargetModel), "the only rank judges"
-    tell("loading the draft")
-    drafter = open_beside(config, target)
-    ahead = LocalDrafter(drafter, threads=config.draft.threads or threads, report=report)
-    return Parts(found.text, beside, info, ahead, draft_context=drafter.context)
+        return EngineParts(checkpoints.tokenizer, local_target, info)
+    assert isinstance(target, TargetModel), "the only rank verifies"
+    report_progress("loading the draft")
+    drafter = open_local_drafter(config, target)
+    return EngineParts(
+        checkpoints.tokenizer,
+        local_target,
+        info,
+        LocalDrafter(drafter, threads=config.draft.threads or threads, report=report),
+        draft_context=drafter.context,
+    )
 
 
-def _exchange(role: str, name: str, begun: float) -> Exchange:
-    ended = time.perf_counter()
-    return Exchange(role, begun, ended, (Span(name, begun, ended),))
+def _exchange(role: str, name: str, start: float) -> Exchange:
+    end = time.perf_counter()
+    return Exchange(role, start, end, (Span(name, start, end),))
 
 
 def _use_threads(wanted: int | None) -> None:

@@ -1,4 +1,7 @@
-"""`LLM`: the whole engine in this process, without Ray or HTTP. Feeds prompts to a coordinator and gathers what it emits."""
+"""`LLM`: the whole engine in this process, without Ray or HTTP.
+
+It feeds prompts to a coordinator and gathers the chunks that it emits.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,23 @@ from reprlib import repr as shortened
 from types import TracebackType
 from typing import Any
 
-from specserve.api.continuation import Continuation, Piece
-from specserve.api.tokenizer import Text
-from specserve.config.tree import Config, parse
+from specserve.api.continuation import Continuation, OutputDelta
+from specserve.api.tokenizer import Tokenizer
+from specserve.config.tree import Config, config_from_keys
 from specserve.engine import Coordinator
-from specserve.engine.trace import Journal
+from specserve.engine.trace import TraceJournal
 from specserve.errors import BadRequest, BadValue, Overloaded, SpecserveError, WorkerLost
-from specserve.inprocess import Parts, open_parts
-from specserve.progress import Tell, silent
+from specserve.inprocess import EngineParts, open_parts
+from specserve.progress import ReportProgress, no_progress
 from specserve.sampling_params import Sampling
-from specserve.types import Chunk, Finish, Logprobs, Request, Stats
+from specserve.types import Chunk, FinishReason, Logprobs, Request, Stats
 
 Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One continuation. `error` says why there is none; `finish_reason` is "error" then."""
+    """One continuation, or the `error` that prevented it; `finish_reason` is "error" then."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -40,7 +43,10 @@ class Output:
 
 
 class LLM:
-    """A target, what drafts for it, and a coordinator. For one thread at a time; `close` it, or use it in a `with`."""
+    """A target, its drafter if there is one, and a coordinator.
+
+    It serves one thread at a time; `close` it, or use it in a `with` statement.
+    """
 
     def __init__(
         self,
@@ -48,40 +54,56 @@ class LLM:
         draft: str | os.PathLike[str] | None = None,
         **overrides: object,
     ) -> None:
-        """Local directories or hub names; without any, the demo pair. `overrides` are keys of the config tree, dotted or nested."""
+        """Open local directories or hub names; without any, the demo pair.
+
+        `overrides` are keys of the config tree, dotted or nested.
+        """
         paths = {"target.path": target, "draft.path": draft}
-        config = parse(
+        config = config_from_keys(
             overrides, {key: os.fspath(path) for key, path in paths.items() if path is not None}
         )
         self._start(open_parts(config), config)
 
     @classmethod
-    def of(cls, config: Config, journal: Journal | None = None, tell: Tell = silent) -> LLM:
-        """An LLM by a config that is parsed already. The journal, if one is given, hears of all that happens; `tell` of how far opening has come."""
-        return cls.over(
-            open_parts(config, None if journal is None else journal.exchange, tell), config, journal
-        )
+    def from_config(
+        cls,
+        config: Config,
+        journal: TraceJournal | None = None,
+        report_progress: ReportProgress = no_progress,
+    ) -> LLM:
+        """Open an LLM from a parsed config.
+
+        The journal, if there is one, records all rounds and exchanges; `report_progress` is called
+        while the models are loaded.
+        """
+        report = None if journal is None else journal.record_exchange
+        return cls.from_parts(open_parts(config, report, report_progress), config, journal)
 
     @classmethod
-    def over(cls, parts: Parts, config: Config, journal: Journal | None = None) -> LLM:
-        """An LLM over parts that are open already."""
+    def from_parts(
+        cls, parts: EngineParts, config: Config, journal: TraceJournal | None = None
+    ) -> LLM:
+        """Return an LLM over loaded models."""
         llm = cls.__new__(cls)
         llm._start(parts, config, journal)
         return llm
 
-    def _start(self, parts: Parts, config: Config, journal: Journal | None = None) -> None:
-        self._text = parts.text
+    def _start(
+        self, parts: EngineParts, config: Config, journal: TraceJournal | None = None
+    ) -> None:
+        self._tokenizer = parts.tokenizer
         self._vocab_size = parts.info.vocab_size
-        self._encodes = parts.info.decoder_start is not None
-        self._live: dict[int, _Wanted] = {}
-        self._coordinator: Coordinator | None = Coordinator.of(
-            config,
+        self._has_encoder = parts.info.decoder_start is not None
+        self._live: dict[int, _PendingOutput] = {}
+        self._coordinator: Coordinator | None = Coordinator(
             parts.target,
             parts.drafter,
             info=parts.info,
+            limits=config.limits,
+            speculation=config.speculation,
             emit=self._receive,
+            report=None if journal is None else journal.record_round,
             draft_context=parts.draft_context,
-            report=None if journal is None else journal.record,
         )
 
     def generate(
@@ -89,25 +111,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
     ) -> list[Output]:
-        """Continues every prompt, all together: `n` outputs for the first, then for the second, and so on.
+        """Continue all prompts together: `n` outputs for the first, then for the second, and so on.
 
-        A faulty prompt fails alone, with `error` in its output; if all are faulty, the first error is raised.
+        A faulty prompt fails alone, with `error` in its output; if all are faulty, the first error
+        is raised.
         """
-        given = _prompts(prompts)
-        asked = [
+        given = _prompt_list(prompts)
+        pending = [
             continuation
-            for prompt, wanted in zip(given, _samplings(sampling, len(given)), strict=True)
-            for continuation in self._continuations(prompt, wanted)
+            for prompt, own in zip(given, _sampling_list(sampling, len(given)), strict=True)
+            for continuation in self._continuations(prompt, own)
         ]
-        self._complete(asked)
-        outputs = [continuation.output() for continuation in asked]
+        self._complete(pending)
+        outputs = [continuation.output() for continuation in pending]
         errors = [output.error for output in outputs if output.error is not None]
         if errors and len(errors) == len(outputs):
             raise errors[0]
         return outputs
 
     def close(self) -> None:
-        """Lets go of the models."""
+        """Free the models."""
         self._coordinator = None
 
     def __enter__(self) -> LLM:
@@ -121,27 +144,36 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _continuations(self, prompt: object, sampling: Sampling) -> list[_Wanted]:
+    def _continuations(self, prompt: object, sampling: Sampling) -> list[_PendingOutput]:
         try:
             ids = self._prompt_ids(prompt)
             sampling.check_ids(self._vocab_size)
             sampling.check_grammar()
-            if self._encodes:
-                sampling.check_source()
+            if self._has_encoder:
+                sampling.check_encoder_input()
         except BadRequest as error:
             return [
-                _Wanted(self._text, (), sampling, index=i, error=error) for i in range(sampling.n)
+                _PendingOutput(self._tokenizer, (), sampling, index=i, error=error)
+                for i in range(sampling.n)
             ]
         echo = prompt if isinstance(prompt, str) else None
-        before = () if self._encodes else ids
+        prefix_ids = () if self._has_encoder else ids
         return [
-            _Wanted(self._text, ids, sampling, index=i, request=request, echo=echo, before=before)
+            _PendingOutput(
+                self._tokenizer,
+                ids,
+                sampling,
+                index=i,
+                request=request,
+                echo=echo,
+                prefix_ids=prefix_ids,
+            )
             for i, request in enumerate(sampling.requests(ids))
         ]
 
     def _prompt_ids(self, prompt: object) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return self._text.encode(prompt)
+            return self._tokenizer.encode(prompt)
         ids = _items(prompt)
         if ids is None or not all(map(_is_id, ids)):
             raise BadValue(
@@ -149,22 +181,25 @@ class LLM:
             )
         return tuple(int(token) for token in ids)
 
-    def _complete(self, asked: Sequence[_Wanted]) -> None:
-        """Rounds until all is said. When interrupted, the next call finds the engine free of this one's sequences."""
+    def _complete(self, pending: Sequence[_PendingOutput]) -> None:
+        """Run rounds until all continuations have finished.
+
+        If it is interrupted, their sequences are cancelled for the next call.
+        """
         if self._coordinator is None:
             raise Overloaded("this LLM is closed")
-        waiting = deque(continuation for continuation in asked if continuation.error is None)
+        waiting = deque(continuation for continuation in pending if continuation.error is None)
         try:
             while waiting or self._coordinator.has_work:
                 self._submit(self._coordinator, waiting)
-                _completed(self._coordinator.round())
+                _run_to_end(self._coordinator.round())
         finally:
             for seq_id in self._live:
                 self._coordinator.cancel(seq_id)
             self._live.clear()
 
-    def _submit(self, coordinator: Coordinator, waiting: deque[_Wanted]) -> None:
-        """As many as the queue takes; a request that it refuses for good keeps the refusal."""
+    def _submit(self, coordinator: Coordinator, waiting: deque[_PendingOutput]) -> None:
+        """Submit as many as the queue takes; a request that can never be served gets its error."""
         while waiting:
             try:
                 request = waiting[0].request
@@ -180,45 +215,48 @@ class LLM:
         assert self._coordinator is not None
         for chunk in chunks:
             continuation = self._live.get(chunk.seq_id)
-            if continuation is None:  # of a call that was interrupted
+            if continuation is None:  # it belongs to a call that was interrupted
                 continue
-            continuation.take(chunk)
+            continuation.add_chunk(chunk)
             if chunk.finish is not None:
                 del self._live[chunk.seq_id]
-            elif continuation.stopped:
+            elif continuation.hit_stop_string:
                 self._coordinator.cancel(chunk.seq_id)
 
 
-class _Wanted:
-    """One output in the making."""
+class _PendingOutput:
+    """One output while its chunks arrive."""
 
     def __init__(
         self,
-        text: Text,
+        tokenizer: Tokenizer,
         prompt: tuple[int, ...],
         sampling: Sampling,
         *,
         index: int,
         request: Request | None = None,
         echo: str | None = None,
-        before: tuple[int, ...] | None = None,
+        prefix_ids: tuple[int, ...] | None = None,
         error: SpecserveError | None = None,
     ) -> None:
         self.request, self.error = request, error
         self._index = index
-        self._continuation = Continuation(text, prompt, before=before, stop=sampling.stops)
-        self._echo = "" if not sampling.echo else text.decode(prompt) if echo is None else echo
-        self._pieces: list[Piece] = []
+        self._continuation = Continuation(
+            tokenizer, prompt, prefix_ids=prefix_ids, stop=sampling.stops
+        )
+        self._echo = ""
+        if sampling.echo:
+            self._echo = tokenizer.decode(prompt) if echo is None else echo
+        self._pieces: list[OutputDelta] = []
 
     @property
-    def stopped(self) -> bool:
-        """At a stop string."""
-        return self._continuation.stopped
+    def hit_stop_string(self) -> bool:
+        return self._continuation.hit_stop_string
 
-    def take(self, chunk: Chunk) -> None:
-        if chunk.finish is Finish.ERROR and not self.stopped:
+    def add_chunk(self, chunk: Chunk) -> None:
+        if chunk.finish is FinishReason.ERROR and not self.hit_stop_string:
             self.error = WorkerLost(chunk.error or "the request failed")
-        self._pieces.append(self._continuation.take(chunk))
+        self._pieces.append(self._continuation.add_chunk(chunk))
 
     def output(self) -> Output:
         done = self._continuation
@@ -233,7 +271,7 @@ class _Wanted:
                 error=self.error,
             )
         assert done.finish is not None, "every request gets a final chunk"
-        piece = Piece.joined(self._pieces)
+        piece = OutputDelta.merge(self._pieces)
         return Output(
             text=self._echo + piece.text,
             token_ids=piece.token_ids,
@@ -245,8 +283,11 @@ class _Wanted:
         )
 
 
-def _completed(round_: Coroutine[Any, Any, None]) -> None:
-    """Runs a round of workers that answer at once: it never waits, so it needs no event loop, and a notebook may have its own."""
+def _run_to_end(round_: Coroutine[Any, Any, None]) -> None:
+    """Run a round whose workers answer at once.
+
+    It never waits, so it needs no event loop, and a notebook may have its own.
+    """
     try:
         round_.send(None)
     except StopIteration:
@@ -254,8 +295,8 @@ def _completed(round_: Coroutine[Any, Any, None]) -> None:
     raise AssertionError("a worker in this process has made the round wait")
 
 
-def _prompts(prompts: object) -> Sequence[object]:
-    """One text or one list of ids is one prompt; anything else is a list of prompts."""
+def _prompt_list(prompts: object) -> Sequence[object]:
+    """Return the prompts as a list; one text or one list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     given = _items(prompts)
@@ -267,7 +308,7 @@ def _prompts(prompts: object) -> Sequence[object]:
     return [given] if given and all(map(_is_id, given)) else given
 
 
-def _samplings(sampling: object, count: int) -> Sequence[Sampling]:
+def _sampling_list(sampling: object, count: int) -> Sequence[Sampling]:
     if sampling is None or isinstance(sampling, Sampling):
         return [sampling or Sampling()] * count
     given = _items(sampling)
@@ -281,7 +322,7 @@ def _samplings(sampling: object, count: int) -> Sequence[Sampling]:
 
 
 def _items(value: object) -> list[Any] | None:
-    """A list of what is in a list, a tuple or an array; None for what is no such thing."""
+    """Return the items of a list, a tuple or an array; None for anything else."""
     return (
         list(value)
         if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))

@@ -1,4 +1,7 @@
-"""What is counted and measured: one table of names, a registry a process, snapshots that add up, and Prometheus text. Knows no engine and no HTTP."""
+"""Metrics: one table of names, a registry a process, snapshots that add up, Prometheus text.
+
+Knows no engine and no HTTP.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,11 @@ PREFIX = "specserve_"
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
 Labels = tuple[str, ...]  # the values, in the order that the family declares
-Sample = tuple[
-    float, ...
-]  # counter: (total,); gauge: (sum, how many reported it); histogram: (each bucket's count, ..., sum)
+# counter: (total,); gauge: (sum, how many reported it); histogram: (each bucket's count, ..., sum)
+Sample = tuple[float, ...]
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     COUNTER = "counter"
     SUMMED = "gauge, summed over replicas"
     AVERAGED = "gauge, averaged over replicas"
@@ -24,16 +26,15 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """One name, and all that is fixed about it."""
+class MetricFamily:
+    """One metric's name, kind, help text and labels."""
 
     name: str  # without the prefix
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
-    bounds: tuple[
-        float, ...
-    ] = ()  # upper bounds of a histogram's buckets; one more bucket takes the rest
+    # Upper bounds of a histogram's buckets; one more bucket takes the rest.
+    bounds: tuple[float, ...] = ()
 
 
 _REQUEST_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -57,102 +58,122 @@ _ROUND_S = (
 )
 
 FAMILIES = (
-    Family("spec_decode_num_drafts_total", Kind.COUNTER, "Proposals that were verified."),
-    Family("spec_decode_num_draft_tokens_total", Kind.COUNTER, "Draft tokens that were verified."),
-    Family(
-        "spec_decode_num_accepted_tokens_total", Kind.COUNTER, "Draft tokens that were accepted."
+    MetricFamily(
+        "spec_decode_num_drafts_total", MetricKind.COUNTER, "Proposals that were verified."
     ),
-    Family(
+    MetricFamily(
+        "spec_decode_num_draft_tokens_total", MetricKind.COUNTER, "Draft tokens that were verified."
+    ),
+    MetricFamily(
+        "spec_decode_num_accepted_tokens_total",
+        MetricKind.COUNTER,
+        "Draft tokens that were accepted.",
+    ),
+    MetricFamily(
         "spec_decode_num_accepted_tokens_per_pos_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "Draft tokens accepted, by position in their proposal.",
         ("position",),
     ),
-    Family(
+    MetricFamily(
         "anticipation_hits_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "Proposals that lay ready when they were asked for.",
     ),
-    Family("anticipation_misses_total", Kind.COUNTER, "Proposals that did not."),
-    Family("prompt_tokens_total", Kind.COUNTER, "Tokens of prompts."),
-    Family("generation_tokens_total", Kind.COUNTER, "Tokens written."),
-    Family(
+    MetricFamily("anticipation_misses_total", MetricKind.COUNTER, "Proposals that did not."),
+    MetricFamily("prompt_tokens_total", MetricKind.COUNTER, "Tokens of prompts."),
+    MetricFamily("generation_tokens_total", MetricKind.COUNTER, "Tokens written."),
+    MetricFamily(
         "request_success_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "Continuations that came to their end, by why they ended.",
         ("finished_reason",),
     ),
-    Family(
+    MetricFamily(
         "request_failure_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "Requests that failed, by HTTP status; 499 is a client that left.",
         ("code",),
     ),
-    Family(
+    MetricFamily(
         "rate_limited_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         "Requests refused because a key's rate was used up, by which of the two.",
         ("limit",),
     ),
-    Family("worker_restarts_total", Kind.COUNTER, "Workers that were started anew.", ("role",)),
-    Family(
-        "requests_resumed_total", Kind.COUNTER, "Requests that went on elsewhere after a failure."
+    MetricFamily(
+        "worker_restarts_total", MetricKind.COUNTER, "Workers that were restarted.", ("role",)
     ),
-    Family("preemptions_total", Kind.COUNTER, "Sequences set back because the cache was full."),
-    Family(
-        "prefix_cache_queries_total", Kind.COUNTER, "Prompt tokens looked up in the prefix cache."
+    MetricFamily(
+        "requests_resumed_total",
+        MetricKind.COUNTER,
+        "Requests that went on elsewhere after a failure.",
     ),
-    Family("prefix_cache_hits_total", Kind.COUNTER, "Prompt tokens found there."),
-    Family("num_requests_running", Kind.SUMMED, "Sequences that take part in rounds."),
-    Family("num_requests_waiting", Kind.SUMMED, "Sequences in the queue."),
-    Family(
+    MetricFamily(
+        "preemptions_total", MetricKind.COUNTER, "Sequences preempted because the cache was full."
+    ),
+    MetricFamily(
+        "prefix_cache_queries_total",
+        MetricKind.COUNTER,
+        "Prompt tokens looked up in the prefix cache.",
+    ),
+    MetricFamily("prefix_cache_hits_total", MetricKind.COUNTER, "Prompt tokens found there."),
+    MetricFamily("num_requests_running", MetricKind.SUMMED, "Sequences that take part in rounds."),
+    MetricFamily("num_requests_waiting", MetricKind.SUMMED, "Sequences in the queue."),
+    MetricFamily(
         "kv_cache_usage_perc",
-        Kind.AVERAGED,
+        MetricKind.AVERAGED,
         "Share of the cache's pages in use, 0 to 1.",
         ("role",),
     ),
-    Family("gamma", Kind.AVERAGED, "Draft tokens a sequence and round, as last chosen."),
-    Family(
+    MetricFamily(
+        "gamma", MetricKind.AVERAGED, "Draft tokens a sequence and round, as last chosen."
+    ),
+    MetricFamily(
         "device_busy_fraction",
-        Kind.AVERAGED,
+        MetricKind.AVERAGED,
         "Share of the time that a worker computes, 0 to 1.",
         ("role",),
     ),
-    Family("replicas", Kind.SUMMED, "Engine replicas that run."),
-    Family(
+    MetricFamily("replicas", MetricKind.SUMMED, "Engine replicas that run."),
+    MetricFamily(
         "time_to_first_token_seconds",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "From a request's arrival to its first token.",
         bounds=_REQUEST_S,
     ),
-    Family(
+    MetricFamily(
         "time_per_output_token_seconds",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "Mean time a token after the first, of one continuation.",
         bounds=_TOKEN_S,
     ),
-    Family(
+    MetricFamily(
         "e2e_request_latency_seconds",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "From a request's arrival to its last token.",
         bounds=_REQUEST_S,
     ),
-    Family("verify_seconds", Kind.HISTOGRAM, "The target's part of a round.", bounds=_ROUND_S),
-    Family("draft_seconds", Kind.HISTOGRAM, "The drafter's part of a round.", bounds=_ROUND_S),
-    Family("round_seconds", Kind.HISTOGRAM, "A whole round.", bounds=_ROUND_S),
+    MetricFamily(
+        "verify_seconds", MetricKind.HISTOGRAM, "The target's part of a round.", bounds=_ROUND_S
+    ),
+    MetricFamily(
+        "draft_seconds", MetricKind.HISTOGRAM, "The drafter's part of a round.", bounds=_ROUND_S
+    ),
+    MetricFamily("round_seconds", MetricKind.HISTOGRAM, "A whole round.", bounds=_ROUND_S),
 )
 
-_LASTING = (Kind.COUNTER, Kind.HISTOGRAM)
+_LASTING = (MetricKind.COUNTER, MetricKind.HISTOGRAM)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The samples of one moment, by family and labels. Plain numbers, to be sent anywhere."""
+    """The samples of one moment, by family and labels, as plain numbers."""
 
     samples: Mapping[str, Mapping[Labels, Sample]]
 
     def lasting(self) -> Snapshot:
-        """What still counts when the process is gone: all but the gauges."""
+        """Return what still counts when the process is gone: all but the gauges."""
         return Snapshot(
             {
                 family.name: self.samples[family.name]
@@ -163,11 +184,11 @@ class Snapshot:
 
 
 class Counter:
-    """Only grows."""
+    """A total that only grows."""
 
     __slots__ = ("_family", "_totals")
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: MetricFamily) -> None:
         self._family = family
         self._totals: dict[Labels, float] = {} if family.labels else {(): 0.0}
 
@@ -181,11 +202,11 @@ class Counter:
 
 
 class Gauge:
-    """The last value; absent until there is one."""
+    """The last value set; absent until there is one."""
 
     __slots__ = ("_family", "_values")
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: MetricFamily) -> None:
         self._family = family
         self._values: dict[Labels, float] = {}
 
@@ -198,11 +219,11 @@ class Gauge:
 
 
 class Histogram:
-    """How many observations fell into each bucket, and their sum."""
+    """Observations a bucket, and their sum."""
 
     __slots__ = ("_family", "_rows")
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: MetricFamily) -> None:
         self._family = family
         self._rows: dict[Labels, list[float]] = {} if family.labels else {(): self._empty()}
 
@@ -222,15 +243,20 @@ class Histogram:
 
 
 class Registry:
-    """The metrics of one process, each by its name in `FAMILIES`. For one thread at a time."""
+    """The metrics of one process, by their names in `FAMILIES`; for one thread at a time."""
 
     def __init__(self) -> None:
-        kinds = {kind: [family for family in FAMILIES if family.kind is kind] for kind in Kind}
-        self._counters = {family.name: Counter(family) for family in kinds[Kind.COUNTER]}
-        self._gauges = {
-            family.name: Gauge(family) for family in (*kinds[Kind.SUMMED], *kinds[Kind.AVERAGED])
+        kinds = {
+            kind: [family for family in FAMILIES if family.kind is kind] for kind in MetricKind
         }
-        self._histograms = {family.name: Histogram(family) for family in kinds[Kind.HISTOGRAM]}
+        self._counters = {family.name: Counter(family) for family in kinds[MetricKind.COUNTER]}
+        self._gauges = {
+            family.name: Gauge(family)
+            for family in (*kinds[MetricKind.SUMMED], *kinds[MetricKind.AVERAGED])
+        }
+        self._histograms = {
+            family.name: Histogram(family) for family in kinds[MetricKind.HISTOGRAM]
+        }
 
     def counter(self, name: str) -> Counter:
         return self._counters[name]
@@ -251,7 +277,7 @@ class Registry:
 
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """One snapshot of several processes. Every sample is made so that adding is all there is to it."""
+    """Return the snapshot of several processes together: all samples are sums."""
     merged: dict[str, dict[Labels, Sample]] = {}
     for snapshot in snapshots:
         for name, samples in snapshot.samples.items():
@@ -266,7 +292,7 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
 
 
 def render(snapshot: Snapshot) -> str:
-    """Prometheus text, format 0.0.4."""
+    """Return the snapshot as Prometheus text, format 0.0.4."""
     return "".join(
         line + "\n"
         for family in FAMILIES
@@ -274,17 +300,17 @@ def render(snapshot: Snapshot) -> str:
     )
 
 
-def _lines(family: Family, samples: Mapping[Labels, Sample]) -> Iterator[str]:
+def _lines(family: MetricFamily, samples: Mapping[Labels, Sample]) -> Iterator[str]:
     name = PREFIX + family.name
-    kind = "gauge" if family.kind in (Kind.SUMMED, Kind.AVERAGED) else family.kind.value
+    kind = "gauge" if family.kind in (MetricKind.SUMMED, MetricKind.AVERAGED) else family.kind.value
     yield f"# HELP {name} {family.help}"
     yield f"# TYPE {name} {kind}"
     for values, sample in sorted(samples.items()):
         labels = dict(zip(family.labels, values, strict=True))
         match family.kind:
-            case Kind.HISTOGRAM:
+            case MetricKind.HISTOGRAM:
                 yield from _buckets(name, family.bounds, labels, sample)
-            case Kind.AVERAGED:
+            case MetricKind.AVERAGED:
                 yield f"{name}{_braces(labels)} {_number(sample[0] / sample[1])}"
             case _:
                 yield f"{name}{_braces(labels)} {_number(sample[0])}"

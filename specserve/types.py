@@ -1,4 +1,7 @@
-"""The nouns that travel. Frozen; nothing here knows torch, Ray or HTTP."""
+"""The shared nouns: requests, steps, proposals, verdicts, chunks, and the two worker protocols.
+
+Everything is frozen. Knows no torch, Ray or HTTP.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,11 @@ GRAMMARS = ("json_schema", "regex", "lark")
 
 
 @dataclass(frozen=True, slots=True)
-class SparseRows:
-    """Rows of a distribution on their support only; each row sums to 1. One row for each draft token."""
+class SparseDistribution:
+    """The draft distribution q, on its support only: one row for each draft token.
+
+    Each row sums to 1.
+    """
 
     ids: NDArray[np.int64]  # [rows, support]
     probs: NDArray[np.float32]  # [rows, support]
@@ -26,7 +32,10 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class Warp:
-    """How logits become the distribution that is sampled. Temperature 0 is greedy: a one-hot. Top-k 0 is off."""
+    """How logits become the distribution that is sampled from.
+
+    Temperature 0 is greedy: a one-hot distribution. Top-k 0 is off.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -53,17 +62,19 @@ class Policy:
     warp: Warp
     verifier: str  # one of VERIFIERS
     seed: int  # 64 bits; every draw of the sequence follows from it
-    prompt_length: int  # presence and frequency count what was written after it
-    logprobs: int | None = (
-        None  # how many alternatives to report beside each token; None: no logprobs at all
-    )
-    lenience: float = 1.0  # of `lenient` alone
-    constrained: bool = False  # there is a grammar for what is written after `prompt_length`; it comes with the steps that start at 0
+    # Positions before the first generated token: the prompt, or the start token of an
+    # encoder-decoder. Presence and frequency count the tokens behind them.
+    prompt_length: int
+    logprobs: int | None = None  # alternatives to report beside each token; None: no logprobs
+    lenience: float = 1.0  # for the verifier `lenient` only
+    # True if a grammar constrains the tokens behind `prompt_length`. The grammar itself comes with
+    # the steps that start at 0.
+    constrained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a whole text must be: a JSON schema, a regular expression or a Lark grammar, by `kind`, in `text`."""
+    """A rule for a whole text: a JSON schema, a regular expression or a Lark grammar."""
 
     kind: str  # one of GRAMMARS
     text: str
@@ -71,50 +82,67 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Write `tokens` at `start`. Whatever a worker has cached past `start` is gone: this is the truncation."""
+    """Work for one sequence: compute `tokens` from position `start` on.
+
+    A worker drops everything that it has cached past `start`: this is the truncation.
+    """
 
     seq_id: int
     start: int
     tokens: tuple[int, ...]
-    source: tuple[
-        int, ...
-    ] = ()  # of an encoder-decoder: what the encoder reads; comes with every step that starts at 0, and with no other
+    # What the encoder of an encoder-decoder reads. It comes with every step that starts at 0, and
+    # with no other.
+    encoder_input: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
+        """Position behind `tokens`."""
         return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """Write committed tokens, then guess `gamma` more. Gamma 0 only fills the cache."""
+    """Work for the drafter: compute committed tokens, then draft `gamma` more.
+
+    With gamma 0 the drafter only fills its cache.
+    """
 
     seq_id: int
     start: int
     tokens: tuple[int, ...]  # committed; never empty
     gamma: int
     policy: Policy
-    source: tuple[int, ...] = ()  # as in Step
-    grammar: Grammar | None = None  # likewise
+    encoder_input: tuple[int, ...] = ()  # as in Step
+    grammar: Grammar | None = None  # comes with every step that starts at 0, and with no other
+
+    @property
+    def stop(self) -> int:
+        """Position behind `tokens`, where the proposal starts."""
+        return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens that continue a prefix, and the distribution that each was drawn from (None: each was certain)."""
+    """Draft tokens that continue a prefix, and the distribution q that each was drawn from.
+
+    Without `q` every draft token was certain: q is a one-hot distribution.
+    """
 
     seq_id: int
-    start: int  # length of the prefix they continue
+    start: int  # length of the prefix that they continue
     tokens: tuple[int, ...]
-    q: SparseRows | None
-    held: int  # positions that the drafter now holds; its next step starts there or earlier
-    anticipated: bool | None = (
-        None  # whether it was prepared before it was asked for; None: nothing was known to prepare for
-    )
+    q: SparseDistribution | None
+    num_cached: int  # positions in the drafter's cache; its next step starts there or earlier
+    # True if it was prepared before it was requested; None if nothing was known to prepare for.
+    anticipated: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
-    """The answer to a step that nobody has asked yet: to one whose last token is `token`, where the proposal begins."""
+class PreparedProposal:
+    """The answer to a step that has not been sent yet.
+
+    It answers the step whose last token is `token`, at the position before the proposal.
+    """
 
     token: int
     proposal: Proposal
@@ -122,31 +150,42 @@ class Foreseen:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that an actor did, by some clock."""
+    """A stretch of work of one worker, by that worker's clock."""
 
     name: str
-    begun: float
-    ended: float
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyStep:
-    """Write committed tokens and behind them the proposal's; judge the proposal, unless the prompt goes on."""
+    """Work for the target: compute committed tokens and the draft tokens behind, and verify these.
+
+    A chunk of a prompt that is not its last has no draft tokens and needs no verdict.
+    """
 
     seq_id: int
     start: int
     tokens: tuple[int, ...]  # committed; never empty
     drafts: tuple[int, ...]
-    q: SparseRows | None
+    q: SparseDistribution | None
     policy: Policy
-    decide: bool = True  # False: a chunk of a prompt that is not its last; no verdict is wanted
-    source: tuple[int, ...] = ()  # as in Step
-    grammar: Grammar | None = None  # likewise
+    needs_verdict: bool = True
+    encoder_input: tuple[int, ...] = ()  # as in Step
+    grammar: Grammar | None = None  # as in DraftStep
+
+    @property
+    def stop(self) -> int:
+        """Position behind `tokens`, where the draft tokens start."""
+        return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of one token, under the target's unwarped distribution: its own, and those of the likeliest tokens in falling order."""
+    """Log probabilities at one position, under the target's unwarped distribution.
+
+    `token` is that of the emitted token; `top` are those of the likeliest tokens, falling.
+    """
 
     token: float
     top_ids: tuple[int, ...]
@@ -155,19 +194,22 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target made of a proposal: the first `accepted` tokens stand, then comes `next_token`."""
+    """The target's decision on a proposal: `accepted` draft tokens, then `next_token`."""
 
     seq_id: int
     accepted: int
     next_token: int  # a correction if accepted < proposed, else the bonus
     logprobs: tuple[Logprobs, ...] | None  # accepted + 1 of them
-    error: str | None = (
-        None  # why this sequence alone cannot go on; what the rest says is then nothing
-    )
+    # Why this sequence alone cannot go on; the other fields mean nothing then.
+    error: str | None = None
 
 
 class Origin(StrEnum):
-    """Where a token came from: of a round with drafts accepted, correction or bonus; else plain."""
+    """Origin of a token.
+
+    A round with draft tokens commits accepted ones and a correction or a bonus; a round without
+    commits a plain token.
+    """
 
     ACCEPTED = "accepted"
     CORRECTION = "correction"
@@ -175,9 +217,9 @@ class Origin(StrEnum):
     PLAIN = "plain"
 
 
-class Finish(StrEnum):
+class FinishReason(StrEnum):
     STOP = "stop"
-    TOOL_CALLS = "tool_calls"  # never an engine's word: a stop, of an answer that was read as calls
+    TOOL_CALLS = "tool_calls"  # set by the API alone, for a stopped answer that parses as calls
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
@@ -185,7 +227,7 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What speculation did for one request; the fields of the response's `specserve` object."""
+    """Counts of speculation for one request; the fields of the response's `specserve` object."""
 
     verifier: str
     lossless: bool
@@ -197,7 +239,7 @@ class Stats:
     resumed: int = 0
 
     def after(self, earlier: Stats) -> Stats:
-        """Of a request that an earlier engine began."""
+        """Return the sum with the counts of an earlier engine that began the request."""
         return replace(
             self,
             rounds=earlier.rounds + self.rounds,
@@ -215,20 +257,26 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The tokens that one round committed for one request; `finish` comes with the last. `stats` are those until then."""
+    """The tokens that one round committed for one request, with the statistics so far.
+
+    `finish` comes with the last chunk.
+    """
 
     seq_id: int
     tokens: tuple[int, ...]
     origins: tuple[Origin, ...]
     logprobs: tuple[Logprobs, ...] | None = None
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     stats: Stats | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A request's own wish: gamma None is the server's choice, 0 is off; verifier None is the server's default."""
+    """A request's own settings for speculation.
+
+    Gamma None leaves the choice to the server, 0 is off; verifier None is the server's default.
+    """
 
     gamma: int | None = None
     verifier: str | None = None
@@ -240,14 +288,18 @@ class Speculation:
             )
         if self.verifier is not None and self.verifier not in VERIFIERS:
             raise BadValue(
-                f"speculation.verifier must be one of {', '.join(VERIFIERS)}, not {self.verifier!r}",
+                f"speculation.verifier must be one of {', '.join(VERIFIERS)}, "
+                f"not {self.verifier!r}",
                 param="speculation.verifier",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One continuation asked for. The seed is always there; `seeded` says that the client chose it."""
+    """One continuation to generate.
+
+    There is always a seed; `seeded` is True if the client chose it.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -259,32 +311,32 @@ class Request:
     logprobs: int | None = None
     speculation: Speculation = field(default_factory=Speculation)
     grammar: Grammar | None = None
-    written: tuple[
-        int, ...
-    ] = ()  # by an engine that is gone, and known to the client: the text goes on behind them
+    # Tokens that an engine which is gone generated and the client has received: the text goes on
+    # behind them.
+    generated: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the coordinator must know of the target."""
+    """Properties of the target that the coordinator needs."""
 
     vocab_size: int  # ids below it are valid
-    max_context: int  # prompt and continuation together; of an encoder-decoder the source, and what is written, each
+    # Prompt and continuation together; for an encoder-decoder the limit of each.
+    max_context: int
     end_ids: frozenset[int]
     page_size: int
     num_pages: int
-    curve: tuple[
-        tuple[int, float], ...
-    ] = ()  # seconds of a pass by the rows in it, as its warm-up found them; () if it did not look
-    decoder_start: int | None = (
-        None  # the token that every text of an encoder-decoder begins with, its prompt being the source; None: no encoder
-    )
+    # Seconds of a pass by the positions in it, as the warm-up measured them; () without warm-up.
+    curve: tuple[tuple[int, float], ...] = ()
+    # The token that every text of an encoder-decoder begins with, its prompt being the encoder
+    # input; None: there is no encoder.
+    decoder_start: int | None = None
 
 
 class Target(Protocol):
-    """Checks proposals. Answers one verdict for each step with `decide`, in their order.
+    """The model that verifies; returns one verdict per step that needs one, in their order.
 
-    A worker elsewhere is at work from the call on, one in this process from when it is awaited.
+    A remote worker starts at the call, one in this process when the result is awaited.
     """
 
     def verify(self, steps: Sequence[VerifyStep]) -> Awaitable[Sequence[Verdict]]: ...
@@ -292,9 +344,10 @@ class Target(Protocol):
 
 
 class Drafter(Protocol):
-    """Guesses. Answers one proposal for each step, in their order; fewer tokens than asked for, or none, is an answer too.
+    """A source of draft tokens; returns one proposal per step, in their order.
 
-    The deadline is seconds from now, after which shorter proposals are better than later ones.
+    A proposal may be shorter than requested, or empty. The deadline is in seconds from now; after
+    it shorter proposals are better than later ones.
     """
 
     def propose(

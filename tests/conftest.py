@@ -1,6 +1,6 @@
-"""One thread for all tests: they run beside one another on small machines, and bits must not depend on how many there are.
+"""One thread for all tests, and one browser for those that need it.
 
-One browser for those that need it.
+Tests run beside one another on small machines, and bits must not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-    from tests.support.http_server import Running
+    from tests.support.http_server import RunningServer
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,8 +43,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    """With the engine of a script; modules that need another have their own."""
+def server() -> Iterator[RunningServer]:
+    """Serve a scripted engine; modules that need another server have their own."""
     from tests.support.browser import Slow
     from tests.support.http_server import serving
 
@@ -53,7 +53,7 @@ def server() -> Iterator[Running]:
 
 
 @pytest.fixture
-def page(browser: Browser, server: Running) -> Iterator[Page]:
+def page(browser: Browser, server: RunningServer) -> Iterator[Page]:
     from tests.support.browser import tab
 
     with tab(browser, server.url) as opened:

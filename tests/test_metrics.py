@@ -1,4 +1,4 @@
-"""Counting, adding up over replicas, and the text that Prometheus reads."""
+"""Metrics: counting, merging over replicas, and the text that Prometheus parses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from specserve.metrics import FAMILIES, Kind, Registry, merge, render
+from specserve.metrics import FAMILIES, MetricKind, Registry, merge, render
 
 
 def values(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -22,28 +22,30 @@ def filled(scale: int) -> Registry:
     registry = Registry()
     for family in FAMILIES:
         labels = tuple(f"{label}-a" for label in family.labels)
-        if family.kind is Kind.COUNTER:
+        if family.kind is MetricKind.COUNTER:
             registry.counter(family.name).add(scale, *labels)
-        elif family.kind is Kind.HISTOGRAM:
+        elif family.kind is MetricKind.HISTOGRAM:
             registry.histogram(family.name).observe(scale / 100, *labels)
         else:
             registry.gauge(family.name).set(scale, *labels)
     return registry
 
 
-def test_every_family_is_read_back_by_prometheus_own_parser_with_its_type():
+def test_every_family_is_parsed_by_prometheus_own_parser_with_its_type() -> None:
     parsed = {
         family.name: family
         for family in text_string_to_metric_families(render(filled(3).snapshot()))
     }
     for family in FAMILIES:
-        read = parsed["specserve_" + family.name.removesuffix("_total")]
-        assert read.documentation == family.help
-        assert read.type == ("gauge" if "gauge" in family.kind.value else family.kind.value)
-        assert read.samples
+        parsed_family = parsed["specserve_" + family.name.removesuffix("_total")]
+        assert parsed_family.documentation == family.help
+        assert parsed_family.type == (
+            "gauge" if "gauge" in family.kind.value else family.kind.value
+        )
+        assert parsed_family.samples
 
 
-def test_counters_and_histograms_of_replicas_add_up_and_gauges_do_as_declared():
+def test_counters_and_histograms_of_replicas_add_up_and_gauges_do_as_declared() -> None:
     merged = values(
         render(merge([filled(1).snapshot(), filled(3).snapshot(), Registry().snapshot()]))
     )
@@ -59,12 +61,12 @@ def test_counters_and_histograms_of_replicas_add_up_and_gauges_do_as_declared():
     assert merged[("specserve_round_seconds_sum", ())] == pytest.approx(0.04)
 
 
-def test_merging_in_two_steps_is_merging_at_once():
+def test_merging_in_two_steps_is_merging_at_once() -> None:
     one, two, three = (filled(i).snapshot() for i in (1, 2, 6))
     assert render(merge([merge([one, two]), three])) == render(merge([one, two, three]))
 
 
-def test_a_histogram_counts_what_is_at_or_below_each_bound():
+def test_a_bucket_counts_observations_at_or_below_its_bound() -> None:
     registry = Registry()
     for seconds in (0.005, 0.0051, 0.01, 5000.0):
         registry.histogram("time_to_first_token_seconds").observe(seconds)
@@ -84,13 +86,13 @@ def test_a_histogram_counts_what_is_at_or_below_each_bound():
     assert list(buckets.values()) == sorted(buckets.values())
 
 
-def test_counters_without_labels_are_there_from_the_start_and_gauges_only_once_set():
+def test_counters_without_labels_are_there_from_the_start_and_gauges_only_once_set() -> None:
     read = values(render(Registry().snapshot()))
     assert read[("specserve_preemptions_total", ())] == 0
     assert ("specserve_gamma", ()) not in read
 
 
-def test_label_values_may_hold_anything():
+def test_label_values_are_escaped() -> None:
     registry = Registry()
     strange = 'a"b\\c\nd,e={}'
     registry.counter("request_failure_total").add(1, strange)
@@ -102,7 +104,7 @@ def test_label_values_may_hold_anything():
     )
 
 
-def test_a_snapshot_travels_and_does_not_move_any_more():
+def test_a_snapshot_can_be_pickled_and_does_not_change_any_more() -> None:
     registry = filled(1)
     snapshot = registry.snapshot()
     before = render(snapshot)
@@ -111,7 +113,7 @@ def test_a_snapshot_travels_and_does_not_move_any_more():
     assert render(pickle.loads(pickle.dumps(snapshot))) == render(snapshot) == before
 
 
-def test_what_is_not_declared_cannot_be_counted():
+def test_undeclared_metrics_and_missing_labels_are_errors() -> None:
     with pytest.raises(KeyError):
         Registry().counter("gamma")  # a gauge
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what is in them, and that the package from the wheel needs nothing of the repository."""
+"""The wheel and the sdist: their files, and a package that runs without the repository."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ from pathlib import Path
 import pytest
 
 import specserve
-from specserve.cli.arguments import parser
+from specserve.cli.arguments import build_parser
 from tests.support import wheel
 from tests.support.wheel import Built
 
 ROOT = Path(specserve.__file__).parents[1]
-DATA = {
-    ".json",
-    ".safetensors",
-    ".html",
-    ".js",
-    ".css",
-    ".svg",
-    ".md",
-    ".typed",
-}  # what the package reads or ships beside its code
+# Files that the package reads or ships beside its code.
+DATA = {".json", ".safetensors", ".html", ".js", ".css", ".svg", ".md", ".typed"}
 LARGEST = 32 * 2**20
 
 pytestmark = pytest.mark.slow
@@ -81,7 +73,7 @@ def test_the_wheel_is_for_every_platform_and_has_the_version_of_the_package(buil
     assert built.sdist.name == f"specserve-{specserve.__version__}.tar.gz"
 
 
-def test_the_sdist_has_all_that_it_takes_to_test_and_deploy(in_sdist: set[str]) -> None:
+def test_the_sdist_has_all_files_needed_to_test_and_deploy(in_sdist: set[str]) -> None:
     wanted = {
         "Makefile",
         "constraints.txt",
@@ -103,19 +95,15 @@ def test_the_sdist_has_all_that_it_takes_to_test_and_deploy(in_sdist: set[str]) 
     assert not [name for name in in_sdist if name.endswith(".pyc") or "/.venv" in name]
 
 
-def test_the_changelog_speaks_of_this_version_or_of_what_is_not_released() -> None:
+def test_the_changelog_begins_with_this_version_or_unreleased_changes() -> None:
     headings = re.findall(r"^## \[?([^\]\s]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] in ("Unreleased", specserve.__version__)
     assert all(re.fullmatch(r"Unreleased|\d+\.\d+\.\d+", heading) for heading in headings)
 
 
-def test_from_the_wheel_in_an_empty_folder_the_demo_pair_writes(
-    built: Built, tmp_path: Path
-) -> None:
-    bin, folder = (
-        wheel.environment(tmp_path / "fresh", built.wheel, borrow=True),
-        tmp_path / "empty",
-    )
+def test_the_demo_pair_runs_from_the_wheel_in_an_empty_folder(built: Built, tmp_path: Path) -> None:
+    bin = wheel.environment(tmp_path / "fresh", built.wheel, borrow=True)
+    folder = tmp_path / "empty"
     folder.mkdir()
     assert (
         wheel.run([str(bin / "specserve"), "--version"], cwd=folder)
@@ -140,7 +128,7 @@ def test_from_the_wheel_in_an_empty_folder_the_demo_pair_writes(
     assert not list(folder.iterdir())
 
 
-def test_the_image_copies_only_what_is_there_and_what_is_not_ignored() -> None:
+def test_the_image_copies_only_files_that_exist_and_are_not_ignored() -> None:
     copied = re.findall(r"^COPY (?!--from)(.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     names = [name for line in copied for name in line.split()[:-1]]
     allowed = [
@@ -153,8 +141,8 @@ def test_the_image_copies_only_what_is_there_and_what_is_not_ignored() -> None:
     assert set(names) == set(allowed)
 
 
-def test_the_image_runs_a_command_that_exists_as_somebody_who_is_not_root() -> None:
+def test_the_image_runs_an_existing_command_as_another_user_than_root() -> None:
     text = (ROOT / "Dockerfile").read_text()
     command = json.loads(text.rpartition("CMD ")[2])
-    assert parser().parse_args(command).command == "serve"
+    assert build_parser().parse_args(command).command == "serve"
     assert text.index("USER specserve") < text.index("ENTRYPOINT")

@@ -1,9 +1,10 @@
-"""The formulas against published tables and against dice."""
+"""The formulas against published tables and against simulated rounds."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from specserve import theory
 
@@ -13,9 +14,10 @@ ROUNDS = 400_000
 
 def accepted(
     rng: np.random.Generator, alpha: float, gamma: int, rounds: int = ROUNDS
-) -> np.ndarray:
-    """Draft tokens accepted in each of many rounds."""
-    return np.minimum(rng.geometric(1 - alpha, rounds) - 1, gamma)
+) -> NDArray[np.int64]:
+    """Return the draft tokens accepted in each of many simulated rounds."""
+    counts: NDArray[np.int64] = np.minimum(rng.geometric(1 - alpha, rounds) - 1, gamma)
+    return counts
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ def accepted(
         ([0.80] * 5 + [0.75] * 8, [BASE] * 5 + [SMALL] * 8, 3.93),
     ],
 )
-def test_table_1_of_the_cascade_paper_comes_out(
+def test_table_1_of_the_cascade_paper_is_reproduced(
     alphas: list[float], costs: list[float], published: float
 ) -> None:
     assert theory.horizontal_factor(alphas, costs) == pytest.approx(published, abs=0.01)
@@ -40,14 +42,14 @@ def test_table_1_of_the_cascade_paper_comes_out(
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.0, 3), (0.5, 1), (0.8, 7), (0.95, 16)])
-def test_tokens_per_round_is_what_dice_give(alpha: float, gamma: int) -> None:
+def test_tokens_per_round_is_the_mean_of_simulated_rounds(alpha: float, gamma: int) -> None:
     tokens = accepted(np.random.default_rng(1), alpha, gamma) + 1
     assert tokens.mean() == pytest.approx(
         theory.tokens_per_round(alpha, gamma), abs=5 * tokens.std() / ROUNDS**0.5 + 1e-12
     )
 
 
-def test_walltime_with_hidden_drafting_is_what_a_simulated_clock_gives() -> None:
+def test_walltime_with_hidden_drafting_agrees_with_simulated_rounds() -> None:
     alpha, gamma, c, hit_rate = 0.8, 5, 0.1, 0.6
     rng = np.random.default_rng(2)
     tokens = accepted(rng, alpha, gamma).sum() + ROUNDS
@@ -61,7 +63,7 @@ def test_hidden_drafting_at_full_hit_rate_costs_nothing() -> None:
     assert theory.walltime_factor(0.7, 6, 0.3, hit_rate=1.0) == theory.tokens_per_round(0.7, 6)
 
 
-def test_arithmetic_factor_counts_refused_tokens() -> None:
+def test_arithmetic_factor_counts_rejected_tokens() -> None:
     alpha, gamma, c_ops = 0.6, 4, 0.05
     tokens = accepted(np.random.default_rng(3), alpha, gamma).sum() + ROUNDS
     operations = ROUNDS * (gamma * c_ops + gamma + 1)
@@ -105,10 +107,10 @@ def test_phi_is_the_generating_function_of_a_round(x: float) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.8, 1.0])
-def test_vertical_cascade_is_what_dice_give(alpha: float) -> None:
+def test_vertical_cascade_agrees_with_simulated_rounds(alpha: float) -> None:
     inner_alpha, n, k, c1, c2 = 0.6, 3, 4, 0.1, 0.01
     rng = np.random.default_rng(6)
-    drafted = sum(accepted(rng, inner_alpha, k) + 1 for _ in range(n))
+    drafted = np.sum([accepted(rng, inner_alpha, k) + 1 for _ in range(n)], axis=0)
     tokens = (
         np.minimum(rng.geometric(1 - alpha, ROUNDS) - 1, drafted) if alpha < 1 else drafted
     ) + 1
@@ -124,7 +126,7 @@ def test_vertical_cascade_without_inner_drafts_is_plain_speculation() -> None:
     )
 
 
-def test_horizontal_cascade_is_what_dice_give() -> None:
+def test_horizontal_cascade_agrees_with_simulated_rounds() -> None:
     alphas, costs = [0.9, 0.8, 0.5, 0.3], [0.2, 0.1, 0.01, 0.0]
     passed = np.random.default_rng(7).random((ROUNDS, 4)) < alphas
     tokens = passed.cumprod(1).sum(1).mean() + 1

@@ -1,4 +1,7 @@
-"""Draft, verify, commit for many requests at once. Knows token ids, pages and seconds; no tensors, no Ray, no HTTP."""
+"""The engine: schedule, propose, verify and commit for many requests at once.
+
+Knows token ids, pages and seconds; no tensors, no Ray, no HTTP.
+"""
 
 from __future__ import annotations
 

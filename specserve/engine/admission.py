@@ -1,7 +1,11 @@
-"""Which requests can be served, and how their tokens will be drawn. Knows the model's limits; nothing of load."""
+"""Checks of requests against the limits of the model, and how their tokens are drawn.
+
+Knows nothing of load.
+"""
 
 from __future__ import annotations
 
+from specserve.config.tree import SpeculationConfig
 from specserve.errors import BadValue, EmptyPrompt, TooLong, UnknownToken
 from specserve.types import VERIFIERS, ModelInfo, Policy, Request
 
@@ -9,37 +13,38 @@ DEFAULT_VERIFIER = "block"
 
 
 class Admission:
-    """For one model and one config."""
+    """The checks on requests for one model and one configuration."""
 
-    def __init__(
-        self, info: ModelInfo, *, max_gamma: int, default_verifier: str, lenience: float
-    ) -> None:
+    def __init__(self, info: ModelInfo, speculation: SpeculationConfig) -> None:
+        default_verifier = speculation.verifier or DEFAULT_VERIFIER
         if default_verifier not in VERIFIERS:
             raise BadValue(
-                f"speculation.verifier must be one of {', '.join(VERIFIERS)}, not {default_verifier!r}",
+                f"speculation.verifier must be one of {', '.join(VERIFIERS)}, "
+                f"not {default_verifier!r}",
                 param="speculation.verifier",
             )
-        self.context = min(
-            info.max_context, info.num_pages * info.page_size
-        )  # prompt and continuation together
+        # Prompt and continuation together.
+        self.context = min(info.max_context, info.num_pages * info.page_size)
         self._info = info
-        self._vocab_size, self._max_gamma = info.vocab_size, max_gamma
-        self._default_verifier, self._lenience = default_verifier, lenience
+        self._vocab_size, self._max_gamma = info.vocab_size, speculation.max_gamma
+        self._default_verifier, self._lenience = default_verifier, speculation.lenience
 
     def check(self, request: Request) -> None:
-        """Raises for a request that can never be served."""
+        """Raise for a request that can never be served."""
         prompt, gamma = request.prompt, request.speculation.gamma
         if not prompt:
             raise EmptyPrompt("the prompt is empty; it needs at least one token")
         if min(prompt) < 0 or max(prompt) >= self._vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < self._vocab_size)
             raise UnknownToken(
-                f"the prompt has token id {wrong}, but the vocabulary ends at {self._vocab_size - 1}"
+                f"the prompt has token id {wrong}, "
+                f"but the vocabulary ends at {self._vocab_size - 1}"
             )
         self._check_length(request)
-        if request.max_tokens <= len(request.written):
+        if request.max_tokens <= len(request.generated):
             raise BadValue(
-                f"max_tokens must be {len(request.written) + 1} or more, not {request.max_tokens}",
+                f"max_tokens must be {len(request.generated) + 1} or more, "
+                f"not {request.max_tokens}",
                 param="max_tokens",
             )
         if gamma is not None and gamma > self._max_gamma:
@@ -50,8 +55,11 @@ class Admission:
         if request.grammar is not None:
             self._check_constrained(request)
 
-    def room(self, request: Request) -> int:
-        """Positions that the request's text may have. A source has pages of its own, next to which the text must fit."""
+    def max_length(self, request: Request) -> int:
+        """Return the positions that the request's text may have.
+
+        An encoder input has pages of its own, and the text must fit into the others.
+        """
         if self._info.decoder_start is None:
             return self.context
         page_size = self._info.page_size
@@ -61,7 +69,11 @@ class Admission:
         )
 
     def policy(self, request: Request) -> Policy:
-        """A seeded request gets `coupled`, whose text depends on the seed and the target alone, unless it asks for another."""
+        """Return how the request's tokens are drawn.
+
+        A seeded request gets `coupled`, whose text depends on the seed and the target alone, unless
+        it asks for another verifier.
+        """
         verifier = request.speculation.verifier or (
             "coupled" if request.seeded else self._default_verifier
         )
@@ -76,10 +88,15 @@ class Admission:
         )
 
     def _check_constrained(self, request: Request) -> None:
-        """Whether the grammar itself can be followed has been looked at before: it takes too long for the time between two rounds."""
+        """Raise if the request cannot follow a grammar.
+
+        Whether the grammar itself can be followed was checked before: that takes too long for the
+        time between two rounds.
+        """
         if request.ignore_eos:
             raise BadValue(
-                "ignore_eos does not go with a grammar, whose text ends where the grammar does; leave one of them out",
+                "ignore_eos does not go with a grammar, whose text ends where the grammar does; "
+                "leave one of them out",
                 param="ignore_eos",
             )
         if not self._info.end_ids:
@@ -89,17 +106,19 @@ class Admission:
             )
 
     def _check_length(self, request: Request) -> None:
-        length, written = len(request.prompt), len(request.written)
+        length, generated = len(request.prompt), len(request.generated)
         if self._info.decoder_start is None:
-            if length + written >= self.context:
+            if length + generated >= self.context:
                 raise TooLong(
-                    f"the prompt has {length + written} tokens, but the context holds {self.context}, new tokens included"
+                    f"the prompt has {length + generated} tokens, "
+                    f"but the context holds {self.context}, new tokens included"
                 )
         elif length > self._info.max_context:
             raise TooLong(
-                f"the source has {length} tokens, but the encoder reads at most {self._info.max_context}"
+                f"the prompt has {length} tokens, "
+                f"but the encoder reads at most {self._info.max_context}"
             )
-        elif self.room(request) < 2 + written:
+        elif self.max_length(request) < 2 + generated:
             raise TooLong(
-                f"the source has {length} tokens, next to which the cache has no room for a text"
+                f"the prompt has {length} tokens, next to which the cache has no room for a text"
             )

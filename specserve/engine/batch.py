@@ -1,4 +1,4 @@
-"""One round's work: who takes part with how many tokens, and the messages that follow from it."""
+"""The work of one round: the sequences that take part, and the messages to the workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specserve.types import Chunk, DraftStep, Proposal, Verdict, VerifyStep
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one sequence's proposal."""
+    """Result of verifying one sequence's proposal."""
 
     seq_id: int
     proposed: int
@@ -19,72 +19,91 @@ class Outcome:
     anticipated: bool | None = None
 
     @property
-    def judged(self) -> int:
-        """Whether a draft past a refusal would have been accepted is unknown."""
+    def num_trials(self) -> int:
+        """Draft tokens whose acceptance was decided: the accepted ones and the rejected one.
+
+        Whether a draft token past a rejection would have been accepted is unknown.
+        """
         return min(self.accepted + 1, self.proposed)
 
 
 @dataclass(slots=True)
-class Row:
+class BatchEntry:
     """One sequence in one round."""
 
     sequence: Sequence
-    stop: int  # the target reads its committed tokens up to here
-    decides: bool  # whether these are all of them, so that the round adds some
+    stop: int  # the target computes its committed tokens up to here
+    needs_verdict: bool  # True if these are all of them, so that the round adds some
     gamma: int = 0  # draft tokens wanted behind them
-    draft_stop: int | None = None  # the drafter reads up to here; None: it is left alone
+    # The drafter computes its committed tokens up to here; None: it gets no step.
+    draft_stop: int | None = None
     proposal: Proposal | None = None
 
 
 @dataclass(slots=True)
 class Batch:
-    """The rows of a round: first those that decode, then the chunks of prompts, both in order of arrival."""
+    """The entries of a round: decoding sequences, then chunks of prompts, both by arrival."""
 
-    rows: list[Row] = field(default_factory=list)
+    entries: list[BatchEntry] = field(default_factory=list)
     num_prompt_tokens: int = 0  # in chunks of prompts
-    num_rows: int = 0  # positions in the target's pass, once the proposals are in
-    num_caught_up: int = 0  # tokens that the drafter reads beyond the newest of each row
+    num_positions: int = 0  # in the target's pass, once the proposals are in
+    num_caught_up: int = 0  # tokens that the drafter prefills beyond the newest of each entry
 
     @property
     def is_steady(self) -> bool:
-        """A round of decoding alone: the only kind whose seconds say what a pass costs."""
-        return not self.num_prompt_tokens and self.num_caught_up <= len(self.rows)
+        """True for a round of decoding alone.
+
+        The seconds of other rounds do not say what a pass costs.
+        """
+        return not self.num_prompt_tokens and self.num_caught_up <= len(self.entries)
 
     def draft_steps(self) -> list[DraftStep]:
         return [
-            row.sequence.draft_step(stop=row.draft_stop, gamma=row.gamma)
-            for row in self.rows
-            if row.draft_stop is not None
+            entry.sequence.draft_step(stop=entry.draft_stop, gamma=entry.gamma)
+            for entry in self.entries
+            if entry.draft_stop is not None
         ]
 
     def verify_steps(self, proposals: abc.Sequence[Proposal]) -> list[VerifyStep]:
-        """Takes the proposals into the rows; a row without one is verified without drafts."""
+        """Store the proposals in their entries and return a step for each entry.
+
+        An entry without a proposal is verified without draft tokens.
+        """
         by_id = {proposal.seq_id: proposal for proposal in proposals}
-        for row in self.rows:
-            row.proposal = by_id.get(row.sequence.seq_id)
+        for entry in self.entries:
+            entry.proposal = by_id.get(entry.sequence.seq_id)
         steps = [
-            row.sequence.verify_step(stop=row.stop, proposal=row.proposal) for row in self.rows
+            entry.sequence.verify_step(stop=entry.stop, proposal=entry.proposal)
+            for entry in self.entries
         ]
-        self.num_rows = sum(len(step.tokens) + len(step.drafts) for step in steps)
+        self.num_positions = sum(len(step.tokens) + len(step.drafts) for step in steps)
         return steps
 
-    def pair(self, verdicts: abc.Sequence[Verdict]) -> abc.Iterator[tuple[Row, Verdict]]:
-        """The rows that decide, each with its verdict."""
-        return zip([row for row in self.rows if row.decides], verdicts, strict=True)
+    def with_verdicts(
+        self, verdicts: abc.Sequence[Verdict]
+    ) -> abc.Iterator[tuple[BatchEntry, Verdict]]:
+        """Return the entries that need a verdict, each with its own."""
+        return zip([entry for entry in self.entries if entry.needs_verdict], verdicts, strict=True)
 
     def outcomes(self, verdicts: abc.Sequence[Verdict]) -> tuple[Outcome, ...]:
-        """Of the sequences that had a proposal."""
+        """Return the outcomes of the sequences that had a proposal."""
         return tuple(
             Outcome(
-                verdict.seq_id, len(row.proposal.tokens), verdict.accepted, row.proposal.anticipated
+                verdict.seq_id,
+                len(entry.proposal.tokens),
+                verdict.accepted,
+                entry.proposal.anticipated,
             )
-            for row, verdict in self.pair(verdicts)
-            if row.proposal and row.proposal.tokens
+            for entry, verdict in self.with_verdicts(verdicts)
+            if entry.proposal and entry.proposal.tokens
         )
 
     def commit(self, verdicts: abc.Sequence[Verdict]) -> list[Chunk]:
-        """Every sequence takes what the round brought it."""
-        for row in self.rows:
-            if not row.decides:
-                row.sequence.read(stop=row.stop, proposal=row.proposal)
-        return [row.sequence.commit(verdict, row.proposal) for row, verdict in self.pair(verdicts)]
+        """Commit the verdicts, advance the prefilled prompts, and return the chunks."""
+        for entry in self.entries:
+            if not entry.needs_verdict:
+                entry.sequence.advance(stop=entry.stop, proposal=entry.proposal)
+        return [
+            entry.sequence.commit(verdict, entry.proposal)
+            for entry, verdict in self.with_verdicts(verdicts)
+        ]

@@ -1,4 +1,16 @@
-"""Draft, verify, commit, for all running sequences at once. Knows neither tensors nor Ray: the workers are two small protocols."""
+"""The loop of the engine: schedule, propose, verify, commit and emit, for all sequences at once.
+
+One round; docs/design/one-round.md has it whole, in forty lines of numpy:
+
+    scheduler   picks the running sequences and what fits into the round     -> Batch
+    pacer       says how many draft tokens pay for each sequence             -> gammas
+    drafter     proposes draft tokens and their draft distribution q         -> Proposal
+    target      computes p for all of them in one pass and verifies          -> Verdict
+    Sequence    commits the accepted tokens, and a correction or the bonus   -> Chunk
+    emit        sends the chunks, while the target is busy with the next round
+
+Knows neither tensors nor Ray: the workers are two small protocols.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +18,30 @@ import asyncio
 import logging
 import time
 from collections import abc
-from dataclasses import dataclass, replace
 
-from specserve.config.tree import Config
-from specserve.engine.admission import DEFAULT_VERIFIER, Admission
+from specserve.config.tree import LimitsConfig, SpeculationConfig
+from specserve.engine.admission import Admission
 from specserve.engine.batch import Batch
-from specserve.engine.crash_tracker import MAX_DEATHS, Suspects
+from specserve.engine.cohorts import Cohorts, DraftedBatch
+from specserve.engine.crash_tracker import MAX_CRASHES, CrashTracker
 from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
 from specserve.engine.trace import Round
-from specserve.engine.workers import Crew
+from specserve.engine.workers import WorkerPair
 from specserve.errors import BadValue, Displaced, Overloaded
-from specserve.types import Chunk, Drafter, Finish, ModelInfo, Request, Target, VerifyStep
+from specserve.types import Chunk, Drafter, FinishReason, ModelInfo, Request, Target, Verdict
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A batch that has its proposals and waits for the target."""
-
-    batch: Batch
-    steps: abc.Sequence[VerifyStep]
-    begun: float
-    drafted: float
-    draft_seconds: float
+MAX_BATCH_TOKENS = 512
 
 
 class Coordinator:
-    """Takes requests by `submit`, answers by `emit`: once a round, all chunks of that round. Every request gets a final chunk."""
+    """The requests of one engine, from `submit` to their last chunk.
+
+    `emit` is called once a round with all chunks of that round. Every request gets a final chunk.
+    """
 
     def __init__(
         self,
@@ -43,94 +49,52 @@ class Coordinator:
         drafter: Drafter | None,
         *,
         info: ModelInfo,
+        limits: LimitsConfig,
+        speculation: SpeculationConfig,
         emit: abc.Callable[[abc.Sequence[Chunk]], None],
-        clock: abc.Callable[[], float] = time.perf_counter,
-        max_running: int = 64,
-        max_queued: int = 1024,
-        max_batch_tokens: int = 512,
-        gamma: int | None = None,
-        max_gamma: int = 16,
-        default_verifier: str = DEFAULT_VERIFIER,
-        lenience: float = 1.0,
-        draft_context: int | None = None,
         report: abc.Callable[[Round], None] | None = None,
-        overlaps: bool = False,
+        clock: abc.Callable[[], float] = time.perf_counter,
+        draft_context: int | None = None,  # None: as long as the target's
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
+        remote_workers: bool = False,  # both can be busy while this process waits
     ) -> None:
-        """`overlaps`: target and drafter are elsewhere, and can both be at work while this process waits."""
-        self._admission = Admission(
-            info, max_gamma=max_gamma, default_verifier=default_verifier, lenience=lenience
-        )
+        self._admission = Admission(info, speculation)
+        gamma, max_gamma = speculation.gamma, speculation.max_gamma
         if gamma is not None and not 0 <= gamma <= max_gamma:
             raise BadValue(
                 f"speculation.gamma must be between 0 and {max_gamma}, not {gamma}",
                 param="speculation.gamma",
             )
-        self._crew = Crew(target, drafter)
-        self._overlaps = overlaps
+        if drafter is None:
+            gamma, draft_context = 0, 0
         self.scheduler = Scheduler(
             info,
-            max_running=max_running,
-            max_queued=max_queued,
+            max_running=limits.max_running,
+            max_queued=limits.max_queued,
             max_batch_tokens=max_batch_tokens,
             max_gamma=0 if drafter is None else max_gamma,
         )
-        self.pacer = Pacer(0 if drafter is None else gamma, max_gamma=max_gamma, curve=info.curve)
-        self._info = info
-        self._draft_limit = (
-            0
-            if drafter is None
-            else self._admission.context
-            if draft_context is None
-            else draft_context
-        )
-        self._emit = emit
-        self._report = report
-        self.num_rounds = 0  # begun until now
+        self.pacer = Pacer(gamma, max_gamma=max_gamma, curve=info.curve)
+        self.num_rounds = 0  # started so far
         self.in_round_since: float | None = None  # by the clock; None between rounds
-        self._clock = clock
+        self.can_resume_elsewhere = False  # True if requests that end with an error may do so
+        self._workers = WorkerPair(target, drafter)
+        self._remote_workers = remote_workers
+        self._cohorts = Cohorts(clock)
+        self._crash_tracker = CrashTracker()
+        self._info = info
+        self._draft_limit = self._admission.context if draft_context is None else draft_context
+        self._emit, self._report, self._clock = emit, report, clock
         self._next_id = 0
         self._live: dict[int, Sequence] = {}
-        self._ready: Ready | None = None  # a cohort that waits for its verification
-        self._suspects = Suspects()
-        self._outbox: list[Chunk] = []  # of the round before
-        self._done: Round | None = None  # likewise
+        self._outbox: list[Chunk] = []  # of the last round
+        self._last_round: Round | None = None  # not reported yet
         self._cancelled: list[int] = []
         self._closed = False
-        self.displaced = False  # whether what ends with an error may go on elsewhere
         self._wake = asyncio.Event()
 
-    @classmethod
-    def of(
-        cls,
-        config: Config,
-        target: Target,
-        drafter: Drafter | None,
-        *,
-        info: ModelInfo,
-        emit: abc.Callable[[abc.Sequence[Chunk]], None],
-        draft_context: int | None,
-        report: abc.Callable[[Round], None] | None = None,
-        overlaps: bool = False,
-    ) -> Coordinator:
-        """With the limits and the speculation of a config."""
-        return cls(
-            target,
-            drafter,
-            info=info,
-            emit=emit,
-            report=report,
-            overlaps=overlaps,
-            max_running=config.limits.max_running,
-            max_queued=config.limits.max_queued,
-            gamma=config.speculation.gamma,
-            max_gamma=config.speculation.max_gamma,
-            default_verifier=config.speculation.verifier or DEFAULT_VERIFIER,
-            lenience=config.speculation.lenience,
-            draft_context=draft_context,
-        )
-
     def submit(self, request: Request) -> int:
-        """Queues the request and returns its sequence's id; a request that cannot be served raises and leaves nothing behind."""
+        """Queue the request and return its sequence's id, or raise if it cannot be served."""
         self._admission.check(request)
         if self._closed:
             raise Displaced("the engine is closing and takes no new requests")
@@ -140,7 +104,7 @@ class Coordinator:
             self._next_id,
             request,
             self._admission.policy(request),
-            context=self._admission.room(request),
+            context=self._admission.max_length(request),
             draft_limit=self._draft_limit,
             end_ids=self._info.end_ids,
             decoder_start=self._info.decoder_start,
@@ -152,222 +116,198 @@ class Coordinator:
         return sequence.seq_id
 
     def cancel(self, seq_id: int) -> None:
-        """Ends the sequence and frees its pages when the next round begins. One that has finished, or never was, is ignored."""
+        """End the sequence and free its pages when the next round begins.
+
+        Ids of finished or unknown sequences are ignored.
+        """
         if seq_id in self._live:
             self._cancelled.append(seq_id)
 
     def close(self) -> None:
-        """Takes no more requests. Those under way end with an error when the next round begins, and `run` returns."""
-        self._closed = self.displaced = True
+        """Take no more requests, end those that are running with an error, and let `run` return.
+
+        They end when the next round begins.
+        """
+        self._closed = self.can_resume_elsewhere = True
         self._wake.set()
 
     @property
     def has_work(self) -> bool:
-        """Whether a round would do anything: chunks to emit, or pages to release."""
+        """True if a round would do anything: chunks to emit, or pages to release, included."""
         return bool(self._live or self.scheduler.released or self._outbox)
 
     async def run(self) -> None:
-        """Rounds for as long as there is work, until closed. What a round brought is told while the target is at the next one."""
+        """Run rounds while there is work, until closed.
+
+        The chunks of a round are emitted while the target is busy with the next one.
+        """
         while not self._closed or self.has_work:
             if self.has_work:
                 await self._round()
-                await asyncio.sleep(
-                    0
-                )  # workers in this process may never yield; submit and cancel must get their turn
+                # Workers in this process may never yield; submit and cancel must get their turn.
+                await asyncio.sleep(0)
             else:
                 self._wake.clear()
                 await self._wake.wait()
 
     async def round(self) -> None:
-        """Drafts, verifies and commits once for every sequence that fits, and tells of it."""
+        """Schedule, propose, verify, commit and emit once."""
         await self._round()
-        self._tell()
+        self._emit_outbox()
 
     async def _round(self) -> None:
-        """Leaves its chunks in the outbox, if the next round will be there to send them."""
-        self._outbox += self._end_unwanted()
-        self.scheduler.select(None if self._ready is None else self._ready.batch)
-        ready, self._ready = self._still_wanted(self._ready), None
-        gammas = self.pacer.choose(self.scheduler.running)  # what would pay
-        alone = self._suspects.alone(self.scheduler.running)
-        split = self._overlaps and self.pacer.decision.cohorts == 2 and alone is None
-        batch = self.scheduler.next_batch(  # what fits
-            gammas,
-            apart_from=None if ready is None else ready.batch,
-            half=split and ready is None,
-            alone=alone,
-        )
-        told = await self._release()
-        if ready is not None:
-            await self._in_turns(ready, batch)
-        elif batch.rows:
-            await self._one_by_one(batch, stop_early=split)
-        elif told:
-            await self._crew.settle()
+        """Run one round, and leave its chunks in the outbox if another round will emit them."""
+        self._outbox += self._end_cancelled()
+        batch = self._schedule()
+        released = await self._release()  # before the workers need the room
+        if batch.entries or self._cohorts.waiting is not None:
+            self.num_rounds += 1
+            self.in_round_since = self._clock()
+            # With one cohort, which is the rule, this is `await self._propose(batch)`.
+            drafted = await self._cohorts.next_to_verify(batch, self._propose)
+            if drafted is not None:
+                verdicts = await self._verify(drafted)
+                if verdicts is not None:
+                    self._commit(drafted, verdicts)
+                await self._cohorts.end_turn(verified=verdicts is not None)
+            self.in_round_since = None
+        elif released:
+            await self._workers.flush_releases()
         if not self._live:
-            self._tell()
+            self._emit_outbox()
 
-    async def _one_by_one(self, batch: Batch, *, stop_early: bool) -> None:
-        """Drafts and verifies. Or drafts alone, for the cohort that is to be verified while the other is drafted for."""
-        self._begin()
-        ready = await self._draft(batch, self._clock())
-        if stop_early:
-            self._ready = ready
-        else:
-            await self._judge(ready)
-        self.in_round_since = None
+    def _schedule(self) -> Batch:
+        self.scheduler.select_running(self._cohorts.waiting)
+        running = self.scheduler.running
+        gammas = self.pacer.choose(running)  # what would pay
+        members = self._cohorts.select(
+            running,
+            isolated=self._crash_tracker.next_to_isolate(running),
+            two=self._remote_workers and self.pacer.decision.cohorts == 2,
+        )
+        return self.scheduler.next_batch(  # what fits
+            gammas, members=members, drafted=self._cohorts.waiting
+        )
 
-    async def _in_turns(self, ready: Ready, batch: Batch) -> None:
-        """One cohort is verified while the other is drafted for; then they change places."""
-        self._begin()
-        drafting = asyncio.ensure_future(self._draft(batch, self._clock())) if batch.rows else None
-        await asyncio.sleep(0)  # so that the drafter has its message before the target
-        judged = await self._judge(replace(ready, begun=self._clock(), drafted=self._clock()))
-        if drafting is not None:
-            drafted = await drafting
-            self._ready = (
-                drafted if judged else None
-            )  # a target that starts anew does not hold what those steps build on
-        self.in_round_since = None
-
-    def _begin(self) -> None:
-        self.num_rounds += 1
-        self.in_round_since = self._clock()
-
-    async def _draft(self, batch: Batch, begun: float) -> Ready:
-        proposals = await self._crew.propose(batch.draft_steps(), self.pacer.deadline)
+    async def _propose(self, batch: Batch) -> DraftedBatch:
+        """Request proposals; after a failure of the drafter the batch has none."""
+        started_at = self._clock()
+        proposals = await self._workers.propose(batch.draft_steps(), self.pacer.deadline)
         if proposals is None:
             for sequence in self.scheduler.running:
-                sequence.draft_held = 0
-        steps, drafted = batch.verify_steps(proposals or ()), self._clock()
-        return Ready(batch, steps, begun, drafted, drafted - begun)
+                sequence.draft_cached = 0
+        steps, drafted_at = batch.verify_steps(proposals or ()), self._clock()
+        return DraftedBatch(batch, steps, started_at, drafted_at, drafted_at - started_at)
 
-    async def _judge(self, ready: Ready) -> bool:
-        """Tells of the round before while the target is at this one. False when the target was lost over it."""
-        verifying = self._crew.verify(ready.steps)
-        self._tell()
+    async def _verify(self, drafted: DraftedBatch) -> abc.Sequence[Verdict] | None:
+        """Return the target's verdicts, or None if it failed; emit the last round meanwhile."""
+        verifying = self._workers.verify(drafted.steps)
+        self._emit_outbox()
         try:
-            verdicts = await verifying
-        except (
-            Exception
-        ) as error:  # a worker's failure, whatever it is, may be due to the requests of this batch
-            self._outbox = (
-                self._displace(error)
-                if isinstance(error, Displaced)
-                else self._recover(ready.batch, error)
-            )
-            return False
-        verified = self._clock()
-        outcomes = ready.batch.outcomes(verdicts)
-        chunks = self._outbox = self._let_go(
-            ready.batch.commit(verdicts)
-        )  # the only place where sequences grow
+            return await verifying
+        except Displaced as error:
+            self._outbox = self._send_back(error)
+        except Exception as error:  # the requests of this batch may be the cause, whatever it is
+            self._outbox = self._recover(drafted.batch, error)
+        return None
+
+    def _commit(self, drafted: DraftedBatch, verdicts: abc.Sequence[Verdict]) -> None:
+        verified_at = self._clock()
+        batch, outcomes = drafted.batch, drafted.batch.outcomes(verdicts)
+        self._outbox = self._drop_finished(batch.commit(verdicts))
         self.pacer.observe(
-            ready.batch,
+            batch,
             outcomes,
-            draft_seconds=ready.draft_seconds,
-            verify_seconds=verified - ready.drafted,
+            draft_seconds=drafted.draft_seconds,
+            verify_seconds=verified_at - drafted.drafted_at,
         )
         if self._report is not None:
-            num_committed = sum(len(chunk.tokens) for chunk in chunks)
-            times = {
-                "begun": ready.begun,
-                "drafted": ready.drafted,
-                "verified": verified,
-                "ended": self._clock(),
-            }
-            self._done = Round.of(
-                ready.batch,
-                outcomes,
-                self.pacer.decision,
-                number=self.num_rounds,
-                num_committed=num_committed,
-                **times,
+            self._last_round = Round(
+                self.num_rounds,
+                start=drafted.started_at,
+                drafted_at=drafted.drafted_at,
+                verified_at=verified_at,
+                end=self._clock(),
+                num_sequences=len(batch.entries),
+                num_positions=batch.num_positions,
+                num_prompt_tokens=batch.num_prompt_tokens,
+                outcomes=outcomes,
+                num_committed=sum(len(chunk.tokens) for chunk in self._outbox),
+                decision=self.pacer.decision,
             )
-        return True
 
-    def _still_wanted(self, ready: Ready | None) -> Ready | None:
-        """Without the sequences that have ended since they were drafted for, or lost their place."""
-        if ready is None:
-            return None
-        running = set(map(id, self.scheduler.running))
-        kept = [row for row in ready.batch.rows if id(row.sequence) in running]
-        if len(kept) < len(ready.batch.rows):
-            ids = {row.sequence.seq_id for row in kept}
-            ready.batch.rows = kept
-            ready = replace(ready, steps=[step for step in ready.steps if step.seq_id in ids])
-        return ready if kept else None
-
-    def _tell(self) -> None:
-        """Sends what the round before brought, and reports on it."""
+    def _emit_outbox(self) -> None:
+        """Emit the chunks of the last round, and report on it."""
         chunks, self._outbox = self._outbox, []
-        done, self._done = self._done, None
+        done, self._last_round = self._last_round, None
         if chunks:
             self._emit(chunks)
         if done is not None and self._report is not None:
             self._report(done)
 
     def _recover(self, batch: Batch, error: Exception) -> list[Chunk]:
-        """What the target held is gone, or not to be relied on: everything that runs is read again, from the committed tokens.
+        """Recompute everything that runs, and return the last chunk of a request that is given up.
 
-        A request that it died with again and again, the last time alone, is given up.
+        The target's cache is gone, or not to be relied on. A request that the target crashed on
+        MAX_CRASHES times, the last time alone, is the cause.
         """
         log.error(
-            "the target failed in a pass of %d sequences; it starts anew",
-            len(batch.rows),
+            "the target failed in a pass of %d sequences; it restarts",
+            len(batch.entries),
             exc_info=error,
         )
         for sequence in self.scheduler.running:
-            sequence.forget()
-        blamed = self._suspects.blame([row.sequence for row in batch.rows])
-        message = str(error) or type(error).__name__
-        return self._let_go(
-            [
-                sequence.end(
-                    Finish.ERROR,
-                    error=f"the target failed {MAX_DEATHS} times over this request: {message}",
-                )
-                for sequence in blamed
-            ]
+            sequence.reset_caches()
+        failed = self._crash_tracker.record_crash([entry.sequence for entry in batch.entries])
+        cause = str(error) or type(error).__name__
+        message = f"the target failed {MAX_CRASHES} times over this request: {cause}"
+        return self._drop_finished(
+            [sequence.end(FinishReason.ERROR, error=message) for sequence in failed]
         )
 
-    def _displace(self, error: Exception) -> list[Chunk]:
-        """This engine can do no more. Whoever sent the requests may know another."""
+    def _send_back(self, error: Exception) -> list[Chunk]:
+        """End all requests, since this engine cannot go on; another one may resume them."""
         log.error("the engine ends: %s; %d requests are sent back", error, len(self._live))
-        self.displaced = self._closed = True
-        return self._end_unwanted()
+        self.can_resume_elsewhere = self._closed = True
+        return self._end_cancelled()
 
     async def _release(self) -> bool:
-        """Tells the workers, before they need the room, which sequences they may forget; whether there were any."""
+        """Let the workers free the pages of ended and preempted sequences, if there are any."""
         released, self.scheduler.released = self.scheduler.released, []
         if not released:
             return False
-        await self._crew.release(released)
+        await self._workers.release(released)
         return True
 
-    def _end_unwanted(self) -> list[Chunk]:
-        """Ends what was cancelled, or everything when closed; their pages are free for the round that begins."""
+    def _end_cancelled(self) -> list[Chunk]:
+        """End what was cancelled, or everything when closed, and return the last chunks.
+
+        Their pages are free for the round that begins.
+        """
         if self._closed:
             chunks = [
-                sequence.end(Finish.ERROR, error="the engine was closed")
+                sequence.end(FinishReason.ERROR, error="the engine was closed")
                 for sequence in self._live.values()
             ]
         else:
-            unwanted = [
+            cancelled = [
                 self._live[seq_id]
                 for seq_id in dict.fromkeys(self._cancelled)
                 if seq_id in self._live
             ]
-            chunks = [sequence.end(Finish.CANCELLED) for sequence in unwanted]
+            chunks = [sequence.end(FinishReason.CANCELLED) for sequence in cancelled]
         self._cancelled.clear()
-        return self._let_go(chunks)
+        return self._drop_finished(chunks)
 
-    def _let_go(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Forgets the sequences whose last chunk this is; their pages are released when the next round begins."""
-        self._suspects.acquit(chunk.seq_id for chunk in chunks)
+    def _drop_finished(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Drop the sequences whose last chunk is among these, and return the chunks.
+
+        Their pages are released when the next round begins.
+        """
+        self._crash_tracker.clear(chunk.seq_id for chunk in chunks)
         finished = [chunk.seq_id for chunk in chunks if chunk.finish]
         for seq_id in finished:
             del self._live[seq_id]
         if finished:
-            self.scheduler.sweep()
+            self.scheduler.remove_finished()
         return chunks

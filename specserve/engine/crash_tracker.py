@@ -1,4 +1,7 @@
-"""Which request is to blame when the target dies again and again in the middle of a pass. Knows no workers."""
+"""Find the request that crashes the target, by isolating the sequences of crashed batches.
+
+Knows no workers.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,46 @@ from collections import abc
 
 from specserve.engine.sequence import Sequence
 
-MAX_DEATHS = 3  # in a row, of batches with the same request in them; all but the first of it alone
+MAX_CRASHES = 3
+"""Crashes in a row after which a sequence fails; all but the first happen while it runs alone."""
 
 
-class Suspects:
-    """Counts for each sequence the passes that died with it since it last got a token. Once it gets one it is no suspect any more."""
+class CrashTracker:
+    """Crashed passes per sequence since it last received a token.
+
+    A sequence that receives one is cleared.
+    """
 
     def __init__(self) -> None:
-        self._deaths: dict[int, int] = {}
+        self._crashes: dict[int, int] = {}
 
-    def blame(self, batch: abc.Sequence[Sequence]) -> list[Sequence]:
-        """After a pass that died: the one that can be blamed, if there is one. It must have died often enough, and alone the last time."""
+    def record_crash(self, batch: abc.Sequence[Sequence]) -> list[Sequence]:
+        """Count a crashed pass and return the sequence to fail, if there is one.
+
+        It has reached MAX_CRASHES and ran alone.
+        """
         for sequence in batch:
-            self._deaths[sequence.seq_id] = self._deaths.get(sequence.seq_id, 0) + 1
+            self._crashes[sequence.seq_id] = self._crashes.get(sequence.seq_id, 0) + 1
         return [
             sequence
             for sequence in batch
-            if len(batch) == 1 and self._deaths[sequence.seq_id] >= MAX_DEATHS
+            if len(batch) == 1 and self._crashes[sequence.seq_id] >= MAX_CRASHES
         ]
 
-    def acquit(self, seq_ids: abc.Iterable[int]) -> None:
-        """They got a token, or have ended."""
-        if self._deaths:
+    def clear(self, seq_ids: abc.Iterable[int]) -> None:
+        """Stop tracking sequences that received a token or finished."""
+        if self._crashes:
             for seq_id in seq_ids:
-                self._deaths.pop(seq_id, None)
+                self._crashes.pop(seq_id, None)
 
-    def alone(self, running: abc.Sequence[Sequence]) -> Sequence | None:
-        """Who must run without company next: whoever was there, one after the other, until each has a token. The least suspect first: chance
-        strikes a lone pass again only if it comes soon, and those who are innocent have their tokens before the guilty one kills again.
+    def next_to_isolate(self, running: abc.Sequence[Sequence]) -> Sequence | None:
+        """Return the next sequence to run alone, fewest crashes first.
+
+        Every sequence of a crashed batch runs alone until it receives a token. Innocent sequences
+        are thus cleared before the culprit crashes the target again, and an accidental crash hits
+        a lone sequence twice only if the accidents follow each other closely.
         """
-        if not self._deaths:
+        if not self._crashes:
             return None
-        suspects = [sequence for sequence in running if sequence.seq_id in self._deaths]
-        return min(suspects, key=lambda sequence: self._deaths[sequence.seq_id], default=None)
+        tracked = [sequence for sequence in running if sequence.seq_id in self._crashes]
+        return min(tracked, key=lambda sequence: self._crashes[sequence.seq_id], default=None)

@@ -1,4 +1,7 @@
-"""What passes cost, from what they have cost: the target's by the rows in them, the draft's by depth. Knows no acceptance."""
+"""Running estimates of acceptance and of seconds a pass, from what the rounds have shown.
+
+The pacer decides by them. Knows counts and seconds; no sequences, no decisions.
+"""
 
 from __future__ import annotations
 
@@ -8,101 +11,192 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from specserve.engine.batch import Outcome
+
 Reals = NDArray[np.float64]
 
+_PRIOR_ALPHA = 0.7  # before anything is measured
+_DECAY = 0.98  # of the counts, a round: a memory of some 50 rounds
+_SEQUENCE_DECAY = 0.95  # of the counts of one sequence
+# Trials of a position, or of a sequence, whose own rate counts as much as the mean of all.
+_PRIOR_TRIALS = 20.0
+
 _BLEND = 0.1  # of the newest seconds into their running mean
-_SLOW = 0.005  # the same for what describes the machine: its moods last for some tens of rounds, and must not look like steepness
-_TRUST = 0.02  # variance of (relative) row counts that must be seen before the measured steepness counts as much as the curve's
-_HOPED_COST = 0.1  # one draft pass over one target pass, before anything is measured
-_SHORTEST = (
-    1e-5  # seconds: drafts that came sooner than those that were ready cost something all the same
-)
-_FEW, _LAST = (
-    3,
-    15,
-)  # waits for drafts: as many must have been seen before they are believed, and so many are remembered
-_GUESSED_CURVE = ((1, 1.0), (256, 6.0))  # for a target that did not say
+# Slower rate for the slope estimate: machine noise correlated over tens of rounds must not be
+# mistaken for slope.
+_SLOPE_BLEND = 0.005
+# Variance of (relative) position counts that must be seen before the measured slope counts as much
+# as the curve's.
+_SLOPE_PRIOR = 0.02
+_PRIOR_COST = 0.1  # one draft pass over one target pass, before anything is measured
+# Seconds: drafts that came sooner than prepared ones still cost something.
+_MIN_PASS_SECONDS = 1e-5
+_MIN_WAITS = 3  # waits for drafts that must have been seen before they are used
+_MAX_WAITS = 15  # waits for drafts that are kept
+_DEFAULT_CURVE = ((1, 1.0), (256, 6.0))  # for a target that was not warmed up
 
 
-class Costs:
-    """The shape of the target's curve comes from its warm-up, its height from the last rounds, and its steepness from both."""
+class AcceptanceEstimate:
+    """Recent acceptance of draft tokens: by position in the proposal, and by sequence.
+
+    Old counts decay slowly, and only in rounds that bring new ones.
+    """
+
+    def __init__(self, max_gamma: int) -> None:
+        self._trials: Reals = np.zeros(max_gamma)  # [position]
+        self._accepted: Reals = np.zeros(max_gamma)  # [position]
+        self._all_trials, self._all_accepted = 10.0, 10.0 * _PRIOR_ALPHA
+        self._by_sequence: dict[int, tuple[float, float]] = {}  # trials, accepted
+
+    @property
+    def alpha(self) -> float:
+        """Share of the trials that were accepted."""
+        return self._all_accepted / self._all_trials
+
+    @property
+    def profile(self) -> Reals:  # [position]
+        """Chance that a draft token at each position is accepted if the one before it was."""
+        profile: Reals = (self._accepted + _PRIOR_TRIALS * self.alpha) / (
+            self._trials + _PRIOR_TRIALS
+        )
+        return profile
+
+    def observe(self, outcomes: abc.Sequence[Outcome]) -> None:
+        """Include the outcomes of one round."""
+        if not outcomes:
+            return
+        self._trials = _DECAY * self._trials + self._count_beyond(
+            [outcome.num_trials for outcome in outcomes]
+        )
+        self._accepted = _DECAY * self._accepted + self._count_beyond(
+            [outcome.accepted for outcome in outcomes]
+        )
+        self._all_trials = _DECAY * self._all_trials + sum(
+            outcome.num_trials for outcome in outcomes
+        )
+        self._all_accepted = _DECAY * self._all_accepted + sum(
+            outcome.accepted for outcome in outcomes
+        )
+        for outcome in outcomes:
+            trials, accepted = self._by_sequence.get(outcome.seq_id, (0.0, 0.0))
+            self._by_sequence[outcome.seq_id] = (
+                _SEQUENCE_DECAY * trials + outcome.num_trials,
+                _SEQUENCE_DECAY * accepted + outcome.accepted,
+            )
+
+    def reach(self, seq_ids: abc.Sequence[int]) -> Reals:  # [seqs, position]
+        """Return the chance that each sequence's draft tokens are accepted up to each position."""
+        alpha = self.alpha
+        own = np.array([self._by_sequence.get(seq_id, (0.0, 0.0)) for seq_id in seq_ids])
+        own = own.reshape(-1, 2)
+        ratios = (own[:, 1:] + _PRIOR_TRIALS * alpha) / (own[:, :1] + _PRIOR_TRIALS) / alpha
+        chances: Reals = np.minimum(ratios * self.profile, 0.999)
+        return chances.cumprod(axis=1)
+
+    def keep_only(self, seq_ids: abc.Iterable[int]) -> None:
+        """Drop the counts of all sequences but these."""
+        self._by_sequence = {
+            seq_id: self._by_sequence[seq_id] for seq_id in seq_ids if seq_id in self._by_sequence
+        }
+
+    def _count_beyond(self, counts: abc.Sequence[int]) -> Reals:  # [position]
+        """Return for each position how many of the counts lie beyond it."""
+        beyond: Reals = (
+            np.greater(counts, np.arange(len(self._trials))[:, None]).sum(1).astype(float)
+        )
+        return beyond
+
+
+class CostEstimate:
+    """Seconds that the passes of target and drafter take.
+
+    The shape of the target's curve comes from its warm-up, its height from the last rounds, and
+    its slope from both.
+    """
 
     def __init__(self, curve: abc.Sequence[tuple[int, float]]) -> None:
-        rows, seconds = zip(*(curve or _GUESSED_CURVE), strict=True)
-        self._rows, self._seconds = (
-            np.array(rows, dtype=float),
-            np.maximum.accumulate(np.array(seconds)),
-        )
-        self._mean_rows = float(rows[0])
+        positions, seconds = zip(*(curve or _DEFAULT_CURVE), strict=True)
+        self._positions = np.array(positions, dtype=float)
+        self._seconds = np.maximum.accumulate(np.array(seconds))
+        self._mean_positions = float(positions[0])
         self._mean_seconds: float | None = None  # until a round was seen
-        self._steepness = np.array(
-            [_TRUST, _TRUST]
-        )  # covariance and variance, so that their ratio starts at 1
-        self._passes: deque[float] = deque(
-            maxlen=_LAST
-        )  # seconds of one, in the last rounds that waited
-        self.wait = 0.0  # for proposals that are ready
-        self.hit_rate = 0.0  # of proposals, prepared in advance
+        # Covariance and variance, so that their ratio starts at 1.
+        self._slope = np.array([_SLOPE_PRIOR, _SLOPE_PRIOR])
+        # Seconds of one pass, in the last rounds that waited for drafts.
+        self._draft_passes: deque[float] = deque(maxlen=_MAX_WAITS)
+        self.hit_wait = 0.0  # seconds until prepared proposals arrive
+        self.hit_rate = 0.0  # share of the proposals that were prepared in advance
 
-    def verify(self, rows: float | Reals) -> Reals:
-        """Seconds of a pass."""
+    def verify_seconds(self, positions: float | Reals) -> Reals:
+        """Return the seconds of a target pass over so many positions."""
         mean = (
             self._mean_seconds
             if self._mean_seconds is not None
-            else float(self._curve(self._mean_rows))
+            else float(self._curve(self._mean_positions))
         )
-        slope = self._steepness[0] / self._steepness[1]
+        slope = self._slope[0] / self._slope[1]
         seconds: Reals = mean * np.maximum(
-            0.1, 1 + slope * (self._curve(rows) / self._curve(self._mean_rows) - 1)
+            0.1, 1 + slope * (self._curve(positions) / self._curve(self._mean_positions) - 1)
         )
         return seconds
 
     @property
-    def draft_pass(self) -> float:
-        """Seconds of one more token for all that draft. The middle of what was seen: a first pass of its shape can take twenty times as long,
-        and where proposals are prepared in advance there may be no second one for long.
+    def draft_pass_seconds(self) -> float:
+        """Seconds of one more draft token for all sequences that draft: the median of those seen.
+
+        A first pass of its shape can take twenty times as long, and where proposals are prepared
+        in advance there may be no second one for long.
         """
         return (
-            median(self._passes)
-            if len(self._passes) >= _FEW
-            else _HOPED_COST * float(self.verify(self._mean_rows))
+            median(self._draft_passes)
+            if len(self._draft_passes) >= _MIN_WAITS
+            else _PRIOR_COST * float(self.verify_seconds(self._mean_positions))
         )
 
-    def observe_verify(self, rows: int, seconds: float) -> None:
+    def observe_verify(self, positions: int, seconds: float) -> None:
         seconds = max(seconds, 1e-9)  # a clock may stand still
         if self._mean_seconds is None:
-            self._mean_rows, self._mean_seconds = float(rows), seconds
+            self._mean_positions, self._mean_seconds = float(positions), seconds
             return
-        more, longer = (
-            self._curve(rows) / self._curve(self._mean_rows) - 1,
-            seconds / self._mean_seconds - 1,
-        )
-        self._steepness = np.maximum(
-            (1 - _SLOW) * self._steepness
-            + _SLOW * np.array([_TRUST + more * longer, _TRUST + more * more]),
+        more = self._curve(positions) / self._curve(self._mean_positions) - 1
+        longer = seconds / self._mean_seconds - 1
+        self._slope = np.maximum(
+            (1 - _SLOPE_BLEND) * self._slope
+            + _SLOPE_BLEND * np.array([_SLOPE_PRIOR + more * longer, _SLOPE_PRIOR + more * more]),
             1e-3,
         )
-        self._mean_rows += _BLEND * (rows - self._mean_rows)
+        self._mean_positions += _BLEND * (positions - self._mean_positions)
         self._mean_seconds += _BLEND * (seconds - self._mean_seconds)
 
     def observe_draft(self, seconds: float, *, passes: int, hits: int, proposals: int) -> None:
-        """The seconds that a round waited for its proposals: `passes` deep where something had to be drafted, 0 where all were prepared."""
+        """Include the seconds that a round waited for its proposals.
+
+        The longest proposal that was not prepared took `passes`; 0 if all were prepared.
+        """
         self.hit_rate += _BLEND * (hits / proposals - self.hit_rate)
         if not passes:
-            self.wait += _BLEND * (seconds - self.wait)
+            self.hit_wait += _BLEND * (seconds - self.hit_wait)
             return
-        self._passes.append(max(seconds - self.wait, _SHORTEST) / passes)
+        self._draft_passes.append(max(seconds - self.hit_wait, _MIN_PASS_SECONDS) / passes)
 
-    def doubt_draft(self) -> None:
-        """What drafting was seen to take was long ago, or in passes that were the first of their shapes."""
-        self._passes.clear()
+    def discard_draft_passes(self) -> None:
+        """Drop the seconds of draft passes that are out of date.
 
-    def _curve(self, rows: float | Reals) -> Reals:
-        """By straight lines between what was measured, and on as the last of them runs."""
-        rows = np.asarray(rows, dtype=float)
-        inside = np.interp(rows, self._rows, self._seconds)
-        if len(self._rows) < 2:
+        They were measured long ago, or in passes that were the first of their shapes.
+        """
+        self._draft_passes.clear()
+
+    def _curve(self, positions: float | Reals) -> Reals:
+        """Return the warm-up's seconds, interpolated linearly.
+
+        Beyond the last measurement the last line goes on.
+        """
+        positions = np.asarray(positions, dtype=float)
+        inside = np.interp(positions, self._positions, self._seconds)
+        if len(self._positions) < 2:
             return inside
-        slope = (self._seconds[-1] - self._seconds[-2]) / (self._rows[-1] - self._rows[-2])
-        beyond: Reals = inside + slope * np.maximum(0.0, rows - self._rows[-1])
+        slope = (self._seconds[-1] - self._seconds[-2]) / (
+            self._positions[-1] - self._positions[-2]
+        )
+        beyond: Reals = inside + slope * np.maximum(0.0, positions - self._positions[-1])
         return beyond

@@ -1,10 +1,13 @@
-"""Who runs, and what fits into a round: slots, tokens and pages. Counts pages by arithmetic alone, as if no two sequences shared any."""
+"""Choice of the running sequences, and of what fits into a round: slots, tokens and pages.
+
+Pages are counted by arithmetic alone, as if no two sequences shared any. Knows no workers.
+"""
 
 from __future__ import annotations
 
 from collections import abc, deque
 
-from specserve.engine.batch import Batch, Row
+from specserve.engine.batch import Batch, BatchEntry
 from specserve.engine.sequence import Sequence
 from specserve.types import ModelInfo
 
@@ -12,8 +15,9 @@ from specserve.types import ModelInfo
 class Scheduler:
     """Continuous batching, first come first served.
 
-    Every running sequence arrived before every waiting one. The oldest always progresses: its pages are the last to be taken away,
-    so whatever is preempted, some sequence comes nearer to its end each round.
+    Every running sequence arrived before every waiting one. The oldest always progresses: its
+    pages are the last to be taken away, so whatever is preempted, some sequence comes nearer to its
+    end each round.
     """
 
     def __init__(
@@ -26,10 +30,9 @@ class Scheduler:
         max_gamma: int,
     ) -> None:
         self.running: list[Sequence] = []  # in order of arrival
-        self.waiting: deque[Sequence] = deque()  # likewise; never run yet, or preempted
-        self.released: list[
-            int
-        ] = []  # what the workers may forget; the coordinator tells them and empties it
+        self.waiting: deque[Sequence] = deque()  # in order of arrival; new ones and preempted ones
+        # Sequences whose pages the workers may free; the coordinator sends the ids and empties it.
+        self.released: list[int] = []
         self.num_preempted = 0
         self._page_size = info.page_size
         self._num_pages = info.num_pages
@@ -37,21 +40,27 @@ class Scheduler:
         self._max_running = max_running
         self._max_queued = max_queued
         self._max_batch_tokens = max_batch_tokens
-        self._headroom = max_gamma + 1  # what a sequence may grow by in a round
+        self._headroom = max_gamma + 1  # tokens that a sequence may grow by in a round
 
     @property
     def num_sequences(self) -> int:
         return len(self.running) + len(self.waiting)
 
     @property
-    def num_used(self) -> int:
-        """Pages for all committed tokens of the running sequences, and for their sources, read already or not."""
+    def num_used_pages(self) -> int:
+        """Pages of all committed tokens and encoder inputs of the running sequences.
+
+        Those that are not computed yet count, too.
+        """
         return sum(self._need(sequence) for sequence in self.running)
 
     @property
-    def num_wanted(self) -> int:
-        """The same if all that wait ran as well; may be more than there are."""
-        return self.num_used + sum(self._need(sequence) for sequence in self.waiting)
+    def num_wanted_pages(self) -> int:
+        """Pages that running and waiting sequences would use together.
+
+        They may be more than there are.
+        """
+        return self.num_used_pages + sum(self._need(sequence) for sequence in self.waiting)
 
     @property
     def can_queue(self) -> bool:
@@ -60,19 +69,19 @@ class Scheduler:
     def queue(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def sweep(self) -> None:
-        """Lets go of the sequences that have finished."""
+    def remove_finished(self) -> None:
         self.released += [sequence.seq_id for sequence in self.running if sequence.finish]
         self.running = [sequence for sequence in self.running if not sequence.finish]
         if any(sequence.finish for sequence in self.waiting):
             self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish)
 
-    def select(self, ready: Batch | None = None) -> None:
-        """Decides who runs: preempts the youngest while the committed tokens, and the drafts of a batch that is ready, do not fit.
+    def select_running(self, drafted: Batch | None = None) -> None:
+        """Preempt what does not fit, youngest first, then admit what does.
 
-        Then it admits as many as do.
+        What must fit are the committed tokens, and the draft tokens of a `drafted` batch that waits
+        for its verification.
         """
-        while self.num_used + self._promised(ready) > self._num_pages:
+        while self.num_used_pages + self._draft_pages(drafted) > self._num_pages:
             self._preempt()
         if self.waiting and len(self.running) < self._max_running:
             self._admit()
@@ -81,80 +90,78 @@ class Scheduler:
         self,
         gammas: abc.Sequence[int],
         *,
-        apart_from: Batch | None = None,
-        half: bool = False,
-        alone: Sequence | None = None,
+        members: abc.Sequence[Sequence] | None = None,
+        drafted: Batch | None = None,
     ) -> Batch:
-        """What fits of it: a token for each decoding sequence, chunks of prompts, and drafts, `gammas` at most.
+        """Return what fits into a round.
 
-        Without the sequences of another batch that is under way, or with every other sequence only, or with one sequence alone.
-        While prompts are waiting for their turn, half of the round is kept for them.
+        That is a token for each decoding sequence, chunks of prompts, and draft tokens: at most
+        `gammas`, one for each running sequence. Half of the round is kept for prompts while there
+        are any. Only `members` take part, if given; the draft tokens of a `drafted` batch that
+        waits for its verification keep their pages.
         """
-        wishes = [
-            max(0, min(gamma, sequence.max_drafts))
-            for sequence, gamma in zip(self.running, gammas, strict=True)
-        ]
-        elsewhere = (
-            set() if apart_from is None else {row.sequence.seq_id for row in apart_from.rows}
-        )
+        ids = None if members is None else {sequence.seq_id for sequence in members}
         wanted = [
-            pair
-            for pair in zip(self.running, wishes, strict=True)
-            if pair[0].seq_id not in elsewhere
-        ][:: 2 if half else 1]
-        if alone is not None:
-            wanted = [pair for pair in wanted if pair[0] is alone]
-        decoding = [pair for pair in wanted if pair[0].pending == 1]
-        prompts = [pair for pair in wanted if pair[0].pending > 1]
+            (sequence, max(0, min(gamma, sequence.max_drafts)))
+            for sequence, gamma in zip(self.running, gammas, strict=True)
+            if ids is None or sequence.seq_id in ids
+        ]
+        decoding = [pair for pair in wanted if pair[0].num_pending == 1]
+        prompts = [pair for pair in wanted if pair[0].num_pending > 1]
         budget = self._max_batch_tokens - len(decoding)
-        kept = (
-            max(1, min(budget // 2, sum(sequence.pending for sequence, _ in prompts)))
-            if prompts
-            else 0
-        )
-        rows = self._decode_rows(
+        for_prompts = 0
+        if prompts:
+            pending = sum(sequence.num_pending for sequence, _ in prompts)
+            for_prompts = max(1, min(budget // 2, pending))
+        entries = self._decode_entries(
             decoding,
-            budget=max(0, budget - kept),
-            free=self._num_pages - self.num_used - self._promised(apart_from),
+            budget=max(0, budget - for_prompts),
+            free=self._num_pages - self.num_used_pages - self._draft_pages(drafted),
         )
-        rows_of = _prompt_rows if self._decoder_start is None else _source_rows
-        chunks = rows_of(prompts, budget=max(kept, budget - sum(row.gamma for row in rows)))
+        prefill = _prefill_entries if self._decoder_start is None else _encoder_entries
+        left = budget - sum(entry.gamma for entry in entries)
+        chunks = prefill(prompts, budget=max(for_prompts, left))
         num_prompt_tokens = sum(
-            row.stop - row.sequence.target_held + len(row.sequence.source) for row in chunks
+            entry.stop - entry.sequence.target_cached + len(entry.sequence.encoder_input)
+            for entry in chunks
         )
         return Batch(
-            rows + chunks,
+            entries + chunks,
             num_prompt_tokens=num_prompt_tokens,
-            num_caught_up=self._limit_drafter(rows + chunks),
+            num_caught_up=self._limit_drafter(entries + chunks),
         )
 
     def _pages(self, length: int) -> int:
         return -(-length // self._page_size)
 
     def _need(self, sequence: Sequence, more: int = 0) -> int:
-        """Pages for the sequence, `more` tokens included. A source has pages of its own."""
-        return self._pages(sequence.length + more) + self._pages(len(sequence.source))
+        """Return the pages of a sequence with `more` tokens; encoder input has pages of its own."""
+        return self._pages(sequence.length + more) + self._pages(len(sequence.encoder_input))
 
-    def _promised(self, batch: Batch | None) -> int:
-        """Pages for the drafts of a batch that the target has yet to see."""
-        if batch is None:
+    def _draft_pages(self, drafted: Batch | None) -> int:
+        """Return the pages that the draft tokens of a batch will need beyond the committed ones."""
+        if drafted is None:
             return 0
-        rows = [row for row in batch.rows if row.sequence in self.running]
+        entries = [entry for entry in drafted.entries if entry.sequence in self.running]
         return sum(
-            self._pages(row.sequence.length + row.gamma) - self._pages(row.sequence.length)
-            for row in rows
+            self._pages(entry.sequence.length + entry.gamma) - self._pages(entry.sequence.length)
+            for entry in entries
         )
 
     def _preempt(self) -> None:
         youngest = self.running.pop()
         assert self.running, "a sequence alone always fits: its context is bounded by the pages"
-        youngest.forget()
+        youngest.reset_caches()
         self.released.append(youngest.seq_id)
         self.waiting.appendleft(youngest)
         self.num_preempted += 1
 
     def _admit(self) -> None:
-        """In order of arrival, with room for everyone's next round, so that what is admitted is not preempted at once."""
+        """Move waiting sequences to the running ones, in order of arrival.
+
+        There must be room for one more round of all of them, so that what is admitted is not
+        preempted at once.
+        """
         need = sum(self._need(sequence, self._headroom) for sequence in self.running)
         while self.waiting and len(self.running) < self._max_running:
             head = self.waiting[0]
@@ -163,97 +170,113 @@ class Scheduler:
                 return
             self.running.append(self.waiting.popleft())
 
-    def _decode_rows(
+    def _decode_entries(
         self, decoding: list[tuple[Sequence, int]], *, budget: int, free: int
-    ) -> list[Row]:
-        """Drafts give way twice: all alike when the round has too few tokens, the younger ones when the cache has too few pages."""
+    ) -> list[BatchEntry]:
+        """Return the entries of decoding sequences, with as many draft tokens as fit.
+
+        All sequences get fewer when the round has too few tokens, the younger ones when the cache
+        has too few pages.
+        """
         cap = self._headroom
-        if decoding and sum(wish for _, wish in decoding) > budget:
+        if decoding and sum(gamma for _, gamma in decoding) > budget:
             cap = budget // len(decoding)
-        rows = []
-        for sequence, wish in decoding:
+        entries = []
+        for sequence, wanted in decoding:
             length = sequence.length
-            held = self._pages(length)
-            gamma = min(wish, cap, (held + free) * self._page_size - length)
-            free -= self._pages(length + gamma) - held
-            rows.append(
-                Row(
-                    sequence,
-                    length,
-                    decides=True,
-                    gamma=gamma,
-                    draft_stop=length if gamma else None,
-                )
+            pages = self._pages(length)
+            gamma = min(wanted, cap, (pages + free) * self._page_size - length)
+            free -= self._pages(length + gamma) - pages
+            draft_stop = length if gamma else None
+            entries.append(
+                BatchEntry(sequence, length, needs_verdict=True, gamma=gamma, draft_stop=draft_stop)
             )
-        return rows
+        return entries
 
-    def _limit_drafter(self, rows: list[Row]) -> int:
-        """A drafter that lacks too much (a hole of many rounds, a restart) catches up over several rounds, and drafts again then.
+    def _limit_drafter(self, entries: list[BatchEntry]) -> int:
+        """Bound what the drafter prefills, and return how many tokens it catches up on.
 
-        Returns the tokens that it catches up on: all that it reads but each row's newest.
+        A drafter that lacks too much (a hole of many rounds, a restart) catches up over several
+        rounds, and drafts again then. The newest token of each entry does not count.
         """
         left = self._max_batch_tokens
-        for row in rows:
-            if row.draft_stop is not None and row.sequence.source and not row.sequence.draft_held:
-                left = self._with_source(row, left)
-            if row.draft_stop is not None:
-                held = row.sequence.draft_held
-                row.draft_stop = min(row.draft_stop, held + left + 1)
-                left -= row.draft_stop - held - 1
-                if row.draft_stop < row.stop:
-                    row.gamma = 0
+        for entry in entries:
+            sequence = entry.sequence
+            if (
+                entry.draft_stop is not None
+                and sequence.encoder_input
+                and not sequence.draft_cached
+            ):
+                left = self._take_encoder_input(entry, left)
+            if entry.draft_stop is not None:
+                cached = sequence.draft_cached
+                entry.draft_stop = min(entry.draft_stop, cached + left + 1)
+                left -= entry.draft_stop - cached - 1
+                if entry.draft_stop < entry.stop:
+                    entry.gamma = 0
         return self._max_batch_tokens - left
 
-    def _with_source(self, row: Row, left: int) -> int:
-        """What is left once the drafter has read the row's source, whole. One that is too long waits for a round in which it is the first."""
-        length = len(row.sequence.source)
+    def _take_encoder_input(self, entry: BatchEntry, left: int) -> int:
+        """Return the drafter's remaining budget after it has read the whole encoder input.
+
+        An input that is too long waits for a round in which it is the first.
+        """
+        length = len(entry.sequence.encoder_input)
         if length <= left:
             return left - length
         if left == self._max_batch_tokens:
             return 0
-        row.draft_stop, row.gamma = None, 0
+        entry.draft_stop, entry.gamma = None, 0
         return left
 
 
-def _prompt_rows(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[Row]:
-    """Chunks of prompts. They carry no drafts, but a drafter that will be wanted later reads along."""
-    rows = []
-    for (sequence, wish), chunk in zip(
-        prompts, _share([sequence.pending for sequence, _ in prompts], budget=budget), strict=True
-    ):
+def _prefill_entries(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[BatchEntry]:
+    """Return chunks of prompts.
+
+    They carry no draft tokens, but a drafter that will be wanted later prefills along.
+    """
+    chunks = _share([sequence.num_pending for sequence, _ in prompts], budget=budget)
+    entries = []
+    for (sequence, gamma), chunk in zip(prompts, chunks, strict=True):
         if chunk:
-            stop = sequence.target_held + chunk
-            rows.append(
-                Row(
+            stop = sequence.target_cached + chunk
+            entries.append(
+                BatchEntry(
                     sequence,
                     stop,
-                    decides=stop == sequence.length,
-                    draft_stop=stop if wish else None,
+                    needs_verdict=stop == sequence.length,
+                    draft_stop=stop if gamma else None,
                 )
             )
-    return rows
+    return entries
 
 
-def _source_rows(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[Row]:
-    """Sources with what was written of their texts before they lost their places. Each is read whole; the oldest, be it ever so long."""
-    rows: list[Row] = []
-    for sequence, wish in prompts:
-        if rows and sequence.pending > budget:
+def _encoder_entries(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[BatchEntry]:
+    """Return encoder inputs, each with any tokens generated before a preemption.
+
+    Encoder inputs are not chunked; the oldest is scheduled even when it exceeds the budget.
+    """
+    entries: list[BatchEntry] = []
+    for sequence, gamma in prompts:
+        if entries and sequence.num_pending > budget:
             break
-        budget -= sequence.pending
-        rows.append(
-            Row(
+        budget -= sequence.num_pending
+        entries.append(
+            BatchEntry(
                 sequence,
                 sequence.length,
-                decides=True,
-                draft_stop=sequence.length if wish else None,
+                needs_verdict=True,
+                draft_stop=sequence.length if gamma else None,
             )
         )
-    return rows
+    return entries
 
 
 def _share(pending: list[int], *, budget: int) -> list[int]:
-    """Half of the budget in equal parts, so that a short prompt does not wait for a long one; the rest in order of arrival."""
+    """Split the budget: one half in equal parts, the other half in order of arrival.
+
+    A short prompt thus does not wait for a long one.
+    """
     equal = budget // 2 // max(1, len(pending))
     chunks = [min(tokens, equal) for tokens in pending]
     left = budget - sum(chunks)

@@ -1,11 +1,14 @@
-"""One request under way. Holds committed tokens only, and how much of them each worker has cached; nothing here is ever taken back."""
+"""One running request: its committed tokens, and how many of them each worker has cached.
+
+Draft tokens are never part of it, so nothing here is ever taken back.
+"""
 
 from __future__ import annotations
 
 from specserve.types import (
     Chunk,
     DraftStep,
-    Finish,
+    FinishReason,
     Origin,
     Policy,
     Proposal,
@@ -17,26 +20,29 @@ from specserve.types import (
 
 
 class Sequence:
-    """Grows in `commit` alone. Always `draft_held <= target_held < length`: the newest token is not in any cache yet."""
+    """Committed tokens of one request; they grow in `commit` alone.
+
+    Always `draft_cached <= target_cached < length`: the newest token is not in any cache yet.
+    """
 
     __slots__ = (
         "_accepted",
         "_anticipated",
         "_drafted",
-        "_end",
+        "_max_length",
         "_passes",
         "_rounds",
-        "_stops",
+        "_stop_ids",
         "committed",
-        "draft_held",
+        "draft_cached",
         "draft_limit",
+        "encoder_input",
         "finish",
-        "gamma_wish",
         "grammar",
         "policy",
+        "requested_gamma",
         "seq_id",
-        "source",
-        "target_held",
+        "target_cached",
     )
 
     def __init__(
@@ -52,21 +58,19 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.policy = policy
-        self.source = (
-            () if decoder_start is None else request.prompt
-        )  # what an encoder reads, whole, with the first token
-        given = request.prompt if decoder_start is None else (decoder_start,)
-        self.committed = [*given, *request.written]
-        self.target_held = 0  # positions that are valid in the target's cache
-        self.draft_held = 0  # the same for the drafter's
-        self.draft_limit = (
-            draft_limit if len(self.source) <= draft_limit else 0
-        )  # positions that the drafter can hold; 0 when nothing drafts
+        # What the encoder reads, whole, with the first token.
+        self.encoder_input = () if decoder_start is None else request.prompt
+        prompt = request.prompt if decoder_start is None else (decoder_start,)
+        self.committed = [*prompt, *request.generated]
+        self.target_cached = 0  # valid positions in the target's cache
+        self.draft_cached = 0  # valid positions in the drafter's cache
+        # Positions that the drafter has room for; 0 when nothing drafts.
+        self.draft_limit = draft_limit if len(self.encoder_input) <= draft_limit else 0
         self.grammar = request.grammar
-        self.gamma_wish = request.speculation.gamma
-        self.finish: Finish | None = None
-        self._end = min(len(given) + request.max_tokens, context)
-        self._stops = (
+        self.requested_gamma = request.speculation.gamma
+        self.finish: FinishReason | None = None
+        self._max_length = min(len(prompt) + request.max_tokens, context)
+        self._stop_ids = (
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | end_ids
         )
         self._rounds = self._drafted = self._accepted = self._passes = self._anticipated = 0
@@ -76,16 +80,22 @@ class Sequence:
         return len(self.committed)
 
     @property
-    def pending(self) -> int:
-        """Tokens that the target has yet to read, those of a source included: 1 while decoding, more in a prompt."""
-        unread = len(self.committed) - self.target_held
-        return unread if self.target_held else unread + len(self.source)
+    def num_pending(self) -> int:
+        """Tokens that the target has yet to compute, encoder input included.
+
+        That is 1 while decoding, and more while a prompt is prefilled.
+        """
+        pending = len(self.committed) - self.target_cached
+        return pending if self.target_cached else pending + len(self.encoder_input)
 
     @property
     def max_drafts(self) -> int:
-        """Draft tokens that could still be of use: the round adds one more by itself. Below 1 there is nothing to draft."""
+        """Draft tokens that could still be of use; below 1 there is nothing to draft.
+
+        The round adds one more token by itself.
+        """
         length = len(self.committed)
-        return min(self._end - length - 1, self.draft_limit - length)
+        return min(self._max_length - length - 1, self.draft_limit - length)
 
     @property
     def stats(self) -> Stats:
@@ -100,45 +110,65 @@ class Sequence:
         )
 
     def draft_step(self, *, stop: int, gamma: int) -> DraftStep:
-        """Fills whatever hole the drafter's cache has before `stop`, then asks for `gamma` tokens."""
-        source, grammar = ((), None) if self.draft_held else (self.source, self.grammar)
+        """Return the step that fills the drafter's cache up to `stop` and requests `gamma` tokens.
+
+        After rounds without drafts there is a hole in that cache; the step carries all of it.
+        """
+        encoder_input, grammar = (
+            ((), None) if self.draft_cached else (self.encoder_input, self.grammar)
+        )
         return DraftStep(
             self.seq_id,
-            self.draft_held,
-            tuple(self.committed[self.draft_held : stop]),
+            self.draft_cached,
+            tuple(self.committed[self.draft_cached : stop]),
             gamma,
             self.policy,
-            source,
+            encoder_input,
             grammar,
         )
 
     def verify_step(self, *, stop: int, proposal: Proposal | None) -> VerifyStep:
-        """Reads committed tokens up to `stop`; judges the proposal once all of them are read."""
-        tokens = tuple(self.committed[self.target_held : stop])
-        decide = stop == len(self.committed)
-        source, grammar = ((), None) if self.target_held else (self.source, self.grammar)
+        """Return the step that computes committed tokens up to `stop` and verifies the proposal.
+
+        It needs a verdict once all committed tokens are computed.
+        """
+        tokens = tuple(self.committed[self.target_cached : stop])
+        encoder_input, grammar = (
+            ((), None) if self.target_cached else (self.encoder_input, self.grammar)
+        )
         drafts, q = ((), None) if proposal is None else (proposal.tokens, proposal.q)
         return VerifyStep(
-            self.seq_id, self.target_held, tokens, drafts, q, self.policy, decide, source, grammar
+            self.seq_id,
+            self.target_cached,
+            tokens,
+            drafts,
+            q,
+            self.policy,
+            stop == len(self.committed),
+            encoder_input,
+            grammar,
         )
 
-    def read(self, *, stop: int, proposal: Proposal | None) -> None:
-        """The target has read a chunk of the prompt up to `stop`, and perhaps the drafter too."""
-        self.target_held = stop
+    def advance(self, *, stop: int, proposal: Proposal | None) -> None:
+        """Record that the target has cached the positions up to `stop`, and the drafter its own."""
+        self.target_cached = stop
         if proposal is not None:
-            self.draft_held = min(proposal.held, stop)
+            self.draft_cached = min(proposal.num_cached, stop)
         self._passes += 1
 
     def commit(self, verdict: Verdict, proposal: Proposal | None) -> Chunk:
-        """Appends the accepted drafts and the next token, up to the first stop. The only place where a sequence grows."""
+        """Append the accepted draft tokens and the next token, up to the first stop.
+
+        This is the only place where a sequence grows.
+        """
         if verdict.error is not None:
-            return self.end(Finish.ERROR, error=verdict.error)
+            return self.end(FinishReason.ERROR, error=verdict.error)
         drafts = proposal.tokens if proposal is not None else ()
         accepted = verdict.accepted
         assert self.finish is None
         assert accepted <= len(drafts)
-        tokens = self._cut((*drafts[:accepted], verdict.next_token))
-        self.read(stop=len(self.committed) + accepted, proposal=proposal)
+        tokens = self._cut_at_end((*drafts[:accepted], verdict.next_token))
+        self.advance(stop=len(self.committed) + accepted, proposal=proposal)
         self.committed += tokens
         self._rounds += 1
         self._drafted += len(drafts)
@@ -148,25 +178,29 @@ class Sequence:
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(tokens)]
         return Chunk(self.seq_id, tokens, origins, logprobs, self.finish, self.stats)
 
-    def end(self, finish: Finish, *, error: str | None = None) -> Chunk:
-        """Ends the sequence from outside: cancelled or failed. The chunk is its last and brings no token."""
+    def end(self, finish: FinishReason, *, error: str | None = None) -> Chunk:
+        """End a cancelled or failed sequence and return its last chunk, which has no tokens."""
         assert self.finish is None
         self.finish = finish
         return Chunk(self.seq_id, (), (), finish=finish, stats=self.stats, error=error)
 
-    def forget(self) -> None:
-        """The workers hold nothing of it any more; the next rounds compute everything again from the committed tokens."""
-        self.target_held = self.draft_held = 0
+    def reset_caches(self) -> None:
+        """Record that no worker has anything cached: the committed tokens are recomputed."""
+        self.target_cached = self.draft_cached = 0
 
-    def _cut(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Ends at the first stop token, which stays in, or where `max_tokens` or the context ends."""
-        room = self._end - len(self.committed)
+    def _cut_at_end(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens up to the first stop token, `max_tokens` or the end of the context.
+
+        A stop token itself is kept.
+        """
+        room = self._max_length - len(self.committed)
         if len(tokens) >= room:
             tokens = tokens[:room]
-            self.finish = Finish.LENGTH
-        if not self._stops.isdisjoint(tokens):
-            self.finish = Finish.STOP
-            tokens = tokens[: 1 + next(i for i, token in enumerate(tokens) if token in self._stops)]
+            self.finish = FinishReason.LENGTH
+        if not self._stop_ids.isdisjoint(tokens):
+            self.finish = FinishReason.STOP
+            first = next(i for i, token in enumerate(tokens) if token in self._stop_ids)
+            tokens = tokens[: 1 + first]
         return tokens
 
 

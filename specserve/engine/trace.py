@@ -1,4 +1,7 @@
-"""What each round did, kept as metrics and as a trace of the last ones. Knows seconds and counts; no workers, no network."""
+"""Record of the rounds: metrics of all of them, and a trace of the last ones.
+
+Knows seconds and counts; no workers, no network.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-from specserve.engine.batch import Batch, Outcome
+from specserve.engine.batch import Outcome
 from specserve.engine.pacer import Decision
 from specserve.metrics import Registry
 from specserve.types import Span
@@ -15,86 +18,67 @@ from specserve.types import Span
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round, by the coordinator's clock: it began, had its proposals, had its verdicts, and had committed them."""
+    """One round, with its four times by the coordinator's clock."""
 
     number: int
-    begun: float
-    drafted: float
-    verified: float
-    ended: float
+    start: float
+    drafted_at: float  # when it had its proposals
+    verified_at: float  # when it had its verdicts
+    end: float  # when it had committed them
     num_sequences: int
-    num_rows: int  # of the target's pass
+    num_positions: int  # in the target's pass
     num_prompt_tokens: int
     outcomes: tuple[Outcome, ...]  # of the sequences that had a proposal
     num_committed: int
-    decision: Decision  # of the pacer, by which it was drafted for
-
-    @classmethod
-    def of(
-        cls,
-        batch: Batch,
-        outcomes: tuple[Outcome, ...],
-        decision: Decision,
-        *,
-        number: int,
-        begun: float,
-        drafted: float,
-        verified: float,
-        ended: float,
-        num_committed: int,
-    ) -> Round:
-        times = (begun, drafted, verified, ended)
-        return cls(
-            number,
-            *times,
-            len(batch.rows),
-            batch.num_rows,
-            batch.num_prompt_tokens,
-            outcomes,
-            num_committed,
-            decision,
-        )
+    decision: Decision  # of the pacer, for this round
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A message to a worker and its answer, and what the worker did since its last one, by the coordinator's clock."""
+    """A message to a worker and its answer, by the coordinator's clock.
+
+    `spans` are what the worker did since its last answer, by the same clock.
+    """
 
     role: str  # target or draft
-    sent: float
-    answered: float
+    sent_at: float
+    answered_at: float
     spans: tuple[Span, ...]
 
 
-class Journal:
-    """Takes rounds and exchanges in; gives counters, histograms and a trace out."""
+class TraceJournal:
+    """A record of rounds and exchanges: counters, histograms, and a trace of the last rounds."""
 
-    def __init__(self, registry: Registry, *, kept: int = 2000) -> None:
+    def __init__(self, registry: Registry, *, max_rounds: int = 2000) -> None:
         self._registry = registry
-        self._rounds: deque[Round] = deque(maxlen=kept)
-        self._exchanges: deque[Exchange] = deque(maxlen=2 * kept)
+        self._rounds: deque[Round] = deque(maxlen=max_rounds)
+        self._exchanges: deque[Exchange] = deque(maxlen=2 * max_rounds)
 
-    def exchange(self, done: Exchange) -> None:
-        self._exchanges.append(done)
+    def record_exchange(self, exchange: Exchange) -> None:
+        self._exchanges.append(exchange)
 
-    def record(self, done: Round) -> None:
+    def record_round(self, done: Round) -> None:
         self._rounds.append(done)
-        self._registry.histogram("round_seconds").observe(done.ended - done.begun)
-        self._registry.histogram("verify_seconds").observe(done.verified - done.drafted)
+        self._registry.histogram("round_seconds").observe(done.end - done.start)
+        self._registry.histogram("verify_seconds").observe(done.verified_at - done.drafted_at)
         if done.outcomes:
-            self._registry.histogram("draft_seconds").observe(done.drafted - done.begun)
+            self._registry.histogram("draft_seconds").observe(done.drafted_at - done.start)
             self._count(done.outcomes)
 
     def trace(self, last: int | None = None) -> dict[str, Any]:
-        """The last rounds, all that are kept or so many, in Chrome's trace format, which Perfetto opens."""
+        """Return the last rounds in Chrome's trace format, which Perfetto opens.
+
+        These are `last` rounds, or all that are kept.
+        """
         kept = len(self._rounds)
-        rounds = [*islice(self._rounds, max(0, kept - last) if last is not None else 0, kept)]
-        since = rounds[0].begun if rounds else 0.0
-        exchanges = [done for done in self._exchanges if done.sent >= since]
-        events = [*_names(), *(event for done in rounds for event in _round_events(done))]
+        first = max(0, kept - last) if last is not None else 0
+        rounds = [*islice(self._rounds, first, kept)]
+        since = rounds[0].start if rounds else 0.0
+        exchanges = [exchange for exchange in self._exchanges if exchange.sent_at >= since]
+        events = [*_lane_names(), *(event for done in rounds for event in _round_events(done))]
         return {
             "traceEvents": events
-            + [event for done in exchanges for event in _exchange_events(done)],
+            + [event for exchange in exchanges for event in _exchange_events(exchange)],
             "displayTimeUnit": "ms",
         }
 
@@ -121,8 +105,8 @@ class Journal:
 _LANES = {"target": 1, "draft": 2, "coordinator": 3, "link": 4}
 
 
-def _names() -> list[dict[str, Any]]:
-    """Every lane is one actor's, but the last, which shows what lies between them."""
+def _lane_names() -> list[dict[str, Any]]:
+    """Return the names of the lanes: one for each process, and one for the link between them."""
     return [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": lane, "args": {"name": name}}
         for name, lane in _LANES.items()
@@ -130,11 +114,14 @@ def _names() -> list[dict[str, Any]]:
 
 
 def _round_events(done: Round) -> list[dict[str, Any]]:
-    """Of the coordinator. What the pacer saw goes with the round, so that a reader can follow why it was drafted for like this."""
+    """Return the coordinator's events of a round.
+
+    The pacer's decision goes with them, so that a reader can follow why gamma was chosen.
+    """
     about = {
         "round": done.number,
         "sequences": done.num_sequences,
-        "rows": done.num_rows,
+        "rows": done.num_positions,
         "prompt_tokens": done.num_prompt_tokens,
         "drafted": sum(outcome.proposed for outcome in done.outcomes),
         "accepted": sum(outcome.accepted for outcome in done.outcomes),
@@ -142,35 +129,36 @@ def _round_events(done: Round) -> list[dict[str, Any]]:
         "misses": sum(outcome.anticipated is False for outcome in done.outcomes),
         "committed": done.num_committed,
     }
-    pacer = {
-        key: value for key, value in asdict(done.decision).items() if value != float("inf")
-    }  # which JSON does not know
+    # JSON has no infinity.
+    pacer = {key: value for key, value in asdict(done.decision).items() if value != float("inf")}
     return [
-        _event("round", "coordinator", done.begun, done.ended, about | {"pacer": pacer}),
-        _event("propose", "coordinator", done.begun, done.drafted, about),
-        _event("verify", "coordinator", done.drafted, done.verified, about),
-        _event("commit", "coordinator", done.verified, done.ended, about),
+        _event("round", "coordinator", done.start, done.end, about | {"pacer": pacer}),
+        _event("propose", "coordinator", done.start, done.drafted_at, about),
+        _event("verify", "coordinator", done.drafted_at, done.verified_at, about),
+        _event("commit", "coordinator", done.verified_at, done.end, about),
     ]
 
 
-def _exchange_events(done: Exchange) -> list[dict[str, Any]]:
-    """What the worker did, and what its last message and answer spent on the way."""
-    events = [_event(span.name, done.role, span.begun, span.ended, {}) for span in done.spans]
-    if done.spans:
-        events.append(_event(f"to {done.role}", "link", done.sent, done.spans[-1].begun, {}))
-        events.append(_event(f"from {done.role}", "link", done.spans[-1].ended, done.answered, {}))
+def _exchange_events(exchange: Exchange) -> list[dict[str, Any]]:
+    """Return what the worker did, and the time that message and answer spent on the link."""
+    role, spans = exchange.role, exchange.spans
+    events = [_event(span.name, role, span.start, span.end, {}) for span in spans]
+    if spans:
+        last = spans[-1]
+        events.append(_event(f"to {role}", "link", exchange.sent_at, last.start, {}))
+        events.append(_event(f"from {role}", "link", last.end, exchange.answered_at, {}))
     return events
 
 
 def _event(
-    name: str, lane: str, begun: float, ended: float, about: abc.Mapping[str, Any]
+    name: str, lane: str, start: float, end: float, about: abc.Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
         "name": name,
         "ph": "X",
         "pid": 1,
         "tid": _LANES[lane],
-        "ts": begun * 1e6,
-        "dur": max(0.0, ended - begun) * 1e6,
+        "ts": start * 1e6,
+        "dur": max(0.0, end - start) * 1e6,
         "args": about,
     }

@@ -1,4 +1,7 @@
-"""The two workers as a round needs them: answers are checked, and a drafter that fails is done without. Knows no scheduling."""
+"""The two workers as a round calls them: answers are checked, a failing drafter is skipped.
+
+Knows no scheduling.
+"""
 
 from __future__ import annotations
 
@@ -11,60 +14,76 @@ from specserve.types import Drafter, DraftStep, Proposal, Target, Verdict, Verif
 
 log = logging.getLogger(__name__)
 
-LONGEST_REST = 256  # rounds
+MAX_BACKOFF_ROUNDS = 256
 
 
-class Crew:
-    """A target, and perhaps a drafter. Only the target's failures are anyone's concern."""
+class WorkerPair:
+    """A target, and perhaps a drafter. Only the target's failures reach the caller."""
 
     def __init__(self, target: Target, drafter: Drafter | None) -> None:
         self.target, self.drafter = target, drafter
         self._failures = 0  # of the drafter, in a row
-        self._rest = 0  # rounds until it is asked again
+        self._backoff_rounds = 0  # rounds until the drafter is called again
 
     async def propose(
         self, steps: abc.Sequence[DraftStep], deadline: float
     ) -> abc.Sequence[Proposal] | None:
-        """None when the drafter failed: then nothing is known of what it holds. One that keeps failing is asked ever more seldom."""
+        """Return the drafter's proposals, or None if it failed.
+
+        After a failure nothing is known of its cache, and a growing number of rounds goes on
+        without it.
+        """
         if self.drafter is None or not steps:
             return ()
-        if self._rest:
-            self._rest -= 1
+        if self._backoff_rounds:
+            self._backoff_rounds -= 1
             return ()
         try:
             proposals = await self.drafter.propose(steps, deadline)
             _check_proposals(steps, proposals)
         except Exception:
-            self._rest = (
-                min(max(1, 2**self._failures // 8), LONGEST_REST) - 1
-            )  # the first few may be a mishap
+            # The first few failures may be accidents: the drafter is called again at once.
+            backoff = min(max(1, 2**self._failures // 8), MAX_BACKOFF_ROUNDS)
+            self._backoff_rounds = backoff - 1
             self._failures += 1
-            log.exception("the drafter failed; %d more rounds go on without it", self._rest)
+            log.exception(
+                "the drafter failed; %d more rounds go on without it", self._backoff_rounds
+            )
             return None
         self._failures = 0
         return proposals
 
     def verify(self, steps: abc.Sequence[VerifyStep]) -> abc.Awaitable[abc.Sequence[Verdict]]:
-        """A target elsewhere is at work once this returns. Raises when awaited, whatever the target failed with and whenever."""
+        """Send the steps to the target and return its verdicts, to be awaited.
+
+        A remote target is busy once this returns. Whatever the target fails with, and whenever,
+        is raised by the awaitable.
+        """
         try:
             return _checked(steps, self.target.verify(steps))
         except Exception as error:
             return _failed(error)
 
     async def release(self, seq_ids: abc.Sequence[int]) -> None:
-        """Tells the workers which sequences they may forget."""
+        """Let the workers free the pages of these sequences."""
         for worker in (self.target, self.drafter):
             if worker is not None:
-                await _unless_it_fails(
+                await _ignore_failure(
                     f"{type(worker).__name__} to release {len(seq_ids)} sequences",
                     worker.release(seq_ids),
                 )
 
-    async def settle(self) -> None:
-        """A round of nothing: workers that hear of releases with their next steps hear of them now, though there are none."""
+    async def flush_releases(self) -> None:
+        """Send both workers an empty step list.
+
+        Remote workers receive releases with their next steps; without running sequences there
+        would be none.
+        """
         if self.drafter is not None:
-            await _unless_it_fails("the drafter to settle", self.drafter.propose((), math.inf))
-        await _unless_it_fails("the target to settle", self.target.verify(()))
+            await _ignore_failure(
+                "the drafter to flush releases", self.drafter.propose((), math.inf)
+            )
+        await _ignore_failure("the target to flush releases", self.target.verify(()))
 
 
 async def _checked(
@@ -79,8 +98,11 @@ async def _failed(error: Exception) -> abc.Sequence[Verdict]:
     raise error
 
 
-async def _unless_it_fails(what: str, call: abc.Awaitable[object]) -> None:
-    """A worker that cannot even forget will fail in its next step, where that is dealt with."""
+async def _ignore_failure(what: str, call: abc.Awaitable[object]) -> None:
+    """Await a call whose failure does not matter here.
+
+    The worker's next step fails, too, and is handled there.
+    """
     try:
         await call
     except Exception:
@@ -91,18 +113,16 @@ def _check_proposals(steps: abc.Sequence[DraftStep], proposals: abc.Sequence[Pro
     if [step.seq_id for step in steps] != [proposal.seq_id for proposal in proposals]:
         raise WorkerLost("the drafter answered other sequences than were asked for")
     for step, proposal in zip(steps, proposals, strict=True):
-        if proposal.tokens and (
-            proposal.start != step.start + len(step.tokens) or len(proposal.tokens) > step.gamma
-        ):
+        if proposal.tokens and (proposal.start != step.stop or len(proposal.tokens) > step.gamma):
             raise WorkerLost(
                 f"the drafter's proposal for sequence {step.seq_id} does not fit its step"
             )
 
 
 def _check_verdicts(steps: abc.Sequence[VerifyStep], verdicts: abc.Sequence[Verdict]) -> None:
-    steps = [step for step in steps if step.decide]
+    steps = [step for step in steps if step.needs_verdict]
     if [step.seq_id for step in steps] != [verdict.seq_id for verdict in verdicts]:
-        raise WorkerLost("the target judged other sequences than were asked for")
+        raise WorkerLost("the target verified other sequences than were asked for")
     for step, verdict in zip(steps, verdicts, strict=True):
         if not 0 <= verdict.accepted <= len(step.drafts):
             raise WorkerLost(

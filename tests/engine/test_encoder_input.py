@@ -1,4 +1,4 @@
-"""A prompt that is a source: what the engine sends of it and when, which pages it takes, and what is refused."""
+"""The prompt of an encoder-decoder: the steps that carry it, its pages, and its limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from specserve.drafters.ngram.build import open_statistical
+from specserve.config.tree import SpeculationConfig
+from specserve.drafters.ngram.build import open_ngram_drafter
 from specserve.engine.admission import Admission
 from specserve.engine.batch import Batch
 from specserve.engine.scheduler import Scheduler
@@ -52,13 +53,11 @@ def write(one: Running, *tokens: int) -> None:
         one.commit(Verdict(one.seq_id, 0, token, None), None)
 
 
-def test_a_text_begins_with_the_decoders_first_token_and_the_source_goes_with_steps_that_start_at_0_alone() -> (
-    None
-):
+def test_encoder_input_goes_only_with_steps_that_start_at_0() -> None:
     one = sequence()
-    assert (one.committed, one.pending) == ([START], 6)
+    assert (one.committed, one.num_pending) == ([START], 6)
     first = one.verify_step(stop=1, proposal=None)
-    assert (first.start, first.tokens, first.source, first.decide) == (
+    assert (first.start, first.tokens, first.encoder_input, first.needs_verdict) == (
         0,
         (START,),
         (1, 2, 3, 4, 5),
@@ -66,29 +65,29 @@ def test_a_text_begins_with_the_decoders_first_token_and_the_source_goes_with_st
     )
     write(one, 40)
     later = one.verify_step(stop=2, proposal=None)
-    assert (later.start, later.tokens, later.source, one.pending) == (1, (40,), (), 1)
-    assert one.draft_step(stop=2, gamma=3).source == (1, 2, 3, 4, 5)
-    one.commit(Verdict(0, 1, 42, None), Proposal(0, 2, (41,), None, held=2))
-    assert one.draft_step(stop=4, gamma=3).source == ()
+    assert (later.start, later.tokens, later.encoder_input, one.num_pending) == (1, (40,), (), 1)
+    assert one.draft_step(stop=2, gamma=3).encoder_input == (1, 2, 3, 4, 5)
+    one.commit(Verdict(0, 1, 42, None), Proposal(0, 2, (41,), None, num_cached=2))
+    assert one.draft_step(stop=4, gamma=3).encoder_input == ()
 
 
-def test_a_text_that_lost_its_place_is_read_again_with_its_source() -> None:
+def test_a_preempted_text_is_recomputed_with_its_encoder_input() -> None:
     one = sequence()
     write(one, 40, 41)
-    one.forget()
+    one.reset_caches()
     again = one.verify_step(stop=3, proposal=None)
-    assert (again.start, again.tokens, again.source) == (0, (START, 40, 41), (1, 2, 3, 4, 5))
-    assert one.pending == 8
+    assert (again.start, again.tokens, again.encoder_input) == (0, (START, 40, 41), (1, 2, 3, 4, 5))
+    assert one.num_pending == 8
 
 
-def test_max_tokens_count_what_is_written() -> None:
+def test_max_tokens_counts_generated_tokens_only() -> None:
     one = sequence(length=50, max_tokens=3)
     write(one, 40, 41, 42)
     assert one.finish == "length"
     assert one.length == 4
 
 
-def test_a_source_too_long_for_the_drafter_is_not_sent_to_it() -> None:
+def test_an_encoder_input_too_long_for_the_drafter_is_not_sent_to_it() -> None:
     assert sequence(length=20, draft_limit=16).max_drafts < 1
     assert sequence(length=16, draft_limit=16).max_drafts > 1
 
@@ -105,7 +104,7 @@ def scheduler(**options: int) -> Scheduler:
 
 
 def planned(schedule: Scheduler, gamma: int = 2) -> Batch:
-    schedule.select()
+    schedule.select_running()
     return schedule.next_batch([gamma] * len(schedule.running))
 
 
@@ -116,69 +115,69 @@ def queue(schedule: Scheduler, lengths: Sequence[int], **options: int) -> list[R
     return made
 
 
-def test_sources_are_read_whole_as_many_as_the_round_holds_and_the_oldest_always() -> None:
+def test_encoder_inputs_are_not_chunked_and_the_oldest_is_always_scheduled() -> None:
     schedule = scheduler()
     long, *short = queue(schedule, [50, 10, 10, 10])
     batch = planned(schedule)
-    assert [row.sequence for row in batch.rows] == [long]
+    assert [entry.sequence for entry in batch.entries] == [long]
     assert (
-        batch.rows[0].stop,
-        batch.rows[0].decides,
-        batch.rows[0].gamma,
+        batch.entries[0].stop,
+        batch.entries[0].needs_verdict,
+        batch.entries[0].gamma,
         batch.num_prompt_tokens,
     ) == (1, True, 0, 51)
     write(long, 40)
     batch = planned(schedule)
-    assert [row.sequence for row in batch.rows] == [long, *short[:2]]
+    assert [entry.sequence for entry in batch.entries] == [long, *short[:2]]
 
 
-def test_a_drafter_reads_no_more_sources_in_a_round_than_the_target() -> None:
+def test_a_drafter_reads_no_more_encoder_input_in_a_round_than_the_target() -> None:
     schedule = scheduler()
     made = queue(schedule, [20, 20, 40])
     for one in made:
-        schedule.select()
-        one.target_held, one.committed = 1, [START, 9]
-    rows = planned(schedule).rows
-    assert [(row.draft_stop, row.gamma) for row in rows] == [(2, 2), (None, 0), (None, 0)]
-    made[0].draft_held = made[1].draft_held = 1
-    rows = planned(schedule).rows
-    assert [(row.draft_stop, row.gamma) for row in rows] == [
+        schedule.select_running()
+        one.target_cached, one.committed = 1, [START, 9]
+    entries = planned(schedule).entries
+    assert [(entry.draft_stop, entry.gamma) for entry in entries] == [(2, 2), (None, 0), (None, 0)]
+    made[0].draft_cached = made[1].draft_cached = 1
+    entries = planned(schedule).entries
+    assert [(entry.draft_stop, entry.gamma) for entry in entries] == [
         (2, 2),
         (2, 2),
         (1, 0),
     ]  # too long for any round: it is read alone
 
 
-def test_the_pages_of_sources_count_and_the_youngest_gives_way() -> None:
+def test_the_pages_of_encoder_inputs_count_and_the_youngest_is_preempted() -> None:
     schedule = scheduler(num_pages=12, max_gamma=0)
     first, second = queue(schedule, [16, 14])
-    schedule.select()
-    assert schedule.num_used == (4 + 1) + (4 + 1)
+    schedule.select_running()
+    assert schedule.num_used_pages == (4 + 1) + (4 + 1)
     for one in (first, second):
         write(one, *range(40, 48))
         one.finish = None
-    schedule.select()
+    schedule.select_running()
     assert schedule.running == [first]
     assert schedule.num_preempted == 1
 
 
 def admission(**options: int) -> Admission:
-    return Admission(info(**options), max_gamma=4, default_verifier="block", lenience=1.0)
+    return Admission(info(**options), SpeculationConfig(max_gamma=4))
 
 
-def test_what_no_encoder_can_read_and_what_leaves_no_room_for_a_text_is_refused() -> None:
+def test_an_encoder_input_too_long_for_the_encoder_or_for_the_cache_is_an_error() -> None:
     admission().check(request(64))
-    with pytest.raises(TooLong, match="the source has 65 tokens, but the encoder reads at most 64"):
+    with pytest.raises(TooLong, match="the prompt has 65 tokens, but the encoder reads at most 64"):
         admission().check(request(65))
     with pytest.raises(
-        TooLong, match="the source has 40 tokens, next to which the cache has no room"
+        TooLong, match="the prompt has 40 tokens, next to which the cache has no room"
     ):
         admission(num_pages=10).check(request(40))
-    assert admission(num_pages=12).room(request(40)) == 8
-    assert admission().room(request(40)) == 64
+    assert admission(num_pages=12).max_length(request(40)) == 8
+    assert admission().max_length(request(40)) == 64
 
 
-def test_penalties_see_what_the_decoder_wrote_and_nothing_of_the_source() -> None:
+def test_penalties_ignore_the_encoder_input() -> None:
     assert admission().policy(request(40)).prompt_length == 1
 
 
@@ -186,36 +185,36 @@ def draft(
     start: int,
     tokens: tuple[int, ...],
     *,
-    source: tuple[int, ...] = (),
+    encoder_input: tuple[int, ...] = (),
     gamma: int = 4,
     seq_id: int = 0,
 ) -> DraftStep:
-    return DraftStep(seq_id, start, tokens, gamma, GREEDY, source)
+    return DraftStep(seq_id, start, tokens, gamma, GREEDY, encoder_input)
 
 
 @pytest.mark.parametrize("kind", ["prompt_copy", "max_gram"])
-def test_drafts_are_copied_from_the_source_and_from_what_was_written(kind: str) -> None:
-    drafter = open_statistical(kind, path=None, learn=False, support=8, vocab_size=97)
-    source = (5, 6, 7, 8, 9, 2)
-    (first,) = drafter.draft([draft(0, (START, 5, 6), source=source)], bool)
-    assert (first.start, first.tokens, first.held) == (3, (7, 8, 9, 2), 7)
+def test_drafts_are_copied_from_the_encoder_input_and_from_generated_tokens(kind: str) -> None:
+    drafter = open_ngram_drafter(kind, path=None, learn=False, support=8, vocab_size=97)
+    encoder_input = (5, 6, 7, 8, 9, 2)
+    (first,) = drafter.draft([draft(0, (START, 5, 6), encoder_input=encoder_input)], bool)
+    assert (first.start, first.tokens, first.num_cached) == (3, (7, 8, 9, 2), 7)
     (second,) = drafter.draft(
         [draft(5, (30, 31, 5, 6, 7, 8, 30, 31))], bool
-    )  # two drafts stood; the latest match is in what was written
+    )  # two drafts were accepted; the latest match is in the generated tokens
     assert (second.start, second.tokens) == (13, (5, 6, 7, 8))
     drafter.release([0])
-    (again,) = drafter.draft([draft(0, (START, 8, 9), source=source, gamma=1)], bool)
+    (again,) = drafter.draft([draft(0, (START, 8, 9), encoder_input=encoder_input, gamma=1)], bool)
     assert again.tokens == (2,)
 
 
-def test_branches_copy_from_the_source_too() -> None:
-    drafter = open_statistical("prompt_copy", path=None, learn=None, support=8, vocab_size=97)
-    drafter.draft([draft(0, (START, 5, 6), source=(5, 6, 7, 8, 9, 2))], bool)
-    (outlook,) = drafter.outlooks([0], 2)
-    assert (outlook.start, outlook.drafts) == (3, (7, 8, 9, 2))
+def test_branches_copy_from_the_encoder_input_too() -> None:
+    drafter = open_ngram_drafter("prompt_copy", path=None, learn=None, support=8, vocab_size=97)
+    drafter.draft([draft(0, (START, 5, 6), encoder_input=(5, 6, 7, 8, 9, 2))], bool)
+    (forecast,) = drafter.forecast_outcomes([0], 2)
+    assert (forecast.start, forecast.drafts) == (3, (7, 8, 9, 2))
     assert drafter.fork(0, 1, 4)
     (branch,) = drafter.draft([draft(4, (8,), seq_id=1, gamma=2)], bool)
     assert (branch.start, branch.tokens) == (5, (9, 2))
-    drafter.become(0, 1)
+    drafter.promote_branch(0, 1)
     (after,) = drafter.draft([draft(4, (8,), gamma=2)], bool)
     assert (after.start, after.tokens) == (5, (9, 2))

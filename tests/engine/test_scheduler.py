@@ -1,4 +1,4 @@
-"""What fits into a round: tokens, pages and slots, and who waits for whom."""
+"""Scheduling by tokens, pages and slots: what fits into a round, and which sequences wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from tests.support.fakes import model_info
 
 
 def scheduler(
-    *, num_pages=1000, page_size=4, max_running=8, max_queued=100, max_batch_tokens=64, max_gamma=4
+    *,
+    num_pages: int = 1000,
+    page_size: int = 4,
+    max_running: int = 8,
+    max_queued: int = 100,
+    max_batch_tokens: int = 64,
+    max_gamma: int = 4,
 ) -> Scheduler:
     info = model_info(num_pages=num_pages, page_size=page_size)
     return Scheduler(
@@ -50,24 +56,30 @@ def queue(
 
 
 def plan(schedule: Scheduler, gamma: int = 0) -> Batch:
-    schedule.select()
+    schedule.select_running()
     return schedule.next_batch([gamma] * len(schedule.running))
 
 
 def play(batch: Batch) -> None:
-    """The round succeeds: one token for each row that decides, no draft accepted."""
+    """Let a round succeed: one token for each entry that needs a verdict, no draft accepted."""
     batch.verify_steps(
         [
-            Proposal(row.sequence.seq_id, row.stop, (1,) * row.gamma, None, row.draft_stop)
-            for row in batch.rows
-            if row.draft_stop
+            Proposal(entry.sequence.seq_id, entry.stop, (1,) * entry.gamma, None, entry.draft_stop)
+            for entry in batch.entries
+            if entry.draft_stop
         ]
     )
-    batch.commit([Verdict(row.sequence.seq_id, 0, 2, None) for row in batch.rows if row.decides])
+    batch.commit(
+        [
+            Verdict(entry.sequence.seq_id, 0, 2, None)
+            for entry in batch.entries
+            if entry.needs_verdict
+        ]
+    )
 
 
 def decoding(schedule: Scheduler, *lengths: int) -> list[Sequence]:
-    """Queues prompts and plays until each has decided once, so that all decode."""
+    """Queue prompts and play rounds until each has its first token, so that all decode."""
     made = queue(schedule, *(length - 1 for length in lengths))
     for _ in range(1000):
         waiting = [
@@ -78,23 +90,25 @@ def decoding(schedule: Scheduler, *lengths: int) -> list[Sequence]:
         if not waiting:
             return made
         play(plan(schedule))
-    raise AssertionError("some prompt was never read")
+    raise AssertionError("some prompt was never prefilled")
 
 
 def tokens(batch: Batch) -> dict[int, int]:
-    return {row.sequence.seq_id: row.stop - row.sequence.target_held for row in batch.rows}
+    return {
+        entry.sequence.seq_id: entry.stop - entry.sequence.target_cached for entry in batch.entries
+    }
 
 
-def test_a_round_never_has_more_tokens_than_its_budget():
+def test_a_round_never_has_more_tokens_than_its_budget() -> None:
     schedule = scheduler(max_batch_tokens=20)
     queue(schedule, 30, 5, 5, 70, 1)
     for _ in range(30):
         batch = plan(schedule, gamma=4)
-        assert sum(tokens(batch).values()) + sum(row.gamma for row in batch.rows) <= 20
+        assert sum(tokens(batch).values()) + sum(entry.gamma for entry in batch.entries) <= 20
         play(batch)
 
 
-def test_a_round_uses_the_whole_budget_while_prompts_wait():
+def test_a_round_uses_the_whole_budget_while_prompts_wait() -> None:
     schedule = scheduler(max_batch_tokens=20)
     queue(schedule, 30, 5, 5, 70)
     for _ in range(4):
@@ -103,7 +117,7 @@ def test_a_round_uses_the_whole_budget_while_prompts_wait():
         play(batch)
 
 
-def test_prompts_progress_even_when_decoding_takes_the_whole_budget():
+def test_prompts_progress_even_when_decoding_takes_the_whole_budget() -> None:
     schedule = scheduler(max_batch_tokens=4)
     decoding(schedule, 2, 2, 2, 2, 2)
     (prompt,) = queue(schedule, 10)
@@ -112,22 +126,22 @@ def test_prompts_progress_even_when_decoding_takes_the_whole_budget():
     assert prompt.length == 11
 
 
-def test_drafts_leave_prompts_half_of_the_round():
+def test_drafts_leave_prompts_half_of_the_round() -> None:
     schedule = scheduler(max_batch_tokens=16, max_gamma=16)
     decoding(schedule, 5, 5)
     queue(schedule, 100)
     batch = plan(schedule, gamma=16)
-    assert [row.gamma for row in batch.rows] == [3, 3, 0]
+    assert [entry.gamma for entry in batch.entries] == [3, 3, 0]
     assert tokens(batch)[2] == 8
 
 
-def test_drafts_shrink_alike_when_the_round_is_full():
+def test_all_drafts_shrink_equally_when_the_round_is_full() -> None:
     schedule = scheduler(max_batch_tokens=16, max_gamma=16)
     decoding(schedule, 5, 5, 5, 5)
-    assert [row.gamma for row in plan(schedule, gamma=16).rows] == [3, 3, 3, 3]
+    assert [entry.gamma for entry in plan(schedule, gamma=16).entries] == [3, 3, 3, 3]
 
 
-def test_a_short_prompt_does_not_wait_for_all_chunks_of_long_ones():
+def test_a_short_prompt_does_not_wait_for_all_chunks_of_long_ones() -> None:
     schedule = scheduler(max_batch_tokens=64, max_running=16, num_pages=100_000)
     *_, short = queue(schedule, *[10_000] * 5, 20)
     rounds = 0
@@ -137,17 +151,17 @@ def test_a_short_prompt_does_not_wait_for_all_chunks_of_long_ones():
     assert rounds <= 4
 
 
-def test_a_long_prompt_is_read_at_half_speed_at_least_whatever_arrives_behind_it():
+def test_a_long_prompt_is_prefilled_at_half_speed_at_least_whatever_arrives_behind_it() -> None:
     schedule = scheduler(max_batch_tokens=64, max_running=1000)
     (long,) = queue(schedule, 640)
     for _ in range(20):
         queue(schedule, 30, 30, 30, max_tokens=1)
         play(plan(schedule))
-        schedule.sweep()
+        schedule.remove_finished()
     assert long.length > 640
 
 
-def test_prompts_of_one_length_finish_in_order_of_arrival():
+def test_prompts_of_one_length_finish_in_order_of_arrival() -> None:
     schedule = scheduler(max_batch_tokens=32)
     made = queue(schedule, *[50] * 6)
     finished: list[int] = []
@@ -162,7 +176,9 @@ def test_prompts_of_one_length_finish_in_order_of_arrival():
 
 
 @given(st.lists(st.integers(2, 300), min_size=1, max_size=20), st.integers(1, 600))
-def test_sharing_wastes_nothing_exceeds_nothing_and_gives_each_its_part(pending, budget):
+def test_sharing_uses_the_whole_budget_and_gives_each_its_part(
+    pending: list[int], budget: int
+) -> None:
     chunks = _share(pending, budget=budget)
     assert sum(chunks) == min(budget, sum(pending))
     for chunk, tokens in zip(chunks, pending, strict=True):
@@ -170,98 +186,100 @@ def test_sharing_wastes_nothing_exceeds_nothing_and_gives_each_its_part(pending,
     assert chunks[0] >= min(pending[0], budget // 2)
 
 
-def test_admission_is_in_order_even_when_a_later_one_would_fit():
+def test_admission_is_in_order_even_when_a_later_one_would_fit() -> None:
     schedule = scheduler(num_pages=20, page_size=4, max_gamma=0)
     queue(schedule, 60, 40, 4)
-    schedule.select()
+    schedule.select_running()
     assert [sequence.seq_id for sequence in schedule.running] == [0]
     assert [sequence.seq_id for sequence in schedule.waiting] == [1, 2]
 
 
-def test_admission_leaves_room_for_one_more_round_of_everyone():
+def test_admission_leaves_room_for_one_more_round_of_every_sequence() -> None:
     schedule = scheduler(num_pages=4, page_size=4, max_gamma=4)
     queue(schedule, 7, 4)  # 2 pages now, 3 after a round; 1 page now, 3 after a round
-    schedule.select()
+    schedule.select_running()
     assert len(schedule.running) == 1
 
 
-def test_admission_leaves_that_room_to_those_who_run_already_too():
+def test_admission_leaves_room_for_one_more_round_of_the_running_sequences_too() -> None:
     schedule = scheduler(num_pages=5, page_size=4, max_gamma=4)
     decoding(schedule, 8)  # 2 pages, 4 after a round
     queue(schedule, 3)  # 1 page, 2 after a round
-    schedule.select()
+    schedule.select_running()
     assert len(schedule.running) == 1
 
 
-def test_a_sequence_alone_is_admitted_even_without_room_for_drafts():
+def test_a_sequence_alone_is_admitted_even_without_room_for_drafts() -> None:
     schedule = scheduler(num_pages=2, page_size=4, max_gamma=16)
     queue(schedule, 7)
-    schedule.select()
+    schedule.select_running()
     assert len(schedule.running) == 1
 
 
-def test_max_running_is_never_exceeded():
+def test_max_running_is_never_exceeded() -> None:
     schedule = scheduler(max_running=3)
     queue(schedule, *[4] * 7)
     plan(schedule)
     assert (len(schedule.running), len(schedule.waiting)) == (3, 4)
 
 
-def test_when_pages_run_short_the_youngest_lose_their_drafts_first():
+def test_when_pages_run_short_the_youngest_lose_their_drafts_first() -> None:
     schedule = scheduler(num_pages=10, page_size=4, max_gamma=4)
     decoding(schedule, 8, 8, 8)  # 2 pages each; all 4 drafts take one more page
     schedule._num_pages = 8
     batch = plan(schedule, gamma=4)
-    assert [row.gamma for row in batch.rows] == [4, 4, 0]
+    assert [entry.gamma for entry in batch.entries] == [4, 4, 0]
     assert schedule.num_preempted == 0
 
 
-def test_drafts_that_fit_into_pages_already_counted_are_kept():
+def test_drafts_that_fit_into_pages_already_counted_are_kept() -> None:
     schedule = scheduler(num_pages=10, page_size=4, max_gamma=4)
     decoding(schedule, 6, 6)
     schedule._num_pages = 4
-    assert [row.gamma for row in plan(schedule, gamma=4).rows] == [2, 2]
+    assert [entry.gamma for entry in plan(schedule, gamma=4).entries] == [2, 2]
 
 
-def test_when_committed_tokens_do_not_fit_the_youngest_is_preempted_and_comes_back_first():
+def test_when_committed_tokens_do_not_fit_the_youngest_is_preempted_and_comes_back_first() -> None:
     schedule = scheduler(num_pages=10, page_size=4, max_gamma=0, max_running=3)
     made = decoding(schedule, 8, 8, 8)
-    made[2].draft_held = 7
+    made[2].draft_cached = 7
     queue(schedule, 4)
     schedule._num_pages = 5
     batch = plan(schedule)
-    assert [row.sequence.seq_id for row in batch.rows] == [0, 1]
+    assert [entry.sequence.seq_id for entry in batch.entries] == [0, 1]
     assert [sequence.seq_id for sequence in schedule.waiting] == [2, 3]
     assert (schedule.released, schedule.num_preempted) == ([2], 1)
-    assert (made[2].target_held, made[2].draft_held) == (0, 0)
-    assert schedule.num_used == 4
+    assert (made[2].target_cached, made[2].draft_cached) == (0, 0)
+    assert schedule.num_used_pages == 4
 
 
-def test_several_preempted_sequences_keep_their_order():
+def test_several_preempted_sequences_keep_their_order() -> None:
     schedule = scheduler(num_pages=10, page_size=4, max_gamma=0)
     decoding(schedule, 8, 8, 8)
     schedule._num_pages = 2
-    schedule.select()
+    schedule.select_running()
     assert [sequence.seq_id for sequence in schedule.waiting] == [1, 2]
 
 
-def test_the_drafter_reads_the_prompt_beside_the_target():
+def test_the_drafter_prefills_the_prompt_along_with_the_target() -> None:
     schedule = scheduler(max_batch_tokens=16)
     queue(schedule, 40)
     batch = plan(schedule, gamma=4)
-    assert [(row.stop, row.draft_stop, row.gamma) for row in batch.rows] == [(16, 16, 0)]
+    assert [(entry.stop, entry.draft_stop, entry.gamma) for entry in batch.entries] == [(16, 16, 0)]
 
 
 @pytest.mark.parametrize(("gamma", "draft_limit"), [(0, 10_000), (4, 40), (4, 0)])
-def test_the_drafter_is_left_alone_when_it_will_not_draft(gamma, draft_limit):
+def test_the_drafter_gets_no_step_when_it_will_not_draft(gamma: int, draft_limit: int) -> None:
     schedule = scheduler(max_batch_tokens=16)
     queue(schedule, 40, draft_limit=draft_limit)
     assert plan(schedule, gamma=gamma).draft_steps() == []
 
 
-def test_a_drafter_that_lost_everything_catches_up_over_several_rounds_and_drafts_again_then():
+def test_a_drafter_that_lost_everything_catches_up_over_several_rounds_and_drafts_again_then() -> (
+    None
+):
     schedule = scheduler(max_batch_tokens=16, num_pages=1000)
-    decoding(schedule, 40)  # with gamma 0: the drafter holds nothing
+    decoding(schedule, 40)  # with gamma 0: the drafter has nothing cached
     seen = []
     for _ in range(4):
         batch = plan(schedule, gamma=4)
@@ -270,7 +288,7 @@ def test_a_drafter_that_lost_everything_catches_up_over_several_rounds_and_draft
     assert seen == [[(17, 0)], [(17, 0)], [(8, 4)], [(1, 4)]]
 
 
-def test_catching_up_is_shared_so_that_no_draft_pass_grows_beyond_a_rounds_budget():
+def test_catching_up_is_shared_so_that_no_draft_pass_grows_beyond_a_rounds_budget() -> None:
     schedule = scheduler(max_batch_tokens=16, num_pages=1000)
     decoding(schedule, 10, 20, 30)
     assert [(len(step.tokens), step.gamma) for step in plan(schedule, gamma=3).draft_steps()] == [

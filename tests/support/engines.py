@@ -1,4 +1,4 @@
-"""A whole engine over tiny checkpoints, in this process: what the tests of written texts have in common."""
+"""Whole engines over tiny checkpoints, in this process, for the tests of generated texts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from specserve.drafters.anticipation import Anticipation
+from specserve.drafters.base import ForkableDrafter
 from specserve.drafters.branches import Fanout
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.engine import Coordinator
 from specserve.engine.batch import Batch, Outcome
 from specserve.engine.sequence import Sequence as Running
-from specserve.inprocess import LocalDrafter, LocalTarget, Proposes
-from specserve.models.model import Opened, Placement, open_model
+from specserve.inprocess import LocalDrafter, LocalTarget, SyncDrafter
+from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
 from specserve.types import (
     Chunk,
     DraftStep,
-    Finish,
+    FinishReason,
     ModelInfo,
     Origin,
     Proposal,
@@ -34,6 +35,7 @@ from specserve.types import (
     Stats,
     Warp,
 )
+from tests.support.fakes import open_coordinator
 
 PAGE_SIZE = 16
 GREEDY = Warp(temperature=0)
@@ -41,11 +43,11 @@ GREEDY = Warp(temperature=0)
 
 @dataclass(slots=True)
 class Answer:
-    """What one request got."""
+    """The chunks of one request, joined."""
 
     tokens: tuple[int, ...] = ()
     origins: tuple[Origin, ...] = ()
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     stats: Stats | None = None
     error: str | None = None
 
@@ -58,7 +60,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Run:
-    """What one run of an engine brought: an answer for each request, in their order."""
+    """The answers of one run of an engine, in the order of the requests."""
 
     answers: list[Answer]
     num_preempted: int = 0
@@ -77,8 +79,8 @@ class Run:
         return sum(answer.stats.accepted for answer in self.answers if answer.stats)
 
 
-class Pacing(Protocol):
-    """What a coordinator asks of its pacer."""
+class PacerLike(Protocol):
+    """The part of a pacer that a coordinator uses."""
 
     deadline: float
 
@@ -94,7 +96,7 @@ class Pacing(Protocol):
 
 
 class RandomPacer:
-    """Another gamma for each sequence in each round, 0 included."""
+    """A pacer that picks a random gamma for each sequence in each round, 0 included."""
 
     deadline = float("inf")
 
@@ -102,7 +104,8 @@ class RandomPacer:
         self.max_gamma, self.rng = max_gamma, np.random.default_rng(seed)
 
     def choose(self, sequences: Sequence[Running]) -> list[int]:
-        return self.rng.integers(0, self.max_gamma + 1, len(sequences)).tolist()  # type: ignore[no-any-return]
+        gammas: list[int] = self.rng.integers(0, self.max_gamma + 1, len(sequences)).tolist()
+        return gammas
 
     def observe(
         self,
@@ -115,11 +118,16 @@ class RandomPacer:
         pass
 
 
-class Ahead:
-    """A drafter that prepares after every answer, in the same process; a message comes sooner or later, as chance has it."""
+class AnticipatingDrafter:
+    """A drafter that anticipates after every answer, in the same process.
 
-    def __init__(self, drafter: NeuralDrafter, fanout: int | None) -> None:
-        self.anticipation = Anticipation(drafter, Fanout(per_stop=fanout), clock=time.perf_counter)
+    The next message interrupts it after a random number of passes.
+    """
+
+    def __init__(self, drafter: ForkableDrafter, fanout: int | None) -> None:
+        self.anticipation = Anticipation(
+            drafter, Fanout(per_position=fanout), clock=time.perf_counter
+        )
         self.rng = np.random.default_rng(0)
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
@@ -136,7 +144,10 @@ class Ahead:
 
 
 class Engine:
-    """A target, and perhaps a draft, opened once for many runs. Each run has a coordinator of its own and leaves no page behind."""
+    """A target, and perhaps a draft, opened once for many runs.
+
+    Each run has a coordinator of its own and leaves no page behind.
+    """
 
     def __init__(
         self,
@@ -149,37 +160,46 @@ class Engine:
         support: int = 64,
         prefix_caching: bool = True,
         shard: Shard | None = None,  # of the target
-        ahead: bool = False,  # whether the drafter anticipates, and is interrupted at random
+        ahead: bool = False,  # the drafter anticipates, and is interrupted at random
         fanout: int | None = None,
         page_size: int = PAGE_SIZE,
     ) -> None:
-        self.target = opened_target(
+        self.target = load_target(
             target,
-            placement(dtype=dtype, pages=pages, prefix_caching=prefix_caching, page_size=page_size),
+            model_options(
+                dtype=dtype, pages=pages, prefix_caching=prefix_caching, page_size=page_size
+            ),
             shard=shard,
         )
         self.drafter: NeuralDrafter | None = None
         if draft is not None:
-            where = placement(
+            where = model_options(
                 dtype=dtype,
                 pages=draft_pages or pages,
                 prefix_caching=prefix_caching,
                 page_size=page_size,
             )
-            beside = open_model(draft, where)
-            self.drafter = opened_drafter(beside, self.target.info, support=support)
-        self.ahead = Ahead(self.drafter, fanout) if ahead and self.drafter is not None else None
+            opened = open_model(draft, where)
+            self.drafter = load_drafter(opened, self.target.info, support=support)
+        self.ahead = (
+            AnticipatingDrafter(self.drafter, fanout)
+            if ahead and self.drafter is not None
+            else None
+        )
 
     def run(
         self,
         requests: Sequence[Request],
         *,
-        pacer: Pacing | None = None,
+        pacer: PacerLike | None = None,
         drafts: bool = True,
-        with_drafter: Proposes | None = None,
+        with_drafter: SyncDrafter | None = None,
         **options: Any,
     ) -> Run:
-        """All requests at once, to their ends. `options` are the coordinator's; `drafts` False leaves the drafter out."""
+        """Generate all requests at once. `options` are those of `open_coordinator`.
+
+        With `drafts` False there is no drafter.
+        """
         own = with_drafter or self.ahead or self.drafter
         drafter = LocalDrafter(own) if drafts and own is not None else None
         answers: dict[int, Answer] = {}
@@ -188,7 +208,7 @@ class Engine:
             for chunk in chunks:
                 answers[chunk.seq_id].add(chunk)
 
-        coordinator = Coordinator(
+        coordinator = open_coordinator(
             LocalTarget(self.target), drafter, info=self.target.info, emit=emit, **options
         )
         if pacer is not None:
@@ -205,7 +225,7 @@ class Engine:
 
     def check_idle(self) -> None:
         if self.ahead is not None:
-            self.ahead.anticipation.prepare(lambda: True)  # which forgets what is stale
+            self.ahead.anticipation.prepare(lambda: True)  # it drops what is stale
         for model in (self.target, self.drafter):
             if model is not None:
                 model.runner.cache.check()
@@ -213,7 +233,7 @@ class Engine:
 
 
 async def finish(coordinator: Coordinator) -> int:
-    """Rounds until nothing is left to do; how many they were."""
+    """Run rounds until nothing is left to do, and return how many they were."""
     num_rounds = 0
     while coordinator.has_work:
         await coordinator.round()
@@ -221,22 +241,26 @@ async def finish(coordinator: Coordinator) -> int:
     return num_rounds
 
 
-def placement(
+def model_options(
     *,
     dtype: str = "float32",
     pages: int = 400,
     prefix_caching: bool = True,
     page_size: int = PAGE_SIZE,
-) -> Placement:
-    return Placement(
+) -> ModelOptions:
+    return ModelOptions(
         dtype=dtype, device="cpu", page_size=page_size, pages=pages, prefix_caching=prefix_caching
     )
 
 
-def opened_target(
-    directory: Path, where: Placement, *, shard: Shard | None = None, tells_hidden: bool = False
+def load_target(
+    directory: Path,
+    where: ModelOptions,
+    *,
+    shard: Shard | None = None,
+    returns_hidden: bool = False,
 ) -> TargetModel:
-    opened = open_model(directory, where, shard=shard, tells_hidden=tells_hidden)
+    opened = open_model(directory, where, shard=shard, returns_hidden=returns_hidden)
     spec, cache = opened.spec, opened.runner.cache
     info = ModelInfo(
         spec.vocab_size,
@@ -246,10 +270,10 @@ def opened_target(
         num_pages=cache.num_pages,
     )
     info = replace(info, decoder_start=spec.decoder_start)
-    return TargetModel(opened.runner, info, network=opened.network, tells_hidden=tells_hidden)
+    return TargetModel(opened.runner, info, network=opened.network, returns_hidden=returns_hidden)
 
 
-def opened_drafter(opened: Opened, info: ModelInfo, *, support: int) -> NeuralDrafter:
+def load_drafter(opened: Model, info: ModelInfo, *, support: int) -> NeuralDrafter:
     vocab_size = opened.spec.vocab_size
     return NeuralDrafter(
         opened.runner,
@@ -267,23 +291,23 @@ def greedy(prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Request
 def library_greedy(
     directory: Path, prompts: Sequence[Sequence[int]], *, max_tokens: int
 ) -> list[tuple[int, ...]]:
-    """What the library's own generate() writes, one prompt after the other."""
+    """Return what the library's own generate() writes, one prompt after the other."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
     return [_continued(model, torch.tensor([prompt]), max_tokens) for prompt in prompts]
 
 
-def library_greedy_from_sources(
-    directory: Path, sources: Sequence[Sequence[int]], *, max_tokens: int
+def library_greedy_encoder_decoder(
+    directory: Path, inputs: Sequence[Sequence[int]], *, max_tokens: int
 ) -> list[tuple[int, ...]]:
-    """The same of an encoder-decoder: what it writes, one source after the other."""
+    """Return what the library's generate() writes for an encoder-decoder, input by input."""
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
     texts = [
-        model.generate(torch.tensor([source]), max_new_tokens=max_tokens, do_sample=False)
-        for source in sources
+        model.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False)
+        for ids in inputs
     ]
     return [tuple(text[0, 1:].tolist()) for text in texts]
 

@@ -1,22 +1,42 @@
-"""Workers without a model: a text that follows from its prefix, caches of plain lists, and a clock that moves when told to."""
+"""Workers without a model, a virtual clock, and coordinators with a configuration by keyword.
+
+The fake target's text follows from its prefix; the caches are plain lists.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
-from specserve.types import DraftStep, ModelInfo, Proposal, Verdict, VerifyStep
+from specserve.config.tree import LimitsConfig, SpeculationConfig
+from specserve.engine import Coordinator
+from specserve.engine.coordinator import MAX_BATCH_TOKENS
+from specserve.engine.trace import Round
+from specserve.types import (
+    Chunk,
+    Drafter,
+    DraftStep,
+    ModelInfo,
+    Proposal,
+    Target,
+    Verdict,
+    VerifyStep,
+)
 
 VOCAB = 97
 
 
 def next_token(prefix: Sequence[int]) -> int:
-    """Depends on the length and the last three tokens, so that one wrong, missing or repeated token spoils all that follow."""
+    """Return a token that depends on the length and the last three tokens.
+
+    One wrong, missing or repeated token thus spoils all that follow.
+    """
     return hash((len(prefix), *prefix[-3:])) % VOCAB
 
 
 def text(prompt: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """What the target writes after the prompt."""
+    """Return what the target generates after the prompt."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(next_token(tokens))
@@ -39,13 +59,51 @@ def model_info(
     )
 
 
-class Misused(BaseException):
-    """A step that no worker could follow. No `Exception`, lest the coordinator take it for a worker's failure and go on."""
+def open_coordinator(
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    info: ModelInfo,
+    emit: Callable[[Sequence[Chunk]], None],
+    clock: Callable[[], float] = time.perf_counter,
+    max_running: int = 64,
+    max_queued: int = 1024,
+    gamma: int | None = None,
+    max_gamma: int = 16,
+    verifier: str | None = None,
+    lenience: float = 1.0,
+    draft_context: int | None = None,
+    max_batch_tokens: int = MAX_BATCH_TOKENS,
+    remote_workers: bool = False,
+    report: Callable[[Round], None] | None = None,
+) -> Coordinator:
+    return Coordinator(
+        target,
+        drafter,
+        info=info,
+        limits=LimitsConfig(max_running=max_running, max_queued=max_queued),
+        speculation=SpeculationConfig(
+            gamma=gamma, max_gamma=max_gamma, verifier=verifier, lenience=lenience
+        ),
+        emit=emit,
+        clock=clock,
+        draft_context=draft_context,
+        max_batch_tokens=max_batch_tokens,
+        remote_workers=remote_workers,
+        report=report,
+    )
+
+
+class MisuseError(BaseException):
+    """A step that no worker could follow.
+
+    It is no `Exception`: the coordinator would take it for a worker's failure and go on.
+    """
 
 
 def demand(condition: bool) -> None:
     if not condition:
-        raise Misused
+        raise MisuseError
 
 
 class VirtualClock:
@@ -57,7 +115,10 @@ class VirtualClock:
 
 
 class FakeTarget:
-    """Judges greedily from what its cache holds; refuses steps that leave a hole, and more pages than it has."""
+    """A target that verifies greedily from what its cache holds.
+
+    It raises for steps that leave a hole, and for more pages than it has.
+    """
 
     def __init__(
         self, info: ModelInfo, *, clock: VirtualClock | None = None, seconds: float = 0.0
@@ -81,10 +142,10 @@ class FakeTarget:
             sum(-(-len(cache) // self.info.page_size) for cache in self.caches.values())
             <= self.info.num_pages
         )
-        return [self._judge(step) for step in steps if step.decide]
+        return [self._verdict(step) for step in steps if step.needs_verdict]
 
-    def _judge(self, step: VerifyStep) -> Verdict:
-        prefix = self.caches[step.seq_id][: step.start + len(step.tokens)]
+    def _verdict(self, step: VerifyStep) -> Verdict:
+        prefix = self.caches[step.seq_id][: step.stop]
         for accepted, draft in enumerate(step.drafts):
             if draft != next_token(prefix):
                 return Verdict(step.seq_id, accepted, next_token(prefix), None)
@@ -97,7 +158,10 @@ class FakeTarget:
 
 
 class FakeDrafter:
-    """Right with probability alpha at each position; `held` ends before the last draft, which it never reads itself."""
+    """A drafter that is right with probability alpha at each position.
+
+    The last draft token is not cached: a real drafter never computes it either.
+    """
 
     def __init__(
         self,
@@ -119,9 +183,9 @@ class FakeDrafter:
             self.rounds.append(steps)
         if self.errors:
             raise self.errors.pop()
-        return [self._draft(step) for step in steps]
+        return [self.draft(step) for step in steps]
 
-    def _draft(self, step: DraftStep) -> Proposal:
+    def draft(self, step: DraftStep) -> Proposal:
         cache = self.caches.setdefault(step.seq_id, [])
         demand(bool(step.tokens) and step.start <= len(cache))
         cache[step.start :] = step.tokens
@@ -131,7 +195,7 @@ class FakeDrafter:
             cache.append(right if self.random.random() < self.alpha else (right + 1) % VOCAB)
         drafts = tuple(cache[start:])
         del cache[max(start, len(cache) - 1) :]
-        return Proposal(step.seq_id, start, drafts, None, held=len(cache))
+        return Proposal(step.seq_id, start, drafts, None, num_cached=len(cache))
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
