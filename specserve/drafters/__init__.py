@@ -1,1 +1,1 @@
-"""What guesses: each drafter answers `propose` with tokens and the distribution that they were drawn from."""
+"""Drafters: everything that proposes draft tokens for a target to verify."""

@@ -1,8 +1,12 @@
-"""While the target verifies, the next proposals are prepared for its likely verdicts. Knows no model and no clock but the one it is given.
+"""Anticipation: prepare the next proposals for likely outcomes while the target verifies.
 
-A verdict is how many drafts are accepted and which token comes next. For the likelier ones the sequence is forked and drafted from,
-all branches in one pass a depth. The next step is itself the key: it fits a branch, which then takes the sequence's place, or none.
-What is prepared is what would be drafted later, token for token: only when it is drafted changes, never what.
+Knows no model, and no clock but the one it is given.
+
+An outcome is how many draft tokens are accepted and which token comes next. For the likelier
+outcomes the sequence is forked and drafted from, all branches in one pass a depth. The next step is
+itself the key: it matches one branch, which then replaces the sequence, or none. A prepared
+proposal is token for token the one that would be drafted later: anticipation changes only when it
+is drafted.
 """
 
 from __future__ import annotations
@@ -11,30 +15,43 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from specserve.drafters.base import Forks, Outlook
+from specserve.drafters.base import ForkableDrafter, OutcomeForecast, never
 from specserve.drafters.branches import Branch, Fanout
-from specserve.types import DraftStep, Foreseen, Proposal
+from specserve.types import DraftStep, PreparedProposal, Proposal
 
-BRANCHES = 2**61  # ids from here on are branches'; no request ever has one
-FEWEST, MOST = 4, 128  # branches at once
-WORTH_TELLING = 0.25  # chance that all sequences hit, from which on the coordinator is told in advance: it can skip the wait only if all do
-BLEND = 0.1  # of the newest hit or miss into their running mean
-ENOUGH = 0.75  # of the time between an answer and the next message is spent on preparing, so that the message seldom waits
+FIRST_BRANCH_ID = 2**61
+"""Ids of branches start here; no request ever has one."""
+MIN_BRANCHES = 4
+MAX_BRANCHES = 128
+MIN_ALL_HIT_PROBABILITY = 0.25
+"""Prepared proposals are sent in advance if all sequences hit with at least this probability.
+
+The coordinator can skip the wait only if all of them do.
+"""
+HIT_RATE_WEIGHT = 0.1
+"""Weight of the newest hit or miss in their running mean."""
+MAX_BUSY_FRACTION = 0.75
+"""Fraction of the time between an answer and the next message that is spent on preparing.
+
+With less than all of it, the message seldom waits.
+"""
 
 
 @dataclass(slots=True)
-class Expected:
-    """What may become of one proposal, and the branches that go on from there."""
+class PreparedBranches:
+    """The forecast for one proposal, and the branches that were drafted for its outcomes."""
 
-    outlook: Outlook
-    branches: dict[tuple[int, int], Proposal] = field(
-        default_factory=dict
-    )  # (accepted, next token): what the branch has, under its own id
+    forecast: OutcomeForecast
+    branches: dict[tuple[int, int], Proposal] = field(default_factory=dict)
+    """(accepted, next token) to the branch's proposal, under the branch's own id."""
 
-    def verdict(self, step: DraftStep) -> tuple[int, int] | None:
-        """What the target made of it, by the step that follows; None if that goes on from elsewhere."""
-        drafts, start = self.outlook.drafts, self.outlook.start
-        accepted = step.start + len(step.tokens) - start - 1
+    def infer_outcome(self, step: DraftStep) -> tuple[int, int] | None:
+        """Return (accepted, next token) as the following step implies it.
+
+        Returns None if the step continues another text.
+        """
+        drafts, start = self.forecast.drafts, self.forecast.start
+        accepted = step.stop - start - 1
         if not 0 <= accepted <= len(drafts) or step.start > start + accepted:
             return None
         if step.start >= start and step.tokens[:-1] != drafts[step.start - start : accepted]:
@@ -42,189 +59,205 @@ class Expected:
         return accepted, step.tokens[-1]
 
 
-class Effort:
-    """How many branches to follow at once: more while there is time to spare, fewer where a message found us still at work."""
+class BranchBudget:
+    """The number of branches to draft at once.
+
+    It grows while there is time to spare, and shrinks when a message arrives before all is done.
+    """
 
     def __init__(self) -> None:
-        self.branches = 16.0
-        self._answered: float | None = None
-        self._prepared: float | None = None  # None: the work was broken off
+        self.num_branches = 16.0
+        self._answered_at: float | None = None
+        # None if the work was interrupted.
+        self._prepared_at: float | None = None
 
-    def answered(self, now: float) -> None:
-        self._answered, self._prepared = now, None
+    def on_answer(self, now: float) -> None:
+        self._answered_at, self._prepared_at = now, None
 
-    def prepared(self, now: float) -> None:
-        self._prepared = now
+    def on_prepared(self, now: float) -> None:
+        self._prepared_at = now
 
-    def called(self, now: float) -> None:
-        """The next message is here."""
-        if self._answered is None:
+    def on_message(self, now: float) -> None:
+        """Adapt the number of branches when the next message arrives."""
+        if self._answered_at is None:
             return
-        spent = (
+        busy_fraction = (
             1.0
-            if self._prepared is None
-            else (self._prepared - self._answered) / max(now - self._answered, 1e-9)
+            if self._prepared_at is None
+            else (self._prepared_at - self._answered_at) / max(now - self._answered_at, 1e-9)
         )
-        self.branches = min(MOST, max(FEWEST, self.branches * (1.1 if spent < ENOUGH else 0.9)))
-        self._answered = None
+        factor = 1.1 if busy_fraction < MAX_BUSY_FRACTION else 0.9
+        self.num_branches = min(MAX_BRANCHES, max(MIN_BRANCHES, self.num_branches * factor))
+        self._answered_at = None
 
 
 class Anticipation:
-    """A drafter that does not rest: call `prepare` after every answer. Forgetting is put off too, until it costs nobody time."""
+    """A drafter that works between two messages: call `prepare` after every answer.
 
-    def __init__(self, drafter: Forks, fanout: Fanout, *, clock: Callable[[], float]) -> None:
+    Releases are postponed, too, until they delay no answer.
+    """
+
+    def __init__(
+        self, drafter: ForkableDrafter, fanout: Fanout, *, clock: Callable[[], float]
+    ) -> None:
         self._drafter, self._fanout, self._clock = drafter, fanout, clock
-        self._effort = Effort()
-        self._ids = itertools.count(BRANCHES)
-        self._expected: dict[int, Expected] = {}
-        self._answered: list[DraftStep] = []  # by the last answer, with drafts
-        self._postponed: list[DraftStep] = []  # which want nothing but to be read
+        self._budget = BranchBudget()
+        self._ids = itertools.count(FIRST_BRANCH_ID)
+        self._prepared: dict[int, PreparedBranches] = {}
+        # Steps of the last answer that got draft tokens.
+        self._answered: list[DraftStep] = []
+        # Steps that only fill the cache.
+        self._postponed: list[DraftStep] = []
         self._stale: list[int] = []
-        self._verdicts: list[tuple[Outlook, int, int]] = []  # to be learnt from, when there is time
+        # Outcomes that the fan-out learns from when there is time.
+        self._outcomes: list[tuple[OutcomeForecast, int, int]] = []
         self.num_hits = self.num_misses = 0
-        self._hit_rate = 0.0  # lately
+        self._hit_rate = 0.0
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
-        """A step that wants no drafts is promised to be read, and read afterwards. Past the deadline proposals come back shorter."""
-        self._effort.called(self._clock())
-        self._catch_up()
-        hits = {step.seq_id: self._take_up(step) for step in steps}
+        """Return one proposal for each step; past the deadline they are shorter.
+
+        A step with gamma 0 is answered at once and prefilled afterwards.
+        """
+        self._budget.on_message(self._clock())
+        self._prefill_postponed()
+        hits = {step.seq_id: self._promote_match(step) for step in steps}
         wanted = [step for step in steps if step.gamma]
         proposals = self._draft(wanted, lambda: self._clock() > deadline)
         self._answered = [step for step in wanted if proposals[step.seq_id].tokens]
         self._postponed = [step for step in steps if not step.gamma]
         if self._answered:
-            self._effort.answered(self._clock())
+            self._budget.on_answer(self._clock())
         return [
-            replace(proposals.get(step.seq_id) or _promised(step), anticipated=hits[step.seq_id])
+            replace(
+                proposals.get(step.seq_id) or Proposal(step.seq_id, step.stop, (), None, step.stop),
+                anticipated=hits[step.seq_id],
+            )
             for step in steps
         ]
 
-    def prepare(self, waiting: Callable[[], bool]) -> None:
-        """Works ahead until there is nothing more to do, or a message is waiting, which is looked for between passes."""
-        self._catch_up()
-        self._forget()
-        self._learn()
+    def prepare(self, has_message: Callable[[], bool]) -> None:
+        """Prepare the next proposals until nothing is left to do or a message arrives.
+
+        `has_message` is called between passes.
+        """
+        self._prefill_postponed()
+        self._release_branches()
+        self._update_fanout()
         steps = {step.seq_id: step for step in self._answered}
         self._answered = []
-        if not steps or waiting():
+        if not steps or has_message():
             return
-        outlooks = self._drafter.outlooks(list(steps), self._fanout.width)
-        self._expected = {outlook.seq_id: Expected(outlook) for outlook in outlooks}
-        if waiting():
+        forecasts = self._drafter.forecast_outcomes(list(steps), self._fanout.width)
+        self._prepared = {forecast.seq_id: PreparedBranches(forecast) for forecast in forecasts}
+        if has_message():
             return
-        self._follow(
-            [
-                (branch, steps[branch.seq_id])
-                for branch in self._fanout.choose(outlooks, self._num_branches)
-            ],
-            waiting,
-        )
-        self._effort.prepared(self._clock())
+        branches = self._fanout.choose(forecasts, self._max_branches)
+        self._draft_branches([(branch, steps[branch.seq_id]) for branch in branches], has_message)
+        self._budget.on_prepared(self._clock())
 
-    def foreseen(self) -> tuple[Foreseen, ...]:
-        """What has been prepared, for whoever may look it up instead of asking; nothing where some sequence will probably have to ask."""
-        if self._hit_rate ** len(self._expected) < WORTH_TELLING:
+    def prepared_proposals(self) -> tuple[PreparedProposal, ...]:
+        """Return what has been prepared, for the coordinator to look up instead of asking.
+
+        It is empty if some sequence will probably have to ask anyway.
+        """
+        if self._hit_rate ** len(self._prepared) < MIN_ALL_HIT_PROBABILITY:
             return ()
         return tuple(
-            Foreseen(token, replace(proposal, seq_id=seq_id, anticipated=True))
-            for seq_id, expected in self._expected.items()
-            for (_, token), proposal in expected.branches.items()
+            PreparedProposal(token, replace(proposal, seq_id=seq_id, anticipated=True))
+            for seq_id, prepared in self._prepared.items()
+            for (_, token), proposal in prepared.branches.items()
         )
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self._postponed = [step for step in self._postponed if step.seq_id not in seq_ids]
         self._answered = [step for step in self._answered if step.seq_id not in seq_ids]
         for seq_id in seq_ids:
-            self._drop(self._expected.pop(seq_id, None))
+            self._discard(self._prepared.pop(seq_id, None))
         self._drafter.release(seq_ids)
 
-    def _take_up(self, step: DraftStep) -> bool | None:
-        """Whether a branch is what the step asks for; it then takes the sequence's place. None if nothing was expected of it."""
-        expected = self._expected.pop(step.seq_id, None)
-        verdict = None if expected is None else expected.verdict(step)
-        if expected is None or verdict is None:
-            self._drop(expected)
+    def _promote_match(self, step: DraftStep) -> bool | None:
+        """Replace the sequence by the branch that matches the step, and return if there is one.
+
+        Returns None if no outcome of the sequence was forecast.
+        """
+        prepared = self._prepared.pop(step.seq_id, None)
+        outcome = None if prepared is None else prepared.infer_outcome(step)
+        if prepared is None or outcome is None:
+            self._discard(prepared)
             return None
-        self._verdicts.append((expected.outlook, *verdict))
-        branch = expected.branches.pop(verdict, None)
-        self._hit_rate += BLEND * ((branch is not None) - self._hit_rate)
-        self._drop(expected)
+        self._outcomes.append((prepared.forecast, *outcome))
+        branch = prepared.branches.pop(outcome, None)
+        self._hit_rate += HIT_RATE_WEIGHT * ((branch is not None) - self._hit_rate)
+        self._discard(prepared)
         if branch is None:
             self.num_misses += 1
             return False
-        self._drafter.become(step.seq_id, branch.seq_id)
+        self._drafter.promote_branch(step.seq_id, branch.seq_id)
         self.num_hits += 1
         return True
 
     @property
-    def _num_branches(self) -> int:
-        """A fan-out that was asked for is kept, busy or not."""
-        return int(self._effort.branches) if self._fanout.per_stop is None else MOST
+    def _max_branches(self) -> int:
+        """Number of branches to draft; a configured fan-out is kept, busy or not."""
+        return int(self._budget.num_branches) if self._fanout.per_position is None else MAX_BRANCHES
 
-    def _draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> dict[int, Proposal]:
-        """What is asked for comes first: where it lacks room, all that was prepared gives way."""
-        proposals = {proposal.seq_id: proposal for proposal in self._drafter.draft(steps, enough)}
+    def _draft(
+        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> dict[int, Proposal]:
+        """Draft for the steps; those that lack room are retried after releasing all branches."""
+        proposals = {
+            proposal.seq_id: proposal for proposal in self._drafter.draft(steps, should_stop)
+        }
         lacking = [step for step in steps if not proposals[step.seq_id].tokens]
-        if lacking and (self._stale or self._expected):
-            self._forget()
+        if lacking and (self._stale or self._prepared):
+            self._release_branches()
             proposals |= {
-                proposal.seq_id: proposal for proposal in self._drafter.draft(lacking, enough)
+                proposal.seq_id: proposal for proposal in self._drafter.draft(lacking, should_stop)
             }
         return proposals
 
-    def _follow(
-        self, branches: Sequence[tuple[Branch, DraftStep]], waiting: Callable[[], bool]
+    def _draft_branches(
+        self, branches: Sequence[tuple[Branch, DraftStep]], has_message: Callable[[], bool]
     ) -> None:
-        """Forks for them, as far as there is room, and drafts from all at once."""
-        ahead: dict[int, tuple[Branch, DraftStep]] = {}
+        """Fork the branches as far as there is room, and draft for all of them at once."""
+        forked: dict[int, tuple[Branch, DraftStep]] = {}
         for branch, step in branches:
-            branch_id, stop = (
-                next(self._ids),
-                self._expected[branch.seq_id].outlook.start + branch.accepted,
-            )
-            if not self._drafter.fork(branch.seq_id, branch_id, stop):
+            branch_id = next(self._ids)
+            start = self._prepared[branch.seq_id].forecast.start + branch.accepted
+            if not self._drafter.fork(branch.seq_id, branch_id, start):
                 break
-            ahead[branch_id] = (
+            forked[branch_id] = (
                 branch,
-                DraftStep(branch_id, stop, (branch.token,), step.gamma, step.policy),
+                DraftStep(branch_id, start, (branch.token,), step.gamma, step.policy),
             )
-        if not ahead:
+        if not forked:
             return
-        for proposal in self._drafter.draft([step for _, step in ahead.values()], waiting):
-            branch, _ = ahead[proposal.seq_id]
+        for proposal in self._drafter.draft([step for _, step in forked.values()], has_message):
+            branch, _ = forked[proposal.seq_id]
             if proposal.tokens:
-                self._expected[branch.seq_id].branches[branch.accepted, branch.token] = proposal
+                self._prepared[branch.seq_id].branches[branch.accepted, branch.token] = proposal
             else:
                 self._stale.append(proposal.seq_id)
 
-    def _catch_up(self) -> None:
-        """Reads what was promised to be read."""
+    def _prefill_postponed(self) -> None:
         postponed, self._postponed = self._postponed, []
         if postponed:
-            self._drafter.draft(postponed, _never)
+            self._drafter.draft(postponed, never)
 
-    def _learn(self) -> None:
-        verdicts, self._verdicts = self._verdicts, []
-        for outlook, accepted, token in verdicts:
-            self._fanout.observe(outlook, accepted, token)
+    def _update_fanout(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
+        for forecast, accepted, token in outcomes:
+            self._fanout.observe(forecast, accepted, token)
 
-    def _drop(self, expected: Expected | None) -> None:
-        if expected is not None:
-            self._stale += [proposal.seq_id for proposal in expected.branches.values()]
+    def _discard(self, prepared: PreparedBranches | None) -> None:
+        if prepared is not None:
+            self._stale += [proposal.seq_id for proposal in prepared.branches.values()]
 
-    def _forget(self) -> None:
-        for expected in self._expected.values():  # of sequences that sat a round out
-            self._drop(expected)
-        self._expected = {}
+    def _release_branches(self) -> None:
+        """Release all branches, including those of sequences that were not in the last round."""
+        for prepared in self._prepared.values():
+            self._discard(prepared)
+        self._prepared = {}
         stale, self._stale = self._stale, []
         self._drafter.release(stale)
-
-
-def _never() -> bool:
-    return False
-
-
-def _promised(step: DraftStep) -> Proposal:
-    stop = step.start + len(step.tokens)
-    return Proposal(step.seq_id, stop, (), None, stop)

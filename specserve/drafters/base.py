@@ -1,58 +1,109 @@
-"""What a drafter must be able to do for its next proposals to be prepared in advance. Knows no model."""
+"""Protocols of drafters that can prepare proposals in advance, and what they share.
+
+Knows no model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from specserve.types import DraftStep, Proposal
+from specserve.types import DraftStep, Proposal, SparseDistribution
+
+if TYPE_CHECKING:
+    from specserve.grammar.matcher import GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """Where a proposal may be stopped, and what may come next there. A draft token never follows its own refusal.
+class OutcomeForecast:
+    """Predicted outcomes of one proposal: how many draft tokens are accepted, and which comes next.
 
-    Shares are the drafter's own opinion, between 0 and 1, as far as it has one: how sure it is of each draft, and of each token that may
-    come next. How much that opinion is worth is for others to learn; `mode` tells opinions of different kinds apart.
+    Position i is the one behind i accepted draft tokens. The token that follows there is never
+    draft token i, which was rejected. `confidence` and `next_probs` are the drafter's own estimates
+    between 0 and 1, if it has any. `Fanout` measures how reliable they are, for each `mode` apart.
     """
 
     seq_id: int
-    start: int  # length of the prefix that the drafts continue
+    start: int
+    """Length of the prefix that the draft tokens continue."""
     drafts: tuple[int, ...]
-    nexts: tuple[
-        tuple[int, ...], ...
-    ]  # [stop][rank], likeliest first; one stop for each number of accepted drafts, all of them included
-    trust: tuple[float, ...] = ()  # [draft]
-    shares: tuple[tuple[float, ...], ...] = ()  # [stop][rank]
+    next_tokens: tuple[tuple[int, ...], ...]
+    """[position][rank], likeliest first; there is one position more than there are draft tokens."""
+    confidence: tuple[float, ...] = ()
+    """[draft token] estimated probability that it is accepted."""
+    next_probs: tuple[tuple[float, ...], ...] = ()
+    """[position][rank] estimated probability of each of `next_tokens`."""
     mode: str = ""
 
     @property
-    def num_stops(self) -> int:
-        return len(self.nexts)
+    def num_positions(self) -> int:
+        return len(self.next_tokens)
 
 
-class Guesser(Protocol):
-    """Guesses, here and at once. What it has begun for the very same step it goes on with, so a proposal may be made in several calls."""
+class ResumableDrafter(Protocol):
+    """A drafter that answers at once, and that resumes a proposal when it gets the same step again.
 
-    def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
-        """One proposal for each step, in their order. `enough` is asked between passes: True ends the drafting with what there is."""
+    A proposal may thus be made in several calls.
+    """
+
+    def draft(
+        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> Sequence[Proposal]:
+        """Return one proposal for each step, in order.
+
+        `should_stop` is called between passes. Once it returns True, the draft tokens so far are
+        returned.
+        """
         ...
 
     def release(self, seq_ids: Sequence[int]) -> None: ...
 
 
-class Forks(Guesser, Protocol):
-    """A guesser that can follow several continuations of one sequence."""
+class ForkableDrafter(ResumableDrafter, Protocol):
+    """A drafter that can follow several continuations of one sequence."""
 
-    def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
-        """Of the last proposal of each; `width` tokens a stop at most. May take a pass: the place behind the last draft token is new."""
+    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
+        """Return forecasts for the last proposal of each sequence, at most `width` tokens each.
+
+        It may take a pass, because the position behind the last draft token has not been computed.
+        """
         ...
 
-    def fork(self, seq_id: int, as_id: int, length: int) -> bool:
-        """Another sequence with the same first `length` tokens. False, and nothing done, where there is no room for it."""
+    def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
+        """Create `branch_id` with the first `length` tokens of the sequence.
+
+        Returns False and changes nothing if there is no room for it.
+        """
         ...
 
-    def become(self, seq_id: int, branch_id: int) -> None:
-        """The branch takes the sequence's place, with what has been drafted for it."""
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
+        """Replace the sequence by the branch, together with the branch's draft tokens."""
         ...
+
+
+def never() -> bool:
+    """Return False: the `should_stop` of a draft that is not to be interrupted."""
+    return False
+
+
+def trim_to_grammar(
+    matcher: GrammarMatcher, step: DraftStep, drafts: tuple[int, ...], q: SparseDistribution | None
+) -> tuple[tuple[int, ...], SparseDistribution | None]:
+    """Cut draft tokens that were made without a look at the grammar to what it allows.
+
+    Certain draft tokens (q is None) are replaced by those that the grammar forces, where it does.
+    Of sampled ones the first that is forbidden stays, and the target rejects it: dropping it, as if
+    nothing had been drawn there, would be a choice by what was drawn, and q would be another.
+    """
+    num_allowed = matcher.num_valid(drafts)
+    if q is not None and step.policy.verifier != "coupled":
+        kept = slice(num_allowed + 1)
+        return drafts[kept], SparseDistribution(q.ids[kept], q.probs[kept])
+    allowed = drafts[:num_allowed]
+    matcher.write(len(matcher.tokens), allowed)
+    forced_tokens: list[int] = []
+    while tokens := matcher.forced_tokens(step.gamma - num_allowed - len(forced_tokens)):
+        matcher.write(len(matcher.tokens), tokens)
+        forced_tokens += tokens
+    return (*allowed, *forced_tokens), None

@@ -1,4 +1,7 @@
-"""Which continuations are worth preparing: the likeliest, by the drafter's own opinion and by what that opinion has been worth until now."""
+"""Choose the branches to draft for: the likeliest outcomes of a proposal.
+
+The drafter's own estimates are calibrated by how often they have come true.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.drafters.base import Outlook
+from specserve.drafters.base import OutcomeForecast
 
 Reals = NDArray[np.float64]
 
-_LEAST = 0.0003  # a continuation less likely than that is not worth a row
-_DECAY = 0.997  # of what was seen, an observation
-_FAITH = 4.0  # observations that a drafter's opinion counts for
-_BUCKETS = 24  # half octaves of shares
+_MIN_PROBABILITY = 0.0003
+"""A less likely outcome is not worth a row of the pass."""
+_DECAY = 0.997
+"""Factor on earlier observations, at each new one."""
+_PRIOR_OBSERVATIONS = 4.0
+"""Observations that the drafter's own estimate counts for."""
+_NUM_BUCKETS = 24
+"""Buckets of estimates, each half an octave wide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One continuation of an outlook: so many drafts are accepted, then comes this token."""
+    """One outcome of a forecast: `accepted` draft tokens are accepted, then comes `token`."""
 
     seq_id: int
     accepted: int
@@ -28,19 +35,22 @@ class Branch:
 
 
 class Calibration:
-    """How often what was given such a share came true."""
+    """Measured frequency of events, by the probability that the drafter estimated."""
 
     def __init__(self) -> None:
-        self._seen: Reals = np.full(_BUCKETS, _FAITH)
-        self._true: Reals = np.exp2(-0.5 * np.arange(float(_BUCKETS)) - 0.25) * _FAITH
+        self._seen: Reals = np.full(_NUM_BUCKETS, _PRIOR_OBSERVATIONS)
+        self._true: Reals = (
+            np.exp2(-0.5 * np.arange(float(_NUM_BUCKETS)) - 0.25) * _PRIOR_OBSERVATIONS
+        )
 
-    def of(self, shares: Reals) -> Reals:
-        buckets = _buckets(shares)
+    def calibrate(self, estimates: Reals) -> Reals:
+        """Return the measured probability for each estimate."""
+        buckets = _buckets(estimates)
         return self._true[buckets] / self._seen[buckets]
 
-    def observe(self, shares: Reals, true: NDArray[np.bool_]) -> None:
-        """Old observations give way to new ones, as far as there are any in the same bucket."""
-        buckets = _buckets(shares)
+    def observe(self, estimates: Reals, true: NDArray[np.bool_]) -> None:
+        """Record which events came true. Earlier observations decay in the same buckets only."""
+        buckets = _buckets(estimates)
         touched = np.unique(buckets)
         self._seen[touched] *= _DECAY
         self._true[touched] *= _DECAY
@@ -49,73 +59,82 @@ class Calibration:
 
 
 class Fanout:
-    """More branches where the stop is likelier, for every sequence as many as it deserves; or `per_stop` at each stop, likely or not."""
+    """Selection of branches: more where a rejection is likelier or a sequence is uncertain.
 
-    def __init__(self, *, width: int = 64, per_stop: int | None = None) -> None:
-        self.width, self.per_stop = width if per_stop is None else per_stop, per_stop
-        self._drafts: dict[str, Calibration] = {}  # by mode
-        self._nexts: dict[
-            tuple[str, bool], Calibration
-        ] = {}  # by mode, and whether all drafts were accepted
+    With `per_position`, that many at each position, likely or not.
+    """
 
-    def observe(self, outlook: Outlook, accepted: int, token: int) -> None:
-        """Of `outlook`, so many drafts were accepted, and then came this token."""
-        drafted = outlook.num_stops - 1
-        judged = min(accepted + 1, drafted)
-        if judged:
-            self._trust(outlook).observe(_trust(outlook)[:judged], np.arange(judged) < accepted)
-        nexts = outlook.nexts[accepted]
-        if nexts:
-            self._next(outlook, accepted).observe(
-                _shares(outlook, accepted), np.array(nexts) == token
+    def __init__(self, *, width: int = 64, per_position: int | None = None) -> None:
+        self.width = width if per_position is None else per_position
+        self.per_position = per_position
+        # By mode: how often a draft token is accepted.
+        self._accepted: dict[str, Calibration] = {}
+        # By mode, and whether all draft tokens were accepted: how often a next token comes.
+        self._next: dict[tuple[str, bool], Calibration] = {}
+
+    def observe(self, forecast: OutcomeForecast, accepted: int, token: int) -> None:
+        """Learn that `accepted` draft tokens of the forecast were accepted and `token` followed."""
+        num_drafts = forecast.num_positions - 1
+        num_verified = min(accepted + 1, num_drafts)
+        if num_verified:
+            self._accept_calibration(forecast).observe(
+                _confidence(forecast)[:num_verified], np.arange(num_verified) < accepted
+            )
+        next_tokens = forecast.next_tokens[accepted]
+        if next_tokens:
+            self._next_calibration(forecast, accepted).observe(
+                _next_probs(forecast, accepted), np.array(next_tokens) == token
             )
 
-    def choose(self, outlooks: Sequence[Outlook], most: int) -> list[Branch]:
-        """The `most` likeliest of all sequences together, the likeliest first."""
+    def choose(self, forecasts: Sequence[OutcomeForecast], max_branches: int) -> list[Branch]:
+        """Return the likeliest branches of all sequences together, likeliest first."""
         ranked: list[tuple[float, Branch]] = []
-        for outlook in outlooks:
-            stops = self.stops(outlook)
-            for stop, nexts in enumerate(outlook.nexts):
-                if stops[stop] > _LEAST or self.per_stop is not None:
-                    weights = stops[stop] * self._next(outlook, stop).of(_shares(outlook, stop))
+        for forecast in forecasts:
+            position_probs = self.position_probs(forecast)
+            for position, next_tokens in enumerate(forecast.next_tokens):
+                if position_probs[position] > _MIN_PROBABILITY or self.per_position is not None:
+                    probs = position_probs[position] * self._next_calibration(
+                        forecast, position
+                    ).calibrate(_next_probs(forecast, position))
                     ranked += [
-                        (weight, Branch(outlook.seq_id, stop, token))
-                        for weight, token in zip(weights.tolist(), nexts, strict=True)
+                        (prob, Branch(forecast.seq_id, position, token))
+                        for prob, token in zip(probs.tolist(), next_tokens, strict=True)
                     ]
-        if self.per_stop is None:
-            ranked = [pair for pair in ranked if pair[0] > _LEAST]
+        if self.per_position is None:
+            ranked = [pair for pair in ranked if pair[0] > _MIN_PROBABILITY]
         ranked.sort(key=lambda pair: -pair[0])
-        return [branch for _, branch in ranked[:most]]
+        return [branch for _, branch in ranked[:max_branches]]
 
-    def stops(self, outlook: Outlook) -> Reals:  # [stop]
-        """How likely each is."""
-        accepted = self._trust(outlook).of(_trust(outlook))
-        alive = np.append(1.0, np.cumprod(accepted))
-        return np.append(alive[:-1] - alive[1:], alive[-1])
+    def position_probs(self, forecast: OutcomeForecast) -> Reals:  # [position]
+        """Return the probability that exactly i draft tokens are accepted, for each i."""
+        accepted = self._accept_calibration(forecast).calibrate(_confidence(forecast))
+        reached = np.append(1.0, np.cumprod(accepted))
+        return np.append(reached[:-1] - reached[1:], reached[-1])
 
-    def _trust(self, outlook: Outlook) -> Calibration:
-        return self._drafts.setdefault(outlook.mode, Calibration())
+    def _accept_calibration(self, forecast: OutcomeForecast) -> Calibration:
+        return self._accepted.setdefault(forecast.mode, Calibration())
 
-    def _next(self, outlook: Outlook, stop: int) -> Calibration:
-        return self._nexts.setdefault((outlook.mode, stop == outlook.num_stops - 1), Calibration())
-
-
-def _trust(outlook: Outlook) -> Reals:
-    """Of a drafter without an opinion: that its drafts are as likely right as wrong."""
-    return np.array(outlook.trust) if outlook.trust else np.full(outlook.num_stops - 1, 0.5)
+    def _next_calibration(self, forecast: OutcomeForecast, position: int) -> Calibration:
+        is_last = position == forecast.num_positions - 1
+        return self._next.setdefault((forecast.mode, is_last), Calibration())
 
 
-def _shares(outlook: Outlook, stop: int) -> Reals:
-    """Of a drafter without an opinion: half of what is left for each next rank."""
-    return (
-        np.array(outlook.shares[stop])
-        if outlook.shares
-        else 0.5 ** np.arange(1.0, len(outlook.nexts[stop]) + 1)
-    )
+def _confidence(forecast: OutcomeForecast) -> Reals:
+    """Return the drafter's confidence, or one half for each draft token if it has none."""
+    if forecast.confidence:
+        return np.array(forecast.confidence)
+    return np.full(forecast.num_positions - 1, 0.5)
 
 
-def _buckets(shares: Reals) -> NDArray[np.int64]:
+def _next_probs(forecast: OutcomeForecast, position: int) -> Reals:
+    """Return the drafter's estimates, or half of the remaining probability for each rank."""
+    if forecast.next_probs:
+        return np.array(forecast.next_probs[position])
+    return 0.5 ** np.arange(1.0, len(forecast.next_tokens[position]) + 1)
+
+
+def _buckets(estimates: Reals) -> NDArray[np.int64]:
     buckets: NDArray[np.int64] = np.clip(
-        -2 * np.log2(np.maximum(shares, 1e-9)), 0, _BUCKETS - 1
+        -2 * np.log2(np.maximum(estimates, 1e-9)), 0, _NUM_BUCKETS - 1
     ).astype(np.int64)
     return buckets

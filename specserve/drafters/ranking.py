@@ -1,4 +1,7 @@
-"""What a draft model thinks may stand at a place, likeliest first: by its logits, and by the noise that the target will use, where it is shared."""
+"""Rank the tokens that may come at a position by the draft model's logits.
+
+Where draft and target share their noise, it is part of the ranking.
+"""
 
 from __future__ import annotations
 
@@ -13,74 +16,84 @@ from specserve.sampling.noise import Purpose, row_keys
 from specserve.sampling.noise import exponential as exponential_noise
 from specserve.types import Policy
 
-CONSIDERED = 2048  # of the likeliest tokens: shared noise lifts one from far down now and then
+NUM_CONSIDERED = 2048
+"""Likeliest tokens that are ranked: shared noise lifts one from far down now and then."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """One place: the logits of the draft there, and whose text it belongs to."""
+class PositionLogits:
+    """The draft model's logits at one position of a sequence."""
 
-    logits: Tensor  # [vocab] penalties and biases included
+    logits: Tensor  # [vocab], penalties and biases included
     policy: Policy
     position: int
-    drawn: int | None  # the draft token there; None behind the last
+    draft_token: int | None
+    """The draft token there; None at the position behind the last."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
-    """Without the draft token: what may come where that was refused. Shares are of what is left then."""
+class Ranking:
+    """The likeliest tokens at a position if its draft token is rejected, which is left out.
+
+    `probs` are conditional on the rejection.
+    """
 
     tokens: tuple[int, ...]
-    shares: tuple[float, ...]
-    trust: float  # the share of the draft token itself; 0 behind the last
+    probs: tuple[float, ...]
+    confidence: float
+    """Probability of the draft token itself; 0 at the position behind the last."""
 
 
-def mode(policy: Policy) -> str:
-    """Opinions of one mode are comparable."""
+def draw_mode(policy: Policy) -> str:
+    """Return how tokens are drawn. Estimates are comparable between sequences of one mode."""
     if policy.warp.temperature == 0:
         return "greedy"
     return "coupled" if policy.verifier == "coupled" else "sampled"
 
 
-def ranked(sights: Sequence[Sight], width: int) -> list[Ranked]:
-    """All places at once."""
-    logits = torch.stack([sight.logits.float() for sight in sights])  # [places, vocab]
-    heats = torch.tensor(
-        [sight.policy.warp.temperature or 1.0 for sight in sights], device=logits.device
+def rank_next_tokens(positions: Sequence[PositionLogits], width: int) -> list[Ranking]:
+    """Return a ranking of at most `width` tokens for each position."""
+    logits = torch.stack([each.logits.float() for each in positions])  # [positions, vocab]
+    temperatures = torch.tensor(
+        [each.policy.warp.temperature or 1.0 for each in positions], device=logits.device
     )
-    top, ids = (logits / heats[:, None]).topk(min(CONSIDERED, logits.shape[1]), dim=-1)
-    coupled = [mode(sight.policy) == "coupled" for sight in sights]
+    top, ids = (logits / temperatures[:, None]).topk(
+        min(NUM_CONSIDERED, logits.shape[1]), dim=-1
+    )  # both [positions, considered]
+    coupled = [draw_mode(each.policy) == "coupled" for each in positions]
     if any(coupled):
         top = torch.where(
-            torch.tensor(coupled, device=top.device)[:, None], top - _noise(sights, ids).log(), top
+            torch.tensor(coupled, device=top.device)[:, None],
+            top - _noise(positions, ids).log(),
+            top,
         )
-    shares, order = top.softmax(-1).sort(dim=-1, descending=True)
+    probs, order = top.softmax(-1).sort(dim=-1, descending=True)
     ids = ids.gather(1, order)
     kept = width + 1
-    possible = (shares[:, :kept] > 0).sum(-1).tolist()  # a grammar may leave fewer
+    # A grammar may leave fewer.
+    num_possible = (probs[:, :kept] > 0).sum(-1).tolist()
     return [
-        _without_drawn(sight.drawn, tokens[:num], of[:num], width)
-        for sight, tokens, of, num in zip(
-            sights, ids[:, :kept].tolist(), shares[:, :kept].tolist(), possible, strict=True
+        _without_draft_token(each.draft_token, tokens[:num], of_tokens[:num], width)
+        for each, tokens, of_tokens, num in zip(
+            positions, ids[:, :kept].tolist(), probs[:, :kept].tolist(), num_possible, strict=True
         )
     ]
 
 
-def _noise(sights: Sequence[Sight], ids: Tensor) -> Tensor:  # [places, considered]
-    seeds, positions = (
-        [sight.policy.seed for sight in sights],
-        np.array([sight.position for sight in sights]),
-    )
-    return exponential_noise(
-        row_keys(seeds, positions, positions, Purpose.COUPLED, device=ids.device), ids
-    )
+def _noise(positions: Sequence[PositionLogits], ids: Tensor) -> Tensor:  # [positions, considered]
+    seeds = [each.policy.seed for each in positions]
+    indices = np.array([each.position for each in positions])
+    keys = row_keys(seeds, indices, indices, Purpose.COUPLED, device=ids.device)
+    return exponential_noise(keys, ids)
 
 
-def _without_drawn(drawn: int | None, tokens: list[int], shares: list[float], width: int) -> Ranked:
-    if drawn is None or drawn not in tokens:
-        return Ranked(tuple(tokens[:width]), tuple(shares[:width]), 0.0)
-    at = tokens.index(drawn)
-    trust = shares.pop(at)
-    del tokens[at]
-    rest = max(1 - trust, 1e-9)
-    return Ranked(tuple(tokens), tuple(share / rest for share in shares), trust)
+def _without_draft_token(
+    draft_token: int | None, tokens: list[int], probs: list[float], width: int
+) -> Ranking:
+    if draft_token is None or draft_token not in tokens:
+        return Ranking(tuple(tokens[:width]), tuple(probs[:width]), 0.0)
+    index = tokens.index(draft_token)
+    confidence = probs.pop(index)
+    del tokens[index]
+    rest = max(1 - confidence, 1e-9)
+    return Ranking(tuple(tokens), tuple(prob / rest for prob in probs), confidence)

@@ -1,4 +1,4 @@
-"""A drafter opened from a config."""
+"""Open a drafter from a config."""
 
 from __future__ import annotations
 
@@ -9,49 +9,56 @@ from pathlib import Path
 
 import torch
 
-from specserve.config.cascade import CASCADES, STATISTICAL, asked_of
-from specserve.config.tree import Config, Draft
+from specserve.config.cascade import CASCADE_KINDS, NGRAM_KINDS, stage_token_matrix
+from specserve.config.tree import Config, DraftConfig
 from specserve.drafters.anticipation import Anticipation
-from specserve.drafters.base import Forks
+from specserve.drafters.base import ForkableDrafter
 from specserve.drafters.branches import Fanout
-from specserve.drafters.cascade.build import writer_of
-from specserve.drafters.cascade.drafter import Cascade
-from specserve.drafters.cascade.stages import Stage, Tally
-from specserve.drafters.heads import HeadsDrafter, SkippingDrafter
+from specserve.drafters.cascade.build import build_stages
+from specserve.drafters.cascade.drafter import CascadeDrafter
+from specserve.drafters.cascade.stages import PassCounter, StageDrafter
+from specserve.drafters.heads import HeadsDrafter
+from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.drafters.ngram.build import open_source, open_statistical
-from specserve.drafters.ngram.drafter import Learns, StatisticalDrafter
-from specserve.grammar.matcher import Grammars
-from specserve.grammar.sequences import Parses
+from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
+from specserve.drafters.ngram.drafter import NgramDrafter
+from specserve.drafters.ngram.tables import TrainableTable
+from specserve.grammar.matcher import GrammarCompiler
+from specserve.grammar.sequences import GrammarStates
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import read_config
-from specserve.models.model import Opened as OpenedModel
-from specserve.models.model import Placement, open_model
+from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.runner import Runner
-from specserve.models.skip import skipped
+from specserve.models.skip import skipped_layers
 from specserve.models.target import TargetModel
-from specserve.types import DraftStep, Foreseen, Proposal
+from specserve.types import DraftStep, PreparedProposal, Proposal
 
-TIED: Mapping[str, Callable[[Config, TargetModel], SkippingDrafter | HeadsDrafter]] = {
-    "layer_skip": SkippingDrafter.of,
-    "heads": HeadsDrafter.of,
-}  # to a target in the same process
+SELF_SPECULATIVE: Mapping[str, Callable[[Config, TargetModel], LayerSkipDrafter | HeadsDrafter]] = {
+    "layer_skip": LayerSkipDrafter.from_config,
+    "heads": HeadsDrafter.from_config,
+}
+"""Drafters that use the weights of a target in the same process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """What a kind comes to: a drafter, the models that it runs, and how long its sequences may be."""
+class DrafterParts:
+    """A drafter of some kind, the models that it runs, and how long its sequences may be."""
 
-    drafter: Forks
+    drafter: ForkableDrafter
     context: int
     runners: Sequence[Runner] = ()
 
 
 class OpenDrafter:
-    """A drafter and the devices that are its own, if it needs any. With anticipation it has use for the time between two answers."""
+    """A drafter with its models, if it has any, and with anticipation if it has a fan-out."""
 
     def __init__(
-        self, drafter: Forks, *, context: int, runners: Sequence[Runner] = (), fanout: Fanout | None
+        self,
+        drafter: ForkableDrafter,
+        *,
+        context: int,
+        runners: Sequence[Runner] = (),
+        fanout: Fanout | None,
     ) -> None:
         self._drafter, self._runners, self.context = drafter, runners, context
         self._anticipation = (
@@ -60,12 +67,12 @@ class OpenDrafter:
 
     @property
     def device(self) -> torch.device:
-        """Of the largest model, if there are several."""
+        """Device of the largest model, or the CPU without a model."""
         return self._runners[0].device if self._runners else torch.device("cpu")
 
     @property
     def num_pages(self) -> int:
-        """Of its caches; 0 where it has none."""
+        """Number of pages of all models; 0 without a model."""
         return sum(runner.cache.num_pages for runner in self._runners)
 
     @property
@@ -74,143 +81,171 @@ class OpenDrafter:
 
     @property
     def passes(self) -> tuple[int, ...] | None:
-        """Of each stage of a cascade until now, the largest first."""
-        return self._drafter.passes if isinstance(self._drafter, Cascade) else None
+        """Number of passes of each stage of a cascade, the largest first; else None."""
+        return self._drafter.passes if isinstance(self._drafter, CascadeDrafter) else None
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
-        """The deadline is a time of `time.perf_counter`."""
+        """Return one proposal for each step; the deadline is a time of `time.perf_counter`."""
         if self._anticipation is not None:
             return self._anticipation.propose(steps, deadline)
         return self._drafter.draft(steps, lambda: time.perf_counter() > deadline)
 
-    def prepare(self, waiting: Callable[[], bool]) -> None:
+    def prepare(self, has_message: Callable[[], bool]) -> None:
         if self._anticipation is not None:
-            self._anticipation.prepare(waiting)
+            self._anticipation.prepare(has_message)
 
-    def foreseen(self) -> tuple[Foreseen, ...]:
-        return () if self._anticipation is None else self._anticipation.foreseen()
+    def prepared_proposals(self) -> tuple[PreparedProposal, ...]:
+        return () if self._anticipation is None else self._anticipation.prepared_proposals()
 
     def release(self, seq_ids: Sequence[int]) -> None:
         (self._anticipation or self._drafter).release(seq_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Aim:
-    """What a drafter must know of its target: how many ids there are, and what grammars mean to its tokenizer."""
+class TargetVocabulary:
+    """The properties of a target that a drafter needs: its ids, and grammars of its tokenizer."""
 
     vocab_size: int
-    grammars: Grammars | None = None  # None: drafts follow none, and are refused more often
+    grammar_compiler: GrammarCompiler | None = None
+    """None: draft tokens follow no grammar and are rejected more often."""
 
 
 def open_drafter(
-    config: Config, *, target_vocab_size: int, grammars: Grammars | None = None, alone: bool = False
+    config: Config,
+    *,
+    target_vocab_size: int,
+    grammar_compiler: GrammarCompiler | None = None,
+    has_own_device: bool = False,
 ) -> OpenDrafter:
-    """Raises whatever is wrong with its files, or TooLittleMemory. Only one that is `alone` on its device can work ahead."""
+    """Return the drafter of the config.
+
+    It can anticipate only if it has its device for itself. Raises whatever is wrong with its files,
+    or TooLittleMemory.
+    """
     anticipation = config.speculation.anticipation
-    fanout = Fanout(per_stop=anticipation.fanout) if alone and anticipation.enabled else None
-    opened = OPENERS[config.draft.kind](config.draft, config, Aim(target_vocab_size, grammars))
-    return OpenDrafter(
-        opened.drafter, context=opened.context, runners=opened.runners, fanout=fanout
+    fanout = (
+        Fanout(per_position=anticipation.fanout)
+        if has_own_device and anticipation.enabled
+        else None
+    )
+    parts = OPENERS[config.draft.kind](
+        config.draft, config, TargetVocabulary(target_vocab_size, grammar_compiler)
+    )
+    return OpenDrafter(parts.drafter, context=parts.context, runners=parts.runners, fanout=fanout)
+
+
+def open_local_drafter(
+    config: Config, target: TargetModel
+) -> OpenDrafter | LayerSkipDrafter | HeadsDrafter:
+    """Return the drafter that runs in the target's own process. Raises as `open_drafter` does."""
+    if config.draft.kind in SELF_SPECULATIVE:
+        return SELF_SPECULATIVE[config.draft.kind](config, target)
+    return open_drafter(
+        config,
+        target_vocab_size=target.info.vocab_size,
+        grammar_compiler=target.grammar_states.grammar_compiler,
     )
 
 
-def _open_neural(draft: Draft, config: Config, aim: Aim) -> Opened:
-    neural = _neural(draft, config, aim)
-    return Opened(neural, neural.context, (neural.runner,))
+def _open_neural(draft: DraftConfig, config: Config, vocabulary: TargetVocabulary) -> DrafterParts:
+    neural = _open_model_drafter(draft, config, vocabulary)
+    return DrafterParts(neural, neural.context, (neural.runner,))
 
 
-def _open_skipping(draft: Draft, config: Config, aim: Aim) -> Opened:
-    """The target's own layers, some of them, on a device of their own."""
+def _open_layer_skip(
+    draft: DraftConfig, config: Config, vocabulary: TargetVocabulary
+) -> DrafterParts:
+    """Open some of the target's own layers, on a device of their own."""
     own = config.target
     checkpoint = find_checkpoint(own.path, revision=own.revision)
-    opened = open_model(
+    model = open_model(
         checkpoint,
-        Placement.of(draft, config),
-        skip=skipped(read_config(checkpoint).num_hidden_layers, draft.skip),
+        ModelOptions.from_config(draft, config),
+        skip=skipped_layers(read_config(checkpoint).num_hidden_layers, draft.skip),
     )
-    neural = _drafting(opened, draft, aim)
-    return Opened(neural, neural.context, (neural.runner,))
+    neural = _neural_drafter(model, draft, vocabulary)
+    return DrafterParts(neural, neural.context, (neural.runner,))
 
 
-def _open_statistical(draft: Draft, config: Config, aim: Aim) -> Opened:
-    drafter = open_statistical(
+def _open_ngram(draft: DraftConfig, config: Config, vocabulary: TargetVocabulary) -> DrafterParts:
+    drafter = open_ngram_drafter(
         draft.kind,
         path=_path(draft),
         learn=draft.learn,
         support=draft.support,
-        vocab_size=aim.vocab_size,
-        grammars=aim.grammars,
+        vocab_size=vocabulary.vocab_size,
+        grammar_compiler=vocabulary.grammar_compiler,
     )
-    return Opened(drafter, drafter.context)
+    return DrafterParts(drafter, drafter.context)
 
 
-def _open_cascade(draft: Draft, config: Config, aim: Aim) -> Opened:
-    """Tables learn from what is committed, so the cascade teaches them: a stage reads guesses, too."""
-    *larger, last = draft.parts
-    neural = [_neural(part, config, aim) for part in larger]
-    smallest: Stage
-    learner: Learns | None = None
-    if last.kind in STATISTICAL:
-        source = open_source(
+def _open_cascade(draft: DraftConfig, config: Config, vocabulary: TargetVocabulary) -> DrafterParts:
+    """Open all stages and build their tree.
+
+    Tables learn from committed tokens only, so the cascade teaches them: a stage is prefilled with
+    draft tokens, too.
+    """
+    *larger, last = draft.drafter_configs
+    neural = [_open_model_drafter(part, config, vocabulary) for part in larger]
+    smallest: StageDrafter
+    learner: TrainableTable | None = None
+    if last.kind in NGRAM_KINDS:
+        parts = open_ngram_parts(
             last.kind,
             path=_path(last),
             learn=last.learn,
             support=last.support,
-            vocab_size=aim.vocab_size,
+            vocab_size=vocabulary.vocab_size,
         )
         smallest, learner = (
-            StatisticalDrafter(copies=source.copies, table=source.table, grammars=aim.grammars),
-            source.learner,
+            NgramDrafter(
+                copies=parts.copies,
+                table=parts.table,
+                grammar_compiler=vocabulary.grammar_compiler,
+            ),
+            parts.learner,
         )
     else:
-        smallest = _neural(last, config, aim)
+        smallest = _open_model_drafter(last, config, vocabulary)
         neural.append(smallest)
-    tally = Tally(len(draft.stages))
-    asked = asked_of(draft.kind, len(draft.stages), draft.k)
-    stages: list[Stage] = [*neural[: len(larger)], smallest]
-    writer = writer_of(draft.kind, stages, asked=asked, lenience=draft.lenience, tally=tally)
-    cascade = Cascade(stages, writer, tally, learner=learner)
-    return Opened(
+    counter = PassCounter(len(draft.stages))
+    k = stage_token_matrix(draft.kind, len(draft.stages), draft.k)
+    stages: list[StageDrafter] = [*neural[: len(larger)], smallest]
+    node = build_stages(draft.kind, stages, k=k, lenience=draft.lenience, counter=counter)
+    cascade = CascadeDrafter(stages, node, counter, learner=learner)
+    return DrafterParts(
         cascade, min(stage.context for stage in neural), [stage.runner for stage in neural]
     )
 
 
-OPENERS: Mapping[str, Callable[[Draft, Config, Aim], Opened]] = {
+OPENERS: Mapping[str, Callable[[DraftConfig, Config, TargetVocabulary], DrafterParts]] = {
     "neural": _open_neural,
-    "layer_skip": _open_skipping,
-    **dict.fromkeys(STATISTICAL, _open_statistical),
-    **dict.fromkeys(CASCADES, _open_cascade),
+    "layer_skip": _open_layer_skip,
+    **dict.fromkeys(NGRAM_KINDS, _open_ngram),
+    **dict.fromkeys(CASCADE_KINDS, _open_cascade),
 }
 
 
-def _neural(draft: Draft, config: Config, aim: Aim) -> NeuralDrafter:
+def _open_model_drafter(
+    draft: DraftConfig, config: Config, vocabulary: TargetVocabulary
+) -> NeuralDrafter:
     assert draft.path is not None, "the config has been checked"
-    return _drafting(
-        open_model(find_checkpoint(draft.path), Placement.of(draft, config)), draft, aim
-    )
+    model = open_model(find_checkpoint(draft.path), ModelOptions.from_config(draft, config))
+    return _neural_drafter(model, draft, vocabulary)
 
 
-def _drafting(opened: OpenedModel, draft: Draft, aim: Aim) -> NeuralDrafter:
+def _neural_drafter(
+    model: Model, draft: DraftConfig, vocabulary: TargetVocabulary
+) -> NeuralDrafter:
     return NeuralDrafter(
-        opened.runner,
-        vocab_size=opened.spec.vocab_size,
-        target_vocab_size=aim.vocab_size,
-        context=opened.max_context,
+        model.runner,
+        vocab_size=model.spec.vocab_size,
+        target_vocab_size=vocabulary.vocab_size,
+        context=model.max_context,
         support=draft.support,
-        parses=Parses(aim.grammars),
+        grammar_states=GrammarStates(vocabulary.grammar_compiler),
     )
 
 
-def _path(draft: Draft) -> Path | None:
+def _path(draft: DraftConfig) -> Path | None:
     return None if draft.path is None else Path(draft.path)
-
-
-def open_beside(
-    config: Config, target: TargetModel
-) -> OpenDrafter | SkippingDrafter | HeadsDrafter:
-    """What drafts in the target's own process. Raises likewise."""
-    if config.draft.kind in TIED:
-        return TIED[config.draft.kind](config, target)
-    return open_drafter(
-        config, target_vocab_size=target.info.vocab_size, grammars=target.parses.grammars
-    )

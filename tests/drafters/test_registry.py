@@ -1,14 +1,16 @@
-"""`draft.kind` on the whole engine: every kind writes the target's own text, with tables and without; mistakes are told early."""
+"""`draft.kind` on a whole engine: each kind writes the target's text; mistakes are found early."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specserve import LLM, Sampling
 from specserve.cli.main import main
-from specserve.config.tree import DEMO, STATISTICAL
+from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.tree import DEMO
 from specserve.errors import ConfigError, ModelError
 
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return"
@@ -35,18 +37,16 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def written(**keys: object) -> tuple[tuple[int, ...], int]:
-    """Greedy and seeded tokens, one behind the other; and how many drafts were accepted."""
-    with LLM(
-        **{
-            "target.dtype": "bfloat16",
-            "target.threads": 1,
-            "draft.threads": 1,
-            "cache.pages": 256,
-            "speculation.gamma": 4,
-        }
-        | keys
-    ) as llm:
+def generate(**keys: Any) -> tuple[tuple[int, ...], int]:
+    """Return the greedy and then the seeded tokens, and how many draft tokens were accepted."""
+    own: dict[str, Any] = {
+        "target.dtype": "bfloat16",
+        "target.threads": 1,
+        "draft.threads": 1,
+        "cache.pages": 256,
+        "speculation.gamma": 4,
+    }
+    with LLM(**own | keys) as llm:
         outputs = llm.generate(
             [PROMPT, PROMPT],
             [Sampling(max_tokens=48, temperature=0), Sampling(max_tokens=48, seed=3)],
@@ -58,12 +58,12 @@ def written(**keys: object) -> tuple[tuple[int, ...], int]:
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[int, ...]:
-    return written(**{"draft.kind": "none", "draft.path": None})[0]
+    return generate(**{"draft.kind": "none", "draft.path": None})[0]
 
 
-@pytest.mark.parametrize("kind", STATISTICAL)
+@pytest.mark.parametrize("kind", NGRAM_KINDS)
 def test_every_kind_writes_what_plain_decoding_writes(plain: tuple[int, ...], kind: str) -> None:
-    tokens, _ = written(**{"draft.kind": kind})
+    tokens, _ = generate(**{"draft.kind": kind})
     assert tokens == plain
 
 
@@ -71,15 +71,15 @@ def test_every_kind_writes_what_plain_decoding_writes(plain: tuple[int, ...], ki
 def test_tables_are_read_from_their_directory_and_help(
     plain: tuple[int, ...], tables: Path, kind: str
 ) -> None:
-    tokens, accepted = written(**{"draft.kind": kind, "draft.path": str(tables)})
+    tokens, accepted = generate(**{"draft.kind": kind, "draft.path": str(tables)})
     assert tokens == plain
     assert accepted > 0
 
 
-def test_tables_that_are_not_there_or_not_needed_are_told_at_once(tables: Path) -> None:
+def test_missing_or_unused_tables_are_reported_at_once(tables: Path) -> None:
     with pytest.raises(ModelError):
-        written(**{"draft.kind": "bigram", "draft.path": str(tables / "nowhere")})
+        generate(**{"draft.kind": "bigram", "draft.path": str(tables / "nowhere")})
     with pytest.raises(ConfigError, match=r"draft\.learn"):
-        written(**{"draft.kind": "bigram", "draft.learn": False})
+        generate(**{"draft.kind": "bigram", "draft.learn": False})
     with pytest.raises(ConfigError, match="nothing to count"):
-        written(**{"draft.kind": "random", "draft.path": str(tables)})
+        generate(**{"draft.kind": "random", "draft.path": str(tables)})

@@ -1,4 +1,4 @@
-"""Whatever stages draft, review and take turns, a whole engine writes what its target would: sampled, greedy, and with shared noise."""
+"""Cascades leave an engine's text the target's own: sampled, greedy and coupled."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import pytest
 from specserve.drafters.cascade import review
 from specserve.types import Request, Speculation, Warp
 from tests.proofs.distribution import prove
-from tests.support.cascade_engines import CASCADES, Cascades, Cascading
+from tests.support.cascade_engines import CASCADES, CascadeEngine, Cascades
 from tests.support.continuations import VOCAB, Case, sample
 from tests.support.engines import GREEDY, RandomPacer
 
-SAMPLES = 600  # of each case
+SAMPLES = 600
+"""Samples of each case."""
 SEED = 1 << 42
-ASKED = 5  # requests with the same seeds, drafted for by each cascade
+NUM_REQUESTS = 5
+"""Requests with the same seeds, for each cascade."""
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +58,14 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
     assert proof.fit.dof > 30
     assert proof.fit.p_value > 1e-3
     if result.acceptance is not None:
-        assert abs(result.acceptance.errors_off) < 3
+        assert abs(result.acceptance.num_standard_errors) < 3
 
 
-def test_a_q_that_forgets_lenience_is_caught(
+def test_a_q_that_ignores_lenience_is_detected(
     pairs: Cascades, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same test, were the reviewer's own distribution sent for tokens that it was lenient with."""
-    monkeypatch.setattr(review, "_law", lambda q1, q2, left, lenience: q1)
+    """Send the reviewing stage's own distribution although it was lenient: the test must fail."""
+    monkeypatch.setattr(review, "_lenient_probs", lambda q1, q2, residual, lenience: q1)
     result = sample(
         pairs,
         Case("speculative", "vertical on bigrams, l = 8", 4),
@@ -75,7 +77,7 @@ def test_a_q_that_forgets_lenience_is_caught(
 
 @pytest.mark.parametrize("way", ["greedy", "coupled"])
 def test_the_text_is_the_same_whatever_drafts_and_however_much(pairs: Cascades, way: str) -> None:
-    prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(ASKED)]
+    prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(NUM_REQUESTS)]
     requests = [
         Request(prompt, 30 - len(prompt), GREEDY, seed, ignore_eos=True)
         for seed, prompt in enumerate(prompts)
@@ -94,9 +96,9 @@ def test_the_text_is_the_same_whatever_drafts_and_however_much(pairs: Cascades, 
             assert run.accepted > 0, name
 
 
-def test_what_is_asked_ahead_is_hit(pairs: Cascades) -> None:
+def test_a_cascade_that_anticipates_has_hits(pairs: Cascades) -> None:
     engine = pairs.engines["cascade ahead"]
-    assert isinstance(engine, Cascading)
+    assert isinstance(engine, CascadeEngine)
     assert engine.ahead is not None
     before = engine.ahead.anticipation.num_hits
     engine.run([Request((1, 2, 3), 40, GREEDY, 0, ignore_eos=True)], gamma=3, max_gamma=3)
@@ -109,7 +111,7 @@ def test_every_stage_makes_passes(pairs: Cascades) -> None:
     ]
     for name in ("vertical", "horizontal", "cascade"):
         engine = pairs.engines[name]
-        assert isinstance(engine, Cascading)
+        assert isinstance(engine, CascadeEngine)
         before = engine.cascade.passes
         engine.run(requests, gamma=4, max_gamma=4)
         made = [now - then for now, then in zip(engine.cascade.passes, before, strict=True)]

@@ -1,51 +1,54 @@
-"""Whatever drafts without a model, a whole engine writes what its target would: sampled, greedy, and with shared noise."""
+"""N-gram drafters leave an engine's text the target's own: sampled, greedy and coupled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from specserve.drafters.ngram.build import KINDS, open_statistical
-from specserve.drafters.ngram.drafter import StatisticalDrafter
+from specserve.drafters.ngram.build import KINDS, open_ngram_drafter
+from specserve.drafters.ngram.drafter import NgramDrafter
 from specserve.drafters.ngram.tables import (
-    FILE,
-    Bigram,
+    TABLES_FILE,
+    BigramTable,
     Counts,
     Table,
-    Uniform,
-    Unigram,
-    count,
-    save,
+    UniformTable,
+    UnigramTable,
+    count_texts,
+    save_tables,
 )
-from specserve.types import Request, Speculation
+from specserve.types import DraftStep, Proposal, Request, Speculation
 from tests.support.continuations import (
     COUNTED,
     DRAFTERS,
     PAGES,
     VOCAB,
     Case,
+    DrafterSpec,
     Group,
-    Kind,
     Pairs,
     Result,
     sample,
 )
 from tests.support.engines import GREEDY, Engine, RandomPacer
-from tests.support.exact_distribution import Conditionals, Floats, texts_of
+from tests.support.exact_distribution import Conditionals, Floats, all_continuations
 
-SAMPLES = 1500  # of each case
+SAMPLES = 1500
+"""Samples of each case."""
 SEED = 1 << 41
-TABLED = ("unigram", "bigram", "max_gram")
-ASKED = 8  # requests with the same seeds, drafted for by each kind
+WITH_TABLES = ("unigram", "bigram", "max_gram")
+NUM_REQUESTS = 8
+"""Requests with the same seeds, for each kind."""
 
 
-class Statistical(Engine):
+class NgramEngine(Engine):
     """An engine whose drafter has no pages to check."""
 
-    def __init__(self, target: Path, drafter: StatisticalDrafter) -> None:
+    def __init__(self, target: Path, drafter: NgramDrafter) -> None:
         super().__init__(target, pages=PAGES)
         self.drafter = drafter  # type: ignore[assignment]
 
@@ -53,42 +56,45 @@ class Statistical(Engine):
         cache = self.target.runner.cache
         cache.check()
         assert cache.num_used == 0
-        assert isinstance(self.drafter, StatisticalDrafter)
-        assert self.drafter._followed == {}
+        assert isinstance(self.drafter, NgramDrafter)
+        assert self.drafter._sequences == {}
 
 
-class Counted(Pairs):
-    """The pairs of the other proofs, with every statistical drafter. Tables are counted from what the target's prompts look like."""
+class NgramPairs(Pairs):
+    """The pairs of the other proofs with every n-gram drafter.
+
+    Tables are counted from a text that resembles the target's prompts.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        save(self.counts, directory / FILE)
+        save_tables(self.counts, directory / TABLES_FILE)
         for name in KINDS:
-            path = directory if name in TABLED else None
-            self.engines[name] = Statistical(
+            path = directory if name in WITH_TABLES else None
+            self.engines[name] = NgramEngine(
                 directory / "target",
-                open_statistical(name, path=path, learn=None, support=64, vocab_size=VOCAB),
+                open_ngram_drafter(name, path=path, learn=None, support=64, vocab_size=VOCAB),
             )
-        learnt = open_statistical("bigram", path=None, learn=True, support=3, vocab_size=VOCAB)
-        self.engines["learnt"] = Statistical(directory / "target", learnt)
+        online = open_ngram_drafter("bigram", path=None, learn=True, support=3, vocab_size=VOCAB)
+        self.engines["online"] = NgramEngine(directory / "target", online)
 
     @property
     def counts(self) -> Counts:
-        """Every token is followed by every other now and then."""
+        """Counts of a text in which every token sometimes follows every other."""
         rng = np.random.default_rng(5)
         rows = rng.dirichlet(np.full(VOCAB, 2.0), VOCAB)
         text = [0]
         for _ in range(4000):
             text.append(int(rng.choice(VOCAB, p=rows[text[-1]])))
-        return count([text], keep=VOCAB)
+        return count_texts([text], keep=VOCAB)
 
     def _q(self, group: Group, drafter: str) -> Conditionals:
         tables: dict[str, Table] = {
-            "unigram": Unigram(self.counts, width=VOCAB),
-            "bigram": Bigram(self.counts, width=VOCAB),
-            "random": Uniform(vocab_size=VOCAB, width=VOCAB),
+            "unigram": UnigramTable(self.counts, width=VOCAB),
+            "bigram": BigramTable(self.counts, width=VOCAB),
+            "random": UniformTable(vocab_size=VOCAB, width=VOCAB),
         }
-        texts = [texts_of(group.prompt, depth, VOCAB) for depth in range(COUNTED)]
+        texts = [all_continuations(group.prompt, depth, VOCAB) for depth in range(COUNTED)]
         return Conditionals(
             tuple(np.array([stated(tables[drafter], text) for text in depth]) for depth in texts)
         )
@@ -97,12 +103,12 @@ class Counted(Pairs):
 def stated(table: Table, text: np.ndarray) -> Floats:
     row = table.row(int(text[-1]), len(text))
     assert row is not None
-    return np.bincount(row.ids, row.probs.astype(np.float64), minlength=VOCAB)
+    return np.bincount(row.ids, row.probs, minlength=VOCAB).astype(np.float64)
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Counted:
-    return Counted(tmp_path_factory.mktemp("statistical"))
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> NgramPairs:
+    return NgramPairs(tmp_path_factory.mktemp("ngram"))
 
 
 CASES = (
@@ -111,8 +117,8 @@ CASES = (
     Case("speculative", "random", 2),
     Case("coupled", "bigram", 3),
     Case("block", "bigram", 4),
-    Case("block", "learnt", 3),
-    Case("each", "learnt", None, "mixed"),
+    Case("block", "online", 3),
+    Case("each", "online", None, "mixed"),
     Case("each", "bigram", None, "mixed"),
     Case("each", "random", None, "truncated"),
     Case("each", "prompt_copy", 3),
@@ -126,7 +132,7 @@ CASES = (
     "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
 )
 def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_expected(
-    pairs: Counted, case: Case
+    pairs: NgramPairs, case: Case
 ) -> None:
     result: Result = sample(
         pairs, case, samples=SAMPLES, first_seed=SEED + CASES.index(case) * SAMPLES
@@ -136,25 +142,29 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
     assert fit.dof > 30
     assert fit.p_value > 1e-3
     if result.acceptance is not None:
-        assert abs(result.acceptance.errors_off) < 3
+        assert abs(result.acceptance.num_standard_errors) < 3
 
 
-def test_a_q_that_is_not_what_was_drawn_from_is_caught(
-    pairs: Counted, monkeypatch: pytest.MonkeyPatch
+def test_a_q_other_than_the_draft_distribution_is_detected(
+    pairs: NgramPairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same test, had the drafter drawn from its rows and stated them flatter."""
+    """Send flatter rows than those that were drawn from: the test must fail."""
     drafter = pairs.engines["bigram"].drafter
     draft = drafter.draft  # type: ignore[union-attr]
 
-    def flattened(steps, enough):  # type: ignore[no-untyped-def]
-        for proposal in draft(steps, enough):
+    def flattened(
+        steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> Iterator[Proposal]:
+        for proposal in draft(steps, should_stop):
             if proposal.q is not None:
                 even = np.full_like(proposal.q.probs, 1 / proposal.q.probs.shape[1])
                 yield replace(proposal, q=replace(proposal.q, probs=even))
             else:
                 yield proposal
 
-    monkeypatch.setattr(drafter, "draft", lambda steps, enough: list(flattened(steps, enough)))
+    monkeypatch.setattr(
+        drafter, "draft", lambda steps, should_stop: list(flattened(steps, should_stop))
+    )
     assert (
         pairs.fit(
             sample(pairs, Case("speculative", "bigram", 4), samples=SAMPLES, first_seed=SEED)
@@ -164,8 +174,8 @@ def test_a_q_that_is_not_what_was_drawn_from_is_caught(
 
 
 @pytest.mark.parametrize("way", ["greedy", "coupled"])
-def test_the_text_is_the_same_whatever_drafts_and_however_much(pairs: Counted, way: str) -> None:
-    prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(ASKED)]
+def test_the_text_is_the_same_whatever_drafts_and_however_much(pairs: NgramPairs, way: str) -> None:
+    prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(NUM_REQUESTS)]
     requests = [
         Request(prompt, 40 - len(prompt), GREEDY, seed, ignore_eos=True)
         for seed, prompt in enumerate(prompts)
@@ -177,7 +187,7 @@ def test_the_text_is_the_same_whatever_drafts_and_however_much(pairs: Counted, w
         ]
     plain = pairs.engines["none"].run(requests, gamma=0).texts
     accepted = {}
-    for name in (*KINDS, "learnt"):
+    for name in (*KINDS, "online"):
         for pacer in (None, RandomPacer(max_gamma=6, seed=1)):
             run = pairs.engines[name].run(
                 requests, pacer=pacer, gamma=None if pacer else 4, max_gamma=6
@@ -187,6 +197,6 @@ def test_the_text_is_the_same_whatever_drafts_and_however_much(pairs: Counted, w
     assert all(accepted.values())
 
 
-def test_the_kinds_are_those_of_the_other_proofs_plus_these() -> None:
+def test_ngram_kinds_are_not_among_the_drafters_of_the_other_proofs() -> None:
     assert not set(KINDS) & set(DRAFTERS)
-    assert Kind().vocab == VOCAB
+    assert DrafterSpec().vocab == VOCAB

@@ -1,4 +1,4 @@
-"""Whatever is tied to the target, a whole engine writes what the target alone would: sampled, greedy, with shared noise, in the same bits."""
+"""Layer skipping and heads leave an engine's text the target's own, bit for bit in bf16."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import math
 import pytest
 
 from specserve.config.tree import DEMO
-from specserve.drafters.heads import HeadsDrafter, SkippingDrafter
+from specserve.drafters.heads import HeadsDrafter
+from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.types import VERIFIERS, DraftStep, Policy, Request, Speculation, Warp
 from tests.support.continuations import VOCAB, Case, sample
 from tests.support.engines import GREEDY, Engine, RandomPacer
 from tests.support.self_speculative_engines import (
-    TIED,
-    TiedEngine,
-    TiedPairs,
+    SELF_SPECULATIVE,
+    SelfSpeculativeEngine,
+    SelfSpeculativePairs,
     random_heads,
     with_heads,
 )
 
-SAMPLES = 1500  # of each case
+SAMPLES = 1500
+"""Samples of each case."""
 SEED = 1 << 42
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> TiedPairs:
-    return TiedPairs(tmp_path_factory.mktemp("tied"))
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> SelfSpeculativePairs:
+    return SelfSpeculativePairs(tmp_path_factory.mktemp("self_speculative"))
 
 
 CASES = (
@@ -47,7 +49,7 @@ CASES = (
     "case", CASES, ids=lambda case: f"{case.verifier}-{case.drafter}-{case.gamma}-{case.warps}"
 )
 def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_expected(
-    pairs: TiedPairs, case: Case
+    pairs: SelfSpeculativePairs, case: Case
 ) -> None:
     result = sample(pairs, case, samples=SAMPLES, first_seed=SEED + CASES.index(case) * SAMPLES)
     assert result.drafted > result.accepted > 0
@@ -58,34 +60,36 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
     assert fit.p_value > 1e-3
     if result.acceptance is not None:
         assert 0.3 < result.acceptance.expected_alpha < 0.95
-        assert abs(result.acceptance.errors_off) < 3
+        assert abs(result.acceptance.num_standard_errors) < 3
 
 
-def asked(verifier: str, *, warp: Warp = GREEDY) -> list[Request]:
+def requests_for(verifier: str, *, warp: Warp = GREEDY) -> list[Request]:
     prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(8)]
     seeded = verifier == "coupled"
-    wish = Speculation(verifier=None if seeded else verifier)
+    speculation = Speculation(verifier=None if seeded else verifier)
     return [
-        Request(prompt, 40 - i, warp, i, seeded=seeded, ignore_eos=True, speculation=wish)
+        Request(prompt, 40 - i, warp, i, seeded=seeded, ignore_eos=True, speculation=speculation)
         for i, prompt in enumerate(prompts)
     ]
 
 
 @pytest.mark.parametrize("gamma", [1, 4, None], ids=["1", "4", "random"])
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("drafter", TIED)
+@pytest.mark.parametrize("drafter", SELF_SPECULATIVE)
 def test_greedy_texts_are_those_of_plain_decoding(
-    pairs: TiedPairs, drafter: str, verifier: str, gamma: int | None
+    pairs: SelfSpeculativePairs, drafter: str, verifier: str, gamma: int | None
 ) -> None:
     pacer = RandomPacer(max_gamma=6, seed=1) if gamma is None else None
-    run = pairs.engines[drafter].run(asked(verifier), pacer=pacer, gamma=gamma, max_gamma=6)
-    assert run.texts == pairs.engines["none"].run(asked(verifier), gamma=0).texts
+    run = pairs.engines[drafter].run(requests_for(verifier), pacer=pacer, gamma=gamma, max_gamma=6)
+    assert run.texts == pairs.engines["none"].run(requests_for(verifier), gamma=0).texts
     assert run.drafted > run.accepted > 0
 
 
-@pytest.mark.parametrize("drafter", TIED)
-def test_coupled_texts_are_those_of_plain_decoding(pairs: TiedPairs, drafter: str) -> None:
-    requests = asked("coupled", warp=Warp())
+@pytest.mark.parametrize("drafter", SELF_SPECULATIVE)
+def test_coupled_texts_are_those_of_plain_decoding(
+    pairs: SelfSpeculativePairs, drafter: str
+) -> None:
+    requests = requests_for("coupled", warp=Warp())
     plain = pairs.engines["none"].run(requests, gamma=0).texts
     assert (
         pairs.engines[drafter]
@@ -97,7 +101,7 @@ def test_coupled_texts_are_those_of_plain_decoding(pairs: TiedPairs, drafter: st
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
-    """The demo target in bf16, with pages so few that sequences are preempted."""
+    """Return engines of the demo target in bf16, with so few pages that they preempt."""
     target = DEMO / "target"
     heads = random_heads(
         target,
@@ -108,21 +112,26 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Engine]:
     )
     return {
         "none": Engine(target, pages=18, dtype="bfloat16"),
-        "layer_skip": TiedEngine(
+        "layer_skip": SelfSpeculativeEngine(
             target,
-            lambda model: SkippingDrafter(model, (3, 5), support=64),
+            lambda model: LayerSkipDrafter(model, (3, 5), support=64),
             pages=18,
             dtype="bfloat16",
         ),
-        "heads": TiedEngine(target, with_heads(heads, support=64), pages=18, dtype="bfloat16"),
+        "heads": SelfSpeculativeEngine(
+            target, with_heads(heads, support=64), pages=18, dtype="bfloat16"
+        ),
     }
 
 
 @pytest.mark.parametrize("drafter", ["layer_skip", "heads"])
-def test_in_bf16_not_a_bit_is_changed_and_what_is_found_by_its_name_is_the_whole_models(
+def test_in_bf16_texts_are_identical_and_prefix_hits_are_the_whole_models(
     demo: dict[str, Engine], drafter: str
 ) -> None:
-    """The second time prompts go on where the first texts ended: their pages were written between drafts, and are found by name."""
+    """Run twice; the second prompts continue the first texts.
+
+    Their pages were written between drafts, and the prefix cache finds them.
+    """
     prompts = [tuple((17 * i + 31 * j) % 4096 for j in range(20 + 3 * i)) for i in range(6)]
     hits, num_preempted = [], 0
     for _ in range(2):
@@ -142,12 +151,12 @@ def test_in_bf16_not_a_bit_is_changed_and_what_is_found_by_its_name_is_the_whole
     assert hits[1] > hits[0]
 
 
-@pytest.mark.parametrize("drafter", TIED)
-def test_a_sequence_that_the_target_has_not_read_is_answered_with_nothing(
-    pairs: TiedPairs, drafter: str
+@pytest.mark.parametrize("drafter", SELF_SPECULATIVE)
+def test_a_sequence_that_the_target_has_not_cached_gets_no_drafts(
+    pairs: SelfSpeculativePairs, drafter: str
 ) -> None:
     engine = pairs.engines[drafter]
-    assert isinstance(engine.drafter, (SkippingDrafter, HeadsDrafter))
+    assert isinstance(engine.drafter, (LayerSkipDrafter, HeadsDrafter))
     (proposal,) = engine.drafter.propose(
         [DraftStep(99, 0, (1, 2, 3), 3, Policy(GREEDY, "block", 1, 3))], math.inf
     )

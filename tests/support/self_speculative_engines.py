@@ -1,4 +1,7 @@
-"""Engines whose drafter is tied to the target, over a tiny target of three layers, and what each kind draws from, by the library alone."""
+"""Engines whose drafter uses the target's weights, over a tiny target of three layers.
+
+The expected q of each kind is computed by the library alone.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,51 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specserve.drafters.heads import HeadsDrafter, SkippingDrafter
+from specserve.drafters.heads import HeadsDrafter
+from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.models.checkpoints.weights import fingerprint
-from specserve.models.heads import WEIGHTS, Heads, HeadsInfo, load_heads, save
+from specserve.models.heads import WEIGHTS, Heads, HeadsInfo, load_heads, save_heads
 from specserve.models.target import TargetModel
 from tests.support import checkpoints
-from tests.support.continuations import COUNTED, FLATTER, PAGES, VOCAB, Group, Pairs, rewritten
-from tests.support.engines import Engine, opened_target, placement
-from tests.support.exact_distribution import Conditionals, Library, texts_of, warped
+from tests.support.continuations import (
+    COUNTED,
+    LOGIT_DIVISOR,
+    PAGES,
+    VOCAB,
+    Group,
+    Pairs,
+    rewrite_checkpoint,
+)
+from tests.support.engines import Engine, load_target, model_options
+from tests.support.exact_distribution import (
+    Conditionals,
+    LibraryModel,
+    all_continuations,
+    warp_logits,
+)
 
-TIED = ("layer_skip", "heads", "top 3 heads")
+SELF_SPECULATIVE = ("layer_skip", "heads", "top 3 heads")
 SKIP, NUM_HEADS = (1,), 3
-Make = Callable[[TargetModel], SkippingDrafter | HeadsDrafter]
+TEXT = tuple(range(20, 60))
+LLM_KEYS: dict[str, Any] = {
+    "target.dtype": "float32",
+    "target.threads": 1,
+    "draft.dtype": "float32",
+    "draft.threads": 1,
+    "cache.pages": 60,
+    "speculation.gamma": 3,
+}
+MakeDrafter = Callable[[TargetModel], LayerSkipDrafter | HeadsDrafter]
 
 
-class TiedEngine(Engine):
-    """Target and drafter share the pages, so there is one cache to check."""
+class SelfSpeculativeEngine(Engine):
+    """An engine whose target and drafter share the pages, so there is one cache to check."""
 
     def __init__(
-        self, target: Path, make: Make, *, pages: int = PAGES, dtype: str = "float32"
+        self, target: Path, make: MakeDrafter, *, pages: int = PAGES, dtype: str = "float32"
     ) -> None:
-        self.target = opened_target(
-            target, placement(dtype=dtype, pages=pages), tells_hidden=make is not skipping
+        self.target = load_target(
+            target, model_options(dtype=dtype, pages=pages), returns_hidden=make is not layer_skip
         )
         self.drafter, self.ahead = make(self.target), None  # type: ignore[assignment]
 
@@ -42,14 +68,21 @@ class TiedEngine(Engine):
         cache = self.target.runner.cache
         cache.check()
         assert cache.num_used == 0
-        assert not self.target.newest
+        assert not self.target.latest_hidden
 
 
-def skipping(target: TargetModel) -> SkippingDrafter:
-    return SkippingDrafter(target, SKIP, support=VOCAB)
+def layer_skip(target: TargetModel) -> LayerSkipDrafter:
+    return LayerSkipDrafter(target, SKIP, support=VOCAB)
 
 
-def with_heads(directory: Path, *, support: int = VOCAB) -> Make:
+def small_gemma3(directory: Path) -> Path:
+    """Make a tiny Gemma 3 with a tokenizer in `directory`, and return its path."""
+    checkpoint = checkpoints.make("gemma3", directory / "gemma3")
+    checkpoints.add_tokenizer(checkpoint)
+    return checkpoint
+
+
+def with_heads(directory: Path, *, support: int = VOCAB) -> MakeDrafter:
     def make(target: TargetModel) -> HeadsDrafter:
         heads = load_heads(
             directory, dtype=target.runner.cache.keys[0].dtype, device=torch.device("cpu")
@@ -68,22 +101,22 @@ def random_heads(
             parameter.copy_(
                 spread * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7))
             )
-    save(heads, HeadsInfo(NUM_HEADS, hidden_size, vocab_size, fingerprint(target)), out)
+    save_heads(heads, HeadsInfo(NUM_HEADS, hidden_size, vocab_size, fingerprint(target)), out)
     return out
 
 
-class TiedPairs(Pairs):
-    """As the pairs of the other proofs, but for the drafters, and the layers of the target."""
+class SelfSpeculativePairs(Pairs):
+    """The pairs of the other proofs with other drafters, and with a target of three layers."""
 
     def __init__(self, directory: Path) -> None:
-        sizes = {
+        sizes: dict[str, Any] = {
             "hidden_size": 64,
             "intermediate_size": 64,
             "num_hidden_layers": 3,
             "num_attention_heads": 1,
             "num_key_value_heads": 1,
         }
-        tokens = {
+        tokens: dict[str, Any] = {
             "vocab_size": VOCAB,
             "max_position_embeddings": 64,
             "pad_token_id": None,
@@ -92,31 +125,34 @@ class TiedPairs(Pairs):
         }
         peaked = checkpoints.write(LlamaConfig(**sizes, **tokens), directory / "peaked", seed=3)
         self.directory = directory
-        target = rewritten(peaked, directory / "target", flatter=FLATTER)
+        target = rewrite_checkpoint(peaked, directory / "target", logit_divisor=LOGIT_DIVISOR)
         heads = random_heads(target, directory / "heads", hidden_size=64, vocab_size=VOCAB)
         self.engines = {
-            "layer_skip": TiedEngine(target, skipping),
-            "heads": TiedEngine(target, with_heads(heads)),
-            "top 3 heads": TiedEngine(target, with_heads(heads, support=3)),
+            "layer_skip": SelfSpeculativeEngine(target, layer_skip),
+            "heads": SelfSpeculativeEngine(target, with_heads(heads)),
+            "top 3 heads": SelfSpeculativeEngine(target, with_heads(heads, support=3)),
             "none": Engine(target, pages=PAGES),
         }
-        self._target = Library(target, vocab=VOCAB)
+        self._target = LibraryModel(target, vocab=VOCAB)
         self._heads = {name: tensor.double() for name, tensor in load_file(heads / WEIGHTS).items()}
         self.p, self.q, self.joint = cache(self._p), cache(self._q), cache(self._joint)
 
-    def whole(self, drafter: str) -> str:
-        """Nobody asks for the q of a coupled draft, which is drawn from all ids."""
+    def full_support_drafter(self, drafter: str) -> str:
+        """Return the drafter with full support: coupled draft tokens are drawn from all ids."""
         return "heads" if drafter == "top 3 heads" else drafter
 
     def _q(self, group: Group, drafter: str) -> Conditionals:
-        """Of the first draft of a round: the tokens before the newest were read by the whole target."""
-        logits = self._skipping_logits if drafter == "layer_skip" else self._first_heads_logits
+        """Return q of the first draft token of a round.
+
+        The whole target has cached the tokens before the newest.
+        """
+        logits = self._layer_skip_logits if drafter == "layer_skip" else self._first_heads_logits
         support = 3 if drafter == "top 3 heads" else VOCAB
         rows = []
         for depth in range(COUNTED):
-            texts = texts_of(group.prompt, depth, VOCAB)
+            texts = all_continuations(group.prompt, depth, VOCAB)
             q = torch.from_numpy(
-                warped(
+                warp_logits(
                     logits(torch.from_numpy(texts)).numpy(), texts, len(group.prompt), group.warp
                 )
             )
@@ -127,7 +163,7 @@ class TiedPairs(Pairs):
         return Conditionals(tuple(rows))
 
     @torch.inference_mode()
-    def _skipping_logits(self, texts: Tensor) -> Tensor:  # [texts, length] -> [texts, vocab]
+    def _layer_skip_logits(self, texts: Tensor) -> Tensor:  # [texts, length] -> [texts, vocab]
         whole = self._target.model
         partial: Any = AutoModelForCausalLM.from_pretrained(
             self.directory / "target", dtype=torch.float64, attn_implementation="eager"
@@ -135,17 +171,19 @@ class TiedPairs(Pairs):
         partial.model.layers = nn.ModuleList(
             layer for i, layer in enumerate(partial.model.layers) if i not in SKIP
         )
-        held = whole(texts[:, :-1], use_cache=True).past_key_values
-        return partial(texts[:, -1:], past_key_values=held, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+        cached = whole(texts[:, :-1], use_cache=True).past_key_values
+        logits: Tensor = partial(texts[:, -1:], past_key_values=cached, use_cache=True).logits
+        return logits[:, -1]
 
     @torch.inference_mode()
     def _first_heads_logits(self, texts: Tensor) -> Tensor:  # [texts, length] -> [texts, vocab]
         model = self._target.model
         hidden = model.model(texts[:, :-1], use_cache=False).last_hidden_state[:, -1]
-        seen = torch.cat(
+        inputs = torch.cat(
             [F.rms_norm(rows, (64,)) for rows in (hidden, model.model.embed_tokens(texts[:, -1]))],
             dim=-1,
         )
-        return model.lm_head(
-            hidden + F.silu(seen @ self._heads["weight"][0] + self._heads["bias"][0])
-        )  # type: ignore[no-any-return]
+        logits: Tensor = model.lm_head(
+            hidden + F.silu(inputs @ self._heads["weight"][0] + self._heads["bias"][0])
+        )
+        return logits

@@ -1,4 +1,4 @@
-"""How the kinds of cascades are composed of writers: by k, and by who reviews whom. Knows no config and no files."""
+"""Build the tree of stages of each kind of cascade. Knows no config and no files."""
 
 from __future__ import annotations
 
@@ -6,70 +6,85 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from specserve.drafters.cascade.stages import Alone, Relay, Reviewer, Stage, Tally, Turn, Writer
+from specserve.drafters.cascade.stages import (
+    HorizontalStages,
+    LeafStage,
+    PassCounter,
+    ReviewStage,
+    StageDrafter,
+    StageNode,
+    StageQuota,
+)
 from specserve.drafters.neural.drafter import NeuralDrafter
-
-Asked = Sequence[
-    Sequence[int]
-]  # k[i][j]: tokens asked of stage j by the target (i = 0) or by the stage before stage i
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
-    """The stages from the largest to the smallest, and what a cascade is made of besides them."""
+class CascadeSpec:
+    """The drafters of a cascade from the largest to the smallest, and their parameters."""
 
-    stages: Sequence[Stage]
-    asked: Asked
-    lenience: Sequence[float]  # [stages - 1]
-    tally: Tally
-
-
-def writer_of(
-    kind: str, stages: Sequence[Stage], *, asked: Asked, lenience: Sequence[float], tally: Tally
-) -> Writer:
-    """Of whatever stands first: of its tokens as many are written as are wanted."""
-    num_pairs = len(stages) - 1
-    cast = Cast(stages, asked, lenience if len(lenience) > 1 else [*lenience] * num_pairs, tally)
-    return COMPOSITIONS[kind](cast)
+    stages: Sequence[StageDrafter]
+    k: Sequence[Sequence[int]]
+    """k[i][j]: tokens that the target (i = 0) or the stage before stage i asks of stage j."""
+    lenience: Sequence[float]
+    """[stages - 1]"""
+    counter: PassCounter
 
 
-def _horizontal(cast: Cast) -> Writer:
-    alone = [Alone(number, stage, cast.tally) for number, stage in enumerate(cast.stages)]
-    return _relay(alone, cast.asked[0], endless=True)
+def build_stages(
+    kind: str,
+    stages: Sequence[StageDrafter],
+    *,
+    k: Sequence[Sequence[int]],
+    lenience: Sequence[float],
+    counter: PassCounter,
+) -> StageNode:
+    """Build the stage tree for `kind`.
 
-
-def _reviewing(cast: Cast) -> Writer:
-    """2312.11462, Algorithm 1. Each stage but the last reviews what the smaller ones write in turn; so does the target, from row 0.
-
-    A vertical cascade is one in which everybody asks the next smaller stage alone.
+    The last node in turn has no quota: it writes as many tokens as the proposal needs.
     """
-    last = len(cast.stages) - 1
-    writers: list[Writer] = [
-        Alone(last, cast.stages[last], cast.tally)
-    ]  # of stage `number` and those after it
+    num_pairs = len(stages) - 1
+    leniences = lenience if len(lenience) > 1 else [*lenience] * num_pairs
+    return BUILDERS[kind](CascadeSpec(stages, k, leniences, counter))
+
+
+def _build_horizontal(spec: CascadeSpec) -> StageNode:
+    leaves = [LeafStage(number, stage, spec.counter) for number, stage in enumerate(spec.stages)]
+    return _in_turn(leaves, spec.k[0], unlimited=True)
+
+
+def _build_reviewing(spec: CascadeSpec) -> StageNode:
+    """Build Algorithm 1 of 2312.11462.
+
+    Each stage but the last reviews what the smaller ones draft in turn. So does the target, by row
+    0 of k. A vertical cascade is one in which each stage asks the next smaller one alone.
+    """
+    last = len(spec.stages) - 1
+    nodes: list[StageNode] = [LeafStage(last, spec.stages[last], spec.counter)]
     for number in range(last - 1, -1, -1):
-        stage = cast.stages[number]
-        assert isinstance(stage, NeuralDrafter), "what reviews has a model"
-        below = _relay(writers, cast.asked[number + 1][number + 1 :])
-        writers.insert(
-            0, Reviewer(number, stage, below, cast.tally, lenience=cast.lenience[number])
+        stage = spec.stages[number]
+        assert isinstance(stage, NeuralDrafter), "a stage that reviews has a model"
+        below = _in_turn(nodes, spec.k[number + 1][number + 1 :])
+        nodes.insert(
+            0, ReviewStage(number, stage, below, spec.counter, lenience=spec.lenience[number])
         )
-    return _relay(writers, cast.asked[0], endless=True)
+    return _in_turn(nodes, spec.k[0], unlimited=True)
 
 
-COMPOSITIONS: Mapping[str, Callable[[Cast], Writer]] = {
-    "horizontal": _horizontal,
-    "vertical": _reviewing,
-    "cascade": _reviewing,
+BUILDERS: Mapping[str, Callable[[CascadeSpec], StageNode]] = {
+    "horizontal": _build_horizontal,
+    "vertical": _build_reviewing,
+    "cascade": _build_reviewing,
 }
 
 
-def _relay(writers: Sequence[Writer], asked: Sequence[int], *, endless: bool = False) -> Relay:
-    """Those that are asked for something; with `endless` the last of them goes on."""
-    asking = [
-        (writer, upto)
-        for writer, count, upto in zip(writers, asked, accumulate(asked), strict=True)
+def _in_turn(
+    nodes: Sequence[StageNode], k: Sequence[int], *, unlimited: bool = False
+) -> HorizontalStages:
+    """Return the nodes that are asked for tokens; with `unlimited` the last one has no quota."""
+    asked = [
+        (node, max_tokens)
+        for node, count, max_tokens in zip(nodes, k, accumulate(k), strict=True)
         if count
     ]
-    turns = [Turn(writer, upto) for writer, upto in asking]
-    return Relay([*turns[:-1], Turn(turns[-1].writer, None)] if endless else turns)
+    quotas = [StageQuota(node, max_tokens) for node, max_tokens in asked]
+    return HorizontalStages([*quotas[:-1], StageQuota(asked[-1][0], None)] if unlimited else quotas)

@@ -1,6 +1,7 @@
-"""Several drafters that write one proposal: the larger review what the smaller guess, and write the first positions. Knows no target.
+"""Several drafters that make one proposal: larger ones review what smaller ones draft.
 
-docs/cascades.md has the algorithm (2312.11462), and why what comes out is exact.
+The larger ones also write the first positions. Knows no target. docs/design/drafters.md has the
+algorithm (2312.11462), and why its proposals are exact.
 """
 
 from __future__ import annotations
@@ -10,191 +11,226 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from specserve.drafters.base import Outlook
-from specserve.drafters.cascade.sequence import Manuscript, stop_of
-from specserve.drafters.cascade.stages import Ask, Stage, Tally, Writer
+from specserve.drafters.base import OutcomeForecast, never
+from specserve.drafters.cascade.sequence import CascadeSequence
+from specserve.drafters.cascade.stages import (
+    DraftRequest,
+    PassCounter,
+    StageDrafter,
+    StageNode,
+)
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.drafters.ngram.drafter import Learns
-from specserve.drafters.ranking import Ranked, Sight, mode, ranked
+from specserve.drafters.ngram.tables import TrainableTable
+from specserve.drafters.ranking import PositionLogits, Ranking, draw_mode, rank_next_tokens
 from specserve.sampling.distribution import WarpBatch
 from specserve.types import DraftStep, Proposal
 
-NOTHING: tuple[int, ...] = ()
 
+class CascadeDrafter:
+    """A drafter made of `stages`, from the largest to the smallest, all but the last neural.
 
-class Cascade:
-    """Implements `base.Forks`. `stages` from the largest to the smallest; all but the last are neural. `writer` is made of them.
-
-    It keeps every text itself, and reads to a stage what that has missed when it is asked.
+    `node` is the tree that was built of them. The cascade keeps each sequence's tokens; a stage
+    that was skipped is prefilled with the missing tokens before it is used. Implements
+    `base.ForkableDrafter`.
     """
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        writer: Writer,
-        tally: Tally,
+        stages: Sequence[StageDrafter],
+        node: StageNode,
+        counter: PassCounter,
         *,
-        learner: Learns | None = None,
+        learner: TrainableTable | None = None,
     ) -> None:
         assert isinstance(stages[0], NeuralDrafter)
-        self._stages, self._writer, self._tally, self._learner = stages, writer, tally, learner
+        self._stages, self._node, self._counter, self._learner = stages, node, counter, learner
         self._first: NeuralDrafter = stages[0]
-        self._scripts: dict[int, Manuscript] = {}
+        self._sequences: dict[int, CascadeSequence] = {}
 
     @property
     def passes(self) -> tuple[int, ...]:
-        """Of each stage until now: one that drafts by itself has one for each token of the longest draft in a batch."""
-        return tuple(self._tally.passes)
+        """Number of passes of each stage.
 
-    def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
-        """A step that leaves a gap gets an empty proposal that says what is held."""
-        scripts = {
-            step.seq_id: self._opened(step)
+        A stage that drafts alone counts one for each token of the longest draft in a batch.
+        """
+        return tuple(self._counter.passes)
+
+    def draft(
+        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> Sequence[Proposal]:
+        """Return one proposal for each step, as `base.ResumableDrafter` says.
+
+        A step that leaves a gap gets an empty proposal with the number of cached positions.
+        """
+        sequences = {
+            step.seq_id: self._commit(step)
             for step in steps
-            if self._held(step.seq_id) >= step.start
+            if self._length(step.seq_id) >= step.start
         }
         wanted = [
-            (scripts[step.seq_id], step.gamma)
+            (sequences[step.seq_id], step.gamma)
             for step in steps
-            if step.gamma and step.seq_id in scripts
+            if step.gamma and step.seq_id in sequences
         ]
-        self._read(
-            [scripts[step.seq_id] for step in steps if not step.gamma and step.seq_id in scripts]
+        self._prefill(
+            [
+                sequences[step.seq_id]
+                for step in steps
+                if not step.gamma and step.seq_id in sequences
+            ]
         )
-        asks = [
-            Ask(script, script.start, script.start + gamma)
-            for script, gamma in wanted
-            if self._is_whole(script)
+        requests = [
+            DraftRequest(sequence, sequence.start, sequence.start + gamma)
+            for sequence, gamma in wanted
+            if self._is_worth_drafting(sequence)
         ]
-        if any(ask.lacks for ask in asks):
-            self._writer.write(asks, enough)
-        return [self._proposal(step, scripts.get(step.seq_id)) for step in steps]
+        if any(request.num_missing for request in requests):
+            self._node.extend(requests, should_stop)
+        return [
+            sequences[step.seq_id].proposal(step.gamma)
+            if step.seq_id in sequences
+            else Proposal(step.seq_id, step.stop, (), None, self._length(step.seq_id))
+            for step in steps
+        ]
 
     def release(self, seq_ids: Sequence[int]) -> None:
         for stage in self._stages:
             stage.release(seq_ids)
         for seq_id in seq_ids:
-            self._scripts.pop(seq_id, None)
+            self._sequences.pop(seq_id, None)
 
     @torch.inference_mode()
-    def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
-        """What the largest drafter thinks of it all, in one pass."""
+    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
+        """Return the forecasts of the largest drafter, which takes one pass for all of them."""
         drafted = [
-            script
+            sequence
             for seq_id in seq_ids
-            if (script := self._scripts.get(seq_id)) is not None and script.laws
+            if (sequence := self._sequences.get(seq_id)) is not None and sequence.draft_probs
         ]
-        steps = [script.unread(0, before=script.start) for script in drafted]
-        fit = self._first.fitting(steps)
-        going = [
-            (script, step) for script, step, fits in zip(drafted, steps, fit, strict=True) if fits
+        steps = [sequence.missing_step(0, before=sequence.start) for sequence in drafted]
+        fit = self._first.which_fit(steps)
+        fitting = [
+            (sequence, step)
+            for sequence, step, fits in zip(drafted, steps, fit, strict=True)
+            if fits
         ]
-        if not going:
+        if not fitting:
             return []
-        counts = [len(script.laws) + 1 for script, _ in going]
-        logits = self._first.read([step for _, step in going], counts)
-        logits = self._first.parses.allowed(
-            [script.guessed(script.start) for script, _ in going]
-        ).applied(logits)
+        counts = [len(sequence.draft_probs) + 1 for sequence, _ in fitting]
+        logits = self._first.compute_logits([step for _, step in fitting], counts)
+        logits = self._first.grammar_states.mask_for(
+            [sequence.drafted_sequence(sequence.start) for sequence, _ in fitting]
+        ).apply(logits)
         histories = [
-            self._first.history(script.seq_id, script.start, script.policy) for script, _ in going
+            self._first.history(sequence.seq_id, sequence.start, sequence.policy)
+            for sequence, _ in fitting
         ]
         adjusted = WarpBatch(
-            [script.policy.warp for script, _ in going], counts, histories
-        ).adjusted(logits)
+            [sequence.policy.warp for sequence, _ in fitting], counts, histories
+        ).adjust(logits)
         rows = iter(adjusted)
-        places = iter(
-            ranked([sight for script, _ in going for sight in _sights(script, rows)], width)
+        rankings = iter(
+            rank_next_tokens(
+                [
+                    position
+                    for sequence, _ in fitting
+                    for position in _position_logits(sequence, rows)
+                ],
+                width,
+            )
         )
-        for script, _ in going:
-            script.read[0] = len(script)
+        for sequence, _ in fitting:
+            sequence.num_cached[0] = len(sequence)
         return [
-            _outlook(script, [next(places) for _ in range(count)])
-            for (script, _), count in zip(going, counts, strict=True)
+            _forecast(sequence, [next(rankings) for _ in range(count)])
+            for (sequence, _), count in zip(fitting, counts, strict=True)
         ]
 
-    def fork(self, seq_id: int, as_id: int, length: int) -> bool:
-        """By every stage, as far as it has read; or by none."""
-        script = self._scripts[seq_id]
-        branch = script.forked(as_id, length)
+    def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
+        """Fork the sequence in every stage, as far as the stage has cached it, or in none."""
+        sequence = self._sequences[seq_id]
+        branch = sequence.fork(branch_id, length)
         for number, stage in enumerate(self._stages):
-            read = min(script.read[number], length)
-            if read and not stage.fork(seq_id, as_id, read):
+            num_cached = min(sequence.num_cached[number], length)
+            if num_cached and not stage.fork(seq_id, branch_id, num_cached):
                 for other in self._stages[:number]:
-                    other.release([as_id])
+                    other.release([branch_id])
                 return False
-            branch.read[number] = read
-        self._scripts[as_id] = branch
+            branch.num_cached[number] = num_cached
+        self._sequences[branch_id] = branch
         return True
 
-    def become(self, seq_id: int, branch_id: int) -> None:
-        """A stage that holds nothing of the branch starts anew."""
-        script = self._scripts.pop(branch_id)
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
+        """Replace the sequence by the branch. A stage that has nothing of it starts afresh."""
+        branch = self._sequences.pop(branch_id)
         for number, stage in enumerate(self._stages):
-            if stage.held(branch_id):
-                stage.become(seq_id, branch_id)
+            if stage.num_cached(branch_id):
+                stage.promote_branch(seq_id, branch_id)
             else:
                 stage.release([seq_id])
-                script.read[number] = 0
-        script.seq_id, script.is_branch = seq_id, False
-        self._scripts[seq_id] = script
+                branch.num_cached[number] = 0
+        branch.seq_id, branch.is_branch = seq_id, False
+        self._sequences[seq_id] = branch
 
-    def _held(self, seq_id: int) -> int:
-        script = self._scripts.get(seq_id)
-        return 0 if script is None else len(script)
+    def _length(self, seq_id: int) -> int:
+        sequence = self._sequences.get(seq_id)
+        return 0 if sequence is None else len(sequence)
 
-    def _opened(self, step: DraftStep) -> Manuscript:
-        """Its text, with what was begun for this very step, or with nothing behind it."""
-        script = self._scripts.get(step.seq_id)
-        if script is None:
-            script = self._scripts[step.seq_id] = Manuscript(
+    def _commit(self, step: DraftStep) -> CascadeSequence:
+        """Return the sequence with the step's tokens, and with its draft tokens if it resumes."""
+        sequence = self._sequences.get(step.seq_id)
+        if sequence is None:
+            sequence = self._sequences[step.seq_id] = CascadeSequence(
                 step.seq_id, step.policy, num_stages=len(self._stages)
             )
-        if script.continues(step):
-            return script
-        script.commit(step)
-        if self._learner is not None and not script.is_branch and script.start > script.learnt:
-            self._learner.learn(script.tokens[max(script.learnt - 1, 0) :])
-            script.learnt = script.start
-        return script
+        if sequence.can_resume(step):
+            return sequence
+        sequence.commit(step)
+        if (
+            self._learner is not None
+            and not sequence.is_branch
+            and sequence.start > sequence.num_learned
+        ):
+            self._learner.learn(sequence.tokens[max(sequence.num_learned - 1, 0) :])
+            sequence.num_learned = sequence.start
+        return sequence
 
-    def _is_whole(self, script: Manuscript) -> bool:
-        """A fork for which there was no room in the end left a stage without text: too much to read for a branch that may be of no use."""
-        return not script.is_branch or all(
-            stage.held(script.seq_id) >= read
-            for stage, read in zip(self._stages, script.read, strict=True)
+    def _is_worth_drafting(self, sequence: CascadeSequence) -> bool:
+        """Return False for a branch that a stage had no room to fork after all.
+
+        The stage would have to prefill the whole text, for a branch that may be of no use.
+        """
+        return not sequence.is_branch or all(
+            stage.num_cached(sequence.seq_id) >= num_cached
+            for stage, num_cached in zip(self._stages, sequence.num_cached, strict=True)
         )
 
-    def _read(self, scripts: Sequence[Manuscript]) -> None:
-        """Every stage reads what is committed: a long prompt comes in pieces, and is best read so."""
+    def _prefill(self, sequences: Sequence[CascadeSequence]) -> None:
+        """Prefill every stage with committed tokens, as a long prompt comes in chunks."""
         for number, stage in enumerate(self._stages):
-            steps = [script.asked(number, 0) for script in scripts]
-            for script, proposal in zip(
-                scripts, stage.draft(steps, bool) if steps else (), strict=True
+            steps = [sequence.draft_step(number, 0) for sequence in sequences]
+            for sequence, proposal in zip(
+                sequences, stage.draft(steps, never) if steps else (), strict=True
             ):
-                script.read[number] = min(proposal.held, len(script))
-
-    def _proposal(self, step: DraftStep, script: Manuscript | None) -> Proposal:
-        if script is None:
-            return Proposal(step.seq_id, stop_of(step), NOTHING, None, self._held(step.seq_id))
-        return script.proposal(step.gamma)
+                sequence.num_cached[number] = min(proposal.num_cached, len(sequence))
 
 
-def _sights(script: Manuscript, rows: Iterator[Tensor]) -> list[Sight]:
-    """Every place of the drafts, and the one behind them."""
-    drafts: list[int | None] = [*script.tokens[script.start :], None]
+def _position_logits(sequence: CascadeSequence, rows: Iterator[Tensor]) -> list[PositionLogits]:
+    """Return the logits at every draft token, and at the position behind the last."""
+    drafts: list[int | None] = [*sequence.tokens[sequence.start :], None]
     return [
-        Sight(next(rows), script.policy, at, draft) for at, draft in enumerate(drafts, script.start)
+        PositionLogits(next(rows), sequence.policy, position, draft)
+        for position, draft in enumerate(drafts, sequence.start)
     ]
 
 
-def _outlook(script: Manuscript, places: Sequence[Ranked]) -> Outlook:
-    return Outlook(
-        script.seq_id,
-        script.start,
-        tuple(script.tokens[script.start :]),
-        nexts=tuple(place.tokens for place in places),
-        trust=tuple(place.trust for place in places[:-1]),
-        shares=tuple(place.shares for place in places),
-        mode=mode(script.policy),
+def _forecast(sequence: CascadeSequence, rankings: Sequence[Ranking]) -> OutcomeForecast:
+    return OutcomeForecast(
+        sequence.seq_id,
+        sequence.start,
+        tuple(sequence.tokens[sequence.start :]),
+        next_tokens=tuple(ranking.tokens for ranking in rankings),
+        confidence=tuple(ranking.confidence for ranking in rankings[:-1]),
+        next_probs=tuple(ranking.probs for ranking in rankings),
+        mode=draw_mode(sequence.policy),
     )

@@ -1,6 +1,7 @@
-"""A larger drafter looks at what a smaller one guessed: rule 1, and the law that each token which then stands was really drawn from.
+"""Review a smaller drafter's tokens by a larger one: rule 1, and q of each token that results.
 
-docs/cascades.md says why. Knows no models and no texts; everything lies on the reviewer's own support.
+docs/design/drafters.md says why it is exact. Knows no models and no texts; everything lies on the
+reviewing stage's own support.
 """
 
 from __future__ import annotations
@@ -14,155 +15,183 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.drafters.cascade.sequence import Law
-from specserve.drafters.neural.draws import COUPLED_SUPPORT, are_plain, likeliest
-from specserve.drafters.ranking import mode
+from specserve.drafters.cascade.sequence import TokenProbs
+from specserve.drafters.neural.draws import COUPLED_SUPPORT, ignore_ids, top_support
+from specserve.drafters.ranking import draw_mode
 from specserve.sampling.distribution import History, WarpBatch, sample
 from specserve.sampling.drafts import supports
 from specserve.sampling.noise import Purpose, exponential, row_keys, seed_array, uniform
-from specserve.sampling.verify import agree
-from specserve.types import Policy, SparseRows
+from specserve.sampling.verify import verify_greedy
+from specserve.types import Policy, SparseDistribution
 
 
 @dataclass(frozen=True, slots=True)
-class Guesses:
-    """Of one sequence: tokens that may stand from `position` on, and their laws. The policy's seed is the reviewer's own."""
+class ReviewRequest:
+    """Draft tokens of one sequence to review, from `position` on, and their distributions.
+
+    The policy's seed is the reviewing stage's own.
+    """
 
     position: int
     tokens: Sequence[int]
-    laws: Sequence[Law]
+    draft_probs: Sequence[TokenProbs]
     policy: Policy
-    history: History | None = None  # where there are penalties
+    history: History | None = None  # None without penalties
 
 
 @dataclass(frozen=True, slots=True)
-class Opinion:
-    """So many guesses stand, then comes `next_token`; and the laws of all of these, whoever thought of them."""
+class ReviewResult:
+    """The result of a review: `accepted` draft tokens, then `next_token`.
+
+    `draft_probs` are the distributions of all of these, whichever stage they are from.
+    """
 
     accepted: int
     next_token: int
-    laws: Sequence[Law]
+    draft_probs: Sequence[TokenProbs]
 
 
 def review(
-    logits: Tensor, guesses: Sequence[Guesses], *, support: int, lenience: float
-) -> list[Opinion]:
-    """logits [rows, vocab]: a row for each guess of a sequence and one more. Each sequence under its own policy."""
-    modes = [mode(one.policy) for one in guesses]
+    logits: Tensor, requests: Sequence[ReviewRequest], *, support: int, lenience: float
+) -> list[ReviewResult]:
+    """Review each sequence's draft tokens under its own policy.
+
+    logits [rows, vocab]: a row for each draft token of a sequence and one more.
+    """
+    modes = [draw_mode(request.policy) for request in requests]
     if len(set(modes)) == 1:
-        return RULES[modes[0]](logits, guesses, support, lenience)
-    stops = np.cumsum([len(one.tokens) + 1 for one in guesses])
-    opinions: dict[int, Opinion] = {}
-    for name in sorted(set(modes)):
-        own = [i for i, found in enumerate(modes) if found == name]
+        return RULES[modes[0]](logits, requests, support, lenience)
+    stops = np.cumsum([len(request.tokens) + 1 for request in requests])
+    results: dict[int, ReviewResult] = {}
+    for mode in sorted(set(modes)):
+        own = [i for i, other in enumerate(modes) if other == mode]
         rows = np.concatenate(
-            [np.arange(stops[i] - len(guesses[i].tokens) - 1, stops[i]) for i in own]
+            [np.arange(stops[i] - len(requests[i].tokens) - 1, stops[i]) for i in own]
         )
-        part = RULES[name](
+        part = RULES[mode](
             logits[torch.from_numpy(rows).to(logits.device)],
-            [guesses[i] for i in own],
+            [requests[i] for i in own],
             support,
             lenience,
         )
-        opinions |= dict(zip(own, part, strict=True))
-    return [opinions[i] for i in range(len(guesses))]
+        results |= dict(zip(own, part, strict=True))
+    return [results[i] for i in range(len(requests))]
 
 
 def _greedy(
-    logits: Tensor, guesses: Sequence[Guesses], support: int, lenience: float
-) -> list[Opinion]:
-    return _agreed(_warps(guesses).greedy_tokens(logits).tolist(), guesses)
+    logits: Tensor, requests: Sequence[ReviewRequest], support: int, lenience: float
+) -> list[ReviewResult]:
+    return _accept_equal(_warps(requests).greedy_tokens(logits).tolist(), requests)
 
 
 def _coupled(
-    logits: Tensor, guesses: Sequence[Guesses], support: int, lenience: float
-) -> list[Opinion]:
-    """The reviewer's own draw, with the noise that the target will use."""
-    ids, probs = _likeliest(logits, guesses, COUPLED_SUPPORT)
-    own = sample(probs, exponential(_keys(guesses, Purpose.COUPLED, logits.device), ids))
-    return _agreed(ids.gather(1, own[:, None])[:, 0].tolist(), guesses)
+    logits: Tensor, requests: Sequence[ReviewRequest], support: int, lenience: float
+) -> list[ReviewResult]:
+    """Accept the tokens that this stage draws itself, with the noise that the target will use."""
+    ids, probs = _top_support(logits, requests, COUPLED_SUPPORT)
+    own = sample(probs, exponential(_keys(requests, Purpose.COUPLED, logits.device), ids))
+    return _accept_equal(ids.gather(1, own[:, None])[:, 0].tolist(), requests)
 
 
 def _sampled(
-    logits: Tensor, guesses: Sequence[Guesses], support: int, lenience: float
-) -> list[Opinion]:
-    """Rule 1, with l between drafters: accept while u < l q1/q2, else draw from max(0, q1 - q2). Behind the last guess q2 is 0."""
-    ids, q1 = _likeliest(logits, guesses, support)
+    logits: Tensor, requests: Sequence[ReviewRequest], support: int, lenience: float
+) -> list[ReviewResult]:
+    """Apply rule 1, with l between drafters.
+
+    Accept while u < l q1/q2, else draw from max(0, q1 - q2). Behind the last draft token q2 is 0.
+    """
+    ids, q1 = _top_support(logits, requests, support)
     tokens, ids2, probs2 = (
-        part.to(ids.device) for part in _guessed(guesses)
-    )  # [rows], [rows, support of the guesses] twice
-    own, theirs = (
-        _at(tokens[:, None], ids, q1)[:, 0],
-        _at(tokens[:, None], ids2, probs2)[:, 0],
-    )  # q1 and q2 of each guess
-    passed = uniform(_keys(guesses, Purpose.ACCEPT, ids.device)) * theirs < lenience * own
-    q2 = _at(ids, ids2, probs2)  # on the reviewer's support
-    left = (q1 - q2).clamp_(min=0)
-    left = torch.where(
-        left.sum(-1, keepdim=True) > 0, left, q1
-    )  # equal but for rounding: nothing is refused
+        part.to(ids.device) for part in _draft_rows(requests)
+    )  # [rows], and twice [rows, support of the draft tokens]
+    # q1 and q2 of each draft token.
+    q1_at_tokens = _probs_at(tokens[:, None], ids, q1)[:, 0]
+    q2_at_tokens = _probs_at(tokens[:, None], ids2, probs2)[:, 0]
+    u = uniform(_keys(requests, Purpose.ACCEPT, ids.device))
+    passed = u * q2_at_tokens < lenience * q1_at_tokens
+    # q2 on the support of q1.
+    q2 = _probs_at(ids, ids2, probs2)
+    residual = (q1 - q2).clamp_(min=0)
+    # Where q1 and q2 are equal but for rounding, nothing is rejected.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, q1)
     corrections = ids.gather(
-        1, sample(left, exponential(_keys(guesses, Purpose.NEXT, ids.device), ids))[:, None]
+        1, sample(residual, exponential(_keys(requests, Purpose.NEXT, ids.device), ids))[:, None]
     )[:, 0]
-    law = q1 if lenience == 1 else _law(q1, q2, left, lenience)
-    return _opinions(
-        guesses,
+    q = q1 if lenience == 1 else _lenient_probs(q1, q2, residual, lenience)
+    return _accept_passed(
+        requests,
         passed.tolist(),
         corrections.tolist(),
-        SparseRows(ids.cpu().numpy(), law.cpu().numpy()),
+        SparseDistribution(ids.cpu().numpy(), q.cpu().numpy()),
     )
 
 
-RULES: dict[str, Callable[[Tensor, Sequence[Guesses], int, float], list[Opinion]]] = {
+RULES: dict[str, Callable[[Tensor, Sequence[ReviewRequest], int, float], list[ReviewResult]]] = {
     "greedy": _greedy,
     "coupled": _coupled,
     "sampled": _sampled,
 }
 
 
-def _law(q1: Tensor, q2: Tensor, left: Tensor, lenience: float) -> Tensor:
-    """What stands is a guess, with min(q2, l q1), or else a correction. With l = 1 this is q1."""
+def _lenient_probs(q1: Tensor, q2: Tensor, residual: Tensor, lenience: float) -> Tensor:
+    """Return the distribution of the resulting token.
+
+    It is an accepted draft token with min(q2, l q1), else a correction. With l = 1 this is q1.
+    """
     kept = torch.minimum(q2, lenience * q1)
-    return kept + (1 - kept.sum(-1, keepdim=True)).clamp_(min=0) * left / left.sum(-1, keepdim=True)
+    return kept + (1 - kept.sum(-1, keepdim=True)).clamp_(min=0) * residual / residual.sum(
+        -1, keepdim=True
+    )
 
 
-def _opinions(
-    guesses: Sequence[Guesses], passed: list[bool], corrections: list[int], laws: SparseRows
-) -> list[Opinion]:
-    found, first = [], 0
-    for one in guesses:
+def _accept_passed(
+    requests: Sequence[ReviewRequest],
+    passed: list[bool],
+    corrections: list[int],
+    q: SparseDistribution,
+) -> list[ReviewResult]:
+    """Accept each sequence's draft tokens up to the first that did not pass."""
+    results, first = [], 0
+    for request in requests:
         accepted = 0
-        while accepted < len(one.tokens) and passed[first + accepted]:
+        while accepted < len(request.tokens) and passed[first + accepted]:
             accepted += 1
         rows = range(first, first + accepted + 1)
-        own = [SparseRows(laws.ids[row : row + 1], laws.probs[row : row + 1]) for row in rows]
-        found.append(Opinion(accepted, corrections[rows[-1]], own))
-        first += len(one.tokens) + 1
-    return found
+        draft_probs = [
+            SparseDistribution(q.ids[row : row + 1], q.probs[row : row + 1]) for row in rows
+        ]
+        results.append(ReviewResult(accepted, corrections[rows[-1]], draft_probs))
+        first += len(request.tokens) + 1
+    return results
 
 
-def _agreed(own: list[int], guesses: Sequence[Guesses]) -> list[Opinion]:
-    """Guesses stand while they are the reviewer's own tokens. Nobody asks for laws then."""
+def _accept_equal(own: list[int], requests: Sequence[ReviewRequest]) -> list[ReviewResult]:
+    """Accept draft tokens while they equal this stage's own. Their q is not used then."""
     return [
-        Opinion(stand, token, [None] * (stand + 1))
-        for stand, token in agree(own, [one.tokens for one in guesses])
+        ReviewResult(accepted, token, [None] * (accepted + 1))
+        for accepted, token in verify_greedy(own, [request.tokens for request in requests])
     ]
 
 
-def _at(wanted: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
-    """What rows give to some ids: [rows, n], on [rows, support] -> [rows, n]. Padding has probability 0, whatever its id."""
+def _probs_at(wanted: Tensor, ids: Tensor, probs: Tensor) -> Tensor:
+    """Return the probabilities of wanted ids: [rows, n], on [rows, support] -> [rows, n].
+
+    Padding has probability 0, whatever its id.
+    """
     return torch.where(wanted[:, :, None] == ids[:, None, :], probs[:, None, :], 0).sum(-1)
 
 
-def _guessed(guesses: Sequence[Guesses]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens and laws by row; the row behind the last guess has none."""
-    tokens = np.array([token for one in guesses for token in one.tokens], dtype=np.int64)
+def _draft_rows(requests: Sequence[ReviewRequest]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return draft tokens, ids and q by row; the row behind a sequence's last token has zeros."""
+    tokens = np.array([token for request in requests for token in request.tokens], dtype=np.int64)
     ids, probs = supports(
-        tokens, np.ones(len(tokens), np.int64), [law for one in guesses for law in one.laws]
+        tokens,
+        np.ones(len(tokens), np.int64),
+        [probs for request in requests for probs in request.draft_probs],
     )
-    counts = np.array([len(one.tokens) for one in guesses])
-    rows = np.arange(len(tokens)) + np.repeat(np.arange(len(guesses)), counts)
-    num_rows = len(tokens) + len(guesses)
+    counts = np.array([len(request.tokens) for request in requests])
+    rows = np.arange(len(tokens)) + np.repeat(np.arange(len(requests)), counts)
+    num_rows = len(tokens) + len(requests)
     return (
         _spread(tokens, rows, num_rows),
         _spread(ids, rows, num_rows),
@@ -176,35 +205,40 @@ def _spread(part: NDArray[Any], rows: NDArray[np.int64], num_rows: int) -> Tenso
     return torch.from_numpy(whole)
 
 
-def _likeliest(logits: Tensor, guesses: Sequence[Guesses], support: int) -> tuple[Tensor, Tensor]:
-    return likeliest(
-        logits, _warps(guesses), support, plain=are_plain([one.policy.warp for one in guesses])
+def _top_support(
+    logits: Tensor, requests: Sequence[ReviewRequest], support: int
+) -> tuple[Tensor, Tensor]:
+    return top_support(
+        logits,
+        _warps(requests),
+        support,
+        ignores_ids=ignore_ids([request.policy.warp for request in requests]),
     )
 
 
-def _warps(guesses: Sequence[Guesses]) -> WarpBatch:
+def _warps(requests: Sequence[ReviewRequest]) -> WarpBatch:
     return WarpBatch(
-        [one.policy.warp for one in guesses],
-        [len(one.tokens) + 1 for one in guesses],
-        [one.history for one in guesses],
+        [request.policy.warp for request in requests],
+        [len(request.tokens) + 1 for request in requests],
+        [request.history for request in requests],
     )
 
 
 def _keys(
-    guesses: Sequence[Guesses], purpose: Purpose, device: torch.device
+    requests: Sequence[ReviewRequest], purpose: Purpose, device: torch.device
 ) -> Tensor:  # [rows, 2]
-    counts = [len(one.tokens) + 1 for one in guesses]
-    begun = np.repeat([one.position for one in guesses], counts)
-    places = np.concatenate(
+    counts = [len(request.tokens) + 1 for request in requests]
+    rounds = np.repeat([request.position for request in requests], counts)
+    positions = np.concatenate(
         [
-            np.arange(one.position, one.position + count)
-            for one, count in zip(guesses, counts, strict=True)
+            np.arange(request.position, request.position + count)
+            for request, count in zip(requests, counts, strict=True)
         ]
     )
     return row_keys(
-        np.repeat(seed_array([one.policy.seed for one in guesses]), counts),
-        begun,
-        places,
+        np.repeat(seed_array([request.policy.seed for request in requests]), counts),
+        rounds,
+        positions,
         purpose,
         device=device,
     )

@@ -1,167 +1,195 @@
-"""Who writes on manuscripts: a drafter by itself, a larger one that reviews what smaller ones wrote, several in turn. Knows no config.
+"""The nodes of a cascade: a drafter alone, one that reviews smaller ones, several in turn.
 
-Writers nest: what a reviewer reviews, another reviewer may have written (2312.11462, Algorithm 1). All sequences go through each pass together.
+Knows no config.
+
+Nodes nest: another reviewing stage may have drafted what a stage reviews (2312.11462, Algorithm 1).
+All sequences go through each pass together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Protocol
 
-from specserve.drafters.base import Forks
-from specserve.drafters.cascade.review import Guesses, Opinion, review
-from specserve.drafters.cascade.sequence import Manuscript, laws_of
+from specserve.drafters.base import ForkableDrafter, never
+from specserve.drafters.cascade.review import ReviewRequest, ReviewResult, review
+from specserve.drafters.cascade.sequence import CascadeSequence, split_probs
 from specserve.drafters.neural.drafter import NeuralDrafter
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Text is wanted behind `base`, up to the length `goal`."""
+class DraftRequest:
+    """A request for tokens behind the first `base`, up to the length `stop`."""
 
-    script: Manuscript
+    sequence: CascadeSequence
     base: int
-    goal: int
+    stop: int
 
     @property
-    def lacks(self) -> int:
-        return max(self.goal - len(self.script), 0)
+    def num_missing(self) -> int:
+        return max(self.stop - len(self.sequence), 0)
 
 
-class Stage(Forks, Protocol):
+class StageDrafter(ForkableDrafter, Protocol):
     """A drafter as a part of a cascade."""
 
-    def held(self, seq_id: int) -> int: ...
+    def num_cached(self, seq_id: int) -> int: ...
 
 
-class Tally:
-    """How many passes each stage has made."""
+class PassCounter:
+    """Number of passes of each stage."""
 
     def __init__(self, num_stages: int) -> None:
         self.passes = [0] * num_stages
 
 
-class Writer(Protocol):
-    def write(self, asks: Sequence[Ask], enough: Callable[[], bool]) -> None:
-        """Up to each goal, or less where nothing more is known. `enough` ends it where it can be gone on with later as if nothing had been."""
+class StageNode(Protocol):
+    """A stage, or several, that extend sequences."""
+
+    def extend(self, requests: Sequence[DraftRequest], should_stop: Callable[[], bool]) -> None:
+        """Extend each sequence to its stop, or less far where no token is known.
+
+        `should_stop` ends it only where a later call can continue as if there had been no break.
+        """
         ...
 
 
-class Alone:
-    """A stage that drafts by itself."""
+class LeafStage:
+    """A stage that drafts alone."""
 
-    def __init__(self, number: int, drafter: Stage, tally: Tally) -> None:
-        self._number, self._drafter, self._tally = number, drafter, tally
+    def __init__(self, number: int, drafter: StageDrafter, counter: PassCounter) -> None:
+        self._number, self._drafter, self._counter = number, drafter, counter
 
-    def write(self, asks: Sequence[Ask], enough: Callable[[], bool]) -> None:
-        """In one go: drafts are drawn with noise that is named by where they begin."""
-        asks = [ask for ask in asks if ask.lacks]
-        if not asks:
+    def extend(self, requests: Sequence[DraftRequest], should_stop: Callable[[], bool]) -> None:
+        """Draft without a break: the noise of draft tokens depends on where they start."""
+        requests = [request for request in requests if request.num_missing]
+        if not requests:
             return
-        steps = [ask.script.asked(self._number, ask.lacks) for ask in asks]
-        proposals = self._drafter.draft(steps, bool)
-        for ask, proposal in zip(asks, proposals, strict=True):
-            ask.script.add(proposal.tokens, laws_of(proposal))
-            ask.script.read[self._number] = min(proposal.held, len(ask.script))
-        self._tally.passes[self._number] += max(len(proposal.tokens) for proposal in proposals)
+        steps = [
+            request.sequence.draft_step(self._number, request.num_missing) for request in requests
+        ]
+        proposals = self._drafter.draft(steps, never)
+        for request, proposal in zip(requests, proposals, strict=True):
+            sequence = request.sequence
+            sequence.append(proposal.tokens, split_probs(proposal))
+            sequence.num_cached[self._number] = min(proposal.num_cached, len(sequence))
+        self._counter.passes[self._number] += max(len(proposal.tokens) for proposal in proposals)
 
 
-class Reviewer:
-    """A stage that lets others guess, and judges the guesses of all sequences in one pass. What it proposes is its own text."""
+class ReviewStage:
+    """A stage that reviews the draft tokens of smaller stages, all sequences in one pass.
+
+    The tokens that it proposes are drawn from its own distribution.
+    """
 
     def __init__(
-        self, number: int, drafter: NeuralDrafter, below: Writer, tally: Tally, *, lenience: float
+        self,
+        number: int,
+        drafter: NeuralDrafter,
+        below: StageNode,
+        counter: PassCounter,
+        *,
+        lenience: float,
     ) -> None:
-        self._number, self._drafter, self._below, self._tally, self._lenience = (
-            number,
-            drafter,
-            below,
-            tally,
-            lenience,
-        )
+        self._number, self._drafter, self._below = number, drafter, below
+        self._counter, self._lenience = counter, lenience
 
-    def write(self, asks: Sequence[Ask], enough: Callable[[], bool]) -> None:
-        """A review adds a token to those that stand, so no more are asked for than one less than is wanted."""
-        while asks := [ask for ask in asks if ask.lacks]:
-            marks = [len(ask.script) for ask in asks]
-            self._below.write(
+    def extend(self, requests: Sequence[DraftRequest], should_stop: Callable[[], bool]) -> None:
+        """Let the smaller stages draft, and review; repeat until all sequences are long enough.
+
+        A review adds a token to the accepted ones, so the smaller stages get one token less to do.
+        """
+        while requests := [request for request in requests if request.num_missing]:
+            bases = [len(request.sequence) for request in requests]
+            self._below.extend(
                 [
-                    Ask(ask.script, mark, ask.goal - 1)
-                    for ask, mark in zip(asks, marks, strict=True)
+                    DraftRequest(request.sequence, base, request.stop - 1)
+                    for request, base in zip(requests, bases, strict=True)
                 ],
-                bool,
+                never,
             )
-            asks = self._reviewed(asks, marks)
-            if enough():
+            requests = self._review(requests, bases)
+            if should_stop():
                 return
 
-    def _reviewed(self, asks: Sequence[Ask], marks: Sequence[int]) -> list[Ask]:
-        """Those that there was room for. Of the others all guesses go, which are the text behind a mark."""
-        steps = [
-            ask.script.unread(self._number, before=mark)
-            for ask, mark in zip(asks, marks, strict=True)
-        ]
-        fit = self._drafter.fitting(steps)
-        for ask, mark, fits in zip(asks, marks, fit, strict=True):
-            if not fits:
-                ask.script.cut(mark)
-        going = list(compress(zip(asks, marks, steps, strict=True), fit))
-        if going:
-            logits = self._drafter.read(
-                [step for *_, step in going], [len(ask.script) - mark + 1 for ask, mark, _ in going]
-            )
-            logits = self._drafter.parses.allowed(
-                [ask.script.guessed(mark) for ask, mark, _ in going]
-            ).applied(logits)
-            guesses = [self._guesses(ask.script, mark) for ask, mark, _ in going]
-            opinions = review(
-                logits, guesses, support=self._drafter.support, lenience=self._lenience
-            )
-            for (ask, mark, _), opinion in zip(going, opinions, strict=True):
-                self._take(ask.script, mark, opinion)
-            self._tally.passes[self._number] += 1
-        return [ask for ask, *_ in going]
+    def _review(self, requests: Sequence[DraftRequest], bases: Sequence[int]) -> list[DraftRequest]:
+        """Review the tokens past each base, and return the requests for which there was room.
 
-    def _guesses(self, script: Manuscript, mark: int) -> Guesses:
-        return Guesses(
-            mark,
-            tuple(script.tokens[mark:]),
-            script.laws[mark - script.start :],
-            script.policy_of(self._number),
-            self._drafter.history(script.seq_id, mark, script.policy),
+        The other sequences are truncated to their bases.
+        """
+        steps = [
+            request.sequence.missing_step(self._number, before=base)
+            for request, base in zip(requests, bases, strict=True)
+        ]
+        fit = self._drafter.which_fit(steps)
+        for request, base, fits in zip(requests, bases, fit, strict=True):
+            if not fits:
+                request.sequence.truncate(base)
+        reviewed = list(compress(zip(requests, bases, steps, strict=True), fit))
+        if reviewed:
+            logits = self._drafter.compute_logits(
+                [step for *_, step in reviewed],
+                [len(request.sequence) - base + 1 for request, base, _ in reviewed],
+            )
+            logits = self._drafter.grammar_states.mask_for(
+                [request.sequence.drafted_sequence(base) for request, base, _ in reviewed]
+            ).apply(logits)
+            results = review(
+                logits,
+                [self._review_request(request.sequence, base) for request, base, _ in reviewed],
+                support=self._drafter.support,
+                lenience=self._lenience,
+            )
+            for (request, base, _), result in zip(reviewed, results, strict=True):
+                self._apply(request.sequence, base, result)
+            self._counter.passes[self._number] += 1
+        return [request for request, *_ in reviewed]
+
+    def _review_request(self, sequence: CascadeSequence, base: int) -> ReviewRequest:
+        return ReviewRequest(
+            base,
+            tuple(sequence.tokens[base:]),
+            sequence.draft_probs[base - sequence.start :],
+            sequence.stage_policy(self._number),
+            self._drafter.history(sequence.seq_id, base, sequence.policy),
         )
 
-    def _take(self, script: Manuscript, mark: int, opinion: Opinion) -> None:
-        stand = mark + opinion.accepted
-        script.read[self._number] = len(script)
-        script.cut(stand)
-        script.laws[mark - script.start :] = opinion.laws[:-1]
-        script.add([opinion.next_token], opinion.laws[-1:])
+    def _apply(self, sequence: CascadeSequence, base: int, result: ReviewResult) -> None:
+        sequence.num_cached[self._number] = len(sequence)
+        sequence.truncate(base + result.accepted)
+        sequence.draft_probs[base - sequence.start :] = result.draft_probs[:-1]
+        sequence.append([result.next_token], result.draft_probs[-1:])
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """A writer, and how many tokens it and those before it may write; None: as many as are wanted."""
+class StageQuota:
+    """A node, and how many tokens it and those before it may write; None: as many as wanted."""
 
-    writer: Writer
-    upto: int | None
+    node: StageNode
+    max_tokens: int | None
+
+    def limit(self, request: DraftRequest) -> DraftRequest:
+        """Return the request with its stop lowered to the quota."""
+        if self.max_tokens is None:
+            return request
+        return replace(request, stop=min(request.stop, request.base + self.max_tokens))
 
 
-class Relay:
-    """The larger writers first, smaller ones for the later positions. Where one knows nothing, the next takes over."""
+class HorizontalStages:
+    """Nodes in turn: the larger write first, smaller ones the later positions.
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._turns = turns
+    Where a node knows no token, the next one takes over.
+    """
 
-    def write(self, asks: Sequence[Ask], enough: Callable[[], bool]) -> None:
-        for turn in self._turns:
-            own = [Ask(ask.script, ask.base, _goal(ask, turn)) for ask in asks]
-            if any(ask.lacks for ask in own):
-                turn.writer.write(own, enough)
-                if enough():
+    def __init__(self, quotas: Sequence[StageQuota]) -> None:
+        self._quotas = quotas
+
+    def extend(self, requests: Sequence[DraftRequest], should_stop: Callable[[], bool]) -> None:
+        for quota in self._quotas:
+            limited = [quota.limit(request) for request in requests]
+            if any(request.num_missing for request in limited):
+                quota.node.extend(limited, should_stop)
+                if should_stop():
                     return
-
-
-def _goal(ask: Ask, turn: Turn) -> int:
-    return ask.goal if turn.upto is None else min(ask.goal, ask.base + turn.upto)

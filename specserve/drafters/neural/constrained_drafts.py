@@ -1,4 +1,7 @@
-"""Drafting where some sequences have a grammar: its masks apply to q, and what it forces is taken without a pass. Knows no target."""
+"""Draft where some sequences have a grammar. Knows no target.
+
+The grammar's masks apply to q, and the tokens that it forces are taken without a pass.
+"""
 
 from __future__ import annotations
 
@@ -8,130 +11,153 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from specserve.drafters.neural.draft_state import Todo, certain
-from specserve.drafters.neural.draws import Draws, Place, Source
-from specserve.grammar.mask import Allowed
-from specserve.grammar.matcher import Parse
-from specserve.grammar.sequences import Parses
+from specserve.drafters.neural.draft_state import DraftTask, one_hot_draws
+from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws
+from specserve.grammar.mask import TokenMask
+from specserve.grammar.matcher import GrammarMatcher
+from specserve.grammar.sequences import GrammarStates
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import History
 from specserve.types import Policy, Step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Going:
-    """A sequence on its way to `goal` draft tokens. Its parse, if it has a grammar, stands behind those that there are."""
+class ConstrainedDraft:
+    """A sequence that is to get `num_tokens` draft tokens in all.
 
-    one: Todo
-    parse: Parse | None
-    goal: int
+    Its matcher, if it has a grammar, has consumed those that exist.
+    """
+
+    task: DraftTask
+    matcher: GrammarMatcher | None
+    num_tokens: int
 
     @property
-    def lacks(self) -> int:
-        return self.goal - len(self.one.draft.tokens)
+    def num_missing(self) -> int:
+        return self.num_tokens - len(self.task.state.tokens)
 
-    def add(self, token: int, source: Source, row: int) -> None:
-        self.one.draft.add(token, source, row)
-        if self.parse is not None:
-            self.parse.write(len(self.parse.tokens), (token,))
+    def append(self, token: int, draws: HostDraws, row: int) -> None:
+        self.task.state.append(token, draws, row)
+        if self.matcher is not None:
+            self.matcher.write(len(self.matcher.tokens), (token,))
 
     def first_step(self, *, draws: bool) -> Step:
-        """What there is to read, and, where a draw follows, what was forced behind it."""
-        read, drafted = self.one.read, self.goal - self.one.wanted
+        """Return the prefill, followed by the forced tokens where a draw follows them."""
+        prefill, num_drafted = self.task.prefill, self.num_tokens - self.task.num_wanted
         return (
-            replace(read, tokens=read.tokens + tuple(self.one.draft.tokens[drafted:]))
+            replace(prefill, tokens=prefill.tokens + tuple(self.task.state.tokens[num_drafted:]))
             if draws
-            else read
+            else prefill
         )
 
 
-class Constrained:
-    """Token by token, as without grammars, but a pass may write several tokens of a sequence: those that were forced since the last."""
+class ConstrainedDrafting:
+    """Token-by-token drafting, as without grammars, but with forced tokens.
+
+    A pass writes several tokens of a sequence: those that were forced since the last pass.
+    """
 
     def __init__(
         self,
         runner: Runner,
-        parses: Parses,
+        grammar_states: GrammarStates,
         history: Callable[[int, int, Policy], History | None],
         *,
         support: int,
         shared_vocab: int,
     ) -> None:
-        self._runner, self._parses, self._history = runner, parses, history
+        self._runner, self._grammar_states, self._history = runner, grammar_states, history
         self._support, self._vocab = support, shared_vocab
 
-    def draw(self, todo: Sequence[Todo], enough: Callable[[], bool]) -> None:
-        """Reads what is to be read, and draws what is wanted behind it. The last token, and forced ones before it, are not written."""
-        going = [
-            Going(one, self._parses.of(one.seq_id), len(one.draft.tokens) + one.wanted)
-            for one in todo
+    def draw(self, tasks: Sequence[DraftTask], should_stop: Callable[[], bool]) -> None:
+        """Prefill, and draw the wanted tokens.
+
+        The last token of a sequence, and forced ones before it, are not written to the cache.
+        """
+        drafts = [
+            ConstrainedDraft(
+                task,
+                self._grammar_states.get(task.seq_id),
+                len(task.state.tokens) + task.num_wanted,
+            )
+            for task in tasks
         ]
-        drawing = self._able(going)
+        drawing = self._take_forced(drafts)
         self._pass(
-            [each.first_step(draws=each in drawing) for each in going],
-            [int(each in drawing) for each in going],
+            [draft.first_step(draws=draft in drawing) for draft in drafts],
+            [int(draft in drawing) for draft in drafts],
             drawing,
         )
-        while drawing and not enough():
-            drawing = self._able(drawing)
+        while drawing and not should_stop():
+            drawing = self._take_forced(drawing)
             steps = [
-                each.one.draft.unread(each.one.seq_id, self._runner.cache.length(each.one.seq_id))
-                for each in drawing
+                draft.task.state.missing_step(
+                    draft.task.seq_id, self._runner.cache.length(draft.task.seq_id)
+                )
+                for draft in drawing
             ]
             self._pass(steps, [1] * len(drawing), drawing)
 
-    def masked(self, parses: Sequence[Parse | None], logits: Tensor) -> Tensor:  # [seqs, vocab]
-        """Logits behind these texts without what may not come next."""
-        found = [(row, parse.bits()) for row, parse in enumerate(parses) if parse is not None]
-        return Allowed.of(found).applied(logits)
+    def mask_logits(
+        self, matchers: Sequence[GrammarMatcher | None], logits: Tensor
+    ) -> Tensor:  # [seqs, vocab]
+        """Return the logits without the tokens that the grammars forbid next."""
+        rows = [
+            (row, matcher.bits()) for row, matcher in enumerate(matchers) if matcher is not None
+        ]
+        return TokenMask.from_rows(rows).apply(logits)
 
-    def _able(self, going: Sequence[Going]) -> list[Going]:
-        """Takes what is forced; those that want to draw what comes then."""
-        for each in going:
-            self._force(each)
+    def _take_forced(self, drafts: Sequence[ConstrainedDraft]) -> list[ConstrainedDraft]:
+        """Append forced tokens, and return the sequences that have more tokens to draw."""
+        for draft in drafts:
+            self._force(draft)
         return [
-            each
-            for each in going
-            if each.lacks > 0 and (each.parse is None or self._can_go_on(each.parse))
+            draft
+            for draft in drafts
+            if draft.num_missing > 0 and (draft.matcher is None or self._can_draw(draft.matcher))
         ]
 
-    def _force(self, each: Going) -> None:
-        while each.parse is not None and (tokens := each.parse.forced(each.lacks)):
+    def _force(self, draft: ConstrainedDraft) -> None:
+        while draft.matcher is not None and (
+            tokens := draft.matcher.forced_tokens(draft.num_missing)
+        ):
             for token in tokens:
-                if token >= self._vocab:  # the target will see to it
+                # The draft model has no such id; the target writes it.
+                if token >= self._vocab:
                     return
-                each.add(token, self._certain(token), 0)
+                draws = one_hot_draws(
+                    token,
+                    width=min(self._support, self._vocab),
+                    vocab=self._vocab,
+                    device=self._runner.device,
+                )
+                draft.append(token, draws, 0)
 
-    def _can_go_on(self, parse: Parse) -> bool:
-        """Whether any token that the draft model knows may come next."""
-        return not parse.is_over and bool(
-            np.unpackbits(parse.bits().view(np.uint8), count=self._vocab, bitorder="little").any()
+    def _can_draw(self, matcher: GrammarMatcher) -> bool:
+        """Return whether the grammar allows any token that the draft model knows."""
+        return not matcher.is_terminated and bool(
+            np.unpackbits(matcher.bits().view(np.uint8), count=self._vocab, bitorder="little").any()
         )
 
-    def _pass(self, steps: Sequence[Step], wanted: Sequence[int], drawing: Sequence[Going]) -> None:
+    def _pass(
+        self, steps: Sequence[Step], wanted: Sequence[int], drawing: Sequence[ConstrainedDraft]
+    ) -> None:
         if not steps:
             return
         logits = self._runner.run(steps, wanted)[:, : self._vocab]
         if not drawing:
             return
-        draws = Draws(
-            [self._place(each.one) for each in drawing],
+        sampler = DraftSampler(
+            [self._draw_spec(draft.task) for draft in drawing],
             support=self._support,
             device=self._runner.device,
         )
-        draws.draw(self.masked([each.parse for each in drawing], logits))
-        source = draws.drawn[0].fetched()
-        for row, each in enumerate(drawing):
-            each.add(source.tokens[row], source, row)
+        sampler.draw(self.mask_logits([draft.matcher for draft in drawing], logits))
+        draws = sampler.draws[0].to_host()
+        for row, draft in enumerate(drawing):
+            draft.append(draws.tokens[row], draws, row)
 
-    def _place(self, one: Todo) -> Place:
-        history = self._history(one.seq_id, self._runner.cache.length(one.seq_id), one.draft.policy)
-        return Place(one.draft.start, len(one.draft.tokens), 1, one.draft.policy, history)
-
-    def _certain(self, token: int) -> Source:
-        return certain(
-            token,
-            width=min(self._support, self._vocab),
-            vocab=self._vocab,
-            device=self._runner.device,
-        )
+    def _draw_spec(self, task: DraftTask) -> DrawSpec:
+        state = task.state
+        history = self._history(task.seq_id, self._runner.cache.length(task.seq_id), state.policy)
+        return DrawSpec(state.start, len(state.tokens), 1, state.policy, history)

@@ -1,4 +1,7 @@
-"""What a draft model has drawn behind a prefix, and what is left to do for it. Knows no model and no cache."""
+"""The draft tokens that a model has drawn behind a prefix, and the work that remains.
+
+Knows no model and no cache.
+"""
 
 from __future__ import annotations
 
@@ -10,109 +13,110 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.drafters.base import Outlook
-from specserve.drafters.neural.draws import Source
-from specserve.drafters.ranking import Ranked, Sight, mode
-from specserve.types import DraftStep, Policy, SparseRows, Step
+from specserve.drafters.base import OutcomeForecast
+from specserve.drafters.neural.draws import HostDraws
+from specserve.drafters.ranking import PositionLogits, Ranking, draw_mode
+from specserve.types import Policy, SparseDistribution, Step
 
 
 @dataclass(slots=True)
-class Draft:
-    """What has been drawn behind a prefix so far. All of it is cached but the last token, and what a grammar forced before that."""
+class DraftState:
+    """The draft tokens of a sequence so far.
 
-    start: int  # length of the prefix
+    All of them are cached but the last, and those that a grammar forced just before it.
+    """
+
+    start: int
+    """Length of the prefix."""
     policy: Policy
     tokens: list[int] = field(default_factory=list)
-    rows: list[tuple[Source, int]] = field(
-        default_factory=list
-    )  # what each was drawn from, and its row there
+    rows: list[tuple[HostDraws, int]] = field(default_factory=list)
+    """The draws that each token is from, and its row there."""
 
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)
 
-    def add(self, token: int, source: Source, row: int) -> None:
+    def append(self, token: int, draws: HostDraws, row: int) -> None:
         self.tokens.append(token)
-        self.rows.append((source, row))
+        self.rows.append((draws, row))
 
-    def unread(self, seq_id: int, held: int) -> Step:
-        """What is to be written where `held` positions are; the last token in any case."""
-        start = min(held, self.stop - 1)
+    def missing_step(self, seq_id: int, num_cached: int) -> Step:
+        """Return the step that writes what is not cached, at least the last token."""
+        start = min(num_cached, self.stop - 1)
         return Step(seq_id, start, tuple(self.tokens[start - self.start :]))
 
-    def sources(self) -> SparseRows | None:
-        """What the tokens were drawn from; None where each was certain, or nobody asks."""
+    def distribution(self) -> SparseDistribution | None:
+        """Return q, or None where each token was certain or q is not used."""
         if (
             self.policy.warp.temperature == 0
             or self.policy.verifier == "coupled"
             or not self.tokens
         ):
             return None
-        return SparseRows(
-            np.stack([source.ids[row] for source, row in self.rows]),
-            np.stack([_probs(source, row) for source, row in self.rows]),
+        return SparseDistribution(
+            np.stack([draws.ids[row] for draws, row in self.rows]),
+            np.stack([_row_probs(draws, row) for draws, row in self.rows]),
         )
 
-    def sights(self, end: Tensor) -> list[Sight]:
-        """Every place of it, and the one behind it with the logits `end`."""
-        places = [
-            Sight(source.logits[row], self.policy, self.start + i, token)
-            for i, (token, (source, row)) in enumerate(zip(self.tokens, self.rows, strict=True))
+    def position_logits(self, last: Tensor) -> list[PositionLogits]:
+        """Return the logits at each draft token, and `last` at the position behind them."""
+        positions = [
+            PositionLogits(draws.logits[row], self.policy, self.start + i, token)
+            for i, (token, (draws, row)) in enumerate(zip(self.tokens, self.rows, strict=True))
         ]
-        return [*places, Sight(end, self.policy, self.stop, None)]
+        return [*positions, PositionLogits(last, self.policy, self.stop, None)]
 
-    def outlook(self, seq_id: int, places: Sequence[Ranked]) -> Outlook:
-        return Outlook(
+    def forecast(self, seq_id: int, rankings: Sequence[Ranking]) -> OutcomeForecast:
+        return OutcomeForecast(
             seq_id,
             self.start,
             tuple(self.tokens),
-            nexts=tuple(place.tokens for place in places),
-            trust=tuple(place.trust for place in places[:-1]),
-            shares=tuple(place.shares for place in places),
-            mode=mode(self.policy),
+            next_tokens=tuple(ranking.tokens for ranking in rankings),
+            confidence=tuple(ranking.confidence for ranking in rankings[:-1]),
+            next_probs=tuple(ranking.probs for ranking in rankings),
+            mode=draw_mode(self.policy),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Todo:
-    """One sequence in a call of `draft`: what is to be read before it can go on, and how many tokens it still wants."""
+class DraftTask:
+    """One sequence in a call of `draft`: what to prefill first, and how many tokens to draw."""
 
     seq_id: int
-    read: Step
-    draft: Draft
-    wanted: int
+    prefill: Step
+    state: DraftState
+    num_wanted: int
 
     @property
-    def room(self) -> int:
-        """The length that it comes to: the last token is drawn and not written."""
-        return self.read.stop + max(self.wanted - 1, 0)
+    def final_length(self) -> int:
+        """Length in the cache afterwards; the last token is drawn and not written."""
+        return self.prefill.stop + max(self.num_wanted - 1, 0)
 
-    def num_pages(self, page_size: int) -> int:
-        """With what a source takes."""
-        return pages_from(self.read.start, self.room, page_size) + -(
-            -len(self.read.source) // page_size
-        )
-
-
-def stop_of(step: DraftStep) -> int:
-    return step.start + len(step.tokens)
+    def max_new_pages(self, page_size: int) -> int:
+        """Return the pages that the task may take, including those of the encoder input."""
+        pages = max_new_pages(self.prefill.start, self.final_length, page_size)
+        return pages + -(-len(self.prefill.encoder_input) // page_size)
 
 
-def pages_from(start: int, stop: int, page_size: int) -> int:
-    """What it may take of the free pages to write from `start` to `stop`, one that is copied on write counted."""
+def max_new_pages(start: int, stop: int, page_size: int) -> int:
+    """Return the free pages that writing from `start` to `stop` may take.
+
+    It counts one that is copied on write.
+    """
     return -(-stop // page_size) - start // page_size
 
 
-def certain(token: int, *, width: int, vocab: int, device: torch.device) -> Source:
-    """What a token that nobody had to draw was drawn from: itself, on a support as wide as others'."""
+def one_hot_draws(token: int, *, width: int, vocab: int, device: torch.device) -> HostDraws:
+    """Return the one-hot distribution of a forced token, padded to the width of sampled ones."""
     probs = np.zeros((1, width), np.float32)
     probs[0, 0] = 1
     logits = torch.full((1, vocab), -torch.inf, device=device)
     logits[0, token] = 0
-    return Source([token], np.full((1, width), token, np.int64), probs, logits)
+    return HostDraws([token], np.full((1, width), token, np.int64), probs, logits)
 
 
-def _probs(source: Source, row: int) -> NDArray[np.float32]:
-    assert source.probs is not None, "a sampled token was drawn from probabilities"
-    row_of: NDArray[np.float32] = source.probs[row]
-    return row_of
+def _row_probs(draws: HostDraws, row: int) -> NDArray[np.float32]:
+    assert draws.probs is not None, "a sampled token was drawn from probabilities"
+    probs: NDArray[np.float32] = draws.probs[row]
+    return probs

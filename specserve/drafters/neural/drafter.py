@@ -1,4 +1,7 @@
-"""A small language model that drafts for all sequences at once, each with its own gamma. Knows no target but the size of its vocabulary."""
+"""A small language model that drafts for all sequences at once, each with its own gamma.
+
+Knows no target but the size of its vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specserve.drafters.base import Outlook
-from specserve.drafters.neural.constrained_drafts import Constrained
-from specserve.drafters.neural.draft_state import Draft, Todo, pages_from, stop_of
-from specserve.drafters.neural.draws import Draws, Place, Source
-from specserve.drafters.ranking import ranked
+from specserve.drafters.base import OutcomeForecast
+from specserve.drafters.neural.constrained_drafts import ConstrainedDrafting
+from specserve.drafters.neural.draft_state import DraftState, DraftTask, max_new_pages
+from specserve.drafters.neural.draws import DraftSampler, DrawSpec
+from specserve.drafters.ranking import rank_next_tokens
 from specserve.errors import OutOfPages
-from specserve.grammar.sequences import Parses
+from specserve.grammar.sequences import GrammarStates
 from specserve.models.cache import Fork
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import History
@@ -23,9 +26,10 @@ from specserve.types import DraftStep, Policy, Proposal, Step
 
 
 class NeuralDrafter:
-    """Drafts token by token, one pass for all sequences that still want one. A proposal that was begun is gone on with.
+    """A drafter that runs a model: one pass a token, for all sequences that still want one.
 
-    Implements `base.Forks`: a sequence may have branches, whose proposals are begun before it is known which of them is wanted.
+    A proposal that was interrupted is resumed by the same step. Implements `base.ForkableDrafter`:
+    branches of a sequence are drafted before it is known which of them is wanted.
     """
 
     def __init__(
@@ -37,118 +41,134 @@ class NeuralDrafter:
         context: int,
         support: int,
         clock: Callable[[], float] = time.perf_counter,
-        parses: Parses | None = None,
+        grammar_states: GrammarStates | None = None,
     ) -> None:
-        """Without `parses` that know grammars, drafts follow none, and the target refuses what it must."""
+        """Create a drafter that runs the model of `runner`.
+
+        Without `grammar_states` that know grammars, draft tokens follow none, and the target
+        rejects those that it must.
+        """
         self.runner, self.context, self.support, self.clock = runner, context, support, clock
-        self.shared_vocab = min(
-            vocab_size, target_vocab_size
-        )  # padding of either embedding is never proposed
+        # Padding of either embedding is never proposed.
+        self.shared_vocab = min(vocab_size, target_vocab_size)
         self.lacks_tokens = vocab_size < target_vocab_size
-        self.parses = parses or Parses(None)
-        self._constrained = Constrained(
-            runner, self.parses, self.history, support=support, shared_vocab=self.shared_vocab
+        self.grammar_states = grammar_states or GrammarStates(None)
+        self._constrained = ConstrainedDrafting(
+            runner,
+            self.grammar_states,
+            self.history,
+            support=support,
+            shared_vocab=self.shared_vocab,
         )
-        self._drafts: dict[int, Draft] = {}
-        self._forks: list[
-            Fork
-        ] = []  # asked for and not yet made; made together they cost little more than one
+        self._states: dict[int, DraftState] = {}
+        # Forks that are requested and not made; made together they cost little more than one.
+        self._forks: list[Fork] = []
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
-        """Past the deadline, by the clock, proposals come back shorter."""
+        """Return one proposal for each step; past the deadline, by the clock, they are shorter."""
         return self.draft(steps, lambda: self.clock() > deadline)
 
     @torch.inference_mode()
-    def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
-        """A sequence that does not fit, or whose step leaves a gap, gets an empty proposal that says what is held of it."""
+    def draft(
+        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> Sequence[Proposal]:
+        """Return one proposal for each step, as `base.ResumableDrafter` says.
+
+        A sequence that does not fit, or whose step leaves a gap, gets an empty proposal with the
+        number of its cached positions.
+        """
         self._make_forks()
-        self.parses.meet(steps)
-        todo = sorted(
-            self._fitting(steps), key=lambda one: -one.wanted
-        )  # those who go on are always the first
-        if self._follow(steps) and todo:
-            self._constrained.draw(todo, enough)
-        elif todo:
-            logits = self._read(todo)
-            drafting = [one for one in todo if one.wanted]
-            if drafting:
-                self._draw(drafting, logits, enough)
+        self.grammar_states.register(steps)
+        # The sequences that want most are first, so others drop out from the end.
+        tasks = sorted(self._fitting_tasks(steps), key=lambda task: -task.num_wanted)
+        if self._advance_grammars(steps) and tasks:
+            self._constrained.draw(tasks, should_stop)
+        elif tasks:
+            logits = self._prefill(tasks)
+            drawing = [task for task in tasks if task.num_wanted]
+            if drawing:
+                self._draw(drawing, logits, should_stop)
         return [self._proposal(step) for step in steps]
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self._make_forks()
         self.runner.release(seq_ids)
-        self.parses.release(seq_ids)
-        self.forget(seq_ids)
+        self.grammar_states.release(seq_ids)
+        self.drop_drafts(seq_ids)
 
-    def forget(self, seq_ids: Sequence[int]) -> None:
-        """What was drafted for them; the pages stay."""
+    def drop_drafts(self, seq_ids: Sequence[int]) -> None:
+        """Drop the draft tokens of sequences; their pages stay."""
         for seq_id in seq_ids:
-            self._drafts.pop(seq_id, None)
+            self._states.pop(seq_id, None)
 
     @torch.inference_mode()
-    def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
-        """One pass reads all last draft tokens. What does not fit, or has no drafts, has no outlook."""
-        drafts = {
-            seq_id: self._drafts[seq_id]
+    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
+        """Return forecasts, after one pass that writes all last draft tokens.
+
+        A sequence that does not fit or has no draft tokens has no forecast.
+        """
+        states = {
+            seq_id: self._states[seq_id]
             for seq_id in seq_ids
-            if seq_id in self._drafts and self._drafts[seq_id].tokens
+            if seq_id in self._states and self._states[seq_id].tokens
         }
-        todo = [
-            one
-            for seq_id, draft in drafts.items()
+        tasks = [
+            task
+            for seq_id, state in states.items()
             if self._fits(
-                one := self._last_read(seq_id, draft, wanted=1), self.runner.cache.num_free
+                task := self._resume_task(seq_id, state, num_wanted=1), self.runner.cache.num_free
             )
         ]
-        if not todo:
+        if not tasks:
             return []
-        draws = self._draws(todo)
-        draws.draw(
-            self._constrained.masked(
-                [self.parses.of(one.seq_id) for one in todo], self._shared(self._read(todo))
+        sampler = self._sampler(tasks)
+        sampler.draw(
+            self._constrained.mask_logits(
+                [self.grammar_states.get(task.seq_id) for task in tasks],
+                self._shared(self._prefill(tasks)),
             )
         )
-        sights = [
-            sight
-            for row, one in enumerate(todo)
-            for sight in one.draft.sights(draws.drawn[0].logits[row])
+        positions = [
+            position
+            for row, task in enumerate(tasks)
+            for position in task.state.position_logits(sampler.draws[0].logits[row])
         ]
-        places = iter(ranked(sights, width))
+        rankings = iter(rank_next_tokens(positions, width))
         return [
-            one.draft.outlook(one.seq_id, [next(places) for _ in range(len(one.draft.tokens) + 1)])
-            for one in todo
+            task.state.forecast(
+                task.seq_id, [next(rankings) for _ in range(len(task.state.tokens) + 1)]
+            )
+            for task in tasks
         ]
 
-    def fork(self, seq_id: int, as_id: int, length: int) -> bool:
-        if (
-            4 * len(self._forks) >= self.runner.cache.num_free
-        ):  # each takes a page or two; half of the free ones are left alone
+    def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
+        # Each fork takes a page or two; half of the free ones are left alone.
+        if 4 * len(self._forks) >= self.runner.cache.num_free:
             return False
-        self._forks.append(Fork(seq_id, as_id, length))
-        self.parses.fork(seq_id, as_id, length)
+        self._forks.append(Fork(seq_id, branch_id, length))
+        self.grammar_states.fork(seq_id, branch_id, length)
         return True
 
-    def become(self, seq_id: int, branch_id: int) -> None:
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
         self._make_forks()
-        self.runner.become(seq_id, branch_id)
-        self.parses.become(seq_id, branch_id)
-        self._drafts.pop(seq_id, None)
-        if branch_id in self._drafts:
-            self._drafts[seq_id] = self._drafts.pop(branch_id)
+        self.runner.promote_branch(seq_id, branch_id)
+        self.grammar_states.promote_branch(seq_id, branch_id)
+        self._states.pop(seq_id, None)
+        if branch_id in self._states:
+            self._states[seq_id] = self._states.pop(branch_id)
 
-    def held(self, seq_id: int) -> int:
-        """Positions of it that are cached."""
+    def num_cached(self, seq_id: int) -> int:
+        """Return the number of cached positions of the sequence."""
         self._make_forks()
         return self.runner.cache.length(seq_id)
 
-    def fitting(self, steps: Sequence[Step]) -> list[bool]:
-        """Which of them leave no gap and fit into the context and, all together, into the pages."""
+    def which_fit(self, steps: Sequence[Step]) -> list[bool]:
+        """Return which steps leave no gap and fit into the context and, together, the pages."""
         self._make_forks()
         cache, free, fit = self.runner.cache, self.runner.cache.num_free, []
         for step in steps:
-            pages = pages_from(step.start, step.stop, cache.page_size) + -(
-                -len(step.source) // cache.page_size
+            pages = max_new_pages(step.start, step.stop, cache.page_size) + -(
+                -len(step.encoder_input) // cache.page_size
             )
             fit.append(
                 cache.length(step.seq_id) >= step.start
@@ -159,19 +179,22 @@ class NeuralDrafter:
         return fit
 
     @torch.inference_mode()
-    def read(
+    def compute_logits(
         self, steps: Sequence[Step], wanted: Sequence[int]
     ) -> Tensor:  # [sum(wanted), shared vocabulary]
-        """Logits behind the last `wanted` tokens of each step, all of which are fitting."""
+        """Return the logits behind the last `wanted` tokens of each step; all steps must fit."""
         self._make_forks()
         return self._shared(
             self.runner.run(
-                [replace(step, tokens=self._known(step.tokens)) for step in steps], wanted
+                [replace(step, tokens=self._known_ids(step.tokens)) for step in steps], wanted
             )
         )
 
     def history(self, seq_id: int, length: int, policy: Policy) -> History | None:
-        """What penalties look at behind `length` tokens; all that is cached behind these are drafts. None without penalties."""
+        """Return what penalties count, or None without penalties.
+
+        All that is cached behind the first `length` tokens are draft tokens.
+        """
         if not policy.warp.has_penalties:
             return None
         tokens = self.runner.cache.tokens(seq_id)
@@ -181,126 +204,145 @@ class NeuralDrafter:
         forks, self._forks = self._forks, []
         try:
             self.runner.fork_many(forks)
-        except (
-            OutOfPages
-        ):  # nothing was forked; steps of the branches then leave a gap, and are answered so
+        except OutOfPages:
+            # Nothing was forked. Steps of the branches leave a gap and get empty proposals.
             return
 
-    def _fitting(self, steps: Sequence[DraftStep]) -> list[Todo]:
-        """Those that have anything left to do, leave no gap, and fit into the context and, all together, into the pages."""
-        fitting, free, page_size = [], self.runner.cache.num_free, self.runner.cache.page_size
+    def _fitting_tasks(self, steps: Sequence[DraftStep]) -> list[DraftTask]:
+        """Return the tasks with work left that leave no gap and fit into context and pages."""
+        tasks, free, page_size = [], self.runner.cache.num_free, self.runner.cache.page_size
         for step in steps:
-            one = self._todo(step)
-            if one is not None and self._fits(one, free):
-                free -= one.num_pages(page_size)
-                self._drafts[step.seq_id] = one.draft
-                fitting.append(one)
-        return fitting
+            task = self._task(step)
+            if task is not None and self._fits(task, free):
+                free -= task.max_new_pages(page_size)
+                self._states[step.seq_id] = task.state
+                tasks.append(task)
+        return tasks
 
-    def _todo(self, step: DraftStep) -> Todo | None:
-        begun = self._drafts.get(step.seq_id)
+    def _task(self, step: DraftStep) -> DraftTask | None:
+        """Return the work for the step, resuming its drafts; None if it has enough of them."""
+        state = self._states.get(step.seq_id)
         if (
-            begun is None
-            or not begun.tokens
-            or begun.start != stop_of(step)
-            or begun.policy != step.policy  # in a cascade another round has another seed
-            or not self.runner.cache.holds(step.seq_id, step.start, self._known(step.tokens))
+            state is None
+            or not state.tokens
+            or state.start != step.stop
+            or state.policy != step.policy  # in a cascade another round has another seed
+            or not self.runner.cache.holds(step.seq_id, step.start, self._known_ids(step.tokens))
         ):
-            self._drafts.pop(step.seq_id, None)
-            read = Step(step.seq_id, step.start, self._known(step.tokens), self._known(step.source))
-            return Todo(step.seq_id, read, Draft(stop_of(step), step.policy), step.gamma)
-        if step.gamma <= len(begun.tokens):
-            del begun.tokens[step.gamma :], begun.rows[step.gamma :]
+            self._states.pop(step.seq_id, None)
+            prefill = Step(
+                step.seq_id,
+                step.start,
+                self._known_ids(step.tokens),
+                self._known_ids(step.encoder_input),
+            )
+            return DraftTask(step.seq_id, prefill, DraftState(step.stop, step.policy), step.gamma)
+        if step.gamma <= len(state.tokens):
+            del state.tokens[step.gamma :], state.rows[step.gamma :]
             return None
-        return self._last_read(step.seq_id, begun, wanted=step.gamma - len(begun.tokens))
+        return self._resume_task(step.seq_id, state, num_wanted=step.gamma - len(state.tokens))
 
-    def _last_read(self, seq_id: int, draft: Draft, *, wanted: int) -> Todo:
-        """What is not written of a draft is, before the drafting goes on behind it."""
-        return Todo(seq_id, draft.unread(seq_id, self.runner.cache.length(seq_id)), draft, wanted)
+    def _resume_task(self, seq_id: int, state: DraftState, *, num_wanted: int) -> DraftTask:
+        """Return the task that writes the uncached draft tokens and continues behind them."""
+        step = state.missing_step(seq_id, self.runner.cache.length(seq_id))
+        return DraftTask(seq_id, step, state, num_wanted)
 
-    def _follow(self, steps: Sequence[DraftStep]) -> bool:
-        """Texts under grammars are read as far as their drafts; whether there are any."""
-        if self.parses.grammars is None:
+    def _advance_grammars(self, steps: Sequence[DraftStep]) -> bool:
+        """Move the grammar states to the end of the draft tokens, and return if there are any."""
+        if self.grammar_states.grammar_compiler is None:
             return False
-        drafted = [step for step in steps if step.gamma and step.seq_id in self._drafts]
-        parses = [
-            (step.seq_id, self.parses.follow(step, self.runner.cache.tokens)) for step in drafted
+        drafted = [step for step in steps if step.gamma and step.seq_id in self._states]
+        matchers = [
+            (step.seq_id, self.grammar_states.advance(step, self.runner.cache.tokens))
+            for step in drafted
         ]
-        for seq_id, parse in parses:
-            if parse is not None:
-                parse.write(len(parse.tokens), self._drafts[seq_id].tokens)
-        return any(parse is not None for _, parse in parses)
+        for seq_id, matcher in matchers:
+            if matcher is not None:
+                matcher.write(len(matcher.tokens), self._states[seq_id].tokens)
+        return any(matcher is not None for _, matcher in matchers)
 
-    def _fits(self, one: Todo, free: int) -> bool:
+    def _fits(self, task: DraftTask, free: int) -> bool:
         cache = self.runner.cache
-        longest = max(one.room, len(one.read.source))
+        longest = max(task.final_length, len(task.prefill.encoder_input))
         return (
-            cache.length(one.seq_id) >= one.read.start
+            cache.length(task.seq_id) >= task.prefill.start
             and longest <= self.context
-            and one.num_pages(cache.page_size) <= free
+            and task.max_new_pages(cache.page_size) <= free
         )
 
-    def _read(self, todo: Sequence[Todo]) -> Tensor:  # [drafting, vocab]
-        """Write the tokens that are committed, or were drawn last; logits behind them where drafts are wanted."""
-        return self.runner.run([one.read for one in todo], [min(one.wanted, 1) for one in todo])
+    def _prefill(self, tasks: Sequence[DraftTask]) -> Tensor:  # [drawing, vocab]
+        """Write committed or last drawn tokens; return logits where draft tokens are wanted."""
+        return self.runner.run(
+            [task.prefill for task in tasks], [min(task.num_wanted, 1) for task in tasks]
+        )
 
-    def _draw(self, todo: Sequence[Todo], logits: Tensor, enough: Callable[[], bool]) -> None:
-        """In falling order of what they want. The last token of each is drawn and not written."""
-        draws = self._draws(todo)
-        tokens = draws.draw(self._shared(logits))
-        passes = self.runner.unroll([one.seq_id for one in todo], [one.wanted - 1 for one in todo])
-        for depth in range(1, todo[0].wanted):
-            if enough():
+    def _draw(
+        self, tasks: Sequence[DraftTask], logits: Tensor, should_stop: Callable[[], bool]
+    ) -> None:
+        """Draw for tasks in falling order of `num_wanted`.
+
+        The last token of each sequence is drawn and not written to the cache.
+        """
+        sampler = self._sampler(tasks)
+        tokens = sampler.draw(self._shared(logits))
+        passes = self.runner.decode_passes(
+            [task.seq_id for task in tasks], [task.num_wanted - 1 for task in tasks]
+        )
+        for depth in range(1, tasks[0].num_wanted):
+            if should_stop():
                 break
-            while todo[len(tokens) - 1].wanted <= depth:
+            while tasks[len(tokens) - 1].num_wanted <= depth:
                 tokens = tokens[:-1]
-            tokens = draws.draw(self._shared(passes.logits(tokens)))
-        self._keep(todo, [drawn.fetched() for drawn in draws.drawn])
+            tokens = sampler.draw(self._shared(passes.logits(tokens)))
+        self._store_draws(tasks, sampler)
 
-    def _draws(self, todo: Sequence[Todo]) -> Draws:
-        places = [
-            Place(
-                one.draft.start,
-                len(one.draft.tokens),
-                one.wanted,
-                one.draft.policy,
-                self.history(one.seq_id, self.runner.cache.length(one.seq_id), one.draft.policy),
+    def _sampler(self, tasks: Sequence[DraftTask]) -> DraftSampler:
+        specs = [
+            DrawSpec(
+                task.state.start,
+                len(task.state.tokens),
+                task.num_wanted,
+                task.state.policy,
+                self.history(task.seq_id, self.runner.cache.length(task.seq_id), task.state.policy),
             )
-            for one in todo
+            for task in tasks
         ]
-        return Draws(places, support=self.support, device=self.runner.device)
+        return DraftSampler(specs, support=self.support, device=self.runner.device)
 
-    def _keep(self, todo: Sequence[Todo], sources: Sequence[Source]) -> None:
-        for row, one in enumerate(todo):
-            own = [source for source in sources if row < len(source.tokens)]
-            tokens = [source.tokens[row] for source in own]
-            self.runner.cache.append(one.seq_id, tokens[:-1])
-            for token, source in zip(tokens, own, strict=True):
-                one.draft.add(token, source, row)
+    def _store_draws(self, tasks: Sequence[DraftTask], sampler: DraftSampler) -> None:
+        fetched = [draws.to_host() for draws in sampler.draws]
+        for row, task in enumerate(tasks):
+            own = [draws for draws in fetched if row < len(draws.tokens)]
+            tokens = [draws.tokens[row] for draws in own]
+            self.runner.cache.append(task.seq_id, tokens[:-1])
+            for token, draws in zip(tokens, own, strict=True):
+                task.state.append(token, draws, row)
 
     def _proposal(self, step: DraftStep) -> Proposal:
-        held = self.runner.cache.length(step.seq_id)
-        draft = self._drafts.get(step.seq_id)
-        if draft is None or not step.gamma:
-            if not self.runner.cache.holds(step.seq_id, step.start, self._known(step.tokens)):
-                held = min(
-                    held, step.start
-                )  # there was no room: behind it may lie drafts that were refused
-            return Proposal(step.seq_id, stop_of(step), (), None, held)
-        tokens = tuple(draft.tokens)
+        num_cached = self.runner.cache.length(step.seq_id)
+        state = self._states.get(step.seq_id)
+        if state is None or not step.gamma:
+            if not self.runner.cache.holds(step.seq_id, step.start, self._known_ids(step.tokens)):
+                # There was no room: rejected draft tokens may lie behind the start.
+                num_cached = min(num_cached, step.start)
+            return Proposal(step.seq_id, step.stop, (), None, num_cached)
+        tokens = tuple(state.tokens)
         return Proposal(
             step.seq_id,
-            draft.start,
+            state.start,
             tokens,
-            draft.sources(),
-            min(held, draft.start + max(0, len(tokens) - 1)),
+            state.distribution(),
+            min(num_cached, state.start + max(0, len(tokens) - 1)),
         )
 
     def _shared(self, logits: Tensor) -> Tensor:  # [rows, shared vocabulary]
         return logits if logits.shape[1] == self.shared_vocab else logits[:, : self.shared_vocab]
 
-    def _known(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """A target with a larger padded embedding may, if hardly ever, commit an id that the draft has no row for."""
+    def _known_ids(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Replace ids that the draft model lacks.
+
+        A target with a larger padded embedding may commit one, however rarely.
+        """
         return (
             tuple(token if token < self.shared_vocab else 0 for token in tokens)
             if self.lacks_tokens

@@ -1,68 +1,64 @@
-"""Drafters without a model: what followed before will follow again. By counts, by copying, or by both. Knows no target."""
+"""Drafters without a model: what followed before will follow again, by counts or by copying.
+
+Knows no target.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from specserve.drafters.base import Outlook
-from specserve.drafters.grammar_trim import lawful
-from specserve.drafters.ngram.forkable_text import Plain, Strand, Written
-from specserve.drafters.ngram.sampler import Sampler
-from specserve.drafters.ngram.suffix_index import Endings
-from specserve.drafters.ngram.tables import Table
-from specserve.grammar.matcher import Grammars
-from specserve.grammar.sequences import Parses
-from specserve.types import DraftStep, Proposal, SparseRows
+from specserve.drafters.base import OutcomeForecast, never, trim_to_grammar
+from specserve.drafters.ngram.forkable_text import ForkableText, PlainText, TextBuffer
+from specserve.drafters.ngram.sampler import TableSampler
+from specserve.drafters.ngram.suffix_index import SuffixIndex
+from specserve.drafters.ngram.tables import Table, TrainableTable
+from specserve.grammar.matcher import GrammarCompiler
+from specserve.grammar.sequences import GrammarStates
+from specserve.types import DraftStep, Proposal, SparseDistribution
 
-SHORTEST = 2  # tokens that must agree before what followed is copied: a single one is what bigrams are counted for
-UNBOUNDED = 2**31 - 1  # positions; noise is keyed by no more
-NOTHING: tuple[int, ...] = ()
-
-
-class Learns(Table, Protocol):
-    """A table that follows the texts that pass by."""
-
-    def learn(self, tokens: Sequence[int]) -> None: ...
+MIN_MATCH = 2
+"""Tokens that must match before what followed is copied; bigrams are counted for a single one."""
+MAX_CONTEXT = 2**31 - 1
+"""Positions; noise is keyed by no more."""
 
 
 @dataclass(slots=True)
-class Followed:
-    """A sequence, or a branch of one: its text with the last drafts behind it, and the source of an encoder-decoder in front."""
+class NgramSequence:
+    """The text of a sequence or a branch, with the last draft tokens at its end.
 
-    strand: Strand
-    step: DraftStep  # the last
-    lead: int = (
-        0  # tokens of the source: what is copied from as well, and no part of the text's positions
-    )
+    The text begins with the encoder input, if there is one.
+    """
+
+    text: ForkableText
+    step: DraftStep
+    """The last step of the sequence."""
+    num_encoder_tokens: int = 0
+    """Tokens that are copied from as well, and are no part of the sequence's positions."""
     drafts: tuple[int, ...] = ()
-    learnt: int = 0  # tokens of it that were learnt from
+    num_learned: int = 0
+    """Tokens that a table has learned from."""
     is_branch: bool = False
 
     @property
-    def stop(self) -> int:
-        """Where the drafts begin."""
-        return self.step.start + len(self.step.tokens)
-
-    @property
-    def held(self) -> int:
-        """Positions of the text that are known, drafts included."""
-        return len(self.strand) - self.lead
+    def num_cached(self) -> int:
+        """Positions that are known, draft tokens included."""
+        return len(self.text) - self.num_encoder_tokens
 
     def write(self, start: int, tokens: Sequence[int]) -> None:
-        self.strand.write(self.lead + start, tokens)
+        self.text.write(self.num_encoder_tokens + start, tokens)
 
-    def text(self) -> Written:
-        """All that is committed."""
-        return self.strand.text(self.lead + self.stop)
+    def committed(self) -> TextBuffer:
+        """Return the committed tokens, behind the encoder input."""
+        return self.text.prefix(self.num_encoder_tokens + self.step.stop)
 
 
-class StatisticalDrafter:
-    """Copies what followed the longest earlier ending like the text's own, if `copies`; else draws from the table, if there is one.
+class NgramDrafter:
+    """A drafter that copies, if `copies`, and else draws from the table, if there is one.
 
-    What it copies is certain (q is None); what it draws is certain in greedy sequences. Implements `base.Forks`. A proposal takes
-    microseconds, so none is ever begun and left: `enough` is not asked.
+    It copies what followed the longest earlier match of the text's end. Copied tokens are certain
+    (q is None), and so are drawn ones in greedy sequences. Implements `base.ForkableDrafter`. A
+    proposal takes microseconds, so none is ever interrupted: `should_stop` is not called.
     """
 
     def __init__(
@@ -70,154 +66,175 @@ class StatisticalDrafter:
         *,
         copies: bool = False,
         table: Table | None = None,
-        learner: Learns | None = None,
-        context: int = UNBOUNDED,
-        grammars: Grammars | None = None,
+        learner: TrainableTable | None = None,
+        context: int = MAX_CONTEXT,
+        grammar_compiler: GrammarCompiler | None = None,
     ) -> None:
         self.context = context
-        self._parses = Parses(grammars)
+        self._grammar_states = GrammarStates(grammar_compiler)
         self._copies = copies
-        self._sampler = None if table is None else Sampler(table)
+        self._sampler = None if table is None else TableSampler(table)
         self._learner = learner
-        self._followed: dict[int, Followed] = {}
+        self._sequences: dict[int, NgramSequence] = {}
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
-        return self.draft(steps, bool)
+        return self.draft(steps, never)
 
-    def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
-        """Copies where there is something to copy; draws for the others, all at once. A step that leaves a gap gets an empty proposal."""
-        self._parses.meet(steps)
-        able = {
-            step.seq_id: self._read(step) for step in steps if self.held(step.seq_id) >= step.start
+    def draft(
+        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> Sequence[Proposal]:
+        """Copy where there is a match, and draw for the other sequences, all at once.
+
+        A step that leaves a gap gets an empty proposal.
+        """
+        self._grammar_states.register(steps)
+        sequences = {
+            step.seq_id: self._commit(step)
+            for step in steps
+            if self.num_cached(step.seq_id) >= step.start
         }
         q = self._draw(
-            [followed for followed in able.values() if followed.step.gamma and not followed.drafts]
+            [
+                sequence
+                for sequence in sequences.values()
+                if sequence.step.gamma and not sequence.drafts
+            ]
         )
-        for seq_id, followed in able.items():
-            parse = self._parses.follow(followed.step, self._known) if followed.step.gamma else None
-            if parse is not None:
-                followed.drafts, q[seq_id] = lawful(
-                    parse, followed.step, followed.drafts, q.get(seq_id)
+        for seq_id, sequence in sequences.items():
+            matcher = (
+                self._grammar_states.advance(sequence.step, self._known_tokens)
+                if sequence.step.gamma
+                else None
+            )
+            if matcher is not None:
+                sequence.drafts, q[seq_id] = trim_to_grammar(
+                    matcher, sequence.step, sequence.drafts, q.get(seq_id)
                 )
-        return [self._proposal(step, able.get(step.seq_id), q.get(step.seq_id)) for step in steps]
+        return [
+            self._proposal(step, sequences.get(step.seq_id), q.get(step.seq_id)) for step in steps
+        ]
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        self._parses.release(seq_ids)
+        self._grammar_states.release(seq_ids)
         for seq_id in seq_ids:
             self._drop(seq_id)
 
-    def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
-        return [self._outlook(seq_id, self._followed[seq_id], width) for seq_id in seq_ids]
+    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
+        return [self._forecast(seq_id, self._sequences[seq_id], width) for seq_id in seq_ids]
 
-    def fork(self, seq_id: int, as_id: int, length: int) -> bool:
-        followed = self._followed[seq_id]
-        strand = followed.strand.fork(followed.lead + length)
-        self._followed[as_id] = Followed(
-            strand, followed.step, followed.lead, learnt=followed.learnt, is_branch=True
+    def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
+        sequence = self._sequences[seq_id]
+        text = sequence.text.fork(sequence.num_encoder_tokens + length)
+        self._sequences[branch_id] = NgramSequence(
+            text,
+            sequence.step,
+            sequence.num_encoder_tokens,
+            num_learned=sequence.num_learned,
+            is_branch=True,
         )
-        self._parses.fork(seq_id, as_id, length)
+        self._grammar_states.fork(seq_id, branch_id, length)
         return True
 
-    def become(self, seq_id: int, branch_id: int) -> None:
-        self._parses.become(seq_id, branch_id)
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
+        self._grammar_states.promote_branch(seq_id, branch_id)
         self._drop(seq_id)
-        branch = self._followed[seq_id] = self._followed.pop(branch_id)
+        branch = self._sequences[seq_id] = self._sequences.pop(branch_id)
         branch.is_branch = False
 
-    def held(self, seq_id: int) -> int:
-        """Positions of it that are known, drafts included."""
-        followed = self._followed.get(seq_id)
-        return 0 if followed is None else followed.held
+    def num_cached(self, seq_id: int) -> int:
+        """Return the number of known positions of the sequence, draft tokens included."""
+        sequence = self._sequences.get(seq_id)
+        return 0 if sequence is None else sequence.num_cached
 
     def _drop(self, seq_id: int) -> None:
-        followed = self._followed.pop(seq_id, None)
-        if followed is not None:
-            followed.strand.release()
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None:
+            sequence.text.release()
 
-    def _known(self, seq_id: int) -> Sequence[int]:
-        followed = self._followed[seq_id]
-        return followed.text().tokens[followed.lead :]
+    def _known_tokens(self, seq_id: int) -> Sequence[int]:
+        sequence = self._sequences[seq_id]
+        return sequence.committed().tokens[sequence.num_encoder_tokens :]
 
-    def _read(self, step: DraftStep) -> Followed:
-        followed = self._followed.get(step.seq_id)
-        if followed is None:
-            followed = self._followed[step.seq_id] = Followed(
-                Strand(Endings if self._copies else Plain), step
+    def _commit(self, step: DraftStep) -> NgramSequence:
+        """Write the step's tokens, learn from them, and copy draft tokens if there is a match."""
+        sequence = self._sequences.get(step.seq_id)
+        if sequence is None:
+            sequence = self._sequences[step.seq_id] = NgramSequence(
+                ForkableText(SuffixIndex if self._copies else PlainText), step
             )
-        followed.step = step
-        if step.source:
-            followed.lead = len(step.source)
-            followed.strand.write(0, step.source)
-        followed.write(step.start, step.tokens)
-        text = followed.text()
-        if self._learner is not None and not followed.is_branch:
-            _learn(followed, text.tokens, self._learner)
-        followed.drafts = _copied(text, step.gamma) if isinstance(text, Endings) else NOTHING
-        return followed
+        sequence.step = step
+        if step.encoder_input:
+            sequence.num_encoder_tokens = len(step.encoder_input)
+            sequence.text.write(0, step.encoder_input)
+        sequence.write(step.start, step.tokens)
+        text = sequence.committed()
+        if self._learner is not None and not sequence.is_branch:
+            _learn(sequence, text.tokens, self._learner)
+        sequence.drafts = _copy(text, step.gamma) if isinstance(text, SuffixIndex) else ()
+        return sequence
 
-    def _draw(self, wanting: Sequence[Followed]) -> dict[int, SparseRows | None]:
-        """What was drawn from, by sequence."""
-        if self._sampler is None or not wanting:
+    def _draw(self, sequences: Sequence[NgramSequence]) -> dict[int, SparseDistribution | None]:
+        """Draw draft tokens for the sequences, and return each one's q by its id."""
+        if self._sampler is None or not sequences:
             return {}
-        guesses = self._sampler.guesses([followed.step for followed in wanting])
-        for followed, guess in zip(wanting, guesses, strict=True):
-            followed.drafts = tuple(guess.tokens)
+        drafts = self._sampler.draw([sequence.step for sequence in sequences])
+        for sequence, draft in zip(sequences, drafts, strict=True):
+            sequence.drafts = tuple(draft.tokens)
         return {
-            followed.step.seq_id: guess.q()
-            for followed, guess in zip(wanting, guesses, strict=True)
+            sequence.step.seq_id: draft.distribution()
+            for sequence, draft in zip(sequences, drafts, strict=True)
         }
 
     def _proposal(
-        self, step: DraftStep, followed: Followed | None, q: SparseRows | None
+        self, step: DraftStep, sequence: NgramSequence | None, q: SparseDistribution | None
     ) -> Proposal:
-        """Drafts are held, too: those that are accepted need not be told again."""
-        stop = step.start + len(step.tokens)
-        if followed is None:
-            return Proposal(step.seq_id, stop, NOTHING, None, self.held(step.seq_id))
-        followed.write(stop, followed.drafts)
-        return Proposal(step.seq_id, stop, followed.drafts, q, followed.held)
+        """Return the proposal, and keep its tokens: accepted ones need not be sent again."""
+        if sequence is None:
+            return Proposal(step.seq_id, step.stop, (), None, self.num_cached(step.seq_id))
+        sequence.write(step.stop, sequence.drafts)
+        return Proposal(step.seq_id, step.stop, sequence.drafts, q, sequence.num_cached)
 
-    def _outlook(self, seq_id: int, followed: Followed, width: int) -> Outlook:
-        text = followed.text()
+    def _forecast(self, seq_id: int, sequence: NgramSequence, width: int) -> OutcomeForecast:
+        text, drafts = sequence.committed(), sequence.drafts
         likely = (
-            _nexts(text, followed.drafts, width + 1)
-            if isinstance(text, Endings)
-            else [[]] * (len(followed.drafts) + 1)
+            _next_tokens(text, drafts, width + 1)
+            if isinstance(text, SuffixIndex)
+            else [[]] * (len(drafts) + 1)
         )
+        start = sequence.step.stop
         if self._sampler is not None:
-            before = (followed.step.tokens[-1], *followed.drafts)
-            drawn = self._sampler.likely(followed.step.policy, followed.stop, before, width + 1)
+            before = (sequence.step.tokens[-1], *drafts)
+            drawn = self._sampler.rank_next_tokens(sequence.step.policy, start, before, width + 1)
             likely = [[*first, *second] for first, second in zip(likely, drawn, strict=True)]
-        refused = (*followed.drafts, None)
-        nexts = tuple(
-            _distinct(tokens, no, width) for tokens, no in zip(likely, refused, strict=True)
+        rejected = (*drafts, None)
+        next_tokens = tuple(
+            tuple(token for token in dict.fromkeys(tokens) if token != draft)[:width]
+            for tokens, draft in zip(likely, rejected, strict=True)
         )
-        return Outlook(seq_id, followed.stop, followed.drafts, nexts)
+        return OutcomeForecast(seq_id, start, drafts, next_tokens)
 
 
-def _learn(followed: Followed, tokens: Sequence[int], learner: Learns) -> None:
-    """From what is committed and has not been learnt from: what a branch was drafted for may never be."""
-    if len(tokens) > followed.learnt:
-        learner.learn(tokens[max(followed.learnt - 1, 0) :])
-        followed.learnt = len(tokens)
+def _learn(sequence: NgramSequence, tokens: Sequence[int], learner: TrainableTable) -> None:
+    """Learn from committed tokens once. A branch's tokens may never be committed."""
+    if len(tokens) > sequence.num_learned:
+        learner.learn(tokens[max(sequence.num_learned - 1, 0) :])
+        sequence.num_learned = len(tokens)
 
 
-def _copied(endings: Endings, gamma: int) -> tuple[int, ...]:
-    match = endings.match() if gamma else None
-    return NOTHING if match is None or match.length < SHORTEST else endings.copied(match, gamma)
+def _copy(index: SuffixIndex, gamma: int) -> tuple[int, ...]:
+    match = index.match() if gamma else None
+    return () if match is None or match.length < MIN_MATCH else index.continuation(match, gamma)
 
 
-def _nexts(endings: Endings, drafts: Sequence[int], width: int) -> list[list[int]]:
-    """What may come at each stop, by how the text went on after endings like that one. The drafts are laid on for as long as this takes."""
-    found = [endings.nexts(width)]
-    length = len(endings.tokens)
+def _next_tokens(index: SuffixIndex, drafts: Sequence[int], width: int) -> list[list[int]]:
+    """Return the tokens that may come at each position, by what followed similar endings.
+
+    The draft tokens are appended to the text meanwhile.
+    """
+    found = [index.next_tokens(width)]
+    length = len(index.tokens)
     for draft in drafts:
-        endings.extend([draft])
-        found.append(endings.nexts(width))
-    endings.truncate(length)
+        index.extend([draft])
+        found.append(index.next_tokens(width))
+    index.truncate(length)
     return found
-
-
-def _distinct(tokens: Sequence[int], refused: int | None, width: int) -> tuple[int, ...]:
-    """The first `width` of them, each once."""
-    return tuple(token for token in dict.fromkeys(tokens) if token != refused)[:width]

@@ -1,4 +1,7 @@
-"""One text of a drafter's, most of which it may share with its forks. Knows no drafts, and asks of the text no more than to grow and shrink."""
+"""One text of a drafter, most of which it may share with its forks.
+
+Knows no drafts, and requires of the text only that it grows and shrinks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Written(Protocol):
+class TextBuffer(Protocol):
     """A text that grows and shrinks at its end."""
 
     tokens: list[int]
@@ -16,8 +19,8 @@ class Written(Protocol):
     def truncate(self, length: int) -> None: ...
 
 
-class Plain:
-    """Nothing but its tokens."""
+class PlainText:
+    """A text buffer of tokens without an index."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -30,67 +33,80 @@ class Plain:
 
 
 @dataclass(slots=True)
-class Trunk:
-    """A text that strands share. All have its first `base` tokens; behind those it holds what one of them was asked for last."""
+class SharedPrefix:
+    """A text that several forks share.
 
-    text: Written
+    All of them have its first `base` tokens. Behind those it holds what one of them requested last.
+    """
+
+    text: TextBuffer
     base: int = 0
-    num_strands: int = 1
+    num_users: int = 1
 
 
-class Strand:
-    """What a trunk's strands have in common, and tokens of its own behind that. A fork copies those alone, be the text ever so long."""
+class ForkableText:
+    """A prefix that is shared with forks, and tokens of its own behind it.
 
-    __slots__ = ("_fresh", "_own", "_trunk")
+    A fork copies only the latter, however long the text is.
+    """
 
-    def __init__(self, fresh: Callable[[], Written]) -> None:
-        self._fresh, self._trunk = fresh, Trunk(fresh())
+    __slots__ = ("_new_buffer", "_own", "_shared")
+
+    def __init__(self, new_buffer: Callable[[], TextBuffer]) -> None:
+        self._new_buffer, self._shared = new_buffer, SharedPrefix(new_buffer())
         self._own: list[int] = []
 
     def __len__(self) -> int:
-        return self._trunk.base + len(self._own)
+        return self._shared.base + len(self._own)
 
     def write(self, start: int, tokens: Sequence[int]) -> None:
-        """Whatever stands past `start`, which is no more than there is, gives way to the tokens."""
+        """Truncate the text to `start`, which is at most its length, and append the tokens."""
         assert start <= len(self)
-        if start < self._trunk.base:
-            self._go_back(start)
-        self._own[start - self._trunk.base :] = tokens
+        if start < self._shared.base:
+            self._truncate_shared(start)
+        self._own[start - self._shared.base :] = tokens
 
-    def text(self, length: int) -> Written:
-        """The trunk, made to hold the first `length` tokens: to be read now, for any strand's next question changes it.
+    def prefix(self, length: int) -> TextBuffer:
+        """Return the shared buffer truncated or extended to `length` tokens.
 
-        What was asked for once may be kept there. So only a `write` further back leads back.
+        It is valid until any fork's next call. Tokens once requested may stay in it; only an
+        earlier `write` shortens it.
         """
-        trunk = self._trunk
-        assert trunk.base <= length <= len(self)
-        wanted = self._own[: length - trunk.base]
-        trunk.text.truncate(trunk.base)
-        trunk.text.extend(wanted)
-        if trunk.num_strands == 1:
-            trunk.base = length
+        shared = self._shared
+        assert shared.base <= length <= len(self)
+        wanted = self._own[: length - shared.base]
+        shared.text.truncate(shared.base)
+        shared.text.extend(wanted)
+        if shared.num_users == 1:
+            shared.base = length
             del self._own[: len(wanted)]
-        return trunk.text
+        return shared.text
 
-    def fork(self, length: int) -> Strand:
-        """Another strand with the same first `length` tokens. Cheap, unless that is less than what the text was asked for before."""
-        other, base = Strand(self._fresh), self._trunk.base
+    def fork(self, length: int) -> ForkableText:
+        """Return another text with the same first `length` tokens.
+
+        It is cheap unless a longer prefix was requested before.
+        """
+        other, base = ForkableText(self._new_buffer), self._shared.base
         if length < base:
-            other._own = self._trunk.text.tokens[:length]
+            other._own = self._shared.text.tokens[:length]
         else:
-            other._trunk, other._own = self._trunk, self._own[: length - base]
-            self._trunk.num_strands += 1
+            other._shared, other._own = self._shared, self._own[: length - base]
+            self._shared.num_users += 1
         return other
 
     def release(self) -> None:
-        """Not to be used any more: those that are left have the trunk to themselves."""
-        self._trunk.num_strands -= 1
+        """Stop using this text, so that the other forks share the prefix among themselves."""
+        self._shared.num_users -= 1
 
-    def _go_back(self, length: int) -> None:
-        """Below what all strands have in common. If there are others, they keep the trunk, and this one starts another."""
-        if self._trunk.num_strands == 1:
-            self._trunk.base, self._own = length, []
+    def _truncate_shared(self, length: int) -> None:
+        """Truncate below the common prefix.
+
+        If there are other forks, they keep the prefix, and this text starts another.
+        """
+        if self._shared.num_users == 1:
+            self._shared.base, self._own = length, []
         else:
-            self._trunk.num_strands -= 1
-            self._own = self._trunk.text.tokens[:length]
-            self._trunk = Trunk(self._fresh())
+            self._shared.num_users -= 1
+            self._own = self._shared.text.tokens[:length]
+            self._shared = SharedPrefix(self._new_buffer())

@@ -1,4 +1,7 @@
-"""What follows what, as counted in texts: rows of likely tokens, from a file of counts. Knows no prompts and no draws."""
+"""Tables of what follows what in counted texts: rows of likely tokens, from a file of counts.
+
+Knows no prompts and no draws.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +20,35 @@ from safetensors.numpy import save_file
 
 from specserve.errors import ModelError, ModelNotFound
 
-FILE = "tables.safetensors"  # beside a model
-_ROWS_KEPT = 4096  # of a table, ready to be drawn from
+TABLES_FILE = "tables.safetensors"
+"""Name of the file in its directory."""
+_MAX_CACHED_ROWS = 4096
+"""Rows of a table that are kept ready to be drawn from."""
 
 Ints = NDArray[np.int64]
 _NONE: Ints = np.empty(0, np.int64)
-_HALF = 32  # bits of a pair that are its second token
+_TOKEN_BITS = 32
+"""Low bits of a pair, which are its second token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
-    """A distribution on its support, in falling order, padded to the table's width with probability 0. Equal only to itself."""
+class TableRow:
+    """A distribution on its support, in falling order, padded to the table's width with 0.
+
+    A row is equal only to itself.
+    """
 
     ids: Ints  # [width]
     probs: NDArray[np.float32]  # [width]
-    sums: tuple[float, ...]  # [support] of the probabilities up to each; the last is about 1
+    sums: tuple[float, ...]
+    """[support] of the probabilities up to each; the last is about 1."""
     support: int
 
     @classmethod
-    def of(
+    def from_weights(
         cls, ids: Sequence[int] | Ints, weights: Sequence[float] | NDArray[Any], *, width: int
-    ) -> Row:
-        """Of weights above 0 in falling order; the first `width` of them."""
+    ) -> TableRow:
+        """Return a row of the first `width` weights, which are above 0 and in falling order."""
         share = np.asarray(weights[:width], dtype=np.float64)
         support = len(share)
         assert support > 0
@@ -48,56 +58,72 @@ class Row:
         return cls(padded, probs, tuple(accumulate(probs[:support].tolist())), support)
 
     @property
-    def first(self) -> int:
+    def top_token(self) -> int:
         return int(self.ids[0])
 
-    def at(self, share: float) -> int:
-        """The token that such a share of the whole, between 0 and 1, falls to."""
-        return int(self.ids[min(bisect_right(self.sums, share * self.sums[-1]), self.support - 1)])
+    def token_at(self, u: float) -> int:
+        """Return the token whose part of the running sums contains `u`, between 0 and 1."""
+        return int(self.ids[min(bisect_right(self.sums, u * self.sums[-1]), self.support - 1)])
 
 
 class Table(Protocol):
-    """What comes next, by the token before and the position."""
+    """A distribution of the next token, by the token before and the position."""
 
-    def row(self, token: int, position: int) -> Row | None:
-        """None if nothing is known."""
+    def row(self, token: int, position: int) -> TableRow | None:
+        """Return None if nothing is known."""
         ...
+
+
+class TrainableTable(Table, Protocol):
+    """A table that learns from committed tokens."""
+
+    def learn(self, tokens: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How often each token stood in some texts, and after each the tokens that most often followed it."""
+    """Frequencies of tokens in some texts, and the most frequent followers of each."""
 
     unigram: Ints  # [vocab]
-    starts: Ints  # [vocab + 1]: where the followers of each token begin
-    ids: Ints  # [pairs]: the followers of one token after those of another, each one's in falling order
+    starts: Ints
+    """[vocab + 1] index of each token's first follower."""
+    ids: Ints
+    """[pairs] the followers of each token after those of the one before, most frequent first."""
     counts: Ints  # [pairs]
-    fingerprint: str  # of the tokenizer
+    fingerprint: str
+    """Fingerprint of the tokenizer."""
 
     @property
     def vocab_size(self) -> int:
         return len(self.unigram)
 
 
-def count(texts: Iterable[Sequence[int]], *, keep: int, fingerprint: str = "") -> Counts:
-    """The `keep` most frequent followers of each token; the vocabulary ends with the highest id. Nothing follows the end of a text."""
-    singles, pairs = (_NONE, _NONE), (_NONE, _NONE)  # each: what, in rising order, and how often
+def count_texts(texts: Iterable[Sequence[int]], *, keep: int, fingerprint: str = "") -> Counts:
+    """Count tokens and the `keep` most frequent followers of each.
+
+    The vocabulary ends with the highest id. Nothing follows the end of a text.
+    """
+    # Each: the distinct values in rising order, and how often each occurred.
+    singles, pairs = (_NONE, _NONE), (_NONE, _NONE)
     for text in texts:
         tokens = np.asarray(text, dtype=np.int64)
-        singles = _added(singles, tokens)
-        pairs = _added(pairs, tokens[:-1] << _HALF | tokens[1:])
-    firsts, ids, times = pairs[0] >> _HALF, pairs[0] & (1 << _HALF) - 1, pairs[1]
-    order = np.lexsort(
-        (ids, -times, firsts)
-    )  # by token, then the most frequent first, then the lowest id
-    firsts, ids, times = firsts[order], ids[order], times[order]
+        singles = _add_counts(singles, tokens)
+        pairs = _add_counts(pairs, tokens[:-1] << _TOKEN_BITS | tokens[1:])
+    firsts, ids, counts = (
+        pairs[0] >> _TOKEN_BITS,
+        pairs[0] & (1 << _TOKEN_BITS) - 1,
+        pairs[1],
+    )
+    # By token, then the most frequent first, then the lowest id.
+    order = np.lexsort((ids, -counts, firsts))
+    firsts, ids, counts = firsts[order], ids[order], counts[order]
     kept = np.arange(len(firsts)) - np.searchsorted(firsts, firsts) < keep
     unigram = np.bincount(singles[0], singles[1]).astype(np.int64)
     starts = np.searchsorted(firsts[kept], np.arange(len(unigram) + 1))
-    return Counts(unigram, starts, ids[kept], times[kept], fingerprint)
+    return Counts(unigram, starts, ids[kept], counts[kept], fingerprint)
 
 
-def save(counts: Counts, path: Path) -> None:
+def save_tables(counts: Counts, path: Path) -> None:
     tensors = {
         "unigram": counts.unigram,
         "starts": counts.starts,
@@ -111,9 +137,12 @@ def save(counts: Counts, path: Path) -> None:
     )
 
 
-def load(path: Path) -> Counts:
-    """From a file, or from the directory that holds it."""
-    file = path / FILE if path.is_dir() else path
+def load_tables(path: Path) -> Counts:
+    """Return the counts of a file, or of the directory that holds it.
+
+    Raises ModelNotFound or ModelError.
+    """
+    file = path / TABLES_FILE if path.is_dir() else path
     if not file.is_file():
         raise ModelNotFound(
             f"there are no tables at {file}; `specserve tables` counts them from texts"
@@ -128,78 +157,86 @@ def load(path: Path) -> Counts:
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} cannot be read as tables: {error}") from error
     found = Counts(unigram, starts, ids, counts, fingerprint)
-    if not _is_sound(found):
+    if not _is_consistent(found):
         raise ModelError(f"{file} holds tables that do not fit together")
     return found
 
 
-class Unigram:
-    """The same row everywhere."""
+class UnigramTable:
+    """A table that has one row for all positions."""
 
     def __init__(self, counts: Counts, *, width: int) -> None:
         self._counts, self._width = counts, width
 
-    def row(self, token: int, position: int) -> Row | None:
+    def row(self, token: int, position: int) -> TableRow | None:
         return self._row
 
     @cached_property
-    def _row(self) -> Row | None:
+    def _row(self) -> TableRow | None:
         likeliest = np.argsort(-self._counts.unigram, kind="stable")[: self._width]
         weights = self._counts.unigram[likeliest]
         return (
-            Row.of(likeliest, weights[weights > 0], width=self._width) if weights[0] > 0 else None
+            TableRow.from_weights(likeliest, weights[weights > 0], width=self._width)
+            if weights[0] > 0
+            else None
         )
 
 
-class Bigram:
-    """By the token before; one that nothing ever followed is followed by what is frequent."""
+class BigramTable:
+    """A table by the token before.
+
+    The frequent tokens follow a token that nothing ever followed.
+    """
 
     def __init__(self, counts: Counts, *, width: int) -> None:
         self._counts, self._width = counts, width
-        self._unigram = Unigram(counts, width=width)
-        self._made = lru_cache(_ROWS_KEPT)(self._make)
+        self._unigram = UnigramTable(counts, width=width)
+        self._cached_row = lru_cache(_MAX_CACHED_ROWS)(self._make_row)
 
-    def row(self, token: int, position: int) -> Row | None:
-        return self._made(token)
+    def row(self, token: int, position: int) -> TableRow | None:
+        return self._cached_row(token)
 
-    def _make(self, token: int) -> Row | None:
-        if token >= self._counts.vocab_size:  # a row of padding in the model's embedding
+    def _make_row(self, token: int) -> TableRow | None:
+        # Padding of the model's embedding.
+        if token >= self._counts.vocab_size:
             return self._unigram.row(token, 0)
         followers = slice(int(self._counts.starts[token]), int(self._counts.starts[token + 1]))
         if followers.start == followers.stop:
             return self._unigram.row(token, 0)
-        return Row.of(
+        return TableRow.from_weights(
             self._counts.ids[followers], self._counts.counts[followers], width=self._width
         )
 
 
-class Uniform:
-    """As many ids as a row is wide, each as likely: another stretch of the vocabulary for each place."""
+class UniformTable:
+    """A table whose ids are equally likely: another part of the vocabulary at each position.
+
+    A part has as many ids as a row is wide.
+    """
 
     def __init__(self, *, vocab_size: int, width: int) -> None:
         self._vocab_size = vocab_size
         self._ids = np.arange(vocab_size + width, dtype=np.int64) % vocab_size
-        self._even = Row.of(self._ids, [1.0] * width, width=width)
-        self._made = lru_cache(_ROWS_KEPT)(self._make)
+        self._even = TableRow.from_weights(self._ids, [1.0] * width, width=width)
+        self._cached_row = lru_cache(_MAX_CACHED_ROWS)(self._make_row)
 
-    def row(self, token: int, position: int) -> Row:
-        return self._made(
-            hash((token, position)) % self._vocab_size
-        )  # of numbers, hence the same in every process
+    def row(self, token: int, position: int) -> TableRow:
+        # The hash of numbers is the same in every process.
+        return self._cached_row(hash((token, position)) % self._vocab_size)
 
-    def _make(self, start: int) -> Row:
+    def _make_row(self, start: int) -> TableRow:
         return replace(self._even, ids=self._ids[start : start + self._even.support])
 
 
-def _added(counted: tuple[Ints, Ints], more: Ints) -> tuple[Ints, Ints]:
-    what, times = np.unique(more, return_counts=True)
-    together, where = np.unique(np.concatenate([counted[0], what]), return_inverse=True)
-    return together, np.bincount(
-        where, np.concatenate([counted[1], times]), minlength=len(together)
+def _add_counts(counted: tuple[Ints, Ints], more: Ints) -> tuple[Ints, Ints]:
+    values, counts = np.unique(more, return_counts=True)
+    merged, where = np.unique(np.concatenate([counted[0], values]), return_inverse=True)
+    return merged, np.bincount(
+        where, np.concatenate([counted[1], counts]), minlength=len(merged)
     ).astype(np.int64)
 
 
-def _is_sound(found: Counts) -> bool:
+def _is_consistent(found: Counts) -> bool:
     sizes = (
         found.unigram.ndim == found.starts.ndim == found.ids.ndim == 1
         and found.ids.shape == found.counts.shape

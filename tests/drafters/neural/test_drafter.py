@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.models.model import Placement, open_model
-from specserve.types import DraftStep, Policy, Warp
+from specserve.models.model import ModelOptions, open_model
+from specserve.types import DraftStep, Policy, Proposal, Warp
 from tests.support import checkpoints
 
 GREEDY, SAMPLED = Warp(temperature=0.0), Warp()
 PROMPT = tuple(range(20, 60))
-IN_TIME = float("inf")
+NO_DEADLINE = float("inf")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def drafter(
     target_vocab: int = checkpoints.VOCAB,
     context: int = 1024,
 ) -> NeuralDrafter:
-    opened = open_model(checkpoint, Placement(dtype="float32", device="cpu", pages=pages))
+    opened = open_model(checkpoint, ModelOptions(dtype="float32", device="cpu", pages=pages))
     return NeuralDrafter(
         opened.runner,
         vocab_size=opened.spec.vocab_size,
@@ -53,26 +54,27 @@ def step(
     start: int = 0,
     gamma: int = 4,
     warp: Warp = GREEDY,
-    **kind: object,
+    **options: Any,
 ) -> DraftStep:
-    return DraftStep(seq_id, start, tokens, gamma, policy(warp, **kind))  # type: ignore[arg-type]
+    return DraftStep(seq_id, start, tokens, gamma, policy(warp, **options))
 
 
 def test_each_sequence_gets_its_own_gamma_and_what_it_would_get_alone(checkpoint: Path) -> None:
     together = drafter(checkpoint).propose(
-        [step(i, PROMPT[i:], gamma=i) for i in range(6)], IN_TIME
+        [step(i, PROMPT[i:], gamma=i) for i in range(6)], NO_DEADLINE
     )
     alone = [
-        drafter(checkpoint).propose([step(i, PROMPT[i:], gamma=i)], IN_TIME)[0] for i in range(6)
+        drafter(checkpoint).propose([step(i, PROMPT[i:], gamma=i)], NO_DEADLINE)[0]
+        for i in range(6)
     ]
     assert [proposal.tokens for proposal in together] == [proposal.tokens for proposal in alone]
     assert [len(proposal.tokens) for proposal in together] == list(range(6))
 
 
-def test_sampled_company_changes_neither_tokens_nor_what_they_were_drawn_from(
+def test_other_sequences_in_the_batch_change_neither_sampled_tokens_nor_q(
     checkpoint: Path,
 ) -> None:
-    """Each with another gamma, some with penalties, which look at the drafts so far."""
+    """Vary gamma, and use penalties, which count the draft tokens so far."""
     warps = [
         SAMPLED,
         Warp(frequency_penalty=1.0),
@@ -85,10 +87,10 @@ def test_sampled_company_changes_neither_tokens_nor_what_they_were_drawn_from(
         step(i, PROMPT[i:], gamma=(3 * i) % 7 + 1, warp=warp, seed=i)
         for i, warp in enumerate(warps)
     ]
-    together = drafter(checkpoint).propose(steps, IN_TIME)
+    together = drafter(checkpoint).propose(steps, NO_DEADLINE)
     for proposal, own in zip(together, steps, strict=True):
-        (alone,) = drafter(checkpoint).propose([own], IN_TIME)
-        assert (proposal.tokens, proposal.held) == (alone.tokens, alone.held)
+        (alone,) = drafter(checkpoint).propose([own], NO_DEADLINE)
+        assert (proposal.tokens, proposal.num_cached) == (alone.tokens, alone.num_cached)
         assert len(proposal.tokens) == own.gamma
         assert (proposal.q is None) == (own.policy.warp.temperature == 0)
         if proposal.q is not None and alone.q is not None:
@@ -96,25 +98,25 @@ def test_sampled_company_changes_neither_tokens_nor_what_they_were_drawn_from(
             np.testing.assert_allclose(proposal.q.probs, alone.q.probs, atol=1e-5)
 
 
-def test_what_a_proposal_wrote_is_held_and_its_room_is_given_back_after_a_refusal(
+def test_draft_tokens_stay_cached_and_their_pages_are_freed_after_a_rejection(
     checkpoint: Path,
 ) -> None:
     model = drafter(checkpoint)
-    (proposal,) = model.propose([step(0, gamma=20)], IN_TIME)
-    assert proposal.held == len(PROMPT) + 19
+    (proposal,) = model.propose([step(0, gamma=20)], NO_DEADLINE)
+    assert proposal.num_cached == len(PROMPT) + 19
     (late,) = model.propose(
         [step(0, (7,), start=len(PROMPT), gamma=20)], -1.0
     )  # room for 20, time for one
-    assert late.held == len(PROMPT) + 1
-    model.propose([step(0, (8,), start=len(PROMPT) + 1, gamma=0)], IN_TIME)
+    assert late.num_cached == len(PROMPT) + 1
+    model.propose([step(0, (8,), start=len(PROMPT) + 1, gamma=0)], NO_DEADLINE)
     model.runner.cache.check()
     assert model.runner.cache.num_used == 3
 
 
-def test_greedy_drafts_are_certain_and_sampled_ones_carry_what_they_were_drawn_from(
+def test_greedy_drafts_are_certain_and_sampled_ones_carry_q(
     checkpoint: Path,
 ) -> None:
-    greedy, sampled = drafter(checkpoint).propose([step(0), step(1, warp=SAMPLED)], IN_TIME)
+    greedy, sampled = drafter(checkpoint).propose([step(0), step(1, warp=SAMPLED)], NO_DEADLINE)
     assert greedy.q is None
     assert sampled.q is not None
     assert sampled.q.ids.shape == (4, 8)
@@ -124,11 +126,11 @@ def test_greedy_drafts_are_certain_and_sampled_ones_carry_what_they_were_drawn_f
 
 def test_draws_follow_the_stated_distribution(checkpoint: Path) -> None:
     model = drafter(checkpoint, pages=400)
-    proposals = []
+    proposals: list[Proposal] = []
     for first in range(0, 2000, 100):
         proposals += model.propose(
             [step(seed, gamma=1, warp=SAMPLED, seed=seed) for seed in range(first, first + 100)],
-            IN_TIME,
+            NO_DEADLINE,
         )
         model.release(range(first, first + 100))
     assert proposals[0].q is not None
@@ -146,46 +148,49 @@ def test_draws_follow_the_stated_distribution(checkpoint: Path) -> None:
 
 def test_coupled_noise_depends_on_the_position_and_not_on_the_round(checkpoint: Path) -> None:
     first = drafter(checkpoint).propose(
-        [step(0, warp=SAMPLED, verifier="coupled", gamma=5)], IN_TIME
+        [step(0, warp=SAMPLED, verifier="coupled", gamma=5)], NO_DEADLINE
     )[0]
     later = drafter(checkpoint).propose(
-        [step(0, (*PROMPT, *first.tokens[:2]), warp=SAMPLED, verifier="coupled", gamma=3)], IN_TIME
+        [step(0, (*PROMPT, *first.tokens[:2]), warp=SAMPLED, verifier="coupled", gamma=3)],
+        NO_DEADLINE,
     )[0]
     assert later.tokens == first.tokens[2:]
 
 
 def test_a_hole_is_filled_by_the_next_step(checkpoint: Path) -> None:
     model = drafter(checkpoint)
-    model.propose([step(0, PROMPT[:10])], IN_TIME)
-    filled = model.propose([step(0, PROMPT[10:], start=10)], IN_TIME)[0]
-    assert filled == drafter(checkpoint).propose([step(0)], IN_TIME)[0]
+    model.propose([step(0, PROMPT[:10])], NO_DEADLINE)
+    filled = model.propose([step(0, PROMPT[10:], start=10)], NO_DEADLINE)[0]
+    assert filled == drafter(checkpoint).propose([step(0)], NO_DEADLINE)[0]
 
 
-def test_a_gap_is_answered_by_what_is_held(checkpoint: Path) -> None:
+def test_a_gap_gets_the_number_of_cached_positions(checkpoint: Path) -> None:
     model = drafter(checkpoint)
-    proposal = model.propose([step(0, PROMPT[30:], start=30)], IN_TIME)[0]
-    assert (proposal.tokens, proposal.held) == ((), 0)
+    proposal = model.propose([step(0, PROMPT[30:], start=30)], NO_DEADLINE)[0]
+    assert (proposal.tokens, proposal.num_cached) == ((), 0)
 
 
 def test_what_does_not_fit_into_the_pages_gets_an_empty_proposal_and_the_others_go_on(
     checkpoint: Path,
 ) -> None:
     model = drafter(checkpoint, pages=4)  # 64 positions; 40 + 3 are wanted for each
-    first, second = model.propose([step(0), step(1)], IN_TIME)
+    first, second = model.propose([step(0), step(1)], NO_DEADLINE)
     assert len(first.tokens) == 4
-    assert (second.tokens, second.held) == ((), 0)
+    assert (second.tokens, second.num_cached) == ((), 0)
     model.runner.cache.check()
 
 
-def test_the_drafts_context_is_not_passed(checkpoint: Path) -> None:
-    assert drafter(checkpoint, context=42).propose([step(0, gamma=4)], IN_TIME)[0].tokens == ()
+def test_the_draft_models_context_is_not_exceeded(checkpoint: Path) -> None:
+    assert drafter(checkpoint, context=42).propose([step(0, gamma=4)], NO_DEADLINE)[0].tokens == ()
 
 
-def test_a_smaller_target_vocabulary_is_never_left(checkpoint: Path) -> None:
-    wide = drafter(checkpoint).propose([step(i, PROMPT[i:], gamma=8) for i in range(8)], IN_TIME)
+def test_no_token_outside_a_smaller_target_vocabulary_is_proposed(checkpoint: Path) -> None:
+    wide = drafter(checkpoint).propose(
+        [step(i, PROMPT[i:], gamma=8) for i in range(8)], NO_DEADLINE
+    )
     assert max(token for proposal in wide for token in proposal.tokens) >= 150
     narrow = drafter(checkpoint, target_vocab=150).propose(
-        [step(i, PROMPT[i:], gamma=8) for i in range(8)], IN_TIME
+        [step(i, PROMPT[i:], gamma=8) for i in range(8)], NO_DEADLINE
     )
     assert max(token for proposal in narrow for token in proposal.tokens) < 150
 
@@ -194,7 +199,9 @@ def test_a_larger_target_vocabulary_may_commit_ids_that_the_draft_has_no_row_for
     checkpoint: Path,
 ) -> None:
     model = drafter(checkpoint, target_vocab=checkpoints.VOCAB + 64)
-    assert len(model.propose([step(0, (*PROMPT, checkpoints.VOCAB + 3))], IN_TIME)[0].tokens) == 4
+    assert (
+        len(model.propose([step(0, (*PROMPT, checkpoints.VOCAB + 3))], NO_DEADLINE)[0].tokens) == 4
+    )
 
 
 def test_past_the_deadline_a_shorter_proposal_is_returned(checkpoint: Path) -> None:
@@ -204,5 +211,5 @@ def test_past_the_deadline_a_shorter_proposal_is_returned(checkpoint: Path) -> N
 
 def test_penalties_count_the_drafts_of_the_same_round(checkpoint: Path) -> None:
     rare = Warp(temperature=0.0, frequency_penalty=2.0, repetition_penalty=100.0)
-    tokens = drafter(checkpoint).propose([step(0, gamma=16, warp=rare)], IN_TIME)[0].tokens
+    tokens = drafter(checkpoint).propose([step(0, gamma=16, warp=rare)], NO_DEADLINE)[0].tokens
     assert len(set(tokens)) == len(tokens)

@@ -1,4 +1,4 @@
-"""The drafters without a model, asked as the coordinator asks them: what they propose, what they hold, and their branches."""
+"""Drafters without a model: their proposals, cached positions and branches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +15,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.drafters.ngram.build import KINDS, open_statistical
-from specserve.drafters.ngram.drafter import StatisticalDrafter
-from specserve.drafters.ngram.online_counts import Learnt
-from specserve.drafters.ngram.tables import FILE, Bigram, count, save
-from specserve.engine import Coordinator
+from specserve.drafters.ngram.build import KINDS, open_ngram_drafter
+from specserve.drafters.ngram.drafter import NgramDrafter
+from specserve.drafters.ngram.online_counts import OnlineTable
+from specserve.drafters.ngram.tables import TABLES_FILE, BigramTable, count_texts, save_tables
 from specserve.errors import ConfigError, TokenizerMismatch
 from specserve.inprocess import LocalDrafter
 from specserve.sampling import Purpose, exponential, row_keys
 from specserve.types import Chunk, DraftStep, Policy, Proposal, Request, Warp
 from tests.support.chi_square import Fit
 from tests.support.fakes import VOCAB as FAKE_VOCAB
-from tests.support.fakes import FakeTarget, model_info, text
+from tests.support.fakes import FakeTarget, model_info, open_coordinator, text
 
 VOCAB = 8
 GREEDY, SAMPLED = Warp(temperature=0.0), Warp()
 CORPUS = [[1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 6, 6, 6, 7, 0, 1, 2, 3], [5, 1, 5, 2, 5, 3, 1, 2, 4]]
-TABLED = ("unigram", "bigram", "max_gram")
+WITH_TABLES = ("unigram", "bigram", "max_gram")
 
 
 def opened(
@@ -40,19 +40,19 @@ def opened(
     vocab: int = VOCAB,
     path: Path | None = None,
     support: int = 64,
-) -> StatisticalDrafter:
-    return open_statistical(kind, path=path, learn=learn, support=support, vocab_size=vocab)
+) -> NgramDrafter:
+    return open_ngram_drafter(kind, path=path, learn=learn, support=support, vocab_size=vocab)
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tables")
-    save(count(CORPUS, keep=8), directory / FILE)
+    save_tables(count_texts(CORPUS, keep=8), directory / TABLES_FILE)
     return directory
 
 
-def of_kind(kind: str, tables: Path, **options: object) -> StatisticalDrafter:
-    return opened(kind, path=tables if kind in TABLED else None, **options)  # type: ignore[arg-type]
+def of_kind(kind: str, tables: Path, **options: Any) -> NgramDrafter:
+    return opened(kind, path=tables if kind in WITH_TABLES else None, **options)
 
 
 def step(
@@ -70,7 +70,7 @@ def step(
     )
 
 
-def ask(drafter: StatisticalDrafter, *steps: DraftStep) -> list[Proposal]:
+def ask(drafter: NgramDrafter, *steps: DraftStep) -> list[Proposal]:
     return list(drafter.propose(steps, 0.0))
 
 
@@ -80,7 +80,7 @@ def test_greedy_tables_take_what_came_most_often(tables: Path) -> None:
     assert (two.tokens, two.q) == ((1, 2, 3, 1), None)
 
 
-def test_copies_follow_the_longest_earlier_ending_and_a_lone_token_is_none() -> None:
+def test_copies_follow_the_longest_match_and_one_token_is_no_match() -> None:
     drafter = opened("prompt_copy")
     assert ask(drafter, step([3, 1, 2, 7, 0, 1, 2, 6, 5, 1, 2]))[0].tokens == (6, 5, 1, 2)
     assert ask(drafter, step([3, 1, 2, 7, 5, 0, 1, 2, 6, 0, 1], seq_id=1))[0].tokens == (2, 6, 0, 1)
@@ -95,8 +95,8 @@ def test_max_gram_copies_and_falls_back_on_bigrams(tables: Path) -> None:
 
 
 def test_sampled_draws_follow_the_row_that_is_stated(tables: Path) -> None:
-    """The chi-square of what was drawn, for each verifier's noise, at every depth of a proposal, under several warps."""
-    bigram = Bigram(count(CORPUS, keep=8), width=8)
+    """Test by chi-square each verifier's noise at every depth, under several warps."""
+    bigram = BigramTable(count_texts(CORPUS, keep=8), width=8)
     for verifier in ("block", "coupled"):
         for warp in (
             SAMPLED,
@@ -118,7 +118,8 @@ def test_sampled_draws_follow_the_row_that_is_stated(tables: Path) -> None:
                 q = own[0].q
                 assert q is not None
                 stated = np.bincount(q.ids[depth], q.probs[depth], minlength=VOCAB)
-                fit.add(np.bincount([p.tokens[depth] for p in own], minlength=VOCAB), stated)
+                counts = np.bincount([p.tokens[depth] for p in own], minlength=VOCAB)
+                fit.add(counts, stated.astype(np.float64))
             assert fit.p_value > 1e-3, (verifier, warp)
             assert len(first) == follower.support or warp != SAMPLED
 
@@ -133,7 +134,7 @@ def test_the_support_bounds_what_is_drawn_and_q_is_renormalised(tables: Path) ->
 
 
 def test_coupled_drafts_are_the_tables_own_sample_under_the_targets_noise(tables: Path) -> None:
-    bigram = Bigram(count(CORPUS, keep=8), width=8)
+    bigram = BigramTable(count_texts(CORPUS, keep=8), width=8)
     (proposal,) = ask(
         of_kind("bigram", tables), step([5, 1], warp=SAMPLED, verifier="coupled", seed=99, gamma=6)
     )
@@ -149,7 +150,7 @@ def test_coupled_drafts_are_the_tables_own_sample_under_the_targets_noise(tables
     assert len(set(expected)) > 1
 
 
-def test_draws_depend_on_no_company(tables: Path) -> None:
+def test_draws_do_not_depend_on_the_batch(tables: Path) -> None:
     warps = [GREEDY, SAMPLED, Warp(temperature=0.5), Warp(top_k=2), SAMPLED]
     verifiers = ["block", "coupled", "speculative", "coupled", "block"]
     for kind in KINDS:
@@ -167,21 +168,21 @@ def test_draws_depend_on_no_company(tables: Path) -> None:
         together = ask(of_kind(kind, tables), *steps)
         for own, proposal in zip(steps, together, strict=True):
             (alone,) = ask(of_kind(kind, tables), own)
-            assert (proposal.tokens, proposal.held) == (alone.tokens, alone.held)
+            assert (proposal.tokens, proposal.num_cached) == (alone.tokens, alone.num_cached)
             assert len(proposal.tokens) in (own.gamma, 0)
 
 
-def test_what_is_held_includes_the_drafts_and_a_gap_is_answered_by_it(tables: Path) -> None:
+def test_cached_positions_include_the_drafts_and_answer_a_gap(tables: Path) -> None:
     for kind in KINDS:
         drafter = of_kind(kind, tables)
         (gap,) = ask(drafter, step([1, 2], start=3))
-        assert (gap.tokens, gap.held) == ((), 0)
+        assert (gap.tokens, gap.num_cached) == ((), 0)
         (first,) = ask(drafter, step([1, 2, 3, 1, 2]))
-        assert first.held == 5 + len(first.tokens)
-        (gap,) = ask(drafter, step([1], start=first.held + 1))
-        assert (gap.tokens, gap.held) == ((), first.held)
+        assert first.num_cached == 5 + len(first.tokens)
+        (gap,) = ask(drafter, step([1], start=first.num_cached + 1))
+        assert (gap.tokens, gap.num_cached) == ((), first.num_cached)
         (read,) = ask(drafter, step([4], start=5, gamma=0))
-        assert (read.tokens, read.held) == ((), 6)
+        assert (read.tokens, read.num_cached) == ((), 6)
 
 
 def test_a_repeated_step_gets_the_same_answer(tables: Path) -> None:
@@ -193,7 +194,7 @@ def test_a_repeated_step_gets_the_same_answer(tables: Path) -> None:
         assert len(first.tokens) == 4
 
 
-def test_tokens_that_the_table_never_saw_are_read_and_never_proposed(tables: Path) -> None:
+def test_tokens_unknown_to_the_table_are_accepted_as_input_and_never_proposed(tables: Path) -> None:
     (proposal,) = ask(opened("bigram", path=tables, vocab=500), step([1, 400]))
     assert proposal.tokens == (1, 2, 3, 1)
 
@@ -201,10 +202,10 @@ def test_tokens_that_the_table_never_saw_are_read_and_never_proposed(tables: Pat
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("warp", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("verifier", ["block", "coupled"])
-def test_a_branch_proposes_what_the_sequence_would_and_takes_its_place(
+def test_a_branch_proposes_what_the_sequence_would_and_replaces_it(
     tables: Path, kind: str, warp: Warp, verifier: str
 ) -> None:
-    """Branches of one sequence, a branch of a branch, all alive while the sequence goes on elsewhere."""
+    """Fork a sequence many times and draft for all branches while the sequence continues."""
     prompt = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2]
 
     def asked(tokens: Sequence[int], **kind_of: int) -> DraftStep:
@@ -213,52 +214,64 @@ def test_a_branch_proposes_what_the_sequence_would_and_takes_its_place(
     drafter = of_kind(kind, tables)
     (proposal,) = ask(drafter, asked(prompt))
     drafts = proposal.tokens
-    places = [(accepted, token) for accepted in range(len(drafts) + 1) for token in range(3)]
-    for i, (accepted, _) in enumerate(places):
+    outcomes = [(accepted, token) for accepted in range(len(drafts) + 1) for token in range(3)]
+    for i, (accepted, _) in enumerate(outcomes):
         assert drafter.fork(0, 100 + i, len(prompt) + accepted)
     branches = ask(
         drafter,
         *(
             asked([token], seq_id=100 + i, start=len(prompt) + accepted)
-            for i, (accepted, token) in enumerate(places)
+            for i, (accepted, token) in enumerate(outcomes)
         ),
     )
-    for (accepted, token), branch in zip(places, branches, strict=True):
+    for (accepted, token), branch in zip(outcomes, branches, strict=True):
         (plain,) = ask(of_kind(kind, tables), asked([*prompt, *drafts[:accepted], token]))
-        assert (branch.start, branch.tokens, branch.held) == (plain.start, plain.tokens, plain.held)
+        assert (branch.start, branch.tokens, branch.num_cached) == (
+            plain.start,
+            plain.tokens,
+            plain.num_cached,
+        )
     ask(drafter, asked([0, 0], start=3))
-    chosen = 100 + places.index((len(drafts), 1))
-    drafter.become(0, chosen)
+    chosen = 100 + outcomes.index((len(drafts), 1))
+    drafter.promote_branch(0, chosen)
     (after,) = ask(drafter, asked([1], start=len(prompt) + len(drafts)))
     (plain,) = ask(of_kind(kind, tables), asked([*prompt, *drafts, 1]))
-    assert (after.start, after.tokens, after.held) == (plain.start, plain.tokens, plain.held)
-    drafter.release([0, *range(100, 100 + len(places))])
-    assert drafter._followed == {}
+    assert (after.start, after.tokens, after.num_cached) == (
+        plain.start,
+        plain.tokens,
+        plain.num_cached,
+    )
+    drafter.release([0, *range(100, 100 + len(outcomes))])
+    assert drafter._sequences == {}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("warp", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_outlooks_name_every_stop_and_no_draft_after_its_own_refusal(
+def test_forecasts_cover_every_position_without_its_rejected_draft(
     tables: Path, kind: str, warp: Warp
 ) -> None:
     drafter = of_kind(kind, tables)
     asked = step([1, 2, 3, 4, 1, 2, 3, 5, 1, 2], warp=warp, verifier="coupled")
     (proposal,) = ask(drafter, asked)
     for _ in range(2):
-        (outlook,) = drafter.outlooks([0], 3)
-        assert (outlook.start, outlook.drafts, outlook.num_stops) == (10, proposal.tokens, 5)
-        assert all(len(set(nexts)) == len(nexts) <= 3 for nexts in outlook.nexts)
+        (forecast,) = drafter.forecast_outcomes([0], 3)
+        assert (forecast.start, forecast.drafts, forecast.num_positions) == (10, proposal.tokens, 5)
         assert all(
-            draft not in nexts for draft, nexts in zip(outlook.drafts, outlook.nexts, strict=False)
+            len(set(next_tokens)) == len(next_tokens) <= 3 for next_tokens in forecast.next_tokens
         )
-        assert any(outlook.nexts)
+        assert all(
+            draft not in next_tokens
+            for draft, next_tokens in zip(forecast.drafts, forecast.next_tokens, strict=False)
+        )
+        assert any(forecast.next_tokens)
     after = ask(
-        drafter, step([outlook.nexts[4][0]], start=14, gamma=1, warp=warp, verifier="coupled")
+        drafter,
+        step([forecast.next_tokens[4][0]], start=14, gamma=1, warp=warp, verifier="coupled"),
     )[0]
-    assert after.held == 16
+    assert after.num_cached == 16
 
 
-def test_the_likeliest_next_token_of_a_coupled_stop_is_what_would_be_drawn_there(
+def test_the_top_ranked_token_at_a_coupled_position_is_the_one_drawn_there(
     tables: Path,
 ) -> None:
     for seed in range(30):
@@ -266,31 +279,41 @@ def test_the_likeliest_next_token_of_a_coupled_stop_is_what_would_be_drawn_there
         (proposal,) = ask(
             drafter, step([5, 1], warp=SAMPLED, verifier="coupled", seed=seed, gamma=5)
         )
-        (outlook,) = drafter.outlooks([0], 2)
+        (forecast,) = drafter.forecast_outcomes([0], 2)
         (longer,) = ask(drafter, step([5, 1], warp=SAMPLED, verifier="coupled", seed=seed, gamma=6))
         assert longer.tokens[:5] == proposal.tokens
-        assert outlook.nexts[5][0] == longer.tokens[5]
+        assert forecast.next_tokens[5][0] == longer.tokens[5]
 
 
-def test_learning_follows_what_is_committed_and_nothing_else() -> None:
-    """Refused drafts and branches leave no trace, accepted drafts count once, a repeated step counts once."""
-    learnt, seen = Learnt(width=8), list[int]()
-    drafter = StatisticalDrafter(table=learnt, learner=learnt)
-    tally = learnt.learn
-    learnt.learn = lambda tokens: (seen.extend(tokens[1:] if seen else tokens), tally(tokens))  # type: ignore[method-assign,func-returns-value,assignment]
+class RecordingTable(OnlineTable):
+    """A table that records the tokens that it learns."""
+
+    def __init__(self, *, width: int) -> None:
+        super().__init__(width=width)
+        self.learned: list[int] = []
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        self.learned += tokens[1:] if self.learned else tokens
+        super().learn(tokens)
+
+
+def test_only_committed_tokens_are_learned() -> None:
+    """Ignore rejected drafts and branches; count accepted drafts and a repeated step once."""
+    table = RecordingTable(width=8)
+    drafter = NgramDrafter(table=table, learner=table)
     (first,) = ask(drafter, step([1, 2, 3, 1, 2, 3, 1]))
     assert first.tokens == (2, 3, 1, 2)
     drafter.fork(0, 9, 8)
     ask(drafter, step([7], seq_id=9, start=8))
-    assert seen == [1, 2, 3, 1, 2, 3, 1]
+    assert table.learned == [1, 2, 3, 1, 2, 3, 1]
     ask(drafter, step([5], start=9), step([0, 0], seq_id=1))
     ask(drafter, step([5], start=9))
-    assert seen == [1, 2, 3, 1, 2, 3, 1, 2, 3, 5, 0]
+    assert table.learned == [1, 2, 3, 1, 2, 3, 1, 2, 3, 5, 0]
     drafter.fork(0, 9, 10)
     ask(drafter, step([7], seq_id=9, start=10))
-    drafter.become(0, 9)
+    drafter.promote_branch(0, 9)
     ask(drafter, step([7], start=10))
-    assert seen == [1, 2, 3, 1, 2, 3, 1, 2, 3, 5, 0, 7]
+    assert table.learned == [1, 2, 3, 1, 2, 3, 1, 2, 3, 5, 0, 7]
 
 
 def test_bigrams_without_tables_learn_from_the_prompt_and_from_others() -> None:
@@ -300,7 +323,7 @@ def test_bigrams_without_tables_learn_from_the_prompt_and_from_others() -> None:
     assert ask(drafter, step([5, 1], seq_id=2))[0].tokens == (2, 1, 2, 1)
 
 
-def test_what_a_kind_lacks_or_cannot_use_is_said_by_the_name_of_the_key(tables: Path) -> None:
+def test_missing_and_useless_keys_of_a_kind_are_named(tables: Path) -> None:
     for kind in ("unigram", "bigram"):
         with pytest.raises(ConfigError, match=r"draft\.path"):
             opened(kind, learn=False)
@@ -317,10 +340,10 @@ def test_what_a_kind_lacks_or_cannot_use_is_said_by_the_name_of_the_key(tables: 
 class Served:
     """A coordinator over a fake target and a real drafter."""
 
-    def __init__(self, drafter: StatisticalDrafter, **options: object) -> None:
+    def __init__(self, drafter: NgramDrafter, **options: Any) -> None:
         self.emitted: list[Chunk] = []
         info = model_info(num_pages=120, page_size=4)
-        self.coordinator = Coordinator(
+        self.coordinator = open_coordinator(
             FakeTarget(info),
             LocalDrafter(drafter),
             info=info,
@@ -328,17 +351,17 @@ class Served:
             max_batch_tokens=64,
             max_running=12,
             **options,
-        )  # type: ignore[arg-type]
+        )
 
     def finish(self) -> None:
-        async def play() -> None:
+        async def run() -> None:
             for _ in range(5000):
                 if not self.coordinator.has_work:
                     return
                 await self.coordinator.round()
-            raise AssertionError("work is left")
+            raise AssertionError("work remains")
 
-        asyncio.run(play())
+        asyncio.run(run())
 
     def tokens(self, seq_id: int) -> tuple[int, ...]:
         return tuple(
@@ -348,30 +371,31 @@ class Served:
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_the_text_is_the_targets_own_when_gamma_changes_and_sequences_are_preempted(
-    tables: Path, kind: str
+    tables: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = of_kind(kind, tables, vocab=FAKE_VOCAB)
-    served, source = Served(drafter), random.Random(0)
-    served.coordinator.pacer.choose = lambda sequences, *_: [
-        source.randint(0, 6) for _ in sequences
-    ]  # type: ignore[method-assign,assignment]
-    made = {}
+    served, chance = Served(drafter), random.Random(0)
+    monkeypatch.setattr(
+        served.coordinator.pacer,
+        "choose",
+        lambda sequences, *_: [chance.randint(0, 6) for _ in sequences],
+    )
+    prompts = {}
     for length in range(1, 30, 2):
-        start = tuple(source.randrange(FAKE_VOCAB) for _ in range(length))
-        prompt = (
-            start + text(start, 40) if length % 3 else start
-        )  # half of what follows has been there
-        made[served.coordinator.submit(Request(prompt, 40, Warp(), seed=length))] = prompt
+        start = tuple(chance.randrange(FAKE_VOCAB) for _ in range(length))
+        # Half of the continuation is in the prompt.
+        prompt = start + text(start, 40) if length % 3 else start
+        prompts[served.coordinator.submit(Request(prompt, 40, Warp(), seed=length))] = prompt
     served.finish()
     assert served.coordinator.scheduler.num_preempted > 0
-    assert drafter._followed == {}
-    for seq_id, prompt in made.items():
+    assert drafter._sequences == {}
+    for seq_id, prompt in prompts.items():
         assert served.tokens(seq_id) == text(prompt, 40)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_course_of_steps_forks_and_releases_gets_what_a_new_drafter_says(
+def test_any_course_of_steps_forks_and_releases_equals_a_new_drafter(
     tables: Path, data: st.DataObject
 ) -> None:
     draw = data.draw
@@ -398,7 +422,7 @@ def test_any_course_of_steps_forks_and_releases_gets_what_a_new_drafter_says(
             (fresh,) = ask(
                 of_kind(kind, tables), step(whole, gamma=asked.gamma, warp=SAMPLED, seed=3)
             )
-            assert (proposal.tokens, proposal.held) == (fresh.tokens, fresh.held)
+            assert (proposal.tokens, proposal.num_cached) == (fresh.tokens, fresh.num_cached)
             whole += proposal.tokens
         elif action == "fork":
             seq_id = draw(st.sampled_from(known))
@@ -410,20 +434,23 @@ def test_any_course_of_steps_forks_and_releases_gets_what_a_new_drafter_says(
             drafter.release([seq_id])
             del texts[seq_id]
     drafter.release(list(texts))
-    assert drafter._followed == {}
+    assert drafter._sequences == {}
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_proposal_at_a_long_context_costs_microseconds(tables: Path, kind: str) -> None:
-    """A generous bound for a busy machine; `python -m benchmarks.drafters.proposal_time` measures."""
+    """Draft within a generous bound, for a busy machine.
+
+    `python -m benchmarks.drafters.proposal_time` measures.
+    """
     drafter = of_kind(kind, tables)
-    source = random.Random(0)
-    prompt = [source.randrange(VOCAB) for _ in range(32_768)]
+    chance = random.Random(0)
+    prompt = [chance.randrange(VOCAB) for _ in range(32_768)]
     ask(drafter, step(prompt, gamma=0))
     seconds: Callable[[], float] = time.process_time
-    begun, length = seconds(), len(prompt)
+    start, length = seconds(), len(prompt)
     for _ in range(100):
-        (proposal,) = ask(drafter, step([source.randrange(VOCAB)], start=length, gamma=8))
+        (proposal,) = ask(drafter, step([chance.randrange(VOCAB)], start=length, gamma=8))
         length += 1
         assert proposal.start == length
-    assert (seconds() - begun) / 100 < 1e-3
+    assert (seconds() - start) / 100 < 1e-3
