@@ -1,1 +1,1 @@
-"""Models, their cache, and the passes over them. Knows neither requests nor rounds."""
+"""Models, their KV caches, and the passes over them. Knows neither requests nor rounds."""

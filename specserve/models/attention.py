@@ -1,25 +1,29 @@
-"""Attention of packed sequences over paged keys and values. Knows rows and slots; no model, no cache policy.
+"""Attention of packed rows over the paged KV cache. Knows rows and slots; no model.
 
-Row-invariant on CPU in bf16: a row's result is the same bits whatever shares its pass (docs/architecture.md says what that takes),
-which `scaled_dot_product_attention` does not give.
+On CPU in bf16 it is row-invariant: a row's result has the same bits whatever shares its pass
+(docs/design/exactness.md says what that takes). `scaled_dot_product_attention` does not give that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specserve.models.layout import Group, Layout
+from specserve.models.layout import AttentionGroup, Layout
+
+FLASH_PAGE_MULTIPLE = 256
+"""FlashAttention's paged kernels need page sizes that are a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """What an architecture adds to plain causal attention."""
+class AttentionVariant:
+    """The additions of an architecture to plain causal attention."""
 
     scaling: float
     window: int | None = None  # keys seen, the query's own included
@@ -28,11 +32,18 @@ class Rule:
 
 
 class Kernel(Protocol):
-    """Attends one group: q [seqs * queries, heads, dim] over the pools [slots, kv_heads, dim]; answers the shape of q."""
+    """An attention function: q [seqs * queries, heads, dim] over pools [slots, kv_heads, dim]."""
 
     def __call__(
-        self, group: Group, keys: Tensor, values: Tensor, q: Tensor, rule: Rule
-    ) -> Tensor: ...
+        self,
+        group: AttentionGroup,
+        keys: Tensor,
+        values: Tensor,
+        q: Tensor,
+        variant: AttentionVariant,
+    ) -> Tensor:
+        """Attend one group and return a tensor shaped as q."""
+        ...
 
 
 def attend(
@@ -43,58 +54,79 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    rule: Rule,
+    variant: AttentionVariant,
     kernel: Kernel,
 ) -> Tensor:
-    """Write k and v [rows, kv_heads, dim] of this pass into the pools, then attend, company by company. Answers [rows, heads, dim]."""
+    """Write k and v [rows, kv_heads, dim] of this pass into the KV cache, then attend.
+
+    Returns [rows, heads, dim].
+    """
     keys.index_copy_(0, layout.slots, k)
     values.index_copy_(0, layout.slots, v)
-    return look(layout.groups, keys, values, q, rule=rule, kernel=kernel)
+    return attend_cached(layout.groups, keys, values, q, variant=variant, kernel=kernel)
 
 
-def look(
-    groups: Sequence[Group], keys: Tensor, values: Tensor, q: Tensor, *, rule: Rule, kernel: Kernel
+def attend_cached(
+    groups: Sequence[AttentionGroup],
+    keys: Tensor,
+    values: Tensor,
+    q: Tensor,
+    *,
+    variant: AttentionVariant,
+    kernel: Kernel,
 ) -> Tensor:
-    """Attend over what the pools hold already, company by company: q [rows, heads, dim]."""
+    """Attend over what the KV cache holds already, group by group: q [rows, heads, dim]."""
     if groups[0].rows is None:
-        return kernel(groups[0], keys, values, q, rule)
+        return kernel(groups[0], keys, values, q, variant)
     out = q.new_empty(q.shape[0], q.shape[1], values.shape[2])
     for group in groups:
         assert group.rows is not None
         rows = group.rows
-        mine = kernel(group, keys, values, q.index_select(0, rows), rule)
+        attended = kernel(group, keys, values, q.index_select(0, rows), variant)
         if group.valid is not None:
-            rows, mine = rows.index_select(0, group.valid), mine.index_select(0, group.valid)
-        out.index_copy_(0, rows, mine)
+            rows = rows.index_select(0, group.valid)
+            attended = attended.index_select(0, group.valid)
+        out.index_copy_(0, rows, attended)
     return out
 
 
-def invariant(group: Group, keys: Tensor, values: Tensor, q: Tensor, rule: Rule) -> Tensor:
-    """Two batched products with an fp32 softmax between them, the second in blocks of keys that are added up in order.
+def invariant_kernel(
+    group: AttentionGroup, keys: Tensor, values: Tensor, q: Tensor, variant: AttentionVariant
+) -> Tensor:
+    """Compute two batched products with an fp32 softmax between them.
 
-    A product's bits depend on the length that it sums over, hence the blocks; on nothing else, once it is oneDNN's.
+    The second product sums over blocks of keys, which are added up in order. A product's bits
+    depend on the length that it sums over, and on nothing else once oneDNN computes it.
     """
     kv_heads, heads = keys.shape[1], q.shape[1]
     shared = heads // kv_heads  # query heads that share a key head
     n, t, c = group.seqs, group.queries, group.context
-    k, v = _gathered(group, keys), _gathered(group, values)
+    k, v = _gather(group, keys), _gather(group, values)
     scores = torch.bmm(_by_head(q, n, t, kv_heads), k.transpose(1, 2)).view(
         n, kv_heads, t, shared, c
     )
-    scores = _biased(scores, group.bias(rule.window), rule).view(n * kv_heads, t * shared, c)
+    scores = _scale_and_mask(scores, group.bias(variant.window), variant).view(
+        n * kv_heads, t * shared, c
+    )
     weights = (
-        _with_sinks(scores, rule.sinks, kv_heads, t)
-        if rule.sinks is not None
+        _softmax_with_sinks(scores, variant.sinks, kv_heads, t)
+        if variant.sinks is not None
         else scores.softmax(-1)
     )
-    out = _weighted(weights.to(v.dtype), v, block=group.block)  # [n * kv_heads, t * shared, dim]
+    out = _weighted_sum(
+        weights.to(v.dtype), v, block=group.key_block
+    )  # [n * kv_heads, t * shared, dim]
     if t == 1:
         return out.reshape(n, heads, -1)
     return out.view(n, kv_heads, t, shared, -1).transpose(1, 2).reshape(n * t, heads, -1)
 
 
 def _by_head(q: Tensor, seqs: int, queries: int, kv_heads: int) -> Tensor:
-    """[seqs * queries, heads, dim] -> [seqs * kv_heads, queries * (heads that share a key head), dim]; single queries lie so already."""
+    """Return q [seqs * queries, heads, dim] as [seqs * kv_heads, queries * shared, dim].
+
+    `shared` is the number of query heads that share a key head. Single queries are in this order
+    already.
+    """
     if queries == 1:
         return q.reshape(seqs * kv_heads, -1, q.shape[2])
     return (
@@ -104,17 +136,27 @@ def _by_head(q: Tensor, seqs: int, queries: int, kv_heads: int) -> Tensor:
     )
 
 
-def _biased(
-    scores: Tensor, bias: Tensor, rule: Rule
-) -> Tensor:  # both [seqs, kv_heads or 1, queries, shared or 1, context]
-    """The scores as the architecture wants them, in fp32, with those of the keys out of sight at -inf."""
-    if rule.softcap is None:
-        return torch.add(bias, scores, alpha=rule.scaling)
-    return scores.float().mul_(rule.scaling / rule.softcap).tanh_().mul_(rule.softcap).add_(bias)
+def _scale_and_mask(scores: Tensor, bias: Tensor, variant: AttentionVariant) -> Tensor:
+    """Return scaled scores in fp32, -inf for hidden keys.
+
+    Both tensors are [seqs, kv_heads or 1, queries, shared or 1, context].
+    """
+    if variant.softcap is None:
+        return torch.add(bias, scores, alpha=variant.scaling)
+    return (
+        scores.float()
+        .mul_(variant.scaling / variant.softcap)
+        .tanh_()
+        .mul_(variant.softcap)
+        .add_(bias)
+    )
 
 
-def _weighted(weights: Tensor, values: Tensor, *, block: int) -> Tensor:
-    """weights @ values, [n, rows, keys] @ [n, keys, dim], block by block; padding blocks add zeros and change no bit."""
+def _weighted_sum(weights: Tensor, values: Tensor, *, block: int) -> Tensor:
+    """Return the product [n, rows, keys] @ [n, keys, dim], summed block by block.
+
+    Padding blocks add zeros and change no bit.
+    """
     n, rows, keys = weights.shape
     if keys == block:
         return torch.bmm(weights, values)
@@ -122,26 +164,64 @@ def _weighted(weights: Tensor, values: Tensor, *, block: int) -> Tensor:
     parts = torch.bmm(blocks, values.view(-1, block, values.shape[2])).view(
         n, -1, rows, values.shape[2]
     )
-    return parts.cumsum(1, dtype=torch.float32)[:, -1].to(
-        values.dtype
-    )  # a running sum adds in order, which `sum` does not promise
+    # A running sum adds in order, which `sum` does not promise.
+    return parts.cumsum(1, dtype=torch.float32)[:, -1].to(values.dtype)
 
 
-def sdpa(group: Group, keys: Tensor, values: Tensor, q: Tensor, rule: Rule) -> Tensor:
-    """The library's fused kernel, for CUDA without FlashAttention: fast on long prompts, not row-invariant."""
-    if rule.softcap is not None or rule.sinks is not None:
-        return invariant(group, keys, values, q, rule)
+def sdpa_kernel(
+    group: AttentionGroup, keys: Tensor, values: Tensor, q: Tensor, variant: AttentionVariant
+) -> Tensor:
+    """Attend with torch's fused kernel, for CUDA without FlashAttention.
+
+    Fast on long prompts, not row-invariant.
+    """
+    if variant.softcap is not None or variant.sinks is not None:
+        return invariant_kernel(group, keys, values, q, variant)
     n, t, kv_heads, heads = group.seqs, group.queries, keys.shape[1], q.shape[1]
-    k, v = (_gathered(group, pool).view(n, kv_heads, group.context, -1) for pool in (keys, values))
-    seen = group.bias(rule.window)[:, :, :, 0] == 0  # [n, 1, t, context]
+    k, v = (_gather(group, pool).view(n, kv_heads, group.context, -1) for pool in (keys, values))
+    seen = group.bias(variant.window)[:, :, :, 0] == 0  # [n, 1, t, context]
     q = q.view(n, t, heads, -1).transpose(1, 2)
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, scale=rule.scaling, enable_gqa=True
+        q, k, v, attn_mask=seen, scale=variant.scaling, enable_gqa=True
     )
     return out.transpose(1, 2).reshape(n * t, heads, -1)
 
 
-def _gathered(group: Group, pool: Tensor) -> Tensor:  # [seqs * kv_heads, context, dim]
+def has_flash_attention() -> bool:
+    return find_spec("flash_attn") is not None
+
+
+def flash_kernel(page_size: int) -> Kernel:
+    """Return a FlashAttention kernel, which reads the pages in place, so that nothing is gathered.
+
+    CUDA only, not row-invariant.
+    """
+    from flash_attn import flash_attn_with_kvcache  # an optional dependency
+
+    def kernel(
+        group: AttentionGroup, keys: Tensor, values: Tensor, q: Tensor, variant: AttentionVariant
+    ) -> Tensor:
+        if variant.sinks is not None:
+            return invariant_kernel(group, keys, values, q, variant)
+        heads, kv_heads = q.shape[1], keys.shape[1]
+        out = flash_attn_with_kvcache(
+            q.view(group.seqs, group.queries, heads, -1),
+            keys.view(-1, page_size, kv_heads, keys.shape[2]),
+            values.view(-1, page_size, kv_heads, values.shape[2]),
+            # Padding rows come last and are dropped later.
+            cache_seqlens=(group.last_keys[:, 0] + group.queries).to(torch.int32),
+            block_table=group.pages.device_block_table.to(torch.int32),
+            softmax_scale=variant.scaling,
+            causal=True,
+            window_size=(-1, -1) if variant.window is None else (variant.window - 1, 0),
+            softcap=variant.softcap or 0.0,
+        )
+        return out.reshape(group.seqs * group.queries, heads, -1)  # type: ignore[no-any-return]
+
+    return kernel
+
+
+def _gather(group: AttentionGroup, pool: Tensor) -> Tensor:  # [seqs * kv_heads, context, dim]
     return (
         pool.view(-1, pool.shape[2])
         .index_select(0, group.pages.gather)
@@ -149,7 +229,7 @@ def _gathered(group: Group, pool: Tensor) -> Tensor:  # [seqs * kv_heads, contex
     )
 
 
-def _with_sinks(scores: Tensor, sinks: Tensor, kv_heads: int, queries: int) -> Tensor:
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor, kv_heads: int, queries: int) -> Tensor:
     sink = (
         sinks.float().view(kv_heads, 1, -1).expand(-1, queries, -1).reshape(kv_heads, -1)
     )  # [kv_heads, queries * shared]

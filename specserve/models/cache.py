@@ -1,7 +1,8 @@
-"""Pages of keys and values, the same for target and draft: reserve, append, truncate, fork, release. Knows no model.
+"""Paged KV cache of a target or draft model: reserve, append, truncate, fork, release.
 
-What lies below a truncation is committed. Full committed pages are named by a hash chained over all their prefix's tokens, and
-another sequence that starts with the same tokens attaches them instead of computing them. Drafts are never named.
+Positions below a truncation are committed. Full committed pages are registered by a hash chained
+over all tokens of their prefix, and another sequence that starts with the same tokens attaches them
+instead of computing them. Draft tokens are never registered. Knows no model.
 """
 
 from __future__ import annotations
@@ -16,38 +17,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.errors import OutOfPages
-from specserve.models.pages import Pages, PageTable, page_names
+from specserve.models.pages import BlockTable, PageAllocator, page_hashes
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """`as_id` shall be a copy of the first `length` positions of `seq_id`."""
+    """A wish to start `branch_id` as a copy of the first `length` positions of `seq_id`."""
 
     seq_id: int
-    as_id: int
+    branch_id: int
     length: int
 
 
-class _Sequence:
-    """What is cached of one sequence. Its pages stand in row `row` of the cache's table, enough of them for `reserved`."""
+class _CachedSequence:
+    """The cached part of one sequence. Its pages are row `row` of the cache's block table."""
 
-    __slots__ = ("names", "reserved", "row", "tokens")
+    __slots__ = ("page_hashes", "reserved", "row", "tokens")
 
     def __init__(self, row: int) -> None:
         self.row = row
-        self.reserved = 0  # at least the length; the room past it belongs to nobody else
-        self.tokens = array("q")  # the length is theirs
-        self.names: list[bytes] = []  # of the full pages that are known to be committed
+        # Positions that its pages have room for; those past the length are not shared.
+        self.reserved = 0
+        self.tokens = array("q")  # the sequence's length is theirs
+        self.page_hashes: list[bytes] = []  # of the full pages that are known to be committed
 
     @property
-    def last_name(self) -> bytes:
-        return self.names[-1] if self.names else b""
+    def last_hash(self) -> bytes:
+        return self.page_hashes[-1] if self.page_hashes else b""
 
 
 class PagedCache:
-    """Slot `page * page_size + offset` of every layer's `keys` and `values` holds one position of one sequence.
+    """A KV cache in pages that sequences share.
 
-    A page that others hold too, or find by its name, is never written: `reserve` copies it or takes its name away first.
+    Slot `page * page_size + offset` of every layer's `keys` and `values` holds one position of one
+    sequence. A page that other sequences hold too, or find by its hash, is never written: `reserve`
+    copies or unregisters it first.
     """
 
     def __init__(
@@ -65,9 +69,10 @@ class PagedCache:
     ) -> None:
         self.kv_heads, self.num_pages, self.page_size = kv_heads, num_pages, page_size
         self.device, self.prefix_caching = torch.device(device), prefix_caching
-        self.prefix_queries = 0  # tokens that were looked for
-        self.prefix_hits = 0  # tokens that were found
-        # Zeros, not empty: padding reads slots that nobody has written, and a masked NaN would still spoil the sum.
+        self.prefix_queries = 0  # tokens looked up in the prefix cache
+        self.prefix_hits = 0  # tokens found there
+        # Zeros, not uninitialised memory: padding reads slots that were never written, and a masked
+        # NaN would still spoil the sum.
         shape = (num_layers, num_pages, page_size, kv_heads)
         self._pools = [
             torch.zeros(*shape, dim, dtype=dtype, device=self.device)
@@ -76,14 +81,14 @@ class PagedCache:
         self.keys, self.values = (
             list(pool.flatten(1, 2).unbind(0)) for pool in self._pools
         )  # each [slots, kv_heads, dim]
-        self._pages = Pages(num_pages)
-        self._sequences: dict[int, _Sequence] = {}
-        self._table = PageTable()
+        self._allocator = PageAllocator(num_pages)
+        self._sequences: dict[int, _CachedSequence] = {}
+        self._block_table = BlockTable()
 
     @property
     def num_free(self) -> int:
-        """Pages that a reservation can get, those that are only kept for their contents included."""
-        return self._pages.num_free
+        """Number of pages that a reservation can get, evictable ones included."""
+        return self._allocator.num_free
 
     @property
     def num_used(self) -> int:
@@ -94,45 +99,53 @@ class PagedCache:
         return 0 if sequence is None else len(sequence.tokens)
 
     def tokens(self, seq_id: int) -> NDArray[np.int64]:
-        """What is cached, as token ids; a copy."""
+        """Return a copy of the cached token ids."""
         return np.array(self._sequences[seq_id].tokens, dtype=np.int64)
 
     def holds(self, seq_id: int, start: int, tokens: Sequence[int]) -> bool:
-        """Whether these tokens are cached from `start` on."""
+        """Return whether these tokens are cached from `start` on."""
         sequence = self._sequences.get(seq_id)
         return sequence is not None and sequence.tokens[start : start + len(tokens)] == array(
             "q", tokens
         )
 
     def can_reserve(self, seq_id: int, length: int) -> bool:
-        return self._lacking(self._sequences.get(seq_id), length) <= self._pages.num_free
+        return self._num_missing(self._sequences.get(seq_id), length) <= self._allocator.num_free
 
     def reserve(self, seq_id: int, length: int) -> None:
-        """Make room up to `length`, all of it this sequence's own. Raises OutOfPages; nothing changed then."""
+        """Make room up to `length` in pages that this sequence alone may write.
+
+        Raises OutOfPages; nothing has changed then.
+        """
         sequence = self._sequences.get(seq_id)
-        lacking = self._lacking(sequence, length)
-        if lacking > self._pages.num_free:
+        missing = self._num_missing(sequence, length)
+        if missing > self._allocator.num_free:
             raise OutOfPages(
-                f"{lacking} more pages are needed for {length} positions, and {self._pages.num_free} of {self.num_pages} are free."
+                f"{missing} more pages are needed for {length} positions, and "
+                f"{self._allocator.num_free} of {self.num_pages} are free."
             )
         if sequence is None:
-            sequence = self._open(seq_id)
+            sequence = self._add_sequence(seq_id)
         if length <= sequence.reserved:
             return
         if sequence.reserved % self.page_size:
-            self._own_tail(sequence)
-        if lacking:
-            self._extend(sequence, length)
+            self._make_tail_writable(sequence)
+        if missing:
+            self._allocate_pages(sequence, length)
         sequence.reserved = length
 
     def append(self, seq_id: int, tokens: Sequence[int]) -> None:
-        """These tokens' keys and values are about to be written; there is room reserved for them."""
+        """Record tokens whose keys and values are about to be written into reserved room."""
         sequence = self._sequences[seq_id]
         assert len(sequence.tokens) + len(tokens) <= sequence.reserved, "append without reserve"
         sequence.tokens.extend(tokens)
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Drop what lies past `length`, whole pages at once. What lies below it is thereby declared committed."""
+        """Roll back: drop cached positions past `length`, such as those of rejected draft tokens.
+
+        Whole pages are freed at once. Everything below `length` counts as committed from then on.
+        Raises ValueError if fewer than `length` positions are cached.
+        """
         sequence = self._sequences.get(seq_id)
         held = 0 if sequence is None else len(sequence.tokens)
         if not 0 <= length <= held:
@@ -142,41 +155,52 @@ class PagedCache:
         if sequence is None:
             return
         if length < sequence.reserved:
-            self._cut(sequence, length)
-        if self.prefix_caching and length // self.page_size > len(sequence.names):
-            self._name_pages(sequence, length // self.page_size)
+            self._shrink(sequence, length)
+        if self.prefix_caching and length // self.page_size > len(sequence.page_hashes):
+            self._register_pages(sequence, length // self.page_size)
 
-    def fork(self, seq_id: int, as_id: int, length: int) -> None:
-        """Start `as_id` as a copy of the first `length` positions. Raises OutOfPages; nothing changed then."""
-        self.fork_many([Fork(seq_id, as_id, length)])
+    def fork(self, seq_id: int, branch_id: int, length: int) -> None:
+        """Start `branch_id` as a copy of the first `length` positions.
+
+        Raises OutOfPages; nothing has changed then.
+        """
+        self.fork_many([Fork(seq_id, branch_id, length)])
 
     def fork_many(self, forks: Sequence[Fork]) -> None:
-        """Fork all or none: full pages are shared, the last partial ones are copied together. Raises OutOfPages."""
+        """Fork all or none: full pages are shared, the last partial ones are copied together.
+
+        Raises OutOfPages; nothing has changed then.
+        """
         self._check_forks(forks)
-        lacking = sum(fork.length % self.page_size != 0 for fork in forks)
-        if lacking > self._pages.num_free:
+        missing = sum(fork.length % self.page_size != 0 for fork in forks)
+        if missing > self._allocator.num_free:
             raise OutOfPages(
-                f"{lacking} more pages are needed for {len(forks)} forks, and {self._pages.num_free} of {self.num_pages} are free."
+                f"{missing} more pages are needed for {len(forks)} forks, and "
+                f"{self._allocator.num_free} of {self.num_pages} are free."
             )
         copies = [self._fork(fork) for fork in forks]
-        self._copy([copy for copy in copies if copy is not None])
+        self._copy_pages([copy for copy in copies if copy is not None])
 
-    def become(self, seq_id: int, other_id: int) -> None:
-        """`other_id` takes the place of `seq_id`, whose pages are given back."""
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
+        """Replace `seq_id` with `branch_id`, and release the pages of the former."""
         self.release(seq_id)
-        self._sequences[seq_id] = self._sequences.pop(other_id)
+        self._sequences[seq_id] = self._sequences.pop(branch_id)
 
     def release(self, seq_id: int) -> None:
-        """Give everything back; its named pages are kept until the room is needed. Unknown ids are fine."""
+        """Release all pages of a sequence; unknown ids are allowed.
+
+        Registered pages stay in the prefix cache until their space is needed.
+        """
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
-            self._cut(sequence, 0)
-            self._table.close(sequence.row)
+            self._shrink(sequence, 0)
+            self._block_table.free_row(sequence.row)
 
-    def match(self, seq_id: int, tokens: Sequence[int]) -> int:
-        """Attach cached pages that continue a wholly committed sequence with these tokens; how many tokens they are.
+    def attach_prefix(self, seq_id: int, tokens: Sequence[int]) -> int:
+        """Attach cached pages that hold the next of these tokens, and return how many tokens.
 
-        At least one token is left to compute, for its logits. Nothing is attached to a sequence that ends within a page.
+        At least one token is left to compute, for its logits. Pages are attached only to a sequence
+        that is wholly committed and ends at the end of a page.
         """
         if not self.prefix_caching:
             return 0
@@ -185,168 +209,194 @@ class PagedCache:
             sequence is not None
             and not sequence.reserved
             == len(sequence.tokens)
-            == len(sequence.names) * self.page_size
+            == len(sequence.page_hashes) * self.page_size
         ):
             return 0
         self.prefix_queries += len(tokens)
-        found = list(self._known(b"" if sequence is None else sequence.last_name, tokens[:-1]))
+        found = list(self._find_pages(b"" if sequence is None else sequence.last_hash, tokens[:-1]))
         if not found:
             return 0
-        self._attach(sequence or self._open(seq_id), found, tokens)
+        self._attach(sequence or self._add_sequence(seq_id), found, tokens)
         self.prefix_hits += len(found) * self.page_size
         return len(found) * self.page_size
 
     def slots(self, seq_id: int, start: int, stop: int) -> Tensor:  # [stop - start]
-        """Where those positions live in `keys` and `values`."""
+        """Return the slots of `keys` and `values` that hold these positions."""
         sequence = self._sequences[seq_id]
         assert 0 <= start <= stop <= sequence.reserved, "slots that are not reserved"
         pages, offsets = np.divmod(np.arange(start, stop), self.page_size)
         return torch.from_numpy(
-            self._table.pages[sequence.row, pages] * self.page_size + offsets
+            self._block_table.pages[sequence.row, pages] * self.page_size + offsets
         ).to(self.device)
 
-    def table(self, seq_ids: Sequence[int], pages: int) -> NDArray[np.int64]:  # [seqs, pages]
-        """The first pages of each sequence, padded with page 0; a copy."""
-        self._table.widen(pages)
+    def block_table(
+        self, seq_ids: Sequence[int], num_pages: int
+    ) -> NDArray[np.int64]:  # [seqs, pages]
+        """Return a copy of the first pages of each sequence, padded with page 0."""
+        self._block_table.widen(num_pages)
         rows = [self._sequences[seq_id].row for seq_id in seq_ids]
         if len(rows) == 1:
-            return self._table.pages[
-                rows[0] : rows[0] + 1, :pages
-            ].copy()  # looking up a list of rows takes four times as long
-        return self._table.pages[rows, :pages]
+            # Looking up a list of rows takes four times as long.
+            return self._block_table.pages[rows[0] : rows[0] + 1, :num_pages].copy()
+        return self._block_table.pages[rows, :num_pages]
 
     def check(self) -> None:
-        """Assert that every page is held as often as it is counted and that tables and names agree. For idle moments and tests."""
+        """Assert that pages are counted correctly, and that block table and hashes agree.
+
+        This is slow: for idle moments and tests.
+        """
         counts = np.zeros(self.num_pages, dtype=np.int64)
         for sequence in self._sequences.values():
             num_held = self._num_pages(sequence.reserved)
-            own, padding = np.split(self._table.pages[sequence.row], [num_held])
+            own, padding = np.split(self._block_table.pages[sequence.row], [num_held])
             assert len(set(own.tolist())) == num_held, "a sequence holds a page twice"
             assert not padding.any(), "a page stands past the end of a sequence"
             assert len(sequence.tokens) <= sequence.reserved, "tokens without room"
-            assert len(sequence.names) <= len(sequence.tokens) // self.page_size, (
-                "a name of a page that is not full"
+            assert len(sequence.page_hashes) <= len(sequence.tokens) // self.page_size, (
+                "a hash of a page that is not full"
             )
-            names = page_names(b"", sequence.tokens, self.page_size)
-            assert all(known == name for known, name in zip(sequence.names, names, strict=False)), (
-                "a name is not that of its page's tokens"
-            )
+            hashes = page_hashes(b"", sequence.tokens, self.page_size)
+            assert all(
+                known == computed
+                for known, computed in zip(sequence.page_hashes, hashes, strict=False)
+            ), "a hash is not that of its page's tokens"
             counts[own] += 1
-        self._table.check([sequence.row for sequence in self._sequences.values()])
-        self._pages.check(counts)
+        self._block_table.check([sequence.row for sequence in self._sequences.values()])
+        self._allocator.check(counts)
 
     def _num_pages(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _lacking(self, sequence: _Sequence | None, length: int) -> int:
-        """Fresh pages that a reservation takes: those past the end, and one to copy a shared last page to."""
+    def _num_missing(self, sequence: _CachedSequence | None, length: int) -> int:
+        """Return how many fresh pages a reservation takes, a copy of a shared tail included."""
         if sequence is None:
             return self._num_pages(length)
         if length <= sequence.reserved:
             return 0
         missing = self._num_pages(length) - self._num_pages(sequence.reserved)
-        if sequence.reserved % self.page_size and self._pages.is_shared(self._tail(sequence)):
+        if sequence.reserved % self.page_size and self._allocator.is_shared(self._tail(sequence)):
             missing += 1
         return missing
 
-    def _tail(self, sequence: _Sequence) -> int:
-        """The page in which the reserved room ends; only when it ends within one. It is shared after a cut into it, not else."""
-        return self._table.pages.item(sequence.row, sequence.reserved // self.page_size)
+    def _tail(self, sequence: _CachedSequence) -> int:
+        """Return the page in which the reserved room ends, if it ends within a page.
 
-    def _own_tail(self, sequence: _Sequence) -> None:
-        """Copy on write. A page that only has a name is not copied but loses it: so nobody ever needs more pages than its length."""
+        That page can be shared only after a truncation into it.
+        """
+        return self._block_table.pages.item(sequence.row, sequence.reserved // self.page_size)
+
+    def _make_tail_writable(self, sequence: _CachedSequence) -> None:
+        """Copy the tail page if it is shared (copy on write), or unregister it.
+
+        A page that is only registered is not copied but loses its hash, so that no sequence ever
+        needs more pages than its length implies.
+        """
         page = self._tail(sequence)
-        if self._pages.is_shared(page):
-            own = self._pages.take()
-            self._copy([(page, own)])
-            self._pages.drop(np.array([page]))
-            self._table.pages[sequence.row, sequence.reserved // self.page_size] = own
-        elif self._pages.is_named(page):
-            self._pages.forget(page)
+        if self._allocator.is_shared(page):
+            own = self._allocator.allocate()
+            self._copy_pages([(page, own)])
+            self._allocator.release(np.array([page]))
+            self._block_table.pages[sequence.row, sequence.reserved // self.page_size] = own
+        elif self._allocator.is_registered(page):
+            self._allocator.unregister(page)
 
-    def _extend(self, sequence: _Sequence, length: int) -> None:
-        wanted = self._num_pages(length)
-        self._table.widen(wanted)
-        for index in range(self._num_pages(sequence.reserved), wanted):
-            self._table.pages[sequence.row, index] = self._pages.take()
+    def _allocate_pages(self, sequence: _CachedSequence, length: int) -> None:
+        num_pages = self._num_pages(length)
+        self._block_table.widen(num_pages)
+        for index in range(self._num_pages(sequence.reserved), num_pages):
+            self._block_table.pages[sequence.row, index] = self._allocator.allocate()
 
-    def _cut(self, sequence: _Sequence, length: int) -> None:
+    def _shrink(self, sequence: _CachedSequence, length: int) -> None:
         keep, held = self._num_pages(length), self._num_pages(sequence.reserved)
         del sequence.tokens[length:]
         sequence.reserved = length
-        if len(sequence.names) * self.page_size > length:
-            del sequence.names[length // self.page_size :]
+        if len(sequence.page_hashes) * self.page_size > length:
+            del sequence.page_hashes[length // self.page_size :]
         if keep < held:
-            dropped = self._table.pages[sequence.row, keep:held]
-            self._pages.drop(dropped)
+            dropped = self._block_table.pages[sequence.row, keep:held]
+            self._allocator.release(dropped)
             dropped[:] = 0
 
-    def _name_pages(self, sequence: _Sequence, num_full: int) -> None:
-        named = len(sequence.names)
-        tokens = sequence.tokens[named * self.page_size : num_full * self.page_size]
-        for index, name in enumerate(page_names(sequence.last_name, tokens, self.page_size), named):
-            self._pages.name(self._table.pages.item(sequence.row, index), name)
-            sequence.names.append(name)
+    def _register_pages(self, sequence: _CachedSequence, num_full: int) -> None:
+        known = len(sequence.page_hashes)
+        tokens = sequence.tokens[known * self.page_size : num_full * self.page_size]
+        hashes = page_hashes(sequence.last_hash, tokens, self.page_size)
+        for index, page_hash in enumerate(hashes, known):
+            page = self._block_table.pages.item(sequence.row, index)
+            self._allocator.register(page, page_hash)
+            sequence.page_hashes.append(page_hash)
 
-    def _known(self, parent: bytes, tokens: Sequence[int]) -> Iterator[tuple[bytes, int]]:
-        """Name and page of each next full page of `tokens`, as long as there is one."""
-        for name in page_names(parent, array("q", tokens), self.page_size):
-            page = self._pages.find(name)
+    def _find_pages(self, parent: bytes, tokens: Sequence[int]) -> Iterator[tuple[bytes, int]]:
+        """Yield hash and page of each full page of `tokens`, up to the first that is not cached."""
+        for page_hash in page_hashes(parent, array("q", tokens), self.page_size):
+            page = self._allocator.find(page_hash)
             if page is None:
                 return
-            yield name, page
+            yield page_hash, page
 
     def _attach(
-        self, sequence: _Sequence, found: Sequence[tuple[bytes, int]], tokens: Sequence[int]
+        self,
+        sequence: _CachedSequence,
+        found: Sequence[tuple[bytes, int]],
+        tokens: Sequence[int],
     ) -> None:
-        held = len(sequence.names)
+        held = len(sequence.page_hashes)
         pages = np.array([page for _, page in found], dtype=np.int64)
-        self._table.widen(held + len(found))
-        self._table.pages[sequence.row, held : held + len(found)] = pages
-        self._pages.share(pages)
-        sequence.names.extend(name for name, _ in found)
+        self._block_table.widen(held + len(found))
+        self._block_table.pages[sequence.row, held : held + len(found)] = pages
+        self._allocator.share(pages)
+        sequence.page_hashes.extend(page_hash for page_hash, _ in found)
         sequence.tokens.extend(tokens[: len(found) * self.page_size])
         sequence.reserved = len(sequence.tokens)
 
     def _check_forks(self, forks: Sequence[Fork]) -> None:
-        """Before anything changes. A fork of a fork in the same call is refused too: its page would be copied before it is filled."""
-        fresh = {fork.as_id for fork in forks}
+        """Raise ValueError for forks that cannot be made, before anything changes.
+
+        A fork of a fork in the same call is refused too: its page would be copied before it is
+        filled.
+        """
+        fresh = {fork.branch_id for fork in forks}
         if len(fresh) < len(forks) or not fresh.isdisjoint(self._sequences):
             raise ValueError("A fork must become a sequence that is not cached yet.")
         for fork in forks:
             if not 0 <= fork.length <= self.length(fork.seq_id):
                 raise ValueError(
-                    f"Sequence {fork.seq_id} cannot be forked at {fork.length}: {self.length(fork.seq_id)} positions are cached."
+                    f"Sequence {fork.seq_id} cannot be forked at {fork.length}: "
+                    f"{self.length(fork.seq_id)} positions are cached."
                 )
 
     def _fork(self, fork: Fork) -> tuple[int, int] | None:
-        """All of a fork but the contents of its partial page; which page is to be copied where."""
-        copy = self._open(fork.as_id)
-        source = self._sequences.get(fork.seq_id)
-        if source is None or fork.length == 0:
+        """Make a fork except for the contents of its partial page.
+
+        Returns the page to copy and the page to copy it to; None if the fork has no partial page.
+        """
+        copy = self._add_sequence(fork.branch_id)
+        original = self._sequences.get(fork.seq_id)
+        if original is None or fork.length == 0:
             return None
         full = fork.length // self.page_size
-        copy.reserved, copy.tokens, copy.names = (
+        copy.reserved, copy.tokens, copy.page_hashes = (
             fork.length,
-            source.tokens[: fork.length],
-            source.names[:full],
+            original.tokens[: fork.length],
+            original.page_hashes[:full],
         )
-        shared = self._table.pages[source.row, :full]
-        self._table.pages[copy.row, :full] = shared
-        self._pages.share(shared)
+        pages = self._block_table.pages
+        shared = pages[original.row, :full]
+        pages[copy.row, :full] = shared
+        self._allocator.share(shared)
         if full * self.page_size == fork.length:
             return None
-        self._table.pages[copy.row, full] = self._pages.take()
-        return self._table.pages.item(source.row, full), self._table.pages.item(copy.row, full)
+        pages[copy.row, full] = self._allocator.allocate()
+        return pages.item(original.row, full), pages.item(copy.row, full)
 
     @torch.inference_mode()
-    def _copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Contents of pages to pages, all layers at once."""
+    def _copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Copy the contents of pages (from, to), in all layers at once."""
         if pages:
             sources, targets = torch.tensor(pages, device=self.device).unbind(1)
             for pool in self._pools:
                 pool.index_copy_(1, targets, pool.index_select(1, sources))
 
-    def _open(self, seq_id: int) -> _Sequence:
-        sequence = self._sequences[seq_id] = _Sequence(self._table.open())
+    def _add_sequence(self, seq_id: int) -> _CachedSequence:
+        sequence = self._sequences[seq_id] = _CachedSequence(self._block_table.add_row())
         return sequence

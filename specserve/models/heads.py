@@ -1,7 +1,8 @@
-"""Heads: blocks on a target's last hidden state that guess several tokens ahead, and their files. Knows no sequences and no draws.
+"""Draft heads: blocks on a target's last hidden state that predict several tokens, and their files.
 
-As Medusa's (2401.10774), but each head also sees the token that was chosen last, which costs nothing: it is known before any head is
-asked. So all heads of all sequences are one batched product, and one pass of the target's own vocabulary head.
+They are Medusa's (2401.10774), but each head also sees the newest token, which costs nothing: it is
+known before any head runs. So all heads of all sequences are one batched product, and one pass of
+the target's own vocabulary head. Knows no sequences and no sampling.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WEIGHTS, INFO = "heads.safetensors", "heads.json"
 
 @dataclass(frozen=True, slots=True)
 class HeadsInfo:
-    """What heads fit to."""
+    """The model that heads fit to."""
 
     num_heads: int
     hidden_size: int
@@ -33,7 +34,11 @@ class HeadsInfo:
 
 
 class Heads(nn.Module):
-    """Head k guesses the token at the k-th place behind the newest one, by the hidden state that the newest was chosen from."""
+    """All heads of a target.
+
+    Head k predicts the k-th token behind the newest one, from the hidden state that the newest one
+    was chosen from.
+    """
 
     def __init__(self, num_heads: int, hidden_size: int) -> None:
         super().__init__()
@@ -44,7 +49,10 @@ class Heads(nn.Module):
     def forward(
         self, hidden: Tensor, newest: Tensor
     ) -> Tensor:  # both [rows, hidden] -> [heads, rows, hidden]
-        """For the vocabulary head. `newest` are the embeddings of the tokens that the hidden states brought."""
+        """Return the input of the vocabulary head.
+
+        `newest` are the embeddings of the tokens that were chosen from the hidden states.
+        """
         size = hidden.shape[-1:]
         seen = torch.cat([F.rms_norm(hidden, size), F.rms_norm(newest, size)], dim=-1).expand(
             self.num_heads, -1, -1
@@ -52,8 +60,8 @@ class Heads(nn.Module):
         return hidden + F.silu(torch.baddbmm(self.bias, seen, self.weight))
 
 
-def save(heads: Heads, info: HeadsInfo, directory: Path) -> None:
-    """In bf16, which is what a draft is worth."""
+def save_heads(heads: Heads, info: HeadsInfo, directory: Path) -> None:
+    """Save heads in bf16, which is precise enough for a draft."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(
         {
@@ -65,12 +73,16 @@ def save(heads: Heads, info: HeadsInfo, directory: Path) -> None:
     (directory / INFO).write_text(json.dumps(asdict(info), indent=2) + "\n")
 
 
-def require_heads_of(target: Path, directory: Path) -> HeadsInfo:
-    """What the heads in a directory fit to. Raises unless that is this target; reads no weights but its norms."""
+def require_heads_for(target: Path, directory: Path) -> HeadsInfo:
+    """Return what the heads in a directory fit to; raise ModelError unless that is this target.
+
+    Reads no weights of the target but its norms.
+    """
     info = _info(directory)
     if info.target != fingerprint(target):
         raise ModelError(
-            f"the heads at {directory} were fitted to another target than {target}; `specserve heads` fits heads to this one"
+            f"the heads at {directory} were fitted to another target than {target}; "
+            "`specserve heads` fits heads to this one"
         )
     return info
 
@@ -82,7 +94,8 @@ def load_heads(directory: Path, *, dtype: torch.dtype, device: torch.device) -> 
         heads.load_state_dict(load_file(directory / WEIGHTS))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ModelError(
-            f"{directory / WEIGHTS} does not hold the heads that {INFO} states: {str(error).splitlines()[0]}"
+            f"{directory / WEIGHTS} does not hold the heads that {INFO} states: "
+            f"{str(error).splitlines()[0]}"
         ) from error
     return heads.to(device, dtype).eval().requires_grad_(False)
 

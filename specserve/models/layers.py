@@ -1,27 +1,36 @@
-"""Linear layers in the processor's own layout. On CPU in bf16, weights packed once read at the speed of memory; elsewhere plain."""
+"""Linear layers and norms in as few operations as the device has.
+
+On CPU in bf16, linear weights are packed once into the processor's own layout and then read at the
+speed of memory; elsewhere layers are plain.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specserve.models.huge import use_huge_pages
-from specserve.models.shape_buckets import recurring
+from specserve.models.memory import use_huge_pages
+from specserve.models.shape_buckets import bucket_size
 
-LONG_INNER = 1024  # from about here on oneDNN sums a single row in another order
+LONG_INNER = 1024
+"""Inner size from about which oneDNN sums a single row in another order."""
 
 
 class PackedLinear(nn.Module):
-    """x W^T + b. Row-invariant: a row's result does not depend on how many rows come with it."""
+    """The product x W^T + b with a packed weight.
+
+    Row-invariant: a row's result does not depend on how many rows come with it.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()
-        self.twice = self.in_features >= LONG_INNER
+        self.pads_single_row = self.in_features >= LONG_INNER
         self._product = torch.ops.mkldnn._linear_pointwise
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
         use_huge_pages(
@@ -30,33 +39,33 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        lacking = self._lacking(len(rows))
+        num_padding = self._num_padding(len(rows))
         out: Tensor = self._product.default(
-            _padded(rows, lacking), self.weight, self.bias, "none", [], ""
+            _pad(rows, num_padding), self.weight, self.bias, "none", [], ""
         )
-        if lacking:
+        if num_padding:
             out = out[: len(rows)]
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + x W^T + b of rows [n, in], in one operation."""
-        lacking = self._lacking(len(x))
+    def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return residual + x W^T + b of rows [n, in], in one operation."""
+        num_padding = self._num_padding(len(x))
         out: Tensor = self._product.binary(
-            _padded(x, lacking), _padded(residual, lacking), self.weight, self.bias, "add"
+            _pad(x, num_padding), _pad(residual, num_padding), self.weight, self.bias, "add"
         )
-        return out[: len(x)] if lacking else out
+        return out[: len(x)] if num_padding else out
 
-    def _lacking(self, rows: int) -> int:
-        """How many rows of zeros go along."""
-        return 1 if self.twice and rows == 1 else recurring(rows) - rows
+    def _num_padding(self, rows: int) -> int:
+        """Return how many rows of zeros are added."""
+        return 1 if self.pads_single_row and rows == 1 else bucket_size(rows) - rows
 
 
-def _padded(rows: Tensor, lacking: int) -> Tensor:
-    return F.pad(rows, (0, 0, 0, lacking)) if lacking else rows
+def _pad(rows: Tensor, num_padding: int) -> Tensor:
+    return F.pad(rows, (0, 0, 0, num_padding)) if num_padding else rows
 
 
 class PlainLinear(nn.Module):
-    """The same interface where packing does not apply."""
+    """The interface of `PackedLinear` where packing does not apply."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -66,47 +75,84 @@ class PlainLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor:
         return residual + F.linear(x, self.weight, self.bias)
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:
     packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch._C._has_mkldnn
     return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
 
 
-def joined(parent: Any, *names: str) -> PackedLinear | PlainLinear:
-    """Several linears of one input as one. The originals are dropped, so that memory holds the weights once."""
+def join_linears(parent: Any, *names: str) -> PackedLinear | PlainLinear:
+    """Join several linear layers that have the same input into one.
+
+    The originals are dropped, so that memory holds the weights once.
+    """
     parts = [getattr(parent, name) for name in names]
     weight = torch.cat([part.weight.detach() for part in parts])
     bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
     for name in names:
         setattr(parent, name, None)
-    return linear(weight, bias)
+    return make_linear(weight, bias)
 
 
-def moved(parent: Any, name: str) -> PackedLinear | PlainLinear:
-    """One linear; the original is dropped."""
+def take_linear(parent: Any, name: str) -> PackedLinear | PlainLinear:
+    """Return a linear layer of ours in place of `parent`'s, which is dropped."""
     part = getattr(parent, name)
     setattr(parent, name, None)
-    return linear(part.weight, part.bias)
+    return make_linear(part.weight, part.bias)
 
 
-def pack(module: nn.Module) -> None:
-    """Replace every linear layer of a model that packs; the originals are freed one by one, so memory hardly grows."""
+def pack_linears(module: nn.Module) -> None:
+    """Replace every linear layer of a model that can be packed.
+
+    The originals are freed one by one, so that memory hardly grows.
+    """
     children: list[tuple[str, Any]] = list(module.named_children())
     for name, child in children:
-        weight = _weight(child)
+        weight = _linear_weight(child)
         if weight is None:
-            pack(child)
+            pack_linears(child)
             continue
-        packed = linear(weight, child.bias)
+        packed = make_linear(weight, child.bias)
         if isinstance(packed, PackedLinear):
             setattr(module, name, packed)
 
 
-def _weight(module: Any) -> Tensor | None:  # [out, in]
-    """Of a linear layer, GPT-2's transposed kind included; None for any other module."""
+def _linear_weight(module: Any) -> Tensor | None:  # [out, in]
+    """Return the weight of a linear layer, GPT-2's transposed kind included; else None."""
     if type(module) is nn.Linear:
         return module.weight
     return module.weight.t() if type(module).__name__ == "Conv1D" else None
+
+
+class RMSNorm:
+    """The norm x / sqrt(mean(x^2) + eps) * weight.
+
+    On CPU it is computed by `layer_norm`: beside its own negative x has mean 0, so that its
+    variance there is its mean square. That takes one kernel, not six.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps, self.width = weight.detach(), eps, weight.shape[0]
+        self.mirrored = (
+            torch.cat([self.weight, self.weight]) if weight.device.type == "cpu" else None
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:  # [..., width]
+        if self.mirrored is None:
+            return F.rms_norm(x, (self.width,), self.weight, self.eps)
+        both = torch.layer_norm(
+            torch.cat((x, x.neg()), dim=-1), (2 * self.width,), self.mirrored, None, self.eps
+        )
+        return both.narrow(-1, 0, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Attention heads of this rank: how many of each sort, and their dimension."""
+
+    query: int
+    kv: int
+    dim: int

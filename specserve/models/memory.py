@@ -1,4 +1,4 @@
-"""Memory of this process and its devices: what is free, how many pages of a cache it holds, and keeping what was freed at hand."""
+"""Memory of this process and its devices: free memory, cache pages that fit, malloc, huge pages."""
 
 from __future__ import annotations
 
@@ -10,48 +10,78 @@ from pathlib import Path
 import torch
 
 from specserve.errors import TooLittleMemory
-from specserve.models.checkpoints.weights import num_stored
+from specserve.models.checkpoints.weights import num_stored_parameters
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
-KEPT, STEP = 2**31 - 1, 2**26
+KEEP_BYTES, TOP_PAD_BYTES = 2**31 - 1, 2**26
+HUGE_PAGE = 2**21
+MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25  # of madvise(2)
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc not to give freed memory back. Every pass allocates the same tens of megabytes, and faulting them in anew took a third
-    of the time of a long prompt (512 rows, 200M parameters: 564 ms before, 321 ms after).
+    """Ask glibc not to give freed memory back to the system.
+
+    Every pass allocates the same tens of megabytes, and the page faults of fresh memory took a
+    third of the time of a long prompt (512 rows, 200M parameters: 564 ms before, 321 ms after).
     """
     if not sys.platform.startswith("linux"):
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries do without
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
     if mallopt is not None:
         for option, value in (
-            (M_MMAP_THRESHOLD, KEPT),
-            (M_TRIM_THRESHOLD, KEPT),
-            (M_TOP_PAD, STEP),
+            (M_MMAP_THRESHOLD, KEEP_BYTES),
+            (M_TRIM_THRESHOLD, KEEP_BYTES),
+            (M_TOP_PAD, TOP_PAD_BYTES),
         ):
             mallopt(option, value)
 
 
+def use_huge_pages(address: int, num_bytes: int) -> None:
+    """Ask Linux to put this memory into huge pages, as far as it consists of whole ones.
+
+    A pass reads all weights once; in pages of 4 kB it looks up, and evicts again, most of the
+    address tables on the way. Kernels before 6.1 move the memory gradually, if at all.
+    A pass of one row, 200M parameters, one thread: 17.2 ms before, 15.2 ms after.
+    """
+    first, last = (
+        -(-address // HUGE_PAGE) * HUGE_PAGE,
+        (address + num_bytes) // HUGE_PAGE * HUGE_PAGE,
+    )
+    madvise = (
+        getattr(ctypes.CDLL(None), "madvise", None) if sys.platform.startswith("linux") else None
+    )
+    if madvise is None or first >= last:
+        return
+    # This is advice only: nothing is lost where it is not taken.
+    for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free now, once the weights are there."""
+    """Return the bytes of a device that are free now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def require_room(directory: Path, *, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
-    """Raises TooLittleMemory for a model that cannot fit: a system that runs out of memory while it reads says nothing, it kills."""
-    needed = num_stored(directory) * dtype.itemsize // ranks
+    """Raise TooLittleMemory for a model whose weights cannot fit.
+
+    A system that runs out of memory during loading reports nothing: it kills the process.
+    """
+    needed = num_stored_parameters(directory) * dtype.itemsize // ranks
     free = free_memory(device)
     if needed > free:
         share = f", a rank's share of {ranks}," if ranks > 1 else ""
         raise TooLittleMemory(
-            f"the weights of {directory}{share} take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of {device.type} memory are free; "
-            "use a smaller model or number format, or more GPUs (target.tensor_parallel; `specserve plan --gpus` says how many)"
+            f"the weights of {directory}{share} take {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB of {device.type} memory are free; "
+            "use a smaller model or number format, or more GPUs "
+            "(target.tensor_parallel; `specserve plan --gpus` says how many)"
         )
 
 
-def pages_for(
+def num_pages_for(
     memory_bytes: int,
     *,
     num_layers: int,
@@ -61,13 +91,18 @@ def pages_for(
     page_size: int = 16,
     v_head_dim: int | None = None,
 ) -> int:
-    """How many pages of a cache with these options fit into a memory budget. Raises TooLittleMemory when not one does."""
+    """Return how many KV cache pages with these options fit into a memory budget.
+
+    Raises TooLittleMemory when not one does.
+    """
     page_bytes = (
         num_layers * kv_heads * (head_dim + (v_head_dim or head_dim)) * page_size * dtype.itemsize
     )
     if memory_bytes < page_bytes:
         raise TooLittleMemory(
-            f"a cache of {memory_bytes / 2**20:.1f} MiB does not hold a single page of {page_size} positions ({page_bytes / 2**20:.1f} MiB); "
-            "free memory, raise cache.memory_fraction or target.tensor_parallel, or use a smaller model"
+            f"a cache of {memory_bytes / 2**20:.1f} MiB does not hold a single page of "
+            f"{page_size} positions ({page_bytes / 2**20:.1f} MiB); "
+            "free memory, raise cache.memory_fraction or target.tensor_parallel, "
+            "or use a smaller model"
         )
     return memory_bytes // page_bytes

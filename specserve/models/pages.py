@@ -1,4 +1,7 @@
-"""Who holds which page: counts, fresh pages, full pages kept for their contents, and the table of them all. Knows no tensors."""
+"""Count the holders of each KV cache page, find full pages by hash, and keep the block table.
+
+Knows no tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,85 +14,100 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Pages:
-    """Every page is held (counted), free, or kept: named by its contents and held by nobody, until room is needed."""
+class PageAllocator:
+    """The state of every page: held (and counted), free, or evictable.
 
-    __slots__ = ("_counts", "_free", "_kept", "_names", "_pages", "num_pages")
+    An evictable page has no holder, but stays registered by its hash until its space is needed.
+    """
+
+    __slots__ = ("_by_hash", "_counts", "_evictable", "_free", "_hashes", "num_pages")
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._counts = np.zeros(num_pages, dtype=np.int64)  # [pages] holders of each
-        self._free = list(range(num_pages - 1, -1, -1))  # without a name; the last is taken first
-        self._kept: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._names: dict[int, bytes] = {}
-        self._pages: dict[bytes, int] = {}  # the inverse
+        # Free pages have no hash; the last is allocated first.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._hashes: dict[int, bytes] = {}
+        self._by_hash: dict[bytes, int] = {}  # the inverse
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken; kept ones count, since they go when they are needed."""
-        return len(self._free) + len(self._kept)
+        """Number of pages that can be allocated, evictable ones included."""
+        return len(self._free) + len(self._evictable)
 
-    def take(self) -> int:
-        """A page of one's own. Its old contents lose their name."""
+    def allocate(self) -> int:
+        """Return a page with one holder, evicting the least recently used page if none is free."""
         if self._free:
             page = self._free.pop()
         else:
-            page, _ = self._kept.popitem(last=False)
-            self.forget(page)
+            page, _ = self._evictable.popitem(last=False)
+            self.unregister(page)
         self._counts[page] = 1
         return page
 
     def share(self, pages: NDArray[np.int64]) -> None:
-        """One more holder for each of these distinct pages."""
+        """Add one holder to each of these distinct pages."""
         for page in pages[self._counts[pages] == 0].tolist():
-            del self._kept[page]
+            del self._evictable[page]
         self._counts[pages] += 1
 
-    def drop(self, pages: NDArray[np.int64]) -> None:
-        """One holder fewer for each. The deepest page of a prefix becomes the oldest: a prefix is evicted from its end."""
+    def release(self, pages: NDArray[np.int64]) -> None:
+        """Remove one holder from each page.
+
+        The deepest page of a prefix becomes the oldest, so that a prefix is evicted from its end.
+        """
         self._counts[pages] -= 1
         for page in pages[self._counts[pages] == 0][::-1].tolist():
-            if page in self._names:
-                self._kept[page] = None
+            if page in self._hashes:
+                self._evictable[page] = None
             else:
                 self._free.append(page)
 
     def is_shared(self, page: int) -> bool:
         return self._counts.item(page) > 1
 
-    def is_named(self, page: int) -> bool:
-        return page in self._names
+    def is_registered(self, page: int) -> bool:
+        return page in self._hashes
 
-    def name(self, page: int, contents: bytes) -> None:
-        """Let others find this held page by its contents. If another page has the same contents, that one stays the one found."""
-        if contents not in self._pages:
-            self._pages[contents] = page
-            self._names[page] = contents
+    def register(self, page: int, page_hash: bytes) -> None:
+        """Let others find this held page by the hash of its contents.
 
-    def forget(self, page: int) -> None:
-        del self._pages[self._names.pop(page)]
+        If another page is registered by that hash already, that one stays the one that is found.
+        """
+        if page_hash not in self._by_hash:
+            self._by_hash[page_hash] = page
+            self._hashes[page] = page_hash
 
-    def find(self, contents: bytes) -> int | None:
-        return self._pages.get(contents)
+    def unregister(self, page: int) -> None:
+        """Make a page impossible to find by its hash, because its contents will change."""
+        del self._by_hash[self._hashes.pop(page)]
+
+    def find(self, page_hash: bytes) -> int | None:
+        """Return the page with these contents; None if there is none."""
+        return self._by_hash.get(page_hash)
 
     def check(self, counts: NDArray[np.int64]) -> None:
-        """Assert that pages are held as often as `counts` says and that none is both held and free, or neither."""
+        """Assert that pages have `counts` holders and that each is either held or free."""
         assert (self._counts == counts).all(), "a page is not held as often as it is counted"
-        unheld = sorted([*self._free, *self._kept])
+        unheld = sorted([*self._free, *self._evictable])
         assert unheld == np.flatnonzero(counts == 0).tolist(), (
             "a page is both held and free, free twice, or lost"
         )
-        assert not any(page in self._names for page in self._free), "a free page has a name"
-        assert all(page in self._names for page in self._kept), "a page is kept without a name"
-        assert {name: page for page, name in self._names.items()} == self._pages, (
-            "names and pages disagree"
+        assert not any(page in self._hashes for page in self._free), "a free page has a hash"
+        assert all(page in self._hashes for page in self._evictable), (
+            "a page is evictable without a hash"
+        )
+        assert {page_hash: page for page, page_hash in self._hashes.items()} == self._by_hash, (
+            "hashes and pages disagree"
         )
 
 
-def page_names(parent: bytes, tokens: array[int], page_size: int) -> Iterator[bytes]:
-    """Names of the full pages of tokens behind a page named `parent`, each made of all tokens up to its end.
+def page_hashes(parent: bytes, tokens: array[int], page_size: int) -> Iterator[bytes]:
+    """Yield the hash of each full page of `tokens`, which follow a page with the hash `parent`.
 
-    Cryptographic hashes, so that no client can craft a prompt that hits another's pages.
+    Each hash covers all tokens up to the end of its page. The hashes are cryptographic, so that no
+    client can craft a prompt that hits another client's pages.
     """
     for start in range(0, len(tokens) - page_size + 1, page_size):
         parent = blake2b(
@@ -98,8 +116,11 @@ def page_names(parent: bytes, tokens: array[int], page_size: int) -> Iterator[by
         yield parent
 
 
-class PageTable:
-    """A matrix with a row of pages for each sequence, 0 where it has none, so that a whole batch is looked up at once."""
+class BlockTable:
+    """The pages of all sequences as one matrix, so that a whole batch is looked up at once.
+
+    Each sequence has a row; entries past its last page are 0.
+    """
 
     __slots__ = ("_free_rows", "pages")
 
@@ -107,8 +128,8 @@ class PageTable:
         self.pages = np.zeros((0, 0), dtype=np.int64)  # [rows, widest]; replaced when it grows
         self._free_rows: list[int] = []
 
-    def open(self) -> int:
-        """A row of zeros; there are always more."""
+    def add_row(self) -> int:
+        """Return a row of zeros, growing the matrix if all rows are taken."""
         if not self._free_rows:
             rows, width = self.pages.shape
             self.pages = np.concatenate(
@@ -117,19 +138,21 @@ class PageTable:
             self._free_rows.extend(range(len(self.pages) - 1, rows - 1, -1))
         return self._free_rows.pop()
 
-    def close(self, row: int) -> None:
-        """The caller has cleared it."""
+    def free_row(self, row: int) -> None:
+        """Give back a row that the caller has set to zeros."""
         self._free_rows.append(row)
 
-    def widen(self, pages: int) -> None:
-        """Let rows hold so many pages; by doubling, so that it seldom happens."""
+    def widen(self, num_pages: int) -> None:
+        """Make rows wide enough for `num_pages`. The width doubles, so that it seldom grows."""
         rows, width = self.pages.shape
-        if pages > width:
+        if num_pages > width:
             self.pages = np.concatenate(
-                [self.pages, np.zeros((rows, max(pages - width, width)), dtype=np.int64)], axis=1
+                [self.pages, np.zeros((rows, max(num_pages - width, width)), dtype=np.int64)],
+                axis=1,
             )
 
     def check(self, open_rows: Sequence[int]) -> None:
+        """Assert that `open_rows` are all rows in use, and that the others are zeros."""
         assert sorted([*open_rows, *self._free_rows]) == list(range(len(self.pages))), (
             "a row is both open and free, or lost"
         )

@@ -1,4 +1,7 @@
-"""How a model divides among ranks, as data: the library's tensor-parallel plans, read, and ours for what it has none for."""
+"""How a model is divided among ranks, as data.
+
+These are the library's tensor-parallel plans, and ours for models that it has none for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from specserve.errors import NoShardingPlan
 
 
 class Units(Enum):
-    """What must not be torn apart within a part of a dimension."""
+    """The units into which a part of a dimension can be divided."""
 
     ANY = "any"
     HEADS = "heads"
@@ -23,7 +26,10 @@ ANY, HEADS, KV_HEADS = Units
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A dimension, counted from the end, made of fused parts one behind the other; a rank holds its share of each."""
+    """A dimension, counted from the end, that consists of fused parts.
+
+    A rank holds its share of each part.
+    """
 
     dim: int
     parts: tuple[Units, ...] = (ANY,)
@@ -31,8 +37,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What becomes of a module's weight and bias, or of a bare parameter (`weight`). `sums`: the ranks' outputs add up to the
-    module's, so its bias belongs to rank 0 alone. `once`: the same for a bare parameter."""
+    """How a module's weight and bias, or a bare parameter (`weight`), are divided.
+
+    With `sums`, the ranks' outputs add up to the module's, so its bias belongs to rank 0 alone.
+    With `once`, a bare parameter belongs to rank 0 alone.
+    """
 
     weight: Cut | None = None
     bias: Cut | None = None
@@ -42,14 +51,15 @@ class Style:
 
 QKV = (HEADS, KV_HEADS, KV_HEADS)
 STYLES: Mapping[str, Style] = {
-    # the library's; other names of its (gathered outputs, sequence parallelism, latent attention) are refused
+    # The library's. Its others (gathered outputs, sequence parallelism, latent attention) are
+    # not supported.
     "colwise": Style(Cut(-2), Cut(-1)),
     "packed_colwise": Style(Cut(-2, (ANY, ANY)), Cut(-1, (ANY, ANY))),
     "rowwise": Style(Cut(-1), sums=True),
     "moe_tp_experts": Style(sums=True),
     "replicated_with_grad_allreduce": Style(),
     "replicate": Style(),
-    # ours
+    # Ours.
     "colwise_kv": Style(Cut(-2, (KV_HEADS,)), Cut(-1, (KV_HEADS,))),
     "colwise_qkv": Style(Cut(-2, QKV), Cut(-1, QKV)),
     "transposed_colwise_qkv": Style(Cut(-1, (HEADS, HEADS, HEADS)), Cut(-1, (HEADS, HEADS, HEADS))),
@@ -87,7 +97,7 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "h.*.mlp.c_fc": "transposed_colwise",
         "h.*.mlp.c_proj": "transposed_rowwise",
     },
-    "phi3": {  # the library's plan gathers what is fused
+    "phi3": {  # the library's plan gathers the fused parts
         "layers.*.self_attn.qkv_proj": "colwise_qkv",
         "layers.*.self_attn.o_proj": "rowwise",
         "layers.*.mlp.gate_up_proj": "packed_colwise",
@@ -95,7 +105,9 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
     },
     "t5": T5_PLAN,  # none in the library
     "mt5": T5_PLAN,
-    "gpt_oss": {  # gate and up columns alternate, so any even range of them holds pairs; no plan in the library
+    # Gate and up columns alternate, so that any even range of them holds pairs; no plan in the
+    # library.
+    "gpt_oss": {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
@@ -108,13 +120,8 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.experts": "moe_tp_experts",
     },
 }
-QUERY_NAMES = (
-    "q_proj",
-    "query_key_value",
-    "qkv_proj",
-    "c_attn",
-    "SelfAttention.q",
-)  # in a plan that divides attention by heads
+QUERY_NAMES = ("q_proj", "query_key_value", "qkv_proj", "c_attn", "SelfAttention.q")
+"""Modules of which a plan has at least one if it divides attention by heads."""
 KV_NAMES = ("k_proj", "v_proj")
 INNER_SIZES = (
     "intermediate_size",
@@ -125,37 +132,46 @@ INNER_SIZES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
-    """Attention heads, of the whole model or of one rank."""
+class HeadCounts:
+    """Numbers of attention heads, in the whole model or on one rank."""
 
     query: int
     kv: int
 
     @classmethod
-    def of(cls, config: Any) -> Heads:
+    def from_config(cls, config: Any) -> HeadCounts:
         query = config.num_attention_heads
         return cls(query, getattr(config, "num_key_value_heads", None) or query)
 
-    def local(self, size: int) -> Heads:
-        """With fewer kv heads than ranks, several ranks hold the same one."""
-        return Heads(self.query // size, max(1, self.kv // size))
+    def local(self, size: int) -> HeadCounts:
+        """Return the counts of one rank of `size`.
+
+        With fewer kv heads than ranks, several ranks hold the same one.
+        """
+        return HeadCounts(self.query // size, max(1, self.kv // size))
 
 
 def plan_for(config: Any) -> Mapping[str, str]:
-    """Module or parameter of the base model -> style; `*` stands for a layer's number."""
+    """Return the style of each divided module or parameter of the base model.
+
+    In the names, `*` stands for a layer's number. Raises NoShardingPlan.
+    """
     plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise NoShardingPlan(
-            f"{config.model_type} models have no tensor-parallel plan; serve them with tensor_parallel 1"
+            f"{config.model_type} models have no tensor-parallel plan; "
+            "serve them with tensor_parallel 1"
         )
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
         raise NoShardingPlan(
-            f"the tensor-parallel plan of {config.model_type} models asks for {', '.join(unknown)}, which specserve does not do"
+            f"the tensor-parallel plan of {config.model_type} models asks for "
+            f"{', '.join(unknown)}, which specserve does not do"
         )
     if not any(pattern.endswith(QUERY_NAMES) for pattern in plan):
         raise NoShardingPlan(
-            f"the tensor-parallel plan of {config.model_type} models leaves attention whole, which specserve does not do"
+            f"the tensor-parallel plan of {config.model_type} models leaves attention whole, "
+            "which specserve does not do"
         )
     return {
         pattern: "colwise_kv" if style == "colwise" and pattern.endswith(KV_NAMES) else style
@@ -164,10 +180,13 @@ def plan_for(config: Any) -> Mapping[str, str]:
 
 
 def check_plan(config: Any, size: int) -> None:
-    """Raises NoShardingPlan unless `size` ranks can share a model of this config. Needs no weights."""
+    """Raise NoShardingPlan unless `size` ranks can share a model of this config.
+
+    Needs no weights.
+    """
     if size == 1:
         return
-    plan, heads = plan_for(config), Heads.of(config)
+    plan, heads = plan_for(config), HeadCounts.from_config(config)
     if heads.query % size != 0:
         raise NoShardingPlan(
             f"{heads.query} attention heads cannot be shared evenly by {size} ranks"
@@ -178,7 +197,8 @@ def check_plan(config: Any, size: int) -> None:
     )
     if heads.kv % size != 0 and not can_repeat:
         raise NoShardingPlan(
-            f"{heads.kv} key and value heads can be neither shared evenly by {size} ranks nor repeated on them"
+            f"{heads.kv} key and value heads can be neither shared evenly by {size} ranks "
+            "nor repeated on them"
         )
     for name in INNER_SIZES:
         inner = getattr(config, name, None)

@@ -1,4 +1,7 @@
-"""One pass of a model over its cache: truncate, write, forward, logits of the asked positions. Target and draft run the same."""
+"""Run passes of a model over its KV cache: truncate, write, forward, logits of some positions.
+
+Prefill, verification and drafting are all steps of such a pass; target and draft run the same code.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,18 @@ import torch
 from torch import Tensor
 
 from specserve.models.cache import Fork, PagedCache
-from specserve.models.encoder_cache import Encoder, Sources
-from specserve.models.layout import Geometry, Ints, Layout, Planner, Writes, key_block
+from specserve.models.encoder_cache import Encoder, EncoderCache
+from specserve.models.layout import Geometry, Ints, Layout, Writes
 from specserve.models.network import Network
+from specserve.models.planner import Planner, key_block_size
 from specserve.types import Step
 
 
 class Runner:
-    """Owns a network and its cache. A step is idempotent: what lies past its start is dropped before anything is written."""
+    """A network and its KV cache.
+
+    A step is idempotent: the cache is rolled back to the step's start before anything is written.
+    """
 
     def __init__(
         self,
@@ -26,79 +33,98 @@ class Runner:
         cache: PagedCache,
         *,
         device: torch.device,
-        round_up: Callable[[Writes, Geometry], Writes | None] | None = None,
+        pad_to_bucket: Callable[[Writes, Geometry], Writes | None] | None = None,
         encoder: Encoder | None = None,
     ) -> None:
-        self.network, self.cache, self.device, self.round_up = network, cache, device, round_up
-        block = key_block(cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2]))
-        self.planner = Planner(Geometry(cache.page_size, cache.kv_heads, block, device))
-        self.sources = None if encoder is None else Sources(encoder, cache, self.planner.geometry)
+        self.network, self.cache, self.device = network, cache, device
+        self.pad_to_bucket = pad_to_bucket
+        width = cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2])
+        geometry = Geometry(cache.page_size, cache.kv_heads, key_block_size(width), device)
+        self.planner = Planner(geometry)
+        self.encoder_cache = None if encoder is None else EncoderCache(encoder, cache, geometry)
 
     @torch.inference_mode()
-    def run(self, steps: Sequence[Step], wanted: Sequence[int]) -> Tensor:
-        """Logits [sum(wanted), vocab] of the last `wanted[i]` positions of each step. Raises OutOfPages."""
-        for step in steps:  # all of them first: what one drops may be the room that another needs
+    def run(self, steps: Sequence[Step], num_logits: Sequence[int]) -> Tensor:
+        """Return the logits [sum(num_logits), vocab] of the last positions of each step.
+
+        Step i has `num_logits[i]` of them; one with 0 is prefill whose logits nothing needs.
+        Raises OutOfPages.
+        """
+        # All steps are truncated first: what one drops may be the room that another needs.
+        for step in steps:
             self.cache.truncate(step.seq_id, step.start)
-        steps = [self._write(step, keep) for step, keep in zip(steps, wanted, strict=True)]
-        if self.sources is not None:
-            self.sources.read(steps)
+        steps = [self._write(step, keep) for step, keep in zip(steps, num_logits, strict=True)]
+        if self.encoder_cache is not None:
+            self.encoder_cache.encode(steps)
         seq_ids = [step.seq_id for step in steps]
         counts = [len(step.tokens) for step in steps]
         ids = np.fromiter(chain.from_iterable(step.tokens for step in steps), np.int64, sum(counts))
         starts = np.array([step.start for step in steps])
         writes = Writes(
-            starts, np.array(counts), self.table(seq_ids, max(step.stop for step in steps))
+            starts, np.array(counts), self.block_table(seq_ids, max(step.stop for step in steps))
         )
-        if counts == list(wanted):
+        if counts == list(num_logits):
             return self._forward(ids, seq_ids, writes, None)
-        rows = _last(writes.counts, np.array(wanted))
+        rows = _last_rows(writes.counts, np.array(num_logits))
         return self._forward(ids, seq_ids, writes, rows if len(rows) else np.zeros(1, np.int64))[
             : len(rows)
         ]
 
-    def unroll(self, seq_ids: Sequence[int], counts: Sequence[int]) -> Unrolled:
-        """Passes that will each write one more token of the sequences that go on; `counts`, falling, says how many each may. Raises OutOfPages."""
-        return Unrolled(self, seq_ids, counts)
+    def decode_passes(self, seq_ids: Sequence[int], counts: Sequence[int]) -> DecodePasses:
+        """Prepare passes that each write one more token of these sequences.
+
+        Sequence i takes part in `counts[i]` passes; the counts do not increase. Raises OutOfPages.
+        """
+        return DecodePasses(self, seq_ids, counts)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self.cache.release(seq_id)
-            if self.sources is not None:
-                self.sources.release(seq_id)
+            if self.encoder_cache is not None:
+                self.encoder_cache.release(seq_id)
 
     def fork_many(self, forks: Sequence[Fork]) -> None:
-        """Raises OutOfPages; nothing was forked then."""
+        """Fork all sequences or none. Raises OutOfPages; nothing has changed then."""
         self.cache.fork_many(forks)
-        if self.sources is not None:
+        if self.encoder_cache is not None:
             for fork in forks:
-                self.sources.fork(fork.seq_id, fork.as_id)
+                self.encoder_cache.fork(fork.seq_id, fork.branch_id)
 
-    def become(self, seq_id: int, other_id: int) -> None:
-        """`other_id` takes the place of `seq_id`."""
-        self.cache.become(seq_id, other_id)
-        if self.sources is not None:
-            self.sources.become(seq_id, other_id)
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
+        """Replace `seq_id` with `branch_id`."""
+        self.cache.promote_branch(seq_id, branch_id)
+        if self.encoder_cache is not None:
+            self.encoder_cache.promote_branch(seq_id, branch_id)
 
     def lay_out(self, seq_ids: Sequence[int], writes: Writes, passes: int = 1) -> list[Layout]:
-        """Passes in a row over these sequences; `writes` is the last."""
-        layouts = self.planner.unroll(writes, passes)
-        if self.sources is None:
+        """Return layouts of consecutive passes over these sequences; `writes` is the last."""
+        layouts = self.planner.lay_out_passes(writes, passes)
+        if self.encoder_cache is None:
             return layouts
-        cross = self.sources.groups(seq_ids, writes.counts)
-        return [replace(layout, cross=cross) for layout in layouts]
+        cross_groups = self.encoder_cache.cross_groups(seq_ids, writes.counts)
+        return [replace(layout, cross_groups=cross_groups) for layout in layouts]
 
-    def table(self, seq_ids: Sequence[int], length: int) -> Ints:  # [seqs, pages]
-        """The pages of these sequences, wide enough for a context of `length` in whole blocks."""
-        return self.cache.table(seq_ids, self.planner.geometry.num_pages(length))
+    def block_table(self, seq_ids: Sequence[int], length: int) -> Ints:  # [seqs, pages]
+        """Return the block table of these sequences, wide enough for `length` in whole blocks."""
+        return self.cache.block_table(seq_ids, self.planner.geometry.num_pages(length))
 
-    def rounded(self, writes: Writes) -> Writes | None:
-        return None if self.round_up is None else self.round_up(writes, self.planner.geometry)
+    def padded(self, writes: Writes) -> Writes | None:
+        """Return the pass padded to a bucketed shape; None if it runs in its own shape."""
+        return (
+            None
+            if self.pad_to_bucket is None
+            else self.pad_to_bucket(writes, self.planner.geometry)
+        )
 
     def _write(self, step: Step, keep: int) -> Step:
-        """Make room for a step and take what the prefix cache has of it; the step that is left to compute."""
+        """Reserve room for a step and attach what the prefix cache has of it.
+
+        Returns the part that is left to compute, which includes the last `keep` positions.
+        """
         cache = self.cache
         if step.start % cache.page_size == 0 and len(step.tokens) - keep >= cache.page_size:
-            found = cache.match(step.seq_id, step.tokens[: len(step.tokens) - max(keep, 1) + 1])
+            prompt = step.tokens[: len(step.tokens) - max(keep, 1) + 1]
+            found = cache.attach_prefix(step.seq_id, prompt)
             if found:
                 step = Step(step.seq_id, step.start + found, step.tokens[found:])
         cache.reserve(step.seq_id, step.stop)
@@ -108,25 +134,26 @@ class Runner:
     def _forward(
         self, ids: Ints, seq_ids: Sequence[int], writes: Writes, rows: Ints | None
     ) -> Tensor:
-        """Logits of these rows of the pass; None: of all."""
-        rounded = self.rounded(writes)
-        if rounded is None:
-            wanted = None if rows is None else self._tensor(rows)
-            return self.network.logits(self._tensor(ids), self.lay_out(seq_ids, writes)[0], wanted)
+        """Return the logits of these rows of the pass; None: of all rows."""
+        padded = self.padded(writes)
+        if padded is None:
+            row_ids = None if rows is None else self._tensor(rows)
+            return self.network.logits(self._tensor(ids), self.lay_out(seq_ids, writes)[0], row_ids)
         num_rows = len(ids)
         last = ids[num_rows - int(writes.counts[-1]) :]
-        ids = np.concatenate([ids, np.tile(last, len(rounded.counts) - len(writes.counts))])
-        logits = self.network.logits(self._tensor(ids), self.planner.lay_out(rounded), None)
+        ids = np.concatenate([ids, np.tile(last, len(padded.counts) - len(writes.counts))])
+        logits = self.network.logits(self._tensor(ids), self.planner.lay_out(padded), None)
         return logits[:num_rows] if rows is None else logits.index_select(0, self._tensor(rows))
 
     def _tensor(self, array: Ints) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
 
-class Unrolled:
-    """Passes of one token a sequence, laid out before they run, so that a pass is little more than its forward pass.
+class DecodePasses:
+    """Passes of one token a sequence, laid out before they run.
 
-    The room is reserved at once. The cache is told of the tokens by `append` once it is known how many there are.
+    Each is thus little more than its forward pass. The pages are reserved at once. The caller
+    appends the tokens to the cache once it knows how many there are.
     """
 
     def __init__(self, runner: Runner, seq_ids: Sequence[int], counts: Sequence[int]) -> None:
@@ -136,12 +163,16 @@ class Unrolled:
         stops = [start + count for start, count in zip(starts, counts, strict=True)]
         for seq_id, stop in zip(seq_ids, stops, strict=True):
             cache.reserve(seq_id, stop)
-        self._starts, self._table = np.array(starts), runner.table(seq_ids, max(stops))
+        self._starts = np.array(starts)
+        self._block_table = runner.block_table(seq_ids, max(stops))
         self._done = self._rows = self._padding = 0
         self._layouts: Iterator[Layout] = iter(())
 
     def logits(self, ids: Tensor) -> Tensor:  # [rows] -> [rows, vocab]
-        """Of the first sequences, as many as there are ids; the others have dropped out for good."""
+        """Run the next pass, over the first sequences: as many as there are ids.
+
+        The others have dropped out for good.
+        """
         rows = len(ids)
         if rows != self._rows:
             self._rows = rows
@@ -153,19 +184,20 @@ class Unrolled:
         return logits[:rows] if self._padding else logits
 
     def _lay_out(self, passes: int) -> None:
-        """The next passes, until one more sequence has had all of its own."""
+        """Lay out the passes until another sequence has taken part in all of its own."""
         rows = self._rows
         last = Writes(
             self._starts[:rows] + self._done + passes - 1,
             np.ones(rows, np.int64),
-            self._table[:rows],
+            self._block_table[:rows],
         )
-        rounded = self._runner.rounded(last) or last
-        self._padding = len(rounded.counts) - rows
-        self._layouts = iter(self._runner.lay_out(self._seq_ids[:rows], rounded, passes))
+        padded = self._runner.padded(last) or last
+        self._padding = len(padded.counts) - rows
+        self._layouts = iter(self._runner.lay_out(self._seq_ids[:rows], padded, passes))
 
 
-def _last(counts: Ints, wanted: Ints) -> Ints:
-    """Row numbers of the last `wanted[i]` rows of each run of `counts[i]` rows."""
-    offsets = np.arange(int(wanted.sum())) - np.repeat(np.cumsum(wanted) - wanted, wanted)
-    return offsets + np.repeat(np.cumsum(counts) - wanted, wanted)
+def _last_rows(counts: Ints, num_logits: Ints) -> Ints:
+    """Return row numbers of the last `num_logits[i]` rows of each run of `counts[i]` rows."""
+    firsts = np.cumsum(num_logits) - num_logits
+    offsets = np.arange(int(num_logits.sum())) - np.repeat(firsts, num_logits)
+    return offsets + np.repeat(np.cumsum(counts) - num_logits, num_logits)

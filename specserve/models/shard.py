@@ -1,6 +1,7 @@
-"""Tensor parallelism from outside: which part of each parameter a rank holds, and behind which modules the ranks add up.
+"""Tensor parallelism from outside: the part of each parameter that a rank holds, and the sums.
 
-Plain tensors, one all-reduce behind each row-wise layer. Knows no files, and of architectures no more than their plans.
+Plain tensors, one all-reduce behind each row-wise layer. Knows no files, and of architectures no
+more than their plans.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from specserve.models.plans import (
     OWN_PLANS,
     STYLES,
     Cut,
-    Heads,
+    HeadCounts,
     Style,
     check_plan,
     plan_for,
@@ -32,25 +33,25 @@ from specserve.models.plans import (
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's place among those that share a model. The group None is the default group."""
+    """One rank of those that share a model. The group None is the default process group."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum over the ranks, in place."""
+        """Sum over the ranks in place (all-reduce), and return the tensor."""
         dist.all_reduce(partial, group=self.group)
         return partial
 
-    def least(self, count: int, *, device: torch.device) -> int:
-        """The smallest of what the ranks have."""
+    def minimum(self, count: int, *, device: torch.device) -> int:
+        """Return the smallest count of all ranks."""
         counts = torch.tensor([count], device=device)
         dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self.group)
         return int(counts.item())
 
     def gather(self, part: Tensor) -> list[Tensor] | None:
-        """All ranks' parts, equal in shape, on rank 0; None elsewhere."""
+        """Return all ranks' parts, equal in shape, on rank 0; None on other ranks."""
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(part, parts, group=self.group, group_dst=0)
@@ -59,7 +60,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Ranges of one dimension, counted from the end."""
+    """Ranges of one dimension, which is counted from the end."""
 
     dim: int
     ranges: tuple[Range, ...]
@@ -71,15 +72,19 @@ class Part:
 
 
 class Division:
-    """A model's plan, applied for one rank."""
+    """The plan of a model, applied for one rank."""
 
     def __init__(self, module: Any, shard: Shard, *, prefix: str, head: str) -> None:
-        """`prefix` is the base model's name in the module, empty if it is the module itself; `head` is that of the vocabulary head."""
+        """Prepare the plan of a module.
+
+        `prefix` is the base model's name in the module, empty if it is the module itself; `head`
+        is the name of the vocabulary head.
+        """
         config = module.config
         check_plan(config, shard.size)
         self.shard, self.heads, self.head, self.vocab = (
             shard,
-            Heads.of(config),
+            HeadCounts.from_config(config),
             head,
             config.vocab_size,
         )
@@ -89,7 +94,7 @@ class Division:
         self._check_experts(module, config)
 
     def part(self, name: str, shape: torch.Size) -> Part | None:
-        """What this rank holds of a parameter; None: all of it."""
+        """Return the part of a parameter that this rank holds; None: all of it."""
         owner, _, leaf = name.rpartition(".")
         if owner == self.head:
             dim = -1 if leaf == "bias" else -2
@@ -105,19 +110,19 @@ class Division:
         return None if cut is None else Part(cut.dim, self._ranges(name, cut, shape[cut.dim]))
 
     def is_zero(self, name: str) -> bool:
-        """Whether rank 0 alone holds this parameter, so that the ranks' sum counts it once."""
+        """Return whether the parameter is zero here because rank 0 alone adds it to the sum."""
         owner, _, leaf = name.rpartition(".")
         bare, style = self._style(name), self._style(owner)
         once = bare.once if bare else style is not None and style.sums and leaf == "bias"
         return once and self.shard.rank > 0
 
     def narrow(self, module: Any) -> None:
-        """Make a module, whose parameters are this rank's parts already, compute with them."""
+        """Make a module compute with this rank's parts, which its parameters already are."""
         self._resize(module)
         for name, child in list(module.named_modules()):
             style = self._style(name)
             if style is not None and style.sums:
-                _replace(module, name, Summed(child, self.shard))
+                _replace(module, name, SummedModule(child, self.shard))
         _replace(
             module, self.head, GatheredHead(module.get_submodule(self.head), self.vocab, self.shard)
         )
@@ -149,7 +154,10 @@ class Division:
         return min(self.shard.rank * share, rows), min((self.shard.rank + 1) * share, rows)
 
     def _resize(self, module: Any) -> None:
-        """What modules have derived from the head counts and use in their forward; some ask the config itself."""
+        """Adjust the sizes that modules use in their forward to this rank's head counts.
+
+        Modules keep their own copies, but some read the config.
+        """
         config, local = module.config, self.heads.local(self.shard.size)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads.query
         config.head_dim = head_dim
@@ -164,19 +172,23 @@ class Division:
                 part.nf = part.weight.shape[1]
 
     def _check_experts(self, module: nn.Module, config: Any) -> None:
-        """The library's plans say nothing of experts that are stored transposed or with gate and up alternating."""
+        """Raise NoShardingPlan for a layout of experts that the library's plans do not cover.
+
+        These are experts stored transposed, or with gate and up alternating.
+        """
         odd = any(
             getattr(part, "is_transposed", False) or not getattr(part, "is_concatenated", True)
             for part in module.modules()
         )
         if odd and config.model_type not in OWN_PLANS:
             raise NoShardingPlan(
-                f"the experts of {config.model_type} models are stored in a layout that specserve cannot divide"
+                f"the experts of {config.model_type} models are stored in a layout that specserve "
+                "cannot divide"
             )
 
 
-class Summed(nn.Module):
-    """A module whose output is a summand; the sum over the ranks is what the unsharded module gives."""
+class SummedModule(nn.Module):
+    """A row-wise module, whose output is summed over the ranks."""
 
     def __init__(self, inner: nn.Module, shard: Shard) -> None:
         super().__init__()
@@ -196,7 +208,10 @@ class Summed(nn.Module):
 
 
 class GatheredHead(nn.Module):
-    """Each rank's share of the vocabulary; rank 0 gives all logits, the others zeros of the same shape."""
+    """The vocabulary head, of which each rank has a share.
+
+    Rank 0 returns all logits, the others zeros of the same shape.
+    """
 
     def __init__(self, inner: nn.Module, vocab: int, shard: Shard) -> None:
         super().__init__()
@@ -205,15 +220,14 @@ class GatheredHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:  # [..., hidden]
         part: Tensor = self.inner(hidden)
         share = -(-self.vocab // self.shard.size)
-        parts = self.shard.gather(
-            F.pad(part, (0, share - part.shape[-1]))
-        )  # the last rank's share may be smaller
+        # The last rank's share may be smaller.
+        parts = self.shard.gather(F.pad(part, (0, share - part.shape[-1])))
         if parts is None:
             return part.new_zeros(1).expand(*part.shape[:-1], self.vocab)
         return torch.cat(parts, dim=-1)[..., : self.vocab]
 
 
-def _local_sizes(local: Heads, head_dim: int) -> dict[str, int]:
+def _local_sizes(local: HeadCounts, head_dim: int) -> dict[str, int]:
     return {
         "num_heads": local.query,
         "n_heads": local.query,  # of T5

@@ -1,52 +1,61 @@
-"""The target as the coordinator sees it: writes steps, warps what comes out, and judges the proposals. Logits never leave it."""
+"""The target: it computes steps, verifies their draft tokens, and reports logprobs.
+
+Logits never leave it. Also the other ranks of a target that several share: each computes its part
+of every pass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specserve.grammar.matcher import Grammars
-from specserve.grammar.sequences import Masks, Parses
-from specserve.models.network import Lending
+from specserve.config.tree import Config
+from specserve.grammar.matcher import GrammarCompiler
+from specserve.grammar.sequences import GrammarStates, PassMasks
+from specserve.models.checkpoints.load import load_tokenizer
+from specserve.models.model import ModelOptions, open_model
+from specserve.models.network import ShareableNetwork
 from specserve.models.runner import Runner
+from specserve.models.shard import Shard
 from specserve.sampling.distribution import History, WarpBatch, logprobs
-from specserve.sampling.drafts import Drafts
-from specserve.sampling.verify import Streams, agree, verify
+from specserve.sampling.drafts import DraftBatch
+from specserve.sampling.verify import RandomStreams, verify, verify_greedy
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
-    """What the head of the model made a sequence's newest token of."""
+class LatestHidden:
+    """The hidden state from which the head of the model made a sequence's newest token."""
 
     stop: int  # length of the sequence with that token
     row: Tensor  # [hidden]
 
 
 class TargetModel:
-    """Rank 0 of a target, or the only one. One whose network `tells_hidden` keeps of each sequence what heads draft by."""
+    """Rank 0 of a target, or the only one.
+
+    If the network `returns_hidden`, the target keeps the hidden state that heads draft from, for
+    each sequence.
+    """
 
     def __init__(
         self,
         runner: Runner,
         info: ModelInfo,
         *,
-        network: Lending | None = None,
-        tells_hidden: bool = False,
-        grammars: Grammars | None = None,
+        network: ShareableNetwork | None = None,
+        returns_hidden: bool = False,
+        grammar_compiler: GrammarCompiler | None = None,
     ) -> None:
-        self.runner, self.info, self.network, self._tells_hidden = (
-            runner,
-            info,
-            network,
-            tells_hidden,
-        )
-        self.parses = Parses(grammars)
-        self.newest: dict[int, Newest] = {}
+        self.runner, self.info, self.network = runner, info, network
+        self._returns_hidden = returns_hidden
+        self.grammar_states = GrammarStates(grammar_compiler)
+        self.latest_hidden: dict[int, LatestHidden] = {}
 
     @property
     def num_layers(self) -> int:
@@ -55,68 +64,72 @@ class TargetModel:
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if not steps:
             return []
-        decided = [step for step in steps if step.decide]
-        self.parses.meet(steps)
-        masks = self.parses.masking(decided, self.runner.cache.tokens)  # beside the pass
+        decided = [step for step in steps if step.needs_verdict]
+        self.grammar_states.register(steps)
+        # Masks are computed while the pass runs.
+        masks = self.grammar_states.submit_masks(decided, self.runner.cache.tokens)
         writes = [
-            Step(step.seq_id, step.start, step.tokens + step.drafts, step.source) for step in steps
+            Step(step.seq_id, step.start, step.tokens + step.drafts, step.encoder_input)
+            for step in steps
         ]
         try:
             logits = self.runner.run(
-                writes, [len(step.drafts) + 1 if step.decide else 0 for step in steps]
+                writes, [len(step.drafts) + 1 if step.needs_verdict else 0 for step in steps]
             )
         finally:
-            found = None if masks is None else masks.result()
+            masked = None if masks is None else masks.result()
         if not decided:
             return []
-        verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], found)
-        if self._tells_hidden:
-            self._keep(decided, verdicts, logits[:, self.info.vocab_size :])
+        verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], masked)
+        if self._returns_hidden:
+            self._keep_hidden(decided, verdicts, logits[:, self.info.vocab_size :])
         return verdicts
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self.runner.release(seq_ids)
-        self.parses.release(seq_ids)
+        self.grammar_states.release(seq_ids)
         for seq_id in seq_ids:
-            self.newest.pop(seq_id, None)
+            self.latest_hidden.pop(seq_id, None)
 
     @torch.inference_mode()
-    def _keep(
+    def _keep_hidden(
         self, steps: Sequence[VerifyStep], verdicts: Sequence[Verdict], hidden: Tensor
     ) -> None:
-        """One row of each sequence, copied, so that the rest of the pass can go."""
+        """Keep one row of each sequence, copied, so that the rest of the pass can be freed."""
         ends = [0, *accumulate(len(step.drafts) + 1 for step in steps)]
         rows = hidden[
             [first + verdict.accepted for first, verdict in zip(ends, verdicts, strict=False)]
         ]
         for step, verdict, row in zip(steps, verdicts, rows.unbind(), strict=True):
-            self.newest[step.seq_id] = Newest(
-                step.start + len(step.tokens) + verdict.accepted + 1, row
-            )
+            self.latest_hidden[step.seq_id] = LatestHidden(step.stop + verdict.accepted + 1, row)
 
     @torch.inference_mode()
     def _verdicts(
-        self, steps: Sequence[VerifyStep], unmasked: Tensor, masks: Masks | None
+        self, steps: Sequence[VerifyStep], unmasked: Tensor, masks: PassMasks | None
     ) -> list[Verdict]:
-        """unmasked [rows, vocab]: for each step a row for each draft token and one more. Logprobs are those of the model alone."""
+        """Decide on the draft tokens of these steps.
+
+        `unmasked` [rows, vocab] has a row for each draft token of a step and one more. Logprobs
+        are the model's own, without the grammar.
+        """
         policies, logits = (
             [step.policy for step in steps],
-            unmasked if masks is None else masks.allowed.applied(unmasked),
+            unmasked if masks is None else masks.token_mask.apply(unmasked),
         )
         warps = WarpBatch(
             [policy.warp for policy in policies],
             [len(step.drafts) + 1 for step in steps],
             [self._history(step) for step in steps],
         )
-        judged = (
-            agree(warps.greedy_tokens(logits).tolist(), [step.drafts for step in steps])
+        outcomes = (
+            verify_greedy(warps.greedy_tokens(logits).tolist(), [step.drafts for step in steps])
             if warps.all_greedy
-            else _judged(steps, warps.probabilities(logits))
+            else _verify_drafts(steps, warps.probabilities(logits))
         )
-        rows, errors = _logprobs(steps, unmasked, judged), {} if masks is None else masks.errors
+        rows, errors = _logprobs(steps, unmasked, outcomes), {} if masks is None else masks.errors
         return [
             Verdict(step.seq_id, *outcome, row, errors.get(step.seq_id))
-            for step, outcome, row in zip(steps, judged, rows, strict=True)
+            for step, outcome, row in zip(steps, outcomes, rows, strict=True)
         ]
 
     def _history(self, step: VerifyStep) -> History | None:
@@ -128,30 +141,91 @@ class TargetModel:
         )
 
 
-def _judged(steps: Sequence[VerifyStep], p: Tensor) -> list[tuple[int, int]]:
-    """How many drafts of each sequence stand, and what follows."""
+class TargetFollower:
+    """A rank other than 0. Its cache takes the same steps; its logits are not used."""
+
+    def __init__(self, runner: Runner, info: ModelInfo) -> None:
+        self.runner, self.info = runner, info
+
+    def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        writes = [
+            Step(step.seq_id, step.start, step.tokens + step.drafts, step.encoder_input)
+            for step in steps
+        ]
+        if writes:
+            self.runner.run(
+                writes, [len(step.drafts) + 1 if step.needs_verdict else 0 for step in steps]
+            )
+        return ()
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        self.runner.release(seq_ids)
+
+
+def open_target(
+    checkpoint: Path, config: Config, *, shard: Shard | None = None
+) -> TargetModel | TargetFollower:
+    """Open one rank of a target: the whole of it, or a share.
+
+    Raises TooLittleMemory, or ModelError for what is wrong with the checkpoint.
+    """
+    returns_hidden = config.draft.kind == "heads"
+    opened = open_model(
+        checkpoint,
+        ModelOptions.from_config(config.target, config),
+        shard=shard,
+        returns_hidden=returns_hidden,
+    )
+    cache, spec = opened.runner.cache, opened.spec
+    info = ModelInfo(
+        vocab_size=spec.vocab_size,
+        max_context=opened.max_context,
+        end_ids=spec.end_ids,
+        page_size=cache.page_size,
+        num_pages=cache.num_pages,
+        decoder_start=spec.decoder_start,
+    )
+    if shard is not None and shard.rank != 0:
+        return TargetFollower(opened.runner, info)
+    grammar_compiler = GrammarCompiler.from_tokenizer(
+        lambda: load_tokenizer(checkpoint), vocab_size=spec.vocab_size, end_ids=spec.end_ids
+    )
+    return TargetModel(
+        opened.runner,
+        info,
+        network=opened.network,
+        returns_hidden=returns_hidden,
+        grammar_compiler=grammar_compiler,
+    )
+
+
+def _verify_drafts(steps: Sequence[VerifyStep], p: Tensor) -> list[tuple[int, int]]:
+    """Return how many draft tokens of each sequence are accepted, and the next token."""
     policies = [step.policy for step in steps]
-    drafts = Drafts.of(
+    drafts = DraftBatch.from_tokens(
         [step.drafts for step in steps],
         [step.q for step in steps],
         lenience=[policy.lenience for policy in policies],
         device=p.device,
     )
-    streams = Streams.of(
-        [policy.seed for policy in policies], [step.start + len(step.tokens) for step in steps]
+    streams = RandomStreams.from_seeds(
+        [policy.seed for policy in policies], [step.stop for step in steps]
     )
     outcome = verify([policy.verifier for policy in policies], p, drafts, streams)
     return list(zip(outcome.accepted.tolist(), outcome.next_token.tolist(), strict=True))
 
 
 def _logprobs(
-    steps: Sequence[VerifyStep], logits: Tensor, judged: Sequence[tuple[int, int]]
+    steps: Sequence[VerifyStep], logits: Tensor, outcomes: Sequence[tuple[int, int]]
 ) -> list[tuple[Logprobs, ...] | None]:
-    """Of each committed token, whoever proposed it: its row is that of the target at its place."""
+    """Return the logprobs of each committed token, from the target's row at its position.
+
+    They do not depend on who proposed the token.
+    """
     found: list[tuple[Logprobs, ...] | None] = []
     row = 0
-    for step, (stand, token) in zip(steps, judged, strict=True):
-        committed = (*step.drafts[:stand], token)
+    for step, (accepted, token) in zip(steps, outcomes, strict=True):
+        committed = (*step.drafts[:accepted], token)
         num_top = step.policy.logprobs
         if num_top is None:
             found.append(None)
@@ -159,7 +233,7 @@ def _logprobs(
             found.append(
                 tuple(
                     logprobs(
-                        logits[row : row + stand + 1],
+                        logits[row : row + accepted + 1],
                         torch.tensor(committed, device=logits.device),
                         num_top,
                     )

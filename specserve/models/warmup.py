@@ -1,4 +1,4 @@
-"""The first passes of a target: they make kernels and allocators ready, and say what a pass costs by the rows in it."""
+"""Warm a target up: compile kernels, fill allocators, and measure passes by their rows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from specserve.progress import Tell, silent
+from specserve.progress import ReportProgress, no_progress
 from specserve.types import ModelInfo, Policy, Verdict, VerifyStep, Warp
 
-SEQUENCE = 2**62  # no request ever has this id
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-TIMES, ENOUGH_S = (
-    3,
-    2.0,
-)  # of each pass, the quickest counts; past so many seconds the longer ones are not tried
+WARMUP_SEQ_ID = 2**62
+"""Sequence id that no request ever has."""
+WARMUP_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+REPEATS = 3
+"""Times each pass runs; the quickest counts."""
+MAX_TIMED_S = 2.0
+"""Seconds after which longer passes are not tried."""
 
 
-class Verifies(Protocol):
+class WarmupTarget(Protocol):
+    """A target in this process, with a synchronous `verify`."""
+
     info: ModelInfo
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]: ...
@@ -28,29 +31,38 @@ POLICY = Policy(Warp(temperature=0.0), "speculative", seed=0, prompt_length=1)
 
 
 def warm_up(
-    model: Verifies,
+    model: WarmupTarget,
     *,
     clock: Callable[[], float] = time.perf_counter,
     timed: bool = True,
-    tell: Tell = silent,
+    report_progress: ReportProgress = no_progress,
 ) -> tuple[tuple[int, float], ...]:
-    """Seconds by rows. Every rank of a target must do it at the same time; where there are several, no rank may stop early: `timed` False."""
-    begun, curve = clock(), []
-    encodes = model.info.decoder_start is not None
-    room = min(model.info.max_context, (model.info.num_pages - encodes) * model.info.page_size)
-    for number, rows in enumerate(ROWS):
-        tell("warming the target up", number / len(ROWS))
-        if rows <= room and (not timed or clock() - begun < ENOUGH_S):
-            curve.append(
-                (rows, min(_seconds(model, rows, clock) for _ in range(TIMES + (rows == 1))))
-            )
-    model.release([SEQUENCE])
+    """Return the seconds of a pass by its rows.
+
+    Every rank of a target must warm up at the same time. Where there are several, no rank may stop
+    early: `timed` False.
+    """
+    start, curve = clock(), []
+    has_encoder = model.info.decoder_start is not None
+    room = min(model.info.max_context, (model.info.num_pages - has_encoder) * model.info.page_size)
+    for number, rows in enumerate(WARMUP_ROWS):
+        report_progress("warming the target up", number / len(WARMUP_ROWS))
+        if rows <= room and (not timed or clock() - start < MAX_TIMED_S):
+            repeats = REPEATS + (rows == 1)
+            curve.append((rows, min(_seconds(model, rows, clock) for _ in range(repeats))))
+    model.release([WARMUP_SEQ_ID])
     return tuple(curve)
 
 
-def _seconds(model: Verifies, rows: int, clock: Callable[[], float]) -> float:
-    """Of one pass that judges rows - 1 drafts. A source is read in the first alone, which is never the quickest."""
-    source = () if model.info.decoder_start is None else (0,)
-    begun = clock()
-    model.verify([VerifyStep(SEQUENCE, 0, (0,), (0,) * (rows - 1), None, POLICY, source=source)])
-    return clock() - begun
+def _seconds(model: WarmupTarget, rows: int, clock: Callable[[], float]) -> float:
+    """Measure one pass that verifies `rows` - 1 draft tokens.
+
+    An encoder input is encoded in the first pass alone, which is never the quickest.
+    """
+    encoder_input = () if model.info.decoder_start is None else (0,)
+    start = clock()
+    drafts = (0,) * (rows - 1)
+    model.verify(
+        [VerifyStep(WARMUP_SEQ_ID, 0, (0,), drafts, None, POLICY, encoder_input=encoder_input)]
+    )
+    return clock() - start

@@ -1,4 +1,7 @@
-"""The paged cache against a plain-list model: whatever is shared, copied or evicted, each sequence reads what it would have written alone."""
+"""The paged KV cache against a model of plain lists: each sequence reads what it wrote.
+
+That holds whatever is shared, copied or evicted.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -18,13 +22,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from specserve.errors import OutOfPages, TooLittleMemory
 from specserve.models.cache import Fork, PagedCache
-from specserve.models.memory import pages_for
+from specserve.models.memory import num_pages_for
 
 PAGE, LAYERS = 4, 2
 
 
 def content(prefix: Sequence[int]) -> float:
-    """What stands for the keys of a prefix's last position: like real ones, it follows from the whole prefix. Exact in float64."""
+    """Return a number that stands for the keys of a prefix's last position.
+
+    Like real keys, it depends on the whole prefix. It is exact in float64.
+    """
     return float(crc32(array("q", prefix).tobytes()))
 
 
@@ -42,20 +49,23 @@ def small_cache(num_pages: int = 24, *, prefix_caching: bool = True) -> PagedCac
     )
 
 
-class Rig:
-    """A cache beside a plain dict of token lists. Every operation is done to both; `compare` reads the cache back."""
+class CheckedCache:
+    """A cache beside a plain dict of token lists.
+
+    Every operation is done to both; `compare` reads the cache back.
+    """
 
     def __init__(self, cache: PagedCache) -> None:
         self.cache = cache
         self.texts: dict[int, list[int]] = {}
-        self.refused = 0
+        self.num_refused = 0
         self.ids = count(1000)
 
     def write(self, seq_id: int, tokens: Sequence[int], *, match: bool = True) -> int:
-        """A worker's step: attach what is known, reserve, append, fill the slots. How many tokens were attached."""
+        """Do a worker's step, and return how many tokens were attached from the prefix cache."""
         text = self.texts.get(seq_id, [])
         self.cache.truncate(seq_id, len(text))
-        found = self.cache.match(seq_id, tokens) if match else 0
+        found = self.cache.attach_prefix(seq_id, tokens) if match else 0
         assert found % PAGE == 0
         assert found < len(tokens)
         if found:
@@ -80,24 +90,24 @@ class Rig:
         try:
             self.cache.fork_many(forks)
         except OutOfPages:
-            self.refused += 1
+            self.num_refused += 1
             assert self.state() == before, "a refused fork changed something"
             return
         for fork in forks:
-            self.texts[fork.as_id] = self.texts[fork.seq_id][: fork.length]
+            self.texts[fork.branch_id] = self.texts[fork.seq_id][: fork.length]
 
     def _reserve(self, seq_id: int, length: int) -> bool:
-        asked = sum(
+        pages = sum(
             -(-len(text) // PAGE) for other, text in self.texts.items() if other != seq_id
         ) + -(-length // PAGE)
         possible, before = self.cache.can_reserve(seq_id, length), self.state()
-        assert possible or asked > self.cache.num_pages, (
+        assert possible or pages > self.cache.num_pages, (
             "sequences that fit without any sharing are refused"
         )
         try:
             self.cache.reserve(seq_id, length)
         except OutOfPages:
-            self.refused += 1
+            self.num_refused += 1
             assert not possible
             assert self.state() == before, "a refused reservation changed something"
             return False
@@ -127,7 +137,7 @@ class Rig:
         return (
             self.cache.num_free,
             lengths,
-            self.cache.table(list(self.texts), width).tolist(),
+            self.cache.block_table(list(self.texts), width).tolist(),
             [pool.numpy().tobytes() for _, pool in self.pools()],
         )
 
@@ -143,50 +153,49 @@ class Rig:
         assert self.cache.num_used <= sum(-(-len(text) // PAGE) for text in self.texts.values())
 
 
-def random_operation(rig: Rig, rng: random.Random) -> None:
-    known = list(rig.texts)
+def random_operation(checked: CheckedCache, rng: random.Random) -> None:
+    known = list(checked.texts)
     choice = rng.random()
     if len(known) < 2 or (choice < 0.15 and len(known) < 12):
-        rig.write(
-            next(rig.ids), rng.choices((0, 1), k=rng.randrange(1, 20))
-        )  # two tokens only: prefixes repeat
+        # Two tokens only: prefixes repeat.
+        checked.write(next(checked.ids), rng.choices((0, 1), k=rng.randrange(1, 20)))
     elif choice < 0.55:
-        rig.write(rng.choice(known), rng.choices((0, 1), k=rng.randrange(1, 8)))
+        checked.write(rng.choice(known), rng.choices((0, 1), k=rng.randrange(1, 8)))
     elif choice < 0.75:
         seq_id = rng.choice(known)
-        rig.truncate(seq_id, rng.randint(0, len(rig.texts[seq_id])))
+        checked.truncate(seq_id, rng.randint(0, len(checked.texts[seq_id])))
     elif choice < 0.85 and len(known) < 12:
         seq_ids = rng.choices(known, k=rng.randrange(1, 4))
-        rig.fork(
+        checked.fork(
             [
-                Fork(seq_id, next(rig.ids), rng.randint(0, len(rig.texts[seq_id])))
+                Fork(seq_id, next(checked.ids), rng.randint(0, len(checked.texts[seq_id])))
                 for seq_id in seq_ids
             ]
         )
     else:
-        rig.release(rng.choice(known))
+        checked.release(rng.choice(known))
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_ten_thousand_random_operations_leave_every_sequence_with_its_own_contents(
     prefix_caching: bool,
 ) -> None:
-    rig, rng = Rig(small_cache(prefix_caching=prefix_caching)), random.Random(11)
+    checked, rng = CheckedCache(small_cache(prefix_caching=prefix_caching)), random.Random(11)
     for number in range(10_000):
-        random_operation(rig, rng)
+        random_operation(checked, rng)
         if number % 5 == 0:
-            rig.compare()
-    assert rig.refused > 500, "the pages never ran out: the test is too tame"
-    assert (rig.cache.prefix_hits > 1000) == prefix_caching
-    for seq_id in list(rig.texts):
-        rig.release(seq_id)
-    rig.cache.check()
-    assert rig.cache.num_free == rig.cache.num_pages
-    assert rig.cache.num_used == 0
+            checked.compare()
+    assert checked.num_refused > 500, "the pages never ran out: the test is too easy"
+    assert (checked.cache.prefix_hits > 1000) == prefix_caching
+    for seq_id in list(checked.texts):
+        checked.release(seq_id)
+    checked.cache.check()
+    assert checked.cache.num_free == checked.cache.num_pages
+    assert checked.cache.num_used == 0
 
 
 class Operations(RuleBasedStateMachine):
-    """The same, found and shrunk by hypothesis: few sequences on few pages."""
+    """Random operations, found and shrunk by hypothesis: few sequences on few pages."""
 
     ids = st.integers(0, 5)
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=12)
@@ -194,30 +203,32 @@ class Operations(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(small_cache(8))
+        self.checked = CheckedCache(small_cache(8))
 
     @rule(seq_id=ids, tokens=tokens, match=st.booleans())
     def write(self, seq_id: int, tokens: list[int], match: bool) -> None:
-        self.rig.write(seq_id, tokens, match=match)
+        self.checked.write(seq_id, tokens, match=match)
 
     @rule(seq_id=ids, length=parts)
     def truncate(self, seq_id: int, length: int) -> None:
-        if seq_id in self.rig.texts:
-            self.rig.truncate(seq_id, min(length, len(self.rig.texts[seq_id])))
+        if seq_id in self.checked.texts:
+            self.checked.truncate(seq_id, min(length, len(self.checked.texts[seq_id])))
 
-    @rule(seq_id=ids, as_id=ids, length=parts)
-    def fork(self, seq_id: int, as_id: int, length: int) -> None:
-        if seq_id in self.rig.texts and as_id != seq_id:
-            self.rig.release(as_id)
-            self.rig.fork([Fork(seq_id, as_id, min(length, len(self.rig.texts[seq_id])))])
+    @rule(seq_id=ids, branch_id=ids, length=parts)
+    def fork(self, seq_id: int, branch_id: int, length: int) -> None:
+        if seq_id in self.checked.texts and branch_id != seq_id:
+            self.checked.release(branch_id)
+            self.checked.fork(
+                [Fork(seq_id, branch_id, min(length, len(self.checked.texts[seq_id])))]
+            )
 
     @rule(seq_id=ids)
     def release(self, seq_id: int) -> None:
-        self.rig.release(seq_id)
+        self.checked.release(seq_id)
 
     @invariant()
     def contents_are_right(self) -> None:
-        self.rig.compare()
+        self.checked.compare()
 
 
 Operations.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -229,12 +240,12 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 
 def test_truncate_and_refill_equals_fresh() -> None:
-    rig = Rig(small_cache())
-    rig.write(1, text(18))
-    rig.truncate(1, 10)
-    rig.write(1, text(7, seed=1))
-    rig.write(2, text(10) + text(7, seed=1), match=False)
-    assert rig.read(1).equal(rig.read(2))
+    checked = CheckedCache(small_cache())
+    checked.write(1, text(18))
+    checked.truncate(1, 10)
+    checked.write(1, text(7, seed=1))
+    checked.write(2, text(10) + text(7, seed=1), match=False)
+    assert checked.read(1).equal(checked.read(2))
 
 
 def test_truncate_drops_whole_pages_at_once_and_only_those() -> None:
@@ -261,7 +272,7 @@ def test_truncate_gives_reserved_room_back_that_was_never_filled() -> None:
 
 
 @pytest.mark.parametrize(("seq_id", "length"), [(1, 7), (1, -1), (2, 1)])
-def test_a_step_that_starts_past_what_is_held_is_refused_rather_than_leaving_a_hole(
+def test_truncating_past_the_cached_length_raises_rather_than_leaving_a_hole(
     seq_id: int, length: int
 ) -> None:
     cache = small_cache()
@@ -289,49 +300,48 @@ def test_unknown_sequences_are_empty_and_may_be_released_and_truncated_to_nothin
 
 
 def test_a_fork_shares_full_pages_and_owns_its_last_one() -> None:
-    rig = Rig(small_cache())
-    rig.write(1, text(2 * PAGE + 3))
-    rig.fork([Fork(1, 2, 2 * PAGE + 1), Fork(1, 3, 2 * PAGE), Fork(1, 4, 0)])
-    first, second, third, empty = rig.cache.table([1, 2, 3, 4], 3).tolist()
+    checked = CheckedCache(small_cache())
+    checked.write(1, text(2 * PAGE + 3))
+    checked.fork([Fork(1, 2, 2 * PAGE + 1), Fork(1, 3, 2 * PAGE), Fork(1, 4, 0)])
+    first, second, third, empty = checked.cache.block_table([1, 2, 3, 4], 3).tolist()
     assert first[:2] == second[:2] == third[:2]
     assert first[2] != second[2]
     assert third[2] == 0
     assert empty == [0, 0, 0]
-    assert rig.cache.num_used == 4
-    rig.compare()
+    assert checked.cache.num_used == 4
+    checked.compare()
 
 
 def test_forks_do_not_disturb_one_another_after_cuts_into_shared_pages() -> None:
-    rig = Rig(small_cache(prefix_caching=False))
-    rig.write(1, text(3 * PAGE))
-    rig.fork([Fork(1, 2, 3 * PAGE), Fork(1, 3, 3 * PAGE)])
+    checked = CheckedCache(small_cache(prefix_caching=False))
+    checked.write(1, text(3 * PAGE))
+    checked.fork([Fork(1, 2, 3 * PAGE), Fork(1, 3, 3 * PAGE)])
     for seed, seq_id in enumerate((1, 2, 3), 1):
-        rig.truncate(seq_id, PAGE + 2)
-        rig.write(seq_id, text(PAGE, seed=seed))
-        rig.compare()
-    assert (
-        rig.cache.num_used == 4 + 3
-    )  # the first page is one; the last holder of the cut one needs no copy
+        checked.truncate(seq_id, PAGE + 2)
+        checked.write(seq_id, text(PAGE, seed=seed))
+        checked.compare()
+    # The first page is one; the last holder of the truncated one needs no copy.
+    assert checked.cache.num_used == 4 + 3
 
 
 def test_a_fork_outlives_the_sequence_that_it_came_from() -> None:
-    rig = Rig(small_cache())
-    rig.write(1, text(11))
-    rig.fork([Fork(1, 2, 9)])
-    rig.release(1)
-    rig.write(3, text(40, seed=3))
-    rig.compare()
+    checked = CheckedCache(small_cache())
+    checked.write(1, text(11))
+    checked.fork([Fork(1, 2, 9)])
+    checked.release(1)
+    checked.write(3, text(40, seed=3))
+    checked.compare()
 
 
 def test_forks_are_made_all_or_none() -> None:
-    rig = Rig(small_cache(4))
-    rig.write(1, text(2 * PAGE + 1))
-    rig.fork([Fork(1, 2, PAGE + 1), Fork(1, 3, PAGE + 1)])
-    assert rig.refused == 1
-    assert list(rig.texts) == [1]
-    rig.fork([Fork(1, 2, PAGE + 1), Fork(1, 3, PAGE)])
-    assert list(rig.texts) == [1, 2, 3]
-    rig.compare()
+    checked = CheckedCache(small_cache(4))
+    checked.write(1, text(2 * PAGE + 1))
+    checked.fork([Fork(1, 2, PAGE + 1), Fork(1, 3, PAGE + 1)])
+    assert checked.num_refused == 1
+    assert list(checked.texts) == [1]
+    checked.fork([Fork(1, 2, PAGE + 1), Fork(1, 3, PAGE)])
+    assert list(checked.texts) == [1, 2, 3]
+    checked.compare()
 
 
 @pytest.mark.parametrize(
@@ -355,14 +365,14 @@ def test_a_fork_onto_a_living_sequence_or_past_the_end_is_refused(forks: list[Fo
 
 
 def test_sequences_that_fit_by_their_lengths_alone_never_run_out_of_pages() -> None:
-    """The scheduler counts pages by length: a copy on write must not need one more than that."""
-    rig = Rig(small_cache(2))
-    rig.write(1, text(2 * PAGE))
-    rig.truncate(1, 2 * PAGE)  # both pages are named now, and none is free
-    rig.truncate(1, PAGE + 1)
-    rig.write(1, text(3, seed=1))
-    assert rig.refused == 0
-    rig.compare()
+    """A copy on write must not need one more page than the scheduler counts by length."""
+    checked = CheckedCache(small_cache(2))
+    checked.write(1, text(2 * PAGE))
+    checked.truncate(1, 2 * PAGE)  # both pages are registered now, and none is free
+    checked.truncate(1, PAGE + 1)
+    checked.write(1, text(3, seed=1))
+    assert checked.num_refused == 0
+    checked.compare()
 
 
 def test_a_reservation_beyond_the_whole_cache_changes_nothing() -> None:
@@ -379,43 +389,47 @@ def test_a_reservation_beyond_the_whole_cache_changes_nothing() -> None:
 
 
 def test_a_known_prompt_is_attached_but_for_its_last_token() -> None:
-    rig = Rig(small_cache())
-    rig.write(1, text(3 * PAGE))
-    rig.truncate(1, 3 * PAGE)
-    assert rig.write(2, text(3 * PAGE)) == 2 * PAGE
-    assert rig.write(3, [*text(3 * PAGE), 7]) == 3 * PAGE
-    assert rig.write(4, [*text(2 * PAGE), *text(PAGE, seed=1)]) == 2 * PAGE
-    assert rig.write(5, [8, *text(3 * PAGE)]) == 0
-    assert rig.cache.prefix_queries == 3 * PAGE + 3 * PAGE + 3 * PAGE + 1 + 3 * PAGE + 3 * PAGE + 1
-    assert rig.cache.prefix_hits == 2 * PAGE + 3 * PAGE + 2 * PAGE
-    rig.compare()
+    checked = CheckedCache(small_cache())
+    checked.write(1, text(3 * PAGE))
+    checked.truncate(1, 3 * PAGE)
+    assert checked.write(2, text(3 * PAGE)) == 2 * PAGE
+    assert checked.write(3, [*text(3 * PAGE), 7]) == 3 * PAGE
+    assert checked.write(4, [*text(2 * PAGE), *text(PAGE, seed=1)]) == 2 * PAGE
+    assert checked.write(5, [8, *text(3 * PAGE)]) == 0
+    assert (
+        checked.cache.prefix_queries == 3 * PAGE + 3 * PAGE + 3 * PAGE + 1 + 3 * PAGE + 3 * PAGE + 1
+    )
+    assert checked.cache.prefix_hits == 2 * PAGE + 3 * PAGE + 2 * PAGE
+    checked.compare()
 
 
 def test_a_prompt_in_chunks_is_attached_chunk_by_chunk() -> None:
-    rig = Rig(small_cache())
-    rig.write(1, text(5 * PAGE))
-    rig.truncate(1, 5 * PAGE)
-    assert rig.write(2, text(5 * PAGE)[: 2 * PAGE + 1]) == 2 * PAGE
-    rig.truncate(2, 2 * PAGE)
-    assert rig.write(2, text(5 * PAGE)[2 * PAGE :]) == 2 * PAGE
-    rig.compare()
+    checked = CheckedCache(small_cache())
+    checked.write(1, text(5 * PAGE))
+    checked.truncate(1, 5 * PAGE)
+    assert checked.write(2, text(5 * PAGE)[: 2 * PAGE + 1]) == 2 * PAGE
+    checked.truncate(2, 2 * PAGE)
+    assert checked.write(2, text(5 * PAGE)[2 * PAGE :]) == 2 * PAGE
+    checked.compare()
 
 
 def test_the_same_tokens_behind_another_prefix_are_not_a_hit() -> None:
-    rig = Rig(small_cache())
-    rig.write(1, text(PAGE) + text(PAGE, seed=1))
-    rig.truncate(1, 2 * PAGE)
-    assert rig.write(2, text(PAGE, seed=2) + text(PAGE, seed=1) + [5]) == 0
-    assert rig.write(3, [*text(PAGE, seed=1), 5]) == 0
+    checked = CheckedCache(small_cache())
+    checked.write(1, text(PAGE) + text(PAGE, seed=1))
+    checked.truncate(1, 2 * PAGE)
+    assert checked.write(2, text(PAGE, seed=2) + text(PAGE, seed=1) + [5]) == 0
+    assert checked.write(3, [*text(PAGE, seed=1), 5]) == 0
 
 
-def test_drafts_that_may_yet_be_refused_are_never_found_by_others() -> None:
+def test_draft_tokens_that_may_be_rejected_are_never_found_by_others() -> None:
     cache = small_cache()
     cache.reserve(1, 2 * PAGE)
     cache.append(1, text(2 * PAGE))
-    assert cache.match(2, [*text(2 * PAGE), 1]) == 0, "nothing of it is known to be committed"
+    assert cache.attach_prefix(2, [*text(2 * PAGE), 1]) == 0, (
+        "nothing of it is known to be committed"
+    )
     cache.truncate(1, PAGE + 1)
-    assert cache.match(3, [*text(2 * PAGE), 1]) == PAGE, (
+    assert cache.attach_prefix(3, [*text(2 * PAGE), 1]) == PAGE, (
         "only what lay below the truncation is committed"
     )
 
@@ -428,47 +442,46 @@ def test_nothing_is_attached_within_a_page_or_behind_room_that_is_not_filled() -
     for seq_id, reserved in ((2, 1), (3, PAGE)):
         cache.reserve(seq_id, reserved)
         cache.append(seq_id, text(2 * PAGE)[:1] if reserved == 1 else [])
-        assert cache.match(seq_id, text(2 * PAGE)) == 0
+        assert cache.attach_prefix(seq_id, text(2 * PAGE)) == 0
     cache.check()
 
 
 def test_released_pages_stay_until_room_is_needed_and_the_oldest_go_first() -> None:
-    rig = Rig(small_cache(6))
+    checked = CheckedCache(small_cache(6))
     for seq_id in (1, 2):
-        rig.write(seq_id, text(2 * PAGE, seed=seq_id))
-        rig.truncate(seq_id, 2 * PAGE)
-        rig.release(seq_id)
-    assert rig.cache.num_free == 6
-    rig.write(
-        3, text(3 * PAGE, seed=3)
-    )  # two fresh pages and one of the oldest prefix, from its end
-    rig.release(3)
-    assert rig.write(4, [*text(2 * PAGE, seed=2), 9]) == 2 * PAGE
-    assert rig.write(5, [*text(2 * PAGE, seed=1), 9]) == PAGE
-    rig.compare()
+        checked.write(seq_id, text(2 * PAGE, seed=seq_id))
+        checked.truncate(seq_id, 2 * PAGE)
+        checked.release(seq_id)
+    assert checked.cache.num_free == 6
+    # Two fresh pages and one of the oldest prefix, from its end.
+    checked.write(3, text(3 * PAGE, seed=3))
+    checked.release(3)
+    assert checked.write(4, [*text(2 * PAGE, seed=2), 9]) == 2 * PAGE
+    assert checked.write(5, [*text(2 * PAGE, seed=1), 9]) == PAGE
+    checked.compare()
 
 
 def test_without_prefix_caching_nothing_is_kept_or_counted() -> None:
-    rig = Rig(small_cache(prefix_caching=False))
-    rig.write(1, text(2 * PAGE))
-    rig.truncate(1, 2 * PAGE)
-    assert rig.write(2, [*text(2 * PAGE), 1]) == 0
-    assert rig.cache.prefix_queries == 0
+    checked = CheckedCache(small_cache(prefix_caching=False))
+    checked.write(1, text(2 * PAGE))
+    checked.truncate(1, 2 * PAGE)
+    assert checked.write(2, [*text(2 * PAGE), 1]) == 0
+    assert checked.cache.prefix_queries == 0
 
 
 def test_the_table_pads_with_page_zero_however_wide_it_is_asked() -> None:
-    rig = Rig(small_cache(64))
+    checked = CheckedCache(small_cache(64))
     for seq_id in range(40):  # more rows than the first table has
-        rig.write(seq_id, text(1 + seq_id % 5, seed=seq_id))
-    table = rig.cache.table([39, 0, 3], 50)
-    assert table.shape == (3, 50)
-    assert table.dtype == np.int64
-    for row, seq_id in zip(table, [39, 0, 3], strict=True):
-        length = rig.cache.length(seq_id)
+        checked.write(seq_id, text(1 + seq_id % 5, seed=seq_id))
+    block_table = checked.cache.block_table([39, 0, 3], 50)
+    assert block_table.shape == (3, 50)
+    assert block_table.dtype == np.int64
+    for row, seq_id in zip(block_table, [39, 0, 3], strict=True):
+        length = checked.cache.length(seq_id)
         slots = (row[: -(-length // PAGE), None] * PAGE + np.arange(PAGE)).reshape(-1)[:length]
-        assert slots.tolist() == rig.cache.slots(seq_id, 0, length).tolist()
+        assert slots.tolist() == checked.cache.slots(seq_id, 0, length).tolist()
         assert not row[-(-length // PAGE) :].any()
-    rig.compare()
+    checked.compare()
 
 
 def test_check_notices_a_page_that_is_lost_or_held_twice() -> None:
@@ -476,7 +489,7 @@ def test_check_notices_a_page_that_is_lost_or_held_twice() -> None:
         cache = small_cache()
         for seq_id in (1, 2):
             cache.reserve(seq_id, 2 * PAGE)
-        cache._table.pages[row, index] = 0
+        cache._block_table.pages[row, index] = 0
         with pytest.raises(AssertionError):
             cache.check()
 
@@ -489,13 +502,19 @@ def test_pools_have_the_shapes_that_attention_writes_to() -> None:
 
 
 def test_pages_for_a_budget_really_take_that_much() -> None:
-    options = {"num_layers": 3, "kv_heads": 2, "head_dim": 8, "page_size": 16, "v_head_dim": 4}
-    num_pages = pages_for(100_000, dtype=torch.bfloat16, **options)
+    options: dict[str, Any] = {
+        "num_layers": 3,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "page_size": 16,
+        "v_head_dim": 4,
+    }
+    num_pages = num_pages_for(100_000, dtype=torch.bfloat16, **options)
     cache = PagedCache(num_pages=num_pages, dtype=torch.bfloat16, device="cpu", **options)
     taken = sum(pool.numel() * pool.element_size() for pool in [*cache.keys, *cache.values])
     assert taken <= 100_000 < taken * (num_pages + 1) / num_pages
     with pytest.raises(TooLittleMemory, match="does not hold a single page"):
-        pages_for(taken // num_pages - 1, dtype=torch.bfloat16, **options)
+        num_pages_for(taken // num_pages - 1, dtype=torch.bfloat16, **options)
 
 
 def test_a_decode_step_costs_microseconds() -> None:
@@ -504,11 +523,11 @@ def test_a_decode_step_costs_microseconds() -> None:
     cache.append(1, range(100))
     best, start = float("inf"), 100
     for _ in range(10):
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(500):
             cache.truncate(1, start)
             cache.reserve(1, start + 6)
             cache.append(1, (1, 2, 3, 4, 5, 6))
             start += 3
-        best = min(best, (time.perf_counter() - began) / 500)
-    assert best < 50e-6  # some 3 us when nothing else runs
+        best = min(best, (time.perf_counter() - start_s) / 500)
+    assert best < 50e-6  # about 3 us when nothing else runs

@@ -1,4 +1,4 @@
-"""Packed linear layers: the plain product's numbers, and for each row the same bits whatever rows come with it."""
+"""Packed linear layers: the plain product's numbers; a row's bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from specserve.models.layers import PackedLinear, PlainLinear, linear, pack
+from specserve.models.layers import PackedLinear, PlainLinear, make_linear, pack_linears
 
 ROWS = 64
 
 
-def cancelling(rows: int, inner: int, outer: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """x [rows, inner] and weight [outer, inner], bf16, whose products cancel in pairs, the pairs strewn over the whole inner dimension.
+def cancelling_products(
+    rows: int, inner: int, outer: int, *, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Return x [rows, inner] and weight [outer, inner], bf16, whose products cancel in pairs.
 
-    What is left of a sum is its rounding, so that summing in another order shows.
+    The pairs are spread over the whole inner dimension. A sum leaves only its rounding, so that
+    summing in another order shows.
     """
     generator = torch.Generator().manual_seed(seed)
     x = (
@@ -31,36 +34,36 @@ def cancelling(rows: int, inner: int, outer: int, *, seed: int = 0) -> tuple[Ten
 
 
 def random_bias(outer: int) -> Tensor:
-    return (
-        torch.randn(outer, generator=torch.Generator().manual_seed(1)).bfloat16() * 1e-5
-    )  # about as small as what is left of the sums
+    # About as small as what is left of the sums.
+    return torch.randn(outer, generator=torch.Generator().manual_seed(1)).bfloat16() * 1e-5
 
 
-def differing(a: Tensor, b: Tensor) -> int:
+def num_differing(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
 
 
 @pytest.mark.parametrize("outer", [32, 289, 512])
 @pytest.mark.parametrize("inner", [64, 96, 128, 256, 320, 512, 640, 1024, 1536, 2048, 4096, 8192])
 def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(inner: int, outer: int) -> None:
-    x, weight = cancelling(ROWS, inner, outer)
-    layer = linear(weight, random_bias(outer))
+    x, weight = cancelling_products(ROWS, inner, outer)
+    layer = make_linear(weight, random_bias(outer))
     assert isinstance(layer, PackedLinear)
     alone = torch.cat([layer(x[i : i + 1]) for i in range(ROWS)])
     for count in range(2, ROWS + 1):
         first = (7 * count) % (ROWS - count + 1)
-        assert differing(layer(x[first : first + count]), alone[first : first + count]) == 0, (
+        assert num_differing(layer(x[first : first + count]), alone[first : first + count]) == 0, (
             f"{count} rows"
         )
-    assert differing(layer(x.repeat(8, 1)), alone.repeat(8, 1)) == 0
+    assert num_differing(layer(x.repeat(8, 1)), alone.repeat(8, 1)) == 0
 
 
 @pytest.mark.parametrize("inner", [64, 1024, 8192])
 def test_these_products_would_show_another_order_of_summing(inner: int) -> None:
-    x, weight = cancelling(ROWS, inner, 128)
+    x, weight = cancelling_products(ROWS, inner, 128)
     shuffled = torch.randperm(inner, generator=torch.Generator().manual_seed(2))
     assert (
-        differing(linear(weight[:, shuffled])(x[:, shuffled]), linear(weight)(x)) > 0.9 * ROWS * 128
+        num_differing(make_linear(weight[:, shuffled])(x[:, shuffled]), make_linear(weight)(x))
+        > 0.9 * ROWS * 128
     )
 
 
@@ -75,7 +78,7 @@ def test_the_numbers_are_those_of_the_plain_product(
     bias = torch.randn(48, generator=generator).to(dtype) if biased else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     for shape in [(6, inner), (2, 3, inner), (1, 1, 6, inner)]:
-        out = linear(weight, bias)(x.view(shape))
+        out = make_linear(weight, bias)(x.view(shape))
         assert out.shape == (*shape[:-1], 48)
         assert out.dtype == dtype
         error = (out.view(6, 48).double() - expected).abs().max() / expected.abs().max()
@@ -83,7 +86,7 @@ def test_the_numbers_are_those_of_the_plain_product(
 
 
 def test_fp32_stays_plain() -> None:
-    assert isinstance(linear(torch.randn(8, 8)), PlainLinear)
+    assert isinstance(make_linear(torch.randn(8, 8)), PlainLinear)
 
 
 class Nested(nn.Module):
@@ -93,7 +96,7 @@ class Nested(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(16, 64)
         self.first = nn.Linear(64, 48, bias=False)
-        self.inner = nn.ModuleList([Conv1D(32, 48)])
+        self.inner = nn.ModuleList([Conv1D(32, 48)])  # type: ignore[no-untyped-call]
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.inner[0](self.first(self.embedding(ids)))
@@ -104,7 +107,7 @@ def test_packing_a_model_replaces_all_its_linear_layers_and_keeps_what_it_comput
     torch.manual_seed(0)
     model, ids = Nested().bfloat16().requires_grad_(False), torch.arange(16)
     before = model(ids)
-    pack(model)
+    pack_linears(model)
     assert isinstance(model.first, PackedLinear)
     assert isinstance(model.inner[0], PackedLinear)
     assert isinstance(model.embedding, nn.Embedding)
@@ -113,19 +116,21 @@ def test_packing_a_model_replaces_all_its_linear_layers_and_keeps_what_it_comput
 
 def test_packing_leaves_a_model_in_fp32_alone() -> None:
     model = Nested().requires_grad_(False)
-    pack(model)
+    pack_linears(model)
     assert isinstance(model.first, nn.Linear)
     assert isinstance(model.inner[0], Conv1D)
 
 
 @pytest.mark.parametrize("inner", [64, 1024, 2048, 8192])
-def test_a_row_with_its_residual_has_the_same_bits_alone_and_in_company(inner: int) -> None:
-    x, weight = cancelling(ROWS, inner, 128)
+def test_a_row_with_its_residual_has_the_same_bits_alone_and_beside_others(inner: int) -> None:
+    x, weight = cancelling_products(ROWS, inner, 128)
     residual = (
         torch.randn(ROWS, 128, generator=torch.Generator().manual_seed(3)).mul_(1e-6).bfloat16()
     )
-    layer = linear(weight)
-    together = layer.plus(x, residual)
-    alone = torch.cat([layer.plus(x[i : i + 1], residual[i : i + 1]) for i in range(ROWS)])
-    assert differing(alone, together) == 0
-    assert differing(together, layer(x)) > 0  # the residual shows
+    layer = make_linear(weight)
+    together = layer.add_to_residual(x, residual)
+    alone = torch.cat(
+        [layer.add_to_residual(x[i : i + 1], residual[i : i + 1]) for i in range(ROWS)]
+    )
+    assert num_differing(alone, together) == 0
+    assert num_differing(together, layer(x)) > 0  # the residual shows

@@ -1,11 +1,11 @@
-"""The fused forward pass, whole and divided among ranks, gives what the library's modelling code gives."""
+"""The fused forward pass, whole and divided among ranks, equals the library's modelling code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -22,24 +22,29 @@ from transformers import (
     Qwen2Config,
 )
 
+from specserve.models.llama import FusedNetwork
 from specserve.models.model import open_model
-from specserve.models.network import LLAMA_SHAPED, FusedNetwork, LibraryNetwork
+from specserve.models.network import LLAMA_SHAPED, LibraryNetwork
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.types import Step
 from tests.support import checkpoints
-from tests.support.engines import placement
+from tests.support.engines import model_options
 
 RANKS = 2
 GROUPED = checkpoints.GROUPED
-SCALED = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {**SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED: dict[str, Any] = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3: dict[str, Any] = {
+    **SCALED,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     **{name: checkpoints.CONFIGS[name] for name in LLAMA_SHAPED},
     "biases": lambda: LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
-    "one_kv_head": lambda: LlamaConfig(
-        **checkpoints.SIZES, num_key_value_heads=1
-    ),  # which both ranks hold
+    # Both ranks hold the one head.
+    "one_kv_head": lambda: LlamaConfig(**checkpoints.SIZES, num_key_value_heads=1),
     "own_kv_heads": lambda: LlamaConfig(**checkpoints.SIZES, num_key_value_heads=4),
     "wide_heads": lambda: MistralConfig(**GROUPED, head_dim=32, sliding_window=None),
     "some_windows": lambda: Qwen2Config(
@@ -67,17 +72,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(
+def open_runner(
     directory: Path, *, fused: bool, dtype: str = "float32", shard: Shard | None = None
 ) -> Runner:
     with patch("specserve.models.network.can_fuse", return_value=fused):
-        runner = open_model(directory, placement(dtype=dtype, pages=40), shard=shard).runner
+        runner = open_model(directory, model_options(dtype=dtype, pages=40), shard=shard).runner
     assert isinstance(runner.network, FusedNetwork if fused else LibraryNetwork)
     return runner
 
 
 def logits(runner: Runner) -> Tensor:  # [sum(LENGTHS), vocab]
-    """Of all positions: the texts together, first all but their last token, then that."""
+    """Return the logits of all positions of the texts, computed together.
+
+    The first pass has all but their last tokens, the second has those.
+    """
     body = runner.run(
         [Step(i, 0, text[:-1]) for i, text in enumerate(TEXTS) if len(text) > 1],
         [n - 1 for n in LENGTHS if n > 1],
@@ -89,7 +97,7 @@ def logits(runner: Runner) -> Tensor:  # [sum(LENGTHS), vocab]
 
 
 def library_logits(directory: Path) -> Tensor:
-    """The same rows from the library, which has none of our code in it."""
+    """Return the rows of `logits` from the library, without any of our code."""
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -104,17 +112,17 @@ def test_both_networks_give_the_library_s_logits(root: Path, name: str, fused: b
     expected = library_logits(root / name)
     assert expected.std() > 1
     torch.testing.assert_close(
-        logits(opened(root / name, fused=fused)), expected, atol=1e-4, rtol=1e-4
+        logits(open_runner(root / name, fused=fused)), expected, atol=1e-4, rtol=1e-4
     )
 
 
 @pytest.mark.parametrize("name", ["own_kv_heads", "llama", "one_kv_head"])
-def test_a_text_without_company_gets_the_same_logits(root: Path, name: str) -> None:
+def test_a_text_alone_gets_the_same_logits(root: Path, name: str) -> None:
     text = TEXTS[-1]
-    alone = opened(root / name, fused=True).run([Step(0, 0, text)], [len(text)])
+    alone = open_runner(root / name, fused=True).run([Step(0, 0, text)], [len(text)])
     torch.testing.assert_close(
         alone[:-1],
-        logits(opened(root / name, fused=True))[LENGTHS[1] - 1 : -len(TEXTS)],
+        logits(open_runner(root / name, fused=True))[LENGTHS[1] - 1 : -len(TEXTS)],
         atol=1e-4,
         rtol=1e-4,
     )
@@ -126,16 +134,16 @@ def test_in_bf16_the_fused_network_is_as_near_to_fp32_as_the_library_s_code(
 ) -> None:
     expected = library_logits(root / name)
     fused, library = (
-        (logits(opened(root / name, fused=fused, dtype="bfloat16")).float() - expected).std()
+        (logits(open_runner(root / name, fused=fused, dtype="bfloat16")).float() - expected).std()
         for fused in (True, False)
     )
     assert fused < 1.2 * library < 0.2 * expected.std()
 
 
-def logits_from_sources(directory: Path, shard: Shard | None = None) -> Tensor:  # [rows, vocab]
-    """Of an encoder-decoder: what is written so far is read with the sources; then a token more of each."""
-    runner = open_model(directory, placement(pages=40), shard=shard).runner
-    steps = [Step(i, 0, (0, *range(5, 5 + 3 * i)), source) for i, source in enumerate(TEXTS)]
+def encoder_decoder_logits(directory: Path, shard: Shard | None = None) -> Tensor:  # [rows, vocab]
+    """Return an encoder-decoder's logits: of texts with their encoder inputs, then a token more."""
+    runner = open_model(directory, model_options(pages=40), shard=shard).runner
+    steps = [Step(i, 0, (0, *range(5, 5 + 3 * i)), text) for i, text in enumerate(TEXTS)]
     return torch.cat(
         [
             runner.run(steps, [len(step.tokens) for step in steps]),
@@ -150,7 +158,7 @@ KINDS = [(True, "float32"), (False, "float32"), (True, "bfloat16")]
 
 
 def rank_main(rank: int, root: str) -> None:
-    """Both ranks share each model in turn; rank 0 leaves its logits in a file."""
+    """Share each model with the other rank in turn; rank 0 saves its logits to a file."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -160,15 +168,16 @@ def rank_main(rank: int, root: str) -> None:
         timeout=timedelta(seconds=120),
     )
     shard = Shard(rank, RANKS)
-    seen = {
+    seen: dict[Any, Tensor] = {
         (name, fused, dtype): logits(
-            opened(Path(root) / name, fused=fused, dtype=dtype, shard=shard)
+            open_runner(Path(root) / name, fused=fused, dtype=dtype, shard=shard)
         )
         for name in CONFIGS
         for fused, dtype in KINDS
     }
     seen |= {
-        name: logits_from_sources(Path(root) / name, shard) for name in checkpoints.ENCODER_DECODERS
+        name: encoder_decoder_logits(Path(root) / name, shard)
+        for name in checkpoints.ENCODER_DECODERS
     }
     if rank == 0:
         torch.save(seen, f"{root}/logits.pt")
@@ -177,7 +186,7 @@ def rank_main(rank: int, root: str) -> None:
 
 @pytest.fixture(scope="module")
 def logits_of_two_ranks(root: Path) -> dict[Any, Tensor]:
-    mp.spawn(rank_main, args=(str(root),), nprocs=RANKS)
+    cast(Any, mp).spawn(rank_main, args=(str(root),), nprocs=RANKS)
     return torch.load(root / "logits.pt")  # type: ignore[no-any-return]
 
 
@@ -187,15 +196,15 @@ def test_two_ranks_give_the_logits_of_one(
     root: Path, logits_of_two_ranks: dict[Any, Tensor], name: str, fused: bool, dtype: str
 ) -> None:
     whole, divided = (
-        logits(opened(root / name, fused=fused, dtype=dtype)).float(),
+        logits(open_runner(root / name, fused=fused, dtype=dtype)).float(),
         logits_of_two_ranks[name, fused, dtype].float(),
     )
     assert (divided - whole).std() < (1e-5 if dtype == "float32" else 0.1) * whole.std()
 
 
 @pytest.mark.parametrize("name", checkpoints.ENCODER_DECODERS)
-def test_two_ranks_read_sources_as_one_does(
+def test_two_ranks_encode_inputs_as_one_does(
     root: Path, logits_of_two_ranks: dict[Any, Tensor], name: str
 ) -> None:
-    whole = logits_from_sources(root / name)
+    whole = encoder_decoder_logits(root / name)
     assert (logits_of_two_ranks[name] - whole).abs().max() < 1e-4 * whole.std()

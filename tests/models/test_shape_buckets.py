@@ -1,4 +1,4 @@
-"""Numbers of rows that recur, so that a server of many lengths does not compile, and keep, a kernel for each."""
+"""Bucketed shapes, so that a server of many lengths does not compile and keep a kernel for each."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from specserve.models.layout import Geometry, Planner, Writes
-from specserve.models.shape_buckets import recurring
+from specserve.models.layout import Geometry, Writes
+from specserve.models.planner import Planner
+from specserve.models.shape_buckets import bucket_size
 
-# Prompts of forty lengths, one after the other and with others' rounds beside them.
+# Prompts of forty lengths, one after the other and batched with the rounds of others.
 PROGRAM = """
 import random
 from specserve import LLM, Sampling
-llm, chance = LLM(**{"target.dtype": "bfloat16", "cache.pages": 256}), random.Random(1)
+llm, rng = LLM(**{"target.dtype": "bfloat16", "cache.pages": 256}), random.Random(1)
 for lengths in ([[n] for n in range(17, 57)] + [[4, 5, n] for n in range(17, 57)]):
-    prompts = [[chance.randrange(3, 4000) for _ in range(n)] for n in lengths]
+    prompts = [[rng.randrange(3, 4000) for _ in range(n)] for n in lengths]
     llm.generate(prompts, [Sampling(max_tokens=1 + n % 3, temperature=0) for n in lengths])
 """
 
 
-def test_every_number_up_to_sixteen_recurs_and_few_beyond_it() -> None:
-    assert [recurring(rows) for rows in range(17)] == list(range(17))
-    assert [recurring(rows) for rows in (17, 18, 31, 33, 36, 65, 100, 129, 511, 512)] == [
+def test_every_size_up_to_sixteen_is_a_bucket_and_few_beyond_it() -> None:
+    assert [bucket_size(rows) for rows in range(17)] == list(range(17))
+    assert [bucket_size(rows) for rows in (17, 18, 31, 33, 36, 65, 100, 129, 511, 512)] == [
         18,
         18,
         32,
@@ -40,9 +41,9 @@ def test_every_number_up_to_sixteen_recurs_and_few_beyond_it() -> None:
         512,
         512,
     ]
-    assert all(rows <= recurring(rows) <= rows * 1.125 for rows in range(1, 3000))
-    assert len({recurring(rows) for rows in range(1, 513)}) == 16 + 5 * 8
-    assert sorted({recurring(size, exact=4) for size in range(1, 33)}) == [
+    assert all(rows <= bucket_size(rows) <= rows * 1.125 for rows in range(1, 3000))
+    assert len({bucket_size(rows) for rows in range(1, 513)}) == 16 + 5 * 8
+    assert sorted({bucket_size(size, exact=4) for size in range(1, 33)}) == [
         1,
         2,
         3,
@@ -56,19 +57,16 @@ def test_every_number_up_to_sixteen_recurs_and_few_beyond_it() -> None:
     ]
 
 
-def test_mixed_companies_have_few_shapes_and_each_row_one_place() -> None:
-    chance, shapes = random.Random(1), set()
-    planner = Planner(Geometry(page_size=16, kv_heads=2, block=256, device=torch.device("cpu")))
+def test_mixed_groups_have_few_shapes_and_each_row_once() -> None:
+    rng, shapes = random.Random(1), set()
+    planner = Planner(Geometry(page_size=16, kv_heads=2, key_block=256, device=torch.device("cpu")))
     for _ in range(400):
         counts = np.array(
-            [
-                chance.choice((1, 2, 5, 9, chance.randint(1, 80)))
-                for _ in range(chance.randint(2, 24))
-            ]
+            [rng.choice((1, 2, 5, 9, rng.randint(1, 80))) for _ in range(rng.randint(2, 24))]
         )
-        starts = np.array([chance.randrange(170) for _ in counts])
-        table = np.arange(32 * len(counts)).reshape(len(counts), 32)
-        groups = planner.lay_out(Writes(starts, counts, table)).groups
+        starts = np.array([rng.randrange(170) for _ in counts])
+        block_table = np.arange(32 * len(counts)).reshape(len(counts), 32)
+        groups = planner.lay_out(Writes(starts, counts, block_table)).groups
         rows = [
             group.rows if group.valid is None else group.rows[group.valid]
             for group in groups
@@ -78,34 +76,35 @@ def test_mixed_companies_have_few_shapes_and_each_row_one_place() -> None:
             assert sorted(torch.cat(rows).tolist()) == list(range(counts.sum()))
             shapes |= {(group.seqs, group.queries) for group in groups}
     seqs = {seqs for seqs, _ in shapes}
-    assert seqs <= {recurring(seqs) for seqs in range(1, 25)}
+    assert seqs <= {bucket_size(seqs) for seqs in range(1, 25)}
     assert max(seqs) > 16
     assert {queries for _, queries in shapes} <= {
-        recurring(queries, exact=4) for queries in range(1, 33)
-    } | {recurring(n) for n in range(33, 81)}
+        bucket_size(queries, exact=4) for queries in range(1, 33)
+    } | {bucket_size(n) for n in range(33, 81)}
 
 
 @pytest.mark.slow
-def test_kernels_are_compiled_for_these_numbers_of_rows_only() -> None:
-    """As the library that compiles them tells."""
-    known = {**os.environ, "ONEDNN_VERBOSE": "profile_create"}
+def test_kernels_are_compiled_for_bucket_sizes_only() -> None:
+    """The number of rows is read from oneDNN's own log."""
+    environment = {**os.environ, "ONEDNN_VERBOSE": "profile_create"}
     log = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env=known,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
     ).stdout
-    made = [line for line in log.splitlines() if "create:cache_miss" in line]
-    linear = {int(match[1]) for line in made if (match := re.search(r",mb(\d+)ic", line))}
+    compiled = [line for line in log.splitlines() if "create:cache_miss" in line]
+    linear = {int(match[1]) for line in compiled if (match := re.search(r",mb(\d+)ic", line))}
+    # Two heads share keys.
     attention = {
         int(match[1]) // 2
-        for line in made
+        for line in compiled
         if (match := re.search(r",\d+x(\d+)x\d+:\d+x\d+x\d+,", line))
-    }  # two heads share keys
+    }
     assert max(linear) > 56, "as many rows as the prompts have tokens"
-    assert linear == {recurring(rows) for rows in linear}
+    assert linear == {bucket_size(rows) for rows in linear}
     assert not [
-        queries for queries in attention if queries > 32 and queries != recurring(queries)
+        queries for queries in attention if queries > 32 and queries != bucket_size(queries)
     ], "where products of attention are this library's too"

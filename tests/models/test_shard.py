@@ -1,11 +1,11 @@
-"""Tensor parallelism on gloo: the ranks together compute what the whole model computes, and each holds its share only."""
+"""Tensor parallelism on gloo: ranks together compute the whole model, and each holds its share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from specserve.errors import NoShardingPlan
-from specserve.models.checkpoints.load import Loaded, load_model
+from specserve.models.checkpoints.load import LoadedModel, load_model
 from specserve.models.checkpoints.weights import Weights
 from specserve.models.plans import check_plan
 from specserve.models.shard import Shard
@@ -35,7 +35,7 @@ RANKS = 4
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model, shared by so many ranks."""
+    """One model, shared by `size` ranks."""
 
     name: str
     size: int
@@ -46,21 +46,22 @@ class Case:
 
 
 PAIRS = [*(Case(name, 2) for name in checkpoints.ARCHITECTURES), Case("llama", 2, torch.bfloat16)]
+# All but the first repeat kv heads.
 FOURS = [
     Case("llama_four_kv_heads", 4),
     Case("llama", 4),
     Case("qwen2", 4),
     Case("phi3", 4),
-]  # all but the first repeat kv heads
+]
 
 
-def load(root: Path, case: Case, shard: Shard | None) -> Loaded:
+def load(root: Path, case: Case, shard: Shard | None) -> LoadedModel:
     return load_model(
         root / case.name, dtype=case.dtype, device="cpu", shard=shard, attention="eager"
     )
 
 
-def logits(loaded: Loaded) -> Tensor:
+def logits(loaded: LoadedModel) -> Tensor:
     ids = torch.arange(3, 3 + PROMPT_LENGTH)[None] * 7 % checkpoints.VOCAB
     with torch.inference_mode():
         out: Tensor = loaded.module(input_ids=ids, use_cache=False).logits[0]  # [tokens, vocab]
@@ -68,7 +69,10 @@ def logits(loaded: Loaded) -> Tensor:
 
 
 def rank_main(rank: int, root: str) -> None:
-    """Two pairs share the two-rank cases between them, then all four do the rest; every rank leaves its logits in a file."""
+    """Compute the cases of one rank and save their logits to a file.
+
+    Two pairs of ranks share the two-rank cases between them, then all four do the rest.
+    """
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -98,9 +102,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_logits(root: Path) -> dict[str, Tensor]:
-    """By case, from the rank 0 of the ranks that shared it."""
-    mp.spawn(rank_main, args=(str(root),), nprocs=RANKS)
-    return torch.load(root / "2.pt") | torch.load(root / "0.pt")
+    """Logits by case, from rank 0 of the ranks that shared it."""
+    cast(Any, mp).spawn(rank_main, args=(str(root),), nprocs=RANKS)
+    saved: dict[str, Tensor] = torch.load(root / "2.pt") | torch.load(root / "0.pt")
+    return saved
 
 
 @pytest.mark.parametrize("case", [*PAIRS, *FOURS], ids=str)
@@ -125,14 +130,12 @@ def test_a_rank_reads_and_holds_its_share_only(
         if p.ndim > 1 and all(p is not embedding for embedding in embeddings)
     ]
     if whole.config.tie_word_embeddings:
-        matrices.append(
-            whole.get_output_embeddings().weight
-        )  # replicated as the embedding, divided as the head
+        # Replicated as the embedding, divided as the head.
+        matrices.append(whole.get_output_embeddings().weight)
     vectors = [p for p in whole.parameters() if p.ndim == 1]
-    bound = sum(p.nbytes for p in [*embeddings, *vectors]) + 0.52 * sum(
-        p.nbytes for p in matrices
-    )  # routers are replicated too
-    read = counted_reads(monkeypatch)
+    # Routers are replicated too.
+    bound = sum(p.nbytes for p in [*embeddings, *vectors]) + 0.52 * sum(p.nbytes for p in matrices)
+    read = count_reads(monkeypatch)
     for rank in range(2):
         read.clear()
         held = sum(
@@ -143,7 +146,7 @@ def test_a_rank_reads_and_holds_its_share_only(
         assert sum(read) < bound
 
 
-def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     original = Weights.read
 
@@ -168,7 +171,7 @@ def test_heads_are_counted_per_rank_and_kv_heads_repeated_when_there_are_too_few
 def test_ranks_hold_every_row_of_the_vocabulary_head_once(root: Path) -> None:
     whole: Any = load(root, Case("qwen3", 1), None).module
     heads = [
-        load(root, Case("qwen3", 4), Shard(rank, 4)).module.lm_head.inner.weight
+        cast(Any, load(root, Case("qwen3", 4), Shard(rank, 4)).module).lm_head.inner.weight
         for rank in range(4)
     ]
     assert torch.equal(torch.cat(heads), whole.lm_head.weight)

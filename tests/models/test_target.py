@@ -1,14 +1,15 @@
-"""The target's side of a round: verdicts, logprobs and penalties are those of plain decoding, whoever proposed the tokens."""
+"""The target's side of a round: verdicts, logprobs and penalties equal those of plain decoding."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specserve.models.model import Placement, open_model
+from specserve.models.model import ModelOptions, open_model
 from specserve.models.target import TargetModel
 from specserve.types import ModelInfo, Policy, Verdict, VerifyStep, Warp
 from tests.support import checkpoints
@@ -22,36 +23,38 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make("llama", tmp_path_factory.mktemp("target") / "target")
 
 
-def target(checkpoint: Path) -> TargetModel:
+def open_target_model(checkpoint: Path) -> TargetModel:
     return TargetModel(
-        open_model(checkpoint, Placement(dtype="float32", device="cpu", pages=64)).runner, INFO
+        open_model(checkpoint, ModelOptions(dtype="float32", device="cpu", pages=64)).runner, INFO
     )
 
 
-def policy(logprobs: int | None = None, **warp: float) -> Policy:
-    return Policy(Warp(**{"temperature": 0.0, **warp}), "block", 1, len(PROMPT), logprobs=logprobs)  # type: ignore[arg-type]
+def policy(logprobs: int | None = None, **warp: Any) -> Policy:
+    return Policy(Warp(**{"temperature": 0.0, **warp}), "block", 1, len(PROMPT), logprobs=logprobs)
 
 
-def plain(model: TargetModel, num_tokens: int, how: Policy) -> list[Verdict]:
-    """Token by token, without drafts."""
+def decode_plainly(model: TargetModel, num_tokens: int, own_policy: Policy) -> list[Verdict]:
+    """Return the verdicts of plain decoding, token by token without draft tokens."""
     verdicts: list[Verdict] = []
     start, tokens = 0, PROMPT
     for _ in range(num_tokens):
-        verdicts += model.verify([VerifyStep(0, start, tokens, (), None, how)])
+        verdicts += model.verify([VerifyStep(0, start, tokens, (), None, own_policy)])
         start, tokens = start + len(tokens), (verdicts[-1].next_token,)
     model.release([0])
     return verdicts
 
 
 def test_logprobs_are_the_targets_for_accepted_tokens_and_for_corrections(checkpoint: Path) -> None:
-    how = policy(logprobs=3)
-    expected = plain(target(checkpoint), 5, how)
+    own_policy = policy(logprobs=3)
+    expected = decode_plainly(open_target_model(checkpoint), 5, own_policy)
     drafts = (
         *(v.next_token for v in expected[:3]),
         (expected[3].next_token + 1) % checkpoints.VOCAB,
         7,
     )
-    (verdict,) = target(checkpoint).verify([VerifyStep(0, 0, PROMPT, drafts, None, how)])
+    (verdict,) = open_target_model(checkpoint).verify(
+        [VerifyStep(0, 0, PROMPT, drafts, None, own_policy)]
+    )
     assert (verdict.accepted, verdict.next_token) == (3, expected[3].next_token)
     assert verdict.logprobs is not None
     for got, want in zip(verdict.logprobs, expected, strict=False):
@@ -64,7 +67,7 @@ def test_logprobs_are_of_the_unwarped_distribution(checkpoint: Path) -> None:
     library = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.inference_mode():
         raw = library(torch.tensor([PROMPT])).logits[0, -1].log_softmax(-1)
-    (verdict,) = target(checkpoint).verify(
+    (verdict,) = open_target_model(checkpoint).verify(
         [VerifyStep(0, 0, PROMPT, (), None, policy(logprobs=2, temperature=0.5, top_k=1))]
     )
     assert verdict.logprobs is not None
@@ -73,34 +76,38 @@ def test_logprobs_are_of_the_unwarped_distribution(checkpoint: Path) -> None:
 
 
 def test_penalties_see_the_drafts_before_each_position(checkpoint: Path) -> None:
-    how = policy(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
-    expected = [v.next_token for v in plain(target(checkpoint), 8, how)]
-    assert expected != [v.next_token for v in plain(target(checkpoint), 8, policy())]
-    (verdict,) = target(checkpoint).verify(
-        [VerifyStep(0, 0, PROMPT, tuple(expected[:7]), None, how)]
+    own_policy = policy(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=1.5)
+    expected = [v.next_token for v in decode_plainly(open_target_model(checkpoint), 8, own_policy)]
+    assert expected != [
+        v.next_token for v in decode_plainly(open_target_model(checkpoint), 8, policy())
+    ]
+    (verdict,) = open_target_model(checkpoint).verify(
+        [VerifyStep(0, 0, PROMPT, tuple(expected[:7]), None, own_policy)]
     )
     assert (verdict.accepted, verdict.next_token) == (7, expected[7])
 
 
 def test_a_repeated_step_gives_the_same_verdict(checkpoint: Path) -> None:
-    model = target(checkpoint)
+    model = open_target_model(checkpoint)
     model.verify([VerifyStep(0, 0, PROMPT, (), None, policy())])
     step = VerifyStep(0, len(PROMPT), (5,), (6, 7, 8), None, policy())
     assert model.verify([step]) == model.verify([step])
 
 
 def test_chunks_of_a_prompt_get_no_verdict_and_leave_the_same_text(checkpoint: Path) -> None:
-    whole = target(checkpoint).verify([VerifyStep(0, 0, PROMPT, (), None, policy())])
-    model = target(checkpoint)
-    assert model.verify([VerifyStep(0, 0, PROMPT[:17], (), None, policy(), decide=False)]) == []
+    whole = open_target_model(checkpoint).verify([VerifyStep(0, 0, PROMPT, (), None, policy())])
+    model = open_target_model(checkpoint)
+    assert (
+        model.verify([VerifyStep(0, 0, PROMPT[:17], (), None, policy(), needs_verdict=False)]) == []
+    )
     assert model.verify([VerifyStep(0, 17, PROMPT[17:], (), None, policy())]) == whole
 
 
-def test_a_prompt_that_was_seen_before_is_taken_from_the_prefix_cache_with_the_same_outcome(
+def test_a_known_prompt_is_taken_from_the_prefix_cache_with_the_same_verdict(
     checkpoint: Path,
 ) -> None:
-    model = target(checkpoint)
-    drafts = tuple(v.next_token for v in plain(model, 4, policy()))
+    model = open_target_model(checkpoint)
+    drafts = tuple(v.next_token for v in decode_plainly(model, 4, policy()))
     model.verify([VerifyStep(1, 0, PROMPT, (), None, policy())])
     model.verify([VerifyStep(1, len(PROMPT), (drafts[0],), (), None, policy())])
     (verdict,) = model.verify([VerifyStep(2, 0, PROMPT, drafts[:3], None, policy())])

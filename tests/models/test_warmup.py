@@ -1,25 +1,28 @@
-"""The curve of a target's passes, as its warm-up finds it."""
+"""Warm-up of a target: the seconds of a pass by its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
-from specserve.models.warmup import ROWS, warm_up
-from specserve.types import VerifyStep
+from specserve.models.warmup import WARMUP_ROWS, warm_up
+from specserve.types import ModelInfo, Verdict, VerifyStep
 
 
-class Model:
-    """Takes 1 ms, and 0.1 ms more for each row."""
+class FakeTarget:
+    """A target whose passes take 1 ms, and 0.1 ms more for each row."""
 
     def __init__(self, *, context: int, slow: float = 1.0) -> None:
-        self.info = SimpleNamespace(
-            max_context=context, num_pages=1000, page_size=16, decoder_start=None
+        self.info = ModelInfo(
+            vocab_size=100,
+            max_context=context,
+            end_ids=frozenset(),
+            page_size=16,
+            num_pages=1000,
         )
         self.now, self.slow = 0.0, slow
         self.held: set[int] = set()
 
-    def verify(self, steps: Sequence[VerifyStep]) -> list[object]:
+    def verify(self, steps: Sequence[VerifyStep]) -> list[Verdict]:
         self.now += self.slow * (
             1e-3 + 1e-4 * sum(len(step.tokens) + len(step.drafts) for step in steps)
         )
@@ -30,19 +33,19 @@ class Model:
         self.held -= set(seq_ids)
 
 
-def test_the_seconds_of_each_number_of_rows_are_found_and_nothing_is_left_behind() -> None:
-    model = Model(context=4096)
-    curve = dict(warm_up(model, clock=lambda: model.now))  # type: ignore[arg-type]
-    assert tuple(curve) == ROWS
+def test_warm_up_times_each_number_of_rows_and_releases_its_sequence() -> None:
+    model = FakeTarget(context=4096)
+    curve = dict(warm_up(model, clock=lambda: model.now))
+    assert tuple(curve) == WARMUP_ROWS
     assert abs(curve[64] - 7.4e-3) < 1e-9
     assert not model.held
 
 
-def test_a_short_context_and_a_slow_machine_are_not_asked_too_much() -> None:
-    short, slow = Model(context=20), Model(context=4096, slow=200.0)
-    assert max(rows for rows, _ in warm_up(short, clock=lambda: short.now)) == 16  # type: ignore[arg-type]
-    warm_up(slow, clock=lambda: slow.now)  # type: ignore[arg-type]
+def test_warm_up_stops_early_for_a_short_context_or_a_slow_machine() -> None:
+    short, slow = FakeTarget(context=20), FakeTarget(context=4096, slow=200.0)
+    assert max(rows for rows, _ in warm_up(short, clock=lambda: short.now)) == 16
+    warm_up(slow, clock=lambda: slow.now)
     assert slow.now < 5
-    assert len(warm_up(slow, clock=lambda: slow.now, timed=False)) == len(ROWS), (
+    assert len(warm_up(slow, clock=lambda: slow.now, timed=False)) == len(WARMUP_ROWS), (
         "ranks must all do the same, however slow"
-    )  # type: ignore[arg-type]
+    )

@@ -1,4 +1,7 @@
-"""The same bits: a position's logits do not depend on what shares its pass. bf16, CPU, every architecture that the tests make."""
+"""Row invariance: a position's logits have the same bits whatever shares its pass.
+
+In bf16 on CPU, for every architecture that the tests make.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specserve.models.model import Placement, open_model
+from specserve.models.model import ModelOptions, open_model
 from specserve.models.runner import Runner
 from specserve.types import Step
 from tests.support import checkpoints
 
-LENGTH, COMPANIONS = 150, 5
-# As in every released model: widths of whole vectors, and no product so small that torch's own loops would take it from oneDNN.
+LENGTH, NUM_TEXTS = 150, 5
+# As in every released model: widths of whole vectors, and no product so small that torch's own
+# loops would compute it instead of oneDNN.
 WIDTHS = {
     "vocab_size": 320,
     "hidden_size": 128,
@@ -22,7 +26,7 @@ WIDTHS = {
     "num_local_experts": 64,
     "num_experts": 64,
 }
-BF16 = Placement(dtype="bfloat16", device="cpu", pages=160, prefix_caching=False)
+BF16 = ModelOptions(dtype="bfloat16", device="cpu", pages=160, prefix_caching=False)
 
 
 @pytest.fixture(scope="module", params=checkpoints.ARCHITECTURES)
@@ -39,13 +43,16 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def texts() -> list[tuple[int, ...]]:
     rng = np.random.default_rng(0)
-    return [tuple(rng.integers(3, checkpoints.VOCAB, LENGTH).tolist()) for _ in range(COMPANIONS)]
+    return [tuple(rng.integers(3, checkpoints.VOCAB, LENGTH).tolist()) for _ in range(NUM_TEXTS)]
 
 
-def fed(
+def feed(
     runner: Runner, texts: list[tuple[int, ...]], rng: np.random.Generator, *, largest: int
 ) -> list[Tensor]:
-    """Logits of each text, fed in random chunks of up to `largest` tokens, a random number of the texts together in each pass."""
+    """Return the logits of each text, computed in random chunks of up to `largest` tokens.
+
+    Each pass has a random number of the texts.
+    """
     parts: list[list[Tensor]] = [[] for _ in texts]
     done = [0] * len(texts)
     while any(start < LENGTH for start in done):
@@ -59,7 +66,7 @@ def fed(
             ],
             counts,
         )
-        for i, n, part in zip(chosen, counts, logits.split(counts), strict=True):
+        for i, n, part in zip(chosen, counts, torch.split(logits, counts), strict=True):
             parts[i].append(part)
             done[i] += n
     runner.release(range(len(texts)))
@@ -67,10 +74,10 @@ def fed(
 
 
 @pytest.mark.parametrize("largest", [8, LENGTH])
-def test_bits_do_not_depend_on_chunks_or_company(
+def test_bits_do_not_depend_on_chunks_or_on_other_texts(
     runner: Runner, texts: list[tuple[int, ...]], largest: int
 ) -> None:
-    whole = [fed(runner, [text], np.random.default_rng(0), largest=1)[0] for text in texts]
-    mixed = fed(runner, texts, np.random.default_rng(largest), largest=largest)
+    whole = [feed(runner, [text], np.random.default_rng(0), largest=1)[0] for text in texts]
+    mixed = feed(runner, texts, np.random.default_rng(largest), largest=largest)
     differing = sum(int((a != b).any(-1).sum()) for a, b in zip(whole, mixed, strict=True))
-    assert differing == 0, f"{differing} of {COMPANIONS * LENGTH} positions differ"
+    assert differing == 0, f"{differing} of {NUM_TEXTS * LENGTH} positions differ"

@@ -1,10 +1,14 @@
-"""Tiny checkpoints with random weights, one maker for each architecture that the tests cover. Written once, in a second or less."""
+"""Tiny checkpoints with random weights, one for each architecture that the tests cover.
+
+Each is written in a second or less.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,23 +37,23 @@ from transformers import (
 VOCAB, CONTEXT, WINDOW = 289, 1024, 16  # an odd vocabulary: no number of ranks divides it
 PAD, BOS, EOS = 0, 1, 2
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-TOKENS = {
+TOKENS: dict[str, Any] = {
     "vocab_size": VOCAB,
     "max_position_embeddings": CONTEXT,
     "pad_token_id": PAD,
     "bos_token_id": BOS,
     "eos_token_id": EOS,
 }
-SIZES = {
+SIZES: dict[str, Any] = {
     **TOKENS,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-GROUPED = {**SIZES, "num_key_value_heads": 2}
+GROUPED: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
-GEMMA = {
+GEMMA: dict[str, Any] = {
     **GROUPED,
     "num_hidden_layers": 3,
     "head_dim": 16,
@@ -57,7 +61,7 @@ GEMMA = {
     "sliding_window": WINDOW,
     "layer_types": ALTERNATING,
 }
-GPT_OSS = {
+GPT_OSS: dict[str, Any] = {
     **GROUPED,
     "num_hidden_layers": 3,
     "head_dim": 16,
@@ -82,10 +86,9 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "gpt2": lambda: GPT2Config(**SIZES),
     "gpt_neox": lambda: GPTNeoXConfig(**SIZES),
     "mixtral": lambda: MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
-    # the second layer is dense
+    # The second layer is dense.
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **GROUPED,
-        head_dim=16,
+        **{**GROUPED, "head_dim": 16},
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=32,
@@ -95,7 +98,7 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 ARCHITECTURES = tuple(name for name in CONFIGS if name != "llama_four_kv_heads")
 
-T5 = {
+T5: dict[str, Any] = {
     "vocab_size": VOCAB,
     "d_model": 64,
     "d_kv": 16,
@@ -111,24 +114,30 @@ T5 = {
 }
 ENCODER_DECODERS: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "t5": lambda: T5Config(**T5),
-    "t5_v1_1": lambda: T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "t5_v1_1": lambda: T5Config(
+        **{**T5, "tie_word_embeddings": False}, feed_forward_proj="gated-gelu"
+    ),
     "mt5": lambda: MT5Config(**T5, num_decoder_layers=3),
 }
 
 
 def make(name: str, directory: Path, *, seed: int = 0, shard_bytes: int | str = "1GB") -> Path:
-    """Write the checkpoint `name` of CONFIGS into `directory`, in fp32 safetensors; a small `shard_bytes` makes several files."""
+    """Write the checkpoint `name` of CONFIGS into `directory`, in fp32 safetensors.
+
+    A small `shard_bytes` makes several files.
+    """
     return write(CONFIGS[name](), directory, seed=seed, shard_bytes=shard_bytes)
 
 
-# Of matrices, by a part of their names. T5's scores are not scaled down, so its queries are; its attention must be heard in what is written.
-LOUDNESS = {"ttention.q.": 0.5, "ttention.o.": 5.0, ".wi_": 1.0, "lm_head": 3.0}
+# Scales of matrices, by a part of their names. T5's scores are not scaled down, so its queries are;
+# its attention must have an effect on the text.
+SCALES = {"ttention.q.": 0.5, "ttention.o.": 5.0, ".wi_": 1.0, "lm_head": 3.0}
 
 
 def write(
     config: PreTrainedConfig, directory: Path, *, seed: int = 0, shard_bytes: int | str = "1GB"
 ) -> Path:
-    library = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    library: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = library.from_config(config, dtype=torch.float32)
     randomise(model, torch.Generator().manual_seed(seed))
     model.save_pretrained(directory, max_shard_size=shard_bytes)
@@ -138,7 +147,10 @@ def write(
 
 
 def untie(directory: Path, *, seed: int) -> None:
-    """A vocabulary head of its own beside T5's embedding, as the later T5s have and the library's own checkpoints cannot."""
+    """Add a vocabulary head of its own beside T5's embedding.
+
+    The later T5s have one, and the library cannot save it.
+    """
     path = directory / "model.safetensors"
     weights = load_file(path)
     shape = weights["shared.weight"].shape
@@ -151,29 +163,35 @@ def untie(directory: Path, *, seed: int) -> None:
 
 
 @torch.no_grad()
-def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Weights large enough that logits are peaked, argmax ties do not occur, and each token shows in the text that follows."""
-    gemma = (
-        "gemma" in model.config.model_type
-    )  # its embedding is scaled up and tied to the head: the text would be one token repeated
-    t5 = model.config.is_encoder_decoder  # likewise tied
+def randomise(model: Any, generator: torch.Generator) -> None:
+    """Set weights that are large enough for texts to be worth comparing.
+
+    Logits are peaked, argmax ties do not occur, and each token affects the text that follows.
+    """
+    # Gemma's embedding is scaled up and tied to the head: the text would be one token repeated.
+    # T5's is tied, too.
+    gemma = "gemma" in model.config.model_type
+    t5 = model.config.is_encoder_decoder
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
-            loud = (
+            large = (
                 gemma and ("post_" in name or name == "model.norm.weight")
             ) or name == "decoder.final_layer_norm.weight"
-            parameter.add_(noise * 0.3 + (3.0 if loud else 0.0))
+            parameter.add_(noise * 0.3 + (3.0 if large else 0.0))
         elif parameter is model.get_input_embeddings().weight:
             parameter.copy_(noise * (0.15 if gemma else 0.1 if t5 else 0.4))
         else:
             fan_in = parameter.shape[0] if ".c_" in name else parameter.shape[-1]
-            scale = next((scale for part, scale in LOUDNESS.items() if part in name), 2.0)
+            scale = next((scale for part, scale in SCALES.items() if part in name), 2.0)
             parameter.copy_(noise * scale * fan_in**-0.5)
 
 
-def perturbed(directory: Path, out: Path, noise: float, *, seed: int = 1) -> Path:
-    """A copy whose weights are off by `noise` of their spread: a draft that agrees with the original in part."""
+def perturb(directory: Path, out: Path, noise: float, *, seed: int = 1) -> Path:
+    """Write a copy whose weights are off by `noise` of their standard deviation.
+
+    As a draft it agrees with the original in part.
+    """
     shutil.copytree(directory, out)
     generator = torch.Generator().manual_seed(seed)
     for path in sorted(out.glob("*.safetensors")):
@@ -187,7 +205,10 @@ def perturbed(directory: Path, out: Path, noise: float, *, seed: int = 1) -> Pat
 
 
 def add_tokenizer(directory: Path, *, ends: bool = False) -> PreTrainedTokenizerFast:
-    """One token a byte behind the four special ones; fits every checkpoint made here. `ends`: every text gets an end token, as T5's do."""
+    """Add a tokenizer with one token a byte behind the four special ones.
+
+    It fits every checkpoint made here. With `ends` every text gets an end token, as T5's do.
+    """
     alphabet = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(
         models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[])
@@ -199,7 +220,7 @@ def add_tokenizer(directory: Path, *, ends: bool = False) -> PreTrainedTokenizer
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"$A {eos}", special_tokens=[(eos, EOS)]
         )
-    fast = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=pad,
         bos_token=bos,

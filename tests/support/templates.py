@@ -1,4 +1,4 @@
-"""Chat templates as those of four families are, in short, and tokenizers that have them."""
+"""Short chat templates in the style of four model families, and tokenizers that have them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,40 @@ from functools import cache
 
 from transformers import AutoTokenizer
 
-from specserve.api.tokenizer import Text
-from specserve.api.tools.formats import Spelling
+from specserve.api.tokenizer import Tokenizer
+from specserve.api.tools.formats import ModelCallFormat
 from specserve.config.tree import DEMO
 
 _HERMES = (
-    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call within <tool_call></tool_call>.<|im_end|>\n"
-    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
-    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Call within <tool_call></tool_call>.<|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    '<tool_call>\n{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _LLAMA = (
     "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{% if tools and loop.first %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% if tools and loop.first %}"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% for call in m.tool_calls or [] %}"
-    "{{ '{\"name\": \"' + call.function.name + '\", \"parameters\": ' }}{{ call.function.arguments | tojson }}{{ '}' }}"
-    "{% else %}{{ m.content }}{% endfor %}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    '{{ \'{"name": "\' + call.function.name + \'", "parameters": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}' }}"
+    "{% else %}{{ m.content }}{% endfor %}<|eot_id|>{% endfor %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
 _MISTRAL = (
-    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
-    "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}"
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}"
     "{% if call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}{% endfor %}]'
-    '{% elif m.role == \'tool\' %}{"call_id": "{{ m.tool_call_id }}", "content": {{ m.content }}}{% else %}{{ m.content }}{% endif %}{% endfor %}'
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, '
+    '"id": "{{ call.id }}"}{% endfor %}]'
+    '{% elif m.role == \'tool\' %}{"call_id": "{{ m.tool_call_id }}", "content": {{ m.content }}}'
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 
 TEMPLATES: Mapping[str, str] = {
@@ -38,7 +49,9 @@ TEMPLATES: Mapping[str, str] = {
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "mistral_tight": _MISTRAL.replace("[TOOL_CALLS] [", "[TOOL_CALLS]["),
-    "mistral_named": "{{ tools | tojson }}{% for m in messages %}{{ m.content }}[TOOL_CALLS][ARGS]{% endfor %}",
+    "mistral_named": (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}[TOOL_CALLS][ARGS]{% endfor %}"
+    ),
 }
 SPECIAL: Mapping[str, tuple[str, ...]] = {
     "hermes": ("<|im_start|>", "<|im_end|>"),
@@ -51,13 +64,13 @@ FAMILIES = tuple(TEMPLATES)
 
 
 @cache
-def family(name: str) -> Text:
-    """The demo pair's tokenizer with a family's template, and its special tokens."""
+def family(name: str) -> Tokenizer:
+    """Return the demo pair's tokenizer with a family's template and special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
     tokenizer.add_tokens(list(SPECIAL.get(name, ())), special_tokens=True)
     tokenizer.chat_template = TEMPLATES[name] or None
-    return Text(tokenizer)
+    return Tokenizer(tokenizer)
 
 
-def spelling(name: str) -> Spelling:
-    return Spelling.of(family(name).tool_template, family(name))
+def call_format(name: str) -> ModelCallFormat:
+    return ModelCallFormat.from_template(family(name).tool_template, family(name))

@@ -1,1 +1,1 @@
-"""Checkpoints on disk or on the hub: found, described, read and filled into a model."""
+"""Checkpoints on disk or on the hub: find, describe, load."""

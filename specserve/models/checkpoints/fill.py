@@ -1,4 +1,4 @@
-"""Weights from a checkpoint's files into a module that has only shapes: all of them, one rank's share, or those of some layers."""
+"""Fill an empty module with a checkpoint's weights: all, a rank's share, or some layers."""
 
 from __future__ import annotations
 
@@ -18,43 +18,48 @@ from specserve.models.shard import Division
 def fill(
     module: Any, weights: Weights, division: Division | None, *, ignored: str | None = None
 ) -> None:
-    """Reads what a hollow model lacks, all of it or a rank's part. Raises for tensors that are missing, or more than it has use for."""
+    """Read the weights of an empty module, all of them or a rank's part.
+
+    Raises ModelError for tensors that are missing, and for tensors that the module has no use for
+    unless their names match `ignored`.
+    """
     wanted: dict[str, Tensor] = module.state_dict()
-    sources = {name: _source(name, weights, module.all_tied_weights_keys) for name in wanted}
+    stored = {name: _stored_name(name, weights, module.all_tied_weights_keys) for name in wanted}
     check_complete(
         weights.directory,
-        missing=[name for name, source in sources.items() if source not in weights],
+        missing=[name for name, stored_name in stored.items() if stored_name not in weights],
     )
     read: dict[str, Tensor] = {}  # tied parameters that are held whole are read once
     for name, empty in wanted.items():
-        key = (
-            sources[name] if division is None or division.part(name, empty.shape) is None else name
-        )
+        key = stored[name] if division is None or division.part(name, empty.shape) is None else name
         if key not in read:
-            read[key] = _read_part(weights, sources[name], division, name, empty)
+            read[key] = _read_part(weights, stored[name], division, name, empty)
         _set_tensor(module, name, read[key])
     check_complete(weights.directory, unexpected=_unexpected(module, weights, ignored))
 
 
-def _source(name: str, weights: Weights, tied: dict[str, str]) -> str:
-    """The name to read a parameter from: its own, or, when the file leaves it out, that of the parameter it is tied to."""
+def _stored_name(name: str, weights: Weights, tied: dict[str, str]) -> str:
+    """Return the name to read a parameter from.
+
+    It is the parameter's own or, when the file leaves it out, that of the parameter it is tied to.
+    """
     twins = {**{source: target for target, source in tied.items()}, **tied}
     return name if name in weights else twins.get(name, name)
 
 
 def _read_part(
-    weights: Weights, source: str, division: Division | None, name: str, empty: Tensor
+    weights: Weights, stored_name: str, division: Division | None, name: str, empty: Tensor
 ) -> Tensor:
     part = None if division is None else division.part(name, empty.shape)
     tensor = (
-        weights.read(source)
+        weights.read(stored_name)
         if part is None
-        else weights.read(source, dim=part.dim, ranges=part.ranges)
+        else weights.read(stored_name, dim=part.dim, ranges=part.ranges)
     )
     shape = empty.shape if part is None else part.shape(empty.shape)
     if tensor.shape != shape:
         raise ModelError(
-            f"{weights.directory} holds {source} in another shape than config.json implies"
+            f"{weights.directory} holds {stored_name} in another shape than config.json implies"
         )
     is_zero = division is not None and division.is_zero(name)
     return (torch.zeros_like(tensor) if is_zero else tensor).to(empty.dtype)
@@ -71,7 +76,10 @@ def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _unexpected(module: Any, weights: Weights, ignored: str | None) -> set[str]:
-    """What nobody read, without what is `ignored`, and the buffers that older versions of the library used to write."""
+    """Return the tensors that were not read and are not expected to be unused.
+
+    Expected are those that match `ignored`, and buffers that older versions of the library wrote.
+    """
     known = re.compile(
         "|".join(
             (

@@ -1,26 +1,59 @@
-"""Where a model lies: a directory on this machine, or a name on the hub, from which it is fetched. Reads no weights."""
+"""Find a checkpoint, in a local directory or on the hub, and describe its model from config.json.
+
+Reads no weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
+from torch import Tensor
 
 from specserve.errors import ModelNotFound, first_line
-from specserve.models.checkpoints.weights import files
+from specserve.models.checkpoints.load import (
+    Architecture,
+    architecture,
+    empty_module,
+    library_errors,
+    make_division,
+    quiet_library,
+    read_config,
+)
+from specserve.models.checkpoints.weights import weight_files
+from specserve.models.plans import check_plan
+from specserve.models.shard import Division, Shard
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
-WANTED_FILES = ("*.safetensors", *TOKENIZER_FILES)
-WANTED = "give a directory with config.json and safetensors files, or a hub name such as owner/model (HF_TOKEN opens those that are gated)"
+CHECKPOINT_FILES = ("*.safetensors", *TOKENIZER_FILES)
+REMEDY = (
+    "give a directory with config.json and safetensors files, or a hub name such as owner/model "
+    "(HF_TOKEN opens those that are gated)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A model without its weights, or one rank's share of it."""
+
+    spec: Architecture
+    num_parameters: int
 
 
 def find_checkpoint(
     model: str | Path, *, revision: str | None = None, key: str = "the model"
 ) -> Path:
-    """The directory that holds `model`: a local path, or else a hub name, downloaded unless it lies in the hub's cache. `key` is for refusals."""
-    path = find_config(model, revision=revision, wanted=WANTED_FILES, key=key)
-    files(path)
+    """Return the directory of a checkpoint with weights.
+
+    `model` is a local path, or else a hub name, which is downloaded unless it lies in the hub's
+    cache. `key` names the model in error messages. Raises ModelNotFound, or ModelError without
+    weights.
+    """
+    path = find_config(model, revision=revision, patterns=CHECKPOINT_FILES, key=key)
+    weight_files(path)
     return path
 
 
@@ -28,30 +61,60 @@ def find_config(
     model: str | Path,
     *,
     revision: str | None = None,
-    wanted: Sequence[str] = ("*.json",),
+    patterns: Sequence[str] = ("*.json",),
     key: str = "the model",
 ) -> Path:
-    """Likewise, where the config is enough; of a hub name, only the `wanted` files are fetched."""
+    """Return the directory of a checkpoint of which only the config is needed.
+
+    Of a hub name only the files that match `patterns` are fetched. Raises ModelNotFound.
+    """
     path = Path(model).expanduser()
     if not path.exists():
-        path = _downloaded(str(model), revision, wanted, key)
+        path = _download(str(model), revision, patterns, key)
     if not path.is_dir():
-        raise ModelNotFound(f"{key} {model} is a file; {WANTED}")
+        raise ModelNotFound(f"{key} {model} is a file; {REMEDY}")
     if not (path / "config.json").is_file():
-        raise ModelNotFound(f"{key} {model} is no model: it has no config.json; {WANTED}")
+        raise ModelNotFound(f"{key} {model} is no model: it has no config.json; {REMEDY}")
     return path
 
 
-def _downloaded(name: str, revision: str | None, wanted: Sequence[str], key: str) -> Path:
+def _download(name: str, revision: str | None, patterns: Sequence[str], key: str) -> Path:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ModelNotFound(f"{key} {name} does not exist; {WANTED}")
+        raise ModelNotFound(f"{key} {name} does not exist; {REMEDY}")
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # no such name or revision, no network, a name that the hub could not have
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    # No such name or revision, no network, or a name that the hub could not have.
+    except (OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise ModelNotFound(
-            f"{key} {name} is no local directory, and the hub did not give it{at}: {first_line(error)}; {WANTED}"
+            f"{key} {name} is no local directory, and the hub did not give it{at}: "
+            f"{first_line(error)}; {REMEDY}"
         ) from error
+
+
+def describe(directory: Path, *, ranks: int = 1) -> ModelDescription:
+    """Return what a config alone says of the first of `ranks` ranks, which holds the most.
+
+    Raises NoShardingPlan if the ranks cannot share the model.
+    """
+    config = read_config(directory)
+    check_plan(config, ranks)
+    with quiet_library(), library_errors(directory):
+        module = empty_module(config, dtype=torch.bfloat16, attention="eager")
+        spec = architecture(directory, config, ranks)
+        if ranks == 1:
+            counted_twice = module.get_output_embeddings().weight.numel() if spec.tied else 0
+            return ModelDescription(
+                spec, sum(parameter.numel() for parameter in module.parameters()) - counted_twice
+            )
+        division = make_division(module, Shard(0, ranks))
+        # The embedding is held whole and, apart from it, a share of the head.
+        held: dict[str, Tensor] = module.state_dict()
+        return ModelDescription(
+            spec, sum(_num_held(division, name, tensor.shape) for name, tensor in held.items())
+        )
+
+
+def _num_held(division: Division, name: str, shape: torch.Size) -> int:
+    part = division.part(name, shape)
+    return (shape if part is None else part.shape(shape)).numel()

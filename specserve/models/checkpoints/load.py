@@ -1,4 +1,7 @@
-"""From a checkpoint to a module with weights, whole or one rank's share. The only room of the models that knows transformers."""
+"""Load a checkpoint into a module with weights, whole or one rank's share.
+
+The only module of the models that knows the transformers library.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +35,22 @@ from transformers.utils import logging as library_logging
 from specserve.errors import ModelError, UnsupportedModel, first_line
 from specserve.models.checkpoints.fill import check_complete, fill
 from specserve.models.checkpoints.weights import Weights
-from specserve.models.plans import Heads, check_plan
+from specserve.models.plans import HeadCounts, check_plan
 from specserve.models.shard import Division, Shard
-from specserve.models.skip import layers_of, without
+from specserve.models.skip import layers_of, without_layers
 
-LAYER_TYPES = {
-    "full_attention",
-    "sliding_attention",
-    "attention",
-}  # others keep a state that is no list of keys and values
+LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
+"""Layer types with a KV cache; others keep a state that is no list of keys and values."""
 ENCODER_DECODERS = ("mt5", "t5")
-USUAL_POSITIONS = 512  # that T5s were trained with, where a checkpoint does not say
-OWN_ATTENTION = {"eager", "sdpa"}  # the library's, which models know without asking its register
+DEFAULT_POSITIONS = 512
+"""Positions that T5s were trained with, where a checkpoint does not say."""
+LIBRARY_ATTENTION = {"eager", "sdpa"}
+"""The library's own attention, which every model supports without registering."""
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a runner must know of a model, and of this rank's part of it."""
+    """The shape of a model, and of this rank's part of it."""
 
     model_type: str
     num_layers: int
@@ -57,28 +59,30 @@ class Architecture:
     head_dim: int  # of queries and keys
     v_head_dim: int
     hidden_size: int
-    vocab_size: int  # rows of logits; a tokenizer may know fewer
+    vocab_size: int  # width of the logits; a tokenizer may know fewer ids
     max_context: int
     end_ids: frozenset[int]
     tied: bool  # the vocabulary head is the embedding
-    decoder_start: int | None = None  # of an encoder-decoder: what every text begins with
+    decoder_start: int | None = None  # the token that every text of an encoder-decoder begins with
 
     @property
-    def encodes(self) -> bool:
+    def is_encoder_decoder(self) -> bool:
         return self.decoder_start is not None
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedModel:
+    """The library's module with weights, and what is known of it."""
+
     module: nn.Module  # the library's ...ForCausalLM, or ...ForConditionalGeneration
     config: Any  # the checkpoint's own, whatever the shard
     spec: Architecture
-    kept: tuple[int, ...]  # numbers of the layers that are there
+    layers: tuple[int, ...]  # numbers of the layers that are there
 
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Loading reports through exceptions; the library's progress bars and warnings stay off meanwhile."""
+    """Turn the library's progress bars and warnings off; loading reports by exceptions."""
     verbosity, bars = library_logging.get_verbosity(), library_logging.is_progress_bar_enabled()
     library_logging.set_verbosity(logging.ERROR)
     library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -91,13 +95,16 @@ def quiet_library() -> Iterator[None]:
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
-    """Make `function` known to the library's modelling code as the attention implementation `name`."""
+    """Register `function` with the library as the attention implementation `name`."""
     AttentionInterface.register(name, function)
 
 
 @quiet_library()
 def read_config(directory: Path) -> Any:
-    """The library's config of a checkpoint; raises unless it is of a language model that specserve can run."""
+    """Return the library's config of a checkpoint.
+
+    Raises UnsupportedModel unless it is that of a language model that specserve can run.
+    """
     try:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -117,23 +124,30 @@ def read_config(directory: Path) -> Any:
 
 @quiet_library()
 def load_tokenizer(directory: Path) -> str:
-    """The checkpoint's tokenizer, in the format of the tokenizers library; what only the library's config files say of it is put in."""
+    """Return the checkpoint's tokenizer in the format of the tokenizers library.
+
+    What only the config files of transformers say of it is included. Raises ModelError.
+    """
     try:
         backend: Any = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         ).backend_tokenizer
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(
-            f"no tokenizer of the tokenizers library can be loaded from {directory}: {first_line(error)}"
+            f"no tokenizer of the tokenizers library can be loaded from {directory}: "
+            f"{first_line(error)}"
         ) from error
     backend.no_padding()
     backend.no_truncation()
-    written: str = backend.to_str()
-    return written
+    text: str = backend.to_str()
+    return text
 
 
 def is_encoder_decoder(config: Any) -> bool:
-    """Whether it is of one that specserve runs: its prompt is then a source, and its text begins with a token of its own."""
+    """Return whether a config is that of an encoder-decoder which specserve runs.
+
+    Its prompt is then the encoder input, and its text begins with a token of its own.
+    """
     known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     return config.model_type in ENCODER_DECODERS and known in (
         getattr(config, "architectures", None) or [known]
@@ -143,23 +157,24 @@ def is_encoder_decoder(config: Any) -> bool:
 def _check_decoder(config: Any) -> None:
     kind = config.model_type
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    written = set(getattr(config, "architectures", None) or [known])
-    encodes = (
+    stated = set(getattr(config, "architectures", None) or [known])
+    sees_ahead = (
         config.is_encoder_decoder or getattr(config, "use_bidirectional_attention", None) is True
     )
-    if known not in written or encodes or config.get_text_config() is not config:
+    if known not in stated or sees_ahead or config.get_text_config() is not config:
         others = (
             f", nor an encoder-decoder of the kinds {', '.join(ENCODER_DECODERS)}"
-            if encodes
+            if sees_ahead
             else ""
         )
         raise UnsupportedModel(
-            f"{kind} ({', '.join(map(str, written))}) is no decoder-only language model{others}"
+            f"{kind} ({', '.join(map(str, stated))}) is no decoder-only language model{others}"
         )
-    strange = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if strange or not isinstance(getattr(config, "num_attention_heads", None), int):
+    unsupported = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    if unsupported or not isinstance(getattr(config, "num_attention_heads", None), int):
         raise UnsupportedModel(
-            f"{kind} has layers that are not plain attention: {', '.join(sorted(strange)) or 'no heads'}"
+            f"{kind} has layers that are not plain attention: "
+            f"{', '.join(sorted(unsupported)) or 'no heads'}"
         )
     if getattr(config, "num_kv_shared_layers", None) or getattr(config, "is_heterogeneous", False):
         raise UnsupportedModel(
@@ -177,45 +192,48 @@ def load_model(
     shard: Shard | None = None,
     attention: str = "sdpa",
     skip: Collection[int] = (),
-) -> Loaded:
-    """The model of a checkpoint, for inference, without the layers to `skip`.
+) -> LoadedModel:
+    """Load the model of a checkpoint for inference, without the layers to `skip`.
 
-    With those, or with a shard of several ranks, what is left out is never read.
+    With layers to skip, or with a shard of several ranks, what is left out is never read. Raises
+    ModelError.
     """
     config = read_config(directory)
     size = 1 if shard is None else shard.size
     check_plan(config, size)
     if is_encoder_decoder(config):
-        attention = "eager"  # of which nothing is used: the forward pass is ours
+        attention = "eager"  # nothing of it is used: the forward pass is ours
         if dtype == torch.float16:
             raise UnsupportedModel(
                 f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32"
             )
-    elif attention not in OWN_ATTENTION:
+    elif attention not in LIBRARY_ATTENTION:
         _check_attention(config)
     with quiet_library(), library_errors(directory):
         if skip:
-            module = _partial(directory, config, skip, dtype=dtype, attention=attention)
+            module = _load_partial(directory, config, skip, dtype=dtype, attention=attention)
         elif shard is None or size == 1:
-            module = _whole(directory, config, dtype=dtype, attention=attention)
+            module = _load_whole(directory, config, dtype=dtype, attention=attention)
         else:
-            module = _share(directory, config, shard, dtype=dtype, attention=attention)
+            module = _load_share(directory, config, shard, dtype=dtype, attention=attention)
         module.to(device).eval().requires_grad_(False)
         spec = architecture(directory, config, size)
-        kept = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
-        return Loaded(module, config, replace(spec, num_layers=len(kept)), kept)
+        layers = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
+        return LoadedModel(module, config, replace(spec, num_layers=len(layers)), layers)
 
 
 def _check_attention(config: Any) -> None:
     modelling: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not modelling._supports_attention_backend:
         raise UnsupportedModel(
-            f"{config.model_type} computes its attention itself, so that no other can be put in its place"
+            f"{config.model_type} computes its attention itself, so that no other can be put "
+            "in its place"
         )
 
 
 def architecture(directory: Path, config: Any, size: int) -> Architecture:
-    heads = Heads.of(config).local(size)
+    """Return the shape of one of `size` ranks."""
+    heads = HeadCounts.from_config(config).local(size)
     head_dim = (
         getattr(config, "qk_head_dim", None)
         or getattr(config, "head_dim", None)
@@ -240,10 +258,13 @@ def architecture(directory: Path, config: Any, size: int) -> Architecture:
 
 
 def _decoder_start(directory: Path, config: Any) -> int:
-    """generation_config.json has the last word here, too; the token of padding is T5's."""
-    written = _generation(directory, "decoder_start_token_id")
-    named = (written, getattr(config, "decoder_start_token_id", None), config.pad_token_id)
-    start: int | None = next((token for token in named if token is not None), None)
+    """Return the token that a text begins with.
+
+    generation_config.json has precedence over config.json; T5's default is the padding token.
+    """
+    stated = _from_generation_config(directory, "decoder_start_token_id")
+    candidates = (stated, getattr(config, "decoder_start_token_id", None), config.pad_token_id)
+    start: int | None = next((token for token in candidates if token is not None), None)
     if start is None:
         raise UnsupportedModel(
             f"{directory} does not say which token a text begins with (decoder_start_token_id)"
@@ -252,9 +273,13 @@ def _decoder_start(directory: Path, config: Any) -> int:
 
 
 def _context(config: Any) -> int:
-    """Some rotary frequencies switch for all texts of a pass once one is long. Contexts end before, so that no text changes another's."""
+    """Return the longest context.
+
+    Some rotary frequencies switch for all texts of a pass once one is long. Contexts end before
+    that length, so that no text changes another's.
+    """
     if is_encoder_decoder(config):
-        return getattr(config, "n_positions", None) or USUAL_POSITIONS
+        return getattr(config, "n_positions", None) or DEFAULT_POSITIONS
     rotary = getattr(config, "rope_parameters", None) or {}
     switch: int | None = (
         rotary["original_max_position_embeddings"]
@@ -266,14 +291,17 @@ def _context(config: Any) -> int:
 
 
 def _end_ids(directory: Path, config: Any) -> frozenset[int]:
-    """generation_config.json has the last word, as in the library's generate()."""
-    written = _generation(directory, "eos_token_id")
-    ids: Any = config.eos_token_id if written is None else written
+    """Return the tokens that end a text.
+
+    generation_config.json has precedence over config.json, as in the library's generate().
+    """
+    stated = _from_generation_config(directory, "eos_token_id")
+    ids: Any = config.eos_token_id if stated is None else stated
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _generation(directory: Path, name: str) -> Any:
-    """What generation_config.json says of it; None if nothing."""
+def _from_generation_config(directory: Path, name: str) -> Any:
+    """Return a value of generation_config.json; None if it has none."""
     if not (directory / "generation_config.json").is_file():
         return None
     return getattr(GenerationConfig.from_pretrained(directory, local_files_only=True), name)
@@ -283,7 +311,7 @@ def _library_class(config: Any) -> Any:
     return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
 
 
-def _whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+def _load_whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: str) -> Any:
     loaded: Any = _library_class(config).from_pretrained(
         directory,
         dtype=dtype,
@@ -298,25 +326,25 @@ def _whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: str) 
     return module
 
 
-def _share(
+def _load_share(
     directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str
 ) -> Any:
-    module = hollow(config, dtype=dtype, attention=attention)
-    division = division_of(module, shard)
+    module = empty_module(config, dtype=dtype, attention=attention)
+    division = make_division(module, shard)
     fill(module, Weights(directory, prefix=_prefix(module)), division)
     division.narrow(module)
     return module
 
 
-def hollow(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
-    """The library's module with shapes instead of weights, whatever the size."""
+def empty_module(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+    """Return the library's module with shapes instead of weights, which takes no memory."""
     with init_empty_weights(include_buffers=False):
         return _library_class(config).from_config(
             copy.deepcopy(config), dtype=dtype, attn_implementation=attention
         )
 
 
-def division_of(module: Any, shard: Shard) -> Division:
+def make_division(module: Any, shard: Shard) -> Division:
     head = next(
         name for name, part in module.named_modules() if part is module.get_output_embeddings()
     )
@@ -327,11 +355,11 @@ def _prefix(module: Any) -> str:
     return module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
 
 
-def _partial(
+def _load_partial(
     directory: Path, config: Any, skip: Collection[int], *, dtype: torch.dtype, attention: str
 ) -> Any:
-    whole = hollow(config, dtype=dtype, attention=attention)
-    module, weights = without(whole, skip), Weights(directory, prefix=_prefix(whole))
+    whole = empty_module(config, dtype=dtype, attention=attention)
+    module, weights = without_layers(whole, skip), Weights(directory, prefix=_prefix(whole))
     name = layers_of(whole)[0].rpartition(".")[2]
     fill(module, weights, None, ignored=rf"(^|\.){name}\.({'|'.join(map(str, skip))})\.")
     module.tie_weights()
@@ -340,7 +368,7 @@ def _partial(
 
 @contextmanager
 def library_errors(directory: Path) -> Iterator[None]:
-    """What the library and safetensors say of a broken checkpoint, as one of our sentences."""
+    """Turn what the library and safetensors raise for a broken checkpoint into a ModelError."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

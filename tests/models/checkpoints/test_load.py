@@ -1,4 +1,4 @@
-"""Loading: what a checkpoint gives, whole or in part, and what is refused in one sentence before anything runs."""
+"""Loading a checkpoint, whole or in part; what cannot run is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from specserve.models.shard import Shard
 from tests.support import checkpoints
 
 IDS = torch.arange(3, 23)[None]
+QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
 WHOLE_OR_SHARE = pytest.mark.parametrize("shard", [None, Shard(0, 2)], ids=["whole", "share"])
 
 
@@ -47,8 +48,11 @@ def load(directory: Path, *, shard: Shard | None = None, **options: Any) -> Any:
     )
 
 
-def copied(source: Path, target: Path, **changes: Tensor | None) -> Path:
-    """A copy of a checkpoint of one file with tensors changed, or left out where None; `__` in a key stands for a dot."""
+def copy_checkpoint(source: Path, target: Path, **changes: Tensor | None) -> Path:
+    """Return a copy of a checkpoint of one file with some tensors changed, or left out where None.
+
+    `__` in a key stands for a dot.
+    """
     target.mkdir(exist_ok=True)
     weights = {
         **load_file(source / "model.safetensors"),
@@ -97,7 +101,7 @@ def test_weights_are_cast_to_the_asked_dtype(shard: Shard | None, llama: Path) -
 
 
 @WHOLE_OR_SHARE
-def test_loading_says_nothing(
+def test_loading_prints_nothing(
     shard: Shard | None, llama: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     load(llama, shard=shard)
@@ -110,14 +114,14 @@ def test_the_spec_says_what_the_attention_function_is_given(name: str, tmp_path:
 
 
 def test_the_spec_knows_keys_wider_than_values(tmp_path: Path) -> None:
-    latent = {
+    latent: dict[str, Any] = {
         "kv_lora_rank": 16,
         "q_lora_rank": 16,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16,
         "v_head_dim": 12,
     }
-    experts = {
+    experts: dict[str, Any] = {
         "n_routed_experts": 4,
         "n_group": 1,
         "topk_group": 1,
@@ -158,7 +162,7 @@ def assert_spec_holds(directory: Path) -> Any:
 
 
 def test_end_ids_come_from_generation_config_before_config(llama: Path, tmp_path: Path) -> None:
-    directory = copied(llama, tmp_path)
+    directory = copy_checkpoint(llama, tmp_path)
     assert load(directory).spec.end_ids == {checkpoints.EOS}
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert load(directory).spec.end_ids == {7, 9}
@@ -173,14 +177,17 @@ def test_a_tensor_that_is_missing_is_named(
     with pytest.raises(
         ModelError, match=r"lacks the tensors model\.layers\.1\.mlp\.up_proj\.weight"
     ):
-        load(copied(llama, tmp_path, model__layers__1__mlp__up_proj__weight=None), shard=shard)
+        load(
+            copy_checkpoint(llama, tmp_path, model__layers__1__mlp__up_proj__weight=None),
+            shard=shard,
+        )
 
 
 @WHOLE_OR_SHARE
 def test_a_tied_head_is_not_missing_and_an_untied_one_is(
     shard: Shard | None, llama: Path, tmp_path: Path
 ) -> None:
-    directory = copied(llama, tmp_path, lm_head__weight=None)
+    directory = copy_checkpoint(llama, tmp_path, lm_head__weight=None)
     with pytest.raises(ModelError, match=r"lm_head\.weight"):
         load(directory, shard=shard)
     config = json.loads((directory / "config.json").read_text())
@@ -191,7 +198,7 @@ def test_a_tied_head_is_not_missing_and_an_untied_one_is(
 @WHOLE_OR_SHARE
 def test_a_tensor_too_many_is_named(shard: Shard | None, llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"beside the model's, the tensors adapter\.weight"):
-        load(copied(llama, tmp_path, adapter__weight=torch.ones(2)), shard=shard)
+        load(copy_checkpoint(llama, tmp_path, adapter__weight=torch.ones(2)), shard=shard)
 
 
 @WHOLE_OR_SHARE
@@ -203,7 +210,8 @@ def test_buffers_of_older_checkpoints_are_no_error(
         for layer in range(2)
     }
     assert same_weights(
-        load(copied(llama, tmp_path, **old), shard=shard).module, load(llama, shard=shard).module
+        load(copy_checkpoint(llama, tmp_path, **old), shard=shard).module,
+        load(llama, shard=shard).module,
     )
 
 
@@ -213,14 +221,16 @@ def test_a_tensor_of_another_shape_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=r"cannot be loaded|another shape"):
         load(
-            copied(llama, tmp_path, model__layers__0__self_attn__o_proj__weight=torch.ones(64, 20)),
+            copy_checkpoint(
+                llama, tmp_path, model__layers__0__self_attn__o_proj__weight=torch.ones(64, 20)
+            ),
             shard=shard,
         )
 
 
 @WHOLE_OR_SHARE
 def test_a_truncated_file_is_refused(shard: Shard | None, llama: Path, tmp_path: Path) -> None:
-    directory = copied(llama, tmp_path)
+    directory = copy_checkpoint(llama, tmp_path)
     content = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(ModelError, match=str(directory)):
@@ -239,7 +249,7 @@ def test_a_truncated_file_is_refused(shard: Shard | None, llama: Path, tmp_path:
         (Gemma4TextConfig(), "differ in their sizes"),
         (Gemma3nTextConfig(), "share keys and values"),
         (JambaConfig(), "not plain attention"),
-        (LlamaConfig(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
+        (LlamaConfig(**QUANTIZED), "quantized"),
     ],
 )
 def test_architectures_that_cannot_run_are_refused(
@@ -302,27 +312,27 @@ def test_a_hub_name_that_cannot_be_had_is_refused_at_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     with pytest.raises(ModelNotFound) as refusal:
         find_checkpoint(name, revision="main")
     assert name in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    assert time.perf_counter() - begin < 5
+    assert time.perf_counter() - start < 5
 
 
 def test_a_hub_model_is_downloaded_without_pickles(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    request: dict[str, Any] = {}
 
     def snapshot_download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
+        request.update(options, name=name)
         return str(llama)
 
     monkeypatch.setattr("specserve.models.checkpoints.find.snapshot_download", snapshot_download)
     assert find_checkpoint("someone/model", revision="v2") == llama
-    assert (asked["name"], asked["revision"]) == ("someone/model", "v2")
-    assert not any("bin" in pattern for pattern in asked["allow_patterns"])
+    assert (request["name"], request["revision"]) == ("someone/model", "v2")
+    assert not any("bin" in pattern for pattern in request["allow_patterns"])
 
 
 def test_a_perturbed_copy_agrees_in_part(llama: Path, tmp_path: Path) -> None:
@@ -330,14 +340,12 @@ def test_a_perturbed_copy_agrees_in_part(llama: Path, tmp_path: Path) -> None:
     with torch.inference_mode():
         ours = load(llama).module(ids).logits.argmax(-1)
         theirs = (
-            load(checkpoints.perturbed(llama, tmp_path / "draft", 0.03))
-            .module(ids)
-            .logits.argmax(-1)
+            load(checkpoints.perturb(llama, tmp_path / "draft", 0.03)).module(ids).logits.argmax(-1)
         )
     assert 0.3 < (ours == theirs).float().mean() < 0.95
 
 
 def test_the_test_tokenizer_is_one_token_a_byte(llama: Path, tmp_path: Path) -> None:
-    tokenizer = checkpoints.add_tokenizer(copied(llama, tmp_path))
+    tokenizer = checkpoints.add_tokenizer(copy_checkpoint(llama, tmp_path))
     assert tokenizer.decode(tokenizer.encode("naïve\n 日本 🙂")) == "naïve\n 日本 🙂"
     assert max(tokenizer.get_vocab().values()) < checkpoints.VOCAB

@@ -15,7 +15,7 @@ from specserve.models.checkpoints.weights import Weights
 EXPERTS, INNER, HIDDEN = 11, 4, 3  # more than ten, so that an order by spelling would show
 
 
-def written(directory: Path, tensors: dict[str, Tensor]) -> Weights:
+def write_weights(directory: Path, tensors: dict[str, Tensor]) -> Weights:
     save_file(tensors, directory / "model.safetensors")
     return Weights(directory, prefix="model")
 
@@ -26,7 +26,7 @@ def matrix(rows: int, columns: int, *, start: int = 0) -> Tensor:
 
 def test_ranges_of_rows_and_of_columns(tmp_path: Path) -> None:
     whole = matrix(6, 4)
-    weights = written(tmp_path, {"model.a.weight": whole, "model.a.bias": torch.arange(6.0)})
+    weights = write_weights(tmp_path, {"model.a.weight": whole, "model.a.bias": torch.arange(6.0)})
     assert torch.equal(weights.read("model.a.weight"), whole)
     assert torch.equal(
         weights.read("model.a.weight", dim=-2, ranges=[(0, 2), (4, 5)]), whole[[0, 1, 4]]
@@ -55,11 +55,11 @@ def test_experts_kept_apart_are_stacked_in_their_order(
     ups = [matrix(INNER, HIDDEN, start=100 * expert + 50) for expert in range(EXPERTS)]
     downs = [matrix(HIDDEN, INNER, start=100 * expert + 25) for expert in range(EXPERTS)]
     named = {gate: gates, up: ups, down: downs}
-    weights = written(
+    weights = write_weights(
         tmp_path,
         {
-            f"model.{name.format(e)}.weight": list_[e]
-            for name, list_ in named.items()
+            f"model.{name.format(e)}.weight": matrices[e]
+            for name, matrices in named.items()
             for e in range(EXPERTS)
         },
     )
@@ -77,7 +77,7 @@ def test_experts_kept_apart_are_stacked_in_their_order(
 
 
 def test_names_without_the_base_models_prefix_are_found(tmp_path: Path) -> None:
-    weights = written(tmp_path, {"a.weight": matrix(2, 2), "b.weight": matrix(2, 2)})
+    weights = write_weights(tmp_path, {"a.weight": matrix(2, 2), "b.weight": matrix(2, 2)})
     assert "model.a.weight" in weights
     assert "model.c.weight" not in weights
     assert torch.equal(weights.read("model.a.weight"), matrix(2, 2))
