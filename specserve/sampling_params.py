@@ -1,123 +1,116 @@
-"""What a caller may ask for: the HTTP parameters by their names, checked once, here, and turned into the engine's requests."""
+"""The sampling parameters of a request, by their HTTP names: checked once, made into requests.
+
+It knows no HTTP and no models.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral, Real
+from dataclasses import dataclass, fields
 from reprlib import repr as shortened
 from typing import Any
 
+from specserve.config.fields import FieldRule, boolean, integer, number, setting
 from specserve.errors import BadValue
-from specserve.grammar.request import read_guided, read_response_format
-from specserve.grammar.validate import check
+from specserve.grammar.request import parse_guided, parse_response_format
+from specserve.grammar.validate import validate_grammar
 from specserve.types import Grammar, Request, Speculation, Warp
 
-MAX_N, MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS, MAX_BIASES, MAX_LOGPROBS = (
-    128,
-    16,
-    1024,
-    1024,
-    1024,
-    20,
-)
-MAX_COUNT = (
-    2**31
-)  # of tokens: more than any model knows or writes, and within what messages between processes can carry
+MAX_N = 128
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+MAX_STOP_IDS = 1024
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+MAX_COUNT = 2**31
+"""Most tokens of a count: more than any model has, and within what the wire format can carry."""
+
 _BITS = 2**64 - 1
+_TOKEN_ID = integer(0, 2**31)
+_NUM_LOGPROBS = integer(0, MAX_LOGPROBS)
+_BIAS = number(-100, 100)
+_GAMMA = integer(0)
 
 
-def fresh_seed() -> int:
+def random_seed() -> int:
     return secrets.randbits(64)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one prompt is continued. Temperature 0 is greedy; top_k 0 is off; a seed makes the text repeatable."""
+    """Parameters that continue one prompt.
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    n: int = 1
+    Temperature 0 is greedy; top_k 0 is off; a seed makes the text repeatable. The constructor
+    raises BadValue, which names the parameter, for values out of range.
+    """
+
+    max_tokens: int = setting(16, integer(1, MAX_COUNT))
+    temperature: float = setting(1.0, number(0, 100))
+    top_p: float = setting(1.0, number(0, 1, above=True))
+    top_k: int = setting(0, integer(0, MAX_COUNT))
+    min_p: float = setting(0.0, number(0, 1))
+    n: int = setting(1, integer(1, MAX_N))
     stop: str | Sequence[str] | None = ()  # a tuple once checked
-    stop_token_ids: Sequence[int] | None = ()  # likewise
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: bool | int | None = (
-        None  # a number asks for that many alternatives; True goes with top_logprobs
-    )
-    top_logprobs: int | None = None
-    echo: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = (
-        None  # ids may be text, as in JSON; a dict once checked
-    )
+    stop_token_ids: Sequence[int] | None = ()  # a tuple once checked
+    ignore_eos: bool = setting(False, boolean())
+    seed: int | None = setting(None, integer(-(2**63), _BITS))
+    # a number asks for that many alternatives; True goes with top_logprobs
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = setting(None, _NUM_LOGPROBS)
+    echo: bool = setting(False, boolean())
+    presence_penalty: float = setting(0.0, number(-2, 2))
+    frequency_penalty: float = setting(0.0, number(-2, 2))
+    repetition_penalty: float = setting(1.0, number(0.01, 100))
+    # ids may be text, as in JSON; a dict once checked
+    logit_bias: Mapping[int, float] | None = None
     speculation: Speculation | Mapping[str, object] | None = None  # a Speculation once checked
-    response_format: Mapping[str, object] | None = None  # what the text must be, as OpenAI says it
-    guided: Mapping[str, object] | None = (
-        None  # or by `regex`, `grammar` (Lark), `json` (a schema) or `choice`
-    )
+    response_format: Mapping[str, object] | None = None  # OpenAI's structured output
+    # one of `regex`, `grammar` (Lark), `json` (a schema) and `choice`
+    guided: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
-        """Raises BadValue naming the parameter. What is stored is plain ints, floats and tuples, whatever was given."""
+        """Replace what was given by plain ints, floats and tuples, or raise BadValue."""
         keep = object.__setattr__
-        keep(self, "max_tokens", _whole("max_tokens", self.max_tokens, 1, MAX_COUNT))
-        keep(self, "temperature", _number("temperature", self.temperature, 0, 100))
-        keep(self, "top_p", _number("top_p", self.top_p, 0, 1, above=True))
-        keep(self, "top_k", _whole("top_k", self.top_k, 0, MAX_COUNT))
-        keep(self, "min_p", _number("min_p", self.min_p, 0, 1))
-        keep(self, "n", _whole("n", self.n, 1, MAX_N))
+        for field in fields(self):
+            value, rule = getattr(self, field.name), field.metadata.get("rule")
+            if rule is not None and (value is not None or field.default is not None):
+                keep(self, field.name, _parse(field.name, rule, value))
         keep(self, "stop", _stops(self.stop))
         keep(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
-        keep(self, "ignore_eos", _flag("ignore_eos", self.ignore_eos))
-        keep(
-            self, "seed", None if self.seed is None else _whole("seed", self.seed, -(2**63), _BITS)
-        )
-        keep(self, "echo", _flag("echo", self.echo))
-        keep(self, "presence_penalty", _number("presence_penalty", self.presence_penalty, -2, 2))
-        keep(self, "frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2, 2))
-        keep(
-            self,
-            "repetition_penalty",
-            _number("repetition_penalty", self.repetition_penalty, 0.01, 100),
-        )
         keep(self, "logit_bias", _biases(self.logit_bias))
         keep(self, "speculation", _speculation(self.speculation))
         self._check_logprobs()
-        self._check_structure()
+        self._check_grammar_conflicts()
 
     @property
     def grammar(self) -> Grammar | None:
-        """What the whole text must be; None: anything."""
-        return read_response_format(self.response_format) or read_guided(self.guided)
+        """Grammar of the whole text; None allows any text."""
+        return parse_response_format(self.response_format) or parse_guided(self.guided)
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Stop strings."""
         assert isinstance(self.stop, tuple)
         return self.stop
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives wanted beside each token; None: no logprobs at all."""
+        """Number of alternatives reported beside each token; None: no logprobs at all."""
         if self.logprobs is None or self.logprobs is False:
             return None
         return self.top_logprobs or 0 if self.logprobs is True else self.logprobs
 
     def requests(
-        self, prompt: Sequence[int], fresh_seed: Callable[[], int] = fresh_seed
+        self, prompt: Sequence[int], random_seed: Callable[[], int] = random_seed
     ) -> list[Request]:
-        """One for each of the `n`. The first has the seed itself, the others seeds that follow from it."""
-        seed, grammar = (self.seed if self.seed is not None else fresh_seed()) & _BITS, self.grammar
-        return [self._request(tuple(prompt), _mixed(seed, i), grammar) for i in range(self.n)]
+        """Return `n` requests. The first has the seed itself, the others seeds derived from it."""
+        seed = (self.seed if self.seed is not None else random_seed()) & _BITS
+        grammar = self.grammar
+        return [self._request(tuple(prompt), _derive_seed(seed, i), grammar) for i in range(self.n)]
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raises BadValue for a bias on an id that the vocabulary does not have."""
+        """Raise BadValue for a bias on an id that the vocabulary does not have."""
         for token in self.logit_bias or ():
             if token >= vocab_size:
                 raise BadValue(
@@ -126,17 +119,20 @@ class Sampling:
                 )
 
     def check_grammar(self) -> None:
-        """Raises BadValue for a grammar that cannot be obeyed. Of a large one it takes tenths of a second."""
+        """Raise BadValue for a grammar that no text can follow.
+
+        A large grammar takes tenths of a second.
+        """
         if (grammar := self.grammar) is None:
             return
         param = "guided" if self.guided is not None else "response_format"
         try:
-            check(grammar)
+            validate_grammar(grammar)
         except BadValue as error:
             raise BadValue(f"{param}: {error}", param=param) from error
 
-    def check_source(self) -> None:
-        """Raises BadValue for what makes no sense where a prompt is a source, as an encoder-decoder reads it."""
+    def check_encoder_input(self) -> None:
+        """Raise BadValue for parameters that an encoder-decoder cannot honour."""
         if self.echo:
             raise BadValue(
                 "echo is not for encoder-decoders, whose text does not continue the prompt",
@@ -172,25 +168,21 @@ class Sampling:
 
     def _check_logprobs(self) -> None:
         if self.logprobs is not None and not isinstance(self.logprobs, bool):
-            object.__setattr__(self, "logprobs", _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS))
-        if self.top_logprobs is not None:
-            object.__setattr__(
-                self, "top_logprobs", _whole("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
-            )
-            if self.logprobs is not True:
-                raise BadValue("top_logprobs goes with logprobs true", param="top_logprobs")
+            object.__setattr__(self, "logprobs", _parse("logprobs", _NUM_LOGPROBS, self.logprobs))
+        if self.top_logprobs is not None and self.logprobs is not True:
+            raise BadValue("top_logprobs goes with logprobs true", param="top_logprobs")
         if self.echo and self.num_logprobs is not None:
             raise BadValue(
                 "echo with logprobs is not supported: the prompt's own logprobs are not computed",
                 param="echo",
             )
 
-    def _check_structure(self) -> None:
-        """What is under a grammar ends where the grammar says, and is nothing else besides."""
+    def _check_grammar_conflicts(self) -> None:
+        """Raise BadValue for two grammars, and for a text that goes on where its grammar ends."""
         given = [name for name in ("response_format", "guided") if getattr(self, name) is not None]
         if self.grammar is None:
             return
-        if len(given) == 2 and read_response_format(self.response_format) is not None:
+        if len(given) == 2 and parse_response_format(self.response_format) is not None:
             raise BadValue(
                 "response_format and guided both say what the text must be; give one of them",
                 param="guided",
@@ -198,13 +190,17 @@ class Sampling:
         for name in ("ignore_eos", "echo"):
             if getattr(self, name):
                 raise BadValue(
-                    f"{name} and {given[-1]} exclude one another: a text that must be something ends when it is that",
+                    f"{name} and {given[-1]} exclude one another: "
+                    "a text that must be something ends when it is that",
                     param=name,
                 )
 
 
-def _mixed(seed: int, i: int) -> int:
-    """SplitMix64's output for the i-th step from `seed`: well spread, and distinct for distinct i. The 0th is the seed itself."""
+def _derive_seed(seed: int, i: int) -> int:
+    """Return SplitMix64's output for the i-th step from `seed`; the 0th is the seed itself.
+
+    The seeds are well spread, and distinct for distinct i.
+    """
     if i == 0:
         return seed
     z = (seed + i * 0x9E3779B97F4A7C15) & _BITS
@@ -213,32 +209,14 @@ def _mixed(seed: int, i: int) -> int:
     return z ^ (z >> 31)
 
 
-def _whole(param: str, value: object, low: int, high: int | None = None) -> int:
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        number = int(value)
-        if low <= number and (high is None or number <= high):
-            return number
-    wanted = f"{low} or more" if high is None else f"from {low} to {high}"
-    raise BadValue(f"{param} must be a whole number, {wanted}, not {shortened(value)}", param=param)
-
-
-def _number(param: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    real: Any = value
-    if (
-        isinstance(value, Real)
-        and not isinstance(value, bool)
-        and low <= real <= high
-        and not (above and real == low)
-    ):  # NaN is in no range
-        return float(real)
-    wanted = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-    raise BadValue(f"{param} must be a number, {wanted}, not {shortened(value)}", param=param)
-
-
-def _flag(param: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise BadValue(f"{param} must be true or false, not {shortened(value)}", param=param)
+def _parse(param: str, rule: FieldRule, value: object) -> Any:
+    """Return the value as the rule parses it, or raise BadValue with parameter and range."""
+    try:
+        return rule.read(value, param)
+    except ValueError:
+        raise BadValue(
+            f"{param} must be {rule.expects}, not {shortened(value)}", param=param
+        ) from None
 
 
 def _stops(value: object) -> tuple[str, ...]:
@@ -255,7 +233,8 @@ def _stops(value: object) -> tuple[str, ...]:
         raise BadValue(f"stop has {len(stops)} texts; {MAX_STOPS} is the most", param="stop")
     if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
         raise BadValue(
-            f"stop must be a text or a list of texts, each of 1 to {MAX_STOP_LENGTH} characters, not {shortened(value)}",
+            "stop must be a text or a list of texts, "
+            f"each of 1 to {MAX_STOP_LENGTH} characters, not {shortened(value)}",
             param="stop",
         )
     return stops
@@ -269,7 +248,7 @@ def _stop_ids(value: object) -> tuple[int, ...]:
             f"stop_token_ids must be a list of token ids, not {shortened(value)}",
             param="stop_token_ids",
         )
-    ids = tuple(_whole("stop_token_ids", token, 0, 2**31) for token in value)
+    ids = tuple(_parse("stop_token_ids", _TOKEN_ID, token) for token in value)
     if len(ids) > MAX_STOP_IDS:
         raise BadValue(
             f"stop_token_ids has {len(ids)} ids; {MAX_STOP_IDS} is the most", param="stop_token_ids"
@@ -289,7 +268,7 @@ def _biases(value: object) -> dict[int, float]:
             f"logit_bias has {len(value)} ids; {MAX_BIASES} is the most", param="logit_bias"
         )
     return {
-        _whole("logit_bias", _from_json(token), 0, 2**31): _number("logit_bias", bias, -100, 100)
+        _parse("logit_bias", _TOKEN_ID, _from_json(token)): _parse("logit_bias", _BIAS, bias)
         for token, bias in value.items()
     }
 
@@ -326,5 +305,6 @@ def _speculation(value: object) -> Speculation:
             param="speculation.verifier",
         )
     return Speculation(
-        gamma=None if gamma is None else _whole("speculation.gamma", gamma, 0), verifier=verifier
+        gamma=None if gamma is None else _parse("speculation.gamma", _GAMMA, gamma),
+        verifier=verifier,
     )

@@ -1,18 +1,22 @@
-"""What a caller may ask for."""
+"""The sampling parameters of a request: ranges, errors, and the requests made of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from specserve.errors import BadValue
-from specserve.sampling_params import Sampling, fresh_seed
+from specserve.sampling_params import Sampling, random_seed
 from specserve.types import Speculation, Warp
 
+HALF: Any = 2.5
 
-def test_the_defaults_are_plain_sampling_of_sixteen_tokens():
+
+def test_the_defaults_are_plain_sampling_of_sixteen_tokens() -> None:
     (request,) = Sampling().requests([1, 2], lambda: 7)
     assert request.prompt == (1, 2)
     assert request.max_tokens == 16
@@ -22,7 +26,8 @@ def test_the_defaults_are_plain_sampling_of_sixteen_tokens():
     assert request.speculation == Speculation()
 
 
-def test_every_parameter_reaches_the_request():
+def test_every_parameter_reaches_the_request() -> None:
+    biases: Any = {"7": 3, 8: -2.5}
     sampling = Sampling(
         max_tokens=3,
         temperature=0.5,
@@ -36,7 +41,7 @@ def test_every_parameter_reaches_the_request():
         presence_penalty=1,
         frequency_penalty=-1,
         repetition_penalty=1.5,
-        logit_bias={"7": 3, 8: -2.5},
+        logit_bias=biases,
         speculation={"gamma": 4, "verifier": "block"},
     )
     (request,) = sampling.requests([1])
@@ -80,7 +85,9 @@ def test_every_parameter_reaches_the_request():
         ],
     }.items(),
 )
-def test_a_value_outside_its_range_is_refused_naming_the_parameter(name, values):
+def test_a_value_outside_its_range_is_refused_naming_the_parameter(
+    name: str, values: Sequence[Any]
+) -> None:
     for value in values:
         with pytest.raises(BadValue, match=name) as refusal:
             Sampling(**{name: value})
@@ -98,20 +105,20 @@ def test_a_value_outside_its_range_is_refused_naming_the_parameter(name, values)
         ({"gamma": True}, "speculation.gamma"),
         ({"verifier": "fast"}, "speculation.verifier"),
         ({"verifier": 3}, "speculation.verifier"),
-        (Speculation(gamma=2.5), "speculation.gamma"),
+        (Speculation(gamma=HALF), "speculation.gamma"),
     ],
 )
-def test_a_wish_for_speculation_that_cannot_be_met_is_refused(value, param):
+def test_invalid_speculation_is_refused(value: Any, param: str) -> None:
     with pytest.raises(BadValue) as refusal:
         Sampling(speculation=value)
     assert refusal.value.param == param
 
 
-def test_auto_leaves_speculation_to_the_server():
+def test_auto_leaves_speculation_to_the_server() -> None:
     assert Sampling(speculation={"gamma": "auto", "verifier": "auto"}).speculation == Speculation()
 
 
-def test_the_edges_of_the_ranges_are_in():
+def test_the_edges_of_the_ranges_are_in() -> None:
     Sampling(
         max_tokens=1,
         temperature=0,
@@ -134,16 +141,19 @@ def test_the_edges_of_the_ranges_are_in():
     )
 
 
-def test_numbers_of_numpy_are_numbers():
-    sampling = Sampling(
-        max_tokens=np.int64(4), temperature=np.float32(0.5), stop_token_ids=np.array([3, 4])
-    )
+def test_numpy_numbers_are_accepted() -> None:
+    parameters: dict[str, Any] = {
+        "max_tokens": np.int64(4),
+        "temperature": np.float32(0.5),
+        "stop_token_ids": np.array([3, 4]),
+    }
+    sampling = Sampling(**parameters)
     assert (sampling.max_tokens, sampling.temperature, sampling.stop_token_ids) == (4, 0.5, (3, 4))
     assert type(sampling.max_tokens) is int
     assert type(sampling.temperature) is float
 
 
-def test_stop_may_be_one_text_several_or_none():
+def test_stop_may_be_one_text_several_or_none() -> None:
     assert Sampling(stop="END").stops == ("END",)
     assert Sampling(stop=["a", "b"]).stops == ("a", "b")
     assert Sampling(stop=None).stops == Sampling().stops == ()
@@ -160,22 +170,24 @@ def test_stop_may_be_one_text_several_or_none():
         (5, None, 5),
     ],
 )
-def test_logprobs_are_asked_for_in_either_way(logprobs, top, number):
+def test_logprobs_may_be_requested_as_a_number_or_with_top_logprobs(
+    logprobs: bool | int | None, top: int | None, number: int | None
+) -> None:
     assert Sampling(logprobs=logprobs, top_logprobs=top).num_logprobs == number
 
 
 @pytest.mark.parametrize("logprobs", [None, False, 2])
-def test_top_logprobs_without_logprobs_is_refused(logprobs):
+def test_top_logprobs_without_logprobs_is_refused(logprobs: bool | int | None) -> None:
     with pytest.raises(BadValue, match="top_logprobs goes with logprobs true"):
         Sampling(logprobs=logprobs, top_logprobs=2)
 
 
-def test_echo_with_logprobs_is_refused():
+def test_echo_with_logprobs_is_refused() -> None:
     with pytest.raises(BadValue, match="echo with logprobs"):
         Sampling(echo=True, logprobs=1)
 
 
-def test_the_first_of_n_has_the_seed_itself_and_the_others_have_their_own():
+def test_the_first_of_n_has_the_seed_itself_and_the_others_have_their_own() -> None:
     seeds = [request.seed for request in Sampling(n=128, seed=11).requests([1])]
     assert seeds[0] == 11
     assert len(set(seeds)) == 128
@@ -184,16 +196,16 @@ def test_the_first_of_n_has_the_seed_itself_and_the_others_have_their_own():
     assert not set(seeds) & {request.seed for request in Sampling(n=128, seed=12).requests([1])}
 
 
-def test_without_a_seed_every_call_draws_another():
+def test_without_a_seed_every_call_draws_another() -> None:
     assert Sampling().requests([1])[0].seed != Sampling().requests([1])[0].seed
-    assert 0 <= fresh_seed() < 2**64
+    assert 0 <= random_seed() < 2**64
 
 
-def test_a_negative_seed_is_taken_as_its_64_bits():
+def test_a_negative_seed_is_taken_as_its_64_bits() -> None:
     assert Sampling(seed=-1).requests([1])[0].seed == 2**64 - 1
 
 
-def test_a_bias_on_an_id_that_does_not_exist_is_refused():
+def test_a_bias_on_an_id_that_does_not_exist_is_refused() -> None:
     Sampling(logit_bias={9: 1}).check_ids(10)
     with pytest.raises(BadValue, match="logit_bias has token id 10, but the vocabulary ends at 9"):
         Sampling(logit_bias={10: 1}).check_ids(10)

@@ -1,10 +1,14 @@
-"""How a key of the configuration is declared and read: a default, a rule for its values, and refusals that name key, value and remedy."""
+"""How a key is declared and parsed: a default, a rule for its values, and errors with a remedy.
+
+The sections of the config and the parameters of a request are declared with it. It knows no keys.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from specserve.errors import ConfigError
@@ -13,16 +17,24 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """What a key accepts. `read` raises ValueError for anything else, and says ConfigError itself when it knows better."""
+class FieldRule:
+    """Values that a key accepts, in words and as a function.
+
+    `read` takes the value and the key, returns the parsed value, and raises ValueError for anything
+    else. It raises ConfigError itself where it has a better message than `expects`.
+    """
 
     expects: str
-    read: Callable[[object, str], Any]  # (value, key)
-    keys: type[Any] | None = None  # a section's own keys
+    read: Callable[[object, str], Any]
+    keys: type[Any] | None = None
+    """The dataclass whose fields are the keys of a section; None for a plain value."""
 
 
-def setting(default: T, rule: Rule) -> T:
-    """A key: to be used like `dataclasses.field`. A value of null is the same as leaving the key out."""
+def setting(default: T, rule: FieldRule) -> T:
+    """Declare a key, to be used like `dataclasses.field`.
+
+    A value of null in the config is the same as leaving the key out.
+    """
     if isinstance(default, dict):
         made: T = field(default_factory=lambda: default, metadata={"rule": rule})
     else:
@@ -30,13 +42,13 @@ def setting(default: T, rule: Rule) -> T:
     return made
 
 
-def group(kind: type[T]) -> T:
-    """A section as a key of the section above."""
+def subsection(kind: type[T]) -> T:
+    """Declare a section as a key of the section above."""
     made: T = field(default_factory=kind, metadata={"rule": section(kind)})
     return made
 
 
-def choice(*names: str) -> Rule:
+def choice(*names: str) -> FieldRule:
     def read(value: object, key: str) -> str:
         if isinstance(value, str) and value in names:
             return value
@@ -44,32 +56,41 @@ def choice(*names: str) -> Rule:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{key} must be one of {', '.join(names)}, not {value!r}{hint}")
 
-    return Rule("one of " + ", ".join(names), read)
+    return FieldRule("one of " + ", ".join(names), read)
 
 
-def whole(low: int, high: int) -> Rule:
+def integer(low: int, high: int | None = None) -> FieldRule:
+    """Accept whole numbers of any integral type, numpy's too, and return them as int."""
+
     def read(value: object, key: str) -> int:
-        if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
-            return value
+        if isinstance(value, Integral) and not isinstance(value, bool):
+            whole = int(value)
+            if low <= whole and (high is None or whole <= high):
+                return whole
         raise ValueError
 
-    return Rule(f"a whole number from {low} to {high}", read)
+    upper = " or more" if high is None else f" to {high}"
+    return FieldRule(f"a whole number {'of' if high is None else 'from'} {low}{upper}", read)
 
 
-def number(low: float, high: float, *, above: bool = False) -> Rule:
-    """From `low` to `high`; with `above`, `low` itself is out."""
+def number(low: float, high: float, *, above: bool = False) -> FieldRule:
+    """Accept numbers from `low` to `high`, and return them as float.
+
+    With `above`, `low` itself is invalid. NaN is in no range.
+    """
 
     def read(value: object, key: str) -> float:
+        real: Any = value
         if (
-            isinstance(value, (int, float))
+            isinstance(value, Real)
             and not isinstance(value, bool)
-            and low <= value <= high
-            and not (above and value == low)
+            and low <= real <= high
+            and not (above and real == low)
         ):
-            return float(value)
+            return float(real)
         raise ValueError
 
-    return Rule(
+    return FieldRule(
         f"a number above {low:g} and up to {high:g}"
         if above
         else f"a number from {low:g} to {high:g}",
@@ -77,25 +98,25 @@ def number(low: float, high: float, *, above: bool = False) -> Rule:
     )
 
 
-def boolean() -> Rule:
+def boolean() -> FieldRule:
     def read(value: object, key: str) -> bool:
         if isinstance(value, bool):
             return value
         raise ValueError
 
-    return Rule("true or false", read)
+    return FieldRule("true or false", read)
 
 
-def text(*, empty: bool = False) -> Rule:
+def text(*, empty: bool = False) -> FieldRule:
     def read(value: object, key: str) -> str:
         if isinstance(value, str) and (value or empty):
             return value
         raise ValueError
 
-    return Rule("text" if empty else "text that is not empty", read)
+    return FieldRule("text" if empty else "text that is not empty", read)
 
 
-def labels() -> Rule:
+def labels() -> FieldRule:
     def read(value: object, key: str) -> dict[str, str]:
         if isinstance(value, Mapping) and all(
             isinstance(part, str) for pair in value.items() for part in pair
@@ -103,36 +124,37 @@ def labels() -> Rule:
             return dict(value)
         raise ValueError
 
-    return Rule("a mapping of text to text", read)
+    return FieldRule("a mapping of text to text", read)
 
 
-def unset_as(word: str, rule: Rule) -> Rule:
-    """`word` is what people write for None."""
-    return Rule(
+def none_as(word: str, rule: FieldRule) -> FieldRule:
+    """Accept `word` as the spelling of None, and otherwise what `rule` accepts."""
+    return FieldRule(
         f"{word}, or {rule.expects}",
         lambda value, key: None if value == word else rule.read(value, key),
     )
 
 
-def items(rule: Rule) -> Rule:
+def list_of(rule: FieldRule) -> FieldRule:
     def read(value: object, key: str) -> tuple[Any, ...]:
         if isinstance(value, Sequence) and not isinstance(value, str):
             return tuple(read_value(rule, item, f"{key}[{i}]") for i, item in enumerate(value))
         raise ValueError
 
-    return Rule("a list", read)
+    return FieldRule("a list", read)
 
 
-def section(kind: type[Any]) -> Rule:
+def section(kind: type[Any]) -> FieldRule:
     def read(value: object, key: str) -> Any:
         if isinstance(value, Mapping):
             return read_section(kind, value, key)
         raise ValueError
 
-    return Rule("a group of keys", read, keys=kind)
+    return FieldRule("a group of keys", read, keys=kind)
 
 
-def read_value(rule: Rule, value: object, key: str) -> Any:
+def read_value(rule: FieldRule, value: object, key: str) -> Any:
+    """Return the value as the rule parses it, or raise ConfigError with the key and the remedy."""
     try:
         return rule.read(value, key)
     except ValueError:
@@ -142,7 +164,10 @@ def read_value(rule: Rule, value: object, key: str) -> Any:
 def read_section(
     kind: type[T], given: Mapping[Any, object], path: str = "", *, root: type[Any] | None = None
 ) -> T:
-    """An instance of `kind` from the keys given; raises ConfigError for the first that it does not know or cannot accept."""
+    """Return an instance of `kind` made from the given keys.
+
+    Raises ConfigError for the first key that is unknown or has an invalid value.
+    """
     known = {key.name: key for key in fields(kind)}  # type: ignore[arg-type]
     values = {}
     for name, value in given.items():
@@ -150,21 +175,21 @@ def read_section(
         if name not in known:
             raise ConfigError(f"unknown key {full}; {_hint(str(name), path, known, root or kind)}")
         if value is not None:
-            values[name] = read_value(_rule(known[name]), value, full)
+            values[name] = read_value(rule_of(known[name]), value, full)
     return kind(**values)
 
 
-def _rule(key: Field[Any]) -> Rule:
+def rule_of(key: Field[Any]) -> FieldRule:
     assert key.default is not MISSING or key.default_factory is not MISSING, (
         "every key has a default"
     )
     rule = key.metadata["rule"]
-    assert isinstance(rule, Rule)
+    assert isinstance(rule, FieldRule)
     return rule
 
 
 def _hint(name: str, path: str, known: Mapping[str, Field[Any]], root: type[Any]) -> str:
-    """The nearest key of the same section, else the nearest anywhere below, else all that there is."""
+    """Suggest the nearest key of this section, else the nearest one below it, else list all."""
     prefix = f"{path}." if path else ""
     near = difflib.get_close_matches(name, known, n=1)
     if near:
@@ -177,9 +202,9 @@ def _hint(name: str, path: str, known: Mapping[str, Field[Any]], root: type[Any]
 
 
 def all_keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Dotted, with those of the sections themselves."""
+    """Yield every dotted key, the sections included."""
     for key in fields(kind):
         yield prefix + key.name
-        inner = _rule(key).keys
+        inner = rule_of(key).keys
         if inner is not None:
             yield from all_keys(inner, f"{prefix}{key.name}.")

@@ -1,1 +1,1 @@
-"""Structured output: what may be asked for, and which tokens a text may continue with."""
+"""Structured output: what may be requested, and which tokens may come next."""

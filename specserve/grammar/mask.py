@@ -1,4 +1,7 @@
-"""Which tokens may stand in some rows of logits: packed bits, as grammars say them, and what they make of the logits. Knows no grammar."""
+"""Token masks: packed bits, as grammars produce them, applied to rows of logits.
+
+It knows no grammar.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,28 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
-    """Rows without bits may have any token; ids past the bits may stand nowhere in the others."""
+class TokenMask:
+    """Tokens allowed in some rows of logits.
+
+    Rows that are not listed may have any token. In the others, ids past the bits are forbidden.
+    """
 
     rows: NDArray[np.int64]  # [constrained], rising
     bits: NDArray[np.int32]  # [constrained, words], the lowest id in the lowest bit
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, NDArray[np.int32]]]) -> Allowed:
-        """Of rows with the bits of each."""
+    def from_rows(cls, rows: Sequence[tuple[int, NDArray[np.int32]]]) -> TokenMask:
+        """Make a mask from numbers of rows with the bits of each."""
         return cls(
             np.array([row for row, _ in rows], np.int64),
             np.array([bits for _, bits in rows], np.int32),
         )
 
-    def applied(self, logits: Tensor) -> Tensor:  # [rows, vocab]
-        """A copy with -inf for whatever is forbidden: what is left of a row is then renormalised by whoever makes a distribution of it."""
+    def apply(self, logits: Tensor) -> Tensor:  # [rows, vocab]
+        """Return a copy with -inf for every forbidden token.
+
+        The softmax over such a row renormalises what is allowed.
+        """
         if not len(self.rows):
             return logits
         forbidden = _forbidden(self.bits, logits.shape[-1], logits.device)
@@ -49,6 +58,6 @@ def _forbidden(
         return torch.from_numpy(
             np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little") == 0
         )
-    packed = torch.from_numpy(bits).to(device)  # an eighth of a byte for each id travels
-    places = torch.arange(32, dtype=torch.int32, device=device)
-    return packed[:, :, None].bitwise_right_shift(places).bitwise_and_(1).flatten(1)[:, :vocab] == 0
+    packed = torch.from_numpy(bits).to(device)  # copies an eighth of a byte for each id
+    shifts = torch.arange(32, dtype=torch.int32, device=device)
+    return packed[:, :, None].bitwise_right_shift(shifts).bitwise_and_(1).flatten(1)[:, :vocab] == 0

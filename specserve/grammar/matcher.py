@@ -1,7 +1,10 @@
-"""Texts under a grammar: which tokens may come next, and which must. Knows tokens, no logits, no models and no rounds.
+"""Texts under a grammar: which tokens may come next, and which must.
 
-A grammar leaves one token where it leaves one way to write on, in the tokenizer's own spelling: so what is allowed depends on the tokens
-of the text alone, and is the same whoever asks, whenever, and however often the text went back.
+It knows tokens, no logits, no models and no rounds.
+
+A grammar forces a token where there is one way to continue, in the tokenizer's own spelling. So
+what is allowed depends on the tokens of the text alone, and is the same in every process, at any
+time, and however often the text was rolled back.
 """
 
 from __future__ import annotations
@@ -20,16 +23,19 @@ from llguidance.numpy import (
 from numpy.typing import NDArray
 
 from specserve.errors import SpecserveError, first_line
-from specserve.grammar.validate import limits, source
+from specserve.grammar.validate import library_grammar, parser_limits
 from specserve.types import Grammar
 
 Bits = NDArray[np.int32]  # [..., words]: a bit for each id
 
-KEPT = 64  # compiled grammars
+MAX_COMPILED = 64  # compiled grammars that are kept
 
 
-class Grammars:
-    """The grammars of one tokenizer, the latest of which are kept compiled. The tokenizer is read when the first is wanted."""
+class GrammarCompiler:
+    """The grammars of one tokenizer; the most recently used are kept compiled.
+
+    The tokenizer is loaded when the first grammar is needed.
+    """
 
     def __init__(self, load: Callable[[], LLTokenizer], *, end_ids: frozenset[int]) -> None:
         self.end_ids = end_ids
@@ -37,10 +43,13 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     @classmethod
-    def of(
+    def from_tokenizer(
         cls, tokenizer: Callable[[], str], *, vocab_size: int, end_ids: frozenset[int]
-    ) -> Grammars:
-        """Of a tokenizer in the format of the tokenizers library, for a model with so many ids."""
+    ) -> GrammarCompiler:
+        """Make one for a model with `vocab_size` ids.
+
+        The tokenizer is given in the format of the tokenizers library.
+        """
         return cls(
             lambda: LLTokenizer(tokenizer(), n_vocab=vocab_size, eos_token=sorted(end_ids)),
             end_ids=end_ids,
@@ -52,17 +61,18 @@ class Grammars:
 
     @cached_property
     def executor(self) -> LLExecutor:
-        """One thread: the cores are the pass's."""
+        """Executor with one thread: the cores are needed by the pass."""
         return LLExecutor(1)
 
     @property
     def words(self) -> int:
+        """Number of int32 words in a row of bits."""
         return (self.tokenizer.vocab_size + 31) // 32
 
-    def begun(self, grammar: Grammar) -> Parse:
-        """An empty text. One that cannot be written says why in its `error`."""
+    def start(self, grammar: Grammar) -> GrammarMatcher:
+        """Return the matcher of an empty text. For an impossible grammar its `error` says why."""
         if not self.end_ids:
-            return Parse(
+            return GrammarMatcher(
                 self,
                 None,
                 error="the model has no token to end a text with, so it can follow no grammar",
@@ -70,63 +80,69 @@ class Grammars:
         matcher = self._compiled.pop(grammar, None)
         try:
             matcher = matcher or LLMatcher(
-                self.tokenizer, source(grammar), log_level=0, limits=limits()
+                self.tokenizer, library_grammar(grammar), log_level=0, limits=parser_limits()
             )
         except SpecserveError as error:
-            return Parse(self, None, error=str(error))
+            return GrammarMatcher(self, None, error=str(error))
         self._compiled[grammar] = matcher
-        while len(self._compiled) > KEPT:
+        while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
-        return Parse(self, matcher.deep_copy())
+        return GrammarMatcher(self, matcher.deep_copy())
 
 
-class Parse:
-    """One text, which grows and goes back at its end. What lies behind an end token, or a forbidden one, is under no grammar."""
+class GrammarMatcher:
+    """One text under a grammar, which grows and is rolled back at its end.
+
+    Tokens behind an end token, or behind a forbidden one, are under no grammar.
+    """
 
     def __init__(
-        self, grammars: Grammars, matcher: LLMatcher | None, *, error: str | None = None
+        self, compiler: GrammarCompiler, matcher: LLMatcher | None, *, error: str | None = None
     ) -> None:
         self.tokens: list[int] = []
-        self._grammars, self._matcher = grammars, matcher
-        self._read = 0  # tokens that the grammar has taken
+        self._compiler, self._matcher = compiler, matcher
+        self._num_consumed = 0  # tokens that the grammar has accepted
         self._error = error
-        self._bits: Bits | None = None  # of the next token, once somebody has asked
+        self._bits: Bits | None = None  # of the next token, once computed
 
     @property
     def error(self) -> str | None:
-        """Why nothing more can be said of the text: its grammar is impossible, or takes too much."""
+        """Reason why the text cannot go on: the grammar is impossible, or takes too much."""
         if self._error is None and self._matcher is not None and self._matcher.is_error():
             self._error = first_line(ValueError(self._matcher.get_error()))
         return self._error
 
     @property
-    def is_over(self) -> bool:
-        """Nothing can follow: it has ended, or was no such text."""
-        return self._read < len(self.tokens) or self.error is not None
+    def is_terminated(self) -> bool:
+        """True if nothing can follow: the text has ended, or does not follow the grammar."""
+        return self._num_consumed < len(self.tokens) or self.error is not None
 
     def write(self, start: int, tokens: Sequence[int]) -> None:
-        """Whatever stands past `start`, which is no more than there is, gives way to the tokens."""
+        """Truncate the text to `start` tokens and append these. `start` is at most its length."""
         assert start <= len(self.tokens)
         del self.tokens[start:]
-        if self._read > start:
+        if self._num_consumed > start:
             if self._matcher is not None:
-                self._matcher.rollback(self._read - start)
-            self._read = start
+                self._matcher.rollback(self._num_consumed - start)
+            self._num_consumed = start
         self._bits = None
-        was_over = self.is_over
+        was_terminated = self.is_terminated
         self.tokens += tokens
-        if not was_over:
-            self._advance()
+        if not was_terminated:
+            self._consume_new_tokens()
 
     def bits(self) -> Bits:  # [words]
-        """What may come next. Behind the end only another end; nothing where there is an error."""
+        """Return the bits of the tokens that may come next.
+
+        Behind the end only another end token may come; with an error, none.
+        """
         if self._bits is None:
-            self._bits = np.zeros((1, self._grammars.words), np.int32)
-            if self.error is None and not self.is_over:
+            self._bits = np.zeros((1, self._compiler.words), np.int32)
+            if self.error is None and not self.is_terminated:
                 assert self._matcher is not None
                 fill_next_token_bitmask(self._matcher, self._bits)
             elif self.error is None:
-                ends = np.array(sorted(self._grammars.end_ids))
+                ends = np.array(sorted(self._compiler.end_ids))
                 np.bitwise_or.at(
                     self._bits[0].view(np.uint32),
                     ends // 32,
@@ -135,9 +151,9 @@ class Parse:
         bits: Bits = self._bits[0]
         return bits
 
-    def forced(self, limit: int) -> list[int]:
-        """The next tokens, `limit` at most, as far as each is the only one."""
-        if self.is_over or limit <= 0:
+    def forced_tokens(self, limit: int) -> list[int]:
+        """Return the next tokens, `limit` at most, as long as each is the only one allowed."""
+        if self.is_terminated or limit <= 0:
             return []
         assert self._matcher is not None
         tokens = self._matcher.compute_ff_tokens()[:limit]
@@ -145,64 +161,67 @@ class Parse:
             return tokens
         only = np.flatnonzero(
             np.unpackbits(self.bits().view(np.uint8), bitorder="little")[
-                : self._grammars.tokenizer.vocab_size
+                : self._compiler.tokenizer.vocab_size
             ]
         )
         return only.tolist() if len(only) == 1 else []
 
-    def lawful(self, tokens: Sequence[int]) -> int:
-        """How many of these may follow in a row, up to one that ends the text.
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        """Count how many of these may follow in a row, up to one that ends the text.
 
-        Neither the spelling is looked at nor whether the text may end there: whoever judges them does.
+        Neither the spelling is checked nor whether the text may end there: verification does that.
         """
-        if self.is_over:
+        if self.is_terminated:
             return 0
         assert self._matcher is not None
-        lawful = list(_before_end(tokens, self._grammars.end_ids))
-        stand = self._matcher.validate_tokens(lawful) if lawful else 0
-        return stand + (stand == len(lawful) < len(tokens))
+        inner = list(_before_end(tokens, self._compiler.end_ids))
+        num_valid = self._matcher.validate_tokens(inner) if inner else 0
+        return num_valid + (num_valid == len(inner) < len(tokens))
 
-    def fork(self, length: int) -> Parse:
-        """Another text with the same first `length` tokens."""
-        other = Parse(
-            self._grammars,
+    def fork(self, length: int) -> GrammarMatcher:
+        """Return the matcher of another text with the same first `length` tokens."""
+        other = GrammarMatcher(
+            self._compiler,
             None if self._matcher is None else self._matcher.deep_copy(),
             error=self._error,
         )
-        other.tokens, other._read = list(self.tokens), self._read
+        other.tokens, other._num_consumed = list(self.tokens), self._num_consumed
         other.write(min(length, len(self.tokens)), ())
         return other
 
-    def _advance(self) -> None:
-        """Takes what it can of the tokens that are new."""
+    def _consume_new_tokens(self) -> None:
+        """Advance the grammar over the new tokens, as far as it accepts them."""
         assert self._matcher is not None
-        self._read += self._matcher.try_consume_tokens(
-            list(_before_end(self.tokens[self._read :], self._grammars.end_ids))
+        self._num_consumed += self._matcher.try_consume_tokens(
+            list(_before_end(self.tokens[self._num_consumed :], self._compiler.end_ids))
         )
 
 
-def rows_of(
-    grammars: Grammars, asked: Sequence[tuple[Parse, Sequence[int]]]
+def bitmask_rows(
+    compiler: GrammarCompiler, asked: Sequence[tuple[GrammarMatcher, Sequence[int]]]
 ) -> Bits:  # [rows, words]
-    """What may come behind each text and behind each of its drafts; rows behind a draft that may not stand, or ends the text, allow all."""
+    """Return the bits behind each text and behind each of its draft tokens.
+
+    Rows behind a draft token that is forbidden, or that ends the text, allow every token.
+    """
     counts = [len(drafts) + 1 for _, drafts in asked]
-    bits = np.full((sum(counts), grammars.words), -1, np.int32)
-    alone, drafted, first = [], [], 0
-    for (parse, drafts), count in zip(asked, counts, strict=True):
-        if parse._matcher is not None and not parse.is_over:
-            lawful = _before_end(drafts, grammars.end_ids)
-            if lawful:
-                drafted.append((parse._matcher, first, list(lawful)))
+    bits = np.full((sum(counts), compiler.words), -1, np.int32)
+    without_drafts, with_drafts, first = [], [], 0
+    for (matcher, drafts), count in zip(asked, counts, strict=True):
+        if matcher._matcher is not None and not matcher.is_terminated:
+            inner = _before_end(drafts, compiler.end_ids)
+            if inner:
+                with_drafts.append((matcher._matcher, first, list(inner)))
             else:
-                alone.append((parse._matcher, first))
+                without_drafts.append((matcher._matcher, first))
         first += count
-    if alone:
-        fill_next_token_bitmask_par(grammars.executor, alone, bits)
-    if drafted:
-        fill_next_token_bitmask_par_with_draft_tokens(grammars.executor, drafted, bits)
+    if without_drafts:
+        fill_next_token_bitmask_par(compiler.executor, without_drafts, bits)
+    if with_drafts:
+        fill_next_token_bitmask_par_with_draft_tokens(compiler.executor, with_drafts, bits)
     return bits
 
 
 def _before_end(tokens: Sequence[int], end_ids: frozenset[int]) -> Sequence[int]:
-    """What stands before the first token that ends a text."""
+    """Return the tokens before the first one that ends a text."""
     return tokens[: next((i for i, token in enumerate(tokens) if token in end_ids), len(tokens))]

@@ -1,4 +1,7 @@
-"""What a whole text must be, as callers ask for it (`response_format`, `guided`), read into a `Grammar`. Knows no library that obeys one."""
+"""Structured output as callers ask for it: `response_format` and `guided`, parsed to a `Grammar`.
+
+It knows no library that follows a grammar.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from specserve.errors import BadValue
 from specserve.types import Grammar
 
 MAX_SIZE = 64 * 1024  # characters of a schema, an expression or a grammar
-MAX_DEPTH = 64  # of a schema: objects and lists in one another
+MAX_DEPTH = 64  # levels of objects and lists in a schema
 JSON_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
-def read_response_format(given: object) -> Grammar | None:
-    """OpenAI's `response_format`; None where any text will do. A schema is obeyed whether `strict` is true or not."""
+def parse_response_format(given: object) -> Grammar | None:
+    """Parse OpenAI's `response_format`; None if it allows any text.
+
+    A schema is followed whether `strict` is true or not.
+    """
     if given is None:
         return None
     members = _members("response_format", given, ("type", "json_schema"))
@@ -34,12 +40,12 @@ def read_response_format(given: object) -> Grammar | None:
     if kind == "text":
         return None
     return schema_grammar(
-        "response_format", JSON_OBJECT if described is None else _described(described)
+        "response_format", JSON_OBJECT if described is None else _openai_schema(described)
     )
 
 
-def read_guided(given: object) -> Grammar | None:
-    """`guided`: exactly one of an expression, a Lark grammar, a schema and a choice of texts."""
+def parse_guided(given: object) -> Grammar | None:
+    """Parse `guided`: one of an expression, a Lark grammar, a schema and a choice of texts."""
     if given is None:
         return None
     members = {
@@ -55,7 +61,11 @@ def read_guided(given: object) -> Grammar | None:
 
 
 def schema_grammar(param: str, schema: object) -> Grammar:
-    """Raises BadValue for what is no JSON, or too much of it; what the schema says is for others to judge."""
+    """Return the grammar of a JSON schema.
+
+    Raises BadValue if it is not JSON, or too large or too deep. `validate_grammar` checks its
+    keywords.
+    """
     if not isinstance(schema, Mapping):
         raise BadValue(
             f"{param} needs a JSON schema, which is an object, not {shortened(schema)}", param=param
@@ -68,11 +78,11 @@ def schema_grammar(param: str, schema: object) -> Grammar:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise BadValue(f"{param} holds a schema that is not JSON: {error}", param=param) from error
-    return Grammar("json_schema", _sized(param, text))
+    return Grammar("json_schema", _check_size(param, text))
 
 
 def is_too_deep(value: object, levels: int = MAX_DEPTH) -> bool:
-    """Whether it is nested deeper than anything here should have to follow."""
+    """Return True if the value has more than `levels` levels of objects and lists."""
     inner = (
         value.values()
         if isinstance(value, Mapping)
@@ -83,8 +93,8 @@ def is_too_deep(value: object, levels: int = MAX_DEPTH) -> bool:
     return inner is not None and (levels == 0 or any(is_too_deep(one, levels - 1) for one in inner))
 
 
-def _described(given: object) -> object:
-    """The schema of OpenAI's `json_schema`, whose other members say nothing that a grammar could."""
+def _openai_schema(given: object) -> object:
+    """Return the schema of OpenAI's `json_schema`; its other members do not affect the grammar."""
     members = _members(
         "response_format.json_schema", given, ("name", "description", "schema", "strict")
     )
@@ -110,7 +120,7 @@ def _members(param: str, given: object, known: tuple[str, ...]) -> Mapping[str, 
     return given
 
 
-def _sized(param: str, text: str) -> str:
+def _check_size(param: str, text: str) -> str:
     if len(text) > MAX_SIZE:
         raise BadValue(
             f"{param} comes to {len(text)} characters; {MAX_SIZE} is the most", param=param
@@ -129,11 +139,11 @@ def _text(param: str, value: object) -> str:
         raise BadValue(
             f"{param} is not Unicode text: it holds half of a surrogate pair", param="guided"
         ) from error
-    return _sized("guided", value)
+    return _check_size("guided", value)
 
 
 def _json(value: object) -> Grammar:
-    """A schema may come as text."""
+    """Return the grammar of a schema, which may be given as text."""
     if isinstance(value, str):
         try:
             value = json.loads(_text("guided.json", value))
@@ -149,7 +159,7 @@ def _choice(value: object) -> Grammar:
             param="guided",
         )
     texts = [json.dumps(_text("guided.choice", one), ensure_ascii=False) for one in value]
-    return Grammar("lark", _sized("guided", f"start: {' | '.join(texts)}"))
+    return Grammar("lark", _check_size("guided", f"start: {' | '.join(texts)}"))
 
 
 _GUIDES: Mapping[str, Callable[[object], Grammar]] = {

@@ -1,4 +1,7 @@
-"""The texts under grammars that one worker has in its hands, each as its steps say. Knows no logits."""
+"""The grammar states of all sequences of one worker, kept up to date by its steps.
+
+It knows no logits.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +13,28 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from specserve.grammar.mask import Allowed
-from specserve.grammar.matcher import Bits, Grammars, Parse, rows_of
+from specserve.grammar.mask import TokenMask
+from specserve.grammar.matcher import Bits, GrammarCompiler, GrammarMatcher, bitmask_rows
 from specserve.types import DraftStep, Grammar, VerifyStep
 
-LEFT = "the text has left its grammar"
-STUCK = "the grammar leaves no token that the model knows"
+LEFT_GRAMMAR = "the text has left its grammar"
+NO_VALID_TOKEN = "the grammar leaves no token that the model knows"
 
-Known = Callable[
-    [int], Sequence[int] | NDArray[np.int64]
-]  # all tokens of a sequence that a worker holds, the prompt's included
+TokenLookup = Callable[[int], Sequence[int] | NDArray[np.int64]]
+"""All tokens of a sequence that a worker has cached, the prompt's included."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """A sequence's grammar, and how many tokens of its prompt stand before the text."""
+class SequenceGrammar:
+    """A sequence's grammar, and the length of the prompt before the text that it constrains."""
 
     grammar: Grammar
-    base: int
+    prompt_length: int
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What a step says of a text: behind its first `start` tokens stand these, and behind them perhaps drafts."""
+class TextUpdate:
+    """Tokens that a step writes behind the first `start` tokens of a text, and draft tokens."""
 
     seq_id: int
     start: int
@@ -41,168 +43,200 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Guessed:
-    """All tokens of a sequence, with the prompt's, and guesses behind them."""
+class DraftedSequence:
+    """All tokens of a sequence, with the prompt's, and draft tokens behind them."""
 
     seq_id: int
-    rule: Rule | None
+    grammar: SequenceGrammar | None
     tokens: tuple[int, ...]
-    guesses: tuple[int, ...]
+    drafts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Masks:
-    """Of a pass: which tokens its rows may have, and which of its steps cannot be gone on with, and why."""
+class PassMasks:
+    """Mask of a pass's rows, and the reasons why some of its sequences cannot go on."""
 
-    allowed: Allowed
+    token_mask: TokenMask
     errors: dict[int, str] = field(default_factory=dict)  # by sequence
 
 
-class Parses:
-    """As pages are: a step drops what lies past its start, forks share what lies before it, and what is released is gone.
+class GrammarStates:
+    """Matchers of sequences. They follow steps as the KV cache does.
 
-    The grammar itself comes with the steps that start at 0, and is remembered. Without `grammars`, nothing is constrained.
+    A step truncates the text to its start, a fork shares the text before it, a release drops it.
+    The grammar comes with the steps that start at 0, and is kept. Without a `grammar_compiler`
+    nothing is constrained.
     """
 
-    def __init__(self, grammars: Grammars | None) -> None:
-        self.grammars = grammars
-        self._rules: dict[int, Rule] = {}
-        self._parses: dict[int, Parse] = {}
+    def __init__(self, grammar_compiler: GrammarCompiler | None) -> None:
+        self.grammar_compiler = grammar_compiler
+        self._grammars: dict[int, SequenceGrammar] = {}
+        self._matchers: dict[int, GrammarMatcher] = {}
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "grammar")
 
-    def warm(self) -> None:
-        """Reads the tokenizer before it is wanted, beside whatever else there is to do."""
-        if self.grammars is not None:
-            self._thread.submit(lambda grammars: grammars.tokenizer, self.grammars)
+    def preload_tokenizer(self) -> None:
+        """Load the tokenizer in the background, before the first grammar needs it."""
+        if self.grammar_compiler is not None:
+            self._thread.submit(lambda compiler: compiler.tokenizer, self.grammar_compiler)
 
-    def meet(self, steps: Sequence[DraftStep | VerifyStep]) -> None:
-        """Whoever answers steps shows them all here first."""
-        if self.grammars is None:
+    def register(self, steps: Sequence[DraftStep | VerifyStep]) -> None:
+        """Take over the grammars of these steps. A worker calls this before it executes steps."""
+        if self.grammar_compiler is None:
             return
         for step in steps:
             if step.grammar is not None:
-                self.begin(step.seq_id, Rule(step.grammar, step.policy.prompt_length))
+                self.set_grammar(
+                    step.seq_id, SequenceGrammar(step.grammar, step.policy.prompt_length)
+                )
 
-    def begin(self, seq_id: int, rule: Rule) -> None:
-        """Nothing is changed where it was known."""
-        if self._rules.get(seq_id) != rule:
-            self._rules[seq_id] = rule
-            self._parses.pop(seq_id, None)
+    def set_grammar(self, seq_id: int, grammar: SequenceGrammar) -> None:
+        """Start a matcher for this grammar, unless the sequence already has it."""
+        if self._grammars.get(seq_id) != grammar:
+            self._grammars[seq_id] = grammar
+            self._matchers.pop(seq_id, None)
 
-    def follow(self, step: DraftStep, known: Known) -> Parse | None:
-        """The text up to the end of the step; None where no grammar applies."""
-        return self._read(self._reading(step, known)) if step.seq_id in self._rules else None
+    def advance(self, step: DraftStep, lookup: TokenLookup) -> GrammarMatcher | None:
+        """Return the matcher of the text up to the end of the step; None without a grammar."""
+        if step.seq_id not in self._grammars:
+            return None
+        return self._apply_update(self._text_update(step, lookup))
 
-    def allowed(self, asked: Sequence[Guessed]) -> Allowed:
-        """Of rows for each guess, and one more, of each of these in turn."""
-        if self.grammars is None or all(one.rule is None for one in asked):
-            return Allowed.of([])
+    def mask_for(self, sequences: Sequence[DraftedSequence]) -> TokenMask:
+        """Return the mask of rows for each draft token, and one more, of each sequence in turn."""
+        if self.grammar_compiler is None or all(one.grammar is None for one in sequences):
+            return TokenMask.from_rows([])
         found, first = [], 0
-        for one in asked:
-            if one.rule is not None:
-                self.begin(one.seq_id, one.rule)
-                found.append((first, self._at(one), one.guesses))
-            first += len(one.guesses) + 1
-        return self._rows(
-            found, rows_of(self.grammars, [(parse, guesses) for _, parse, guesses in found])
+        for one in sequences:
+            if one.grammar is not None:
+                self.set_grammar(one.seq_id, one.grammar)
+                found.append((first, self._matcher_at(one, one.grammar), one.drafts))
+            first += len(one.drafts) + 1
+        return self._mask(
+            found,
+            bitmask_rows(
+                self.grammar_compiler, [(matcher, drafts) for _, matcher, drafts in found]
+            ),
         )
 
-    def of(self, seq_id: int) -> Parse | None:
-        """The text as it was read last."""
-        return self._parses.get(seq_id)
+    def get(self, seq_id: int) -> GrammarMatcher | None:
+        """Return the matcher of a sequence, where the last step left it."""
+        return self._matchers.get(seq_id)
 
-    def masking(self, steps: Sequence[VerifyStep], known: Known) -> Future[Masks] | None:
-        """The masks of a pass, made beside it; None where no grammar applies. `known` is asked now."""
-        readings, first = [], 0
+    def submit_masks(
+        self, steps: Sequence[VerifyStep], lookup: TokenLookup
+    ) -> Future[PassMasks] | None:
+        """Start to compute the masks of a pass beside it; None if no step has a grammar.
+
+        `lookup` is called before this returns.
+        """
+        updates, first = [], 0
         for step in steps:
             if step.policy.constrained:
-                readings.append((first, self._reading(step, known)))
+                updates.append((first, self._text_update(step, lookup)))
             first += len(step.drafts) + 1
-        return self._thread.submit(self._masks, readings) if readings else None
+        return self._thread.submit(self._masks, updates) if updates else None
 
-    def fork(self, seq_id: int, as_id: int, length: int) -> None:
-        """`as_id` is another sequence with the same first `length` tokens."""
-        if seq_id in self._parses:
-            rule = self._rules[as_id] = self._rules[seq_id]
-            self._parses[as_id] = self._parses[seq_id].fork(max(length - rule.base, 0))
+    def fork(self, seq_id: int, branch_id: int, length: int) -> None:
+        """Make `branch_id` another sequence with the same first `length` tokens."""
+        if seq_id in self._matchers:
+            grammar = self._grammars[branch_id] = self._grammars[seq_id]
+            self._matchers[branch_id] = self._matchers[seq_id].fork(
+                max(length - grammar.prompt_length, 0)
+            )
 
-    def become(self, seq_id: int, branch_id: int) -> None:
-        self._rules.pop(branch_id, None)
-        if branch_id in self._parses:
-            self._parses[seq_id] = self._parses.pop(branch_id)
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
+        """Replace a sequence's matcher by that of its branch."""
+        self._grammars.pop(branch_id, None)
+        if branch_id in self._matchers:
+            self._matchers[seq_id] = self._matchers.pop(branch_id)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
-            self._rules.pop(seq_id, None)
-            self._parses.pop(seq_id, None)
+            self._grammars.pop(seq_id, None)
+            self._matchers.pop(seq_id, None)
 
-    def _reading(self, step: DraftStep | VerifyStep, known: Known) -> Reading:
-        """Tokens that nobody has shown here are taken from what the worker knows of the sequence."""
-        rule, parse = self._rules.get(step.seq_id), self._parses.get(step.seq_id)
-        assert rule is not None, (
+    def _text_update(self, step: DraftStep | VerifyStep, lookup: TokenLookup) -> TextUpdate:
+        """Return what the step changes in the text that its grammar constrains.
+
+        Tokens that no step has brought here, such as those of a cached prefix, are looked up.
+        """
+        grammar, matcher = self._grammars.get(step.seq_id), self._matchers.get(step.seq_id)
+        assert grammar is not None, (
             "a grammar comes with the step that starts at 0, to workers with a tokenizer"
         )
-        held = rule.base + (0 if parse is None else len(parse.tokens))
+        held = grammar.prompt_length + (0 if matcher is None else len(matcher.tokens))
         start, tokens = step.start, step.tokens
         if start > held:
-            start, tokens = held, (*map(int, known(step.seq_id)[held:start]), *tokens)
-        drafts = step.drafts if isinstance(step, VerifyStep) else ()
-        return Reading(
-            step.seq_id, max(start - rule.base, 0), tokens[max(rule.base - start, 0) :], drafts
+            start, tokens = held, (*map(int, lookup(step.seq_id)[held:start]), *tokens)
+        return TextUpdate(
+            step.seq_id,
+            max(start - grammar.prompt_length, 0),
+            tokens[max(grammar.prompt_length - start, 0) :],
+            step.drafts if isinstance(step, VerifyStep) else (),
         )
 
-    def _read(self, reading: Reading) -> Parse:
-        parse = self._parse(reading.seq_id)
-        parse.write(reading.start, reading.tokens)
-        return parse
+    def _apply_update(self, update: TextUpdate) -> GrammarMatcher:
+        matcher = self._matcher(update.seq_id)
+        matcher.write(update.start, update.tokens)
+        return matcher
 
-    def _parse(self, seq_id: int) -> Parse:
-        assert self.grammars is not None
-        parse = self._parses.get(seq_id)
-        if parse is None:
-            parse = self._parses[seq_id] = self.grammars.begun(self._rules[seq_id].grammar)
-        return parse
+    def _matcher(self, seq_id: int) -> GrammarMatcher:
+        """Return the sequence's matcher; a new one if it has none."""
+        assert self.grammar_compiler is not None
+        matcher = self._matchers.get(seq_id)
+        if matcher is None:
+            matcher = self.grammar_compiler.start(self._grammars[seq_id].grammar)
+            self._matchers[seq_id] = matcher
+        return matcher
 
-    def _at(self, one: Guessed) -> Parse:
-        """The text as these tokens say, however it was read before."""
-        assert one.rule is not None
-        parse, text = self._parse(one.seq_id), list(one.tokens[one.rule.base :])
-        same = min(len(text), len(parse.tokens))
-        if parse.tokens[:same] != text[:same]:
+    def _matcher_at(self, one: DraftedSequence, grammar: SequenceGrammar) -> GrammarMatcher:
+        """Return the sequence's matcher, advanced or rolled back to these tokens."""
+        matcher, text = self._matcher(one.seq_id), list(one.tokens[grammar.prompt_length :])
+        same = min(len(text), len(matcher.tokens))
+        if matcher.tokens[:same] != text[:same]:
             same = next(
                 i
-                for i, (ours, theirs) in enumerate(zip(parse.tokens, text, strict=False))
+                for i, (ours, theirs) in enumerate(zip(matcher.tokens, text, strict=False))
                 if ours != theirs
             )
-        parse.write(same, text[same:])
-        return parse
+        matcher.write(same, text[same:])
+        return matcher
 
-    def _masks(self, readings: Sequence[tuple[int, Reading]]) -> Masks:
-        """Each reading with the first of its rows. One call for all texts, during which other threads run."""
-        assert self.grammars is not None
-        found = [(first, self._read(reading), reading.drafts) for first, reading in readings]
+    def _masks(self, updates: Sequence[tuple[int, TextUpdate]]) -> PassMasks:
+        """Return the masks of a pass, from each update and the first of its rows.
+
+        One library call covers all texts; other threads run during it.
+        """
+        assert self.grammar_compiler is not None
+        found = [(first, self._apply_update(update), update.drafts) for first, update in updates]
         errors = {
-            reading.seq_id: LEFT
-            for (_, reading), (_, parse, _) in zip(readings, found, strict=True)
-            if parse.is_over
+            update.seq_id: LEFT_GRAMMAR
+            for (_, update), (_, matcher, _) in zip(updates, found, strict=True)
+            if matcher.is_terminated
         }
-        bits = rows_of(self.grammars, [(parse, drafts) for _, parse, drafts in found])
+        bits = bitmask_rows(
+            self.grammar_compiler, [(matcher, drafts) for _, matcher, drafts in found]
+        )
         row = 0
-        for (_, reading), (_, parse, drafts) in zip(readings, found, strict=True):
-            why = parse.error or (None if bits[row].any() else STUCK)
-            if why is not None:
-                errors[reading.seq_id] = why
+        for (_, update), (_, matcher, drafts) in zip(updates, found, strict=True):
+            error = matcher.error or (None if bits[row].any() else NO_VALID_TOKEN)
+            if error is not None:
+                errors[update.seq_id] = error
             row += len(drafts) + 1
-        return Masks(self._rows(found, bits), errors)
+        return PassMasks(self._mask(found, bits), errors)
 
     @staticmethod
-    def _rows(found: Sequence[tuple[int, Parse, Sequence[int]]], bits: Bits) -> Allowed:
-        """Where nothing may come, a text is stuck, or was refused before: any distribution will do there, but there must be one."""
+    def _mask(found: Sequence[tuple[int, GrammarMatcher, Sequence[int]]], bits: Bits) -> TokenMask:
+        """Return the mask of these rows; rows that forbid every token allow all instead.
+
+        Such a row belongs to a text that has an error or a draft token that is rejected before it.
+        Any distribution will do there, but there must be one.
+        """
         bits[~bits.any(axis=1)] = -1
-        return Allowed(
+        return TokenMask(
             np.concatenate(
                 [np.arange(first, first + len(drafts) + 1) for first, _, drafts in found]
             ),

@@ -1,4 +1,7 @@
-"""Grammars as texts: what they mean to the library that compiles them, and which can never be followed. Knows no tokenizer and no model."""
+"""Validation of grammars: their form in llguidance, and which of them no text can follow.
+
+It knows no tokenizer and no model.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,20 @@ from specserve.errors import BadValue
 from specserve.types import GRAMMARS, Grammar
 
 MAX_BYTES = 64 * 1024
-SPACES = r" |\n[ \t]{0,40}"  # between the parts of JSON, if any: no more than people write, or a text may be spaces for ever
+SPACES = r" |\n[ \t]{0,40}"
+"""Whitespace between the parts of JSON. Unbounded, a text could consist of spaces for ever."""
 
 _PARAM = "grammar"
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
-_PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
+_POSITION = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _REGEX_ERROR = re.compile(r"^error: (.*)$", re.MULTILINE)
 
 
-def check(grammar: Grammar) -> None:
-    """Raises BadValue, which names the keyword or the place, for what no text could follow, or what is not supported. Takes milliseconds."""
+def validate_grammar(grammar: Grammar) -> None:
+    """Raise BadValue for a grammar that no text can follow, or that is not supported.
+
+    The error names the keyword or the position. It takes milliseconds.
+    """
     if grammar.kind not in GRAMMARS:
         raise BadValue(
             f"a grammar is one of {', '.join(GRAMMARS)}, not {grammar.kind!r}", param=_PARAM
@@ -31,18 +38,20 @@ def check(grammar: Grammar) -> None:
         raise BadValue(
             f"the {_NAMES[grammar.kind]} has {size} bytes; {MAX_BYTES} is the most", param=_PARAM
         )
-    error = LLMatcher.validate_grammar(source(grammar), limits=limits()) or _impossible(grammar)
+    error = LLMatcher.validate_grammar(
+        library_grammar(grammar), limits=parser_limits()
+    ) or _why_impossible(grammar)
     if error and not error.startswith("WARNING"):
-        raise BadValue(_SAID[grammar.kind](error), param=_PARAM)
+        raise BadValue(_ERROR_TEXTS[grammar.kind](error), param=_PARAM)
 
 
-def source(grammar: Grammar) -> str:
-    """As the library reads it. Raises BadValue for a schema that is no JSON."""
+def library_grammar(grammar: Grammar) -> str:
+    """Return the grammar in the library's form. Raises BadValue for a schema that is not JSON."""
     return _SOURCES[grammar.kind](grammar.text)
 
 
-def limits() -> LLParserLimits:
-    """What one grammar may take: some 20 ms to compile, and as much for a mask at the very worst."""
+def parser_limits() -> LLParserLimits:
+    """Return the limits of one grammar: some 20 ms to compile it, and at worst 20 ms for a mask."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
@@ -51,13 +60,14 @@ def limits() -> LLParserLimits:
     )
 
 
-def _impossible(grammar: Grammar) -> str:
-    """Why not even a first byte can be written; "" if one can."""
-    matcher = LLMatcher(LLTokenizer("byte"), source(grammar), log_level=0, limits=limits())
-    able = not matcher.is_error() and any(matcher.compute_bitmask())
-    return (
-        "" if able and not matcher.is_error() else "no text can follow it"
-    )  # that there is no way on is found on the way
+def _why_impossible(grammar: Grammar) -> str:
+    """Return why not even a first byte can be written; "" if one can."""
+    matcher = LLMatcher(
+        LLTokenizer("byte"), library_grammar(grammar), log_level=0, limits=parser_limits()
+    )
+    # Computing the mask may itself find that nothing can follow, so errors are checked twice.
+    is_possible = not matcher.is_error() and any(matcher.compute_bitmask())
+    return "" if is_possible and not matcher.is_error() else "no text can follow it"
 
 
 def _json_source(text: str) -> str:
@@ -75,38 +85,39 @@ def _json_source(text: str) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": SPACES})
     except ValueError as error:  # of x-guidance, the library's own keyword
-        raise BadValue(_json_said(str(error)), param=_PARAM) from error
+        raise BadValue(_json_error(str(error)), param=_PARAM) from error
 
 
-def _json_said(error: str) -> str:
+def _json_error(error: str) -> str:
     unknown = _UNKNOWN_KEYS.search(error)
     if unknown:
         keys = ", ".join(json.loads(unknown[1]))
         return f"the JSON schema uses {keys}, which is not supported; leave it out"
     found = _REGEX_ERROR.search(error)
-    return (
-        f"the JSON schema cannot be followed: {f'pattern: {found[1]}' if found else _first(error)}"
-    )
+    reason = f"pattern: {found[1]}" if found else _first_sentence(error)
+    return f"the JSON schema cannot be followed: {reason}"
 
 
-def _regex_said(error: str) -> str:
+def _regex_error(error: str) -> str:
     lines = error.splitlines()
-    carets = [
-        line.index("^") - 4 for line in lines if line.strip() and set(line.strip()) == {"^"}
-    ]  # below the expression, which is indented
+    # below the expression, which is indented by four columns
+    carets = [line.index("^") - 4 for line in lines if line.strip() and set(line.strip()) == {"^"}]
     at = f" at character {carets[0] + 1}" if carets and carets[0] >= 0 else ""
     found = _REGEX_ERROR.search(error)
-    return f"the regular expression is wrong{at}: {found[1] if found else _first(error)}"
+    return f"the regular expression is wrong{at}: {found[1] if found else _first_sentence(error)}"
 
 
-def _lark_said(error: str) -> str:
-    place = _PLACE.match(error)
-    at = f" at line {place[1]}, column {place[2]}" if place else ""
-    return f"the grammar is wrong{at}: {_first(_PLACE.sub('', error, count=1))}"
+def _lark_error(error: str) -> str:
+    position = _POSITION.match(error)
+    at = f" at line {position[1]}, column {position[2]}" if position else ""
+    return f"the grammar is wrong{at}: {_first_sentence(_POSITION.sub('', error, count=1))}"
 
 
-def _first(error: str) -> str:
-    """Of the library's message the first sentence: what follows is a listing, or a hint at its own options."""
+def _first_sentence(error: str) -> str:
+    """Return the first sentence of the library's message.
+
+    The rest is a listing, or a hint at the library's own options.
+    """
     return error.strip().splitlines()[0].partition(". Enable ")[0]
 
 
@@ -116,8 +127,8 @@ _SOURCES: Mapping[str, Callable[[str], str]] = {
     "regex": LLMatcher.grammar_from_regex,
     "lark": LLMatcher.grammar_from_lark,
 }
-_SAID: Mapping[str, Callable[[str], str]] = {
-    "json_schema": _json_said,
-    "regex": _regex_said,
-    "lark": _lark_said,
+_ERROR_TEXTS: Mapping[str, Callable[[str], str]] = {
+    "json_schema": _json_error,
+    "regex": _regex_error,
+    "lark": _lark_error,
 }

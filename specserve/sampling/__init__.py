@@ -1,36 +1,39 @@
-"""Mathematics on tensors: noise, the distribution that is sampled, and the rules that judge drafts. Knows neither models nor rounds."""
+"""Mathematics on tensors: noise, the distribution that is sampled, and the verifiers.
+
+It knows neither models nor rounds.
+"""
 
 from __future__ import annotations
 
 from specserve.sampling.distribution import (
     History,
     WarpBatch,
-    from_sparse_rows,
+    from_sparse_distribution,
     logprobs,
     sample,
-    to_sparse_rows,
-    truncate,
+    to_sparse_distribution,
+    truncate_to_support,
 )
-from specserve.sampling.drafts import Drafts
+from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.noise import Purpose, exponential, row_keys, seed_array, uniform
-from specserve.sampling.verify import VERIFIERS, Outcome, Streams, agree
+from specserve.sampling.verify import VERIFIERS, RandomStreams, VerifyResult, verify_greedy
 
 __all__ = [
     "VERIFIERS",
-    "Drafts",
+    "DraftBatch",
     "History",
-    "Outcome",
     "Purpose",
-    "Streams",
+    "RandomStreams",
+    "VerifyResult",
     "WarpBatch",
-    "agree",
     "exponential",
-    "from_sparse_rows",
+    "from_sparse_distribution",
     "logprobs",
     "row_keys",
     "sample",
     "seed_array",
-    "to_sparse_rows",
-    "truncate",
+    "to_sparse_distribution",
+    "truncate_to_support",
     "uniform",
+    "verify_greedy",
 ]

@@ -1,6 +1,7 @@
-"""From logits to the distribution that is sampled: p of a mixed batch in one pass, draws from it, its truncation, logprobs.
+"""The distribution that is sampled: p of a mixed batch in one pass, draws from it, logprobs.
 
-Knows neither models nor rounds. Every step works row by row, so a row's bits do not depend on its company.
+It knows neither models nor rounds. Every step works row by row, so the bits of a row do not depend
+on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.types import Logprobs, SparseRows, Warp
+from specserve.types import Logprobs, SparseDistribution, Warp
 
 _COLDEST = 1e-30  # a temperature below it would underflow float32; the result is the same one-hot
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the penalties of one sequence look at. Its last row sees all of `drafts`, the row before it all but the last, and so on."""
+    """Tokens that the penalties of one sequence count.
+
+    Its last row counts all of `drafts`, the row before it all but the last, and so on.
+    """
 
     tokens: NDArray[np.int64]  # committed, with the prompt
     prompt_length: int
@@ -28,9 +32,10 @@ class History:
 
 
 class WarpBatch:
-    """The warps of one batch of rows: each sequence has some consecutive rows, all under its own Warp.
+    """Warps of a batch of rows: each sequence has some consecutive rows, all under its own Warp.
 
-    The order is that of transformers: penalties, bias, then greedy, or temperature, top-k, top-p and min-p. What no row needs is skipped.
+    The order is that of transformers: penalties, bias, then greedy, or temperature, top-k, top-p
+    and min-p. A step that no row needs is skipped.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class WarpBatch:
     ) -> None:
         self.all_greedy = all(warp.temperature == 0 for warp in warps)
         self._adjustments = _adjustments(warps, num_rows, histories or [None] * len(warps))
-        if self.all_greedy:  # nothing else will be asked
+        if self.all_greedy:  # greedy rows need no more
             return
         knobs = np.array(
             [(warp.temperature, warp.top_k, warp.top_p, warp.min_p) for warp in warps],
@@ -52,16 +57,19 @@ class WarpBatch:
         self._greedy = self._temperature == 0
 
     def greedy_tokens(self, logits: Tensor) -> Tensor:
-        """The likeliest token of each row, ties to the lowest id; all there is to do when `all_greedy`. [rows, vocab] -> [rows]."""
-        return argmax(self.adjusted(logits))
+        """Return the likeliest token of each row, the lowest id of a tie: [rows, vocab] -> [rows].
 
-    def adjusted(self, logits: Tensor) -> Tensor:
-        """With penalties and bias, where there are any; else as they are."""
-        return self._adjusted(logits) if self._adjustments else logits
+        With `all_greedy` this replaces `probabilities`.
+        """
+        return argmax(self.adjust(logits))
+
+    def adjust(self, logits: Tensor) -> Tensor:
+        """Return the logits with penalties and bias; the same tensor if there are none."""
+        return self._apply_adjustments(logits) if self._adjustments else logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """p, float32, [rows, vocab]; the logits stay as they are."""
-        x = self._adjusted(logits)
+        """Return p, float32, [rows, vocab]; the logits are not changed."""
+        x = self._apply_adjustments(logits)
         if self.all_greedy:
             return _one_hot(x)
         highest = x.amax(-1, keepdim=True)
@@ -75,23 +83,23 @@ class WarpBatch:
             p[rows] = _one_hot(x[rows])
         return p
 
-    def _adjusted(self, logits: Tensor) -> Tensor:
-        """Logits in float32 with penalties and bias; a copy, unless there is nothing to change."""
+    def _apply_adjustments(self, logits: Tensor) -> Tensor:
+        """Return float32 logits with penalties and bias; a copy if anything changes."""
         x = logits.to(torch.float32, copy=bool(self._adjustments))
         for first, last, warp, history in self._adjustments:
             if history is not None:
-                _penalise(x[first:last], warp, history)
+                _apply_penalties(x[first:last], warp, history)
             if warp.logit_bias:
                 ids, values = zip(*warp.logit_bias, strict=True)
                 x[first:last, list(ids)] += torch.tensor(values, dtype=x.dtype, device=x.device)
         return x
 
     def _truncate(self, warped: Tensor) -> None:
-        """Top-k, top-p and min-p, in place. `warped` has its maximum at 0."""
+        """Apply top-k, top-p and min-p in place. `warped` has its maximum at 0."""
         cut = ~self._greedy & ((self._top_k > 0) | (self._top_p < 1))
         if cut.any():
             rows = _indices(cut, warped)
-            warped[rows] = _nucleus(warped[rows], self._top_k[cut], self._top_p[cut])
+            warped[rows] = _top_k_top_p(warped[rows], self._top_k[cut], self._top_p[cut])
         floored = ~self._greedy & (self._min_p > 0)
         if floored.any():
             with np.errstate(divide="ignore"):
@@ -104,35 +112,49 @@ class WarpBatch:
 
 
 def sample(weights: Tensor, noise: Tensor) -> Tensor:
-    """A draw from each row of weights (they need not sum to 1), given exponential noise: [rows, n], [rows, n] -> [rows]."""
+    """Draw from each row of weights with exponential noise: [rows, n], [rows, n] -> [rows].
+
+    The weights need not sum to 1.
+    """
     return argmax(weights / noise)
 
 
 def argmax(x: Tensor) -> Tensor:
-    """The first of the greatest of each row: [rows, n] -> [rows]. numpy's is vectorised; torch's takes 7 times as long on a CPU."""
+    """Return the index of the first maximum of each row: [rows, n] -> [rows].
+
+    numpy's is vectorised; torch's takes 7 times as long on a CPU.
+    """
     if x.device.type == "cpu":
         return torch.from_numpy((x.float() if x.dtype == torch.bfloat16 else x).numpy().argmax(-1))
     return x.max(dim=-1).indices
 
 
-def truncate(q: Tensor, support: int) -> tuple[Tensor, Tensor]:
-    """The `support` likeliest tokens of each row, renormalised: [rows, vocab] -> ids and probs, both [rows, support]."""
+def truncate_to_support(q: Tensor, support: int) -> tuple[Tensor, Tensor]:
+    """Return the `support` likeliest tokens of each row, renormalised.
+
+    [rows, vocab] -> ids and probs, both [rows, support].
+    """
     probs, ids = q.topk(min(support, q.shape[-1]), dim=-1)
     return ids, probs / probs.sum(-1, keepdim=True)
 
 
-def to_sparse_rows(ids: Tensor, probs: Tensor) -> SparseRows:
-    """Tensors of a support as the arrays that travel."""
-    return SparseRows(ids=ids.cpu().numpy(), probs=probs.cpu().numpy())
+def to_sparse_distribution(ids: Tensor, probs: Tensor) -> SparseDistribution:
+    """Return ids and probs as the arrays that are sent between processes."""
+    return SparseDistribution(ids=ids.cpu().numpy(), probs=probs.cpu().numpy())
 
 
-def from_sparse_rows(rows: SparseRows, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """The arrays that travel as tensors: ids and probs, both [rows, support]."""
+def from_sparse_distribution(
+    rows: SparseDistribution, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return ids and probs as tensors, both [rows, support]."""
     return torch.from_numpy(rows.ids).to(device), torch.from_numpy(rows.probs).to(device)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprobs]:
-    """Under the unwarped distribution, for each row: of its token, and of the `num_top` likeliest. [rows, vocab], [rows]."""
+    """Return each row's logprobs: its token's and those of the `num_top` likeliest tokens.
+
+    They are of the unwarped distribution. logits [rows, vocab], tokens [rows].
+    """
     x = logits.float()
     total = x.logsumexp(-1, keepdim=True)
     own = (x.gather(1, tokens[:, None]) - total)[:, 0].tolist()
@@ -147,7 +169,10 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprobs]:
 def _adjustments(
     warps: Sequence[Warp], num_rows: Sequence[int], histories: Sequence[History | None]
 ) -> list[tuple[int, int, Warp, History | None]]:
-    """Of the sequences with penalties or bias alone: first row, row past the last, warp, history (None: no penalties)."""
+    """Return first row, row past the last, warp and history of each sequence with changed logits.
+
+    These are the sequences with penalties or bias; the history is None without penalties.
+    """
     found = []
     stop = 0
     for warp, rows, history in zip(warps, num_rows, histories, strict=True):
@@ -158,32 +183,36 @@ def _adjustments(
     return found
 
 
-def _penalise(rows: Tensor, warp: Warp, history: History) -> None:
-    """Repetition (of prompt and text), then presence and frequency (of text alone), in place on the tokens that occurred: [rows, vocab]."""
+def _apply_penalties(rows: Tensor, warp: Warp, history: History) -> None:
+    """Apply the penalties in place to the tokens that occurred: [rows, vocab].
+
+    Repetition counts prompt and text; presence and frequency count the text alone.
+    """
     num_rows, vocab = rows.shape
     seen = np.bincount(history.tokens, minlength=vocab)
-    written = np.bincount(history.tokens[history.prompt_length :], minlength=vocab)
+    generated = np.bincount(history.tokens[history.prompt_length :], minlength=vocab)
     drafts = np.array(history.drafts, dtype=np.int64)
     ids = np.union1d(np.flatnonzero(seen), drafts)  # [m]
     drafted = np.zeros((len(drafts) + 1, len(ids)), dtype=np.int64)
     np.cumsum(drafts[:, None] == ids, axis=0, out=drafted[1:])  # row j counts drafts[:j]
     drafted = drafted[len(drafted) - num_rows :]  # [rows, m]
 
-    times_written = torch.from_numpy(written[ids] + drafted).to(rows)
+    times_generated = torch.from_numpy(generated[ids] + drafted).to(rows)
     ever_seen = torch.from_numpy(seen[ids] + drafted > 0).to(rows.device)
     columns = torch.from_numpy(ids).to(rows.device)
     x = rows[:, columns]
     repeated = torch.where(x < 0, x * warp.repetition_penalty, x / warp.repetition_penalty)
     x = torch.where(ever_seen, repeated, x)
     rows[:, columns] = (
-        x - warp.presence_penalty * (times_written > 0) - warp.frequency_penalty * times_written
+        x - warp.presence_penalty * (times_generated > 0) - warp.frequency_penalty * times_generated
     )
 
 
-def _nucleus(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
-    """What top-k and then top-p leave of each row, the rest -inf. x has its maximum at 0. Top-k keeps ties, as transformers does;
+def _top_k_top_p(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
+    """Return each row with -inf for the tokens that top-k and then top-p exclude.
 
-    top-p keeps the smallest set that reaches its mass, the lowest ids of a tie.
+    x has its maximum at 0. Top-k keeps ties, as transformers does. Top-p keeps the smallest set
+    that reaches its mass, the lowest ids of a tie.
     """
     vocab = x.shape[-1]
     ranked = _descending(x)
@@ -202,7 +231,10 @@ def _nucleus(x: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float64]) ->
 
 
 def _descending(x: Tensor) -> Tensor:
-    """Each row's values in falling order. numpy's sort is vectorised; torch's carries the indices along and takes 30 times as long."""
+    """Return each row's values in falling order.
+
+    numpy's sort is vectorised; torch's carries the indices along and takes 30 times as long.
+    """
     if x.device.type == "cpu":
         return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
     return x.sort(dim=-1, descending=True).values

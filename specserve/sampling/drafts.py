@@ -1,4 +1,7 @@
-"""The draft tokens of a batch with what they were drawn from, padded to one width; the ragged shape of a round ends here."""
+"""Draft tokens of a batch with their draft distributions, padded to one width.
+
+The ragged shape of a round ends here. It knows tensors, no models.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.types import SparseRows
+from specserve.types import SparseDistribution
 
 
 @dataclass(frozen=True, slots=True)
-class Drafts:
-    """Column j of a sequence judges its draft token j; the column past the last one has none, and q is 0 there.
+class DraftBatch:
+    """Draft tokens and draft distributions q of a batch, one row for each sequence.
 
-    Sequence i owns lengths[i] + 1 consecutive rows of p: a row for each draft token and one more. Width is the longest of these.
+    Column j belongs to draft token j of a sequence. The column past its last draft token has no
+    token, and q is 0 there. Sequence i owns lengths[i] + 1 consecutive rows of p: one for each
+    draft token and one more. The width is the largest such number.
     """
 
     tokens: Tensor  # [seqs, width] int64; padding is 0
@@ -26,20 +31,20 @@ class Drafts:
     rows: Tensor  # [seqs, width] int64: the row of p; padding repeats the last
     q_ids: Tensor  # [seqs, width, support] int64; padding is 0, with probability 0
     q_probs: Tensor  # [seqs, width, support]
-    lenience: Tensor  # [seqs, 1]; l of rule 10, read by `lenient` alone
+    lenience: Tensor  # [seqs, 1]; the l of `lenient`, which alone uses it
     valid: Tensor  # [seqs, width] bool: there is a draft token
     in_row: Tensor  # [seqs, width] bool: there is a row of p
 
     @classmethod
-    def of(
+    def from_tokens(
         cls,
         tokens: Sequence[Sequence[int]],
-        q: Sequence[SparseRows | None],
+        q: Sequence[SparseDistribution | None],
         *,
         lenience: Sequence[float] | None = None,
         device: torch.device | str = "cpu",
-    ) -> Drafts:
-        """From each sequence's tokens and their q (None: each was certain)."""
+    ) -> DraftBatch:
+        """Pad each sequence's draft tokens and their q (None: q is one-hot)."""
         lengths = np.array([len(row) for row in tokens], dtype=np.int64)
         columns = np.arange(lengths.max(initial=0) + 1)
         valid = columns < lengths[:, None]
@@ -72,10 +77,10 @@ class Drafts:
     def width(self) -> int:
         return self.tokens.shape[1]
 
-    def select(self, index: NDArray[np.int64]) -> Drafts:
-        """Some of the sequences, in the same rows of the same p."""
+    def select(self, index: NDArray[np.int64]) -> DraftBatch:
+        """Return some of the sequences, on the same rows of the same p."""
         where = torch.from_numpy(index).to(self.tokens.device)
-        return Drafts(
+        return DraftBatch(
             tokens=self.tokens[where],
             lengths=self.lengths[where],
             rows=self.rows[where],
@@ -87,22 +92,28 @@ class Drafts:
         )
 
     def p_at_tokens(self, p: Tensor) -> Tensor:
-        """p of each draft token: [seqs, width]."""
+        """Return p of each draft token, [seqs, width]."""
         return p[self.rows, self.tokens]
 
     def p_at_support(self, p: Tensor) -> Tensor:
-        """p on the support of q: [seqs, width, support]."""
+        """Return p on the support of q, [seqs, width, support]."""
         return p[self.rows[:, :, None], self.q_ids]
 
     def q_at_tokens(self) -> Tensor:
-        """q of each draft token, [seqs, width]; ids that repeat with probability 0 do no harm."""
+        """Return q of each draft token, [seqs, width].
+
+        Padding repeats ids with probability 0, which changes no sum.
+        """
         return torch.where(self.q_ids == self.tokens[:, :, None], self.q_probs, 0).sum(-1)
 
 
 def supports(
-    flat: NDArray[np.int64], lengths: NDArray[np.int64], q: Sequence[SparseRows | None]
+    flat: NDArray[np.int64], lengths: NDArray[np.int64], q: Sequence[SparseDistribution | None]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """One support for each draft token, ids and probs [draft tokens, support]; a certain token has all of its own."""
+    """Return ids and probs of q on one support width, both [draft tokens, support].
+
+    `flat` holds the draft tokens of all sequences. Where q is None, it is one-hot on them.
+    """
     given = [rows for rows in q if rows is not None]
     width = max((rows.ids.shape[1] for rows in given), default=1)
     ids = np.repeat(flat[:, None], width, axis=1)
@@ -110,12 +121,12 @@ def supports(
     if len(given) < len(q):
         probs[:, 0] = 1
     if given:
-        drawn = np.repeat([rows is not None for rows in q], lengths)
-        ids[drawn] = np.concatenate([_widened(rows.ids, width) for rows in given])
-        probs[drawn] = np.concatenate([_widened(rows.probs, width) for rows in given])
+        sampled = np.repeat([rows is not None for rows in q], lengths)
+        ids[sampled] = np.concatenate([_pad_support(rows.ids, width) for rows in given])
+        probs[sampled] = np.concatenate([_pad_support(rows.probs, width) for rows in given])
     return ids, probs
 
 
-def _widened(rows: NDArray[Any], width: int) -> NDArray[Any]:
+def _pad_support(rows: NDArray[Any], width: int) -> NDArray[Any]:
     missing = width - rows.shape[1]
     return np.pad(rows, ((0, 0), (0, missing))) if missing else rows

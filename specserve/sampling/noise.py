@@ -1,6 +1,13 @@
-"""Counter-based noise: every draw is a pure function of its key, so nothing depends on batch composition or on history.
+"""Counter-based noise: every draw is a pure function of its key.
 
-Knows neither distributions nor verifiers. exactness.md, rule 5, says why the keys are made of what they are made of.
+Nothing depends on the composition of the batch or on earlier draws. It knows neither distributions
+nor verifiers.
+
+A key is made of seed, round, position and purpose. Draft draws, acceptance uniforms and corrections
+must come from disjoint streams: reusing the draft's noise for the residual is a bias. The round is
+in the key because under `block` the number of accepted tokens depends on noise at positions past
+the stop, which the next round must not reuse. `coupled` noise may omit it: what is committed
+depends only on noise up to the first disagreement.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ _ALMOST_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
 
 
 class Purpose(IntEnum):
-    """What a draw is for. Draws for different purposes come from disjoint streams."""
+    """Use of a draw. Draws for different purposes come from disjoint streams."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -29,7 +36,7 @@ class Purpose(IntEnum):
 
 
 def seed_array(seeds: Sequence[int]) -> NDArray[np.uint64]:
-    """Seeds as 64 bits each; negative ones wrap."""
+    """Return the seeds as 64 bits each; negative ones wrap."""
     return np.fromiter((seed & _MASK64 for seed in seeds), dtype=np.uint64, count=len(seeds))
 
 
@@ -41,18 +48,19 @@ def row_keys(
     *,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """64-bit keys as two columns of int32, [..., 2]; the arguments broadcast. Rounds and positions lie below 2**31.
+    """Return 64-bit keys as two columns of int32, [..., 2]; the arguments broadcast.
 
-    Coupled noise ignores the round: drafter and target must meet in the same noise, whenever each comes to that position.
+    Rounds and positions lie below 2**31. Coupled noise ignores the round: drafter and target must
+    draw with the same noise at a position, in whichever round each of them reaches it.
     """
     seed = seeds if isinstance(seeds, np.ndarray) else seed_array(seeds)
-    started = (
+    round_bits = (
         np.zeros(1, np.uint64)
         if purpose is Purpose.COUPLED
         else np.asarray(rounds, dtype=np.uint64)
     )
     counter = (
-        (started << np.uint64(31))
+        (round_bits << np.uint64(31))
         | np.asarray(positions, dtype=np.uint64)
         | np.uint64(purpose << 62)
     )
@@ -61,26 +69,31 @@ def row_keys(
 
 
 def stage_seed(seed: int, round: int, stage: int) -> int:
-    """A seed of its own for what one stage of a cascade draws in one round: there its purposes, and its positions, are no others'."""
+    """Return the seed of one cascade stage in one round.
+
+    Its purposes and positions are then disjoint from those of every other stage.
+    """
     key = _mix64(_mix64(seed_array([seed])) ^ np.uint64(round))
     return int(_mix64(key ^ np.uint64(stage + 1))[0])
 
 
 def uniform(keys: Tensor) -> Tensor:
-    """One float32 for each key, strictly inside (0, 1), fine near 0: keys [..., 2] -> [...]."""
+    """Return a float32 for each key, strictly inside (0, 1), fine near 0: [..., 2] -> [...]."""
     unit = keys[..., 0].double().mul_(2.0**-32).add_(0.5 + 2.0**-33)
     return unit.float().clamp_(max=_ALMOST_ONE)
 
 
 def exponential(keys: Tensor, ids: Tensor) -> Tensor:
-    """Standard exponential noise E(key, token id), float32: keys [rows, 2], ids [n] or [rows, n] -> [rows, n].
+    """Return standard exponential noise E(key, token id), float32.
 
-    argmax(w / E) is then a draw from the weights w: the Gumbel-max trick with g = -log E. The logarithm is taken in float64,
-    so that devices whose logarithms differ in the last bit round to the same float32, and E is neither 0 nor infinite (2**-33 to 23).
+    keys [rows, 2], ids [n] or [rows, n] -> [rows, n]. argmax(w / E) is then a draw from the weights
+    w: the Gumbel-max trick with g = -log E. The logarithm is taken in float64, so that devices
+    whose logarithms differ in the last bit round to the same float32, and E is neither 0 nor
+    infinite (2**-33 to 23).
     """
     noise = torch.empty((keys.shape[0], ids.shape[-1]), device=keys.device)
     ids = ids.to(torch.int32).expand(noise.shape)
-    step = rows_at_once(noise)
+    step = rows_per_chunk(noise)
     for first in range(0, len(noise), step):
         rows = slice(first, first + step)
         hashed = _hash32_on_cpu if noise.device.type == "cpu" else _hash32
@@ -91,14 +104,17 @@ def exponential(keys: Tensor, ids: Tensor) -> Tensor:
     return noise
 
 
-def rows_at_once(like: Tensor) -> int:
-    """How many rows of such a tensor to work on in one go: on a CPU so few that all of it stays in a core's cache."""
+def rows_per_chunk(like: Tensor) -> int:
+    """Return how many rows of such a tensor to process at once.
+
+    On a CPU these are so few that the chunk stays in a core's cache.
+    """
     rows, width = like.shape
     return max(1, _SCRATCH // width if like.device.type == "cpu" else rows)
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The splitmix64 step: a bijection that lets every bit of x touch every bit of the result."""
+    """Apply the splitmix64 step, a bijection in which every bit of x affects every result bit."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -106,7 +122,11 @@ def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _hash32(keys: Tensor, ids: Tensor) -> Tensor:
-    """32 bits for each (key, id): the two-round multiply-xorshift of hash-prospector, with half of the key put in before each round."""
+    """Return 32 bits for each (key, id).
+
+    This is the two-round multiply-xorshift of hash-prospector, with half of the key put in before
+    each round.
+    """
     x = ids ^ keys[:, :1]  # [rows, n], int32, wrapping
     shifted = torch.empty_like(x)
     _xor_shift(x, 16, shifted)
@@ -118,7 +138,10 @@ def _hash32(keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def _hash32_on_cpu(keys: Tensor, ids: Tensor) -> Tensor:
-    """The same bits. numpy shifts unsigned numbers as they are, and takes a third of the time on few tokens."""
+    """Return the bits of `_hash32`, computed with numpy.
+
+    numpy shifts unsigned numbers directly, and takes a third of the time on few tokens.
+    """
     key = keys.numpy().view(np.uint32)
     x = ids.numpy().view(np.uint32) ^ key[:, :1]
     x ^= x >> np.uint32(16)
@@ -131,6 +154,9 @@ def _hash32_on_cpu(keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def _xor_shift(x: Tensor, count: int, shifted: Tensor) -> None:
-    """x ^= x >> count, in place; the shift is logical, which torch's int32 does not have, hence the mask."""
+    """Compute x ^= x >> count in place.
+
+    The shift is logical, which torch's int32 does not have; therefore the mask.
+    """
     torch.bitwise_right_shift(x, count, out=shifted)
     x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - count)) - 1))

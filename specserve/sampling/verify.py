@@ -1,6 +1,8 @@
-"""The verifiers: which draft tokens stand, and which token comes next. One signature for every rule, batched over sequences.
+"""The verifiers: which draft tokens are accepted, and which token follows them.
 
-Greedy p and certain q are one-hot rows and need no case of their own. Letters and rules are those of exactness.md.
+One signature for every rule, batched over sequences. Greedy p and certain q are one-hot rows and
+need no case of their own. p is the target's distribution, q the draft distribution; both are the
+distributions that were really sampled from, after temperature, top-k, top-p, penalties and masks.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.sampling.distribution import argmax, sample
-from specserve.sampling.drafts import Drafts
+from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.noise import (
     Purpose,
     exponential,
     row_keys,
-    rows_at_once,
+    rows_per_chunk,
     seed_array,
     uniform,
 )
@@ -28,62 +30,83 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
-    """Where the randomness of each sequence comes from: its seed, and the committed length that the round starts from."""
+class RandomStreams:
+    """Keys of each sequence's randomness: its seed, and the round.
+
+    A round is named by the number of tokens that were committed when it began.
+    """
 
     seeds: NDArray[np.uint64]  # [seqs]
     rounds: NDArray[np.int64]  # [seqs]
 
     @classmethod
-    def of(cls, seeds: Sequence[int], rounds: Sequence[int]) -> Streams:
+    def from_seeds(cls, seeds: Sequence[int], rounds: Sequence[int]) -> RandomStreams:
         return cls(seeds=seed_array(seeds), rounds=np.array(rounds, dtype=np.int64))
 
     def keys(self, purpose: Purpose, width: int, device: torch.device) -> Tensor:
-        """[seqs, width, 2]: column j draws for position round + j."""
+        """Return keys [seqs, width, 2]; column j draws for position round + j."""
         rounds = self.rounds[:, None]
         return row_keys(
             self.seeds[:, None], rounds, rounds + np.arange(width), purpose, device=device
         )
 
-    def select(self, index: NDArray[np.int64]) -> Streams:
-        return Streams(seeds=self.seeds[index], rounds=self.rounds[index])
+    def select(self, index: NDArray[np.int64]) -> RandomStreams:
+        return RandomStreams(seeds=self.seeds[index], rounds=self.rounds[index])
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of each sequence: how many draft tokens stand, and the token behind them."""
+class VerifyResult:
+    """Number of accepted draft tokens of each sequence, and the token that follows them.
+
+    The next token is a correction if a draft token was rejected, and else the bonus.
+    """
 
     accepted: Tensor  # [seqs] int64
     next_token: Tensor  # [seqs] int64
 
 
-Verifier = Callable[[Tensor, Drafts, Streams], Outcome]
+Verifier = Callable[[Tensor, DraftBatch, RandomStreams], VerifyResult]
 
 
-def speculative(p: Tensor, drafts: Drafts, streams: Streams) -> Outcome:
-    """Rule 1 (2211.17192, Algorithm 1): accept while u < p/q, then draw from max(0, p - q)."""
-    return _leading(p, drafts, streams, lenience=None)
+def speculative(p: Tensor, drafts: DraftBatch, streams: RandomStreams) -> VerifyResult:
+    """Accept x_i while u_i < p(x_i) / q(x_i); reject the rest (2211.17192, Algorithm 1).
+
+    The correction is drawn from norm(max(0, p - q)), the bonus from p.
+    """
+    return _accept_until_rejection(p, drafts, streams, lenience=None)
 
 
-def lenient(p: Tensor, drafts: Drafts, streams: Streams) -> Outcome:
-    """Rule 10: accept while u < l p/q. Lossy for l > 1, yet no token becomes more than l times as likely as it is."""
-    return _leading(p, drafts, streams, lenience=drafts.lenience)
+def lenient(p: Tensor, drafts: DraftBatch, streams: RandomStreams) -> VerifyResult:
+    """Accept x_i while u_i < l p(x_i) / q(x_i), with a lenience l.
+
+    This is appendix A.5 of 2211.17192, whose l is our 1/l. It is lossy for l > 1, yet no token
+    becomes more than l times as likely as under p.
+    """
+    return _accept_until_rejection(p, drafts, streams, lenience=drafts.lenience)
 
 
-def block(p: Tensor, drafts: Drafts, streams: Streams) -> Outcome:
-    """Rule 6 (2403.10444): the longest prefix that passes stands, even if a shorter one did not. Never shorter in expectation."""
+def block(p: Tensor, drafts: DraftBatch, streams: RandomStreams) -> VerifyResult:
+    """Accept the longest prefix i with u_i <= h_i (block verification: 2403.10444, Algorithm 2).
+
+    A longer prefix may pass where a shorter one did not. In expectation it accepts no fewer tokens
+    than `speculative`. The correction is drawn from norm(max(0, P_tau p - q)), the bonus from p.
+    """
     h, weight = block_acceptance(p, drafts)
-    accepted = largest_true((_accept_noise(drafts, streams) <= h) & drafts.valid)
-    return Outcome(accepted, _next_token(p, drafts, streams, accepted, weight))
+    accepted = last_true((_accept_noise(drafts, streams) <= h) & drafts.valid)
+    return VerifyResult(accepted, _correction_or_bonus(p, drafts, streams, accepted, weight))
 
 
-def coupled(p: Tensor, drafts: Drafts, streams: Streams) -> Outcome:
-    """Rule 7 (2408.07978): the target's own sample decides. Noise is keyed by seed and position, and the drafter saw the same."""
+def coupled(p: Tensor, drafts: DraftBatch, streams: RandomStreams) -> VerifyResult:
+    """Accept draft tokens while they equal the target's own samples (2408.07978).
+
+    Draft and target draw with the same Gumbel noise, keyed by seed and position. Correction and
+    bonus are the target's sample.
+    """
     rows = drafts.rows[drafts.in_row]  # [rows of these sequences]
     keys = streams.keys(Purpose.COUPLED, drafts.width, p.device)[drafts.in_row]
     own = torch.zeros_like(drafts.tokens)
-    own[drafts.in_row] = _own_tokens(p, rows, keys)
-    return agreement(own, drafts)
+    own[drafts.in_row] = _sample_target(p, rows, keys)
+    return accept_matching(own, drafts)
 
 
 VERIFIERS: dict[str, Verifier] = {
@@ -94,77 +117,95 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 
-def verify(names: Sequence[str], p: Tensor, drafts: Drafts, streams: Streams) -> Outcome:
-    """Each sequence under its own rule, `names` [seqs]; p [rows, vocab]."""
+def verify(
+    names: Sequence[str], p: Tensor, drafts: DraftBatch, streams: RandomStreams
+) -> VerifyResult:
+    """Verify each sequence under its own rule: `names` [seqs], p [rows, vocab]."""
     present = set(names)
     if len(present) == 1:
         return VERIFIERS[present.pop()](p, drafts, streams)
     labels = np.array(names)
-    outcome = Outcome(torch.zeros_like(drafts.lengths), torch.zeros_like(drafts.lengths))
+    result = VerifyResult(torch.zeros_like(drafts.lengths), torch.zeros_like(drafts.lengths))
     for name in sorted(present):
         index = np.flatnonzero(labels == name)
         part = VERIFIERS[name](p, drafts.select(index), streams.select(index))
         where = torch.from_numpy(index).to(p.device)
-        outcome.accepted[where] = part.accepted
-        outcome.next_token[where] = part.next_token
-    return outcome
+        result.accepted[where] = part.accepted
+        result.next_token[where] = part.next_token
+    return result
 
 
-def agree(own: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Greedy, where p is a one-hot and all rules are this one comparison: of each sequence, how many drafts stand and what follows.
+def verify_greedy(own: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Return the number of accepted draft tokens and the next token of each greedy sequence.
 
-    `own` is the target's token in every row of p. It takes no tensors: at one sequence, making them would take longer than all the rest.
+    `own` is the target's token in every row of p. Under greedy p, a one-hot, all rules come down to
+    this comparison. It takes no tensors: at one sequence, making them would take longer than all
+    the rest.
     """
     found, first = [], 0
     for tokens in drafts:
-        stand = 0
-        while stand < len(tokens) and tokens[stand] == own[first + stand]:
-            stand += 1
-        found.append((stand, own[first + stand]))
+        accepted = 0
+        while accepted < len(tokens) and tokens[accepted] == own[first + accepted]:
+            accepted += 1
+        found.append((accepted, own[first + accepted]))
         first += len(tokens) + 1
     return found
 
 
-# The parts of the rules that are plain mathematics; they work in any precision, and the tests enumerate them in float64.
+# The parts of the rules that are plain mathematics. They work in any precision, and the tests
+# enumerate them in float64.
 
 
-def agreement(own: Tensor, drafts: Drafts) -> Outcome:
-    """Draft tokens stand while they are the target's own, [seqs, width]; then comes the target's."""
-    accepted = leading_true((own == drafts.tokens) & drafts.valid)
-    return Outcome(accepted, own.gather(1, accepted[:, None])[:, 0])
+def accept_matching(own: Tensor, drafts: DraftBatch) -> VerifyResult:
+    """Accept draft tokens while they equal `own`, the target's samples [seqs, width]."""
+    accepted = num_leading_true((own == drafts.tokens) & drafts.valid)
+    return VerifyResult(accepted, own.gather(1, accepted[:, None])[:, 0])
 
 
-def acceptance(p: Tensor, drafts: Drafts, lenience: Tensor | None = None) -> Tensor:
-    """min(1, l p/q) of each draft token, [seqs, width]."""
+def acceptance_probability(p: Tensor, drafts: DraftBatch, lenience: Tensor | None = None) -> Tensor:
+    """Return min(1, l p/q) of each draft token, [seqs, width] (2211.17192, Algorithm 1)."""
     ratio = drafts.p_at_tokens(p) / drafts.q_at_tokens().clamp(min=_TINY)
     return (ratio if lenience is None else ratio * lenience).clamp(max=1) * drafts.valid
 
 
-def block_acceptance(p: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
-    """h_1.. of each prefix, [seqs, width], and the weights P_0.., [seqs, width + 1] (2403.10444, Algorithm 2).
+def block_acceptance(p: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tensor]:
+    """Return h_1.. of each prefix, [seqs, width], and the weights P_0.., [seqs, width + 1].
 
-    q is 0 past the last draft token, so S_gamma = P_gamma and the formula for h_i gives h_gamma = P_gamma by itself.
+    2403.10444, Algorithm 2, with x_1..x_gamma the draft tokens:
+
+        P_0 = 1,  P_i = min(1, P_{i-1} p(x_i) / q(x_i))
+        S_i = sum_x max(0, P_i p(x | x_1..x_i) - q(x | x_1..x_i))
+        h_i = S_i / (S_i + 1 - P_i) for i < gamma,  h_gamma = P_gamma
+
+    q is 0 past the last draft token, so S_gamma = P_gamma and the formula for h_i gives
+    h_gamma = P_gamma by itself.
     """
     ratio = drafts.p_at_tokens(p) / drafts.q_at_tokens().clamp(min=_TINY) * drafts.valid
     weights = [torch.ones_like(ratio[:, 0])]
     for i in range(drafts.width):
         weights.append((weights[-1] * ratio[:, i]).clamp(max=1))
     weight = torch.stack(weights, 1)  # [seqs, width + 1]
-    inner = weight[
-        :, : drafts.width
-    ]  # P_0..P_gamma, the column past the last draft token being P_gamma
+    # P_0..P_gamma; the column past the last draft token is P_gamma.
+    inner = weight[:, : drafts.width]
     overlap = torch.minimum(
         inner[:, :, None] * drafts.p_at_support(p), drafts.q_probs
     )  # [seqs, width, support]
-    # S_i = sum max(0, P p - q) = P - sum min(P p, q). A running sum, since its bits do not change when zeros pad the support.
-    stop = (inner - overlap.cumsum(-1)[:, :, -1]).clamp(min=0)
-    total = stop + (1 - inner)
-    h = torch.where(total > 0, stop / total, 1)  # 0/0: P = 1 and nothing is left over
+    # S_i = sum max(0, P p - q) = P - sum min(P p, q). A running sum, since its bits do not change
+    # when zeros pad the support.
+    surplus = (inner - overlap.cumsum(-1)[:, :, -1]).clamp(min=0)
+    total = surplus + (1 - inner)
+    h = torch.where(total > 0, surplus / total, 1)  # 0/0: P = 1 and the residual is empty
     return torch.cat([h[:, 1:], torch.zeros_like(h[:, :1])], 1) * drafts.valid, weight
 
 
-def residual(p: Tensor, drafts: Drafts, accepted: Tensor, weight: Tensor | None = None) -> Tensor:
-    """max(0, P p - q) in the row where each sequence stopped, [seqs, vocab], not normalised; q is 0 past the last draft token."""
+def residual(
+    p: Tensor, drafts: DraftBatch, accepted: Tensor, weight: Tensor | None = None
+) -> Tensor:
+    """Return max(0, P p - q) in the row behind the accepted tokens, [seqs, vocab], unnormalised.
+
+    This is the distribution of the correction (2211.17192, Algorithm 1, with P = 1; 2403.10444,
+    Algorithm 2). q is 0 past the last draft token, so there it is p, the bonus's distribution.
+    """
     at = accepted[:, None]
     left = p[drafts.rows.gather(1, at)[:, 0]]  # a copy
     if weight is not None:
@@ -174,41 +215,44 @@ def residual(p: Tensor, drafts: Drafts, accepted: Tensor, weight: Tensor | None 
     return left.clamp_(min=0)
 
 
-def leading_true(passed: Tensor) -> Tensor:
-    """How many are true before the first that is not: [seqs, width] -> [seqs]."""
+def num_leading_true(passed: Tensor) -> Tensor:
+    """Count the true values before the first false one: [seqs, width] -> [seqs]."""
     return passed.long().cumprod(-1).sum(-1)
 
 
-def largest_true(passed: Tensor) -> Tensor:
-    """The number (from 1) of the last that is true, 0 if none is: [seqs, width] -> [seqs]."""
+def last_true(passed: Tensor) -> Tensor:
+    """Return the number (from 1) of the last true value, 0 if none is: [seqs, width] -> [seqs]."""
     return (passed * torch.arange(1, passed.shape[-1] + 1, device=passed.device)).amax(-1)
 
 
-def _leading(p: Tensor, drafts: Drafts, streams: Streams, lenience: Tensor | None) -> Outcome:
+def _accept_until_rejection(
+    p: Tensor, drafts: DraftBatch, streams: RandomStreams, lenience: Tensor | None
+) -> VerifyResult:
     limit = drafts.p_at_tokens(p)
     if lenience is not None:
         limit = limit * lenience
-    # Strict and without division: u <= p/q would let a token of probability 0 pass.
-    accepted = leading_true(
+    # u q < p: strict and without division. u <= p/q would accept a token of probability 0.
+    accepted = num_leading_true(
         (_accept_noise(drafts, streams) * drafts.q_at_tokens() < limit) & drafts.valid
     )
-    return Outcome(accepted, _next_token(p, drafts, streams, accepted, None))
+    return VerifyResult(accepted, _correction_or_bonus(p, drafts, streams, accepted, None))
 
 
-def _accept_noise(drafts: Drafts, streams: Streams) -> Tensor:
+def _accept_noise(drafts: DraftBatch, streams: RandomStreams) -> Tensor:
     return uniform(streams.keys(Purpose.ACCEPT, drafts.width, drafts.tokens.device))
 
 
-def _own_tokens(p: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """A draw from each of these rows of p, a few rows at a time."""
-    vocabulary, step = _vocabulary(p), rows_at_once(p)
+def _sample_target(p: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+    """Return a draw from each of these rows of p, made a few rows at a time."""
+    vocabulary, step = _vocabulary(p), rows_per_chunk(p)
     parts = [slice(first, first + step) for first in range(0, len(rows), step)]
     return torch.cat([sample(p[rows[part]], exponential(keys[part], vocabulary)) for part in parts])
 
 
-def _next_token(
-    p: Tensor, drafts: Drafts, streams: Streams, accepted: Tensor, weight: Tensor | None
+def _correction_or_bonus(
+    p: Tensor, drafts: DraftBatch, streams: RandomStreams, accepted: Tensor, weight: Tensor | None
 ) -> Tensor:
+    """Draw the next token of each sequence from its residual."""
     keys = streams.keys(Purpose.NEXT, drafts.width, p.device)
     at = accepted[:, None]
     noise = exponential(keys.gather(1, at[:, :, None].expand(-1, 1, 2))[:, 0], _vocabulary(p))
@@ -217,7 +261,7 @@ def _next_token(
     possible = score.gather(1, token[:, None])[:, 0] > 0
     if bool(possible.all()):
         return token
-    # p and q are equal up to rounding and nothing is left over: then the draw is from p itself.
+    # p and q are equal up to rounding, so the residual is empty: then the draw is from p itself.
     return torch.where(possible, token, sample(p[drafts.rows.gather(1, at)[:, 0]], noise))
 
 

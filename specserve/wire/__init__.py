@@ -1,1 +1,1 @@
-"""What processes say to one another, and how it is packed."""
+"""Messages between processes, and how they are packed."""

@@ -1,7 +1,10 @@
-"""The nouns as rows of plain values and bytes, and back. Knows no messages, and no format around the rows.
+"""Steps, proposals, verdicts and chunks as rows of plain values and bytes, and back.
 
-Numbers are packed in columns of fixed width, so what is read has the right types by construction, and no count is negative.
-Arrays are gathered beside the rows. What cannot be read raises ValueError, TypeError, IndexError or struct.error.
+It knows no messages, and no format around the rows.
+
+Numbers are packed in columns of fixed width, so what is read has the right types by construction,
+and no count is negative. Arrays are gathered beside the rows. A malformed row raises ValueError,
+TypeError, IndexError or struct.error.
 """
 
 from __future__ import annotations
@@ -20,15 +23,15 @@ from specserve.types import (
     VERIFIERS,
     Chunk,
     DraftStep,
-    Finish,
-    Foreseen,
+    FinishReason,
     Grammar,
     Logprobs,
     Origin,
     Policy,
+    PreparedProposal,
     Proposal,
     Span,
-    SparseRows,
+    SparseDistribution,
     Stats,
     Verdict,
     VerifyStep,
@@ -42,20 +45,22 @@ _SIZES = {"I": 4, "Q": 8, "d": 8}  # tokens, ids of sequences, real numbers
 _ORIGINS = tuple(Origin)
 _ORIGIN_CODES = {origin: code for code, origin in enumerate(_ORIGINS)}
 
-_POLICY = struct.Struct(
-    "<QQ?Qd? dQddddd"
-)  # seed, prompt_length, logprobs, lenience, constrained; a Warp up to its biases
+# seed, prompt_length, logprobs, lenience, constrained; a Warp up to its biases
+_POLICY = struct.Struct("<QQ?Qd? dQddddd")
 _DRAFT_STEP = struct.Struct("<QQQ")  # seq_id, start, gamma
-_PROPOSAL = struct.Struct("<QQQB?I")  # seq_id, start, held, anticipated, support
-_VERIFY_STEP = struct.Struct("<QQ??I")  # seq_id, start, decide, support
+_PROPOSAL = struct.Struct("<QQQB?I")  # seq_id, start, num_cached, anticipated, support
+_VERIFY_STEP = struct.Struct("<QQ??I")  # seq_id, start, needs_verdict, support
 _VERDICT = struct.Struct("<QQQ")  # seq_id, accepted, next_token
 _STATS = struct.Struct("<?QQQQQQ")  # the fields of Stats behind the verifier
-_SPAN = struct.Struct("<dd")  # begun, ended
+_SPAN = struct.Struct("<dd")  # start, end
 _NUMBER = struct.Struct("<Q")
 
 
-class ArraysOut:
-    """Gathers the sparse rows of a message for one frame: on an encrypted link a frame costs more than a copy."""
+class ArrayWriter:
+    """Sparse distributions of a message, gathered for one frame.
+
+    On an encrypted link a frame costs more than a copy.
+    """
 
     __slots__ = ("_ids", "_probs")
 
@@ -63,16 +68,15 @@ class ArraysOut:
         self._ids: list[bytes] = []
         self._probs: list[bytes] = []
 
-    def put(self, q: SparseRows | None, num_tokens: int) -> tuple[bool, int]:
-        """Whether there are rows, and how wide they are; that there is one for each token goes without saying."""
+    def put(self, q: SparseDistribution | None, num_tokens: int) -> tuple[bool, int]:
+        """Append q, and return whether there are rows and their width. Each token has one row."""
         if q is None:
             return False, 0
         assert q.ids.shape == q.probs.shape
         assert len(q.ids) == num_tokens
         assert q.probs.dtype == _PROB
-        self._ids.append(
-            q.ids.astype(_ID).tobytes()
-        )  # half of what they have in memory: what is not sent need not be encrypted
+        # half of their size in memory: what is not sent need not be encrypted
+        self._ids.append(q.ids.astype(_ID).tobytes())
         self._probs.append(q.probs.tobytes())
         return True, q.ids.shape[1]
 
@@ -81,8 +85,8 @@ class ArraysOut:
         return [frame] if frame else []
 
 
-class ArraysIn:
-    """Hands out the sparse rows of a frame in the order in which they were put."""
+class ArrayReader:
+    """Sparse distributions of a frame, taken in the order in which they were put."""
 
     __slots__ = ("_at", "_ids", "_probs", "_size")
 
@@ -97,7 +101,7 @@ class ArraysIn:
             self._ids, self._probs = np.empty(0, np.int64), np.empty(0, np.float32)
         self._ids.flags.writeable = self._probs.flags.writeable = False
 
-    def take(self, num_tokens: int, *, has_rows: bool, support: int) -> SparseRows | None:
+    def take(self, num_tokens: int, *, has_rows: bool, support: int) -> SparseDistribution | None:
         if not has_rows:
             return None
         at, stop = self._at, self._at + num_tokens * support
@@ -105,7 +109,9 @@ class ArraysIn:
             raise ValueError("a frame of arrays that is too short for the message")
         self._at = stop
         shape = (num_tokens, support)
-        return SparseRows(self._ids[at:stop].reshape(shape), self._probs[at:stop].reshape(shape))
+        return SparseDistribution(
+            self._ids[at:stop].reshape(shape), self._probs[at:stop].reshape(shape)
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -115,17 +121,17 @@ class ArraysIn:
 _ANTICIPATED = (None, False, True)  # by their codes
 
 
-def packed(code: str, numbers: Sequence[float]) -> bytes:
-    """A column of numbers, each of the width that its code has."""
+def pack_column(code: str, numbers: Sequence[float]) -> bytes:
+    """Pack numbers, each as wide as its struct code."""
     return struct.pack(f"<{len(numbers)}{code}", *numbers)
 
 
-def unpacked(code: str, column: bytes) -> tuple[Any, ...]:
-    """A column that was cut off inside a number does not fit its format and raises."""
+def unpack_column(code: str, column: bytes) -> tuple[Any, ...]:
+    """Unpack a column. One that was cut off inside a number raises struct.error."""
     return struct.unpack(f"<{len(column) // _SIZES[code]}{code}", column)
 
 
-def text(value: object) -> str:
+def require_text(value: object) -> str:
     if type(value) is not str:
         raise TypeError("a text is missing")
     return value
@@ -154,7 +160,7 @@ def _write_policy(policy: Policy) -> Row:
     if not warp.logit_bias:
         return numbers, policy.verifier, b"", b""
     tokens, biases = zip(*warp.logit_bias, strict=True)
-    return numbers, policy.verifier, packed("I", tokens), packed("d", biases)
+    return numbers, policy.verifier, pack_column("I", tokens), pack_column("d", biases)
 
 
 @lru_cache(maxsize=256)  # a sequence's policy comes with each of its steps, always the same
@@ -164,7 +170,7 @@ def _read_policy(numbers: bytes, verifier: str, tokens: bytes, biases: bytes) ->
     )
     if verifier not in VERIFIERS:
         raise ValueError("an unknown verifier")
-    logit_bias = tuple(zip(unpacked("I", tokens), unpacked("d", biases), strict=True))
+    logit_bias = tuple(zip(unpack_column("I", tokens), unpack_column("d", biases), strict=True))
     return Policy(
         replace(Warp(*knobs), logit_bias=logit_bias),
         verifier,
@@ -183,10 +189,10 @@ def _write_grammar(grammar: Grammar | None) -> Row | None:
 def _read_grammar(row: Any) -> Grammar | None:
     if row is None:
         return None
-    kind, written = row
+    kind, grammar_text = row
     if kind not in GRAMMARS:
         raise ValueError("an unknown kind of grammar")
-    return Grammar(kind, text(written))
+    return Grammar(kind, require_text(grammar_text))
 
 
 def _write_logprobs(logprobs: tuple[Logprobs, ...] | None) -> Row | None:
@@ -197,14 +203,19 @@ def _write_logprobs(logprobs: tuple[Logprobs, ...] | None) -> Row | None:
         list(chain.from_iterable(parts))
         for parts in ([each.top_ids for each in logprobs], [each.top for each in logprobs])
     ]
-    return packed("d", own), packed("I", counts), packed("I", top_ids), packed("d", top)
+    return (
+        pack_column("d", own),
+        pack_column("I", counts),
+        pack_column("I", top_ids),
+        pack_column("d", top),
+    )
 
 
 def _read_logprobs(row: Any) -> tuple[Logprobs, ...] | None:
     if row is None:
         return None
     own, counts, top_ids, top = (
-        unpacked(code, column) for code, column in zip("dIId", row, strict=True)
+        unpack_column(code, column) for code, column in zip("dIId", row, strict=True)
     )
     if not sum(counts) == len(top_ids) == len(top):
         raise ValueError("alternatives are missing")
@@ -217,95 +228,97 @@ def _read_logprobs(row: Any) -> tuple[Logprobs, ...] | None:
     )
 
 
-def write_draft_step(step: DraftStep, arrays: ArraysOut) -> Row:
+def write_draft_step(step: DraftStep, arrays: ArrayWriter) -> Row:
     numbers = _DRAFT_STEP.pack(step.seq_id, step.start, step.gamma)
     return (
         numbers,
-        packed("I", step.tokens),
+        pack_column("I", step.tokens),
         _write_policy(step.policy),
-        packed("I", step.source),
+        pack_column("I", step.encoder_input),
         _write_grammar(step.grammar),
     )
 
 
-def read_draft_step(row: Any, arrays: ArraysIn) -> DraftStep:
+def read_draft_step(row: Any, arrays: ArrayReader) -> DraftStep:
     numbers, tokens, policy, source, grammar = row
     seq_id, start, gamma = _DRAFT_STEP.unpack(numbers)
     return DraftStep(
         seq_id,
         start,
-        unpacked("I", tokens),
+        unpack_column("I", tokens),
         gamma,
         _read_policy(*policy),
-        unpacked("I", source),
+        unpack_column("I", source),
         _read_grammar(grammar),
     )
 
 
-def write_proposal(proposal: Proposal, arrays: ArraysOut) -> Row:
+def write_proposal(proposal: Proposal, arrays: ArrayWriter) -> Row:
     shape = arrays.put(proposal.q, len(proposal.tokens))
     anticipated = _ANTICIPATED.index(proposal.anticipated)
     return _PROPOSAL.pack(
-        proposal.seq_id, proposal.start, proposal.held, anticipated, *shape
-    ), packed("I", proposal.tokens)
+        proposal.seq_id, proposal.start, proposal.num_cached, anticipated, *shape
+    ), pack_column("I", proposal.tokens)
 
 
-def read_proposal(row: Any, arrays: ArraysIn) -> Proposal:
+def read_proposal(row: Any, arrays: ArrayReader) -> Proposal:
     numbers, tokens = row
-    seq_id, start, held, anticipated, has_rows, support = _PROPOSAL.unpack(numbers)
-    tokens = unpacked("I", tokens)
+    seq_id, start, num_cached, anticipated, has_rows, support = _PROPOSAL.unpack(numbers)
+    tokens = unpack_column("I", tokens)
     return Proposal(
         seq_id,
         start,
         tokens,
         arrays.take(len(tokens), has_rows=has_rows, support=support),
-        held,
+        num_cached,
         _ANTICIPATED[anticipated],
     )
 
 
-def write_foreseen(foreseen: Foreseen, arrays: ArraysOut) -> Row:
-    return _NUMBER.pack(foreseen.token), *write_proposal(foreseen.proposal, arrays)
+def write_prepared_proposal(prepared_proposals: PreparedProposal, arrays: ArrayWriter) -> Row:
+    return _NUMBER.pack(prepared_proposals.token), *write_proposal(
+        prepared_proposals.proposal, arrays
+    )
 
 
-def read_foreseen(row: Any, arrays: ArraysIn) -> Foreseen:
+def read_prepared_proposal(row: Any, arrays: ArrayReader) -> PreparedProposal:
     number, *proposal = row
     (token,) = _NUMBER.unpack(number)
-    return Foreseen(token, read_proposal(proposal, arrays))
+    return PreparedProposal(token, read_proposal(proposal, arrays))
 
 
-def write_verify_step(step: VerifyStep, arrays: ArraysOut) -> Row:
+def write_verify_step(step: VerifyStep, arrays: ArrayWriter) -> Row:
     numbers = _VERIFY_STEP.pack(
-        step.seq_id, step.start, step.decide, *arrays.put(step.q, len(step.drafts))
+        step.seq_id, step.start, step.needs_verdict, *arrays.put(step.q, len(step.drafts))
     )
     tokens, drafts, source = (
-        packed("I", step.tokens),
-        packed("I", step.drafts),
-        packed("I", step.source),
+        pack_column("I", step.tokens),
+        pack_column("I", step.drafts),
+        pack_column("I", step.encoder_input),
     )
     return numbers, tokens, drafts, _write_policy(step.policy), source, _write_grammar(step.grammar)
 
 
-def read_verify_step(row: Any, arrays: ArraysIn) -> VerifyStep:
+def read_verify_step(row: Any, arrays: ArrayReader) -> VerifyStep:
     numbers, tokens, drafts, policy, source, grammar = row
-    seq_id, start, decide, has_rows, support = _VERIFY_STEP.unpack(numbers)
-    drafts = unpacked("I", drafts)
+    seq_id, start, needs_verdict, has_rows, support = _VERIFY_STEP.unpack(numbers)
+    drafts = unpack_column("I", drafts)
     q = arrays.take(len(drafts), has_rows=has_rows, support=support)
-    source = unpacked("I", source)
+    source = unpack_column("I", source)
     return VerifyStep(
         seq_id,
         start,
-        unpacked("I", tokens),
+        unpack_column("I", tokens),
         drafts,
         q,
         _read_policy(*policy),
-        decide,
+        needs_verdict,
         source,
         _read_grammar(grammar),
     )
 
 
-def write_verdict(verdict: Verdict, arrays: ArraysOut) -> Row:
+def write_verdict(verdict: Verdict, arrays: ArrayWriter) -> Row:
     return (
         _VERDICT.pack(verdict.seq_id, verdict.accepted, verdict.next_token),
         _write_logprobs(verdict.logprobs),
@@ -313,7 +326,7 @@ def write_verdict(verdict: Verdict, arrays: ArraysOut) -> Row:
     )
 
 
-def read_verdict(row: Any, arrays: ArraysIn) -> Verdict:
+def read_verdict(row: Any, arrays: ArrayReader) -> Verdict:
     numbers, logprobs, error = row
     seq_id, accepted, next_token = _VERDICT.unpack(numbers)
     return Verdict(
@@ -321,7 +334,7 @@ def read_verdict(row: Any, arrays: ArraysIn) -> Verdict:
         accepted,
         next_token,
         _read_logprobs(logprobs),
-        None if error is None else text(error),
+        None if error is None else require_text(error),
     )
 
 
@@ -339,15 +352,15 @@ def _write_stats(stats: Stats) -> Row:
 
 def _read_stats(row: Any) -> Stats:
     verifier, numbers = row
-    return Stats(text(verifier), *_STATS.unpack(numbers))
+    return Stats(require_text(verifier), *_STATS.unpack(numbers))
 
 
-def write_chunk(chunk: Chunk, arrays: ArraysOut) -> Row:
+def write_chunk(chunk: Chunk, arrays: ArrayWriter) -> Row:
     origins = bytes([_ORIGIN_CODES[origin] for origin in chunk.origins])
     stats = None if chunk.stats is None else _write_stats(chunk.stats)
     return (
         _NUMBER.pack(chunk.seq_id),
-        packed("I", chunk.tokens),
+        pack_column("I", chunk.tokens),
         origins,
         _write_logprobs(chunk.logprobs),
         chunk.finish,
@@ -357,23 +370,23 @@ def write_chunk(chunk: Chunk, arrays: ArraysOut) -> Row:
 
 
 def write_span(span: Span) -> Row:
-    return span.name, _SPAN.pack(span.begun, span.ended)
+    return span.name, _SPAN.pack(span.start, span.end)
 
 
 def read_span(row: Any) -> Span:
     name, numbers = row
-    return Span(text(name), *_SPAN.unpack(numbers))
+    return Span(require_text(name), *_SPAN.unpack(numbers))
 
 
-def read_chunk(row: Any, arrays: ArraysIn) -> Chunk:
+def read_chunk(row: Any, arrays: ArrayReader) -> Chunk:
     number, tokens, origins, logprobs, finish, stats, error = row
     (seq_id,) = _NUMBER.unpack(number)
     return Chunk(
         seq_id,
-        unpacked("I", tokens),
+        unpack_column("I", tokens),
         tuple([_ORIGINS[code] for code in origins]),
         _read_logprobs(logprobs),
-        None if finish is None else Finish(text(finish)),
+        None if finish is None else FinishReason(require_text(finish)),
         None if stats is None else _read_stats(stats),
-        None if error is None else text(error),
+        None if error is None else require_text(error),
     )

@@ -1,7 +1,8 @@
-"""The messages between processes, and the frames that carry them. Knows no sockets.
+"""Messages between processes, and the frames that carry them. It knows no sockets.
 
-Frame 0, the head, is a stream of msgpack arrays: one that opens the message, then one for each of its items (rows.py). Frame 1, if there
-is one, has all sparse rows of the message: first every id, then every probability.
+Frame 0, the head, is a stream of msgpack arrays: one that opens the message, then one for each of
+its items (codec.py). Frame 1, if there is one, has all sparse distributions of the message: first
+every id, then every probability.
 """
 
 from __future__ import annotations
@@ -15,37 +16,41 @@ import msgpack  # type: ignore[import-untyped]
 
 from specserve import errors
 from specserve.errors import BadFrame, SpecserveError, WorkerLost
-from specserve.types import Chunk, DraftStep, Foreseen, Proposal, Span, Verdict, VerifyStep
+from specserve.types import Chunk, DraftStep, PreparedProposal, Proposal, Span, Verdict, VerifyStep
 from specserve.wire.codec import (
-    ArraysIn,
-    ArraysOut,
+    ArrayReader,
+    ArrayWriter,
     Row,
-    packed,
+    pack_column,
     read_chunk,
     read_draft_step,
-    read_foreseen,
+    read_prepared_proposal,
     read_proposal,
     read_span,
     read_verdict,
     read_verify_step,
-    text,
-    unpacked,
+    require_text,
+    unpack_column,
     write_chunk,
     write_draft_step,
-    write_foreseen,
+    write_prepared_proposal,
     write_proposal,
     write_span,
     write_verdict,
     write_verify_step,
 )
 
-MAGIC, VERSION = b"specserve", 4
+MAGIC = b"specserve"
+VERSION = 5
 Frame = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Forget the released sequences, then draft. `number` is the round's, so that a late answer to an earlier one is recognised."""
+    """Request to drop the released sequences, then draft.
+
+    `number` is the round's, so that a late answer to an earlier round is recognised.
+    """
 
     number: int
     deadline: float  # seconds from now, since clocks differ between hosts
@@ -55,24 +60,26 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
+    """Answer to Propose."""
+
     number: int
     proposals: tuple[Proposal, ...]
-    seconds: float  # that the worker spent on them
+    seconds: float  # that the worker spent
     pages_used: int
-    spans: tuple[Span, ...] = ()  # what it did since the last answer, by its own clock
+    spans: tuple[Span, ...] = ()  # of its work since the last answer, by its own clock
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """Sent unasked, after the answer of the same number: what the next one will be, for the likelier verdicts."""
+class PreparedProposals:
+    """The next proposals for the likelier verdicts, pushed after the answer of the same number."""
 
     number: int
-    foreseen: tuple[Foreseen, ...]
+    prepared_proposals: tuple[PreparedProposal, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Forget the released sequences, then verify."""
+    """Request to drop the released sequences, then verify."""
 
     number: int
     steps: tuple[VerifyStep, ...]
@@ -81,29 +88,37 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
+    """Answer to Verify."""
+
     number: int
     verdicts: tuple[Verdict, ...]
     seconds: float
     pages_used: int
-    prefix_queries: int = 0  # prompt tokens that were ever looked for in the prefix cache
-    prefix_hits: int = 0  # and found
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache so far
+    prefix_hits: int = 0  # of these, tokens found
     spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The answer of a worker that could not do what it was asked; `kind` is the name of a class in errors.py, or of any other."""
+class Failure:
+    """Answer of a worker that could not execute a request.
+
+    `kind` is the name of a class in errors.py, or of any other exception.
+    """
 
     number: int
     kind: str
     message: str
 
     @classmethod
-    def of(cls, number: int, error: BaseException) -> Failed:
+    def from_error(cls, number: int, error: BaseException) -> Failure:
         return cls(number, type(error).__name__, str(error))
 
     def error(self) -> SpecserveError:
-        """What the worker raised, if it is one of ours; anything else means that the worker cannot be relied on."""
+        """Return the worker's exception if it is a SpecserveError, and else WorkerLost.
+
+        A worker with any other exception cannot be relied on.
+        """
         kind = vars(errors).get(self.kind)
         if isinstance(kind, type) and issubclass(kind, SpecserveError):
             return kind(self.message)
@@ -112,22 +127,28 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """What one round committed for the requests of one gateway; `seq_id` is the gateway's own number of the request."""
+    """Tokens that one round committed for the requests of one gateway.
+
+    `seq_id` is the gateway's own number of the request.
+    """
 
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ends a worker's run."""
+    """Request to end a worker's run."""
 
 
-Message = Propose | Proposals | Prepared | Verify | Verdicts | Failed | Chunks | Stop
+Message = Propose | Proposals | PreparedProposals | Verify | Verdicts | Failure | Chunks | Stop
 
 
 def pack(message: Message) -> list[bytes]:
-    """The frames of a message. Texts that are not Unicode are escaped: a message about an error must not fail itself."""
-    layout, arrays = _LAYOUTS[type(message)], ArraysOut()
+    """Return the frames of a message.
+
+    Texts that are not Unicode are escaped: a message about an error must not fail itself.
+    """
+    layout, arrays = _LAYOUTS[type(message)], ArrayWriter()
     items = layout.items(message)
     packer = msgpack.Packer(autoreset=False, buf_size=4096, unicode_errors="backslashreplace")
     packer.pack((MAGIC, VERSION, type(message).__name__, len(items), layout.fields(message)))
@@ -138,14 +159,18 @@ def pack(message: Message) -> list[bytes]:
 
 
 def unpack(frames: Sequence[Frame]) -> Message:
-    """The message of these frames, or BadFrame. Sparse rows are read-only views of one array for the whole message."""
+    """Return the message of these frames, or raise BadFrame.
+
+    Sparse distributions are read-only views of one array for the whole message.
+    """
     try:
         return _unpack(frames)
     except (ValueError, TypeError, IndexError, struct.error, msgpack.UnpackException) as error:
         raise BadFrame(f"a malformed message: {error}") from error
 
 
-_MAX_WIDTH = 16  # of an array in the head: nested a thousand deep, arrays cannot make a small frame claim much memory
+_MAX_WIDTH = 16
+"""Longest array in the head. A small frame of nested arrays thus cannot claim much memory."""
 
 
 def _unpack(frames: Sequence[Frame]) -> Message:
@@ -165,13 +190,14 @@ def _unpack(frames: Sequence[Frame]) -> Message:
         raise BadFrame("not a message of specserve")
     if version != VERSION:
         raise BadFrame(
-            f"a message of protocol version {version}, and this is version {VERSION}; run the same release everywhere"
+            f"a message of protocol version {version}, and this is version {VERSION}; "
+            "run the same release everywhere"
         )
     kind, num_items, fields = rest
-    layout = _KINDS.get(text(kind))
+    layout = _KINDS.get(require_text(kind))
     if layout is None or type(num_items) is not int or num_items < 0:
         raise BadFrame("a message of no known kind or size")
-    arrays = ArraysIn(frames[1] if len(frames) == 2 else b"")
+    arrays = ArrayReader(frames[1] if len(frames) == 2 else b"")
     items = tuple([layout.read(unpacker.unpack(), arrays) for _ in range(num_items)])
     if unpacker.tell() != size or not arrays.is_empty:
         raise BadFrame("a message with more in it than it says")
@@ -180,50 +206,52 @@ def _unpack(frames: Sequence[Frame]) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """One kind of message: what it says itself, and a row for each of its items."""
+    """Layout of one kind of message: its own fields, and a row for each of its items."""
 
     fields: Callable[[Any], Row]
     build: Callable[[Any, tuple[Any, ...]], Message]
     items: Callable[[Any], Sequence[Any]] = lambda message: ()
-    write: Callable[[Any, ArraysOut], Row] = lambda item, arrays: ()
-    read: Callable[[Any, ArraysIn], Any] = lambda row, arrays: None
+    write: Callable[[Any, ArrayWriter], Row] = lambda item, arrays: ()
+    read: Callable[[Any, ArrayReader], Any] = lambda row, arrays: None
 
 
-_TIMED = struct.Struct("<Qd")  # number, deadline
-_SPENT = struct.Struct("<QdQ")  # number, seconds, pages_used
-_JUDGED = struct.Struct("<QdQQQ")  # the same, prefix_queries, prefix_hits
+_PROPOSE = struct.Struct("<Qd")  # number, deadline
+_PROPOSALS = struct.Struct("<QdQ")  # number, seconds, pages_used
+_VERDICTS = struct.Struct("<QdQQQ")  # number, seconds, pages_used, prefix_queries, prefix_hits
 _NUMBER = struct.Struct("<Q")
 
 
 def _propose(fields: Any, steps: tuple[DraftStep, ...]) -> Propose:
     numbers, released = fields
-    number, deadline = _TIMED.unpack(numbers)
-    return Propose(number, deadline, steps, unpacked("Q", released))
+    number, deadline = _PROPOSE.unpack(numbers)
+    return Propose(number, deadline, steps, unpack_column("Q", released))
 
 
 def _proposals(fields: Any, proposals: tuple[Proposal, ...]) -> Proposals:
     numbers, spans = fields
-    number, seconds, pages_used = _SPENT.unpack(numbers)
+    number, seconds, pages_used = _PROPOSALS.unpack(numbers)
     return Proposals(
         number, proposals, seconds, pages_used, tuple([read_span(span) for span in spans])
     )
 
 
-def _prepared(fields: Any, foreseen: tuple[Foreseen, ...]) -> Prepared:
+def _prepared_proposals(
+    fields: Any, prepared_proposals: tuple[PreparedProposal, ...]
+) -> PreparedProposals:
     (numbers,) = fields
     (number,) = _NUMBER.unpack(numbers)
-    return Prepared(number, foreseen)
+    return PreparedProposals(number, prepared_proposals)
 
 
 def _verify(fields: Any, steps: tuple[VerifyStep, ...]) -> Verify:
     numbers, released = fields
     (number,) = _NUMBER.unpack(numbers)
-    return Verify(number, steps, unpacked("Q", released))
+    return Verify(number, steps, unpack_column("Q", released))
 
 
 def _verdicts(fields: Any, verdicts: tuple[Verdict, ...]) -> Verdicts:
     numbers, spans = fields
-    number, seconds, pages_used, queries, hits = _JUDGED.unpack(numbers)
+    number, seconds, pages_used, queries, hits = _VERDICTS.unpack(numbers)
     return Verdicts(
         number,
         verdicts,
@@ -235,10 +263,10 @@ def _verdicts(fields: Any, verdicts: tuple[Verdict, ...]) -> Verdicts:
     )
 
 
-def _failed(fields: Any, nothing: tuple[()]) -> Failed:
+def _failure(fields: Any, nothing: tuple[()]) -> Failure:
     (numbers, kind, message), () = fields, nothing
     (number,) = _NUMBER.unpack(numbers)
-    return Failed(number, text(kind), text(message))
+    return Failure(number, require_text(kind), require_text(message))
 
 
 def _chunks(fields: Any, chunks: tuple[Chunk, ...]) -> Chunks:
@@ -254,8 +282,8 @@ def _stop(fields: Any, nothing: tuple[()]) -> Stop:
 _LAYOUTS: dict[type[Any], _Layout] = {
     Propose: _Layout(
         fields=lambda message: (
-            _TIMED.pack(message.number, message.deadline),
-            packed("Q", message.released),
+            _PROPOSE.pack(message.number, message.deadline),
+            pack_column("Q", message.released),
         ),
         build=_propose,
         items=lambda message: message.steps,
@@ -264,7 +292,7 @@ _LAYOUTS: dict[type[Any], _Layout] = {
     ),
     Proposals: _Layout(
         fields=lambda message: (
-            _SPENT.pack(message.number, message.seconds, message.pages_used),
+            _PROPOSALS.pack(message.number, message.seconds, message.pages_used),
             [write_span(span) for span in message.spans],
         ),
         build=_proposals,
@@ -272,15 +300,15 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         write=write_proposal,
         read=read_proposal,
     ),
-    Prepared: _Layout(
+    PreparedProposals: _Layout(
         fields=lambda message: (_NUMBER.pack(message.number),),
-        build=_prepared,
-        items=lambda message: message.foreseen,
-        write=write_foreseen,
-        read=read_foreseen,
+        build=_prepared_proposals,
+        items=lambda message: message.prepared_proposals,
+        write=write_prepared_proposal,
+        read=read_prepared_proposal,
     ),
     Verify: _Layout(
-        fields=lambda message: (_NUMBER.pack(message.number), packed("Q", message.released)),
+        fields=lambda message: (_NUMBER.pack(message.number), pack_column("Q", message.released)),
         build=_verify,
         items=lambda message: message.steps,
         write=write_verify_step,
@@ -288,7 +316,7 @@ _LAYOUTS: dict[type[Any], _Layout] = {
     ),
     Verdicts: _Layout(
         fields=lambda message: (
-            _JUDGED.pack(
+            _VERDICTS.pack(
                 message.number,
                 message.seconds,
                 message.pages_used,
@@ -302,9 +330,9 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         write=write_verdict,
         read=read_verdict,
     ),
-    Failed: _Layout(
+    Failure: _Layout(
         fields=lambda message: (_NUMBER.pack(message.number), message.kind, message.message),
-        build=_failed,
+        build=_failure,
     ),
     Chunks: _Layout(
         fields=lambda message: (),

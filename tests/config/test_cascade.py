@@ -1,23 +1,25 @@
-"""The keys of a cascade: what is refused at the start, and by which name."""
+"""Keys of a cascade: invalid ones are refused at the start, by their names."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specserve import LLM
 from specserve.cluster.placement import bundles
-from specserve.config.cascade import ASKED, asked_of
-from specserve.config.tree import DEMO, Draft, parse
+from specserve.config.cascade import DEFAULT_STAGE_TOKENS, stage_token_matrix
+from specserve.config.tree import DEMO, DraftConfig, config_from_keys
 from specserve.errors import ConfigError, ModelNotFound, TokenizerMismatch
 from tests.support import checkpoints
 
-NEURAL, COPY = {"path": "small"}, {"kind": "prompt_copy"}
+NEURAL = {"path": "small"}
+COPY = {"kind": "prompt_copy"}
 TWO, THREE = [NEURAL, COPY], [NEURAL, NEURAL, COPY]
 
 
-def cascade(kind: str = "vertical", stages: object = TWO, **keys: object) -> dict[str, object]:
+def cascade(kind: str = "vertical", stages: object = TWO, **keys: object) -> dict[str, Any]:
     return {
         "draft.kind": kind,
         "draft.stages": stages,
@@ -88,39 +90,51 @@ def cascade(kind: str = "vertical", stages: object = TWO, **keys: object) -> dic
         ),
     ],
 )
-def test_a_cascade_that_cannot_be_is_refused_by_its_key(
+def test_an_invalid_cascade_is_refused_naming_the_key(
     keys: dict[str, object], refusal: str
 ) -> None:
     with pytest.raises(ConfigError, match=refusal):
-        parse({"target": {"path": "t"}}, keys)
+        config_from_keys({"target": {"path": "t"}}, keys)
 
 
-def test_a_stage_that_leaves_something_out_is_as_the_draft_has_it() -> None:
+def test_a_stage_inherits_missing_keys_from_the_draft() -> None:
     stages = [
         {"path": "a", "device": "cuda:1", "support": 8},
         {"path": "b", "dtype": "float16"},
         {"kind": "bigram", "path": "c", "learn": True},
     ]
-    parts = parse(
+    configs = config_from_keys(
         {"target": {"path": "t"}},
         cascade(stages=stages, dtype="bfloat16", device="cpu", lenience=2),
-    ).draft.parts
-    assert [(part.kind, part.path) for part in parts] == [
+    ).draft.drafter_configs
+    assert [(config.kind, config.path) for config in configs] == [
         ("neural", "a"),
         ("neural", "b"),
         ("bigram", "c"),
     ]
-    assert [part.device for part in parts] == ["cuda:1", "cpu", "cpu"]
-    assert [part.dtype for part in parts] == ["bfloat16", "float16", "bfloat16"]
-    assert [(part.support, part.learn) for part in parts] == [(8, None), (64, None), (64, True)]
-    assert Draft(kind="none").parts == (Draft(kind="none"),)
+    assert [config.device for config in configs] == ["cuda:1", "cpu", "cpu"]
+    assert [config.dtype for config in configs] == ["bfloat16", "float16", "bfloat16"]
+    assert [(config.support, config.learn) for config in configs] == [
+        (8, None),
+        (64, None),
+        (64, True),
+    ]
+    assert DraftConfig(kind="none").drafter_configs == (DraftConfig(kind="none"),)
 
 
-def test_what_k_leaves_out_is_asked_for_evenly() -> None:
-    assert asked_of("horizontal", 2, ()) == ((ASKED, ASKED),)
-    assert asked_of("vertical", 2, ()) == ((ASKED, 0), (0, ASKED))
-    assert asked_of("cascade", 2, ()) == ((ASKED, ASKED), (0, ASKED))
-    assert asked_of("cascade", 2, ((5, 3), (0, 9))) == ((5, 3), (0, 9))
+def test_k_left_out_asks_every_stage_for_the_default() -> None:
+    assert stage_token_matrix("horizontal", 2, ()) == (
+        (DEFAULT_STAGE_TOKENS, DEFAULT_STAGE_TOKENS),
+    )
+    assert stage_token_matrix("vertical", 2, ()) == (
+        (DEFAULT_STAGE_TOKENS, 0),
+        (0, DEFAULT_STAGE_TOKENS),
+    )
+    assert stage_token_matrix("cascade", 2, ()) == (
+        (DEFAULT_STAGE_TOKENS, DEFAULT_STAGE_TOKENS),
+        (0, DEFAULT_STAGE_TOKENS),
+    )
+    assert stage_token_matrix("cascade", 2, ((5, 3), (0, 9))) == ((5, 3), (0, 9))
 
 
 @pytest.mark.parametrize(
@@ -137,11 +151,11 @@ def test_the_draft_asks_for_as_many_gpus_as_its_stages_name(
     devices: tuple[str, ...], gpus: float | None
 ) -> None:
     stages = [*({"path": "small", "device": device} for device in devices), COPY]
-    config = parse({"target": {"path": "t", "device": "cpu"}}, cascade(stages=stages))
+    config = config_from_keys({"target": {"path": "t", "device": "cpu"}}, cascade(stages=stages))
     assert bundles(config, has_gpus=True)[-1].resources.get("GPU") == gpus
 
 
-def test_files_of_stages_that_are_missing_or_do_not_fit_are_told_before_any_weights_are_read(
+def test_missing_or_mismatched_stage_files_are_reported_before_weights_are_loaded(
     tmp_path: Path,
 ) -> None:
     other = checkpoints.make("llama", tmp_path / "other")

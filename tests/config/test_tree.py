@@ -1,13 +1,22 @@
-"""The configuration tree."""
+"""The configuration tree: defaults, overrides, and the errors for keys and values."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import yaml
 
-from specserve.config.tree import DEMO, Config, Stage, load, override, parse
+from specserve.config.cascade import StageConfig
+from specserve.config.tree import (
+    DEMO,
+    Config,
+    config_from_file,
+    config_from_keys,
+    parse_override,
+)
 from specserve.errors import ConfigError
 
 CONTRACT = {
@@ -59,14 +68,14 @@ CONTRACT = {
         "tls_cert",
         "tls_key",
         "label_selector",
-    },  # open_paths, TLS and labels go beyond the promise
+    },  # open_paths, TLS and labels go beyond the first contract
     "logs": {"format", "level", "prompts"},  # and so do these
     "faults": {"round_deadline_s", "max_restarts"},
 }
 
 
-def test_the_keys_are_those_that_were_promised():
-    config = parse({})
+def test_the_keys_are_those_of_the_contract() -> None:
+    config = config_from_keys({})
     assert {key.name for key in dataclasses.fields(config)} == set(CONTRACT)
     for name, keys in CONTRACT.items():
         if keys is not None:
@@ -77,8 +86,8 @@ def test_the_keys_are_those_that_were_promised():
     }
 
 
-def test_without_keys_the_demo_pair_is_served():
-    config = parse({})
+def test_without_keys_the_demo_pair_is_served() -> None:
+    config = config_from_keys({})
     assert (config.model, config.target.path, config.draft.path, config.draft.kind) == (
         "demo",
         str(DEMO / "target"),
@@ -87,8 +96,8 @@ def test_without_keys_the_demo_pair_is_served():
     )
 
 
-def test_the_demo_target_can_do_without_its_draft():
-    assert parse({}, {"draft.kind": "none"}).draft.kind == "none"
+def test_the_demo_target_can_do_without_its_draft() -> None:
+    assert config_from_keys({}, {"draft.kind": "none"}).draft.kind == "none"
 
 
 @pytest.mark.parametrize(
@@ -99,21 +108,23 @@ def test_the_demo_target_can_do_without_its_draft():
         ({"draft.path": "small", "draft.kind": "none"}, "none"),
     ],
 )
-def test_a_draft_drafts_if_there_is_one_and_it_is_wanted(keys, kind):
-    config = parse({"target": {"path": "/models/big-7b"}}, keys)
+def test_the_draft_kind_follows_from_the_path_unless_given(
+    keys: Mapping[str, object], kind: str
+) -> None:
+    config = config_from_keys({"target": {"path": "/models/big-7b"}}, keys)
     assert config.draft.kind == kind
     assert config.model == "big-7b"
 
 
-def test_overrides_win_and_leave_their_neighbours_alone():
-    config = parse(
+def test_overrides_win_and_leave_their_neighbours_alone() -> None:
+    config = config_from_keys(
         {"speculation": {"gamma": 3, "lenience": 2}}, {"speculation.gamma": 5, "http": {"port": 9}}
     )
     assert (config.speculation.gamma, config.speculation.lenience, config.http.port) == (5, 2.0, 9)
 
 
-def test_auto_and_null_leave_the_choice_open():
-    config = parse(
+def test_auto_and_null_leave_the_choice_open() -> None:
+    config = config_from_keys(
         {"speculation": {"gamma": "auto", "verifier": "auto", "max_gamma": None}, "http": None}
     )
     assert config.speculation.gamma is None
@@ -122,14 +133,14 @@ def test_auto_and_null_leave_the_choice_open():
     assert config.http.port == 8000
 
 
-def test_labels_may_have_dots():
-    assert parse(
+def test_labels_may_have_dots() -> None:
+    assert config_from_keys(
         {"target": {"label_selector": {"ray.io/accelerator-type": "L4"}}}
     ).target.label_selector == {"ray.io/accelerator-type": "L4"}
 
 
-def test_a_config_written_out_reads_back_the_same():
-    config = parse(
+def test_a_config_written_out_reads_back_the_same() -> None:
+    config = config_from_keys(
         {},
         {
             "speculation.gamma": 4,
@@ -137,11 +148,11 @@ def test_a_config_written_out_reads_back_the_same():
             "target.label_selector": {"a": "b"},
         },
     )
-    assert parse(yaml.safe_load(yaml.safe_dump(_plain(config)))) == config
+    assert config_from_keys(yaml.safe_load(yaml.safe_dump(_plain(config)))) == config
 
 
 def _plain(value: object) -> object:
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {key.name: _plain(getattr(value, key.name)) for key in dataclasses.fields(value)}
     return list(map(_plain, value)) if isinstance(value, tuple) else value
 
@@ -157,14 +168,16 @@ def _plain(value: object) -> object:
         ("speculation.anticipation.fan_out", "speculation.anticipation.fanout"),
     ],
 )
-def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_one(key, nearest):
+def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_known_one(
+    key: str, nearest: str
+) -> None:
     with pytest.raises(ConfigError, match=f"unknown key {key}; did you mean {nearest}\\?"):
-        parse({}, {key: 1})
+        config_from_keys({}, {key: 1})
 
 
-def test_a_key_like_no_other_is_refused_with_all_that_there_are():
+def test_a_key_unlike_any_other_is_refused_listing_all() -> None:
     with pytest.raises(ConfigError, match=r"unknown key http\.zzzz; known here: host, port"):
-        parse({"http": {"zzzz": 1}})
+        config_from_keys({"http": {"zzzz": 1}})
 
 
 @pytest.mark.parametrize(
@@ -192,16 +205,18 @@ def test_a_key_like_no_other_is_refused_with_all_that_there_are():
         ("http", 8000, "a group of keys"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_refused_naming_key_and_remedy(key, value, wanted):
+def test_a_value_that_cannot_be_used_is_refused_naming_key_and_remedy(
+    key: str, value: object, wanted: str
+) -> None:
     with pytest.raises(ConfigError) as refusal:
-        parse({}, {key: value})
+        config_from_keys({}, {key: value})
     assert str(refusal.value).startswith(f"{key} must be ")
     assert wanted in str(refusal.value)
 
 
-def test_an_item_of_a_list_is_refused_by_its_place():
+def test_an_item_of_a_list_is_refused_by_its_index() -> None:
     with pytest.raises(ConfigError, match=r"http.cors_origins\[1\] must be text"):
-        parse({}, {"http.cors_origins": ["http://a", 3]})
+        config_from_keys({}, {"http.cors_origins": ["http://a", 3]})
 
 
 @pytest.mark.parametrize(
@@ -222,55 +237,61 @@ def test_an_item_of_a_list_is_refused_by_its_place():
         ),
     ],
 )
-def test_keys_that_contradict_one_another_or_are_not_built_are_refused(keys, refusal):
+def test_keys_that_contradict_one_another_are_refused(
+    keys: Mapping[str, object], refusal: str
+) -> None:
     with pytest.raises(ConfigError, match=refusal):
-        parse({}, keys)
+        config_from_keys({}, keys)
 
 
-def test_the_stages_of_a_cascade_are_sections_of_their_own():
+def test_the_stages_of_a_cascade_are_sections_of_their_own() -> None:
     with pytest.raises(
         ConfigError,
         match=r"unknown key draft\.stages\[0\]\.knid; did you mean draft\.stages\[0\]\.kind",
     ):
-        parse({"draft": {"stages": [{"knid": "neural"}]}})
-    assert Stage() == Stage(kind="neural", path=None, device=None)
+        config_from_keys({"draft": {"stages": [{"knid": "neural"}]}})
+    assert StageConfig() == StageConfig(kind="neural", path=None, device=None)
 
 
-def test_a_file_is_read_and_overridden(tmp_path):
+def test_a_file_is_read_and_overridden(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("speculation:\n  gamma: 7\n  verifier: block\n")
-    config = load(file, dict([override("speculation.gamma=auto"), override("http.port=81")]))
+    config = config_from_file(
+        file, dict([parse_override("speculation.gamma=auto"), parse_override("http.port=81")])
+    )
     assert (config.speculation.gamma, config.speculation.verifier, config.http.port) == (
         None,
         "block",
         81,
     )
     file.write_text("")
-    assert load(file) == load(None) == parse({})
+    assert config_from_file(file) == config_from_file(None) == config_from_keys({})
 
 
 @pytest.mark.parametrize("content", ["a: [", "- a\n- b\n", "just text", b"\xff\xfe\x00"])
-def test_a_file_that_is_no_config_is_refused_in_one_line(tmp_path, content):
+def test_a_file_that_is_no_config_is_refused_in_one_line(
+    tmp_path: Path, content: str | bytes
+) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as refusal:
-        load(file)
+        config_from_file(file)
     assert str(file) in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        load(tmp_path / "nowhere.yaml")
+        config_from_file(tmp_path / "nowhere.yaml")
 
 
 @pytest.mark.parametrize("argument", ["gamma", "=5", "", "http.port=[1"])
-def test_an_override_that_is_not_written_as_one_is_refused(argument):
+def test_an_override_that_is_not_written_as_one_is_refused(argument: str) -> None:
     with pytest.raises(ConfigError):
-        override(argument)
+        parse_override(argument)
 
 
-def test_the_tree_cannot_be_changed():
+def test_the_tree_cannot_be_changed() -> None:
     config = Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.http.port = 1
+        config.http.port = 1  # type: ignore[misc]

@@ -1,36 +1,55 @@
-"""Texts under a grammar, through whole engines: the distribution is the target's, constrained and renormalised, whatever drafts."""
+"""Texts under a grammar, through whole engines.
+
+They have the target's distribution, constrained and renormalised, with any drafter.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+from torch import Tensor
 
-from specserve.drafters.ngram.build import open_statistical
+from specserve.drafters.ngram.build import open_ngram_drafter
 from specserve.errors import BadValue
-from specserve.types import VERIFIERS, Finish, Grammar, Request, Speculation, Warp
+from specserve.types import (
+    VERIFIERS,
+    FinishReason,
+    Grammar,
+    Request,
+    Speculation,
+    Step,
+    Verdict,
+    VerifyStep,
+    Warp,
+)
 from tests.support.cascade_engines import Cascades
 from tests.support.constrained_texts import (
     END,
     GRAMMAR,
     LONG,
     TOKENS,
-    Exact,
+    ConstrainedDistribution,
     allowed,
-    obey,
+    constrain_engine,
     requests,
+    run_requests,
     tiny_grammars,
     tiny_pairs,
-    written,
 )
 from tests.support.continuations import PROMPTS, WARPS, Pairs
 from tests.support.engines import GREEDY, Engine, Run
-from tests.support.self_speculative_engines import TiedPairs
+from tests.support.self_speculative_engines import SelfSpeculativePairs
 
-SAMPLES, SEED, ALARM = 600, 1 << 45, 1e-4
+SAMPLES = 600  # of each case
+SEED = 1 << 45
+FAIL_BELOW = 1e-4  # p-value
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +58,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
 
 
 @pytest.fixture(scope="module")
-def exact(pairs: Pairs) -> Exact:
-    return Exact(pairs)
+def exact(pairs: Pairs) -> ConstrainedDistribution:
+    return ConstrainedDistribution(pairs)
 
 
 def text_of(tokens: tuple[int, ...]) -> str:
@@ -48,8 +67,8 @@ def text_of(tokens: tuple[int, ...]) -> str:
 
 
 def check_finished(run: Run) -> int:
-    """What ended by itself is of the grammar; how many did."""
-    done = [answer.tokens for answer in run.answers if answer.finish is Finish.STOP]
+    """Check that texts which ended by themselves follow the grammar, and count them."""
+    done = [answer.tokens for answer in run.answers if answer.finish is FinishReason.STOP]
     assert all(tokens[-1] == END and tokens.count(END) == 1 for tokens in done)
     assert all(re.fullmatch(GRAMMAR.text, text_of(tokens)) for tokens in done)
     return len(done)
@@ -69,80 +88,91 @@ CASES = [
 
 @pytest.mark.parametrize(("verifier", "drafter", "gamma"), CASES)
 def test_sampled_texts_have_the_distribution_of_the_constrained_target(
-    pairs: Pairs, exact: Exact, verifier, drafter, gamma
-):
+    pairs: Pairs, exact: ConstrainedDistribution, verifier: str, drafter: str, gamma: int | None
+) -> None:
     number = CASES.index((verifier, drafter, gamma))
     asked = requests(verifier, SAMPLES, first_seed=SEED + number * SAMPLES)
-    run = written(pairs.engines[drafter], asked, gamma)
+    run = run_requests(pairs.engines[drafter], asked, gamma)
     assert check_finished(run) > SAMPLES // 2
     assert run.accepted > 0 or drafter == "none"
-    assert exact.fit(asked, run).p_value > ALARM
+    assert exact.fit(asked, run).p_value > FAIL_BELOW
 
 
-def test_warps_of_all_kinds_apply_to_what_the_grammar_leaves(pairs: Pairs, exact: Exact):
+def test_warps_apply_after_the_grammar_mask(pairs: Pairs, exact: ConstrainedDistribution) -> None:
     asked = requests("each", 2 * SAMPLES, first_seed=SEED * 2, warps="mixed")
-    assert exact.fit(asked, written(pairs.engines["full"], asked, None)).p_value > ALARM
+    assert exact.fit(asked, run_requests(pairs.engines["full"], asked, None)).p_value > FAIL_BELOW
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_drafts_that_know_no_grammar_are_refused_and_change_nothing(
-    pairs: Pairs, exact: Exact, verifier
-):
+def test_drafts_that_know_no_grammar_are_rejected_and_change_nothing(
+    pairs: Pairs, exact: ConstrainedDistribution, verifier: str
+) -> None:
     asked = requests(verifier, SAMPLES, first_seed=SEED * 3 + VERIFIERS.index(verifier) * SAMPLES)
-    known = pairs.engines["full"].target.parses.grammars
-    lawful = written(pairs.engines["full"], asked, 3)
+    compiler = pairs.engines["full"].target.grammar_states.grammar_compiler
+    constrained = run_requests(pairs.engines["full"], asked, 3)
     try:
-        blind = written(obey(pairs.engines["full"], None), asked, 3)
+        blind = run_requests(constrain_engine(pairs.engines["full"], None), asked, 3)
     finally:
-        obey(pairs.engines["full"], known)
-    assert blind.accepted / blind.drafted < lawful.accepted / lawful.drafted
-    assert exact.fit(asked, blind).p_value > ALARM
+        constrain_engine(pairs.engines["full"], compiler)
+    assert blind.accepted / blind.drafted < constrained.accepted / constrained.drafted
+    assert exact.fit(asked, blind).p_value > FAIL_BELOW
 
 
-def test_sequences_that_lose_their_pages_in_mid_text_go_on_under_their_grammar(pairs: Pairs):
+def test_preempted_sequences_continue_under_their_grammar(pairs: Pairs) -> None:
     asked = [
         replace(request, grammar=LONG)
         for request in requests("each", SAMPLES, first_seed=SEED * 4, max_tokens=24)
     ]
-    run = written(pairs.engines["full"], asked, 4)
+    run = run_requests(pairs.engines["full"], asked, 4)
     assert run.num_preempted > 0
     assert all(re.fullmatch("[abc]{24,30}d*", text_of(tokens)) for tokens in run.texts)
-    assert Exact(pairs, LONG).fit(asked, run).p_value > ALARM
+    assert ConstrainedDistribution(pairs, LONG).fit(asked, run).p_value > FAIL_BELOW
 
 
 @pytest.mark.parametrize("kind", ["vertical", "cascade", "cascade ahead"])
-def test_cascades_stay_exact(tmp_path_factory: pytest.TempPathFactory, kind):
+def test_cascades_stay_exact(tmp_path_factory: pytest.TempPathFactory, kind: str) -> None:
     cascades = Cascades(tmp_path_factory.mktemp("cascades"))
-    engine = obey(cascades.engines[kind], tiny_grammars())
+    engine = constrain_engine(cascades.engines[kind], tiny_grammars())
     asked = requests("each", SAMPLES, first_seed=SEED * 5)
-    run = written(engine, asked, None)
+    run = run_requests(engine, asked, None)
     assert run.accepted > 0
-    assert Exact(cascades).fit(asked, run).p_value > ALARM
+    assert ConstrainedDistribution(cascades).fit(asked, run).p_value > FAIL_BELOW
 
 
 @pytest.mark.parametrize("kind", ["layer_skip", "top 3 heads"])
-def test_drafters_tied_to_the_target_stay_exact(tmp_path_factory: pytest.TempPathFactory, kind):
-    tied = TiedPairs(tmp_path_factory.mktemp("tied"))
+def test_self_speculative_drafters_stay_exact(
+    tmp_path_factory: pytest.TempPathFactory, kind: str
+) -> None:
+    tied = SelfSpeculativePairs(tmp_path_factory.mktemp("tied"))
     asked = requests("each", SAMPLES, first_seed=SEED * 6)
-    run = written(obey(tied.engines[kind], tiny_grammars()), asked, 3)
+    run = run_requests(constrain_engine(tied.engines[kind], tiny_grammars()), asked, 3)
     assert run.accepted > 0
-    assert Exact(tied).fit(asked, run).p_value > ALARM
+    assert ConstrainedDistribution(tied).fit(asked, run).p_value > FAIL_BELOW
 
 
 @pytest.mark.parametrize("kind", ["max_gram", "random"])
-def test_copies_and_tables_stay_exact(pairs: Pairs, exact: Exact, kind):
+def test_statistical_drafters_stay_exact(
+    pairs: Pairs, exact: ConstrainedDistribution, kind: str
+) -> None:
     engine = pairs.engines["none"]
-    drafter = open_statistical(
-        kind, path=None, learn=None, support=4, vocab_size=8, grammars=engine.target.parses.grammars
+    drafter = open_ngram_drafter(
+        kind,
+        path=None,
+        learn=None,
+        support=4,
+        vocab_size=8,
+        grammar_compiler=engine.target.grammar_states.grammar_compiler,
     )
     asked = requests("each", SAMPLES, first_seed=SEED * 7)
-    run = written(engine, asked, 3, with_drafter=drafter)
+    run = run_requests(engine, asked, 3, with_drafter=drafter)
     assert run.accepted > 0
-    assert exact.fit(asked, run).p_value > ALARM
+    assert exact.fit(asked, run).p_value > FAIL_BELOW
 
 
-def plain_greedy(exact: Exact, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Token by token, by the library's model and a fresh matcher."""
+def plain_greedy(
+    exact: ConstrainedDistribution, prompt: tuple[int, ...], max_tokens: int
+) -> tuple[int, ...]:
+    """Decode token by token, with the library's model and a fresh matcher."""
     text: tuple[int, ...] = ()
     while len(text) < max_tokens and END not in text:
         logits = exact._pairs._target._logits(np.array([[*prompt, *text]]), last=1)[0, 0]
@@ -153,85 +183,86 @@ def plain_greedy(exact: Exact, prompt: tuple[int, ...], max_tokens: int) -> tupl
 @pytest.mark.parametrize("drafter", ["full", "top 3", "ahead", "none"])
 @pytest.mark.parametrize("gamma", [0, 1, 4])
 def test_greedy_texts_are_those_of_plain_constrained_decoding(
-    pairs: Pairs, exact: Exact, drafter, gamma
-):
+    pairs: Pairs, exact: ConstrainedDistribution, drafter: str, gamma: int
+) -> None:
     asked = [
         Request(prompt, 20, GREEDY, seed, grammar=GRAMMAR) for seed, prompt in enumerate(PROMPTS)
     ]
-    assert written(pairs.engines[drafter], asked, gamma).texts == [
+    assert run_requests(pairs.engines[drafter], asked, gamma).texts == [
         plain_greedy(exact, prompt, 20) for prompt in PROMPTS
     ]
 
 
 @pytest.mark.parametrize("drafter", ["full", "top 3", "7 of 8 ids", "ahead"])
-def test_a_seed_gives_the_same_text_with_any_drafter_and_gamma(pairs: Pairs, drafter):
+def test_a_seed_gives_the_same_text_with_any_drafter_and_gamma(pairs: Pairs, drafter: str) -> None:
     asked = [
         replace(request, seeded=True)
         for request in requests("coupled", 60, first_seed=SEED * 8, max_tokens=20)
     ]
-    plain = written(pairs.engines["none"], asked, 0)
+    plain = run_requests(pairs.engines["none"], asked, 0)
     assert len({answer.tokens for answer in plain.answers}) > 5
-    assert written(pairs.engines[drafter], asked, None).texts == plain.texts
+    assert run_requests(pairs.engines[drafter], asked, None).texts == plain.texts
 
 
-def test_a_text_goes_on_where_another_engine_left_it(pairs: Pairs):
+def test_a_text_resumes_where_another_engine_left_it(pairs: Pairs) -> None:
     asked = [
         replace(request, seeded=True)
         for request in requests("coupled", 60, first_seed=SEED * 9, max_tokens=20)
     ]
-    whole = written(pairs.engines["full"], asked, 3)
+    whole = run_requests(pairs.engines["full"], asked, 3)
     rest = [
-        replace(request, written=text[: len(text) // 2])
+        replace(request, generated=text[: len(text) // 2])
         for request, text in zip(asked, whole.texts, strict=True)
     ]
-    again = written(pairs.engines["full"], rest, 3)
+    again = run_requests(pairs.engines["full"], rest, 3)
     assert [
-        (*request.written, *text) for request, text in zip(rest, again.texts, strict=True)
+        (*request.generated, *text) for request, text in zip(rest, again.texts, strict=True)
     ] == whole.texts
 
 
 @pytest.mark.parametrize("drafter", ["full", "ahead"])
-def test_long_prompts_come_in_chunks_and_the_grammar_with_the_first(
-    pairs: Pairs, exact: Exact, drafter
-):
+def test_chunked_prompts_keep_their_grammar(
+    pairs: Pairs, exact: ConstrainedDistribution, drafter: str
+) -> None:
     asked = [
         Request(prompt, 20, GREEDY, seed, grammar=GRAMMAR) for seed, prompt in enumerate(PROMPTS)
     ]
-    run = written(pairs.engines[drafter], asked, 3, max_batch_tokens=8)
+    run = run_requests(pairs.engines[drafter], asked, 3, max_batch_tokens=8)
     assert run.texts == [plain_greedy(exact, prompt, 20) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("lost", ["target", "drafter", "both"])
-def test_workers_that_start_anew_are_told_the_grammar_again(pairs: Pairs, lost):
-    """They forget all that they held, the target in the middle of a pass."""
+def test_restarted_workers_receive_the_grammar_again(pairs: Pairs, lost: str) -> None:
+    """The workers drop all cached sequences, the target in the middle of a pass."""
     engine = pairs.engines["full"]
+    assert engine.drafter is not None
+    drafter = engine.drafter
     asked = [
         replace(request, seeded=True, grammar=LONG)
         for request in requests("coupled", 12, first_seed=SEED * 12, max_tokens=24)
     ]
-    whole = written(engine, asked, 3)
+    whole = run_requests(engine, asked, 3)
     calls, verify = itertools.count(), engine.target.verify
 
-    def failing(steps):
+    def failing(steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if next(calls) in (3, 7):
             if lost != "target":
-                engine.drafter.release(range(12))
+                drafter.release(range(12))
             if lost != "drafter":
                 engine.target.release(range(12))
-                raise RuntimeError("struck")
+                raise RuntimeError("the target died")
         return verify(steps)
 
-    engine.target.verify = failing
-    try:
-        assert written(engine, asked, 3).texts == whole.texts
-    finally:
-        del engine.target.verify
+    with patch.object(engine.target, "verify", failing):
+        assert run_requests(engine, asked, 3).texts == whole.texts
 
 
 @pytest.mark.parametrize("refused", [{"ignore_eos": True}])
-def test_what_does_not_go_with_a_grammar_is_refused_before_it_is_queued(pairs: Pairs, refused):
+def test_parameters_that_exclude_a_grammar_are_refused_before_queueing(
+    pairs: Pairs, refused: dict[str, Any]
+) -> None:
     with pytest.raises(BadValue, match="ignore_eos does not go with a grammar"):
-        written(
+        run_requests(
             pairs.engines["none"],
             [Request(PROMPTS[0], 9, Warp(), 5, grammar=GRAMMAR, **refused)],
             0,
@@ -241,45 +272,34 @@ def test_what_does_not_go_with_a_grammar_is_refused_before_it_is_queued(pairs: P
 FORCED = Grammar("regex", "abcdcabdcaab(c|d)")
 
 
-def test_what_is_forced_is_drafted_without_a_pass_and_accepted(pairs: Pairs):
+def test_forced_tokens_are_drafted_without_a_pass_and_accepted(pairs: Pairs) -> None:
     engine = pairs.engines["full"]
-    passes, run = [], engine.drafter.runner.run
-    engine.drafter.runner.run = lambda steps, wanted: (
-        passes.append(sum(wanted)),
-        run(steps, wanted),
-    )[1]
-    try:
-        done = written(
-            engine,
-            [
-                Request(
-                    PROMPTS[0],
-                    20,
-                    Warp(),
-                    3,
-                    speculation=Speculation(verifier="speculative"),
-                    grammar=FORCED,
-                )
-            ],
-            4,
-        )
-    finally:
-        del engine.drafter.runner.run
+    assert engine.drafter is not None
+    passes, run = list[int](), engine.drafter.runner.run
+
+    def recorded(steps: Sequence[Step], num_logits: Sequence[int]) -> Tensor:
+        passes.append(sum(num_logits))
+        return run(steps, num_logits)
+
+    speculation = Speculation(verifier="speculative")
+    request = Request(PROMPTS[0], 20, Warp(), 3, speculation=speculation, grammar=FORCED)
+    with patch.object(engine.drafter.runner, "run", recorded):
+        done = run_requests(engine, [request], 4)
     (answer,) = done.answers
     assert text_of(answer.tokens)[:-1] == "abcdcabdcaab"
-    assert done.accepted >= done.drafted - 1  # only the last choice is anyone's guess
-    assert sum(passes) <= 2  # of those that draw
+    assert done.accepted >= done.drafted - 1  # only the last token is a free choice
+    assert sum(passes) <= 2  # rows that a draft token was drawn from
 
 
-def test_neighbours_without_a_grammar_write_what_they_write_alone(pairs: Pairs):
+def test_unconstrained_neighbours_generate_what_they_generate_alone(pairs: Pairs) -> None:
     free = [
         Request(prompt, 12, warp, 7 + i, seeded=True)
         for i, warp in enumerate(WARPS["mixed"])
         for prompt in PROMPTS
     ]
     bound = requests("each", len(free), first_seed=SEED * 10)
-    alone = written(pairs.engines["full"], free, 3)
-    together = written(
+    alone = run_requests(pairs.engines["full"], free, 3)
+    together = run_requests(
         pairs.engines["full"], [one for both in zip(free, bound, strict=True) for one in both], 3
     )
     assert together.texts[::2] == alone.texts
@@ -287,7 +307,9 @@ def test_neighbours_without_a_grammar_write_what_they_write_alone(pairs: Pairs):
 
 
 @pytest.mark.parametrize("drafter", ["full", "ahead", "none"])
-def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(pairs: Pairs, drafter):
+def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(
+    pairs: Pairs, drafter: str
+) -> None:
     broken = [
         Grammar("lark", "start: <|nothing|>"),
         Grammar("json_schema", '{"$ref": "#"}'),
@@ -297,26 +319,30 @@ def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(pairs: Pairs,
     asked = [Request(PROMPTS[0], 9, Warp(), 5, grammar=grammar) for grammar in broken] + requests(
         "block", 6, first_seed=SEED * 11
     )
-    run = written(pairs.engines[drafter], asked, 3)
-    assert [answer.finish for answer in run.answers[:4]] == [Finish.ERROR] * 4
+    run = run_requests(pairs.engines[drafter], asked, 3)
+    assert [answer.finish for answer in run.answers[:4]] == [FinishReason.ERROR] * 4
     assert all(answer.error and not answer.tokens for answer in run.answers[:4])
     check_finished(Run(run.answers[4:]))
     assert all(answer.error is None for answer in run.answers[4:])
 
 
-def test_logprobs_are_those_of_the_model_without_its_grammar(pairs: Pairs):
+def test_logprobs_are_those_of_the_model_without_its_grammar(pairs: Pairs) -> None:
     request = Request(PROMPTS[0], 6, GREEDY, 5, grammar=FORCED, logprobs=8)
-    found = []
+    found: list[Verdict] = []
     engine: Engine = pairs.engines["none"]
-    judge = engine.target.verify
-    engine.target.verify = lambda steps: (verdicts := judge(steps), found.extend(verdicts))[0]
-    try:
-        written(engine, [request], 0)
-    finally:
-        del engine.target.verify
+    verify = engine.target.verify
+
+    def recorded(steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        verdicts = verify(steps)
+        found.extend(verdicts)
+        return verdicts
+
+    with patch.object(engine.target, "verify", recorded):
+        run_requests(engine, [request], 0)
     assert found
+    assert all(verdict.logprobs is not None for verdict in found)
     assert all(
         np.isfinite(row.top).all() and abs(np.exp(row.top).sum() - 1) < 1e-4
         for verdict in found
-        for row in verdict.logprobs
+        for row in verdict.logprobs or ()
     )

@@ -1,14 +1,15 @@
-"""From response_format and guided to a grammar: each kind, and every limit."""
+"""Parsing of response_format and guided to a grammar: each kind, and every limit."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from specserve.errors import BadValue
-from specserve.grammar.request import MAX_DEPTH, MAX_SIZE, read_guided, read_response_format
-from specserve.grammar.validate import check
+from specserve.grammar.request import MAX_DEPTH, MAX_SIZE, parse_guided, parse_response_format
+from specserve.grammar.validate import validate_grammar
 from specserve.sampling_params import Sampling
 from specserve.types import Grammar
 
@@ -29,8 +30,10 @@ NAMED = {"name": "thing", "schema": SCHEMA}
         ),
     ],
 )
-def test_a_response_format_becomes_a_grammar_with_the_properties_in_their_order(given, grammar):
-    assert read_response_format(given) == grammar
+def test_a_response_format_becomes_a_grammar_with_the_properties_in_their_order(
+    given: dict[str, Any] | None, grammar: Grammar | None
+) -> None:
+    assert parse_response_format(given) == grammar
     assert Sampling(response_format=given).requests([1])[0].grammar == grammar
 
 
@@ -45,8 +48,10 @@ def test_a_response_format_becomes_a_grammar_with_the_properties_in_their_order(
         ({"choice": ["yes", 'n"o\n', "日"]}, Grammar("lark", 'start: "yes" | "n\\"o\\n" | "日"')),
     ],
 )
-def test_guided_becomes_a_grammar_that_can_be_obeyed(given, grammar):
-    assert read_guided(given) == grammar
+def test_guided_becomes_a_grammar_that_can_be_followed(
+    given: dict[str, Any] | None, grammar: Grammar | None
+) -> None:
+    assert parse_guided(given) == grammar
     sampling = Sampling(guided=given, n=2)
     assert [request.grammar for request in sampling.requests([1])] == [grammar] * 2
     sampling.check_grammar()
@@ -59,9 +64,11 @@ def deep(levels: int) -> object:
     return value
 
 
-def test_the_deepest_and_the_largest_are_taken_and_no_more():
-    check(read_guided({"json": deep(MAX_DEPTH - 1)}))
-    read_guided({"regex": "a" * MAX_SIZE})
+def test_grammars_are_accepted_up_to_the_limits_and_no_further() -> None:
+    deepest = parse_guided({"json": deep(MAX_DEPTH - 1)})
+    assert deepest is not None
+    validate_grammar(deepest)
+    parse_guided({"regex": "a" * MAX_SIZE})
     for given in (
         {"json": deep(MAX_DEPTH)},
         {"json": deep(20_000)},
@@ -69,7 +76,7 @@ def test_the_deepest_and_the_largest_are_taken_and_no_more():
         {"json": {"const": "x" * MAX_SIZE}},
     ):
         with pytest.raises(BadValue, match="guided") as refusal:
-            read_guided(given)
+            parse_guided(given)
         assert (refusal.value.param, len(str(refusal.value)) < 200) == ("guided", True)
 
 
@@ -77,9 +84,9 @@ def test_the_deepest_and_the_largest_are_taken_and_no_more():
     "schema",
     [{"const": float("nan")}, {"const": object()}, {"enum": {1, 2}}, "text", ["list"], None, 5],
 )
-def test_what_is_no_json_is_refused(schema):
+def test_a_schema_that_is_not_json_is_refused(schema: object) -> None:
     with pytest.raises(BadValue, match="response_format"):
-        read_response_format(
+        parse_response_format(
             {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         )
 
@@ -94,9 +101,9 @@ def test_what_is_no_json_is_refused(schema):
         (Grammar("lark", "foo: 1"), "1"),  # its line
     ],
 )
-def test_what_is_not_supported_is_named(grammar, named):
+def test_an_unsupported_keyword_is_named(grammar: Grammar, named: str) -> None:
     with pytest.raises(BadValue, match=named):
-        check(grammar)
+        validate_grammar(grammar)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +123,16 @@ def test_what_is_not_supported_is_named(grammar, named):
         ({"guided": {"regex": "a", "json": {}}}, "guided", ["regex", "json"]),
     ],
 )
-def test_what_excludes_one_another_is_refused_naming_both(given, param, names):
+def test_parameters_that_exclude_one_another_are_refused_naming_both(
+    given: dict[str, Any], param: str, names: list[str]
+) -> None:
     with pytest.raises(BadValue) as refusal:
         Sampling(**given)
     assert refusal.value.param == param
     assert all(name in str(refusal.value) for name in names)
 
 
-def test_a_format_of_plain_text_excludes_nothing():
+def test_a_format_of_plain_text_excludes_nothing() -> None:
     assert Sampling(
         response_format={"type": "text"}, guided={"regex": "a"}, seed=1
     ).grammar == Grammar("regex", "a")

@@ -1,6 +1,7 @@
-"""Does the engine write what the target alone would write? Sampled continuations beside their exact distribution, on one page.
+"""Sampled continuations of whole engines beside their exact distribution under the target.
 
-`python tests/proofs/distribution.py` writes docs/proofs.md; tests/proofs/test_distribution.py does the same with fewer samples.
+`python tests/proofs/distribution.py` writes docs/measurements/proofs.md;
+tests/proofs/test_distribution.py does the same with fewer samples.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from scipy import stats
 
 from specserve.types import VERIFIERS
 from tests.support.cascade_engines import CASCADES, Cascades
-from tests.support.chi_square import AT_LEAST, Acceptance, Fit
+from tests.support.chi_square import MIN_EXPECTED, Acceptance, Fit
 from tests.support.continuations import (
     COUNTED,
     DRAFTERS,
@@ -34,48 +35,59 @@ from tests.support.continuations import (
     Result,
     sample,
 )
-from tests.support.self_speculative_engines import TIED, TiedPairs
+from tests.support.self_speculative_engines import SELF_SPECULATIVE, SelfSpeculativePairs
 
 log = logging.getLogger("proofs")
 
 SEEDS_APART = 1 << 32
-ALARM = 1e-4  # a p-value below it is a failure; one run in a hundred of a right engine has one among its hundred
-DOUBT, CLOSER = (
-    1e-3,
-    5,
-)  # a p-value below it is looked at again, with fresh seeds and so many times the continuations
+FAIL_BELOW = 1e-4
+"""A p-value below it is a failure. One run in a hundred of an exact engine has one in a hundred."""
+REPEAT_BELOW = 1e-3
+"""A case with a p-value below it is repeated with fresh seeds."""
+REPEAT_FACTOR = 5
+"""Times the continuations of such a repetition."""
 
 INTRODUCTION = f"""# The engine writes what the target would write: sampled proofs
 
-Written by `make proofs`. Requests go through a whole engine (coordinator, scheduler, paged caches with prefix caching, neural
-drafter, target, verifier) in fp32 over tiny Llama checkpoints with {VOCAB} ids, some hundreds at once. Prompts, and in the `mixed` cases
-warps, share every batch; pages are so few that sequences are preempted and computed anew in mid-text. No two requests have the same seed.
+Written by `make proofs`. Requests go through a whole engine (coordinator, scheduler, paged
+caches with prefix caching, neural drafter, target, verifier) in fp32 over tiny Llama
+checkpoints with {VOCAB} ids, some hundreds at once. Prompts, and in the `mixed` cases warps,
+share every batch; pages are so few that sequences are preempted and recomputed in mid-text. No
+two requests have the same seed.
 
-The first {COUNTED} tokens of each continuation are counted. Their exact distribution comes from the `transformers` library's own model in
-float64, by enumeration of all {VOCAB**COUNTED:,} continuations of each of {len(PROMPTS)} prompts under each warp. Chi-square over cells of at least
-{AT_LEAST:.0f} expected samples; neighbouring continuations share a cell until it is full.
+The first {COUNTED} tokens of each continuation are counted. Their exact distribution comes from
+the `transformers` library's own model in float64, by enumeration of all {VOCAB**COUNTED:,}
+continuations of each of {len(PROMPTS)} prompts under each warp. Chi-square over cells of at
+least {MIN_EXPECTED:.0f} expected samples; neighbouring continuations share a cell until it is
+full.
 
-*alpha* is the acceptance of the first draft token of a round at temperature 1. Expected is what the two models' own p and q say on the
-same prefixes: the sum of min(p, q), or, under `coupled`, the probability that two draws with the same Gumbel noise agree. (Under `block`
-with gamma > 1 later draft tokens have a say in the first, and there is no such formula.)
+*alpha* is the acceptance of the first draft token of a round at temperature 1. Expected is what
+the two models' own p and q say on the same prefixes: the sum of min(p, q), or, under `coupled`,
+the probability that two draws with the same Gumbel noise agree. (Under `block` with gamma > 1
+later draft tokens affect the first, and there is no such formula.)
 
-- **drafters**: `full` draws from all ids, `top 3` from the three likeliest and has three quarters of the pages, `7 of 8 ids` lacks an id of the
-  target, `none` drafts nothing. `layer_skip` and `heads` are tied to a target of three layers: one without the second layer, on the target's
-  own pages; the other with random heads, and, as `top 3 heads`, with a support of three. The others are cascades ([cascades.md](cascades.md)):
-  largest stage first, each smaller one agrees less.
+- **drafters**: `full` draws from all ids, `top 3` from the three likeliest and has three
+  quarters of the pages, `7 of 8 ids` lacks an id of the target, `none` drafts nothing.
+  `layer_skip` and `heads` are tied to a target of three layers: one without the second layer,
+  on the target's own pages; the other with random heads, and, as `top 3 heads`, with a support
+  of three. The others are cascades ([cascades](../design/drafters.md#cascades)): largest stage
+  first, each smaller one agrees less.
 - **gamma**: `random` is another gamma from 0 to 4 for each sequence in each round.
-- **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at temperature 1, truncated, with penalties
-  (presence, frequency, repetition), with min-p and biases, and greedy ones, side by side.
-- **verifiers**: `each` is all four side by side in every batch. `lenient` has lenience 1 where nothing else is said.
+- **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at
+  temperature 1, truncated, with penalties (presence, frequency, repetition), with min-p and
+  biases, and greedy ones, side by side.
+- **verifiers**: `each` is all four side by side in every batch. `lenient` has lenience 1 where
+  nothing else is said.
 """
 
-CASE_HEAD = """| verifier | drafter | gamma | warps | continuations | chi-square | dof | p | drafts accepted | preempted | alpha measured | expected |
+CASE_HEAD = """| verifier | drafter | gamma | warps | continuations | chi-square | dof | p | \
+drafts accepted | preempted | alpha measured | expected |
 |---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was sampled, and how well it fits."""
+    """Samples of one case, and how well they fit."""
 
     result: Result
     fit: Fit
@@ -86,8 +98,8 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Lossless rules fit; the same test catches what is lossy."""
-        return (self.fit.p_value >= ALARM) == self.case.is_lossless
+        """True if a lossless rule fits, or a lossy one does not."""
+        return (self.fit.p_value >= FAIL_BELOW) == self.case.is_lossless
 
 
 def all_cases() -> Iterator[Case]:
@@ -102,17 +114,23 @@ def all_cases() -> Iterator[Case]:
         )
         yield from (
             Case(verifier, drafter, gamma)
-            for drafter in (*CASCADES, *TIED)
+            for drafter in (*CASCADES, *SELF_SPECULATIVE)
             for gamma in (1, 4, None)
         )
-    yield from (Case("each", drafter, None, "mixed") for drafter in (*DRAFTERS, *CASCADES, *TIED))
+    yield from (
+        Case("each", drafter, None, "mixed")
+        for drafter in (*DRAFTERS, *CASCADES, *SELF_SPECULATIVE)
+    )
     yield from (Case("each", "none", 0, warps) for warps in WARPS)
     yield from (Case("each", "full", 0, warps) for warps in WARPS)
     yield from (Case("lenient", "full", 4, lenience=lenience) for lenience in (1.2, 2.0))
 
 
 def prove(pairs: Pairs, numbered: Iterable[tuple[int, Case]], samples: int) -> Iterator[Proof]:
-    """Each case with `samples` continuations. No two requests of all cases have the same seed."""
+    """Sample each case with `samples` continuations and yield its proof.
+
+    No two requests of all cases have the same seed.
+    """
     for number, case in numbered:
         result = sample(pairs, case, samples=samples, first_seed=number * SEEDS_APART)
         proof = Proof(result, pairs.fit(result))
@@ -126,20 +144,20 @@ def prove(pairs: Pairs, numbered: Iterable[tuple[int, Case]], samples: int) -> I
 
 
 def prove_all(numbered: Sequence[tuple[int, Case]], samples: int, *, jobs: int) -> list[Proof]:
-    """In their order, whichever process took them."""
+    """Prove the cases in several processes, and return the proofs in the order of the cases."""
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_start) as pool:
         shares = list(
             pool.map(_share, [numbered[first::jobs] for first in range(jobs)], [samples] * jobs)
         )
-    return [shares[place % jobs][place // jobs] for place in range(len(numbered))]
+    return [shares[i % jobs][i // jobs] for i in range(len(numbered))]
 
 
-def doubtful(proofs: Sequence[Proof]) -> list[tuple[int, Case]]:
-    """Cases to look at again, with numbers that no case had."""
+def cases_to_repeat(proofs: Sequence[Proof]) -> list[tuple[int, Case]]:
+    """Return the cases to repeat, with numbers that no case had."""
     return [
         (len(proofs) + i, proof.case)
         for i, proof in enumerate(proofs)
-        if proof.case.is_lossless and proof.fit.p_value < DOUBT
+        if proof.case.is_lossless and proof.fit.p_value < REPEAT_BELOW
     ]
 
 
@@ -149,10 +167,13 @@ def _start() -> None:
 
 
 def _share(numbered: Sequence[tuple[int, Case]], samples: int) -> list[Proof]:
-    """What is tied to its target has one of more layers."""
-    tied = {number for number, case in numbered if case.drafter in TIED}
-    proofs = {}
-    for own, pairs in ((tied, TiedPairs), ({number for number, _ in numbered} - tied, Cascades)):
+    """Prove one process's cases; self-speculative drafters have a target with more layers."""
+    tied = {number for number, case in numbered if case.drafter in SELF_SPECULATIVE}
+    proofs: dict[int, Proof] = {}
+    for own, pairs in (
+        (tied, SelfSpeculativePairs),
+        ({number for number, _ in numbered} - tied, Cascades),
+    ):
         with tempfile.TemporaryDirectory() as directory:
             mine = [one for one in numbered if one[0] in own]
             proofs |= (
@@ -173,19 +194,24 @@ def page(proofs: Sequence[Proof], again: Sequence[Proof], *, jobs: int, seconds:
     lossless = [proof for proof in proofs if proof.case.is_lossless]
     p_values = [proof.fit.p_value for proof in lossless]
     known = [proof.result.acceptance for proof in lossless if proof.result.acceptance is not None]
-    errors_off = [abs(acceptance.errors_off) for acceptance in known if acceptance.rounds]
+    deviations = [abs(acceptance.num_standard_errors) for acceptance in known if acceptance.rounds]
     return f"""{INTRODUCTION}
 ## Result
 
-{_count(proof.result.samples for proof in proofs)} continuations, with {_count(proof.result.preempted for proof in proofs)} preemptions and
-{_count(proof.result.drafted - proof.result.accepted for proof in proofs)} refused draft tokens on the way. Of the {len(lossless)} lossless cases
-the smallest p-value is {min(p_values):.4f}; among so many right ones it is that small in {1 - (1 - min(p_values)) ** len(p_values):.0%} of all runs.
+{_count(proof.result.samples for proof in proofs)} continuations, with \
+{_count(proof.result.preempted for proof in proofs)} preemptions and
+{_count(proof.result.drafted - proof.result.accepted for proof in proofs)} rejected draft tokens \
+on the way. Of the {len(lossless)} lossless cases
+the smallest p-value is {min(p_values):.4f}; among so many right ones it is that small in \
+{1 - (1 - min(p_values)) ** len(p_values):.0%} of all runs.
 All their p-values together (Fisher): {stats.combine_pvalues(p_values).pvalue:.2f}.
-In {len(errors_off)} cases alpha is known: the measured one is off by {max(errors_off):.1f} standard errors at most.
+In {len(deviations)} cases alpha is known: the measured one is off by \
+{max(deviations):.1f} standard errors at most.
 
 All cases of a verifier together, the counts of each prompt and warp added up:
 
-| verifier | continuations | chi-square | dof | p | alpha measured | expected | standard errors off |
+| verifier | continuations | chi-square | dof | p | alpha measured | expected | \
+standard errors off |
 |---|---|---|---|---|---|---|---|
 {_lines(_pooled(lossless))}
 
@@ -196,13 +222,15 @@ All cases of a verifier together, the counts of each prompt and warp added up:
 
 {_second_look(again)}## What the test catches
 
-`lenient` with a lenience above 1 is lossy by design, and the same test with as many continuations says so:
+`lenient` with a lenience above 1 is lossy by design, and the same test with as many continuations \
+says so:
 
 | lenience | drafter | gamma | continuations | chi-square | dof | p |
 |---|---|---|---|---|---|---|
 {_lines(_lossy_row(proof) for proof in proofs if not proof.case.is_lossless)}
 
-Measured on {time.strftime("%Y-%m-%d")}, {_processor()}, {os.cpu_count()} cores shared with other work, {jobs} processes of one thread each,
+Measured on {time.strftime("%Y-%m-%d")}, {_processor()}, {os.cpu_count()} cores shared with other \
+work, {jobs} processes of one thread each,
 {seconds / 60:.0f} minutes: `python {" ".join(sys.argv)}`.
 """
 
@@ -210,7 +238,8 @@ Measured on {time.strftime("%Y-%m-%d")}, {_processor()}, {os.cpu_count()} cores 
 def _second_look(again: Sequence[Proof]) -> str:
     if not again:
         return ""
-    return f"""Cases with p below {DOUBT}, looked at again with fresh seeds and {CLOSER} times the continuations:
+    return f"""Cases with p below {REPEAT_BELOW}, looked at again with fresh seeds and \
+{REPEAT_FACTOR} times the continuations:
 
 {CASE_HEAD}
 {_lines(map(_row, again))}
@@ -219,15 +248,16 @@ def _second_look(again: Sequence[Proof]) -> str:
 
 
 def _pooled(proofs: Sequence[Proof]) -> Iterator[tuple[object, ...]]:
-    for world, name in ((Cascades, "{}"), (TiedPairs, "{}, tied drafters")):
+    for pairs_class, name in ((Cascades, "{}"), (SelfSpeculativePairs, "{}, tied drafters")):
         with tempfile.TemporaryDirectory() as directory:
-            pairs = world(Path(directory))
+            pairs = pairs_class(Path(directory))
         for verifier in (*VERIFIERS, "each"):
             own = [
                 proof.result
                 for proof in proofs
                 if proof.case.verifier == verifier
-                and (proof.case.drafter in TIED) == (world is TiedPairs)
+                and (proof.case.drafter in SELF_SPECULATIVE)
+                == (pairs_class is SelfSpeculativePairs)
             ]
             if own:
                 yield name.format(verifier), *_together(pairs, own)
@@ -237,9 +267,9 @@ def _together(pairs: Pairs, results: Sequence[Result]) -> tuple[object, ...]:
     fit, acceptance = pairs.fit(*results), Acceptance()
     for result in results:
         if result.acceptance is not None:
-            acceptance.include(result.acceptance)
+            acceptance.merge(result.acceptance)
     known = _alpha(acceptance) if acceptance.rounds else ("", "")
-    off = f"{acceptance.errors_off:+.1f}" if acceptance.rounds else ""
+    off = f"{acceptance.num_standard_errors:+.1f}" if acceptance.rounds else ""
     return (_count(result.samples for result in results), *_chi_square(fit), *known, off)
 
 
@@ -315,19 +345,19 @@ def main() -> int:
         help="continuations for each verifier, shared by its cases",
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out", type=Path, default=Path("docs/proofs.md"))
+    parser.add_argument("--out", type=Path, default=Path("docs/measurements/proofs.md"))
     options = parser.parse_args()
     cases, began = list(all_cases()), time.perf_counter()
     per_case = options.samples // sum(case.verifier == VERIFIERS[0] for case in cases)
     proofs = prove_all(list(enumerate(cases)), per_case, jobs=options.jobs)
-    again = prove_all(doubtful(proofs), CLOSER * per_case, jobs=options.jobs)
+    again = prove_all(cases_to_repeat(proofs), REPEAT_FACTOR * per_case, jobs=options.jobs)
     options.out.write_text(
         page(proofs, again, jobs=options.jobs, seconds=time.perf_counter() - began)
     )
     return (
         0
         if all(proof.holds for proof in proofs)
-        and all(proof.fit.p_value >= DOUBT for proof in again)
+        and all(proof.fit.p_value >= REPEAT_BELOW for proof in again)
         else 1
     )
 

@@ -1,6 +1,7 @@
-"""Continuations sampled through the whole engine have the target's distribution. The long version, with p-values, is docs/proofs.md.
+"""Continuations sampled through the whole engine have the target's distribution.
 
-Every draw follows from the requests' seeds, so these tests give the same figures every time.
+The long version, with p-values, is docs/measurements/proofs.md. Every draw follows from the
+requests' seeds, so these tests give the same figures every time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from specserve.sampling import Purpose, exponential, row_keys, verify
 from specserve.sampling import sample as draw
-from specserve.sampling.drafts import Drafts
+from specserve.sampling.drafts import DraftBatch
 from specserve.types import VERIFIERS, Warp
 from tests.proofs.distribution import Proof, all_cases, page, prove
 from tests.support.cascade_engines import CASCADES
@@ -29,7 +30,7 @@ from tests.support.continuations import (
     sample,
 )
 from tests.support.exact_distribution import Floats, Ints, agreement, overlap
-from tests.support.self_speculative_engines import TIED
+from tests.support.self_speculative_engines import SELF_SPECULATIVE
 
 SAMPLES = 1500  # of each case
 SEED = 1 << 40
@@ -68,23 +69,26 @@ def test_continuations_have_the_targets_distribution(pairs: Pairs, case: Case) -
     assert proof.fit.dof > 30
     assert proof.fit.p_value > 1e-3
     if result.acceptance is not None:
-        assert abs(result.acceptance.errors_off) < 3
+        assert abs(result.acceptance.num_standard_errors) < 3
 
 
 @pytest.mark.parametrize("verifier", ["speculative", "coupled"])
 def test_measured_acceptance_is_what_the_two_models_say(pairs: Pairs, verifier: str) -> None:
-    """alpha = E[sum min(p, q)], or the chance that coupled draws agree, within three standard errors."""
+    """Compare alpha with E[sum min(p, q)], or the chance that coupled draws agree."""
     acceptance = sample(
         pairs, Case(verifier, "full", 4), samples=SAMPLES, first_seed=SEED
     ).acceptance
     assert acceptance is not None
     assert 0.3 < acceptance.expected_alpha < 0.9
     assert acceptance.standard_error < 0.01
-    assert abs(acceptance.errors_off) < 3
+    assert abs(acceptance.num_standard_errors) < 3
 
 
 def test_a_coupled_text_is_a_function_of_its_seed_and_the_target(pairs: Pairs) -> None:
-    """Draws straight from the exact p, with noise by seed and position: the same texts as through the engine, and, of many seeds, the right ones."""
+    """Draw from the exact p, with noise keyed by seed and position.
+
+    These are the texts of the engine, and those of many seeds have the exact distribution.
+    """
     case = Case("coupled", "top 3", 2)
     result = sample(pairs, case, samples=300, first_seed=SEED)
     fit = Fit()
@@ -100,7 +104,7 @@ def test_a_coupled_text_is_a_function_of_its_seed_and_the_target(pairs: Pairs) -
 
 
 def coupled_texts(pairs: Pairs, group: Group, seeds: Ints) -> Ints:
-    """Each seed's continuation, as its number among all of them."""
+    """Return each seed's continuation, as its lexicographic number among all of them."""
     texts = np.zeros(len(seeds), dtype=np.int64)
     for depth, rows in enumerate(pairs.p(group).rows):
         keys = row_keys(seeds.astype(np.uint64), [0], [len(group.prompt) + depth], Purpose.COUPLED)
@@ -120,7 +124,7 @@ def test_a_lossy_rule_is_caught(pairs: Pairs) -> None:
 def test_a_correction_drawn_from_p_instead_of_the_residual_is_caught(
     pairs: Pairs, verifier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def whole_p(p: Tensor, drafts: Drafts, accepted: Tensor, weight: Tensor | None) -> Tensor:
+    def whole_p(p: Tensor, drafts: DraftBatch, accepted: Tensor, weight: Tensor | None) -> Tensor:
         return p[drafts.rows.gather(1, accepted[:, None])[:, 0]]
 
     monkeypatch.setattr(verify, "residual", whole_p)
@@ -150,7 +154,7 @@ def test_acceptance_formulas_agree_with_draws() -> None:
     assert overlap(p[None], q[None])[0] == pytest.approx(1 - abs(p - q).sum() / 2)
 
 
-def test_the_fit_tells_a_right_sample_from_a_wrong_one() -> None:
+def test_the_fit_separates_a_right_sample_from_a_wrong_one() -> None:
     rng = np.random.default_rng(0)
     joint = rng.dirichlet(np.full(4096, 0.05))
     assert _p_value(rng.multinomial(20_000, joint), joint) > 0.001
@@ -159,7 +163,7 @@ def test_the_fit_tells_a_right_sample_from_a_wrong_one() -> None:
     assert np.mean(p_values) == pytest.approx(0.5, abs=0.06)
 
 
-def test_a_continuation_that_cannot_be_is_infinitely_wrong() -> None:
+def test_an_impossible_continuation_has_p_value_0() -> None:
     assert _p_value(np.array([50, 49, 1]), np.array([0.5, 0.5, 0.0])) == 0
 
 
@@ -174,7 +178,7 @@ def test_the_long_run_covers_every_verifier_drafter_gamma_and_warp() -> None:
     assert len(set(cases)) == len(cases)
     for verifier in VERIFIERS:
         own = [case for case in cases if case.verifier == verifier and case.is_lossless]
-        assert {case.drafter for case in own} == {*DRAFTERS, *CASCADES, *TIED}
+        assert {case.drafter for case in own} == {*DRAFTERS, *CASCADES, *SELF_SPECULATIVE}
         assert {case.gamma for case in own} == {1, 2, 4, None}
         assert {case.warps for case in own} == set(WARPS)
     assert Warp(temperature=0) in WARPS["mixed"]

@@ -1,4 +1,7 @@
-"""Greedy text equals that of the library's generate(), token for token, in fp32, however it is batched, drafted, preempted or divided."""
+"""Greedy text equals that of the library's generate(), token for token, in fp32.
+
+It does so with any batching, drafter, preemption and number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,20 @@ from transformers import GenerationConfig
 from specserve.models.network import LLAMA_SHAPED
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
-from specserve.types import Finish, Step
+from specserve.types import FinishReason, Step
 from tests.support import checkpoints
 from tests.support.engines import (
     PAGE_SIZE,
     Engine,
-    Pacing,
+    PacerLike,
     RandomPacer,
     greedy,
     library_greedy,
-    opened_target,
-    placement,
+    load_target,
+    model_options,
 )
 
+# around pages, windows, and rounds of 512 tokens
 LENGTHS = (
     1,
     2,
@@ -51,9 +55,9 @@ LENGTHS = (
     222,
     256,
     300,
-)  # around pages, windows, and rounds of 512 tokens
+)
 MAX_TOKENS = 24
-DRAFT_NOISE = 0.05  # of the weights: between a tenth and two thirds of the drafts are accepted
+DRAFT_NOISE = 0.05  # of the weights: a tenth to two thirds of the draft tokens are accepted
 FEW_PAGES = 26  # the longest text alone takes 21
 RANKS = 2
 Texts = list[tuple[int, ...]]
@@ -61,7 +65,7 @@ Texts = list[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A checkpoint, a draft that agrees with it in part, and what the library writes with it."""
+    """A checkpoint, a draft that agrees with it in part, and the library's texts."""
 
     name: str
     target: Path
@@ -77,7 +81,7 @@ def pairs(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Mapping
 
 def make_pair(root: Path, name: str) -> Pair:
     target = checkpoints.make(name, root / name)
-    draft = checkpoints.perturbed(target, draft_of(target), DRAFT_NOISE)
+    draft = checkpoints.perturb(target, draft_of(target), DRAFT_NOISE)
     return Pair(name, target, draft, library_greedy(target, prompts(), max_tokens=MAX_TOKENS))
 
 
@@ -101,7 +105,7 @@ def engine(pair: Pair) -> Engine:
 
 
 def test_the_library_s_texts_are_worth_comparing(pair: Pair) -> None:
-    """Texts of one token repeated, or that forget their prompt, would hide mistakes."""
+    """Texts of one repeated token, or texts that ignore their prompt, would hide mistakes."""
     assert len({token for text in pair.texts for token in text}) > 50
     assert len(set(pair.texts)) == len(LENGTHS)
 
@@ -120,7 +124,7 @@ def test_texts_are_the_library_s_when_gamma_changes_every_round(pair: Pair, engi
 
 
 @pytest.mark.parametrize("pacer", [None, RandomPacer(max_gamma=2)], ids=["plain", "random"])
-def test_texts_are_the_library_s_when_pages_run_out(pair: Pair, pacer: Pacing | None) -> None:
+def test_texts_are_the_library_s_when_pages_run_out(pair: Pair, pacer: PacerLike | None) -> None:
     engine = Engine(pair.target, pair.draft, pages=FEW_PAGES, draft_pages=FEW_PAGES - 4)
     run = engine.run(
         greedy(prompts(), max_tokens=MAX_TOKENS), pacer=pacer, drafts=pacer is not None, max_gamma=2
@@ -138,7 +142,7 @@ def test_texts_are_the_library_s_when_prompts_come_in_chunks_or_out_of_the_prefi
     chunked = engine.run(requests, gamma=3, max_batch_tokens=90)
     before = cache.prefix_hits
     cached = engine.run(requests, gamma=3, max_batch_tokens=2 * sum(LENGTHS))
-    # a text that ends at once leaves its prompt's last page without a name
+    # the last page of a prompt whose text ends at once is not added to the prefix cache
     expected = sum(
         (n - 1) // PAGE_SIZE * PAGE_SIZE
         for n, text in zip(LENGTHS, pair.texts, strict=True)
@@ -152,16 +156,16 @@ def test_texts_are_the_library_s_when_prompts_come_in_chunks_or_out_of_the_prefi
 def test_texts_end_at_the_end_tokens_where_the_library_s_do(
     pairs: Mapping[str, Pair], tmp_path: Path, gamma: int
 ) -> None:
-    ends = sorted(
-        {text[i] for i, text in enumerate(pairs["qwen2"].texts) if len(text) > i}
-    )  # each text ends soon, at another place
+    # each text ends soon, at another position
+    ends = sorted({text[i] for i, text in enumerate(pairs["qwen2"].texts) if len(text) > i})
     target = checkpoints.make("qwen2", tmp_path / "qwen2")
-    GenerationConfig(eos_token_id=ends, pad_token_id=checkpoints.PAD).save_pretrained(target)
+    config_class: Any = GenerationConfig
+    config_class(eos_token_id=ends, pad_token_id=checkpoints.PAD).save_pretrained(target)
     run = Engine(target, pairs["qwen2"].draft).run(
         greedy(prompts(), max_tokens=MAX_TOKENS), gamma=gamma
     )
     assert run.texts == library_greedy(target, prompts(), max_tokens=MAX_TOKENS)
-    assert all(answer.finish is Finish.STOP for answer in run.answers)
+    assert all(answer.finish is FinishReason.STOP for answer in run.answers)
     assert len({len(text) for text in run.texts}) > 5
 
 
@@ -169,7 +173,7 @@ def test_texts_end_at_the_end_tokens_where_the_library_s_do(
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class TwoRankCase:
     """A target on two ranks, through the fused forward pass or the library's code."""
 
     name: str
@@ -180,20 +184,20 @@ class Shared:
         return f"{self.name}-{'fused' if self.fused else 'library'}-{self.gamma}"
 
 
-SHARED = [
+TWO_RANK_CASES = [
     *(
-        Shared(name, name in LLAMA_SHAPED, gamma)
+        TwoRankCase(name, name in LLAMA_SHAPED, gamma)
         for name in checkpoints.ARCHITECTURES
         for gamma in (0, 5)
     ),
-    *(Shared(name, False, 5) for name in LLAMA_SHAPED),
+    *(TwoRankCase(name, False, 5) for name in LLAMA_SHAPED),
 ]
-SHARED_TOKENS = 12  # of each text: between processes on one machine every sum takes milliseconds
+TWO_RANK_TOKENS = 12  # of each text: an all-reduce between two processes takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
-class Fanned:
-    """The runner of rank 0: whatever it does, the other ranks do too."""
+class BroadcastRunner:
+    """Runner of rank 0, which makes the other ranks do the same."""
 
     inner: Runner
 
@@ -211,7 +215,7 @@ class Fanned:
 
 
 def follow(runner: Runner) -> None:
-    """The life of every other rank, until it hears None."""
+    """Run the orders of rank 0 on another rank, until None arrives."""
     while True:
         order: list[Any] = [None]
         dist.broadcast_object_list(order, src=0)
@@ -222,7 +226,10 @@ def follow(runner: Runner) -> None:
 
 
 def rank_main(rank: int, root: str) -> None:
-    """Two ranks share each target in turn; rank 0 has the draft and the coordinator, and leaves the texts in a file."""
+    """Serve each target on two ranks in turn.
+
+    Rank 0 has the draft and the coordinator, and writes the texts to a file.
+    """
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -231,27 +238,28 @@ def rank_main(rank: int, root: str) -> None:
         world_size=RANKS,
         timeout=timedelta(seconds=120),
     )
-    written = {}
-    for name, fused in dict.fromkeys((case.name, case.fused) for case in SHARED):
-        gammas = [case.gamma for case in SHARED if (case.name, case.fused) == (name, fused)]
+    texts_by_case: dict[TwoRankCase, Texts] = {}
+    for name, fused in dict.fromkeys((case.name, case.fused) for case in TWO_RANK_CASES):
+        gammas = [case.gamma for case in TWO_RANK_CASES if (case.name, case.fused) == (name, fused)]
         with patch("specserve.models.network.can_fuse", return_value=fused):
             texts = shared_texts(Path(root) / name, gammas, Shard(rank, RANKS))
-        written |= {
-            Shared(name, fused, gamma): own for gamma, own in zip(gammas, texts, strict=rank == 0)
+        texts_by_case |= {
+            TwoRankCase(name, fused, gamma): own
+            for gamma, own in zip(gammas, texts, strict=rank == 0)
         }
     if rank == 0:
-        Path(root, "texts.pickle").write_bytes(pickle.dumps(written))
+        Path(root, "texts.pickle").write_bytes(pickle.dumps(texts_by_case))
     dist.destroy_process_group()
 
 
 def shared_texts(target: Path, gammas: Sequence[int], shard: Shard) -> list[Texts]:
-    """What rank 0 writes with each gamma; nothing on the other rank."""
+    """Return the texts of rank 0 with each gamma; nothing on the other rank."""
     if shard.rank > 0:
-        follow(opened_target(target, placement(), shard=shard).runner)
+        follow(load_target(target, model_options(), shard=shard).runner)
         return []
     engine = Engine(target, draft_of(target), shard=shard)
-    engine.target.runner = Fanned(engine.target.runner)  # type: ignore[assignment]
-    requests = greedy(prompts(), max_tokens=SHARED_TOKENS)
+    engine.target.runner = BroadcastRunner(engine.target.runner)  # type: ignore[assignment]
+    requests = greedy(prompts(), max_tokens=TWO_RANK_TOKENS)
     texts = [
         engine.run(requests, gamma=gamma, max_batch_tokens=sum(LENGTHS)).texts for gamma in gammas
     ]
@@ -260,14 +268,15 @@ def shared_texts(target: Path, gammas: Sequence[int], shard: Shard) -> list[Text
 
 
 @pytest.fixture(scope="module")
-def texts_of_two_ranks(pairs: Mapping[str, Pair]) -> Mapping[Shared, Texts]:
+def texts_of_two_ranks(pairs: Mapping[str, Pair]) -> Mapping[TwoRankCase, Texts]:
     root = pairs["llama"].target.parent
-    mp.spawn(rank_main, args=(str(root),), nprocs=RANKS)
+    spawn: Any = mp.spawn  # type: ignore[attr-defined]
+    spawn(rank_main, args=(str(root),), nprocs=RANKS)
     return pickle.loads((root / "texts.pickle").read_bytes())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("case", SHARED, ids=str)
+@pytest.mark.parametrize("case", TWO_RANK_CASES, ids=str)
 def test_two_ranks_write_the_library_s_texts(
-    pairs: Mapping[str, Pair], texts_of_two_ranks: Mapping[Shared, Texts], case: Shared
+    pairs: Mapping[str, Pair], texts_of_two_ranks: Mapping[TwoRankCase, Texts], case: TwoRankCase
 ) -> None:
-    assert texts_of_two_ranks[case] == [text[:SHARED_TOKENS] for text in pairs[case.name].texts]
+    assert texts_of_two_ranks[case] == [text[:TWO_RANK_TOKENS] for text in pairs[case.name].texts]

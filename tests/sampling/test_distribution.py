@@ -1,4 +1,7 @@
-"""p of a mixed batch against the logits processors of transformers, row by row; draws, truncation and logprobs."""
+"""The sampled distribution of a mixed batch against the logits processors of transformers.
+
+Draws, truncation to a support, and logprobs.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from specserve.sampling import (
     Purpose,
     WarpBatch,
     exponential,
-    from_sparse_rows,
+    from_sparse_distribution,
     logprobs,
     row_keys,
     sample,
-    to_sparse_rows,
-    truncate,
+    to_sparse_distribution,
+    truncate_to_support,
 )
 from specserve.types import Warp
 
@@ -55,7 +58,7 @@ def some_logits(
 
 
 def transformers_p(row: torch.Tensor, warp: Warp, context: list[int]) -> torch.Tensor:
-    """What transformers would sample from, for one row; its bias comes as a processor of its own."""
+    """Return p of one row as transformers computes it, with the bias as a separate processor."""
     ids, x = torch.tensor([context]), row[None].float()
     processors: list[hf.LogitsProcessor] = [
         hf.RepetitionPenaltyLogitsProcessor(warp.repetition_penalty)
@@ -80,17 +83,17 @@ def history(length: int, drafts: tuple[int, ...] = (), *, prompt_length: int = 5
     return History(np.random.default_rng(length).integers(0, VOCAB, length), prompt_length, drafts)
 
 
-def test_a_mixed_batch_is_what_transformers_makes_of_each_row() -> None:
+def test_p_of_a_mixed_batch_equals_transformers_row_by_row() -> None:
     drafts = [tuple(range(30, 30 + i % 4)) for i in range(len(WARPS))]
-    histories = [history(40 + i, guess) for i, guess in enumerate(drafts)]
-    num_rows = [len(guess) + 1 for guess in drafts]
+    histories = [history(40 + i, row_drafts) for i, row_drafts in enumerate(drafts)]
+    num_rows = [len(row_drafts) + 1 for row_drafts in drafts]
     logits = some_logits(sum(num_rows))
     p = WarpBatch(WARPS, num_rows, histories).probabilities(logits)
     rows = iter(range(len(p)))
-    for warp, past, guess in zip(WARPS, histories, drafts, strict=True):
-        for j in range(len(guess) + 1):
+    for warp, past, row_drafts in zip(WARPS, histories, drafts, strict=True):
+        for j in range(len(row_drafts) + 1):
             row = next(rows)
-            expected = transformers_p(logits[row], warp, [*past.tokens.tolist(), *guess[:j]])
+            expected = transformers_p(logits[row], warp, [*past.tokens.tolist(), *row_drafts[:j]])
             torch.testing.assert_close(
                 p[row], expected, rtol=2e-5, atol=1e-7, msg=f"{warp}, row {j}"
             )
@@ -98,7 +101,7 @@ def test_a_mixed_batch_is_what_transformers_makes_of_each_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_a_row_is_the_same_bits_alone_and_in_company_and_the_logits_stay(
+def test_a_row_has_the_same_bits_alone_and_in_a_batch_and_the_logits_are_unchanged(
     dtype: torch.dtype,
 ) -> None:
     histories = [history(50)] * len(WARPS)
@@ -218,21 +221,19 @@ def test_sample_draws_from_unnormalised_weights() -> None:
     )
 
 
-def test_truncate_keeps_the_likeliest_renormalised_and_more_support_than_vocabulary_is_all_of_it() -> (
-    None
-):
+def test_truncate_to_support_keeps_the_likeliest_renormalised() -> None:
     q = torch.softmax(some_logits(5), -1)
-    ids, probs = truncate(q, 8)
+    ids, probs = truncate_to_support(q, 8)
     for row, row_ids, row_probs in zip(q, ids, probs, strict=True):
         best = row.sort(descending=True)
         assert row_ids.tolist() == best.indices[:8].tolist()
         torch.testing.assert_close(row_probs, best.values[:8] / best.values[:8].sum())
-    assert truncate(q, 1000)[0].shape == (5, VOCAB)
+    assert truncate_to_support(q, 1000)[0].shape == (5, VOCAB)
 
 
-def test_sparse_rows_travel_both_ways_unchanged() -> None:
-    ids, probs = truncate(torch.softmax(some_logits(3), -1), 8)
-    back_ids, back_probs = from_sparse_rows(to_sparse_rows(ids, probs))
+def test_sparse_distributions_convert_both_ways_unchanged() -> None:
+    ids, probs = truncate_to_support(torch.softmax(some_logits(3), -1), 8)
+    back_ids, back_probs = from_sparse_distribution(to_sparse_distribution(ids, probs))
     assert torch.equal(ids, back_ids)
     assert torch.equal(probs, back_probs)
 
@@ -256,6 +257,6 @@ def test_logprobs_are_those_of_the_unwarped_distribution() -> None:
     assert len(logprobs(logits, tokens, 10_000)[0].top) == VOCAB
 
 
-def test_an_empty_batch_is_no_trouble() -> None:
+def test_an_empty_batch_has_an_empty_distribution() -> None:
     assert WarpBatch([], []).probabilities(torch.zeros(0, 10)).shape == (0, 10)
     assert WarpBatch([], []).greedy_tokens(torch.zeros(0, 10)).shape == (0,)

@@ -1,24 +1,32 @@
-"""Noise: uniform, independent along every axis of its keys, the same whatever is drawn beside it, and never 0 or infinite."""
+"""Noise: uniform, independent along every axis of its keys, never 0 and never infinite.
+
+It does not depend on what is drawn beside it.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from scipy import stats
 
 from specserve.sampling.noise import Purpose, _hash32, exponential, row_keys, seed_array, uniform
 
+Array = NDArray[Any]
 UNLIKELY = 1e-4  # p-values below it fail
 
 
-def units(keys: torch.Tensor, ids: torch.Tensor) -> np.ndarray:
-    """Exponential noise turned back into uniform."""
-    return -np.expm1(-exponential(keys, ids).double().numpy())
+def units(keys: torch.Tensor, ids: torch.Tensor) -> Array:
+    """Return exponential noise converted back to uniform noise."""
+    unit: Array = -np.expm1(-exponential(keys, ids).double().numpy())
+    return unit
 
 
-def as_bits(numbers: torch.Tensor) -> np.ndarray:
-    """[n, 32] of 0 and 1."""
+def as_bits(numbers: torch.Tensor) -> Array:
+    """Return the bits of the numbers, [n, 32] of 0 and 1."""
     return np.unpackbits(numbers.numpy().view(np.uint8).reshape(-1, 4), axis=1)
 
 
@@ -28,17 +36,20 @@ def keys_of(
     return row_keys([seed] * count, [7] * count, range(first, first + count), purpose)
 
 
-def chi_square_p(values: np.ndarray, bins: int = 256) -> float:
+def chi_square_p(values: Array, bins: int = 256) -> float:
     return float(stats.chisquare(np.histogram(values, bins, (0, 1))[0]).pvalue)
 
 
-def correlation_z(a: np.ndarray, b: np.ndarray) -> float:
-    """Standard deviations from no correlation."""
-    return abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) * a.size**0.5
+def correlation_z(a: Array, b: Array) -> float:
+    """Return the number of standard deviations from no correlation."""
+    return float(abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) * a.size**0.5)
 
 
-def pair_p(a: np.ndarray, b: np.ndarray) -> float:
-    """Joint uniformity of pairs, on a 32 x 32 grid: finds dependence that no correlation shows."""
+def pair_p(a: Array, b: Array) -> float:
+    """Return the p-value of joint uniformity of pairs, on a 32 x 32 grid.
+
+    It finds dependence that no correlation shows.
+    """
     return float(
         stats.chisquare(
             np.histogram2d(a.ravel(), b.ravel(), 32, [(0, 1), (0, 1)])[0].ravel()
@@ -101,7 +112,7 @@ def test_seeds_rounds_and_purposes_are_independent_streams() -> None:
         assert pair_p(units(base, ids), units(other, ids)) > UNLIKELY
 
 
-def test_the_number_of_a_uniform_tells_nothing_of_the_exponentials_of_the_same_key() -> None:
+def test_uniform_and_exponential_noise_of_one_key_are_independent() -> None:
     keys = keys_of(1 << 18)
     assert pair_p(uniform(keys).numpy(), units(keys, torch.tensor([0]))[:, 0]) > UNLIKELY
 
@@ -132,7 +143,7 @@ def test_seeds_count_with_all_their_64_bits() -> None:
     assert torch.equal(row_keys([-1], [0], [0], Purpose.DRAFT), keys[3:])
 
 
-def test_an_element_is_the_same_bits_in_any_company() -> None:
+def test_an_element_has_the_same_bits_beside_any_others() -> None:
     keys, ids = keys_of(21), torch.arange(4099)
     whole = exponential(keys, ids)
     assert torch.equal(exponential(keys[13:14], ids)[0], whole[13])
@@ -158,7 +169,7 @@ def test_the_extremes_of_the_hash_stay_inside() -> None:
     assert 12 < noise.max().item() < 23
 
 
-def test_the_noise_is_frozen_so_that_texts_of_a_seed_stay_the_same() -> None:
+def test_the_noise_is_pinned_so_that_texts_of_a_seed_stay_the_same() -> None:
     keys = row_keys([42], [3], [4], Purpose.COUPLED)
     assert keys.tolist() == [[-716954926, 367195006]]
     assert exponential(keys, torch.tensor([0, 1, 4095]))[0].tolist() == pytest.approx(

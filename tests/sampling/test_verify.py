@@ -1,4 +1,7 @@
-"""The verifiers: exact by enumeration in float64, exact by dice through the real noise, and indifferent to company."""
+"""The verifiers: exact by enumeration in float64, and exact by sampling with the real noise.
+
+Results do not depend on the other sequences of the batch.
+"""
 
 from __future__ import annotations
 
@@ -8,40 +11,46 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
 from specserve import types
 from specserve.sampling import (
     VERIFIERS,
-    Drafts,
+    DraftBatch,
     Purpose,
-    Streams,
+    RandomStreams,
     WarpBatch,
-    agree,
     exponential,
     row_keys,
     sample,
-    to_sparse_rows,
-    truncate,
+    to_sparse_distribution,
+    truncate_to_support,
+    verify_greedy,
 )
 from specserve.sampling import verify as verifiers
-from specserve.sampling.verify import acceptance, block_acceptance, residual, verify
-from specserve.types import SparseRows, Warp
+from specserve.sampling.verify import acceptance_probability, block_acceptance, residual, verify
+from specserve.types import SparseDistribution, Warp
 
 LOSSLESS = ["speculative", "block", "coupled"]
-Table = dict[tuple[int, ...], np.ndarray]  # a distribution for each prefix
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Table = dict[tuple[int, ...], Floats]  # a distribution for each prefix
 
 
-def drafts_of(tokens: Tensor, lengths: Tensor, q: Tensor, lenience: float = 1.0) -> Drafts:
-    """Whole q instead of sparse ones, in any precision: [seqs, width - 1], [seqs], [seqs, width - 1, vocab]."""
+def drafts_of(tokens: Tensor, lengths: Tensor, q: Tensor, lenience: float = 1.0) -> DraftBatch:
+    """Make a batch with whole q instead of sparse ones, in any precision.
+
+    tokens [seqs, width - 1], lengths [seqs], q [seqs, width - 1, vocab].
+    """
     seqs, width, vocab = tokens.shape[0], tokens.shape[1] + 1, q.shape[2]
     columns = torch.arange(width)
     valid = columns < lengths[:, None]
     q_probs = torch.zeros(seqs, width, vocab, dtype=q.dtype)
     q_probs[:, :-1] = q
     first = (lengths + 1).cumsum(0) - lengths - 1
-    return Drafts(
+    return DraftBatch(
         tokens=torch.nn.functional.pad(tokens, (0, 1)) * valid,
         lengths=lengths,
         rows=first[:, None] + torch.minimum(columns, lengths[:, None]),
@@ -56,19 +65,26 @@ def drafts_of(tokens: Tensor, lengths: Tensor, q: Tensor, lenience: float = 1.0)
 # Exactness by enumeration
 
 
-def random_row(rng: np.random.Generator, vocab: int, kind: str) -> np.ndarray:
+def random_row(rng: np.random.Generator, vocab: int, kind: str) -> Floats:
+    row: Floats
     if kind == "one-hot":
-        return np.eye(vocab)[rng.integers(vocab)]
+        row = np.eye(vocab)[rng.integers(vocab)]
+        return row
     row = rng.dirichlet(np.ones(vocab)) if kind != "peaked" else rng.dirichlet(np.full(vocab, 0.1))
     if kind == "zeros":
         row[rng.permutation(vocab)[: vocab // 2]] = 0
-    return row / row.sum()
+    row /= row.sum()
+    return row
 
 
 def random_tables(seed: int, vocab: int, gamma: int, kinds: tuple[str, str]) -> tuple[Table, Table]:
-    """p and q for every prefix; kind `same` of q is p, `mixed` is a kind drawn for each prefix."""
+    """Return p and q for every prefix.
+
+    Kind `same` of q is p; `mixed` is a kind drawn for each prefix.
+    """
     rng = np.random.default_rng(seed)
-    p, q = {}, {}
+    p: Table = {}
+    q: Table = {}
     for length in range(gamma + 1):
         for prefix in itertools.product(range(vocab), repeat=length):
             p_kind, q_kind = (
@@ -80,23 +96,26 @@ def random_tables(seed: int, vocab: int, gamma: int, kinds: tuple[str, str]) -> 
     return p, q
 
 
-def num_accepted(name: str, p: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor | None]:
-    """The chance of each accepted length, [seqs, gamma + 1], and the weights of block."""
+def num_accepted(name: str, p: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tensor | None]:
+    """Return the probability of each accepted length, [seqs, gamma + 1], and block's weights."""
     if name == "block":
         h, weight = block_acceptance(p, drafts)
-        refused_later = torch.cat(
+        rejected_later = torch.cat(
             [(1 - h[:, :-1]).flip(1).cumprod(1).flip(1), torch.ones_like(h[:, :1])], 1
         )
-        return torch.cat([torch.ones_like(h[:, :1]), h[:, :-1]], 1) * refused_later, weight
-    h = acceptance(p, drafts, drafts.lenience if name == "lenient" else None)
+        return torch.cat([torch.ones_like(h[:, :1]), h[:, :-1]], 1) * rejected_later, weight
+    h = acceptance_probability(p, drafts, drafts.lenience if name == "lenient" else None)
     passed = torch.cat([torch.ones_like(h[:, :1]), h[:, :-1].cumprod(1)], 1)
     return passed * (1 - h), None
 
 
 def enumerate_round(
     name: str, p: Table, q: Table, vocab: int, gamma: int, lenience: float = 1.0
-) -> tuple[np.ndarray, float]:
-    """The exact distribution of the text that a round commits, completed by p to gamma + 1 tokens, and the expected accepted length."""
+) -> tuple[Floats, float]:
+    """Return the exact distribution of a round's text, and the expected accepted length.
+
+    The text that the round commits is completed by p to gamma + 1 tokens.
+    """
     paths = list(itertools.product(range(vocab), repeat=gamma))
     q_rows = torch.tensor(
         np.array([[q[path[:i]] for i in range(gamma)] for path in paths])
@@ -113,11 +132,10 @@ def enumerate_round(
     text = np.zeros((vocab,) * (gamma + 1))
     for accepted in range(gamma + 1):
         left = residual(p_rows, drafts, torch.full((len(paths),), accepted), weight)
-        left = torch.where(
-            left.sum(-1, keepdim=True) > 0, left, p_rows[drafts.rows[:, accepted]]
-        ).numpy()  # rounding left nothing
+        # p where rounding leaves an empty residual
+        left = torch.where(left.sum(-1, keepdim=True) > 0, left, p_rows[drafts.rows[:, accepted]])
         for path, chance, row in zip(
-            paths, drawn * chances[:, accepted].numpy(), left, strict=True
+            paths, drawn * chances[:, accepted].numpy(), left.numpy(), strict=True
         ):
             if chance > 0:
                 for token in range(vocab):
@@ -130,8 +148,8 @@ def enumerate_round(
     return text, float((drawn[:, None] * chances.numpy() * np.arange(gamma + 1)).sum())
 
 
-def target_text(p: Table, vocab: int, gamma: int, prefix: tuple[int, ...] = ()) -> np.ndarray:
-    """What p makes of a prefix: the distribution of the tokens that are missing to gamma + 1."""
+def target_text(p: Table, vocab: int, gamma: int, prefix: tuple[int, ...] = ()) -> Floats:
+    """Return the distribution under p of the tokens that a prefix lacks to gamma + 1."""
     missing = gamma + 1 - len(prefix)
     chances = [
         np.prod([p[(*prefix, *rest[:i])][rest[i]] for i in range(missing)])
@@ -209,7 +227,7 @@ def test_lenience_1_is_speculative_and_more_bounds_every_token_by_l_times_p(
     assert lossy.sum() == pytest.approx(1, abs=1e-12)
 
 
-# Exactness by dice, through the real noise, in ragged rounds that follow one another
+# Exactness by sampling with the real noise, in consecutive ragged rounds
 
 NUM_TEXTS = 100_000
 LENGTH = 4
@@ -217,16 +235,16 @@ VOCAB = 3
 
 
 def markov(seed: int) -> Tensor:
-    """A distribution for each last token: [vocab, vocab]."""
+    """Return a distribution for each last token, [vocab, vocab]."""
     return torch.tensor(
         np.random.default_rng(seed).dirichlet(np.ones(VOCAB), VOCAB), dtype=torch.float32
     )
 
 
 def draft(
-    q: Tensor, last: Tensor, streams: Streams, gamma: int, *, coupled: bool
+    q: Tensor, last: Tensor, streams: RandomStreams, gamma: int, *, coupled: bool
 ) -> tuple[Tensor, Tensor]:
-    """As a drafter does it: tokens [seqs, gamma] and what each was drawn from, [seqs, gamma, vocab]."""
+    """Draft as a drafter does: tokens [seqs, gamma] and their q, [seqs, gamma, vocab]."""
     tokens, rows = [last], []
     keys = streams.keys(Purpose.COUPLED if coupled else Purpose.DRAFT, gamma, q.device)
     for i in range(gamma):
@@ -235,31 +253,31 @@ def draft(
     return torch.stack(tokens[1:], 1), torch.stack(rows, 1)
 
 
-def write(name: str, p: Tensor, q: Tensor, lenience: float = 1.0) -> np.ndarray:
-    """Many texts at once, each round with gamma 0 to 3 at random: [texts, LENGTH]."""
+def generate(name: str, p: Tensor, q: Tensor, lenience: float = 1.0) -> Ints:
+    """Generate many texts at once, each round with a random gamma of 0 to 3: [texts, LENGTH]."""
     rng = np.random.default_rng(0)
     texts = np.zeros((NUM_TEXTS, LENGTH + 5), dtype=np.int64)  # position 0 holds the prompt
     held = np.ones(NUM_TEXTS, dtype=np.int64)
     while (held <= LENGTH).any():
         running = np.flatnonzero(held <= LENGTH)
-        streams = Streams(seeds=running.astype(np.uint64), rounds=held[running])
+        streams = RandomStreams(seeds=running.astype(np.uint64), rounds=held[running])
         last = torch.from_numpy(texts[running, held[running] - 1])
         tokens, q_rows = draft(q, last, streams, 3, coupled=name == "coupled")
         drafts = drafts_of(
             tokens, torch.from_numpy(rng.integers(0, 4, len(running))), q_rows, lenience
         )
         p_rows = p[torch.cat([last[:, None], tokens], 1)[drafts.in_row]]
-        outcome = verify([name] * len(running), p_rows, drafts, streams)
-        accepted = outcome.accepted.numpy()
+        result = verify([name] * len(running), p_rows, drafts, streams)
+        accepted = result.accepted.numpy()
         for i in range(3):
-            stands = i < accepted
-            texts[running[stands], held[running[stands]] + i] = tokens.numpy()[stands, i]
-        texts[running, held[running] + accepted] = outcome.next_token.numpy()
+            kept = i < accepted
+            texts[running[kept], held[running[kept]] + i] = tokens.numpy()[kept, i]
+        texts[running, held[running] + accepted] = result.next_token.numpy()
         held[running] += accepted + 1
     return texts[:, 1 : LENGTH + 1]
 
 
-def chi_square_p(texts: np.ndarray, p: Tensor) -> float:
+def chi_square_p(texts: Ints, p: Tensor) -> float:
     expected = np.ones(1)
     last = np.zeros(1, dtype=np.int64)
     for _ in range(LENGTH):
@@ -273,14 +291,15 @@ def chi_square_p(texts: np.ndarray, p: Tensor) -> float:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_texts_of_many_rounds_have_the_targets_distribution(name: str, seed: int) -> None:
     p, q = markov(seed), markov(seed + 100)
-    assert chi_square_p(write(name, p, q), p) > 1e-4
+    assert chi_square_p(generate(name, p, q), p) > 1e-4
 
 
 def test_lenient_has_the_distribution_that_enumeration_says_and_not_the_targets() -> None:
     p, q = markov(3), markov(103)
-    texts = write("lenient", p, q, lenience=1.5)
+    texts = generate("lenient", p, q, lenience=1.5)
     assert chi_square_p(texts, p) < 1e-4
-    table_p, table_q = {(): p[0].double().numpy()}, {(): q[0].double().numpy()}
+    table_p: Table = {(): p[0].double().numpy()}
+    table_q: Table = {(): q[0].double().numpy()}
     table_p.update({(i,): p[i].double().numpy() for i in range(VOCAB)})
     with_drafts = enumerate_round("lenient", table_p, table_q, VOCAB, 1, lenience=1.5)[0].sum(1)
     first = 0.75 * with_drafts + 0.25 * table_p[()]  # gamma was 0 in a quarter of the first rounds
@@ -292,10 +311,10 @@ def test_lenient_has_the_distribution_that_enumeration_says_and_not_the_targets(
     )
 
 
-def test_coupled_writes_the_same_text_whatever_was_drafted() -> None:
+def test_coupled_generates_the_same_text_for_any_drafts() -> None:
     p = markov(4)
-    plain = write("coupled", p, markov(1))
-    assert np.array_equal(plain, write("coupled", p, markov(2)))
+    plain = generate("coupled", p, markov(1))
+    assert np.array_equal(plain, generate("coupled", p, markov(2)))
     expected, last = np.zeros_like(plain), torch.zeros(NUM_TEXTS, dtype=torch.long)
     for i in range(LENGTH):
         noise = exponential(
@@ -311,22 +330,25 @@ def test_coupled_writes_the_same_text_whatever_was_drafted() -> None:
 
 def random_round(
     seed: int, lengths: list[int], vocab: int = 211, *, warp: Warp | None = None
-) -> tuple[Tensor, list[tuple[int, ...]], list[SparseRows | None]]:
-    """p rows, drafts likely to be accepted in part, and q of different supports, some of them certain."""
+) -> tuple[Tensor, list[tuple[int, ...]], list[SparseDistribution | None]]:
+    """Return rows of p, draft tokens that are accepted in part, and their q.
+
+    The supports of q differ, and some q are None.
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(sum(lengths) + len(lengths), vocab, generator=generator) * 3
     p = WarpBatch([warp or Warp()], [len(logits)]).probabilities(logits)
     tokens, q, row = [], [], 0
     for i, length in enumerate(lengths):
         near = logits[row : row + length] + torch.randn(length, vocab, generator=generator)
-        ids, probs = truncate(torch.softmax(near, -1), [8, 64, 500][i % 3])
-        drawn = (
+        ids, probs = truncate_to_support(torch.softmax(near, -1), [8, 64, 500][i % 3])
+        columns = (
             torch.multinomial(probs, 1, generator=generator)
             if length
             else torch.zeros(0, 1, dtype=torch.long)
         )
-        tokens.append(tuple(ids.gather(1, drawn)[:, 0].tolist()))
-        q.append(to_sparse_rows(ids, probs) if i % 4 else None)
+        tokens.append(tuple(ids.gather(1, columns)[:, 0].tolist()))
+        q.append(to_sparse_distribution(ids, probs) if i % 4 else None)
         row += length + 1
     return p, tokens, q
 
@@ -336,14 +358,14 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone() -> None:
     p, tokens, q = random_round(1, lengths)
     names = [types.VERIFIERS[i % 4] for i in range(len(lengths))]
     lenience = [1.0 + i % 3 for i in range(len(lengths))]
-    streams = Streams.of(range(100, 100 + len(lengths)), range(40, 40 + len(lengths)))
-    together = verify(names, p, Drafts.of(tokens, q, lenience=lenience), streams)
+    streams = RandomStreams.from_seeds(range(100, 100 + len(lengths)), range(40, 40 + len(lengths)))
+    together = verify(names, p, DraftBatch.from_tokens(tokens, q, lenience=lenience), streams)
     row = 0
     for i, length in enumerate(lengths):
         alone = verify(
             names[i : i + 1],
             p[row : row + length + 1],
-            Drafts.of(tokens[i : i + 1], q[i : i + 1], lenience=lenience[i : i + 1]),
+            DraftBatch.from_tokens(tokens[i : i + 1], q[i : i + 1], lenience=lenience[i : i + 1]),
             streams.select(np.array([i])),
         )
         assert alone.accepted.item() == together.accepted[i].item()
@@ -354,20 +376,25 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone() -> None:
 
 def test_the_bits_of_block_do_not_depend_on_the_support_of_the_neighbours() -> None:
     p, tokens, q = random_round(2, [5] * 12)
-    together = block_acceptance(p, Drafts.of(tokens, q))
+    together = block_acceptance(p, DraftBatch.from_tokens(tokens, q))
     for i in range(12):
-        alone = block_acceptance(p[6 * i : 6 * i + 6], Drafts.of(tokens[i : i + 1], q[i : i + 1]))
+        alone = block_acceptance(
+            p[6 * i : 6 * i + 6], DraftBatch.from_tokens(tokens[i : i + 1], q[i : i + 1])
+        )
         assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, together, strict=True))
 
 
 def test_certain_drafts_are_one_hot_q() -> None:
     p, tokens, _ = random_round(3, [4, 2, 3])
     one_hot = [
-        SparseRows(np.array(row)[:, None], np.ones((len(row), 1), np.float32)) for row in tokens
+        SparseDistribution(np.array(row)[:, None], np.ones((len(row), 1), np.float32))
+        for row in tokens
     ]
     for name in types.VERIFIERS:
         given, implied = (
-            VERIFIERS[name](p, Drafts.of(tokens, q), Streams.of([1, 2, 3], [9, 9, 9]))
+            VERIFIERS[name](
+                p, DraftBatch.from_tokens(tokens, q), RandomStreams.from_seeds([1, 2, 3], [9, 9, 9])
+            )
             for q in (one_hot, [None] * 3)
         )
         assert torch.equal(given.accepted, implied.accepted)
@@ -375,42 +402,45 @@ def test_certain_drafts_are_one_hot_q() -> None:
 
 
 @pytest.mark.parametrize("name", types.VERIFIERS)
-def test_a_token_of_probability_0_never_comes_out(name: str) -> None:
-    """Not even at a lenience that lets nearly everything pass."""
+def test_a_token_of_probability_0_is_never_emitted(name: str) -> None:
+    """The lenience accepts nearly everything else."""
     p, tokens, q = random_round(4, [3] * 500, vocab=40, warp=Warp(top_k=3))
-    drafts = Drafts.of(tokens, q, lenience=[1e8] * 500)
-    outcome = VERIFIERS[name](p, drafts, Streams.of(range(500), [5] * 500))
-    stopped = p[drafts.rows.gather(1, outcome.accepted[:, None])[:, 0]]
-    assert bool((stopped.gather(1, outcome.next_token[:, None]) > 0).all())
-    stands = torch.arange(drafts.width) < outcome.accepted[:, None]
-    assert bool(stands.any())
-    assert bool((drafts.p_at_tokens(p)[stands] > 0).all())
+    drafts = DraftBatch.from_tokens(tokens, q, lenience=[1e8] * 500)
+    result = VERIFIERS[name](p, drafts, RandomStreams.from_seeds(range(500), [5] * 500))
+    stopped = p[drafts.rows.gather(1, result.accepted[:, None])[:, 0]]
+    assert bool((stopped.gather(1, result.next_token[:, None]) > 0).all())
+    kept = torch.arange(drafts.width) < result.accepted[:, None]
+    assert bool(kept.any())
+    assert bool((drafts.p_at_tokens(p)[kept] > 0).all())
 
 
 @pytest.mark.parametrize("name", types.VERIFIERS)
-def test_nothing_is_refused_when_the_draft_is_the_target_and_nothing_left_over_is_survived(
+def test_nothing_is_rejected_where_p_equals_q_and_an_empty_residual_is_handled(
     name: str,
 ) -> None:
     p, tokens, _ = random_round(5, [4] * 200, vocab=30)
     q = [
-        SparseRows(np.tile(np.arange(30), (4, 1)), p[5 * i : 5 * i + 4].numpy()) for i in range(200)
+        SparseDistribution(np.tile(np.arange(30), (4, 1)), p[5 * i : 5 * i + 4].numpy())
+        for i in range(200)
     ]
-    outcome = VERIFIERS[name](p, Drafts.of(tokens, q), Streams.of(range(200), [5] * 200))
+    result = VERIFIERS[name](
+        p, DraftBatch.from_tokens(tokens, q), RandomStreams.from_seeds(range(200), [5] * 200)
+    )
     if name != "coupled":
-        assert outcome.accepted.tolist() == [4] * 200
-    assert bool((p[4::5].gather(1, outcome.next_token[:, None]) > 0)[outcome.accepted == 4].all())
+        assert result.accepted.tolist() == [4] * 200
+    assert bool((p[4::5].gather(1, result.next_token[:, None]) > 0)[result.accepted == 4].all())
 
 
 def test_an_empty_residual_falls_back_to_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse by force where p = q: what is drawn then must still be possible under p."""
+    """Rejection is forced where p = q: the correction must still be possible under p."""
     p = torch.tensor([[0.0, 0.25, 0.75, 0.0], [0.25, 0.25, 0.25, 0.25]])
-    q = SparseRows(np.arange(4)[None], p[:1].numpy())
+    q = SparseDistribution(np.arange(4)[None], p[:1].numpy())
     monkeypatch.setattr(
         verifiers, "_accept_noise", lambda drafts, _: torch.full(drafts.tokens.shape, 2.0)
     )
     drawn = [
         VERIFIERS["speculative"](
-            p, Drafts.of([(2,)], [q]), Streams.of([seed], [1])
+            p, DraftBatch.from_tokens([(2,)], [q]), RandomStreams.from_seeds([seed], [1])
         ).next_token.item()
         for seed in range(200)
     ]
@@ -418,48 +448,59 @@ def test_an_empty_residual_falls_back_to_p(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", types.VERIFIERS)
-def test_the_smallest_noise_does_not_let_an_impossible_token_pass(
+def test_the_smallest_noise_does_not_accept_an_impossible_token(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
-    drafts = Drafts.of([(0,)], [SparseRows(np.array([[0, 1]]), np.array([[0.9, 0.1]], np.float32))])
+    drafts = DraftBatch.from_tokens(
+        [(0,)], [SparseDistribution(np.array([[0, 1]]), np.array([[0.9, 0.1]], np.float32))]
+    )
     monkeypatch.setattr(
         verifiers, "_accept_noise", lambda drafts, _: torch.full(drafts.tokens.shape, 2.0**-33)
     )
-    outcome = VERIFIERS[name](p, drafts, Streams.of([3], [1]))
-    assert (outcome.accepted.item(), outcome.next_token.item()) == (0, 1)
+    result = VERIFIERS[name](p, drafts, RandomStreams.from_seeds([3], [1]))
+    assert (result.accepted.item(), result.next_token.item()) == (0, 1)
 
 
 @pytest.mark.parametrize("name", types.VERIFIERS)
-def test_a_draft_that_its_own_q_calls_impossible_does_no_harm(name: str) -> None:
-    """A faulty drafter: q of its token is 0. No NaN, and the token stands or falls by p."""
-    q = SparseRows(np.array([[1, 2]]), np.array([[0.5, 0.5]], np.float32))
+def test_a_draft_token_of_probability_0_under_q_does_no_harm(name: str) -> None:
+    """A faulty drafter reports q = 0 for its token: no NaN, and p decides on the token."""
+    q = SparseDistribution(np.array([[1, 2]]), np.array([[0.5, 0.5]], np.float32))
     for p_row, possible in (([0.0, 0.5, 0.5], {1, 2}), ([1.0, 0.0, 0.0], {0})):
         p = torch.tensor([p_row, p_row])
-        outcome = VERIFIERS[name](p, Drafts.of([(0,)], [q]), Streams.of([3], [1]))
-        assert outcome.next_token.item() in possible
-        assert outcome.accepted.item() <= (0 in possible)
+        result = VERIFIERS[name](
+            p, DraftBatch.from_tokens([(0,)], [q]), RandomStreams.from_seeds([3], [1])
+        )
+        assert result.next_token.item() in possible
+        assert result.accepted.item() <= (0 in possible)
 
 
 @pytest.mark.parametrize("name", types.VERIFIERS)
 def test_without_drafts_the_next_token_is_a_draw_from_p(name: str) -> None:
     p, tokens, q = random_round(6, [0, 0, 0])
-    outcome = verify([name] * 3, p, Drafts.of(tokens, q), Streams.of([1, 2, 3], [7, 8, 9]))
+    result = verify(
+        [name] * 3,
+        p,
+        DraftBatch.from_tokens(tokens, q),
+        RandomStreams.from_seeds([1, 2, 3], [7, 8, 9]),
+    )
     purpose = Purpose.COUPLED if name == "coupled" else Purpose.NEXT
     expected = sample(
         p, exponential(row_keys([1, 2, 3], [7, 8, 9], [7, 8, 9], purpose), torch.arange(211))
     )
-    assert outcome.accepted.tolist() == [0, 0, 0]
-    assert torch.equal(outcome.next_token, expected)
+    assert result.accepted.tolist() == [0, 0, 0]
+    assert torch.equal(result.next_token, expected)
 
 
-def test_no_sequences_at_all_is_no_trouble() -> None:
-    outcome = verify([], torch.zeros(0, 5), Drafts.of([], []), Streams.of([], []))
-    assert outcome.accepted.shape == outcome.next_token.shape == (0,)
+def test_an_empty_batch_has_an_empty_result() -> None:
+    result = verify(
+        [], torch.zeros(0, 5), DraftBatch.from_tokens([], []), RandomStreams.from_seeds([], [])
+    )
+    assert result.accepted.shape == result.next_token.shape == (0,)
 
 
 @pytest.mark.parametrize("name", types.VERIFIERS)
-def test_the_greedy_shortcut_is_what_every_rule_makes_of_one_hot_p(name: str) -> None:
+def test_verify_greedy_equals_every_rule_under_one_hot_p(name: str) -> None:
     lengths = [0, 3, 5, 1, 4, 2] * 5
     logits = torch.randn(
         sum(lengths) + len(lengths), 50, generator=torch.Generator().manual_seed(7)
@@ -469,15 +510,22 @@ def test_the_greedy_shortcut_is_what_every_rule_makes_of_one_hot_p(name: str) ->
     for i, length in enumerate(lengths):
         tokens.append(tuple(best[row + j] if j < i % 6 else 0 for j in range(length)))
         row += length + 1
-    near = [truncate(torch.softmax(torch.randn(length, 50), -1), 16) for length in lengths]
-    q = [to_sparse_rows(ids, probs) if i % 2 else None for i, (ids, probs) in enumerate(near)]
-    drafts, streams = Drafts.of(tokens, q), Streams.of(range(30), range(30))
+    near = [
+        truncate_to_support(torch.softmax(torch.randn(length, 50), -1), 16) for length in lengths
+    ]
+    q = [
+        to_sparse_distribution(ids, probs) if i % 2 else None for i, (ids, probs) in enumerate(near)
+    ]
+    drafts, streams = (
+        DraftBatch.from_tokens(tokens, q),
+        RandomStreams.from_seeds(range(30), range(30)),
+    )
     warps = WarpBatch([Warp(temperature=0)] * 30, [length + 1 for length in lengths])
-    shortcut = agree(warps.greedy_tokens(logits).tolist(), tokens)
+    shortcut = verify_greedy(warps.greedy_tokens(logits).tolist(), tokens)
     full = verify([name] * 30, warps.probabilities(logits), drafts, streams)
-    assert [stand for stand, _ in shortcut] == full.accepted.tolist()
+    assert [accepted for accepted, _ in shortcut] == full.accepted.tolist()
     assert [token for _, token in shortcut] == full.next_token.tolist()
-    assert sum(stand for stand, _ in shortcut) > 10
+    assert sum(accepted for accepted, _ in shortcut) > 10
 
 
 def test_every_verifier_that_requests_may_name_is_there() -> None:
@@ -492,15 +540,20 @@ def test_the_order_of_the_sequences_does_not_matter(
     p, tokens, q = random_round(9, lengths)
     first = np.cumsum([0, *(length + 1 for length in lengths)])
     names = ["block", "speculative", "coupled", "lenient"]
-    whole = verify(names, p, Drafts.of(tokens, q), Streams.of([1, 2, 3, 4], [5, 6, 7, 8]))
+    whole = verify(
+        names,
+        p,
+        DraftBatch.from_tokens(tokens, q),
+        RandomStreams.from_seeds([1, 2, 3, 4], [5, 6, 7, 8]),
+    )
     index = order([0, 1, 2, 3])
     rows = torch.cat([p[first[i] : first[i + 1]] for i in index])
-    drafts = Drafts.of([tokens[i] for i in index], [q[i] for i in index])
+    drafts = DraftBatch.from_tokens([tokens[i] for i in index], [q[i] for i in index])
     moved = verify(
         [names[i] for i in index],
         rows,
         drafts,
-        Streams.of([i + 1 for i in index], [i + 5 for i in index]),
+        RandomStreams.from_seeds([i + 1 for i in index], [i + 5 for i in index]),
     )
     assert moved.accepted.tolist() == [whole.accepted[i].item() for i in index]
     assert moved.next_token.tolist() == [whole.next_token[i].item() for i in index]

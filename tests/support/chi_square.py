@@ -1,4 +1,7 @@
-"""Measured beside expected: chi-square of counts, and the acceptance of draft tokens. Knows neither engines nor models."""
+"""Chi-square of counts, and the measured beside the expected acceptance of draft tokens.
+
+It knows neither engines nor models.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from scipy import stats
 
 from tests.support.exact_distribution import Floats, Ints
 
-AT_LEAST = 8.0  # expected samples in a cell
+MIN_EXPECTED = 8.0  # expected samples in a cell
 
 
 @dataclass(slots=True)
@@ -27,31 +30,37 @@ class Fit:
         return float(stats.chi2.sf(self.chi2, self.dof)) if self.dof else 1.0
 
     def add(self, counts: Ints, joint: Floats) -> None:
-        """A count where nothing may be is infinitely far off."""
+        """Add counts of continuations with joint probabilities `joint`.
+
+        A count of an impossible continuation makes chi-square infinite.
+        """
         if counts[joint == 0].any():
             self.chi2 = np.inf
             return
         expected = joint * counts.sum()
         cells = _cells(expected)
-        there, here = np.bincount(cells, expected), np.bincount(cells, counts)
-        self.chi2 += float(((here - there) ** 2 / there).sum())
-        self.dof += len(there) - 1
+        wanted, found = np.bincount(cells, expected), np.bincount(cells, counts)
+        self.chi2 += float(((found - wanted) ** 2 / wanted).sum())
+        self.dof += len(wanted) - 1
 
 
 def _cells(expected: Floats) -> Ints:
-    """The cell of each continuation. Neighbours in lexicographic order, which have a prefix in common, share one until it is full."""
+    """Return the cell of each continuation.
+
+    Neighbours in lexicographic order, which share a prefix, share a cell until it is full.
+    """
     cells, cell, filled = np.zeros(len(expected), dtype=np.int64), 0, 0.0
     for i, samples in enumerate(expected.tolist()):
         cells[i] = cell
         filled += samples
-        if filled >= AT_LEAST:
+        if filled >= MIN_EXPECTED:
             cell, filled = cell + 1, 0.0
     return np.minimum(cells, max(cell - 1, 0))  # what does not fill a cell joins the last
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """Of the first draft token of each round: how often it was accepted, and how often it should have been."""
+    """Acceptance of the first draft token of each round, measured and expected."""
 
     rounds: int = 0
     accepted: int = 0
@@ -59,13 +68,13 @@ class Acceptance:
     variance: float = 0.0
 
     def add(self, accepted: NDArray[np.bool_], beta: Floats) -> None:
-        """For some rounds, the outcomes and their probabilities given the prefixes."""
+        """Add the outcomes of some rounds, and their probabilities given the prefixes."""
         self.rounds += len(beta)
         self.accepted += int(accepted.sum())
         self.expected += float(beta.sum())
         self.variance += float((beta * (1 - beta)).sum())
 
-    def include(self, other: Acceptance) -> None:
+    def merge(self, other: Acceptance) -> None:
         self.rounds, self.accepted = self.rounds + other.rounds, self.accepted + other.accepted
         self.expected, self.variance = (
             self.expected + other.expected,
@@ -82,9 +91,9 @@ class Acceptance:
 
     @property
     def standard_error(self) -> float:
-        return self.variance**0.5 / self.rounds
+        return float(self.variance**0.5) / self.rounds
 
     @property
-    def errors_off(self) -> float:
-        """How many standard errors lie between the two."""
+    def num_standard_errors(self) -> float:
+        """Difference of measured and expected acceptance in standard errors."""
         return (self.measured_alpha - self.expected_alpha) / self.standard_error

@@ -1,6 +1,7 @@
-"""Continuations under a grammar, sampled through whole engines over the tiny pairs, and their exact distribution by enumeration.
+"""Continuations under a grammar: sampled through whole engines, and their exact distribution.
 
-What the grammar allows is asked here of a matcher that has read the text from its beginning, and has never gone back.
+The engines run the tiny pairs. The allowed tokens come from a fresh matcher that has consumed the
+text from its beginning and was never rolled back.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from specserve.drafters.neural.drafter import NeuralDrafter
-from specserve.grammar.matcher import Grammars
-from specserve.types import VERIFIERS, Finish, Grammar, Request, Speculation
+from specserve.grammar.matcher import GrammarCompiler
+from specserve.types import VERIFIERS, FinishReason, Grammar, Request, Speculation
 from tests.support.chi_square import Fit
 from tests.support.continuations import COUNTED, MAX_GAMMA, PROMPTS, VOCAB, WARPS, Group, Pairs
 from tests.support.engines import Engine, RandomPacer, Run
-from tests.support.exact_distribution import Conditionals, Ints, texts_of, warped
+from tests.support.exact_distribution import Conditionals, Ints, all_continuations, warp_logits
 
 TOKENS = (b"a", b"b", b"<end>", b"ab", b"c", b"ca", b"bc", b"d")
 END = 2
-GRAMMAR = Grammar(
-    "regex", "(ab|c)*(dd(b|c))?"
-)  # `ab` and `abc` may be spelt in several ways; behind a `d`, another is forced
+# `ab` and `abc` may be tokenized in several ways; behind a `d`, another is forced
+GRAMMAR = Grammar("regex", "(ab|c)*(dd(b|c))?")
 LONG = Grammar("regex", "(a|b|c){30}d*")
 
 
-class Spelling:
-    """The tokens of the tiny models, spelt by the longest that fits."""
+class TinyTokenizer:
+    """Tokenizer of the tiny models: always the longest token that fits."""
 
     eos_token_id, bos_token_id, tokens, special_token_ids = END, None, TOKENS, [END]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        left, found = text if isinstance(text, bytes) else text.encode(), []
+        found: list[int] = []
+        left = text if isinstance(text, bytes) else text.encode()
         while left:
             found.append(
                 max(
@@ -49,11 +50,11 @@ class Spelling:
 
 
 def tiny_tokenizer() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(Spelling()), eos_token=[END])
+    return LLTokenizer(TokenizerWrapper(TinyTokenizer()), eos_token=[END])
 
 
-def tiny_grammars() -> Grammars:
-    return Grammars(tiny_tokenizer, end_ids=frozenset({END}))
+def tiny_grammars() -> GrammarCompiler:
+    return GrammarCompiler(tiny_tokenizer, end_ids=frozenset({END}))
 
 
 @cache
@@ -63,7 +64,11 @@ def _tokenizer() -> LLTokenizer:
 
 @cache
 def allowed(text: tuple[int, ...], grammar: Grammar = GRAMMAR) -> NDArray[np.bool_]:  # [VOCAB]
-    """Behind an end, or what is no such text, only an end: what is not written is counted so."""
+    """Return which tokens may follow.
+
+    Behind an end, or behind a text that the grammar excludes, only an end may: missing tokens are
+    counted as ends.
+    """
     matcher = LLMatcher(_tokenizer(), LLMatcher.grammar_from_regex(grammar.text))
     is_open = END not in text and all(_may_follow(matcher, token) for token in text)
     bits = (
@@ -79,16 +84,16 @@ def _may_follow(matcher: Any, token: int) -> bool:
     return bool(bits[token]) and bool(matcher.consume_token(token))
 
 
-def obey(engine: Engine, grammars: Grammars | None) -> Engine:
-    """Target and drafter know the tokenizer of the tiny models; with None, the drafter's guesses look at no grammar."""
-    engine.target.parses.grammars = grammars or tiny_grammars()
-    for parses in _parses_of(engine):
-        if parses is not engine.target.parses:
-            parses.grammars = grammars
+def constrain_engine(engine: Engine, grammar_compiler: GrammarCompiler | None) -> Engine:
+    """Give target and drafter a grammar compiler; with None, only the target has one."""
+    engine.target.grammar_states.grammar_compiler = grammar_compiler or tiny_grammars()
+    for states in _grammar_states_of(engine):
+        if states is not engine.target.grammar_states:
+            states.grammar_compiler = grammar_compiler
     return engine
 
 
-def _parses_of(engine: Engine) -> list[Any]:
+def _grammar_states_of(engine: Engine) -> list[Any]:
     cascade = getattr(engine, "cascade", None)
     stages = (
         cascade._stages
@@ -98,44 +103,53 @@ def _parses_of(engine: Engine) -> list[Any]:
         else [engine.drafter]
     )
     return [
-        stage.parses if isinstance(stage, NeuralDrafter) else stage._parses
+        stage.grammar_states if isinstance(stage, NeuralDrafter) else stage._grammar_states
         for stage in stages
-        if hasattr(stage, "parses") or hasattr(stage, "_parses")
+        if hasattr(stage, "grammar_states") or hasattr(stage, "_grammar_states")
     ]
 
 
-class Exact:
-    """The distribution of texts under the grammar, the library's own model being the target."""
+class ConstrainedDistribution:
+    """Distribution of texts under the grammar, with the library's own model as the target."""
 
     def __init__(self, pairs: Pairs, grammar: Grammar = GRAMMAR) -> None:
         self._pairs, self._grammar = pairs, grammar
         self.joint = cache(self._joint)
 
     def _joint(self, group: Group) -> NDArray[np.float64]:
-        texts = texts_of(group.prompt, COUNTED - 1, VOCAB)
-        logits, begun, rows = (
+        texts = all_continuations(group.prompt, COUNTED - 1, VOCAB)
+        logits, prompt_length, rows = (
             self._pairs._target._logits(texts, last=COUNTED),
             len(group.prompt),
             [],
         )
         for depth in range(COUNTED):
             repeats = VOCAB ** (COUNTED - 1 - depth)
-            prefixes = texts[::repeats, : begun + depth]
+            prefixes = texts[::repeats, : prompt_length + depth]
             masks = np.array(
-                [allowed(tuple(prefix[begun:].tolist()), self._grammar) for prefix in prefixes]
+                [
+                    allowed(tuple(prefix[prompt_length:].tolist()), self._grammar)
+                    for prefix in prefixes
+                ]
             )
             rows.append(
-                warped(
-                    np.where(masks, logits[::repeats, depth], -np.inf), prefixes, begun, group.warp
+                warp_logits(
+                    np.where(masks, logits[::repeats, depth], -np.inf),
+                    prefixes,
+                    prompt_length,
+                    group.warp,
                 )
             )
         return Conditionals(tuple(rows)).joint()
 
     def fit(self, requests: Sequence[Request], run: Run) -> Fit:
-        """A text that ends early is counted as if ends followed it."""
+        """Compare the answers with the exact distribution.
+
+        A text that ends early is counted as if ends followed it.
+        """
         fit, counts = Fit(), dict[Group, Ints]()
         for request, answer in zip(requests, run.answers, strict=True):
-            assert answer.finish in (Finish.STOP, Finish.LENGTH), answer.error
+            assert answer.finish in (FinishReason.STOP, FinishReason.LENGTH), answer.error
             text = (*answer.tokens, *[END] * COUNTED)[:COUNTED]
             own = counts.setdefault(
                 Group(request.prompt, request.warp), np.zeros(VOCAB**COUNTED, np.int64)
@@ -154,7 +168,7 @@ def requests(
     warps: str = "T = 1",
     max_tokens: int = COUNTED + 4,
 ) -> list[Request]:
-    """Prompts and warps side by side; with "each", verifiers too."""
+    """Return requests with mixed prompts and warps; with "each", verifiers are mixed too."""
     groups = [Group(prompt, warp) for warp in WARPS[warps] for prompt in PROMPTS]
     found = []
     for i in range(samples):
@@ -173,8 +187,10 @@ def requests(
     return found
 
 
-def written(engine: Engine, asked: Sequence[Request], gamma: int | None, **options: Any) -> Run:
-    """All of them; gamma None is another for each sequence in each round."""
+def run_requests(
+    engine: Engine, asked: Sequence[Request], gamma: int | None, **options: Any
+) -> Run:
+    """Run all requests; gamma None is another gamma for each sequence in each round."""
     pacer = RandomPacer(max_gamma=MAX_GAMMA, seed=len(asked)) if gamma is None else None
     limits = {
         "max_running": 256,
@@ -186,7 +202,7 @@ def written(engine: Engine, asked: Sequence[Request], gamma: int | None, **optio
 
 
 def tiny_pairs(directory: Path) -> Pairs:
-    pairs, grammars = Pairs(directory), tiny_grammars()
+    pairs, grammar_compiler = Pairs(directory), tiny_grammars()
     for engine in pairs.engines.values():
-        obey(engine, grammars)
+        constrain_engine(engine, grammar_compiler)
     return pairs

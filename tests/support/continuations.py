@@ -1,4 +1,7 @@
-"""Short continuations sampled through a whole engine over tiny checkpoints: a target with several drafters, few pages, mixed company."""
+"""Short continuations sampled through a whole engine over tiny checkpoints.
+
+A target has several drafters and few pages, and every batch mixes requests of all kinds.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,34 +26,39 @@ from tests.support.exact_distribution import (
     Conditionals,
     Floats,
     Ints,
-    Library,
+    LibraryModel,
     agreement,
+    on_support,
     overlap,
-    supported,
 )
 
-VOCAB, COUNTED = 8, 4  # 4,096 continuations of each prompt are told apart
+VOCAB, COUNTED = 8, 4  # 4,096 continuations of each prompt are counted apart
 MAX_GAMMA = 4
-PROMPTS = (  # the pages of admission just suffice at first
+PROMPTS = (  # the pages that admission reserves just suffice at first
     (1, 2, 3, 0, 5, 6, 7, 4, 1, 1, 6, 3),
     (4, 6, 1, 0, 2, 3, 3, 5, 2, 7, 6),
     (*range(8), *range(7, -1, -1), 2, 7, 1, 0, 2, 6, 1, 5, 3, 4, 0),
 )
-TAIL = 2  # tokens beyond those counted and gamma: else no sequence would outgrow what admission sets aside, and none be preempted
-PAGES, RUNNING, BATCH_TOKENS, AT_ONCE = 310, 256, 4096, 4096
-FLATTER, NOISE = (
-    2.5,
-    0.25,
-)  # of the target, so that all continuations occur; of the draft, so that most drafts are accepted
+TAIL = 2
+"""Tokens generated beyond those counted and gamma.
 
-SIZES = {
+Without them no sequence would outgrow the pages that admission reserves, and none be preempted.
+"""
+PAGES = 310
+RUNNING = 256
+BATCH_TOKENS = 4096
+AT_ONCE = 4096
+LOGIT_DIVISOR = 2.5  # of the target, so that all continuations occur
+NOISE = 0.25  # of the draft's weights, so that most draft tokens are accepted
+
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 1,
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
 }
-TOKENS = {
+TOKENS: dict[str, Any] = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 64,
     "pad_token_id": None,
@@ -59,32 +68,32 @@ TOKENS = {
 
 PLAIN = Warp()
 TRUNCATED = Warp(temperature=0.7, top_k=5, top_p=0.85)
-PENALISED = Warp(
+PENALIZED = Warp(
     temperature=0.7, top_k=6, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.3
 )
 BIASED = Warp(temperature=1.4, min_p=0.05, logit_bias=((3, 1.5), (6, -2.0)))
 WARPS = {
     "T = 1": (PLAIN,),
     "truncated": (TRUNCATED,),
-    "mixed": (PLAIN, TRUNCATED, PENALISED, BIASED, Warp(temperature=0)),
+    "mixed": (PLAIN, TRUNCATED, PENALIZED, BIASED, Warp(temperature=0)),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A drafter: the vocabulary of its checkpoint, how many tokens it draws from, its pages."""
+class DrafterSpec:
+    """A drafter: the vocabulary of its checkpoint, the width of q, its pages."""
 
     vocab: int = VOCAB
     support: int = VOCAB
     pages: int = PAGES
-    ahead: bool = False  # it anticipates
+    ahead: bool = False  # whether it anticipates
 
 
 DRAFTERS = {
-    "full": Kind(),
-    "top 3": Kind(support=3, pages=PAGES * 3 // 4),
-    "7 of 8 ids": Kind(vocab=7),
-    "ahead": Kind(support=3, pages=2 * PAGES, ahead=True),
+    "full": DrafterSpec(),
+    "top 3": DrafterSpec(support=3, pages=PAGES * 3 // 4),
+    "7 of 8 ids": DrafterSpec(vocab=7),
+    "ahead": DrafterSpec(support=3, pages=2 * PAGES, ahead=True),
 }
 
 
@@ -107,7 +116,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What the distribution of a continuation depends on."""
+    """Prompt and warp, which determine the distribution of a continuation."""
 
     prompt: tuple[int, ...]
     warp: Warp
@@ -116,9 +125,8 @@ class Group:
 @dataclass(slots=True)
 class Result:
     case: Case
-    counts: dict[Group, Ints] = field(
-        default_factory=dict
-    )  # of each continuation, [VOCAB**COUNTED]
+    # of each continuation, [VOCAB**COUNTED]
+    counts: dict[Group, Ints] = field(default_factory=dict)
     acceptance: Acceptance | None = None  # None: theory has no closed form for it
     drafted: int = 0
     accepted: int = 0
@@ -131,7 +139,7 @@ class Result:
 
 
 class Pairs:
-    """A tiny target with all its drafters, as engines and as the library sees them."""
+    """A tiny target with all its drafters, as engines and as the library's models."""
 
     def __init__(
         self,
@@ -140,15 +148,15 @@ class Pairs:
         *,
         pages: int = PAGES,
         page_size: int = PAGE_SIZE,
-        flatter: float = FLATTER,
+        logit_divisor: float = LOGIT_DIVISOR,
     ) -> None:
-        """Of a Llama, unless a config says otherwise."""
+        """Make the pairs of a tiny Llama, or of another config."""
         peaked = checkpoints.write(
             config or LlamaConfig(**SIZES, **TOKENS), directory / "peaked", seed=3
         )
-        target = rewritten(peaked, directory / "target", flatter=flatter)
-        draft = checkpoints.perturbed(target, directory / "draft", NOISE)
-        drafts = {VOCAB: draft, 7: rewritten(draft, directory / "narrow", vocab=7)}
+        target = rewrite_checkpoint(peaked, directory / "target", logit_divisor=logit_divisor)
+        draft = checkpoints.perturb(target, directory / "draft", NOISE)
+        drafts = {VOCAB: draft, 7: rewrite_checkpoint(draft, directory / "narrow", vocab=7)}
         self.engines = {
             name: Engine(
                 target,
@@ -162,8 +170,8 @@ class Pairs:
             for name, kind in DRAFTERS.items()
         }
         self.engines["none"] = Engine(target, pages=pages, page_size=page_size)
-        self._target = Library(target, vocab=VOCAB)
-        self._drafts = {vocab: Library(draft, vocab=VOCAB) for vocab, draft in drafts.items()}
+        self._target = LibraryModel(target, vocab=VOCAB)
+        self._drafts = {vocab: LibraryModel(draft, vocab=VOCAB) for vocab, draft in drafts.items()}
         self.p, self.q, self.joint = cache(self._p), cache(self._q), cache(self._joint)
 
     def _p(self, group: Group) -> Conditionals:
@@ -171,7 +179,7 @@ class Pairs:
 
     def _q(self, group: Group, drafter: str) -> Conditionals:
         kind = DRAFTERS[drafter]
-        return supported(
+        return on_support(
             self._drafts[kind.vocab].conditionals(group.prompt, COUNTED, group.warp),
             kind.support,
             VOCAB,
@@ -180,12 +188,15 @@ class Pairs:
     def _joint(self, group: Group) -> Floats:
         return self.p(group).joint()
 
-    def whole(self, drafter: str) -> str:
-        """The drafter that draws as this one does when nobody asks for its q: from all that it knows."""
+    def full_support_drafter(self, drafter: str) -> str:
+        """Return the drafter that draws from the same distribution without truncation to a support.
+
+        Coupled drafts are drawn from all ids that the drafter knows, since their q is not needed.
+        """
         return "full" if drafter in DRAFTERS and DRAFTERS[drafter].vocab == VOCAB else drafter
 
     def fit(self, *results: Result) -> Fit:
-        """All counts of the same group together."""
+        """Compare the results with the exact distributions, adding up the counts of a group."""
         fit, total = Fit(), dict[Group, Ints]()
         for result in results:
             for group, counts in result.counts.items():
@@ -195,21 +206,26 @@ class Pairs:
         return fit
 
 
-def rewritten(directory: Path, out: Path, *, vocab: int = VOCAB, flatter: float = 1.0) -> Path:
-    """A copy that knows the first `vocab` ids alone, and whose logits are smaller."""
+def rewrite_checkpoint(
+    directory: Path, out: Path, *, vocab: int = VOCAB, logit_divisor: float = 1.0
+) -> Path:
+    """Write a copy that knows only the first `vocab` ids, and whose logits are divided."""
     out.mkdir()
     config = json.loads((directory / "config.json").read_text())
     (out / "config.json").write_text(json.dumps({**config, "vocab_size": vocab}))
     weights = load_file(directory / "model.safetensors")
     for name in {"model.embed_tokens.weight", "shared.weight", "lm_head.weight"} & set(weights):
         weights[name] = weights[name][:vocab].contiguous()
-    weights["lm_head.weight"] /= flatter
+    weights["lm_head.weight"] /= logit_divisor
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return out
 
 
 def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result:
-    """So many continuations through a whole engine, in batches; no two requests of a proof have the same seed."""
+    """Sample continuations through a whole engine, in batches, and count them.
+
+    No two requests of a proof have the same seed.
+    """
     began = time.perf_counter()
     result = Result(case, acceptance=Acceptance() if _rule(case) else None)
     for start in range(0, samples, AT_ONCE):
@@ -227,7 +243,7 @@ def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result
             max_batch_tokens=BATCH_TOKENS,
             lenience=case.lenience,
         )
-        _tally(pairs, result, requests, run.answers)
+        _count_continuations(pairs, result, requests, run.answers)
         result.drafted, result.accepted = (
             result.drafted + run.drafted,
             result.accepted + run.accepted,
@@ -238,7 +254,10 @@ def sample(pairs: Pairs, case: Case, *, samples: int, first_seed: int) -> Result
 
 
 def _request(case: Case, i: int, seed: int) -> Request:
-    """Prompts, warps and verifiers side by side in every batch. Who asks for `coupled` by a seed need not name it."""
+    """Return the i-th request: every batch mixes prompts, warps and verifiers.
+
+    A seeded request gets `coupled` without naming it.
+    """
     groups = _groups(case.warps)
     group = groups[i % len(groups)]
     verifier = (
@@ -262,7 +281,7 @@ def _groups(warps: str) -> list[Group]:
     return [Group(prompt, warp) for warp in WARPS[warps] for prompt in PROMPTS]
 
 
-def _tally(
+def _count_continuations(
     pairs: Pairs, result: Result, requests: Sequence[Request], answers: Sequence[Answer]
 ) -> None:
     assert all(len(answer.tokens) == requests[0].max_tokens for answer in answers)
@@ -274,11 +293,11 @@ def _tally(
         counts = np.bincount(codes[COUNTED], minlength=VOCAB**COUNTED)
         result.counts[group] = result.counts.get(group, 0) + counts
         if result.acceptance is not None:
-            _accept(pairs, result, group, codes, origins[first :: len(groups)])
+            _count_accepted(pairs, result, group, codes, origins[first :: len(groups)])
 
 
 def _codes(tokens: Ints) -> Iterator[Ints]:
-    """For each depth the number of the prefix among all of its length, in lexicographic order."""
+    """Yield for each depth the prefix's lexicographic number among all prefixes of its length."""
     code = np.zeros(len(tokens), dtype=np.int64)
     yield code
     for column in tokens.T:
@@ -286,17 +305,24 @@ def _codes(tokens: Ints) -> Iterator[Ints]:
         yield code
 
 
-def _accept(
+def _count_accepted(
     pairs: Pairs, result: Result, group: Group, codes: Ints, origins: NDArray[np.str_]
 ) -> None:
-    """Only what begins a round is judged given its prefix alone. The token before it was not an accepted one."""
+    """Count the acceptance of the tokens that begin a round.
+
+    Only these are verified given their prefix alone. They are those behind a token that was not an
+    accepted draft token.
+    """
     rule = _rule(result.case)
     assert rule is not None
     assert result.acceptance is not None
     p, q = (
         pairs.p(group),
         pairs.q(
-            group, pairs.whole(result.case.drafter) if rule is agreement else result.case.drafter
+            group,
+            pairs.full_support_drafter(result.case.drafter)
+            if rule is agreement
+            else result.case.drafter,
         ),
     )
     for depth in range(COUNTED):
@@ -308,7 +334,10 @@ def _accept(
 
 
 def _rule(case: Case) -> Callable[[Floats, Floats], Floats] | None:
-    """How likely the first draft token of a round is to be accepted, given p and q. Under `block` later ones have a say, unless there are none."""
+    """Return the formula for the acceptance of a round's first draft token, given p and q.
+
+    Under `block` it depends on later draft tokens too, unless gamma is 1; then there is no formula.
+    """
     if (
         case.drafter == "none"
         or "l = " in case.drafter

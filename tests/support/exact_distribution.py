@@ -1,6 +1,7 @@
-"""The distribution of short continuations, exactly: logits of the library's own model in float64, every continuation enumerated.
+"""The exact distribution of short continuations, by enumeration of all of them.
 
-Nothing here comes from the code under test but the names of the parameters.
+Logits are those of the library's own model in float64. Nothing here comes from the code under test
+but the names of the parameters.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Conditionals:
-    """For each number d of tokens already written: a row for each of the vocab**d ways to write them, in lexicographic order."""
+    """Distributions of the next token behind every prefix.
+
+    rows[d] has a row for each of the vocab**d continuations of length d, in lexicographic order.
+    """
 
     rows: tuple[Floats, ...]  # each [vocab**d, vocab]
 
     def joint(self) -> Floats:  # [vocab**length]
-        """The probability of every continuation, in lexicographic order."""
+        """Return the probability of every continuation, in lexicographic order."""
         joint = np.ones(1)
         for rows in self.rows:
             joint = (joint[:, None] * rows).reshape(-1)
         return joint
 
 
-class Library:
+class LibraryModel:
     """A checkpoint, run by the library in float64."""
 
     def __init__(self, directory: Path, *, vocab: int) -> None:
@@ -44,24 +48,26 @@ class Library:
         self.model: Any = library.from_pretrained(
             directory, dtype=torch.float64, attn_implementation="eager"
         )
-        self.vocab = vocab  # of the texts; ids that the model itself does not have it reads as 0
+        self.vocab = vocab  # of the texts; ids that the model does not have are fed to it as 0
 
     def conditionals(self, prompt: Sequence[int], length: int, warp: Warp) -> Conditionals:
-        """p of the next token after the prompt and up to length - 1 more; an encoder-decoder writes them after its first token."""
+        """Return p of the next token behind the prompt and up to length - 1 more tokens.
+
+        An encoder-decoder generates them behind its first token.
+        """
         if self.model.config.is_encoder_decoder:
-            source, prompt = prompt, (self.model.config.decoder_start_token_id,)
-            texts = texts_of(prompt, length - 1, self.vocab)
-            logits = self._logits_from(source, texts)
+            encoder_input, prompt = prompt, (self.model.config.decoder_start_token_id,)
+            texts = all_continuations(prompt, length - 1, self.vocab)
+            logits = self._logits_from(encoder_input, texts)
         else:
-            texts = texts_of(prompt, length - 1, self.vocab)
+            texts = all_continuations(prompt, length - 1, self.vocab)
             logits = self._logits(texts, last=length)  # [texts, length, model's vocab]
         rows = []
         for depth in range(length):
-            repeats = self.vocab ** (
-                length - 1 - depth
-            )  # texts that begin with the same `depth` tokens
+            # texts that begin with the same `depth` tokens
+            repeats = self.vocab ** (length - 1 - depth)
             prefixes = texts[::repeats, : len(prompt) + depth]
-            rows.append(warped(logits[::repeats, depth], prefixes, len(prompt), warp))
+            rows.append(warp_logits(logits[::repeats, depth], prefixes, len(prompt), warp))
         return Conditionals(tuple(rows))
 
     @torch.inference_mode()
@@ -69,87 +75,104 @@ class Library:
         known = torch.from_numpy(np.where(texts < self.model.config.vocab_size, texts, 0))
         parts = [
             self.model(part, use_cache=False, logits_to_keep=last).logits
-            for part in known.split(512)
+            for part in torch.split(known, 512)
         ]
-        return torch.cat(parts).numpy()  # type: ignore[no-any-return]
+        return torch.cat(parts).numpy()
 
     @torch.inference_mode()
-    def _logits_from(self, source: Sequence[int], texts: Ints) -> Floats:
-        read, known = (
+    def _logits_from(self, encoder_input: Sequence[int], texts: Ints) -> Floats:
+        encoded, known = (
             torch.from_numpy(np.where(ids < self.model.config.vocab_size, ids, 0))
-            for ids in (np.array([source]), texts)
+            for ids in (np.array([encoder_input]), texts)
         )
         parts = [
-            self.model(read.expand(len(part), -1), decoder_input_ids=part, use_cache=False).logits
-            for part in known.split(512)
+            self.model(
+                encoded.expand(len(part), -1), decoder_input_ids=part, use_cache=False
+            ).logits
+            for part in torch.split(known, 512)
         ]
-        return torch.cat(parts).numpy()  # type: ignore[no-any-return]
+        return torch.cat(parts).numpy()
 
 
-def texts_of(
+def all_continuations(
     prompt: Sequence[int], length: int, vocab: int
 ) -> Ints:  # [vocab**length, len(prompt) + length]
-    """The prompt with every continuation, in lexicographic order."""
-    written = np.indices((vocab,) * length).reshape(length, vocab**length).T
+    """Return the prompt with every continuation, in lexicographic order."""
+    continuations = np.indices((vocab,) * length).reshape(length, vocab**length).T
     return np.concatenate(
-        [np.tile(np.array(prompt, dtype=np.int64), (len(written), 1)), written], axis=1
+        [np.tile(np.array(prompt, dtype=np.int64), (len(continuations), 1)), continuations],
+        axis=1,
     )
 
 
-def warped(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> Floats:
-    """p as the parameters of the API define it: penalties, bias, then greedy, or temperature, top-k, top-p and min-p. [rows, vocab]"""
+def warp_logits(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> Floats:
+    """Return p as the parameters of the API define it, [rows, vocab].
+
+    The order is: penalties, bias, then greedy, or temperature, top-k, top-p and min-p.
+    """
     vocab = logits.shape[1]
     seen = (texts[:, :, None] == np.arange(vocab)).sum(1)  # [rows, vocab]
-    written = (texts[:, prompt_length:, None] == np.arange(vocab)).sum(1)
+    generated = (texts[:, prompt_length:, None] == np.arange(vocab)).sum(1)
     x = np.where(
         seen > 0,
         np.where(logits < 0, logits * warp.repetition_penalty, logits / warp.repetition_penalty),
         logits,
     )
-    x = x - warp.presence_penalty * (written > 0) - warp.frequency_penalty * written
+    x = x - warp.presence_penalty * (generated > 0) - warp.frequency_penalty * generated
     for token, bias in warp.logit_bias:
         x[:, token] += bias
     if warp.temperature == 0:
-        return np.eye(vocab)[x.argmax(1)]
+        one_hot: Floats = np.eye(vocab)[x.argmax(1)]
+        return one_hot
     p = _softmax(x / warp.temperature)
     order = np.argsort(-p, axis=1)
     ranks = np.argsort(order, axis=1)
     if warp.top_k:
-        p = _normalised(np.where(ranks < warp.top_k, p, 0))
+        p = _normalise(np.where(ranks < warp.top_k, p, 0))
     likelier = np.take_along_axis(np.take_along_axis(p, order, 1).cumsum(1), ranks, 1) - p
     p = np.where(likelier < warp.top_p, p, 0) if warp.top_p < 1 else p
     p = np.where(p < warp.min_p * p.max(1, keepdims=True), 0, p)
-    return _normalised(p)
+    return _normalise(p)
 
 
-def supported(q: Conditionals, support: int, vocab: int) -> Conditionals:
-    """What a drafter draws from at temperature 1: the `support` likeliest tokens, renormalised; 0 for the ids that it does not know."""
+def on_support(q: Conditionals, support: int, vocab: int) -> Conditionals:
+    """Return q of a drafter at temperature 1: the `support` likeliest tokens, renormalised.
+
+    q is 0 for the ids that the drafter does not know.
+    """
     rows = [np.pad(row, ((0, 0), (0, vocab - row.shape[1]))) for row in q.rows]
     return Conditionals(
         tuple(
-            _normalised(np.where(np.argsort(np.argsort(-row, axis=1), axis=1) < support, row, 0))
+            _normalise(np.where(np.argsort(np.argsort(-row, axis=1), axis=1) < support, row, 0))
             for row in rows
         )
     )
 
 
 def overlap(p: Floats, q: Floats) -> Floats:  # [rows]
-    """The probability that Algorithm 1 accepts a token drawn from q: sum min(p, q)."""
+    """Return sum min(p, q), the probability that a token drawn from q is accepted.
+
+    This is alpha of 2211.17192, Algorithm 1.
+    """
     return np.minimum(p, q).sum(1)  # type: ignore[no-any-return]
 
 
 def agreement(p: Floats, q: Floats) -> Floats:  # [rows]
-    """The probability that draws from p and q under the same Gumbel noise agree (2408.07978): sum_v 1 / sum_w max(p_w / p_v, q_w / q_v)."""
+    """Return the probability that draws from p and q with the same Gumbel noise agree.
+
+    It is sum_v 1 / sum_w max(p_w / p_v, q_w / q_v) (2408.07978).
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.maximum(
             p[:, None, :] / p[:, :, None], q[:, None, :] / q[:, :, None]
         )  # [rows, v, w]
-        return np.where((p > 0) & (q > 0), 1 / ratios.sum(2), 0).sum(1)  # type: ignore[no-any-return]
+        agreed: Floats = np.where((p > 0) & (q > 0), 1 / ratios.sum(2), 0).sum(1)
+    return agreed
 
 
 def _softmax(x: Floats) -> Floats:
-    return _normalised(np.exp(x - x.max(1, keepdims=True)))
+    return _normalise(np.exp(x - x.max(1, keepdims=True)))
 
 
-def _normalised(p: Floats) -> Floats:
+def _normalise(p: Floats) -> Floats:
     return p / p.sum(1, keepdims=True)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Frames: what is packed comes out again, and nothing else than a message or BadFrame comes out of anything."""
+"""Frames: every message survives pack and unpack; any other input raises BadFrame."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import math
 import random
 import tracemalloc
 from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from specserve.errors import BadFrame, OutOfPages, WorkerLost
 from specserve.types import (
@@ -19,15 +21,15 @@ from specserve.types import (
     VERIFIERS,
     Chunk,
     DraftStep,
-    Finish,
-    Foreseen,
+    FinishReason,
     Grammar,
     Logprobs,
     Origin,
     Policy,
+    PreparedProposal,
     Proposal,
     Span,
-    SparseRows,
+    SparseDistribution,
     Stats,
     Verdict,
     VerifyStep,
@@ -36,9 +38,9 @@ from specserve.types import (
 from specserve.wire.messages import (
     VERSION,
     Chunks,
-    Failed,
+    Failure,
     Message,
-    Prepared,
+    PreparedProposals,
     Proposals,
     Propose,
     Stop,
@@ -48,6 +50,8 @@ from specserve.wire.messages import (
     unpack,
 )
 
+M = TypeVar("M", bound=Message)
+
 tokens = st.integers(0, 2**32 - 1)
 counts = st.integers(0, 2**64 - 1)
 reals = st.floats(allow_nan=False)
@@ -56,10 +60,10 @@ many_counts = st.lists(counts, max_size=6).map(tuple)
 
 
 @st.composite
-def sparse_rows(draw: st.DrawFn, num_rows: int) -> SparseRows:
+def sparse_rows(draw: st.DrawFn, num_rows: int) -> SparseDistribution:
     shape = (num_rows, draw(st.integers(0, 5)))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
-    return SparseRows(rng.integers(0, 2**32, shape), rng.random(shape, dtype=np.float32))
+    return SparseDistribution(rng.integers(0, 2**32, shape), rng.random(shape, dtype=np.float32))
 
 
 @st.composite
@@ -111,7 +115,7 @@ chunks = st.builds(
     many_tokens,
     st.lists(st.sampled_from(Origin), max_size=6).map(tuple),
     st.none() | all_logprobs(),
-    st.none() | st.sampled_from(Finish),
+    st.none() | st.sampled_from(FinishReason),
     st.none() | stats,
     st.none() | st.text(),
 )
@@ -145,17 +149,20 @@ def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ..
 messages = st.one_of(
     st.builds(Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts),
     st.builds(Proposals, counts, some(proposals()), reals, counts, some(spans)),
-    st.builds(Prepared, counts, some(st.builds(Foreseen, counts, proposals()))),
+    st.builds(PreparedProposals, counts, some(st.builds(PreparedProposal, counts, proposals()))),
     st.builds(Verify, counts, some(verify_steps()), many_counts),
     st.builds(Verdicts, counts, some(verdicts), reals, counts, counts, counts, some(spans)),
-    st.builds(Failed, counts, st.text(), st.text()),
+    st.builds(Failure, counts, st.text(), st.text()),
     st.builds(Chunks, some(chunks)),
     st.just(Stop()),
 )
 
 
 def plain(value: object) -> object:
-    """With types, so that True is not 1, and with arrays by their bits; == cannot compare those."""
+    """Return the value with its types, so that True is not 1, and with arrays by their bits.
+
+    == cannot compare those.
+    """
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if is_dataclass(value):
@@ -164,18 +171,25 @@ def plain(value: object) -> object:
 
 
 def sent(message: Message) -> list[bytes]:
-    """As a socket hands the frames over."""
+    """Return the frames as a socket delivers them."""
     return [bytes(frame) for frame in pack(message)]
 
 
-def policy(**changes: object) -> Policy:
+def received(message: M) -> M:
+    """Return what the other side makes of a message, which must be of the same kind."""
+    found = unpack(sent(message))
+    assert type(found) is type(message)
+    return found
+
+
+def policy(**changes: Any) -> Policy:
     return Policy(Warp(), "block", **{"seed": 2**64 - 1, "prompt_length": 9} | changes)
 
 
 def verify(num_steps: int = 2) -> Verify:
     rng = np.random.default_rng(0)
     rows = [
-        SparseRows(rng.integers(0, 4000, (5, 64)), rng.random((5, 64), dtype=np.float32))
+        SparseDistribution(rng.integers(0, 4000, (5, 64)), rng.random((5, 64), dtype=np.float32))
         for _ in range(num_steps)
     ]
     return Verify(
@@ -223,30 +237,38 @@ def samples() -> list[Message]:
                     (2,),
                     (Origin.BONUS,),
                     None,
-                    Finish.ERROR,
+                    FinishReason.ERROR,
                     Stats("block", True, 1, 2, 3, 4),
                     "fällt aus",
                 ),
             )
         ),
-        Failed(1, "OutOfPages", "no room"),
+        Failure(1, "OutOfPages", "no room"),
         Stop(),
     ]
 
 
 @settings(max_examples=300, deadline=None)
 @given(messages)
-def test_every_message_comes_out_as_it_went_in(message: Message) -> None:
+def test_every_message_survives_pack_and_unpack(message: Message) -> None:
     assert plain(unpack(sent(message))) == plain(message)
 
 
-def test_arrays_come_out_as_views_of_one_frame_that_nobody_can_write_to() -> None:
-    steps = unpack(sent(verify())).steps
-    for array, dtype in [(steps[1].q.ids, np.int64), (steps[1].q.probs, np.float32)]:
+def test_arrays_are_read_only_views_of_one_frame() -> None:
+    first, second = (step.q for step in received(verify()).steps)
+    assert first is not None
+    assert second is not None
+    arrays: list[tuple[NDArray[Any], type]] = [
+        (second.ids, np.int64),
+        (second.probs, np.float32),
+    ]
+    for array, dtype in arrays:
         assert array.dtype == dtype
         assert array.base is not None
         assert not array.flags.writeable
-    assert np.shares_memory(steps[0].q.probs.base, steps[1].q.probs.base)
+    assert first.probs.base is not None
+    assert second.probs.base is not None
+    assert np.shares_memory(first.probs.base, second.probs.base)
 
 
 def test_a_round_of_32_sequences_takes_two_frames_and_8_bytes_a_pair() -> None:
@@ -255,43 +277,41 @@ def test_a_round_of_32_sequences_takes_two_frames_and_8_bytes_a_pair() -> None:
     assert len(arrays) == 32 * 5 * 64 * 8
 
 
-def test_rows_that_are_not_contiguous_are_packed_as_they_read() -> None:
+def test_arrays_that_are_not_contiguous_are_packed_in_order() -> None:
     ids, probs = (
         np.arange(24).reshape(4, 6)[:, ::2],
         np.arange(12, dtype=np.float32).reshape(3, 4).T,
     )
-    got = (
-        unpack(
-            sent(Proposals(1, (Proposal(1, 2, (1, 2, 3, 4), SparseRows(ids, probs), 3),), 0.0, 0))
-        )
-        .proposals[0]
-        .q
-    )
+    proposal = Proposal(1, 2, (1, 2, 3, 4), SparseDistribution(ids, probs), 3)
+    got = received(Proposals(1, (proposal,), 0.0, 0)).proposals[0].q
+    assert got is not None
     assert got.ids.tolist() == ids.tolist()
     assert got.probs.tolist() == probs.tolist()
 
 
-def test_whole_numbers_given_for_reals_are_reals_on_the_other_side() -> None:
+def test_integers_in_float_fields_are_received_as_floats() -> None:
     step = DraftStep(1, 2, (3,), 4, Policy(Warp(temperature=0), "block", 0, 1, lenience=1))
-    got = unpack(sent(Propose(1, 2, (step,)))).steps[0].policy
+    got = received(Propose(1, 2, (step,))).steps[0].policy
     assert (type(got.warp.temperature), type(got.lenience)) == (float, float)
 
 
-def test_a_failure_comes_out_as_the_exception_that_it_was() -> None:
-    error = unpack(sent(Failed.of(4, OutOfPages("no room")))).error()
+def test_a_failure_is_received_as_the_original_exception() -> None:
+    error = received(Failure.from_error(4, OutOfPages("no room"))).error()
     assert type(error) is OutOfPages
     assert str(error) == "no room"
 
 
 @pytest.mark.parametrize("kind", ["ZeroDivisionError", "SystemExit", "annotations", "__name__", ""])
-def test_a_failure_that_is_none_of_ours_loses_the_worker(kind: str) -> None:
-    error = Failed(4, kind, "why").error()
+def test_a_failure_of_an_unknown_kind_is_worker_lost(kind: str) -> None:
+    error = Failure(4, kind, "why").error()
     assert type(error) is WorkerLost
     assert "why" in str(error)
 
 
 def test_an_error_message_that_is_not_unicode_is_still_sent() -> None:
-    assert unpack(sent(Failed(1, "OSError", "file \udcff"))) == Failed(1, "OSError", "file \\udcff")
+    assert unpack(sent(Failure(1, "OSError", "file \udcff"))) == Failure(
+        1, "OSError", "file \\udcff"
+    )
 
 
 def test_another_version_is_refused_and_both_are_named() -> None:
@@ -341,7 +361,7 @@ GOOD_ROW = (bytes(24), None, None)
         [head(kind=("Verdicts",), rows=(GOOD_ROW,))],
         [head(kind="Stop", num_items=0, own=(1,), rows=())],
         [head(kind="Stop", num_items=1, own=(), rows=(GOOD_ROW,))],
-        [head(kind="Failed", num_items=1, own=(bytes(8), "a", "b"), rows=(GOOD_ROW,))],
+        [head(kind="Failure", num_items=1, own=(bytes(8), "a", "b"), rows=(GOOD_ROW,))],
         [head(own=(), rows=(GOOD_ROW,))],
         [head(own=("x" * 40, ()), rows=(GOOD_ROW,))],
         [head(own=(bytes(40), ((bytes(16), "verify"),)), rows=(GOOD_ROW,))],
@@ -357,12 +377,14 @@ GOOD_ROW = (bytes(24), None, None)
         [head(rows=(msgpack.ExtType(5, b"x"),))],
         [
             head(rows=(GOOD_ROW,))[: -len(msgpack.packb(GOOD_ROW))] + b"\xc7\x00\xff"
-        ],  # a time stamp without a time
+        ],  # a timestamp without its bytes
         [head(rows=(tuple(range(17)),))],
     ],
 )
-def test_what_is_not_a_message_is_refused(frames: list[bytes]) -> None:
-    assert unpack([head(rows=(GOOD_ROW,))]).verdicts == (Verdict(0, 0, 0, None),)
+def test_malformed_frames_are_refused(frames: list[bytes]) -> None:
+    good = unpack([head(rows=(GOOD_ROW,))])
+    assert isinstance(good, Verdicts)
+    assert good.verdicts == (Verdict(0, 0, 0, None),)
     with pytest.raises(BadFrame):
         unpack(frames)
 
@@ -396,7 +418,9 @@ def test_rows_wider_than_their_frame_are_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("opening", [b"", head(rows=())])
-def test_nested_and_boastful_heads_take_little_memory(level: bytes, opening: bytes) -> None:
+def test_nested_heads_that_claim_large_sizes_take_little_memory(
+    level: bytes, opening: bytes
+) -> None:
     bomb = opening + level * 5000
     tracemalloc.start()
     try:
@@ -408,12 +432,12 @@ def test_nested_and_boastful_heads_take_little_memory(level: bytes, opening: byt
 
 
 def survive(frames: list[bytes]) -> bool:
-    """Whether it is a message; the test fails by any exception but BadFrame."""
+    """Return True if the frames are a message. Any exception but BadFrame fails the test."""
     try:
         message = unpack(frames)
     except BadFrame:
         return False
-    sent(message)  # and what came out can be sent on
+    sent(message)  # and the message can be sent on
     return True
 
 
