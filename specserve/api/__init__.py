@@ -1,1 +1,1 @@
-"""HTTP and text in, HTTP and text out. Knows no tensors, no scheduling, and of the engine only `Service`."""
+"""The HTTP server and the tokenizer. Knows no tensors, no scheduling, and engines as `Service`."""

@@ -1,67 +1,81 @@
-"""How one continuation reads to a client: as a completion, or as the assistant's message in a chat."""
+"""Render one continuation as JSON: as a completion, or as the assistant's message of a chat."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve.api.continuation import Piece
-from specserve.api.logprobs import CompletionLogprobs, chat_logprobs
+from specserve.api.continuation import OutputDelta
+from specserve.api.detokenizer import IncrementalDetokenizer
 from specserve.api.parse import Prompt
-from specserve.api.tokenizer import Text
-from specserve.api.tools.parse import CallPiece, joined
-from specserve.api.wording import dumps
+from specserve.api.tokenizer import Tokenizer
+from specserve.api.tools.parse import CallDelta, merge_deltas
+from specserve.types import Logprobs
+
+LOWEST_LOGPROB = -9999.0
+"""Logprob of what is impossible. JSON has no infinity; OpenAI sends a very low number, too."""
+
+to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class Choice(Protocol):
     """One of a response's `choices`, without its index and finish_reason."""
 
-    def members(
-        self, piece: Piece
-    ) -> str: ...  # of a streamed chunk: JSON without braces, called once for each piece in turn
-    def whole(self, piece: Piece) -> dict[str, object]: ...  # of an answer in one piece
+    def delta_json(self, delta: OutputDelta) -> str:
+        """Return the members of a streamed chunk, as JSON without braces.
+
+        Call it once for each delta, in their order.
+        """
+        ...
+
+    def full(self, delta: OutputDelta) -> dict[str, object]:
+        """Return the members of a response that is not streamed."""
+        ...
 
 
 class CompletionChoice:
-    def __init__(self, text: Text, prompt: Prompt) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._echo = prompt.echo
-        self._logprobs = CompletionLogprobs(text, prompt.before)
+        self._logprobs = CompletionLogprobs(tokenizer, prompt.prefix_ids)
 
-    def members(self, piece: Piece) -> str:
-        shown, self._echo = self._echo + piece.text, ""
-        logprobs = "null" if piece.logprobs is None else dumps(self._logprobs.of(piece))
-        return f'"text":{dumps(shown)},"logprobs":{logprobs}'
+    def delta_json(self, delta: OutputDelta) -> str:
+        text, self._echo = self._echo + delta.text, ""
+        logprobs = "null" if delta.logprobs is None else to_json(self._logprobs.render(delta))
+        return f'"text":{to_json(text)},"logprobs":{logprobs}'
 
-    def whole(self, piece: Piece) -> dict[str, object]:
-        return {"text": self._echo + piece.text, "logprobs": self._logprobs.of(piece)}
+    def full(self, delta: OutputDelta) -> dict[str, object]:
+        return {"text": self._echo + delta.text, "logprobs": self._logprobs.render(delta)}
 
 
 class ChatChoice:
-    def __init__(self, text: Text, prompt: Prompt) -> None:
-        self._text = text
-        self._begun: dict[str, object] = {"role": "assistant"}  # in the first chunk
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        self._tokenizer = tokenizer
+        self._role: dict[str, object] = {"role": "assistant"}  # in the first chunk
 
-    def members(self, piece: Piece) -> str:
-        delta, self._begun = self._begun, {}
-        logprobs = "null" if piece.logprobs is None else dumps(chat_logprobs(self._text, piece))
-        if piece.text or piece.calls is None or delta:
-            delta["content"] = piece.text if piece.text or piece.calls is None else None
-        if piece.calls:
-            delta["tool_calls"] = [_delta(call) for call in piece.calls]
-        return f'"delta":{dumps(delta)},"logprobs":{logprobs}'
+    def delta_json(self, delta: OutputDelta) -> str:
+        members, self._role = self._role, {}
+        logprobs = (
+            "null" if delta.logprobs is None else to_json(chat_logprobs(self._tokenizer, delta))
+        )
+        if delta.text or delta.calls is None or members:
+            members["content"] = delta.text if delta.text or delta.calls is None else None
+        if delta.calls:
+            members["tool_calls"] = [_call_delta_json(call) for call in delta.calls]
+        return f'"delta":{to_json(members)},"logprobs":{logprobs}'
 
-    def whole(self, piece: Piece) -> dict[str, object]:
-        message: dict[str, object] = {"role": "assistant", "content": piece.text, "refusal": None}
-        if piece.calls:
+    def full(self, delta: OutputDelta) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.calls:
             message |= {
-                "content": piece.text or None,
-                "tool_calls": [_called(call) for call in joined(piece.calls)],
+                "content": delta.text or None,
+                "tool_calls": [_call_json(call) for call in merge_deltas(delta.calls)],
             }
-        return {"message": message, "logprobs": chat_logprobs(self._text, piece)}
+        return {"message": message, "logprobs": chat_logprobs(self._tokenizer, delta)}
 
 
-def _called(call: CallPiece) -> dict[str, object]:
+def _call_json(call: CallDelta) -> dict[str, object]:
     return {
         "id": call.id,
         "type": "function",
@@ -69,21 +83,99 @@ def _called(call: CallPiece) -> dict[str, object]:
     }
 
 
-def _delta(call: CallPiece) -> dict[str, object]:
+def _call_delta_json(call: CallDelta) -> dict[str, object]:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {"index": call.index, **_called(call)}
+    return {"index": call.index, **_call_json(call)}
+
+
+class CompletionLogprobs:
+    """Logprobs in the format of completions: four lists.
+
+    It counts characters, since every token has its offset in the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prefix_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prefix_ids)
+        self._length = 0
+
+    def render(self, delta: OutputDelta) -> dict[str, object] | None:
+        if delta.logprobs is None:
+            return None
+        pairs = list(zip(delta.token_ids, delta.logprobs, strict=True))
+        return {
+            "tokens": [_token_text(self._tokenizer, token) for token in delta.token_ids],
+            "token_logprobs": [max(logprobs.token, LOWEST_LOGPROB) for logprobs in delta.logprobs],
+            "top_logprobs": [self._top(token, logprobs) for token, logprobs in pairs],
+            "text_offset": [self._next_offset(token) for token in delta.token_ids],
+        }
+
+    def _top(self, token: int, logprobs: Logprobs) -> dict[str, float]:
+        """Return the top logprobs by text, those of the token itself always among them.
+
+        Of two tokens with the same text, the likelier is kept.
+        """
+        ranked = {token: logprobs.token} | dict(zip(logprobs.top_ids, logprobs.top, strict=True))
+        top: dict[str, float] = {}
+        for ranked_token, logprob in sorted(ranked.items(), key=lambda pair: -pair[1]):
+            top.setdefault(_token_text(self._tokenizer, ranked_token), max(logprob, LOWEST_LOGPROB))
+        return top
+
+    def _next_offset(self, token: int) -> int:
+        offset = self._length
+        self._length += len(self._detokenizer.push((token,)))
+        return offset
+
+
+def chat_logprobs(tokenizer: Tokenizer, delta: OutputDelta) -> dict[str, object] | None:
+    """Return logprobs in the format of chats: an object for each token."""
+    if delta.logprobs is None:
+        return None
+    content = [
+        _token_logprob(tokenizer, token, logprobs.token)
+        | {
+            "top_logprobs": [
+                _token_logprob(tokenizer, other, logprob)
+                for other, logprob in zip(logprobs.top_ids, logprobs.top, strict=True)
+            ]
+        }
+        for token, logprobs in zip(delta.token_ids, delta.logprobs, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token_logprob(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, object]:
+    return {
+        "token": _token_text(tokenizer, token),
+        "logprob": max(logprob, LOWEST_LOGPROB),
+        "bytes": list(tokenizer.token_bytes(token)),
+    }
+
+
+def _token_text(tokenizer: Tokenizer, token: int) -> str:
+    """Return what a token adds to the text.
+
+    It is `bytes:` with the bytes for a part of a character, and the name for a token without text.
+    """
+    token_bytes = tokenizer.token_bytes(token)
+    if not token_bytes:
+        return tokenizer.token_name(token)
+    try:
+        return token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """One of the two ways of asking, as the answer shows it."""
+class ResponseKind:
+    """The JSON names of one endpoint's responses, and how it renders a choice."""
 
-    prefix: str  # of ids
-    whole: str  # `object` of an answer in one piece
-    chunk: str  # and of a streamed chunk
-    choice: Callable[[Text, Prompt], Choice]
+    id_prefix: str
+    object_name: str  # of a response that is not streamed
+    chunk_object_name: str  # of a streamed chunk
+    choice: Callable[[Tokenizer, Prompt], Choice]
 
 
-COMPLETION = Form("cmpl-", "text_completion", "text_completion", CompletionChoice)
-CHAT = Form("chatcmpl-", "chat.completion", "chat.completion.chunk", ChatChoice)
+COMPLETION = ResponseKind("cmpl-", "text_completion", "text_completion", CompletionChoice)
+CHAT = ResponseKind("chatcmpl-", "chat.completion", "chat.completion.chunk", ChatChoice)

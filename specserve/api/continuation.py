@@ -1,101 +1,126 @@
-"""One continuation in the making: chunks in, pieces of text out. Knows neither who sends the chunks nor who reads the text."""
+"""Turn the chunks of one continuation into text, tokens and tool calls. Knows no HTTP."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from specserve.api.tokenizer import Text, TextStream
-from specserve.api.tools.formats import Spelling
-from specserve.api.tools.parse import CallPiece, Calls
-from specserve.types import Chunk, Finish, Logprobs, Origin, Stats
+from specserve.api.detokenizer import IncrementalDetokenizer
+from specserve.api.tokenizer import Tokenizer
+from specserve.api.tools.formats import ModelCallFormat
+from specserve.api.tools.parse import CallDelta, CallParser
+from specserve.types import Chunk, FinishReason, Logprobs, Origin, Stats
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one chunk adds: its tokens, up to a stop string, and the text that may be shown by now. `finish` comes with the last."""
+class OutputDelta:
+    """The tokens of one chunk, up to a stop string, and the text that can be emitted by now.
+
+    `finish` is set in the last delta of a continuation.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
     origins: tuple[Origin, ...] = ()
     logprobs: tuple[Logprobs, ...] | None = None
-    finish: Finish | None = None
-    calls: tuple[CallPiece, ...] | None = None  # None: in this answer there can be none
+    finish: FinishReason | None = None
+    calls: tuple[CallDelta, ...] | None = None  # None: this continuation cannot call tools
 
     @classmethod
-    def joined(cls, pieces: Sequence[Piece]) -> Piece:
-        """All of them as one."""
-        logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    def merge(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
+        """Return successive deltas as one."""
+        logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
         return cls(
-            text="".join(piece.text for piece in pieces),
-            token_ids=tuple(token for piece in pieces for token in piece.token_ids),
-            origins=tuple(origin for piece in pieces for origin in piece.origins),
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            origins=tuple(origin for delta in deltas for origin in delta.origins),
             logprobs=tuple(logprob for some in logprobs for logprob in some) if logprobs else None,
-            finish=pieces[-1].finish if pieces else None,
-            calls=tuple(call for piece in pieces for call in piece.calls or ())
-            if any(piece.calls is not None for piece in pieces)
+            finish=deltas[-1].finish if deltas else None,
+            calls=tuple(call for delta in deltas for call in delta.calls or ())
+            if any(delta.calls is not None for delta in deltas)
             else None,
         )
 
 
 class Continuation:
-    """Holds the tokens that were committed: a request that moves to another engine goes on from `prompt` and `token_ids`."""
+    """One continuation of a prompt: its committed tokens, text and finish reason.
 
-    __slots__ = ("_calls", "_stream", "finish", "prompt", "stats", "token_ids")
+    A request that moves to another engine is resumed from `prompt` and `token_ids`.
+    """
+
+    __slots__ = ("_call_parser", "_detokenizer", "finish", "prompt", "stats", "token_ids")
 
     def __init__(
         self,
-        text: Text,
+        tokenizer: Tokenizer,
         prompt: tuple[int, ...],
         *,
-        before: tuple[int, ...] | None = None,
+        prefix_ids: tuple[int, ...] | None = None,
         stop: Iterable[str] = (),
-        spelling: Spelling | None = None,
+        call_format: ModelCallFormat | None = None,
     ) -> None:
-        """`before` is what the text goes on from, where that is not the prompt; `spelling` is how it calls functions, where it may."""
+        """Start an empty continuation.
+
+        `prefix_ids` are the tokens before the text where these are not the prompt, as for an
+        encoder-decoder. `call_format` is how the text calls tools, if it may.
+        """
         self.prompt = prompt
         self.token_ids: list[int] = []
-        self.finish: Finish | None = None
-        self.stats: Stats | None = None  # the latest that came
-        shown = () if spelling is None else spelling.special.values()
-        self._stream = TextStream(
-            text, prompt if before is None else before, stop=tuple(stop), shown=shown
+        self.finish: FinishReason | None = None
+        self.stats: Stats | None = None  # the latest received
+        visible_ids = () if call_format is None else call_format.special_ids.values()
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            prompt if prefix_ids is None else prefix_ids,
+            stop=tuple(stop),
+            visible_ids=visible_ids,
         )
-        self._calls = None if spelling is None else Calls(spelling.format)
+        self._call_parser = None if call_format is None else CallParser(call_format.format)
 
     @property
-    def stopped(self) -> bool:
-        """At a stop string: what may still come is not a part of it, and need not be computed."""
-        return self._stream.stopped
+    def hit_stop_string(self) -> bool:
+        """True after a stop string. Tokens that follow are dropped and need not be computed."""
+        return self._detokenizer.hit_stop_string
 
-    def take(self, chunk: Chunk) -> Piece:
-        """The token that ends a text is one of its tokens, and no part of the text."""
+    def add_chunk(self, chunk: Chunk) -> OutputDelta:
+        """Add a chunk and return what it adds.
+
+        The token that ends a text counts as one of its tokens and adds no text.
+        """
         self.stats = chunk.stats or self.stats
-        if self.stopped:
-            return Piece("")
-        before = self._stream.num_tokens
-        shown = self._stream.push(
-            chunk.tokens[:-1] if chunk.finish is Finish.STOP else chunk.tokens
+        if self.hit_stop_string:
+            return OutputDelta("")
+        num_before = self._detokenizer.num_tokens
+        text = self._detokenizer.push(
+            chunk.tokens[:-1] if chunk.finish is FinishReason.STOP else chunk.tokens
         )
         if chunk.finish is not None:
-            shown += self._stream.finish()
-        end = self._stream.num_tokens - before if self.stopped else len(chunk.tokens)
-        self.finish = Finish.STOP if self.stopped else chunk.finish
+            text += self._detokenizer.finish()
+        end = (
+            self._detokenizer.num_tokens - num_before if self.hit_stop_string else len(chunk.tokens)
+        )
+        self.finish = FinishReason.STOP if self.hit_stop_string else chunk.finish
         self.token_ids += chunk.tokens[:end]
         logprobs = None if chunk.logprobs is None else chunk.logprobs[:end]
-        content, calls = self._read(shown)
-        return Piece(content, chunk.tokens[:end], chunk.origins[:end], logprobs, self.finish, calls)
+        content, calls = self._parse_calls(text)
+        return OutputDelta(
+            content, chunk.tokens[:end], chunk.origins[:end], logprobs, self.finish, calls
+        )
 
-    def _read(self, text: str) -> tuple[str, tuple[CallPiece, ...] | None]:
-        """What of the text is content, and what calls. An answer that has called, and has ended by itself, ended with its calls."""
-        if self._calls is None:
+    def _parse_calls(self, text: str) -> tuple[str, tuple[CallDelta, ...] | None]:
+        """Split text into content and calls.
+
+        A continuation that stopped by itself after complete calls has the finish reason
+        `tool_calls`.
+        """
+        if self._call_parser is None:
             return text, None
-        content, calls = self._calls.push(text)
+        content, calls = self._call_parser.push(text)
         if self.finish is not None:
-            content += self._calls.finish()
+            content += self._call_parser.finish()
             self.finish = (
-                Finish.TOOL_CALLS
-                if self.finish is Finish.STOP and self._calls.called
+                FinishReason.TOOL_CALLS
+                if self.finish is FinishReason.STOP and self._call_parser.has_complete_calls
                 else self.finish
             )
         return content, calls

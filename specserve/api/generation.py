@@ -1,4 +1,4 @@
-"""All continuations of one HTTP request, generated at once: pieces come out as they arrive, and leaving it cancels whatever is left."""
+"""Generate all continuations of one HTTP request at once. Leaving a generation cancels the rest."""
 
 from __future__ import annotations
 
@@ -6,69 +6,82 @@ import asyncio
 from contextlib import aclosing
 from types import TracebackType
 
-from specserve.api.continuation import Continuation, Piece
-from specserve.api.metering import Meter
-from specserve.api.parse import Asked
+from specserve.api.continuation import Continuation, OutputDelta
+from specserve.api.metering import RequestMetrics
+from specserve.api.parse import GenerationRequest
 from specserve.api.rates import Account
 from specserve.api.service import Service
-from specserve.api.tokenizer import Text
+from specserve.api.tokenizer import Tokenizer
 from specserve.errors import Overloaded, TimedOut, Unavailable, WorkerLost
-from specserve.types import Finish, Request
+from specserve.types import FinishReason, Request
 
-UNSERVED = (Overloaded, Unavailable)  # what was refused so has cost nothing
-LOST = (Finish.ERROR, Finish.CANCELLED)  # nobody here cancels a request and goes on to listen
+UNBILLED_ERRORS = (Overloaded, Unavailable)
+"""Refusals that cost a client no tokens."""
+LOST_FINISHES = (FinishReason.ERROR, FinishReason.CANCELLED)
+"""Finish reasons of a request that the engine gave up; a cancelled one has no reader here."""
 
 
-class Run:
-    """`async with` it, and iterate over (index, piece). The first failure of any continuation is raised, and ends all."""
+class Generation:
+    """The running continuations of one HTTP request.
+
+    Enter it with `async with` and iterate over (index, delta). The first failure of any
+    continuation is raised and ends all of them.
+    """
 
     def __init__(
         self,
         service: Service,
-        text: Text,
-        asked: Asked,
+        tokenizer: Tokenizer,
+        generation_request: GenerationRequest,
         *,
         timeout_s: float,
-        meter: Meter,
-        begun: float,
+        metrics: RequestMetrics,
+        start: float,
         account: Account | None = None,
     ) -> None:
-        self._service, self._meter, self._begun, self._timeout_s = service, meter, begun, timeout_s
-        self._asked, self._account, self._reserved = asked, account, 0.0
+        prompts, sampling = generation_request.prompts, generation_request.sampling
+        self._service, self._metrics, self._start = service, metrics, start
+        self._timeout_s = timeout_s
+        self._generation_request, self._account, self._reserved = generation_request, account, 0.0
         self._requests = [
-            request for prompt in asked.prompts for request in asked.sampling.requests(prompt.ids)
+            request for prompt in prompts for request in sampling.requests(prompt.ids)
         ]
-        before = [prompt.before for prompt in asked.prompts for _ in range(asked.sampling.n)]
+        prefixes = [prompt.prefix_ids for prompt in prompts for _ in range(sampling.n)]
         self.continuations = [
             Continuation(
-                text, request.prompt, before=own, stop=asked.sampling.stops, spelling=asked.spelling
+                tokenizer,
+                request.prompt,
+                prefix_ids=prefix_ids,
+                stop=sampling.stops,
+                call_format=generation_request.call_format,
             )
-            for request, own in zip(self._requests, before, strict=True)
+            for request, prefix_ids in zip(self._requests, prefixes, strict=True)
         ]
-        self._queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
-        self._live = len(self._requests)
-        self._pumps: list[asyncio.Task[None]] = []
+        self._queue: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
+        self._num_running = len(self._requests)
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.ids) for prompt in self._asked.prompts)
+        return sum(len(prompt.ids) for prompt in self._generation_request.prompts)
 
     @property
     def num_completion_tokens(self) -> int:
         return sum(len(continuation.token_ids) for continuation in self.continuations)
 
-    async def __aenter__(self) -> Run:
+    async def __aenter__(self) -> Generation:
         if self._account is not None:
+            max_tokens = self._generation_request.sampling.max_tokens
             self._reserved = self._account.reserve(
-                self.num_prompt_tokens + len(self._requests) * self._asked.sampling.max_tokens
+                self.num_prompt_tokens + len(self._requests) * max_tokens
             )
-        self._meter.asked(self.num_prompt_tokens)
-        late = TimedOut(f"the request took longer than {self._timeout_s:g} s")
+        self._metrics.count_prompt_tokens(self.num_prompt_tokens)
+        timed_out = TimedOut(f"the request took longer than {self._timeout_s:g} s")
         self._deadline = asyncio.get_running_loop().call_later(
-            self._timeout_s, self._queue.put_nowait, late
+            self._timeout_s, self._queue.put_nowait, timed_out
         )
-        self._pumps = [
-            asyncio.create_task(self._pump(index, request))
+        self._tasks = [
+            asyncio.create_task(self._run(index, request))
             for index, request in enumerate(self._requests)
         ]
         return self
@@ -81,61 +94,65 @@ class Run:
     ) -> None:
         await self._cancel()
         if self._account is not None:
-            served = not isinstance(error, UNSERVED) or self.num_completion_tokens > 0
+            billed = not isinstance(error, UNBILLED_ERRORS) or self.num_completion_tokens > 0
             self._account.settle(
                 self._reserved,
-                used=self.num_prompt_tokens + self.num_completion_tokens if served else 0,
+                used=self.num_prompt_tokens + self.num_completion_tokens if billed else 0,
             )
 
-    def __aiter__(self) -> Run:
+    def __aiter__(self) -> Generation:
         return self
 
-    async def __anext__(self) -> tuple[int, Piece]:
-        if not self._live:
+    async def __anext__(self) -> tuple[int, OutputDelta]:
+        if not self._num_running:
             raise StopAsyncIteration
         item = await self._queue.get()
         if isinstance(item, Exception):
-            await self._cancel()  # before it is told: a client may be slow to listen
+            await self._cancel()  # before the error is sent: a client may be slow to read it
             raise item
         if item[1].finish is not None:
-            self._live -= 1
+            self._num_running -= 1
         return item
 
     @property
     def is_last(self) -> bool:
-        """Whether every continuation has ended with the pieces that were taken."""
-        return not self._live
+        """True if every continuation has ended with the deltas that were returned."""
+        return not self._num_running
 
     async def _cancel(self) -> None:
-        """Returns when everything is given back."""
+        """Cancel what still runs; return when everything it held is freed."""
         self._deadline.cancel()
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _pump(self, index: int, request: Request) -> None:
-        """Whatever goes wrong goes to whoever waits for the pieces: no request ends without a reply."""
+    async def _run(self, index: int, request: Request) -> None:
+        """Generate one continuation. Every exception goes to the reader of the deltas."""
         try:
             await self._generate(index, request)
         except Exception as error:
             self._queue.put_nowait(error)
 
     async def _generate(self, index: int, request: Request) -> None:
-        """The last piece is told once the generator is closed, lest whoever reads it leave and interrupt that."""
-        continuation, watch, last = self.continuations[index], self._meter.watch(self._begun), None
-        async with aclosing(
-            self._service.generate(request)
-        ) as chunks:  # left at a stop string, it is cancelled there
+        """Generate one continuation and queue its deltas.
+
+        The last delta is queued after the generator is closed. A reader that leaves on the last
+        delta would otherwise interrupt the closing.
+        """
+        continuation = self.continuations[index]
+        timer, last = self._metrics.start_timer(self._start), None
+        # A request left at a stop string is cancelled by closing its generator.
+        async with aclosing(self._service.generate(request)) as chunks:
             async for chunk in chunks:
-                if chunk.finish in LOST:
+                if chunk.finish in LOST_FINISHES:
                     raise WorkerLost(chunk.error or "the engine gave the request up")
-                piece = continuation.take(chunk)
-                watch.tokens(len(piece.token_ids))
-                if piece.finish is not None:
-                    last = piece
+                delta = continuation.add_chunk(chunk)
+                timer.add_tokens(len(delta.token_ids))
+                if delta.finish is not None:
+                    last = delta
                     break
-                self._queue.put_nowait((index, piece))
+                self._queue.put_nowait((index, delta))
         if last is None:
             raise WorkerLost("the engine ended the request without saying why")
-        watch.end(continuation)
+        timer.finish(continuation)
         self._queue.put_nowait((index, last))

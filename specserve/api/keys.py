@@ -1,4 +1,7 @@
-"""API keys and what each may ask for, from a file that may change while the server runs. Only hashes of keys are kept."""
+"""API keys and their rates, from a file that may change while the server runs.
+
+Only hashes of the keys are kept.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ from specserve.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_KEYS = 1000  # each request is compared with all of them, which then takes 0.4 ms
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 RATES = ("requests_per_minute", "tokens_per_minute")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
-    """Who holds a key. Names may stand in logs, keys never do."""
+class ApiClient:
+    """The holder of a key. Names may be logged, keys never are."""
 
     name: str
     digest: bytes = field(repr=False)
-    requests_per_minute: float | None = None  # None: as many as it likes
+    requests_per_minute: float | None = None  # None: no limit
     tokens_per_minute: float | None = None
 
     @property
@@ -36,24 +39,25 @@ class Client:
         return self.requests_per_minute, self.tokens_per_minute
 
 
-class Keys:
-    """The keys that open the server."""
+class ApiKeys:
+    """The valid keys."""
 
-    def __init__(self, clients: Sequence[Client]) -> None:
+    def __init__(self, clients: Sequence[ApiClient]) -> None:
         self._clients = tuple(clients)
 
     @classmethod
-    def read(cls, file: Path) -> Keys:
-        """`NAME KEY [requests_per_minute=N] [tokens_per_minute=N]` a line, or a key alone; `#` begins a comment.
+    def from_file(cls, file: Path) -> ApiKeys:
+        """Parse lines of `NAME KEY [requests_per_minute=N] [tokens_per_minute=N]`, or of a key.
 
-        Without a single key nobody could ask for anything, which is surely an error.
+        A comment begins with `#`. A file without a key is an error: every request would be
+        refused.
         """
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"http.api_keys_file {file} cannot be read: {error}") from error
         try:
-            clients = list(_clients(lines))
+            clients = list(_parse_lines(lines))
             _check(clients)
         except ValueError as error:
             raise ConfigError(f"http.api_keys_file {file}: {error}") from None
@@ -62,76 +66,90 @@ class Keys:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def find(self, key: str) -> Client | None:
-        """Compares with all of them, so that the time says nothing."""
-        given, found = _hash(key), None
+    def find(self, key: str) -> ApiClient | None:
+        """Return the client of a key. All are compared, so that the time reveals nothing."""
+        digest, found = _hash(key), None
         for client in self._clients:
-            if hmac.compare_digest(given, client.digest):
+            if hmac.compare_digest(digest, client.digest):
                 found = client
         return found
 
 
 class KeyFile:
-    """The keys as the file has them now, or had them a second ago. A new file that cannot be used changes nothing; the log says why."""
+    """The keys in the file, re-read at most once a second when it changes.
+
+    A changed file that is invalid is logged, and the keys known until then stay.
+    """
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._clock = file, clock
-        self._stamp, self._looked = _stamp(file), clock()
-        self._keys = Keys.read(file)
+        self._stamp, self._checked_at = _stamp(file), clock()
+        self._keys = ApiKeys.from_file(file)
 
-    def find(self, key: str) -> Client | None:
+    def find(self, key: str) -> ApiClient | None:
         self._refresh()
         return self._keys.find(key)
 
     def _refresh(self) -> None:
-        if (now := self._clock()) - self._looked < LOOK_EVERY_S:
+        if (now := self._clock()) - self._checked_at < CHECK_EVERY_S:
             return
-        self._looked = now
+        self._checked_at = now
         if (stamp := _stamp(self._file)) == self._stamp:
             return
-        self._stamp = stamp  # before reading: what is written meanwhile is seen next time, and a broken file is told of once
+        # The stamp is set before reading. What is written meanwhile is seen at the next check,
+        # and an invalid file is logged once.
+        self._stamp = stamp
         try:
-            self._keys = Keys.read(self._file)
+            self._keys = ApiKeys.from_file(self._file)
         except ConfigError as error:
             log.error("the %d keys known until now stay: %s", len(self._keys), error)
         else:
             log.info("took %d keys from the changed %s", len(self._keys), self._file)
 
 
-def _clients(lines: Sequence[str]) -> Iterator[Client]:
+def _parse_lines(lines: Sequence[str]) -> Iterator[ApiClient]:
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if words:
-            yield _client(words, number)
+            yield _parse_line(words, number)
 
 
-def _client(words: Sequence[str], number: int) -> Client:
-    """What is wrong is said by the number of the line: its words may be keys."""
+def _parse_line(words: Sequence[str], number: int) -> ApiClient:
+    """Return the client of a line.
+
+    An error names the line by its number, because its words may be keys.
+    """
     if len(words) == 1:
-        return Client(f"line-{number}", _hash(words[0]))
-    name, key, *rates = words
+        return ApiClient(f"line-{number}", _hash(words[0]))
+    name, key, *settings = words
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"line {number} must begin with a name of up to 64 letters, digits, dots, dashes and underscores"
+            f"line {number} must begin with a name of up to 64 letters, digits, dots, "
+            "dashes and underscores"
         )
-    given: dict[str, float] = {}
-    for rate in rates:
-        what, _, value = rate.partition("=")
+    rates: dict[str, float] = {}
+    for setting in settings:
+        rate, _, value = setting.partition("=")
         if (
-            what not in RATES
-            or what in given
+            rate not in RATES
+            or rate in rates
             or not value.isdecimal()
             or not 0 < int(value[:19]) < 10**12
         ):
             raise ValueError(
-                f"line {number} may say {' and '.join(f'{what}=N' for what in RATES)} behind the key, once each, N a whole number above 0"
+                f"line {number} may say {' and '.join(f'{rate}=N' for rate in RATES)} "
+                "behind the key, once each, N a whole number above 0"
             )
-        given[what] = float(value)
-    return Client(name, _hash(key), **given)
+        rates[rate] = float(value)
+    return ApiClient(name, _hash(key), **rates)
 
 
-def _check(clients: Sequence[Client]) -> None:
-    """A client may have several keys, so that a new one can be handed out before the old one goes; its rates are the same for all."""
+def _check(clients: Sequence[ApiClient]) -> None:
+    """Raise ValueError for keys that are missing, too many, repeated or of different rates.
+
+    A client may have several keys, so that a new one can be handed out before the old one goes.
+    Its rates are the same for all of them.
+    """
     if not clients:
         raise ValueError("it has no key; write one a line, or leave http.api_keys_file out")
     if len(clients) > MAX_KEYS:
@@ -142,7 +160,8 @@ def _check(clients: Sequence[Client]) -> None:
     for client in clients:
         if rates[client.name] != client.rates:
             raise ValueError(
-                f"the keys of {client.name} have different rates; a client's rates are the same for all its keys"
+                f"the keys of {client.name} have different rates; "
+                "a client's rates are the same for all its keys"
             )
 
 
@@ -151,7 +170,10 @@ def _hash(key: str) -> bytes:
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """Differs when the file does, also where a link was turned to another file, as Kubernetes does with secrets."""
+    """Return what differs when the file does.
+
+    The inode is in it because Kubernetes updates secrets by turning a link to another file.
+    """
     try:
         found = os.stat(file)
     except OSError:

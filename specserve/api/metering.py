@@ -1,4 +1,4 @@
-"""What the gateway counts and times. Knows names of metrics, so that nobody else here has to."""
+"""Count and time requests in the gateway. The only module of the API that knows metric names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from specserve.api.continuation import Continuation
 from specserve.metrics import Registry
 
 
-class Meter:
-    """Over the registry of this process."""
+class RequestMetrics:
+    """Counters and histograms of requests, in the registry of this process."""
 
     def __init__(self, registry: Registry, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -17,58 +17,64 @@ class Meter:
         self._generation_tokens = registry.counter("generation_tokens_total")
         self._success = registry.counter("request_success_total")
         self._failure = registry.counter("request_failure_total")
-        self._limited = registry.counter("rate_limited_total")
-        self._first = registry.histogram("time_to_first_token_seconds")
-        self._each = registry.histogram("time_per_output_token_seconds")
-        self._all = registry.histogram("e2e_request_latency_seconds")
+        self._rate_limited = registry.counter("rate_limited_total")
+        self._time_to_first_token = registry.histogram("time_to_first_token_seconds")
+        self._time_per_token = registry.histogram("time_per_output_token_seconds")
+        self._latency = registry.histogram("e2e_request_latency_seconds")
 
-    def asked(self, num_tokens: int) -> None:
-        """A prompt was handed to the engine."""
+    def count_prompt_tokens(self, num_tokens: int) -> None:
+        """Count the tokens of prompts that go to the engine."""
         self._prompt_tokens.add(num_tokens)
 
-    def failed(self, status: int) -> None:
-        """A request ended with an error, in its status or in mid-stream."""
+    def count_failure(self, status: int) -> None:
+        """Count a request that ended with an error, in its status or in mid-stream."""
         self._failure.add(1, str(status))
 
-    def limited(self, limit: str) -> None:
-        """A client was told to wait, for its requests or for its tokens a minute."""
-        self._limited.add(1, limit)
+    def count_rate_limited(self, limit: str) -> None:
+        """Count a refusal for the `requests` or the `tokens` a minute of a client."""
+        self._rate_limited.add(1, limit)
 
-    def watch(self, begun: float) -> Watch:
-        return Watch(self, begun)
+    def start_timer(self, start: float) -> RequestTimer:
+        """Return a timer for one continuation of a request that arrived at `start`."""
+        return RequestTimer(self, start)
 
-    def first(self, seconds: float) -> None:
-        self._first.observe(seconds)
+    def observe_first_token(self, seconds: float) -> None:
+        self._time_to_first_token.observe(seconds)
 
-    def completed(self, continuation: Continuation, *, whole: float, after_first: float) -> None:
+    def observe_finished(
+        self, continuation: Continuation, *, latency: float, after_first: float
+    ) -> None:
+        """Count a finished continuation, with its seconds in total and after its first token."""
         assert continuation.finish is not None
         self._success.add(1, continuation.finish.value)
-        self._all.observe(whole)
+        self._latency.observe(latency)
         if len(continuation.token_ids) > 1:
-            self._each.observe(after_first / (len(continuation.token_ids) - 1))
+            self._time_per_token.observe(after_first / (len(continuation.token_ids) - 1))
 
-    def written(self, num_tokens: int) -> None:
+    def count_generated_tokens(self, num_tokens: int) -> None:
         self._generation_tokens.add(num_tokens)
 
 
-class Watch:
-    """Times one continuation."""
+class RequestTimer:
+    """Times of one continuation."""
 
-    __slots__ = ("_begun", "_first", "_meter")
+    __slots__ = ("_first_token", "_metrics", "_start")
 
-    def __init__(self, meter: Meter, begun: float) -> None:
-        self._meter, self._begun = meter, begun
-        self._first: float | None = None
+    def __init__(self, metrics: RequestMetrics, start: float) -> None:
+        self._metrics, self._start = metrics, start
+        self._first_token: float | None = None
 
-    def tokens(self, count: int) -> None:
-        """So many have come."""
-        self._meter.written(count)
-        if self._first is None and count:
-            self._first = self._meter.clock()
-            self._meter.first(self._first - self._begun)
+    def add_tokens(self, count: int) -> None:
+        """Count tokens that have arrived."""
+        self._metrics.count_generated_tokens(count)
+        if self._first_token is None and count:
+            self._first_token = self._metrics.clock()
+            self._metrics.observe_first_token(self._first_token - self._start)
 
-    def end(self, continuation: Continuation) -> None:
-        now = self._meter.clock()
-        self._meter.completed(
-            continuation, whole=now - self._begun, after_first=now - (self._first or now)
+    def finish(self, continuation: Continuation) -> None:
+        now = self._metrics.clock()
+        self._metrics.observe_finished(
+            continuation,
+            latency=now - self._start,
+            after_first=now - (self._first_token or now),
         )

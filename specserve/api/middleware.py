@@ -1,6 +1,7 @@
-"""What happens to every HTTP request, whatever it asks for: an id and a log line, a last resort, keys and rates, and limits on heads and bodies.
+"""Middleware of every HTTP request: access log, last-resort errors, keys and rates, size limits.
 
-Plain ASGI: a class of the framework's own would cost CPU with each streamed chunk, and hide that a client has left.
+It is plain ASGI. The framework's own class would cost CPU with each streamed chunk, and would hide
+that a client has left.
 """
 
 from __future__ import annotations
@@ -14,27 +15,29 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.api.discretion import log_failure
 from specserve.api.keys import KeyFile
-from specserve.api.metering import Meter
+from specserve.api.metering import RequestMetrics
 from specserve.api.rates import Account, Accounts
-from specserve.api.refusal import BAD_KEY, STATUS_OF_GONE, Refusal
+from specserve.api.refusal import BAD_KEY, CLIENT_CLOSED_REQUEST, Refusal, log_redacted
 from specserve.errors import RateLimited
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
-MAX_HEAD = (
-    32 * 1024
-)  # bytes of a request's path, query and headers; Serve's HAProxy takes no more than 16 kB
-_SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MAX_HEAD = 32 * 1024
+"""Bytes of a request's path, query and headers. Serve's HAProxy takes no more than 16 kB."""
+_VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class Journal:
-    """Gives each request an id, or takes the client's; tells it in the response and in the log. Counts failures of the API."""
+class AccessLog:
+    """Log line and id of each request.
 
-    def __init__(self, app: ASGIApp, *, meter: Meter) -> None:
-        self._app, self._meter = app, meter
+    The id is the client's if it is valid, else a new one; it goes into the response and the log.
+    Failures of the API are counted.
+    """
+
+    def __init__(self, app: ASGIApp, *, metrics: RequestMetrics) -> None:
+        self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -42,10 +45,10 @@ class Journal:
             return
         request_id = _request_id(scope)
         scope.setdefault("state", {})["request_id"] = request_id
-        status, ended = STATUS_OF_GONE, False
-        begun = self._meter.clock()
+        status, ended = CLIENT_CLOSED_REQUEST, False
+        start = self._metrics.clock()
 
-        async def telling(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -60,40 +63,43 @@ class Journal:
             ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
-            await self._app(scope, receive, telling)
+            await self._app(scope, receive, send_with_id)
         finally:
-            status = status if ended else STATUS_OF_GONE
+            status = status if ended else CLIENT_CLOSED_REQUEST
             if status >= 400 and scope["path"].startswith("/v1/"):
-                self._meter.failed(status)
-            _tell(scope, status, self._meter.clock() - begun)
+                self._metrics.count_failure(status)
+            _log_request(scope, status, self._metrics.clock() - start)
 
 
-class LastResort:
-    """Answers what nobody expected with a plain 500. The log has the trace, the client has not."""
+class InternalErrorHandler:
+    """Last resort for unexpected errors: a plain 500 for the client, the traceback for the log."""
 
-    def __init__(self, app: ASGIApp, *, quote: bool) -> None:
-        self._app, self._quote = app, quote
+    def __init__(self, app: ASGIApp, *, log_prompts: bool) -> None:
+        self._app, self._log_prompts = app, log_prompts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
-        async def watching(message: Message) -> None:
+        async def watched_send(message: Message) -> None:
             nonlocal started
             started = started or message["type"] == "http.response.start"
             await send(message)
 
         try:
-            await self._app(scope, receive, watching)
+            await self._app(scope, receive, watched_send)
         except Exception as error:
-            log_failure(
-                log, scope.get("state", {}).get("request_id", "a request"), error, quote=self._quote
+            log_redacted(
+                log,
+                scope.get("state", {}).get("request_id", "a request"),
+                error,
+                log_prompts=self._log_prompts,
             )
             if not started and scope["type"] == "http":
-                await Refusal.of(error).response()(scope, receive, send)
+                await Refusal.from_error(error).response()(scope, receive, send)
 
 
 class KeyCheck:
-    """Asks for `Authorization: Bearer KEY`, but on the open paths, and counts what each key asks for."""
+    """Check of `Authorization: Bearer KEY` on all but the open paths, and of each key's rates."""
 
     def __init__(
         self, app: ASGIApp, *, keys: KeyFile, accounts: Accounts, open_paths: Collection[str]
@@ -116,25 +122,25 @@ class KeyCheck:
         try:
             account.take_request()
         except RateLimited as error:
-            await Refusal.of(error).response()(scope, receive, send)
+            await Refusal.from_error(error).response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _account(self, scope: Scope) -> Account | None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         client = self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
-        return None if client is None else self._accounts.of(client)
+        return None if client is None else self._accounts.get(client)
 
 
 class HeadLimit:
-    """Refuses what has too much in front of its body."""
+    """Refusal of requests whose path and headers are too long."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _head_size(scope) > MAX_HEAD:
-            refusal = Refusal.of(
+            refusal = Refusal.from_error(
                 HTTPException(
                     431, f"path and headers are longer than the {MAX_HEAD} bytes that are allowed"
                 )
@@ -145,7 +151,10 @@ class HeadLimit:
 
 
 class BodyLimit:
-    """Refuses a body that says that it is too long, or turns out to be; no more than the limit is ever held."""
+    """Refusal of bodies that are too long, by their content length or by what arrives.
+
+    No more than the limit is ever held.
+    """
 
     def __init__(self, app: ASGIApp, *, limit: int) -> None:
         self._app, self._limit = app, limit
@@ -154,23 +163,22 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        told = Headers(scope=scope).get("content-length", "")
-        if told.isdecimal() and int(told[:20]) > self._limit:
-            await Refusal.of(self._too_large()).response({"Connection": "close"})(
-                scope, receive, send
-            )
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self._limit:
+            refusal = Refusal.from_error(self._too_large())
+            await refusal.response({"Connection": "close"})(scope, receive, send)
             return
-        held = 0
+        received = 0
 
-        async def counting() -> Message:
-            nonlocal held
+        async def limited_receive() -> Message:
+            nonlocal received
             message = await receive()
-            held += len(message.get("body", b""))
-            if held > self._limit:
+            received += len(message.get("body", b""))
+            if received > self._limit:
                 raise self._too_large()
             return message
 
-        await self._app(scope, counting, send)
+        await self._app(scope, limited_receive, send)
 
     def _too_large(self) -> HTTPException:
         return HTTPException(
@@ -188,8 +196,11 @@ def _head_size(scope: Scope) -> int:
     )
 
 
-def _tell(scope: Scope, status: int, seconds: float) -> None:
-    """One line. The path is a stranger's and is escaped, lest it look like lines of ours; the fields are for logs in JSON."""
+def _log_request(scope: Scope, status: int, seconds: float) -> None:
+    """Write the access log's line; its fields are for logs in JSON.
+
+    The client-supplied path is escaped to prevent log injection.
+    """
     state, path = scope["state"], ascii(scope["path"][:200])[1:-1]
     account: Account | None = state.get("account")
     client = "-" if account is None else account.name
@@ -215,4 +226,4 @@ def _tell(scope: Scope, status: int, seconds: float) -> None:
 
 def _request_id(scope: Scope) -> str:
     given: str = Headers(scope=scope).get(REQUEST_ID, "")
-    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,4 +1,7 @@
-"""From what a client sent to what the engine can do: the model's name, prompts as ids, and one `Sampling`. Refuses what can never succeed."""
+"""Parse a client's body into a GenerationRequest: the model's name, prompt ids and `Sampling`.
+
+A request that can never succeed is refused here.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,27 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeVar
 
-from specserve.api.schema import ChatBody, CompletionBody, Generate, Message, Shape
-from specserve.api.service import Served
-from specserve.api.tokenizer import Text
-from specserve.api.tools.formats import Spelling
-from specserve.api.tools.messages import for_template
-from specserve.api.tools.offer import Offer, offered
+from specserve.api.schema import ChatBody, CompletionBody, GenerationBody, Message, StrictModel
+from specserve.api.service import ServedModel
+from specserve.api.tokenizer import Tokenizer
+from specserve.api.tools.formats import ModelCallFormat
+from specserve.api.tools.messages import to_template_messages
+from specserve.api.tools.offer import Offer, parse_offer
 from specserve.errors import BadRequest, BadValue, EmptyPrompt, NotServed, TooLong, UnknownToken
 from specserve.sampling_params import Sampling
 from specserve.types import Speculation
 
-MAX_CONTINUATIONS = 512  # of one HTTP request: its prompts times n
-TOKENIZED = 100_000  # characters that /tokenize takes, whatever the context
-SMALL = (
-    20_000  # characters that the event loop may tokenize itself, in some 5 ms; more go to a thread
-)
-SMALL_GRAMMAR = 2_000  # and of a grammar, which is checked in as long
-ELSEWHERE = (
-    "max_tokens",
-    "speculation",
-    "response_format",
-    "guided",
-)  # what has a shape of its own in a body
-SAMPLED = tuple(field.name for field in fields(Sampling) if field.name not in ELSEWHERE)
+MAX_CONTINUATIONS = 512
+"""Continuations of one HTTP request: its prompts times n."""
+MAX_TOKENIZE_CHARS = 100_000
+"""Characters that /tokenize takes, whatever the context."""
+MAX_INLINE_CHARS = 20_000
+"""Characters that the event loop may tokenize itself, in some 5 ms; more go to a thread."""
+MAX_INLINE_GRAMMAR = 2_000
+"""Characters of a grammar that the event loop may check itself, in as long."""
+NESTED_FIELDS = ("max_tokens", "speculation", "response_format", "guided")
+"""Fields of Sampling that need more than a copy from the body."""
+FLAT_FIELDS = tuple(field.name for field in fields(Sampling) if field.name not in NESTED_FIELDS)
 
 T = TypeVar("T")
 
@@ -41,113 +42,134 @@ class Prompt:
 
     ids: tuple[int, ...]
     echo: str = ""
-    is_source: bool = False
+    is_encoder_input: bool = False
 
     @property
-    def before(self) -> tuple[int, ...]:
-        """What the text continues: nothing where the prompt is a source."""
-        return () if self.is_source else self.ids
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Tokens that the text continues; none if the prompt is encoder input."""
+        return () if self.is_encoder_input else self.ids
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One HTTP request, understood. Its continuations are `n` of the first prompt, then of the second, and so on."""
+class GenerationRequest:
+    """One HTTP request for text.
+
+    Its continuations are `n` of the first prompt, then `n` of the second, and so on.
+    """
 
     prompts: tuple[Prompt, ...]
     sampling: Sampling
     stream: bool
-    include_usage: bool  # in a chunk of its own; an answer in one piece always has it
-    spelling: Spelling | None = None  # how it calls functions; None: it cannot
+    include_usage: bool  # in a chunk of its own; a response that is not streamed always has it
+    call_format: ModelCallFormat | None = None  # how it calls tools; None: it cannot
 
 
-class Reader:
-    """Reads bodies whose shape is right."""
+class RequestParser:
+    """Parser of bodies that have passed the schema."""
 
-    def __init__(self, text: Text, served: Served) -> None:
-        self._text, self._served = text, served
+    def __init__(self, tokenizer: Tokenizer, served: ServedModel) -> None:
+        self._tokenizer, self._served = tokenizer, served
 
     @cached_property
-    def _spelling(self) -> Spelling:
-        return Spelling.of(self._text.tool_template, self._text)
+    def _call_format(self) -> ModelCallFormat:
+        return ModelCallFormat.from_template(self._tokenizer.tool_template, self._tokenizer)
 
-    async def completion(self, body: CompletionBody) -> Asked:
+    async def completion(self, body: CompletionBody) -> GenerationRequest:
         self.check_model(body.model)
         sampling = self._sampling(body, default_max_tokens=16)
-        if self._served.encodes:
-            sampling.check_source()
+        if self._served.is_encoder_decoder:
+            sampling.check_encoder_input()
         await _check_grammar(sampling)
-        given = _prompts(body.prompt)
+        given = _as_prompts(body.prompt)
         if len(given) * sampling.n > MAX_CONTINUATIONS:
             raise BadValue(
-                f"{len(given)} prompts times n {sampling.n} is more than the {MAX_CONTINUATIONS} that one request may ask for",
+                f"{len(given)} prompts times n {sampling.n} is more than the {MAX_CONTINUATIONS} "
+                "that one request may ask for",
                 param="n",
             )
         for prompt in given:
             self._check_size(len(prompt), param="prompt")
         size = sum(len(prompt) for prompt in given)
-        prompts = await _aside(
+        prompts = await _in_thread_if_large(
             size, lambda: tuple(self._prompt(prompt, echo=sampling.echo) for prompt in given)
         )
-        return _asked(body, prompts, sampling)
+        return _generation_request(body, prompts, sampling)
 
-    async def chat(self, body: ChatBody) -> Asked:
-        """What is wrong with parameters is said before anything is done with messages."""
+    async def chat(self, body: ChatBody) -> GenerationRequest:
+        """Parse a chat. Parameters are checked before anything is done with messages."""
         self.check_model(body.model)
-        offer, sampling = offered(body), self._sampling(body, default_max_tokens=1)
+        offer, sampling = parse_offer(body), self._sampling(body, default_max_tokens=1)
         await _check_grammar(sampling)
         if offer is not None:
             sampling = await self._with_tools(sampling, offer)
         ids = await self.chat_ids(body.messages, offer)
-        self._check(ids, param="messages")
-        sampling = replace(sampling, max_tokens=_max_tokens(body, self._served.room(len(ids))))
-        asked = _asked(body, (Prompt(ids, is_source=self._served.encodes),), sampling)
-        return asked if offer is None else replace(asked, spelling=self._spelling)
+        self._check_prompt(ids, param="messages")
+        sampling = replace(
+            sampling, max_tokens=_max_tokens(body, self._served.max_new_tokens(len(ids)))
+        )
+        prompt = Prompt(ids, is_encoder_input=self._served.is_encoder_decoder)
+        parsed = _generation_request(body, (prompt,), sampling)
+        return parsed if offer is None else replace(parsed, call_format=self._call_format)
 
     async def _with_tools(self, sampling: Sampling, offer: Offer) -> Sampling:
-        """Of an answer that calls, or is what it would have to be without tools."""
+        """Constrain the answer to tool calls, or to the `sampling` without them.
+
+        The answer may be without calls unless the offer demands one.
+        """
         answer = sampling.grammar
-        if answer is not None and not offer.must_call and not self._spelling.format.trigger:
+        if answer is not None and not offer.must_call and not self._call_format.format.trigger:
             raise BadValue(
-                "response_format and tools exclude one another here: this model's calls begin as JSON does",
+                "response_format and tools exclude one another here: "
+                "this model's calls begin as JSON does",
                 param="response_format",
             )
-        await _aside(offer.size, lambda: offer.check(self._spelling, answer), small=SMALL_GRAMMAR)
+        await _in_thread_if_large(
+            offer.size,
+            lambda: offer.check(self._call_format, answer),
+            max_inline=MAX_INLINE_GRAMMAR,
+        )
         return replace(
             sampling,
             response_format=None,
-            guided={"grammar": offer.grammar(self._spelling, answer)},
+            guided={"grammar": offer.grammar(self._call_format, answer)},
         )
 
     async def chat_ids(
         self, messages: Sequence[Message], offer: Offer | None = None
     ) -> tuple[int, ...]:
-        """The prompt that the model's template makes of messages and tools."""
-        tools = [] if offer is None else offer.shown
-        plain = for_template(messages, tools, self._spelling)
-        size = sum(len(str(value)) for message in plain for value in message.values())
-        size += offer.size if offer is not None and self._spelling.taught else 0
+        """Return the prompt that the model's template makes of messages and tools."""
+        tools = [] if offer is None else offer.definitions
+        template_messages = to_template_messages(messages, tools, self._call_format)
+        size = sum(len(str(value)) for message in template_messages for value in message.values())
+        size += offer.size if offer is not None and self._call_format.in_template else 0
         self._check_size(size, param="messages")
         try:
-            return await _aside(size, lambda: self._text.apply_chat(plain, tools=tools))
+            return await _in_thread_if_large(
+                size, lambda: self._tokenizer.apply_chat_template(template_messages, tools=tools)
+            )
         except BadRequest as error:
             raise type(error)(str(error), param="messages") from error
 
     async def text_ids(self, text: str, *, special: bool = True) -> tuple[int, ...]:
-        if len(text) > TOKENIZED:
+        """Return the ids of a text, which may be longer than the context."""
+        if len(text) > MAX_TOKENIZE_CHARS:
             self._check_size(len(text), param="prompt")
-        return await _aside(len(text), lambda: self._text.encode(text, special=special))
+        return await _in_thread_if_large(
+            len(text), lambda: self._tokenizer.encode(text, special=special)
+        )
 
-    async def text_of(self, ids: Sequence[int]) -> str:
-        """Of no more ids than a request could have."""
+    async def decode_ids(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, which must fit in the context."""
         if len(ids) > self._served.max_context:
             raise TooLong(
                 f"tokens has {len(ids)} ids, but the context holds {self._served.max_context}",
                 param="tokens",
             )
         self.check_ids(ids, param="tokens")
-        return await _aside(len(ids), lambda: self._text.decode(ids))
+        return await _in_thread_if_large(len(ids), lambda: self._tokenizer.decode(ids))
 
     def check_model(self, name: str | None) -> None:
+        """Raise NotServed for the name of another model."""
         if name is not None and name != self._served.name:
             raise NotServed(
                 f"the model {name[:200]!r} is not served here; {self._served.name!r} is",
@@ -155,7 +177,7 @@ class Reader:
             )
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
-        """Raises UnknownToken for what is outside the vocabulary."""
+        """Raise UnknownToken for an id outside the vocabulary."""
         end = self._served.vocab_size
         if ids and (min(ids) < 0 or max(ids) >= end):
             wrong = next(token for token in ids if not 0 <= token < end)
@@ -165,42 +187,50 @@ class Reader:
             )
 
     def _prompt(self, prompt: str | Sequence[int], *, echo: bool) -> Prompt:
-        ids = self._text.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        self._check(ids, param="prompt")
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        self._check_prompt(ids, param="prompt")
         if not echo:
-            return Prompt(ids, is_source=self._served.encodes)
-        return Prompt(ids, prompt if isinstance(prompt, str) else self._text.decode(ids))
+            return Prompt(ids, is_encoder_input=self._served.is_encoder_decoder)
+        return Prompt(ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(ids))
 
     def _check_size(self, size: int, *, param: str) -> None:
-        """Characters or ids: what is far too long costs no tokenizing, which takes a hundred times its memory."""
-        most = self._served.max_context * self._text.longest
+        """Raise TooLong for so many characters or ids that they cannot fit in the context.
+
+        They are refused before tokenizing, which takes a hundred times their memory.
+        """
+        most = self._served.max_context * self._tokenizer.max_token_length
         if size > most:
             raise TooLong(
-                f"the prompt has a length of {size}, but the context holds {self._served.max_context} tokens, at most {most} characters",
+                f"the prompt has a length of {size}, but the context holds "
+                f"{self._served.max_context} tokens, at most {most} characters",
                 param=param,
             )
 
-    def _check(self, ids: tuple[int, ...], *, param: str) -> None:
-        longest = self._served.longest_prompt
+    def _check_prompt(self, ids: tuple[int, ...], *, param: str) -> None:
         if not ids:
             raise EmptyPrompt("the prompt is empty; it needs at least one token", param=param)
         self.check_ids(ids, param=param)
-        if len(ids) > longest:
-            what = "new tokens included" if not self._served.encodes else "of the source alone"
+        if len(ids) > self._served.max_prompt_length:
+            what = (
+                "new tokens included"
+                if not self._served.is_encoder_decoder
+                else "of the encoder input alone"
+            )
             raise TooLong(
-                f"the prompt has {len(ids)} tokens, but the context holds {self._served.max_context}, {what}",
+                f"the prompt has {len(ids)} tokens, but the context holds "
+                f"{self._served.max_context}, {what}",
                 param=param,
             )
 
-    def _sampling(self, body: Generate, *, default_max_tokens: int) -> Sampling:
+    def _sampling(self, body: GenerationBody, *, default_max_tokens: int) -> Sampling:
         given = {
-            name: value for name in SAMPLED if (value := getattr(body, name, None)) is not None
+            name: value for name in FLAT_FIELDS if (value := getattr(body, name, None)) is not None
         }
         speculation = None if body.speculation is None else body.speculation.model_dump()
         sampling = Sampling(
             max_tokens=_max_tokens(body, default_max_tokens),
             speculation=speculation,
-            response_format=_structure(body.response_format),
+            response_format=_members(body.response_format),
             guided=_guided(body),
             **given,
         )
@@ -215,11 +245,13 @@ class Reader:
         return sampling
 
 
-def _asked(body: Generate, prompts: tuple[Prompt, ...], sampling: Sampling) -> Asked:
+def _generation_request(
+    body: GenerationBody, prompts: tuple[Prompt, ...], sampling: Sampling
+) -> GenerationRequest:
     stream, options = body.stream is True, body.stream_options
     if options is not None and not stream:
         raise BadValue("stream_options goes with stream true", param="stream_options")
-    return Asked(
+    return GenerationRequest(
         prompts,
         sampling,
         stream,
@@ -227,8 +259,8 @@ def _asked(body: Generate, prompts: tuple[Prompt, ...], sampling: Sampling) -> A
     )
 
 
-def _max_tokens(body: Generate, default: int) -> int:
-    """Under either name; what is wrong is said of the name that was used."""
+def _max_tokens(body: GenerationBody, default: int) -> int:
+    """Return max_tokens, given by either name. An error names the name that was used."""
     if body.max_completion_tokens is None:
         return default if body.max_tokens is None else body.max_tokens
     if body.max_tokens not in (None, body.max_completion_tokens):
@@ -243,8 +275,8 @@ def _max_tokens(body: Generate, default: int) -> int:
     return body.max_completion_tokens
 
 
-def _prompts(given: str | list[int] | list[str | list[int]]) -> list[str | list[int]]:
-    """One text or one list of ids is one prompt; anything else is a list of prompts."""
+def _as_prompts(given: str | list[int] | list[str | list[int]]) -> list[str | list[int]]:
+    """Return a list of prompts; one text or one list of ids is one prompt."""
     if isinstance(given, str):
         return [given]
     ids = [token for token in given if isinstance(token, int)]
@@ -252,8 +284,8 @@ def _prompts(given: str | list[int] | list[str | list[int]]) -> list[str | list[
     return prompts or [ids]
 
 
-def _structure(given: Shape | None) -> dict[str, object] | None:
-    """By the names that clients use; what is null was not given."""
+def _members(given: StrictModel | None) -> dict[str, object] | None:
+    """Return members by the names that clients use, without those that are null."""
     return (
         None
         if given is None
@@ -265,8 +297,8 @@ def _structure(given: Shape | None) -> dict[str, object] | None:
     )
 
 
-def _guided(body: Generate) -> dict[str, object] | None:
-    """Under one name or in one object."""
+def _guided(body: GenerationBody) -> dict[str, object] | None:
+    """Return the constraint that was given in `guided`, or under names such as `guided_regex`."""
     flat = {
         name: value
         for name in ("regex", "grammar", "json", "choice")
@@ -277,15 +309,19 @@ def _guided(body: Generate) -> dict[str, object] | None:
             f"guided and guided_{next(iter(flat))} say the same thing; give one of them",
             param="guided",
         )
-    return _structure(body.guided) if body.guided is not None else flat or None
+    return _members(body.guided) if body.guided is not None else flat or None
 
 
 async def _check_grammar(sampling: Sampling) -> None:
     grammar = sampling.grammar
     if grammar is not None:
-        await _aside(len(grammar.text), sampling.check_grammar, small=SMALL_GRAMMAR)
+        await _in_thread_if_large(
+            len(grammar.text), sampling.check_grammar, max_inline=MAX_INLINE_GRAMMAR
+        )
 
 
-async def _aside(size: int, work: Callable[[], T], *, small: int = SMALL) -> T:
-    """Work that grows with `size`, in a thread if it would hold up other requests."""
-    return work() if size <= small else await asyncio.to_thread(work)
+async def _in_thread_if_large(
+    size: int, work: Callable[[], T], *, max_inline: int = MAX_INLINE_CHARS
+) -> T:
+    """Do work that grows with `size`, in a thread if it would hold up other requests."""
+    return work() if size <= max_inline else await asyncio.to_thread(work)

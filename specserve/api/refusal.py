@@ -1,10 +1,15 @@
-"""Every error as clients see it: OpenAI's format, one table of status codes, and never a word about the inside."""
+"""Turn every error into OpenAI's format and a status code, and log failures without prompts.
+
+An unexpected error's message never reaches the client.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fastapi.exceptions import RequestValidationError
@@ -13,13 +18,14 @@ from starlette.responses import Response
 
 from specserve import errors
 
-RETRY_AFTER_S = 1  # unless the error knows better
-STATUS_OF_GONE = 499  # a client that left; it sees no answer, but logs and metrics do
+RETRY_AFTER_S = 1  # for errors that have no time of their own
+CLIENT_CLOSED_REQUEST = 499
+"""Status in logs and metrics of a client that left; it receives no answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What all errors of a kind have in common."""
+class ErrorKind:
+    """Status and names that all errors of a kind share."""
 
     status: int
     type: str
@@ -27,51 +33,53 @@ class Kind:
     retry: bool = False  # the same request may succeed later
 
 
-BAD = Kind(400, "invalid_request_error")
-INTERNAL = Kind(500, "server_error", "internal_error")
-BAD_KEY = Kind(401, "invalid_request_error", "invalid_api_key")
+BAD_REQUEST = ErrorKind(400, "invalid_request_error")
+INTERNAL = ErrorKind(500, "server_error", "internal_error")
+BAD_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")
 
-KINDS: Mapping[
-    type[errors.SpecserveError], Kind
-] = {  # an error is of the first kind that it is an instance of
-    errors.TooLong: Kind(400, "invalid_request_error", "context_length_exceeded"),
-    errors.NotServed: Kind(404, "invalid_request_error", "model_not_found"),
-    errors.BadRequest: BAD,
-    errors.TimedOut: Kind(408, "timeout_error", "request_timeout"),
-    errors.Overloaded: Kind(429, "rate_limit_error", "overloaded", retry=True),
-    errors.RateLimited: Kind(429, "rate_limit_error", "rate_limit_exceeded", retry=True),
-    errors.Unavailable: Kind(503, "server_error", "unavailable", retry=True),
-    errors.WorkerLost: Kind(500, "server_error", "worker_lost"),
+# An error is of the first kind that it is an instance of.
+ERROR_KINDS: Mapping[type[errors.SpecserveError], ErrorKind] = {
+    errors.TooLong: ErrorKind(400, "invalid_request_error", "context_length_exceeded"),
+    errors.NotServed: ErrorKind(404, "invalid_request_error", "model_not_found"),
+    errors.BadRequest: BAD_REQUEST,
+    errors.TimedOut: ErrorKind(408, "timeout_error", "request_timeout"),
+    errors.Overloaded: ErrorKind(429, "rate_limit_error", "overloaded", retry=True),
+    errors.RateLimited: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", retry=True),
+    errors.Unavailable: ErrorKind(503, "server_error", "unavailable", retry=True),
+    errors.WorkerLost: ErrorKind(500, "server_error", "worker_lost"),
 }
-PLAIN = {  # what the framework refuses by a status alone
+# Errors of the framework, which have nothing but a status.
+STATUS_KINDS = {
     401: BAD_KEY,
-    404: Kind(404, "invalid_request_error", "not_found"),
-    405: Kind(405, "invalid_request_error", "method_not_allowed"),
-    413: Kind(413, "invalid_request_error", "request_too_large"),
-    431: Kind(431, "invalid_request_error", "headers_too_large"),
+    404: ErrorKind(404, "invalid_request_error", "not_found"),
+    405: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
+    413: ErrorKind(413, "invalid_request_error", "request_too_large"),
+    431: ErrorKind(431, "invalid_request_error", "headers_too_large"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One error, ready to be sent as a response or inside a stream."""
+    """One error, ready to be sent as a response or as an event of a stream."""
 
-    kind: Kind
+    kind: ErrorKind
     message: str
     param: str | None = None
     retry_after_s: float = RETRY_AFTER_S
 
     @classmethod
-    def of(cls, error: Exception) -> Refusal:
-        """Of an error that is not in the tables, a client learns no more than that there was one."""
+    def from_error(cls, error: Exception) -> Refusal:
+        """Return what a client may know of an error; one of no known kind is a plain 500."""
         if isinstance(error, HTTPException):
             return cls(
-                PLAIN.get(error.status_code, Kind(error.status_code, "invalid_request_error")),
+                STATUS_KINDS.get(
+                    error.status_code, ErrorKind(error.status_code, "invalid_request_error")
+                ),
                 str(error.detail),
             )
         if isinstance(error, RequestValidationError):
-            return _misshapen(error)
-        for known, kind in KINDS.items():
+            return _from_validation_error(error)
+        for known, kind in ERROR_KINDS.items():
             if isinstance(error, known):
                 return cls(
                     kind,
@@ -87,7 +95,7 @@ class Refusal:
 
     @property
     def json(self) -> str:
-        """In ASCII, since it may quote what is not Unicode."""
+        """The body, in ASCII because it may quote what is not Unicode."""
         return json.dumps(
             {
                 "error": {
@@ -104,22 +112,29 @@ class Refusal:
         return Response(self.json, self.status, {**(headers or {}), **retry}, "application/json")
 
 
-def _misshapen(error: RequestValidationError) -> Refusal:
-    """The first of pydantic's complaints, in a sentence that names the parameter."""
+def _from_validation_error(error: RequestValidationError) -> Refusal:
+    """Put the first of pydantic's complaints into a sentence that names the parameter."""
     complaint = error.errors()[0]
     if complaint["type"] == "json_invalid":
         return Refusal(
-            BAD,
-            f"the body is not valid JSON: {complaint['ctx']['error']} at character {complaint['loc'][-1]}",
+            BAD_REQUEST,
+            f"the body is not valid JSON: {complaint['ctx']['error']} "
+            f"at character {complaint['loc'][-1]}",
         )
     param = _path(complaint["loc"][1:])
     if not param:
-        return Refusal(BAD, "the body must be a JSON object, sent as application/json")
-    return Refusal(BAD, f"{param}: {complaint['msg'][0].lower()}{complaint['msg'][1:]}", param)
+        return Refusal(BAD_REQUEST, "the body must be a JSON object, sent as application/json")
+    return Refusal(
+        BAD_REQUEST, f"{param}: {complaint['msg'][0].lower()}{complaint['msg'][1:]}", param
+    )
 
 
 def _path(location: tuple[str | int, ...]) -> str:
-    """`messages[0].role`. The branches of a union, which pydantic adds, are no names that a client knows; what follows them is left out."""
+    """Return a path such as `messages[0].role`.
+
+    Pydantic adds the branches of a union, which are no names that a client knows. The path ends
+    at the first of them.
+    """
     path = ""
     for part in location:
         if isinstance(part, int):
@@ -129,3 +144,29 @@ def _path(location: tuple[str | int, ...]) -> str:
         else:
             break
     return path[:200]
+
+
+def log_redacted(
+    log: logging.Logger, request_id: str, error: BaseException, *, log_prompts: bool
+) -> None:
+    """Log where a request failed, with the error's message only if `logs.prompts` allows it.
+
+    The message of an unexpected error may repeat the prompt.
+    """
+    if log_prompts:
+        log.error("%s failed", request_id, exc_info=error, extra={"request_id": request_id})
+    else:
+        log.error(
+            "%s failed: %s\n%s",
+            request_id,
+            type(error).__name__,
+            "".join(_traceback_lines(error)),
+            extra={"request_id": request_id},
+        )
+
+
+def _traceback_lines(error: BaseException | None) -> Iterator[str]:
+    while error is not None:
+        yield f"{type(error).__name__} at\n"
+        yield from traceback.format_tb(error.__traceback__)
+        error = error.__cause__ or error.__context__

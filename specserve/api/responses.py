@@ -1,27 +1,28 @@
-"""The two kinds of answer, in one piece and as a stream. Both notice at any time that the client has left, and cancel."""
+"""Send a generation to the client, as one JSON object or as a stream of events.
+
+Both notice at any time that the client has left, and cancel the generation.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specserve.api import wording
-from specserve.api.choices import Choice, Form
-from specserve.api.continuation import Piece
-from specserve.api.discretion import log_failure
-from specserve.api.generation import Run
-from specserve.api.metering import Meter
-from specserve.api.parse import Asked
-from specserve.api.refusal import INTERNAL, Refusal
-from specserve.api.tokenizer import Text
-from specserve.api.wording import dumps
+from specserve.api.choices import Choice, ResponseKind, to_json
+from specserve.api.continuation import OutputDelta
+from specserve.api.generation import Generation
+from specserve.api.metering import RequestMetrics
+from specserve.api.parse import GenerationRequest
+from specserve.api.refusal import INTERNAL, Refusal, log_redacted
+from specserve.api.tokenizer import Tokenizer
+from specserve.types import Stats
 
 log = logging.getLogger(__name__)
 
@@ -33,150 +34,178 @@ STREAM_HEADERS = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What an answer says of itself."""
+def json_response(content: object) -> Response:
+    """Return a response with JSON in UTF-8."""
+    return Response(to_json(content), media_type="application/json")
 
-    form: Form
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """The members that a response and all chunks of a stream begin with."""
+
+    kind: ResponseKind
     request_id: str
     created: int
     model: str
 
-    def members(self, kind: str) -> dict[str, object]:
+    def members(self, object_name: str) -> dict[str, object]:
         return {
-            "id": self.form.prefix + self.request_id,
-            "object": kind,
+            "id": self.kind.id_prefix + self.request_id,
+            "object": object_name,
             "created": self.created,
             "model": self.model,
         }
 
 
-class Answer(Response):
-    """Until the first byte is sent, whatever goes wrong is raised, and so gets a status of its own."""
+class GenerationResponse(Response):
+    """A response that runs a generation.
 
-    def __init__(self, run: Run, text: Text, asked: Asked, head: Head, meter: Meter) -> None:
-        self.status_code, self.background = 200, None
-        self._run, self._asked, self._head, self._meter = run, asked, head, meter
-        n = asked.sampling.n
-        self._choices: list[Choice] = [
-            head.form.choice(text, prompt) for prompt in asked.prompts for _ in range(n)
-        ]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _while_connected(receive, self._answer(scope, receive, send))
-
-    @abstractmethod
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None: ...
-
-    def _usage(self) -> dict[str, int]:
-        return wording.usage(
-            prompt_tokens=self._run.num_prompt_tokens,
-            completion_tokens=self._run.num_completion_tokens,
-        )
-
-    def _speculation(self) -> dict[str, object]:
-        """Nothing of it when the engine said nothing."""
-        stats = [
-            continuation.stats
-            for continuation in self._run.continuations
-            if continuation.stats is not None
-        ]
-        return {"specserve": wording.speculation(stats)} if stats else {}
-
-
-class Whole(Answer):
-    """All of it as one JSON object."""
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pieces: list[list[Piece]] = [[] for _ in self._choices]
-        async with self._run as run:
-            async for index, piece in run:
-                pieces[index].append(piece)
-        choices = [self._choice(index, Piece.joined(own)) for index, own in enumerate(pieces)]
-        members = self._head.members(self._head.form.whole)
-        await wording.respond(
-            members | {"choices": choices, "usage": self._usage()} | self._speculation()
-        )(scope, receive, send)
-
-    def _choice(self, index: int, piece: Piece) -> dict[str, object]:
-        assert piece.finish is not None
-        return {
-            "index": index,
-            **self._choices[index].whole(piece),
-            "finish_reason": piece.finish.value,
-        }
-
-
-class Streamed(Answer):
-    """Server-sent events. A chunk is put together by hand: a head that never changes, and a few small values."""
+    What fails before the first byte is sent is raised, and so gets a status of its own.
+    """
 
     def __init__(
         self,
-        run: Run,
-        text: Text,
-        asked: Asked,
-        head: Head,
-        meter: Meter,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        generation_request: GenerationRequest,
+        head: ResponseHead,
+        metrics: RequestMetrics,
+    ) -> None:
+        self.status_code, self.background = 200, None
+        self._generation, self._head, self._metrics = generation, head, metrics
+        self._include_usage = generation_request.include_usage
+        n = generation_request.sampling.n
+        self._choices: list[Choice] = [
+            head.kind.choice(tokenizer, prompt)
+            for prompt in generation_request.prompts
+            for _ in range(n)
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _while_connected(receive, self._respond(scope, receive, send))
+
+    @abstractmethod
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def _usage(self) -> dict[str, int]:
+        prompt_tokens = self._generation.num_prompt_tokens
+        completion_tokens = self._generation.num_completion_tokens
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+
+    def _speculation(self) -> dict[str, object]:
+        """Return the member `specserve`; it is left out when the engine sent no stats."""
+        stats = [
+            continuation.stats
+            for continuation in self._generation.continuations
+            if continuation.stats is not None
+        ]
+        return {"specserve": _speculation_json(stats)} if stats else {}
+
+
+class FullResponse(GenerationResponse):
+    """A response that is one JSON object."""
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deltas: list[list[OutputDelta]] = [[] for _ in self._choices]
+        async with self._generation as generation:
+            async for index, delta in generation:
+                deltas[index].append(delta)
+        choices = [self._choice(index, OutputDelta.merge(own)) for index, own in enumerate(deltas)]
+        members = self._head.members(self._head.kind.object_name)
+        await json_response(
+            members | {"choices": choices, "usage": self._usage()} | self._speculation()
+        )(scope, receive, send)
+
+    def _choice(self, index: int, delta: OutputDelta) -> dict[str, object]:
+        assert delta.finish is not None
+        return {
+            "index": index,
+            **self._choices[index].full(delta),
+            "finish_reason": delta.finish.value,
+        }
+
+
+class StreamedResponse(GenerationResponse):
+    """A response of server-sent events.
+
+    The JSON of a chunk is concatenated from a constant head and a few small values.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        generation_request: GenerationRequest,
+        head: ResponseHead,
+        metrics: RequestMetrics,
         *,
         origins: bool,
-        quote: bool,
+        log_prompts: bool,
     ) -> None:
-        super().__init__(run, text, asked, head, meter)
-        self._origins, self._quote = origins, quote
-        self._begin = "data: " + dumps(head.members(head.form.chunk))[:-1] + ',"choices":['
-        self._heads = [self._begin + f'{{"index":{index},' for index in range(len(self._choices))]
-        self._begun = [False] * len(self._choices)
-        self._tail = ',"usage":null' if asked.include_usage else ""
+        super().__init__(generation, tokenizer, generation_request, head, metrics)
+        self._origins, self._log_prompts = origins, log_prompts
+        head_json = to_json(head.members(head.kind.chunk_object_name))
+        self._event_head = "data: " + head_json[:-1] + ',"choices":['
+        self._choice_heads = [
+            self._event_head + f'{{"index":{index},' for index in range(len(self._choices))
+        ]
+        self._has_sent = [False] * len(self._choices)
+        self._event_tail = ',"usage":null' if self._include_usage else ""
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._run as run:
-            events = self._events(run)
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._generation as generation:
+            events = self._events(generation)
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
             await _send(send, first)
             try:
                 async for event in events:
                     await _send(send, event)
-            except Exception as error:  # the status is gone; in mid-stream an event has to say it
-                await _send(send, self._failure(error))
+            except Exception as error:  # the status is sent; in mid-stream the error is an event
+                await _send(send, self._error_event(error))
             await send({"type": "http.response.body", "body": DONE.encode(), "more_body": False})
 
-    async def _events(self, run: Run) -> AsyncGenerator[str, None]:
-        async for index, piece in run:
-            if self._is_worth_sending(index, piece):
-                yield self._chunk(index, piece, last=run.is_last)
-        if self._asked.include_usage:
+    async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
+        async for index, delta in generation:
+            if self._is_worth_sending(index, delta):
+                yield self._chunk(index, delta, last=generation.is_last)
+        if self._include_usage:
             yield (
-                self._begin
+                self._event_head
                 + "],"
-                + dumps({"usage": self._usage(), **self._speculation()})[1:]
+                + to_json({"usage": self._usage(), **self._speculation()})[1:]
                 + "\n\n"
             )
 
-    def _is_worth_sending(self, index: int, piece: Piece) -> bool:
-        """A round may end inside a character, and then shows nothing."""
+    def _is_worth_sending(self, index: int, delta: OutputDelta) -> bool:
+        """Return True if a delta shows something; a round that ends inside a character may not."""
         return bool(
-            piece.text
-            or piece.calls
-            or piece.finish
-            or piece.logprobs
-            or not self._begun[index]
-            or (self._origins and piece.origins)
+            delta.text
+            or delta.calls
+            or delta.finish
+            or delta.logprobs
+            or not self._has_sent[index]
+            or (self._origins and delta.origins)
         )
 
-    def _chunk(self, index: int, piece: Piece, *, last: bool) -> str:
-        self._begun[index] = True
-        finish = "null" if piece.finish is None else f'"{piece.finish.value}"'
-        extras = self._tail
+    def _chunk(self, index: int, delta: OutputDelta, *, last: bool) -> str:
+        self._has_sent[index] = True
+        finish = "null" if delta.finish is None else f'"{delta.finish.value}"'
+        extras = self._event_tail
         if self._origins:
-            extras += f',"origins":{dumps(piece.origins)}'
+            extras += f',"origins":{to_json(delta.origins)}'
         if last and (speculation := self._speculation()):
-            extras += "," + dumps(speculation)[1:-1]
-        return f'{self._heads[index]}{self._choices[index].members(piece)},"finish_reason":{finish}}}]{extras}}}\n\n'
+            extras += "," + to_json(speculation)[1:-1]
+        choice = self._choice_heads[index] + self._choices[index].delta_json(delta)
+        return f'{choice},"finish_reason":{finish}}}]{extras}}}\n\n'
 
-    def _failure(self, error: Exception) -> str:
-        refusal = Refusal.of(error)
-        self._meter.failed(refusal.status)
+    def _error_event(self, error: Exception) -> str:
+        refusal = Refusal.from_error(error)
+        self._metrics.count_failure(refusal.status)
         log.error(
             "%s failed in mid-stream with %d: %s",
             self._head.request_id,
@@ -184,8 +213,27 @@ class Streamed(Answer):
             refusal.message,
         )
         if refusal.kind is INTERNAL:
-            log_failure(log, self._head.request_id, error, quote=self._quote)
+            log_redacted(log, self._head.request_id, error, log_prompts=self._log_prompts)
         return f"data: {refusal.json}\n\n"
+
+
+def _speculation_json(stats: Sequence[Stats]) -> dict[str, object]:
+    """Return the `specserve` object: what speculation did for all continuations together.
+
+    The continuations of a request share one verifier.
+    """
+    rounds, accepted = sum(one.rounds for one in stats), sum(one.accepted for one in stats)
+    return {
+        "verifier": stats[0].verifier,
+        "lossless": all(one.lossless for one in stats),
+        "rounds": rounds,
+        "drafted": sum(one.drafted for one in stats),
+        "accepted": accepted,
+        "mean_accepted_length": accepted / rounds if rounds else 0.0,
+        "target_passes": sum(one.target_passes for one in stats),
+        "anticipated": sum(one.anticipated for one in stats),
+        "resumed": sum(one.resumed for one in stats),
+    }
 
 
 async def _send(send: Send, event: str) -> None:
@@ -193,18 +241,19 @@ async def _send(send: Send, event: str) -> None:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`; it is cancelled, and has cleaned up behind itself, when the client leaves."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    """Run `work`; cancel it when the client leaves, and wait until it has cleaned up."""
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (working, leaving):
+        for task in (work_task, disconnect_task):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-    if not working.cancelled():
-        working.result()
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
+    if not work_task.cancelled():
+        work_task.result()
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,7 @@
-"""The shape of what clients send, for the OpenAPI page and for a first check. The ranges of values are `Sampling`'s to judge (request.py)."""
+"""Schemas of the bodies that clients send, for the OpenAPI page and for a first check.
+
+The ranges of values are checked by `Sampling` (sampling_params.py).
+"""
 
 from __future__ import annotations
 
@@ -23,16 +26,21 @@ from specserve.errors import BadValue
 from specserve.grammar.request import MAX_DEPTH, is_too_deep
 from specserve.sampling_params import MAX_BIASES
 
-# What nothing else bounds. OpenAI takes as many messages, and as much metadata.
-MAX_MESSAGES, MAX_PARTS = 2048, 2048
-MAX_LABEL = 512  # characters of what is taken and not used, or merely names
+# Bounds of what no other limit bounds. OpenAI takes as many messages, and as much metadata.
+MAX_MESSAGES = 2048
+MAX_PARTS = 2048
+MAX_LABEL = 512  # characters of a name, or of what is taken and not used
 MAX_METADATA = 16
-MAX_TOOLS, MAX_CALLS = 128, 128
-FUNCTION = r"^[A-Za-z0-9_-]{1,64}$"  # its name
+MAX_TOOLS = 128
+MAX_CALLS = 128
+FUNCTION_NAME = r"^[A-Za-z0-9_-]{1,64}$"
 
 
-def _entries(most: int) -> BeforeValidator:
-    """Counted before anything else: pydantic would complain of every single one, in a hundred times the memory of the body."""
+def _max_entries(most: int) -> BeforeValidator:
+    """Return a validator that counts entries before they are checked.
+
+    Pydantic would report every single one, in a hundred times the memory of the body.
+    """
 
     def check(given: Any, info: ValidationInfo) -> Any:
         if isinstance(given, Mapping) and len(given) > most:
@@ -45,32 +53,34 @@ def _entries(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _shallow(given: Any) -> Any:
-    """What is nested too deeply is refused before anybody follows it down."""
+def _check_depth(given: Any) -> Any:
+    """Refuse what is nested too deeply, before anything recurses into it."""
     if is_too_deep(given):
         raise PydanticCustomError("too_deep", f"it is nested more than {MAX_DEPTH} levels deep")
     return given
 
 
-# A faulty list is refused at its first fault: a body of megabytes may hold a million of them.
+# A faulty list is refused at its first fault, since a body of megabytes may hold a million.
 Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Prompts = TypeAliasType("Prompts", Annotated[list[str | Ids], FailFast()])
-JsonSchema = Annotated[dict[str, Any], BeforeValidator(_shallow)]
+JsonSchema = Annotated[dict[str, Any], BeforeValidator(_check_depth)]
 
 
-class Shape(BaseModel):
-    """Refuses what it does not know, unless it is a default of OpenAI's that asks for nothing: `suffix: null` is harmless, `suffix: "x"` is not."""
+class StrictModel(BaseModel):
+    """A model that refuses unknown members.
+
+    Members of OpenAI's API are taken with the default that asks for nothing: `suffix: null` is
+    harmless, `suffix: "x"` is not.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    UNSUPPORTED: ClassVar[
-        Mapping[str, tuple[object, ...]]
-    ] = {}  # names of OpenAI's API, and the values that change nothing; null is always one
-    IGNORED: ClassVar[
-        tuple[str, ...]
-    ] = ()  # what clients keep beside our own answers, and send back with them
+    # Names of OpenAI's API, and the values that change nothing; null is always one.
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    # Members that clients add to our own answers, and send back with them.
+    IGNORED: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -90,7 +100,7 @@ class Shape(BaseModel):
         return {name: value for name, value in given.items() if name in known}
 
 
-class StreamOptions(Shape):
+class StreamOptions(StrictModel):
     UNSUPPORTED = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = Field(
@@ -98,27 +108,27 @@ class StreamOptions(Shape):
     )
 
 
-class SpeculationBody(Shape):
+class SpeculationBody(StrictModel):
     gamma: int | Literal["auto"] | None = Field(
         None, description="Draft tokens a round; 0 turns speculation off."
     )
     verifier: Literal["auto", "speculative", "block", "coupled", "lenient"] | None = None
 
 
-class NamedSchema(Shape):
+class NamedSchema(StrictModel):
     name: Label
     description: str | None = None
     json_schema: JsonSchema | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="Taken; the schema is obeyed either way.")
 
 
-class ResponseFormat(Shape):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = Field(None, description="Goes with the type json_schema.")
 
 
-class Guided(Shape):
-    """Exactly one of them."""
+class Guided(StrictModel):
+    """A constraint on the text; exactly one member is given."""
 
     regex: str | None = None
     grammar: str | None = Field(None, description="In Lark's notation, as llguidance reads it.")
@@ -126,8 +136,8 @@ class Guided(Shape):
     choice: Texts | None = Field(None, description="One of these texts.")
 
 
-class Generate(Shape):
-    """What both ways of asking have in common."""
+class GenerationBody(StrictModel):
+    """Parameters that completions and chats share."""
 
     UNSUPPORTED = {
         "service_tier": ("auto", "default"),
@@ -149,18 +159,19 @@ class Generate(Shape):
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     seed: int | None = Field(
-        None, description="Makes the text repeatable, whatever drafts and whoever shares the batch."
+        None,
+        description="Makes the text repeatable, whatever drafts and whatever else is in the batch.",
     )
     top_logprobs: int | None = Field(None, description="Goes with logprobs true.")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _entries(MAX_BIASES)] = Field(
+    logit_bias: Annotated[dict[str, float] | None, _max_entries(MAX_BIASES)] = Field(
         None, description="Token ids and what is added to their logits."
     )
     response_format: ResponseFormat | None = Field(None, description="What the text must be.")
     guided: Guided | None = Field(
-        None, description="What the text must be, otherwise said; the four below say the same."
+        None, description="What the text must be, in another form; the four below say the same."
     )
     guided_regex: str | None = None
     guided_grammar: str | None = None
@@ -172,13 +183,13 @@ class Generate(Shape):
     user: Label | None = Field(None, description="Taken and not used, like the three below.")
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
-    metadata: Annotated[dict[Label, Label] | None, _entries(MAX_METADATA)] = None
+    metadata: Annotated[dict[Label, Label] | None, _max_entries(MAX_METADATA)] = None
 
 
-class CompletionBody(Generate):
-    """`POST /v1/completions`"""
+class CompletionBody(GenerationBody):
+    """Body of `POST /v1/completions`."""
 
-    UNSUPPORTED = {**Generate.UNSUPPORTED, "best_of": (1,), "suffix": ("",)}
+    UNSUPPORTED = {**GenerationBody.UNSUPPORTED, "best_of": (1,), "suffix": ("",)}
 
     prompt: str | Ids | Prompts = Field(description="A text, token ids, or a list of both.")
     echo: bool | None = None
@@ -187,7 +198,7 @@ class CompletionBody(Generate):
     )
 
 
-class TextPart(Shape):
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
@@ -195,14 +206,14 @@ class TextPart(Shape):
 Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast(), Field(max_length=MAX_PARTS)])
 
 
-class CalledFunction(Shape):
+class CalledFunction(StrictModel):
     IGNORED = ("parsed_arguments",)
 
-    name: Annotated[str, Field(pattern=FUNCTION)]
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     arguments: str = Field(description="JSON, as the model wrote it.")
 
 
-class ToolCall(Shape):
+class ToolCall(StrictModel):
     IGNORED = ("index",)
 
     id: Label
@@ -215,7 +226,7 @@ ToolCalls = TypeAliasType(
 )
 
 
-class Message(Shape):
+class Message(StrictModel):
     UNSUPPORTED = {"function_call": (), "audio": (), "refusal": (), "annotations": ([],)}
     IGNORED = ("parsed",)
 
@@ -241,7 +252,7 @@ class Message(Shape):
     def is_there(
         cls, content: str | list[TextPart] | None, info: ValidationInfo
     ) -> str | list[TextPart] | None:
-        """Unless the message was to call something."""
+        """Refuse a message without content, unless it has calls."""
         if content is None and not info.data.get("tool_calls"):
             raise PydanticCustomError("missing", "a text is needed, except beside tool_calls")
         return content
@@ -252,8 +263,8 @@ Messages = TypeAliasType(
 )
 
 
-class FunctionTool(Shape):
-    name: Annotated[str, Field(pattern=FUNCTION)]
+class FunctionTool(StrictModel):
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     description: str | None = None
     parameters: JsonSchema | None = Field(
         None, description="A JSON schema of an object; left out, there are none."
@@ -261,16 +272,16 @@ class FunctionTool(Shape):
     strict: bool | None = Field(None, description="Taken; arguments obey the schema either way.")
 
 
-class ToolBody(Shape):
+class ToolBody(StrictModel):
     type: Literal["function"]
     function: FunctionTool
 
 
-class FunctionName(Shape):
+class FunctionName(StrictModel):
     name: Label
 
 
-class NamedTool(Shape):
+class NamedTool(StrictModel):
     type: Literal["function"]
     function: FunctionName
 
@@ -278,11 +289,11 @@ class NamedTool(Shape):
 Tools = TypeAliasType("Tools", Annotated[list[ToolBody], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
-class ChatBody(Generate):
-    """`POST /v1/chat/completions`"""
+class ChatBody(GenerationBody):
+    """Body of `POST /v1/chat/completions`."""
 
     UNSUPPORTED = {
-        **Generate.UNSUPPORTED,
+        **GenerationBody.UNSUPPORTED,
         "audio": (),
         "function_call": ("none", "auto"),  # without functions, neither asks for anything
         "functions": ([],),
@@ -303,8 +314,8 @@ class ChatBody(Generate):
     )
 
 
-class TokenizeBody(Shape):
-    """`POST /tokenize`: a prompt or messages."""
+class TokenizeBody(StrictModel):
+    """Body of `POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -312,15 +323,15 @@ class TokenizeBody(Shape):
     add_special_tokens: bool = True
 
 
-class DetokenizeBody(Shape):
-    """`POST /detokenize`"""
+class DetokenizeBody(StrictModel):
+    """Body of `POST /detokenize`."""
 
     model: str | None = None
     tokens: Ids
 
 
 class ErrorBody(BaseModel):
-    """What is wrong."""
+    """The error itself."""
 
     message: str
     type: str
@@ -329,6 +340,6 @@ class ErrorBody(BaseModel):
 
 
 class Error(BaseModel):
-    """Every refusal."""
+    """Body of every error response."""
 
     error: ErrorBody

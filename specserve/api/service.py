@@ -1,4 +1,4 @@
-"""What the HTTP server needs of whatever generates: one small protocol. Knows neither Ray nor HTTP."""
+"""The interface between the HTTP server and what generates text. Knows neither Ray nor HTTP."""
 
 from __future__ import annotations
 
@@ -11,49 +11,56 @@ from specserve.types import Chunk, Request
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """What clients may know of the model."""
+class ServedModel:
+    """Properties of the model that clients may know."""
 
     name: str
     vocab_size: int  # ids below it are valid
     max_context: int  # prompt and continuation together; of an encoder-decoder each
     max_gamma: int
     created: int  # seconds since 1970
-    encodes: bool = (
-        False  # an encoder-decoder: a prompt is a source, which the text does not continue
+    is_encoder_decoder: bool = (
+        False  # if so, a prompt is encoder input and the text does not continue it
     )
 
     @property
-    def longest_prompt(self) -> int:
-        return self.max_context if self.encodes else self.max_context - 1
+    def max_prompt_length(self) -> int:
+        return self.max_context if self.is_encoder_decoder else self.max_context - 1
 
-    def room(self, prompt_length: int) -> int:
-        """New tokens that fit behind a prompt, or behind the one that every text of an encoder-decoder begins with."""
-        return self.max_context - (1 if self.encodes else prompt_length)
+    def max_new_tokens(self, prompt_length: int) -> int:
+        """Return how many new tokens fit in the context after a prompt.
+
+        Every text of an encoder-decoder follows its start token instead.
+        """
+        return self.max_context - (1 if self.is_encoder_decoder else prompt_length)
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How the engine is. `ready`: takes requests. `healthy`: its workers make progress. `why` says what is wrong."""
+    """Health of the engines, as the gateway sees it."""
 
-    ready: bool
-    healthy: bool
-    why: str = ""
+    ready: bool  # takes requests
+    healthy: bool  # its workers make progress
+    why: str = ""  # what is wrong
     replicas: int = 0
     troubles: tuple[str, ...] = ()  # of single replicas, also while others are well
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
 
 
 class Service(Protocol):
-    """Generates. Raises from errors.py before the first chunk; `aclose()` cancels the request and frees what it held.
+    """An engine or a group of them, which generates text for requests."""
 
-    The last chunk has `finish` and `stats`; an earlier one may have the stats until then, which count when a stop string ends the text there.
-    """
+    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        """Yield the chunks of a continuation.
 
-    def generate(self, request: Request) -> AsyncGenerator[Chunk, None]: ...
+        Raises from errors.py before the first chunk. `aclose()` cancels the request and frees what
+        it held. The last chunk has `finish` and `stats`. An earlier chunk may have the stats until
+        then, which count when a stop string ends the text there.
+        """
+        ...
+
     async def status(self) -> Status: ...
-    async def trace(
-        self, last: int | None = None
-    ) -> Mapping[
-        str, object
-    ]: ...  # Chrome trace format; of so many rounds, or of all that are kept
+
+    async def trace(self, last: int | None = None) -> Mapping[str, object]:
+        """Return the last rounds, or all that are kept, in Chrome trace format."""
+        ...

@@ -1,4 +1,4 @@
-"""The file of keys: how it is read, what is kept of it, and that it may change while the server runs."""
+"""The file of API keys: its format, its errors, and changes while the server runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve.api.keys import MAX_KEYS, KeyFile, Keys
+from specserve.api.keys import MAX_KEYS, ApiKeys, KeyFile
 from specserve.errors import ConfigError
 from tests.support.http_server import serving
 
@@ -23,7 +23,7 @@ a-key-alone
 
 def test_names_and_rates_are_read_and_keys_are_not_kept(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text(GOOD)
-    keys = Keys.read(file)
+    keys = ApiKeys.from_file(file)
     assert len(keys) == 4
     alice, bob = keys.find("secret-of-alice"), keys.find("secret-of-bob")
     assert alice is not None
@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_used_is_refused_without_quoting_a_key(
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError, match="api_keys_file") as refusal:
-        Keys.read(file)
+        ApiKeys.from_file(file)
     assert said in str(refusal.value)
     assert "another" not in str(refusal.value)
     assert "same" not in str(refusal.value).replace("the same for all", "")
@@ -85,15 +85,19 @@ class Clock:
         return self.now
 
 
+Watched = tuple[Path, Clock, Callable[[str], bool]]
+"""A file of keys, the clock of its KeyFile, and whether that takes a key."""
+
+
 @pytest.fixture
-def followed(tmp_path: Path) -> tuple[Path, Clock, Callable[[str], bool]]:
+def watched(tmp_path: Path) -> Watched:
     (file := tmp_path / "keys").write_text("old-key\n")
     keys = KeyFile(file, clock := Clock())
     return file, clock, lambda key: keys.find(key) is not None
 
 
-def test_a_changed_file_is_taken_a_second_later_and_not_looked_at_before(followed) -> None:
-    file, clock, admits = followed
+def test_a_changed_file_is_used_a_second_later_and_not_before(watched: Watched) -> None:
+    file, clock, admits = watched
     file.write_text("new-key\nand-another\n")
     clock.now = 0.9
     assert (admits("old-key"), admits("new-key")) == (True, False)
@@ -102,8 +106,10 @@ def test_a_changed_file_is_taken_a_second_later_and_not_looked_at_before(followe
 
 
 @pytest.mark.parametrize("harm", ["", "alice k nonsense=1", None])
-def test_a_broken_file_keeps_the_old_keys_and_says_why_once(followed, harm, caplog) -> None:
-    file, clock, admits = followed
+def test_a_broken_file_keeps_the_old_keys_and_says_why_once(
+    watched: Watched, harm: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, clock, admits = watched
     if harm is None:
         file.unlink()
     else:
@@ -132,9 +138,9 @@ def test_a_link_that_is_turned_to_another_file_is_a_change(tmp_path: Path) -> No
 def test_a_running_server_changes_its_keys_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specserve.api.keys.LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("specserve.api.keys.CHECK_EVERY_S", 0.05)
     (file := tmp_path / "keys").write_text("old-key\n")
-    with serving(**{"http.api_keys_file": str(file)}) as server:
+    with serving(config={"http.api_keys_file": str(file)}) as server:
 
         def status(key: str) -> int:
             return server.ask("/v1/models", headers={"Authorization": f"Bearer {key}"}).status

@@ -1,15 +1,17 @@
-"""Everything that a request can make grow has a limit, and what is beyond it is refused by name: the table of docs/security.md, row by row."""
+"""Everything that a request can make grow has a limit, and more is refused by name.
+
+The rows are those of the table in docs/guides/security.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import tracemalloc
 from collections.abc import Iterator, Mapping
-from itertools import accumulate
 
 import pytest
 
-from specserve.api.parse import MAX_CONTINUATIONS, TOKENIZED
+from specserve.api.parse import MAX_CONTINUATIONS, MAX_TOKENIZE_CHARS
 from specserve.api.schema import MAX_LABEL, MAX_MESSAGES, MAX_METADATA, MAX_PARTS
 from specserve.grammar.request import MAX_DEPTH, MAX_SIZE
 from specserve.sampling_params import (
@@ -23,14 +25,18 @@ from specserve.sampling_params import (
 )
 from specserve.types import Policy, VerifyStep
 from specserve.wire.messages import Verify, pack
-from tests.support.http_server import CONTEXT, Running, demo_text, serving
+from tests.support.http_server import CONTEXT, RunningServer, demo_tokenizer, serving
 
 CHAT = {"role": "user", "content": "x"}
-MOST = CONTEXT * demo_text().longest
+MOST = CONTEXT * demo_tokenizer().max_token_length
 
-NESTED = list(accumulate(range(MAX_DEPTH + 1), lambda inner, _: {"items": inner}, initial={}))
+NESTED: list[dict[str, object]] = [{}]
+for _ in range(MAX_DEPTH + 1):
+    NESTED.append({"items": NESTED[-1]})
 
-LIMITS = [  # parameter, the most that it may be (None: cannot be served with the script's 256 positions), and a little more
+# A parameter, the most that it may be, and a little more. With None for the most, it cannot be
+# served in the 256 positions of the fake engine.
+LIMITS = [
     ("n", None, MAX_N + 1),
     ("best_of", 1, 2),
     ("max_tokens", MAX_COUNT, MAX_COUNT + 1),
@@ -67,13 +73,15 @@ LIMITS = [  # parameter, the most that it may be (None: cannot be served with th
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     with serving() as running:
         yield running
 
 
 @pytest.mark.parametrize(("param", "most", "more"), LIMITS)
-def test_the_most_is_taken_and_more_is_refused_by_name(server, param, most, more):
+def test_the_most_is_taken_and_more_is_refused_by_name(
+    server: RunningServer, param: str, most: object, more: object
+) -> None:
     if most is not None:
         assert server.ask("/v1/completions", {"prompt": "x", param: most}).status == 200
     refused = server.ask("/v1/completions", {"prompt": "x", param: more})
@@ -96,23 +104,25 @@ def test_the_most_is_taken_and_more_is_refused_by_name(server, param, most, more
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_chats_have_limits_too(server, path, messages, param):
+def test_chats_have_limits_too(
+    server: RunningServer, path: str, messages: list[object], param: str
+) -> None:
     refused = server.ask(path, {"messages": messages})
     assert refused.status == 400
     assert (refused.error["param"] or "").startswith(param)
 
 
-def test_what_is_converted_has_a_limit(server):
-    assert server.ask("/tokenize", {"prompt": "x" * max(TOKENIZED, MOST)}).status == 200
+def test_tokenize_and_detokenize_have_limits(server: RunningServer) -> None:
+    assert server.ask("/tokenize", {"prompt": "x" * max(MAX_TOKENIZE_CHARS, MOST)}).status == 200
     assert (
-        server.ask("/tokenize", {"prompt": "x" * (max(TOKENIZED, MOST) + 1)}).error["code"]
+        server.ask("/tokenize", {"prompt": "x" * (max(MAX_TOKENIZE_CHARS, MOST) + 1)}).error["code"]
         == "context_length_exceeded"
     )
     assert server.ask("/detokenize", {"tokens": [5] * CONTEXT}).status == 200
     assert server.ask("/detokenize", {"tokens": [5] * (CONTEXT + 1)}).error["param"] == "tokens"
 
 
-BOASTS: Mapping[str, bytes] = {
+OVERSIZED: Mapping[str, bytes] = {
     "biases": b'{"prompt": "x", "logit_bias": {'
     + b",".join(b'"k%d":"v"' % i for i in range(30_000))
     + b"}}",
@@ -130,8 +140,8 @@ BOASTS: Mapping[str, bytes] = {
 }
 
 
-@pytest.mark.parametrize("name", BOASTS)
-def test_what_is_refused_takes_no_more_memory_than_some_times_its_size(name):
+@pytest.mark.parametrize("name", OVERSIZED)
+def test_refusing_a_body_takes_no_more_memory_than_50_times_its_size(name: str) -> None:
     path = {
         "messages": "/v1/chat/completions",
         "parts": "/v1/chat/completions",
@@ -141,13 +151,15 @@ def test_what_is_refused_takes_no_more_memory_than_some_times_its_size(name):
         server.ask(path, b"{}")
         tracemalloc.start()
         try:
-            assert server.ask(path, BOASTS[name]).status == 400
-            assert tracemalloc.get_traced_memory()[1] < 50 * len(BOASTS[name])
+            assert server.ask(path, OVERSIZED[name]).status == 400
+            assert tracemalloc.get_traced_memory()[1] < 50 * len(OVERSIZED[name])
         finally:
             tracemalloc.stop()
 
 
-def test_the_largest_numbers_that_are_taken_fit_the_messages_between_processes(server):
+def test_the_largest_numbers_that_are_taken_fit_the_messages_between_processes(
+    server: RunningServer,
+) -> None:
     server.service.requests.clear()
     server.ask(
         "/v1/completions",
@@ -164,16 +176,19 @@ def test_the_largest_numbers_that_are_taken_fit_the_messages_between_processes(s
     assert pack(Verify(1, (VerifyStep(1, 0, request.prompt, (), None, policy, True),)))
 
 
-def test_large_chats_do_not_hold_up_others(server):
-    """What is refused is refused before any template or tokenizer works on it, and the event loop is free again at once."""
+def test_large_chats_do_not_hold_up_others(server: RunningServer) -> None:
+    """A large chat is refused before a template or tokenizer works on it.
+
+    The event loop is free again at once.
+    """
 
     async def both() -> float:
         loop, body = asyncio.get_running_loop(), {"messages": [CHAT | {"content": "x" * 500_000}]}
         big = loop.run_in_executor(None, lambda: server.ask("/v1/chat/completions", body))
         await asyncio.sleep(0.02)
-        begun = loop.time()
+        start = loop.time()
         assert (await loop.run_in_executor(None, lambda: server.ask("/health"))).status == 200
-        waited = loop.time() - begun
+        waited = loop.time() - start
         assert (await big).status == 400
         return waited
 

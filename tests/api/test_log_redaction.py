@@ -1,4 +1,4 @@
-"""What was asked stays out of the logs, however the request ends, unless the operator wants it there."""
+"""Prompts stay out of the logs, however a request ends, unless `logs.prompts` allows them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from specserve.api.service import Status
 from specserve.errors import Overloaded, WorkerLost
-from tests.support.http_server import FakeService, Running, serving
+from tests.support.http_server import FakeService, RunningServer, serving
 
 MARK = "MARK-of-a-secret"
-HOLDS = {"prompt": f"{MARK} one two", "user": MARK, "stop": [MARK + "!"], "max_tokens": 40}
+BODY = {"prompt": f"{MARK} one two", "user": MARK, "stop": [MARK + "!"], "max_tokens": 40}
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def all_lines(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def quoting(error: Exception) -> Exception:
-    """As an error of some library might, with another one as its cause."""
+    """Return an error as a library might raise it, with another one as its cause."""
     try:
         try:
             raise KeyError(MARK)
@@ -33,7 +33,7 @@ def quoting(error: Exception) -> Exception:
         return raised
 
 
-WAYS: dict[str, FakeService] = {
+ENDINGS: dict[str, FakeService] = {
     "served": FakeService(),
     "refused": FakeService(refusal=Overloaded("full")),
     "failed before the first chunk": FakeService(refusal=quoting(RuntimeError(f"no {MARK}"))),
@@ -47,16 +47,16 @@ WAYS: dict[str, FakeService] = {
 
 
 def bodies() -> Iterator[tuple[str, dict[str, object]]]:
-    chat = {key: value for key, value in HOLDS.items() if key != "prompt"} | {
-        "messages": [{"role": "user", "content": HOLDS["prompt"]}]
+    chat = {key: value for key, value in BODY.items() if key != "prompt"} | {
+        "messages": [{"role": "user", "content": BODY["prompt"]}]
     }
     for stream in (False, True):
-        yield "/v1/completions", HOLDS | {"stream": stream}
+        yield "/v1/completions", BODY | {"stream": stream}
         yield "/v1/chat/completions", chat | {"stream": stream}
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> str:
-    """All that any handler could make of the records, attached fields included."""
+    """Return all that any handler could make of the records, attached fields included."""
     formatted = [
         logging.Formatter().format(record) + repr(vars(record))
         for record in caplog.records
@@ -66,9 +66,11 @@ def lines(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(formatted)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_line_quotes_a_request_whatever_becomes_of_it(way, caplog):
-    with serving(WAYS[way], **{"limits.request_timeout_s": 0.3}) as server:
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_no_line_quotes_a_request_however_it_ends(
+    ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(ENDINGS[ending], config={"limits.request_timeout_s": 0.3}) as server:
         for path, body in bodies():
             server.ask(path, body)
         server.ask("/tokenize", {"prompt": MARK})
@@ -87,56 +89,63 @@ def test_no_line_quotes_a_request_whatever_becomes_of_it(way, caplog):
         {"n": 0},
     ],
 )
-def test_no_line_quotes_what_was_refused(change, caplog):
-    with serving(**{"limits.max_body_bytes": 100_000}) as server:
-        assert server.ask("/v1/completions", HOLDS | change).status in (400, 404)
+def test_no_line_quotes_a_refused_request(
+    change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(config={"limits.max_body_bytes": 100_000}) as server:
+        assert server.ask("/v1/completions", BODY | change).status in (400, 404)
         assert server.ask("/v1/completions", b'{"prompt": "' + MARK.encode()).status == 400
         assert server.ask("/v1/completions", MARK.encode().ljust(100_001)).status == 413
     assert MARK not in lines(caplog)
 
 
-def test_no_line_quotes_who_is_refused_or_leaves(tmp_path: Path, caplog):
+def test_no_line_quotes_a_client_that_is_refused_or_leaves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "keys").write_text(f"alice {MARK} requests_per_minute=1")
     with serving(
-        FakeService(hangs_after=1), **{"http.api_keys_file": str(tmp_path / "keys")}
+        FakeService(hangs_after=1), config={"http.api_keys_file": str(tmp_path / "keys")}
     ) as server:
-        assert server.ask("/v1/completions", HOLDS).status == 401
+        assert server.ask("/v1/completions", BODY).status == 401
         assert (
-            server.ask(
-                "/v1/completions", HOLDS, headers={"Authorization": f"Bearer {MARK}x"}
-            ).status
+            server.ask("/v1/completions", BODY, headers={"Authorization": f"Bearer {MARK}x"}).status
             == 401
         )
         leave(server)
         assert server.until(lambda: server.service.num_live == 0 and "alice" in caplog.text)
         assert (
-            server.ask("/v1/completions", HOLDS, headers={"Authorization": f"Bearer {MARK}"}).status
+            server.ask("/v1/completions", BODY, headers={"Authorization": f"Bearer {MARK}"}).status
             == 429
         )
     assert MARK not in lines(caplog)
 
 
-def leave(server: Running) -> None:
-    """In mid-stream."""
+def leave(server: RunningServer) -> None:
+    """Send a request and close the connection in mid-stream."""
     body = b'{"prompt": "%s", "stream": true, "max_tokens": 40}' % MARK.encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\n"
+        "Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
         connection.sendall((head % (MARK, len(body))).encode() + body)
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_an_unexpected_failure_is_still_told_by_its_kind_and_place(caplog):
+def test_an_unexpected_failure_is_logged_with_its_type_and_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with serving(FakeService(refusal=quoting(RuntimeError(MARK)))) as server:
-        request_id = server.ask("/v1/completions", HOLDS).headers["x-request-id"]
+        request_id = server.ask("/v1/completions", BODY).headers["x-request-id"]
     assert f"{request_id} failed: RuntimeError" in caplog.text
     assert "in generate" in caplog.text
     assert "KeyError at" in caplog.text
 
 
-def test_an_operator_may_ask_for_the_words(caplog):
+def test_an_operator_may_allow_prompts_in_logs(caplog: pytest.LogCaptureFixture) -> None:
     with serving(
-        FakeService(refusal=RuntimeError("the very words")), **{"logs.prompts": True}
+        FakeService(refusal=RuntimeError("the very words")), config={"logs.prompts": True}
     ) as server:
-        server.ask("/v1/completions", HOLDS)
+        server.ask("/v1/completions", BODY)
     assert MARK in caplog.text
     assert "the very words" in caplog.text

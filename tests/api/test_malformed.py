@@ -1,19 +1,24 @@
-"""Whatever is sent, the server refuses it as the client's fault and goes on: the OpenAPI page fuzzed, and what no generator thinks of."""
+"""Malformed requests are refused as the client's fault, and the server goes on.
+
+Bodies are made from the OpenAPI page by fuzzing, and by hand where no generator would make them.
+"""
 
 from __future__ import annotations
 
 import gc
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from schemathesis.core.result import Ok
 from schemathesis.generation.modes import GenerationMode
 
-from tests.support.http_server import FakeService, Running, serving
+from tests.support.http_server import FakeService, RunningServer, serving
 
 EXAMPLES = settings(
     max_examples=60,
@@ -28,8 +33,10 @@ PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with serving(FakeService(written="x " * 20), **{"limits.max_body_bytes": 2_000_000}) as running:
+def server() -> Iterator[RunningServer]:
+    with serving(
+        FakeService(output="x " * 20), config={"limits.max_body_bytes": 2_000_000}
+    ) as running:
         yield running
 
 
@@ -82,7 +89,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize("number", range(len(MALFORMED)))
 @pytest.mark.parametrize("path", PATHS)
-def test_a_malformed_body_is_a_400(server, path, number):
+def test_a_malformed_body_is_a_400(server: RunningServer, path: str, number: int) -> None:
     reply = server.ask(path, MALFORMED[number])
     assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
     assert len(reply.body) < 2000
@@ -98,7 +105,7 @@ def test_a_malformed_body_is_a_400(server, path, number):
         "application/xml",
     ],
 )
-def test_a_body_of_another_kind_is_a_400(server, kind):
+def test_a_body_of_another_kind_is_a_400(server: RunningServer, kind: str) -> None:
     assert (
         server.ask("/v1/completions", b'{"prompt": "x"}', headers={"Content-Type": kind}).status
         == 400
@@ -106,7 +113,7 @@ def test_a_body_of_another_kind_is_a_400(server, kind):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_cut_of_a_good_body_is_a_400(server, path):
+def test_every_cut_of_a_good_body_is_a_400(server: RunningServer, path: str) -> None:
     body = (
         CHAT
         if "chat" in path
@@ -127,7 +134,9 @@ def test_every_cut_of_a_good_body_is_a_400(server, path):
         b"POST /tokenize HTTP/1.1\r\nContent-Length: x\r\n\r\n",
     ],
 )
-def test_what_is_no_http_breaks_only_its_own_connection(server, raw, caplog):
+def test_a_request_that_is_no_http_breaks_only_its_own_connection(
+    server: RunningServer, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
         connection.sendall(raw)
         connection.shutdown(socket.SHUT_WR)
@@ -135,12 +144,13 @@ def test_what_is_no_http_breaks_only_its_own_connection(server, raw, caplog):
     assert server.ask("/health").status == 200
 
 
-def test_memory_does_not_grow_with_what_is_refused(server):
+def test_memory_does_not_grow_with_refused_requests(server: RunningServer) -> None:
     def refuse_all() -> int:
         for body in MALFORMED:
             server.ask("/v1/completions", body)
         gc.collect()
-        return psutil.Process().memory_info().rss
+        rss: int = psutil.Process().memory_info().rss
+        return rss
 
     refuse_all()
     assert refuse_all() - refuse_all() > -20e6
@@ -186,15 +196,22 @@ NAMES = (
 
 @settings(EXAMPLES, max_examples=150)
 @given(path=st.sampled_from(PATHS), body=st.dictionaries(st.sampled_from(NAMES), JSON))
-def test_any_json_under_any_known_name_is_no_failure_of_the_server(server, path, body):
+def test_any_json_under_any_known_name_is_no_failure_of_the_server(
+    server: RunningServer, path: str, body: dict[str, object]
+) -> None:
     base = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
     assert server.ask(path, base | body).status in (200, 400, 404)
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
-def test_requests_made_from_the_openapi_page_never_break_the_server(server, mode):
+def test_requests_made_from_the_openapi_page_never_break_the_server(
+    server: RunningServer, mode: GenerationMode
+) -> None:
     schema = schemathesis.openapi.from_url(server.url + "/openapi.json")
-    operations = [found.ok() for found in schema.get_all_operations()]
+    operations = []
+    for found in schema.get_all_operations():
+        assert isinstance(found, Ok)
+        operations.append(found.ok())
     assert len(operations) == 10
     statuses: set[int] = set()
     for operation in operations:
@@ -203,7 +220,7 @@ def test_requests_made_from_the_openapi_page_never_break_the_server(server, mode
 
         @EXAMPLES
         @given(case=operation.as_strategy(generation_mode=mode))
-        def fuzz(case: schemathesis.Case) -> None:
+        def fuzz(case: schemathesis.Case[Any]) -> None:
             response = case.call(timeout=20)
             statuses.add(response.status_code)
             if response.status_code >= 400:

@@ -1,4 +1,4 @@
-"""What every request passes through: ids, keys, CORS, and the limit on bodies."""
+"""Middleware of every request: ids, access log, keys, CORS, and limits on heads and bodies."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import psutil
 import pytest
 
 from specserve.api.middleware import MAX_HEAD
-from tests.support.http_server import Running, serving
+from tests.support.http_server import RunningServer, serving
 
 LIMIT = 10_000
 ORIGIN = "https://example.org"
 
 
 @pytest.fixture(scope="module")
-def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("# ours\nfirst-key\n\nsecond-key  # theirs\n", encoding="utf-8")
     with serving(
-        **{
+        config={
             "http.api_keys_file": str(file),
             "http.cors_origins": [ORIGIN],
             "limits.max_body_bytes": LIMIT,
@@ -34,7 +34,7 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("key", ["first-key", "second-key"])
-def test_a_key_of_the_file_opens_the_server(locked, key):
+def test_a_key_of_the_file_opens_the_server(locked: RunningServer, key: str) -> None:
     with openai.OpenAI(base_url=locked.url + "/v1", api_key=key, max_retries=0) as client:
         assert client.completions.create(model="demo", prompt="x").choices[0].text
 
@@ -49,7 +49,9 @@ def test_a_key_of_the_file_opens_the_server(locked, key):
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/models", "/trace", "/openapi.json", "/v1/nothing", "/docs"])
-def test_without_one_it_is_closed(locked, path, headers):
+def test_without_a_valid_key_other_paths_are_refused(
+    locked: RunningServer, path: str, headers: dict[str, str]
+) -> None:
     reply = locked.ask(path, headers=headers)
     assert (reply.status, reply.error["code"], reply.headers["www-authenticate"]) == (
         401,
@@ -58,7 +60,7 @@ def test_without_one_it_is_closed(locked, path, headers):
     )
 
 
-def test_the_official_client_sees_that_its_key_is_wrong(locked):
+def test_the_official_client_sees_that_its_key_is_wrong(locked: RunningServer) -> None:
     with (
         openai.OpenAI(base_url=locked.url + "/v1", api_key="wrong", max_retries=0) as client,
         pytest.raises(openai.AuthenticationError),
@@ -67,11 +69,11 @@ def test_the_official_client_sees_that_its_key_is_wrong(locked):
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics"])
-def test_what_probes_and_browsers_open_needs_no_key(locked, path):
+def test_probes_and_the_page_need_no_key(locked: RunningServer, path: str) -> None:
     assert locked.ask(path).status == 200
 
 
-def test_browsers_of_the_named_origins_may_ask_and_others_may_not(locked):
+def test_browsers_of_the_named_origins_may_ask_and_others_may_not(locked: RunningServer) -> None:
     preflight = {
         "Origin": ORIGIN,
         "Access-Control-Request-Method": "POST",
@@ -87,17 +89,15 @@ def test_browsers_of_the_named_origins_may_ask_and_others_may_not(locked):
         == 400
     )
     refused = locked.ask("/v1/models", headers={"Origin": ORIGIN})
-    assert (refused.status, refused.headers["access-control-allow-origin"]) == (
-        401,
-        ORIGIN,
-    )  # a browser may read why
+    # A browser may read why it was refused.
+    assert (refused.status, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
     assert (
         "access-control-allow-origin"
         not in locked.ask("/health", headers={"Origin": "https://evil.org"}).headers
     )
 
 
-def test_without_named_origins_no_browser_page_may_read_answers():
+def test_without_named_origins_no_browser_page_may_read_answers() -> None:
     with serving() as server:
         assert (
             "access-control-allow-origin"
@@ -105,7 +105,9 @@ def test_without_named_origins_no_browser_page_may_read_answers():
         )
 
 
-def test_a_sane_request_id_is_kept_and_told_in_answer_and_log(locked, caplog):
+def test_a_valid_request_id_is_kept_in_response_and_log(
+    locked: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
     headers = {"Authorization": "Bearer first-key", "X-Request-Id": "trace-42.a"}
     with caplog.at_level(logging.INFO, "specserve"):
         reply = locked.ask("/v1/completions", {"prompt": "x"}, headers=headers)
@@ -119,7 +121,7 @@ def test_a_sane_request_id_is_kept_and_told_in_answer_and_log(locked, caplog):
 
 
 @pytest.mark.parametrize("given", [None, "", "x" * 129, "a b", "<script>", "ü"])
-def test_any_other_request_gets_an_id_of_its_own(locked, given):
+def test_any_other_request_gets_an_id_of_its_own(locked: RunningServer, given: str | None) -> None:
     headers = {} if given is None else {"X-Request-Id": given}
     ids = {
         locked.ask(path, headers=headers).headers["x-request-id"]
@@ -129,7 +131,7 @@ def test_any_other_request_gets_an_id_of_its_own(locked, given):
     assert given not in ids
 
 
-def test_a_body_that_says_it_is_too_long_is_refused_unread(locked):
+def test_a_body_that_says_it_is_too_long_is_refused_unread(locked: RunningServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=20)
     connection.putrequest("POST", "/v1/completions")
     for name, value in {
@@ -143,9 +145,14 @@ def test_a_body_that_says_it_is_too_long_is_refused_unread(locked):
     connection.close()
 
 
-def test_a_body_of_100_mb_that_does_not_say_so_is_refused_and_not_held(locked):
+def test_a_body_of_100_mb_that_does_not_say_so_is_refused_and_not_held(
+    locked: RunningServer,
+) -> None:
     process, before, most = psutil.Process(), psutil.Process().memory_info().rss, 0
-    head = b"POST /detokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\nContent-Type: application/json\r\n"
+    head = (
+        b"POST /detokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first-key\r\n"
+        b"Content-Type: application/json\r\n"
+    )
     part = b"%x\r\n%s\r\n" % (1_000_000, b"x" * 1_000_000)
     with socket.create_connection(("127.0.0.1", locked.port), timeout=20) as connection:
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + part[: LIMIT * 2])
@@ -159,7 +166,7 @@ def test_a_body_of_100_mb_that_does_not_say_so_is_refused_and_not_held(locked):
     assert locked.ask("/health").status == 200
 
 
-def test_a_body_may_be_as_long_as_the_limit_and_no_byte_longer(locked):
+def test_a_body_may_be_as_long_as_the_limit_and_no_byte_longer(locked: RunningServer) -> None:
     headers = {"Authorization": "Bearer first-key"}
     body = b'{"tokens": [1], "model": "demo"}'
     assert locked.ask("/detokenize", body.ljust(LIMIT), headers=headers).status == 200
@@ -182,7 +189,7 @@ def test_a_body_may_be_as_long_as_the_limit_and_no_byte_longer(locked):
     )
 
 
-def test_too_much_in_front_of_a_body_is_refused(locked):
+def test_a_path_or_headers_that_are_too_long_are_refused(locked: RunningServer) -> None:
     with_key = {"Authorization": "Bearer first-key"}
     assert (
         locked.ask("/v1/models", headers={**with_key, "X-Long": "x" * (MAX_HEAD - 1000)}).status
@@ -195,7 +202,9 @@ def test_too_much_in_front_of_a_body_is_refused(locked):
         assert (refused.status, refused.error["code"]) == (431, "headers_too_large")
 
 
-def test_a_path_cannot_forge_a_line_of_the_log(locked, caplog):
+def test_a_path_cannot_forge_a_line_of_the_log(
+    locked: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "specserve"):
         assert (
             locked.ask(

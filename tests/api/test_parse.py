@@ -1,41 +1,43 @@
-"""From a client's body to the engine's requests: every parameter, by the official client, and everything that is refused."""
+"""Every parameter reaches the engine from the official client, and invalid ones are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
 from specserve.types import Request, Speculation
-from tests.support.http_server import CONTEXT, Running, demo_text, serving
+from tests.support.http_server import CONTEXT, RunningServer, demo_tokenizer, serving
 
-CHAT = [{"role": "user", "content": "hi"}]
+CHAT: list[Any] = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     with serving() as running:
         yield running
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     server.service.requests.clear()
     with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
         yield client
 
 
-def asked(server: Running, path: str, **body: object) -> Request:
+def engine_request(server: RunningServer, path: str, **body: object) -> Request:
+    """Send a body and return the request that reaches the engine."""
     server.service.requests.clear()
     reply = server.ask(path, body)
     assert reply.status == 200, reply.body
     return server.service.requests[0]
 
 
-EVERYTHING = {
+EVERYTHING: dict[str, Any] = {
     "max_tokens": 3,
     "temperature": 0.5,
     "top_p": 0.9,
@@ -44,7 +46,7 @@ EVERYTHING = {
     "frequency_penalty": -0.5,
     "user": "me",
 }
-EXTENSIONS = {
+EXTENSIONS: dict[str, object] = {
     "top_k": 7,
     "min_p": 0.1,
     "stop_token_ids": [9],
@@ -54,7 +56,9 @@ EXTENSIONS = {
 }
 
 
-def test_every_parameter_reaches_the_engine_from_completions(client, server):
+def test_every_parameter_reaches_the_engine_from_completions(
+    client: openai.OpenAI, server: RunningServer
+) -> None:
     client.completions.create(
         model="demo",
         prompt="hello",
@@ -69,7 +73,9 @@ def test_every_parameter_reaches_the_engine_from_completions(client, server):
     check_everything(server.service.requests[0])
 
 
-def test_every_parameter_reaches_the_engine_from_chats(client, server):
+def test_every_parameter_reaches_the_engine_from_chats(
+    client: openai.OpenAI, server: RunningServer
+) -> None:
     client.chat.completions.create(
         model="demo",
         messages=CHAT,
@@ -102,8 +108,8 @@ def check_everything(request: Request) -> None:
     )
 
 
-def test_null_is_the_default_of_every_parameter(server):
-    plain = asked(server, "/v1/chat/completions", messages=CHAT, seed=1)
+def test_null_is_the_default_of_every_parameter(server: RunningServer) -> None:
+    plain = engine_request(server, "/v1/chat/completions", messages=CHAT, seed=1)
     names = [
         *EVERYTHING,
         *EXTENSIONS,
@@ -129,52 +135,64 @@ def test_null_is_the_default_of_every_parameter(server):
             "max_completion_tokens",
         ]
     )
-    assert asked(server, "/v1/chat/completions", **(nulls | {"messages": CHAT, "seed": 1})) == plain
+    assert (
+        engine_request(server, "/v1/chat/completions", **(nulls | {"messages": CHAT, "seed": 1}))
+        == plain
+    )
 
 
 @pytest.mark.parametrize(
     "prompt",
-    ["hello", list(demo_text().encode("hello")), ["hello"], [list(demo_text().encode("hello"))]],
+    [
+        "hello",
+        list(demo_tokenizer().encode("hello")),
+        ["hello"],
+        [list(demo_tokenizer().encode("hello"))],
+    ],
 )
-def test_prompts_are_text_or_ids_alone_or_in_a_list(server, prompt):
-    assert asked(server, "/v1/completions", prompt=prompt).prompt == demo_text().encode("hello")
+def test_prompts_are_text_or_ids_alone_or_in_a_list(server: RunningServer, prompt: object) -> None:
+    assert engine_request(
+        server, "/v1/completions", prompt=prompt
+    ).prompt == demo_tokenizer().encode("hello")
 
 
-def test_a_long_prompt_is_read_in_a_thread_to_the_same_ids(server):
+def test_a_long_prompt_is_tokenized_in_a_thread_to_the_same_ids(server: RunningServer) -> None:
     prompt = "x = 1\n" * 4000
     assert (
         server.ask("/v1/completions", {"prompt": prompt}).error["code"] == "context_length_exceeded"
     )
     assert server.ask("/tokenize", {"prompt": prompt}).json["tokens"] == list(
-        demo_text().encode(prompt)
+        demo_tokenizer().encode(prompt)
     )
 
 
-def test_contents_may_be_parts_and_developers_speak_for_the_system(server):
+def test_contents_may_be_parts_and_developer_messages_are_system_messages(
+    server: RunningServer,
+) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    given = asked(
+    given = engine_request(
         server,
         "/v1/chat/completions",
         messages=[{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}],
     )
     plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one\ntwo"}]
-    assert given.prompt == demo_text().apply_chat(plain)
+    assert given.prompt == demo_tokenizer().apply_chat_template(plain)
     roles = [{"role": role, "content": "x"} for role in ("system", "user", "assistant", "tool")]
-    assert asked(server, "/v1/chat/completions", messages=roles).prompt == demo_text().apply_chat(
-        roles
-    )
+    assert engine_request(
+        server, "/v1/chat/completions", messages=roles
+    ).prompt == demo_tokenizer().apply_chat_template(roles)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_max_tokens_has_two_names(server, path, name):
+def test_max_tokens_has_two_names(server: RunningServer, path: str, name: str) -> None:
     what = {"prompt": "x"} if path == "/v1/completions" else {"messages": CHAT}
-    assert asked(server, path, **what, **{name: 5}).max_tokens == 5
+    assert engine_request(server, path, **what, **{name: 5}).max_tokens == 5
     assert server.ask(path, what | {name: 0}).error["param"] == name
 
 
-def test_without_a_seed_every_request_has_its_own(server):
-    seeds = {asked(server, "/v1/completions", prompt="x").seed for _ in range(3)}
+def test_without_a_seed_every_request_has_its_own(server: RunningServer) -> None:
+    seeds = {engine_request(server, "/v1/completions", prompt="x").seed for _ in range(3)}
     assert len(seeds) == 3
 
 
@@ -194,11 +212,14 @@ def test_without_a_seed_every_request_has_its_own(server):
         {"stream": True, "stream_options": {"include_obfuscation": False}},
     ],
 )
-def test_defaults_that_official_clients_send_are_taken(server, harmless):
-    assert asked(server, "/v1/chat/completions", messages=CHAT, **harmless).prompt
+def test_defaults_that_official_clients_send_are_taken(
+    server: RunningServer, harmless: dict[str, object]
+) -> None:
+    assert engine_request(server, "/v1/chat/completions", messages=CHAT, **harmless).prompt
 
 
-BOTH = [
+Faults = list[tuple[dict[str, object], str]]
+BOTH: Faults = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
@@ -276,7 +297,7 @@ BOTH = [
     ({"store": True}, "store"),
     ({"user": 5}, "user"),
 ]
-COMPLETIONS = [
+COMPLETIONS: Faults = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
@@ -298,7 +319,7 @@ COMPLETIONS = [
     ({"guided_choice": ["a"], "echo": True}, "echo"),
     ({"messages": CHAT}, "messages"),
 ]
-CHATS = [
+CHATS: Faults = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -369,7 +390,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), FAULTS)
-def test_what_cannot_be_done_is_refused_by_name(server, path, body, param):
+def test_an_invalid_parameter_is_refused_by_name(
+    server: RunningServer, path: str, body: dict[str, object], param: str
+) -> None:
     server.service.requests.clear()
     reply = server.ask(path, body)
     assert (reply.status, reply.error["type"], reply.error["param"]) == (
@@ -381,7 +404,9 @@ def test_what_cannot_be_done_is_refused_by_name(server, path, body, param):
     assert server.service.requests == []
 
 
-def test_a_misspelt_parameter_is_told_the_name_that_was_meant(server):
+def test_the_error_for_an_unknown_parameter_names_the_nearest_known_one(
+    server: RunningServer,
+) -> None:
     assert (
         "did you mean temperature?"
         in server.ask("/v1/completions", {"prompt": "x", "temprature": 1}).error["message"]

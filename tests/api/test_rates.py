@@ -1,4 +1,4 @@
-"""Requests and tokens a minute: what each client has left, and what it is told when that is nothing."""
+"""Limits on the requests and tokens a minute of each client, and the refusals beyond them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from specserve.api.keys import Client
-from specserve.api.rates import Account, Accounts, Bucket
+from specserve.api.keys import ApiClient
+from specserve.api.rates import Account, Accounts, RateBucket
 from specserve.errors import Overloaded, RateLimited
-from tests.support.http_server import FakeService, Running, serving
+from tests.support.http_server import FakeService, RunningServer, serving
 
 
 class Clock:
@@ -22,13 +22,13 @@ class Clock:
         return self.now
 
 
-def bucket(per_minute: float | None) -> tuple[Bucket, Clock]:
-    made = Bucket("tokens", clock := Clock())
+def bucket(per_minute: float | None) -> tuple[RateBucket, Clock]:
+    made = RateBucket("tokens", clock := Clock())
     made.set_rate(per_minute)
     return made, clock
 
 
-def wait_s(asked: Bucket, amount: float) -> float:
+def wait_s(asked: RateBucket, amount: float) -> float:
     with pytest.raises(RateLimited) as refusal:
         asked.take(amount, "alice")
     return refusal.value.retry_after_s
@@ -48,7 +48,7 @@ def test_a_minutes_worth_can_be_taken_at_once_and_then_comes_back_evenly() -> No
     assert wait_s(tokens, 1) == pytest.approx(1)
 
 
-def test_over_a_long_time_nobody_gets_more_than_the_rate() -> None:
+def test_over_a_long_time_no_client_exceeds_its_rate() -> None:
     tokens, clock = bucket(120)
     taken = 0.0
     for _ in range(6000):  # ten minutes, asking ten times a second
@@ -60,7 +60,7 @@ def test_over_a_long_time_nobody_gets_more_than_the_rate() -> None:
     assert 10 * 120 - 7 <= taken <= 11 * 120
 
 
-def test_what_is_more_than_a_minutes_worth_waits_for_a_full_bucket_and_is_paid_afterwards() -> None:
+def test_more_than_a_minutes_worth_waits_for_a_full_bucket_and_is_settled_later() -> None:
     tokens, clock = bucket(60)
     assert tokens.take(1000, "alice") == 60
     tokens.settle(taken=60, used=180)
@@ -69,7 +69,7 @@ def test_what_is_more_than_a_minutes_worth_waits_for_a_full_bucket_and_is_paid_a
     assert tokens.take(1, "alice") == 1
 
 
-def test_what_was_not_used_comes_back_at_once() -> None:
+def test_unused_tokens_come_back_at_once() -> None:
     tokens, _ = bucket(60)
     tokens.settle(taken=tokens.take(60, "alice"), used=5)
     assert tokens.take(55, "alice") == 55
@@ -78,22 +78,22 @@ def test_what_was_not_used_comes_back_at_once() -> None:
     assert wait_s(tokens, 1) > 0  # and never more than a minute's worth
 
 
-def test_a_rate_may_change_and_nobody_begins_anew_by_a_new_key() -> None:
+def test_a_rate_may_change_and_a_new_key_keeps_the_level() -> None:
     accounts = Accounts(clock := Clock(), Counter[str]().update)
-    account = accounts.of(Client("alice", b"1", tokens_per_minute=60))
+    account = accounts.get(ApiClient("alice", b"1", tokens_per_minute=60))
     account.reserve(60)
-    again = accounts.of(Client("alice", b"2", tokens_per_minute=120))
+    again = accounts.get(ApiClient("alice", b"2", tokens_per_minute=120))
     assert again is account
     with pytest.raises(RateLimited):
         again.reserve(1)
     clock.now += 30
     assert again.reserve(60) == 60
-    free = accounts.of(Client("alice", b"2"))
+    free = accounts.get(ApiClient("alice", b"2"))
     assert free.reserve(10**9) == 0
-    assert accounts.of(Client("bob", b"3", tokens_per_minute=60)).reserve(60) == 60
+    assert accounts.get(ApiClient("bob", b"3", tokens_per_minute=60)).reserve(60) == 60
 
 
-def test_which_limit_it_was_is_counted() -> None:
+def test_refusals_are_counted_by_limit() -> None:
     counted: list[str] = []
     account = Account("alice", Clock(), counted.append)
     account.set_rates((1, 10))
@@ -113,7 +113,7 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def ask(server: Running, key: str, **body: object) -> tuple[int, str | None]:
+def ask(server: RunningServer, key: str, **body: object) -> tuple[int, str | None]:
     reply = server.ask(
         "/v1/completions",
         {"prompt": [1, 2, 3, 4], "max_tokens": 16, **body},
@@ -123,7 +123,7 @@ def ask(server: Running, key: str, **body: object) -> tuple[int, str | None]:
 
 
 def test_beyond_its_requests_a_client_gets_429_and_others_go_on(file: Path) -> None:
-    with serving(**{"http.api_keys_file": str(file)}) as server:
+    with serving(config={"http.api_keys_file": str(file)}) as server:
         assert [ask(server, "few-key")[0] for _ in range(2)] == [200, 200]
         status, retry = ask(server, "few-key")
         assert status == 429
@@ -139,10 +139,11 @@ def test_beyond_its_requests_a_client_gets_429_and_others_go_on(file: Path) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_are_reserved_and_settled_by_what_was_written(file: Path, stream: bool) -> None:
-    with serving(FakeService(written="a b"), **{"http.api_keys_file": str(file)}) as server:
+    with serving(FakeService(output="a b"), config={"http.api_keys_file": str(file)}) as server:
         written = len(server.service.requests), ask(server, "small-key", stream=stream)
         assert written == (0, (200, None))
-        # 20 of 40 were reserved and fewer than 10 used; so another 20, and a third time 16, can be reserved
+        # 20 of 40 were reserved and fewer than 10 used. So another 20, and a third time 16, can be
+        # reserved.
         assert ask(server, "small-key", stream=stream)[0] == 200
         assert ask(server, "small-key", stream=stream)[0] == 200
         status, retry = ask(server, "small-key", stream=stream, max_tokens=10_000)
@@ -151,9 +152,10 @@ def test_tokens_are_reserved_and_settled_by_what_was_written(file: Path, stream:
         assert len(server.service.requests) == 3, "what is refused does not reach the engine"
 
 
-def test_what_the_engine_refused_for_want_of_room_costs_no_tokens(file: Path) -> None:
+def test_a_request_refused_by_a_full_engine_costs_no_tokens(file: Path) -> None:
     with serving(
-        FakeService(refusal=Overloaded("the queue is full")), **{"http.api_keys_file": str(file)}
+        FakeService(refusal=Overloaded("the queue is full")),
+        config={"http.api_keys_file": str(file)},
     ) as server:
         for _ in range(5):
             assert ask(server, "small-key", max_tokens=36) == (429, "1")
@@ -165,7 +167,7 @@ def test_what_the_engine_refused_for_want_of_room_costs_no_tokens(file: Path) ->
 def test_a_client_that_leaves_pays_for_what_it_asked_and_no_more(file: Path) -> None:
     with serving(
         FakeService(hangs_after=0),
-        **{"http.api_keys_file": str(file), "limits.request_timeout_s": 0.2},
+        config={"http.api_keys_file": str(file), "limits.request_timeout_s": 0.2},
     ) as server:
         assert ask(server, "small-key", max_tokens=36)[0] == 408
         server.service.hangs_after = None

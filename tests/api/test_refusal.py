@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from specserve import errors
-from specserve.api.refusal import KINDS, Refusal
+from specserve.api.refusal import ERROR_KINDS, Refusal
 from tests.support.http_server import FakeService, serving
 
 ROWS = [
@@ -29,8 +29,13 @@ ROWS = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("error", "kind", "status", "code", "param"), ROWS)
 def test_what_the_engine_refuses_has_its_status_streaming_or_not(
-    error, kind, status, code, param, stream
-):
+    error: Exception,
+    kind: type[openai.APIStatusError],
+    status: int,
+    code: str,
+    param: str | None,
+    stream: bool,
+) -> None:
     with (
         serving(FakeService(refusal=error)) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="k", max_retries=0) as client,
@@ -38,6 +43,7 @@ def test_what_the_engine_refuses_has_its_status_streaming_or_not(
         with pytest.raises(kind) as raised:
             client.completions.create(model="demo", prompt="x", n=2, stream=stream)
         seen = raised.value
+        assert isinstance(seen.body, dict)
         assert (seen.status_code, seen.code, seen.param, seen.body["message"]) == (
             status,
             code,
@@ -56,7 +62,7 @@ def test_what_the_engine_refuses_has_its_status_streaming_or_not(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_nobody_expected_is_a_500_that_tells_nothing(stream):
+def test_an_unexpected_error_is_a_500_without_details(stream: bool) -> None:
     with serving(FakeService(refusal=RuntimeError("secret path /etc"))) as server:
         reply = server.ask("/v1/completions", {"prompt": "x", "stream": stream})
         assert (reply.status, reply.error["code"]) == (500, "internal_error")
@@ -82,14 +88,16 @@ def test_what_nobody_expected_is_a_500_that_tells_nothing(stream):
         ("/health", {}, "POST", 405, "method_not_allowed"),
     ],
 )
-def test_paths_models_and_methods_that_are_not_there(path, body, method, status, code):
+def test_paths_models_and_methods_that_are_not_there(
+    path: str, body: object, method: str, status: int, code: str
+) -> None:
     with serving() as server:
         reply = server.ask(path, body, method=method)
         assert (reply.status, reply.error["code"]) == (status, code)
         assert ("allow" in reply.headers) == (status == 405)
 
 
-def test_every_refusal_that_a_request_may_meet_has_a_row():
+def test_every_refusal_that_a_request_may_meet_has_a_row() -> None:
     meant_for_clients = {
         kind
         for kind in vars(errors).values()
@@ -97,13 +105,13 @@ def test_every_refusal_that_a_request_may_meet_has_a_row():
         and issubclass(kind, errors.BadRequest)
         and kind is not errors.BadRequest
     }
-    for kind in meant_for_clients | set(KINDS):
-        assert Refusal.of(kind("why")).message == "why"
-        assert Refusal.of(kind("why")).status == (
-            400 if kind in meant_for_clients - {errors.NotServed} else KINDS[kind].status
+    for kind in meant_for_clients | set(ERROR_KINDS):
+        assert Refusal.from_error(kind("why")).message == "why"
+        assert Refusal.from_error(kind("why")).status == (
+            400 if kind in meant_for_clients - {errors.NotServed} else ERROR_KINDS[kind].status
         )
 
 
-def test_a_refusal_may_quote_what_is_no_unicode():
-    refusal = Refusal.of(errors.BadValue("not '\ud800'", param="\ud800"))
-    assert refusal.response().body.isascii()
+def test_a_refusal_may_quote_what_is_no_unicode() -> None:
+    refusal = Refusal.from_error(errors.BadValue("not '\ud800'", param="\ud800"))
+    assert bytes(refusal.response().body).isascii()

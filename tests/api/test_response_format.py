@@ -1,20 +1,23 @@
-"""Structured output as the official client asks for it and parses it, after OpenAI's examples; the engine's part is played from a script."""
+"""Structured output as the official client requests and parses it, after OpenAI's examples.
+
+A fake engine writes the answers.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel
 
-from specserve.grammar.validate import check
+from specserve.grammar.validate import validate_grammar
 from specserve.types import Grammar
-from tests.support.http_server import FakeService, Running, serving
+from tests.support.http_server import FakeService, RunningServer, serving
 
-CHAT = [{"role": "user", "content": "Alice and Bob meet on Friday."}]
+CHAT: list[Any] = [{"role": "user", "content": "Alice and Bob meet on Friday."}]
 
 
 class Event(BaseModel):
@@ -69,21 +72,23 @@ ANSWERS: list[BaseModel] = [
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     with serving(FakeService(), max_context=1024) as running:
         yield running
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     server.service.requests.clear()
     with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
         yield client
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
-def test_parse_asks_for_a_schema_and_gives_the_model_back(server, client, answer):
-    server.service.written = answer.model_dump_json()
+def test_parse_asks_for_a_schema_and_gives_the_model_back(
+    server: RunningServer, client: openai.OpenAI, answer: BaseModel
+) -> None:
+    server.service.output = answer.model_dump_json()
     completion = client.chat.completions.parse(
         model="demo", messages=CHAT, response_format=type(answer)
     )
@@ -93,27 +98,28 @@ def test_parse_asks_for_a_schema_and_gives_the_model_back(server, client, answer
     assert request.grammar is not None
     assert request.grammar.kind == "json_schema"
     assert list(json.loads(request.grammar.text)["properties"]) == list(type(answer).model_fields)
-    check(request.grammar)
+    validate_grammar(request.grammar)
 
 
 @pytest.mark.filterwarnings(
     "ignore:Pydantic serializer warnings"
 )  # the client's own, of its own types
-def test_a_parsed_message_can_be_sent_back_as_it_is(server, client):
-    server.service.written = ANSWERS[0].model_dump_json()
+def test_a_parsed_message_can_be_sent_back_as_it_is(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    server.service.output = ANSWERS[0].model_dump_json()
     message = (
         client.chat.completions.parse(model="demo", messages=CHAT, response_format=Event)
         .choices[0]
         .message
     )
-    again = client.chat.completions.parse(
-        model="demo", messages=[*CHAT, message, *CHAT], response_format=Event
-    )
+    messages: list[Any] = [*CHAT, message, *CHAT]
+    again = client.chat.completions.parse(model="demo", messages=messages, response_format=Event)
     assert again.choices[0].message.parsed == ANSWERS[0]
 
 
-def test_the_stream_helper_parses_as_it_goes(server, client):
-    server.service.written = ANSWERS[1].model_dump_json()
+def test_the_stream_helper_parses_as_it_goes(server: RunningServer, client: openai.OpenAI) -> None:
+    server.service.output = ANSWERS[1].model_dump_json()
     with client.chat.completions.stream(
         model="demo", messages=CHAT, response_format=Reasoning
     ) as stream:
@@ -124,16 +130,18 @@ def test_the_stream_helper_parses_as_it_goes(server, client):
     assert kinds.count("content.done") == 1
 
 
-def test_an_answer_that_was_cut_is_told_by_its_finish_reason(server, client):
-    server.service.written = ANSWERS[0].model_dump_json()
+def test_a_cut_answer_has_the_finish_reason_length(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    server.service.output = ANSWERS[0].model_dump_json()
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(
             model="demo", messages=CHAT, response_format=Event, max_tokens=5
         )
 
 
-def test_a_json_object_is_any_object(server, client):
-    server.service.written = '{"a": 1}'
+def test_a_json_object_is_any_object(server: RunningServer, client: openai.OpenAI) -> None:
+    server.service.output = '{"a": 1}'
     answer = client.chat.completions.create(
         model="demo", messages=CHAT, response_format={"type": "json_object"}
     )
@@ -153,15 +161,15 @@ def test_a_json_object_is_any_object(server, client):
     ],
 )
 def test_guided_in_either_spelling_reaches_the_engine_from_both_paths(
-    server, client, extra, grammar
-):
+    server: RunningServer, client: openai.OpenAI, extra: dict[str, Any], grammar: Grammar
+) -> None:
     client.chat.completions.create(model="demo", messages=CHAT, extra_body=extra)
     client.completions.create(model="demo", prompt="x", extra_body=extra, n=2)
     assert [request.grammar for request in server.service.requests] == [grammar] * 3
 
 
-def test_what_a_schema_may_not_say_is_named(client):
-    schema = {
+def test_an_unsupported_schema_keyword_is_named_in_the_error(client: openai.OpenAI) -> None:
+    schema: Any = {
         "name": "x",
         "strict": True,
         "schema": {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
@@ -175,9 +183,11 @@ def test_what_a_schema_may_not_say_is_named(client):
     assert refused.value.param == "response_format"
 
 
-def test_choices_logprobs_stops_and_usage_are_as_without_a_grammar(server, client):
-    server.service.written = '{"a": "STOP"}'
-    answer = client.chat.completions.create(
+def test_choices_logprobs_stops_and_usage_are_as_without_a_grammar(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    server.service.output = '{"a": "STOP"}'
+    answer: Any = client.chat.completions.create(
         model="demo",
         messages=CHAT,
         response_format={"type": "json_object"},

@@ -1,4 +1,4 @@
-"""Answers in one piece and as streams, read by the official client and byte by byte."""
+"""Responses, streamed or not, as the official client reads them and byte by byte."""
 
 from __future__ import annotations
 
@@ -6,31 +6,39 @@ import asyncio
 import http.client
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
 from specserve.errors import Overloaded
-from tests.support.http_server import CONTEXT, TEXT, FakeService, Running, demo_text, serving
+from tests.support.http_server import (
+    CONTEXT,
+    TEXT,
+    FakeService,
+    RunningServer,
+    demo_tokenizer,
+    serving,
+)
 
-NUM_TOKENS = len(demo_text().encode(TEXT)) + 1  # with the one that ends it
-CHAT = [{"role": "user", "content": "hi"}]
+NUM_TOKENS = len(demo_tokenizer().encode(TEXT)) + 1  # with the one that ends it
+CHAT: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     with serving() as running:
         yield running
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
         yield client
 
 
-def test_a_completion_has_text_usage_and_what_speculation_did(client):
-    answer = client.completions.create(model="demo", prompt="hello", max_tokens=100)
+def test_a_completion_has_text_usage_and_what_speculation_did(client: openai.OpenAI) -> None:
+    answer: Any = client.completions.create(model="demo", prompt="hello", max_tokens=100)
     assert answer.choices[0].text == TEXT
     assert (
         answer.object,
@@ -38,7 +46,7 @@ def test_a_completion_has_text_usage_and_what_speculation_did(client):
         answer.choices[0].finish_reason,
         answer.choices[0].logprobs,
     ) == ("text_completion", "demo", "stop", None)
-    prompt_tokens = len(demo_text().encode("hello"))
+    prompt_tokens = len(demo_tokenizer().encode("hello"))
     assert answer.usage.to_dict() == {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": NUM_TOKENS,
@@ -62,8 +70,8 @@ def test_a_completion_has_text_usage_and_what_speculation_did(client):
     ]
 
 
-def test_a_chat_answers_as_the_assistant(client):
-    answer = client.chat.completions.create(model="demo", messages=CHAT)
+def test_a_chat_answers_as_the_assistant(client: openai.OpenAI) -> None:
+    answer: Any = client.chat.completions.create(model="demo", messages=CHAT)
     assert (answer.object, answer.choices[0].message.role, answer.choices[0].message.content) == (
         "chat.completion",
         "assistant",
@@ -72,8 +80,8 @@ def test_a_chat_answers_as_the_assistant(client):
     assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", NUM_TOKENS)
 
 
-def test_streams_add_up_to_the_whole_text(client):
-    chunks = list(
+def test_streams_add_up_to_the_whole_text(client: openai.OpenAI) -> None:
+    chunks: list[Any] = list(
         client.completions.create(model="demo", prompt="hello", max_tokens=100, stream=True)
     )
     assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
@@ -85,8 +93,10 @@ def test_streams_add_up_to_the_whole_text(client):
     assert len(chunks) < NUM_TOKENS / 1.5  # several tokens of one round in one chunk
 
 
-def test_a_chat_streams_its_role_once_and_first(client):
-    chunks = list(client.chat.completions.create(model="demo", messages=CHAT, stream=True))
+def test_a_chat_streams_its_role_once_and_first(client: openai.OpenAI) -> None:
+    chunks: list[Any] = list(
+        client.chat.completions.create(model="demo", messages=CHAT, stream=True)
+    )
     assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"] + [None] * (
         len(chunks) - 1
     )
@@ -94,9 +104,9 @@ def test_a_chat_streams_its_role_once_and_first(client):
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-def test_the_async_client_reads_many_streams_at_once(server):
+def test_the_async_client_reads_many_streams_at_once(server: RunningServer) -> None:
     async def read(client: openai.AsyncOpenAI, number: int) -> str:
-        stream = await client.chat.completions.create(
+        stream: Any = await client.chat.completions.create(
             model="demo", messages=CHAT, stream=True, max_tokens=NUM_TOKENS - number
         )
         return "".join([chunk.choices[0].delta.content async for chunk in stream])
@@ -115,7 +125,7 @@ def test_the_async_client_reads_many_streams_at_once(server):
     assert len(set(texts[1:])) == 7
 
 
-def test_usage_comes_in_a_chunk_without_choices_just_before_the_end(server):
+def test_usage_comes_in_a_chunk_without_choices_just_before_the_end(server: RunningServer) -> None:
     body = {"messages": CHAT, "stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = server.ask("/v1/chat/completions", body).events
     assert last["choices"] == []
@@ -128,7 +138,7 @@ def test_usage_comes_in_a_chunk_without_choices_just_before_the_end(server):
     )
 
 
-def test_origins_come_when_asked_for_one_a_token(server):
+def test_origins_come_when_asked_for_one_a_token(server: RunningServer) -> None:
     body = {"prompt": "x", "max_tokens": 100, "stream": True}
     chunks = server.ask("/v1/completions", body, headers={"X-Specserve-Origins": "1"}).events
     origins = [origin for chunk in chunks for origin in chunk["origins"]]
@@ -138,7 +148,7 @@ def test_origins_come_when_asked_for_one_a_token(server):
 
 
 @pytest.mark.parametrize("stop", ["END", "日本", " of it", "👧"])
-def test_a_stop_string_is_never_shown_and_ends_the_work_at_once(stop):
+def test_a_stop_string_is_never_shown_and_ends_the_work_at_once(stop: str) -> None:
     with serving() as server:
         body = {"prompt": "x", "max_tokens": 100, "stop": ["absent", stop]}
         whole = server.ask("/v1/completions", body).json
@@ -155,13 +165,12 @@ def test_a_stop_string_is_never_shown_and_ends_the_work_at_once(stop):
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == expected
         assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
         assert chunks[-1]["usage"]["completion_tokens"] == used
-        assert (
-            chunks[-1]["specserve"]["rounds"] * 2 == server.service.num_chunks
-        )  # what came after was not asked for
+        # The rounds after the stop string were not run.
+        assert chunks[-1]["specserve"]["rounds"] * 2 == server.service.num_chunks
         assert server.service.num_live == 0
 
 
-def test_several_prompts_and_n_are_choices_in_order(server):
+def test_several_prompts_and_n_are_choices_in_order(server: RunningServer) -> None:
     server.service.requests.clear()
     body = {"prompt": ["a", [1, 2], "ccc"], "n": 2, "max_tokens": 5, "seed": 7}
     answer = server.ask("/v1/completions", body).json
@@ -187,8 +196,8 @@ def test_several_prompts_and_n_are_choices_in_order(server):
         assert text == answer["choices"][index]["text"]
 
 
-def test_echo_puts_the_prompt_in_front_once(server):
-    body = {"prompt": ["日a", list(demo_text().encode("ü"))], "echo": True, "max_tokens": 1}
+def test_echo_puts_the_prompt_in_front_once(server: RunningServer) -> None:
+    body = {"prompt": ["日a", list(demo_tokenizer().encode("ü"))], "echo": True, "max_tokens": 1}
     assert [choice["text"] for choice in server.ask("/v1/completions", body).json["choices"]] == [
         "日aG",
         "üG",
@@ -200,7 +209,9 @@ def test_echo_puts_the_prompt_in_front_once(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_completion_logprobs_say_where_each_token_begins(server, stream):
+def test_completion_logprobs_say_where_each_token_begins(
+    server: RunningServer, stream: bool
+) -> None:
     body = {"prompt": "x", "max_tokens": 100, "logprobs": 2, "stream": stream}
     reply = server.ask("/v1/completions", body)
     parts = [
@@ -220,13 +231,14 @@ def test_completion_logprobs_say_where_each_token_begins(server, stream):
     assert parts[0]["top_logprobs"][0] == {"G": -0.5, "!": -9999.0}  # there is no infinity in JSON
 
 
-def test_chat_logprobs_have_bytes_that_make_the_text(client):
-    choice = client.chat.completions.create(
+def test_chat_logprobs_have_bytes_that_make_the_text(client: openai.OpenAI) -> None:
+    answer: Any = client.chat.completions.create(
         model="demo", messages=CHAT, logprobs=True, top_logprobs=3
-    ).choices[0]
+    )
+    choice = answer.choices[0]
     assert bytes(byte for token in choice.logprobs.content for byte in token.bytes).decode() == TEXT
     assert {len(token.top_logprobs) for token in choice.logprobs.content} == {3}
-    streamed = client.chat.completions.create(
+    streamed: Any = client.chat.completions.create(
         model="demo", messages=CHAT, logprobs=True, top_logprobs=3, stream=True
     )
     tokens = [token for chunk in streamed for token in chunk.choices[0].logprobs.content]
@@ -235,7 +247,9 @@ def test_chat_logprobs_have_bytes_that_make_the_text(client):
     ]
 
 
-def test_a_chat_may_fill_the_context_and_a_completion_writes_16_tokens(server):
+def test_a_chat_may_fill_the_context_and_a_completion_writes_16_tokens(
+    server: RunningServer,
+) -> None:
     server.service.requests.clear()
     server.ask("/v1/chat/completions", {"messages": CHAT})
     server.ask("/v1/completions", {"prompt": "x"})
@@ -252,7 +266,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("service", FAILURES)
-def test_a_failure_in_mid_stream_is_an_event_and_never_silence(service):
+def test_a_failure_in_mid_stream_is_an_event_and_never_silence(service: FakeService) -> None:
     with (
         serving(service) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client,
@@ -271,7 +285,7 @@ def test_a_failure_in_mid_stream_is_an_event_and_never_silence(service):
 
 
 @pytest.mark.parametrize("service", FAILURES)
-def test_a_failure_before_an_answer_in_one_piece_has_a_status(service):
+def test_a_failure_before_an_answer_in_one_piece_has_a_status(service: FakeService) -> None:
     with serving(service) as server:
         reply = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 100})
         assert reply.status == (429 if isinstance(service.error, Overloaded) else 500)
@@ -283,7 +297,7 @@ def test_a_failure_before_an_answer_in_one_piece_has_a_status(service):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hangs_after", [0, 3])
-def test_a_client_that_leaves_cancels_everything(stream, hangs_after):
+def test_a_client_that_leaves_cancels_everything(stream: bool, hangs_after: int) -> None:
     with serving(FakeService(hangs_after=hangs_after)) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         body = {"prompt": ["x", "y"], "n": 2, "max_tokens": 100, "stream": stream}
@@ -298,8 +312,8 @@ def test_a_client_that_leaves_cancels_everything(stream, hangs_after):
         )
 
 
-def test_a_request_that_takes_too_long_is_cancelled_and_says_so():
-    with serving(FakeService(hangs_after=3), **{"limits.request_timeout_s": 0.2}) as server:
+def test_a_request_that_takes_too_long_is_cancelled_and_says_so() -> None:
+    with serving(FakeService(hangs_after=3), config={"limits.request_timeout_s": 0.2}) as server:
         reply = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 100})
         assert (reply.status, reply.error["code"]) == (408, "request_timeout")
         *_, last = server.ask(

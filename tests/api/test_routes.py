@@ -13,16 +13,23 @@ from specserve.api import routes as endpoints
 from specserve.api.service import Status
 from specserve.errors import WorkerLost
 from specserve.metrics import Registry
-from tests.support.http_server import CONTEXT, TEXT, FakeService, Running, demo_text, serving
+from tests.support.http_server import (
+    CONTEXT,
+    TEXT,
+    FakeService,
+    RunningServer,
+    demo_tokenizer,
+    serving,
+)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
+def server() -> Iterator[RunningServer]:
     with serving() as running:
         yield running
 
 
-def test_the_official_client_finds_the_model(server):
+def test_the_official_client_finds_the_model(server: RunningServer) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
         (listed,) = client.models.list()
         found = client.models.retrieve("demo")
@@ -37,8 +44,8 @@ def test_the_official_client_finds_the_model(server):
             client.models.retrieve("org/other")
 
 
-def test_text_becomes_tokens_and_tokens_text(server):
-    ids = list(demo_text().encode(TEXT))
+def test_text_becomes_tokens_and_tokens_text(server: RunningServer) -> None:
+    ids = list(demo_tokenizer().encode(TEXT))
     assert server.ask("/tokenize", {"prompt": TEXT}).json == {
         "tokens": ids,
         "count": len(ids),
@@ -46,11 +53,11 @@ def test_text_becomes_tokens_and_tokens_text(server):
     }
     assert server.ask("/tokenize", {"prompt": TEXT, "add_special_tokens": False}).json[
         "tokens"
-    ] == list(demo_text().encode(TEXT, special=False))
+    ] == list(demo_tokenizer().encode(TEXT, special=False))
     assert server.ask("/detokenize", {"tokens": ids}).json == {"prompt": TEXT}
     chat = [{"role": "user", "content": "hi"}]
     assert server.ask("/tokenize", {"messages": chat}).json["tokens"] == list(
-        demo_text().apply_chat(chat)
+        demo_tokenizer().apply_chat_template(chat)
     )
     assert server.ask("/tokenize", {"prompt": ""}).json["count"] == 0
 
@@ -67,7 +74,9 @@ def test_text_becomes_tokens_and_tokens_text(server):
         ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
     ],
 )
-def test_what_cannot_be_converted_is_refused(server, path, body, param):
+def test_invalid_tokenize_and_detokenize_requests_are_refused(
+    server: RunningServer, path: str, body: dict[str, object], param: str
+) -> None:
     reply = server.ask(path, body)
     assert (reply.status, reply.error["param"]) == (400, param)
 
@@ -80,7 +89,7 @@ def test_what_cannot_be_converted_is_refused(server, path, body, param):
         (Status(ready=False, healthy=False, why="rank 1 hangs"), 503, 503),
     ],
 )
-def test_health_and_readiness_say_what_is_wrong(status, health, ready):
+def test_health_and_readiness_say_what_is_wrong(status: Status, health: int, ready: int) -> None:
     with serving(FakeService(state=status)) as server:
         replies = {path: server.ask(path) for path in ("/health", "/ready")}
         assert [reply.status for reply in replies.values()] == [health, ready]
@@ -90,7 +99,7 @@ def test_health_and_readiness_say_what_is_wrong(status, health, ready):
                 assert reply.headers["retry-after"]
 
 
-class Ailing(FakeService):
+class UnhealthyService(FakeService):
     async def status(self) -> Status:
         if self.error is not None:
             raise self.error
@@ -98,10 +107,12 @@ class Ailing(FakeService):
         raise AssertionError
 
 
-@pytest.mark.parametrize("error", [None, WorkerLost("nobody answers")])
-def test_an_engine_that_does_not_say_how_it_is_is_not_well_and_metrics_go_on(error, monkeypatch):
-    monkeypatch.setattr(endpoints, "STATUS_S", 0.1)
-    with serving(Ailing(error=error)) as server:
+@pytest.mark.parametrize("error", [None, WorkerLost("no engine answers")])
+def test_an_engine_without_status_is_unhealthy_and_metrics_go_on(
+    error: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "STATUS_TIMEOUT_S", 0.1)
+    with serving(UnhealthyService(error=error)) as server:
         assert [server.ask(path).status for path in ("/health", "/ready", "/metrics")] == [
             503,
             503,
@@ -109,7 +120,7 @@ def test_an_engine_that_does_not_say_how_it_is_is_not_well_and_metrics_go_on(err
         ]
 
 
-def test_metrics_are_the_gateways_and_all_replicas_together():
+def test_metrics_are_the_gateways_and_all_replicas_together() -> None:
     replicas = []
     for preemptions in (2, 3):
         registry = Registry()
@@ -128,7 +139,7 @@ def test_metrics_are_the_gateways_and_all_replicas_together():
     }
     assert read[("preemptions_total",)] == 5
     assert read[("replicas",)] == 2
-    assert read[("prompt_tokens_total",)] == len(demo_text().encode("hello"))
+    assert read[("prompt_tokens_total",)] == len(demo_tokenizer().encode("hello"))
     assert read[("generation_tokens_total",)] == 10
     assert read[("request_success_total", "length")] == 2
     assert read[("request_failure_total", "400")] == 1
@@ -146,11 +157,13 @@ def test_metrics_are_the_gateways_and_all_replicas_together():
     )
 
 
-def test_the_trace_is_the_services(server):
+def test_the_trace_is_the_services(server: RunningServer) -> None:
     assert server.ask("/trace").json == {"traceEvents": []}
 
 
-def test_the_openapi_page_names_every_path_and_parameter_of_the_contract(server):
+def test_the_openapi_page_names_every_path_and_parameter_of_the_contract(
+    server: RunningServer,
+) -> None:
     page = server.ask("/openapi.json").json
     assert set(page["paths"]) >= {
         "/v1/completions",

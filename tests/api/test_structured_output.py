@@ -1,4 +1,7 @@
-"""Structured output and tools through the real engine: whatever the demo pair, which knows neither, would rather write."""
+"""Structured output and tools through the real engine.
+
+The demo pair was trained for neither, so that only the grammar makes its texts valid.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ import openai
 import pytest
 
 from specserve import LLM, Sampling
-from specserve.api.tools.formats import PLAIN, Spelling
+from specserve.api.tools.formats import DEFAULT_FORMAT, ModelCallFormat
 from specserve.api.tools.grammar import CallGrammar
 from specserve.api.tools.offer import SEPARATORS
-from specserve.api.tools.parse import Calls, joined
+from specserve.api.tools.parse import CallParser, merge_deltas
 from specserve.errors import BadValue
 from specserve.types import Chunk, Grammar, Request, Warp
-from tests.support.http_server import FakeService, demo_text, serving
+from tests.support.http_server import FakeService, demo_tokenizer, serving
 
 SCHEMA = {
     "type": "object",
@@ -46,7 +49,7 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_every_text_is_what_its_response_format_says(llm, temperature):
+def test_every_text_obeys_its_response_format(llm: LLM, temperature: float) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     outputs = llm.generate(
         "data = ",
@@ -65,20 +68,22 @@ def test_every_text_is_what_its_response_format_says(llm, temperature):
         ({"grammar": 'start: "x" | "y" "z"'}, {"x", "yz"}),
     ],
 )
-def test_every_text_is_what_guides_it(llm, guided, allowed):
+def test_every_text_obeys_its_guided_constraint(
+    llm: LLM, guided: dict[str, object], allowed: set[str]
+) -> None:
     assert {
         output.text
         for output in llm.generate("x", Sampling(guided=guided, n=8, max_tokens=20, seed=5))
     } <= allowed
 
 
-def test_a_grammar_that_cannot_be_obeyed_is_refused_before_anything_runs(llm):
+def test_a_grammar_that_cannot_be_obeyed_is_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(BadValue, match="not"):
         llm.generate("x", Sampling(guided={"json": {"not": {}}}))
 
 
 class Engine(FakeService):
-    """What a gateway asks, the engine in this process answers, a request at a time."""
+    """A service over the engine in this process, for one request at a time."""
 
     def __init__(self, llm: LLM) -> None:
         super().__init__()
@@ -90,14 +95,15 @@ class Engine(FakeService):
 
 
 def run(llm: LLM, request: Request) -> list[Chunk]:
-    coordinator, chunks = llm._coordinator, []
+    coordinator = llm._coordinator
+    assert coordinator is not None
+    chunks: list[Chunk] = []
     coordinator._emit, before = chunks.extend, coordinator._emit
     try:
         coordinator.submit(request)
         while coordinator.has_work:
-            with contextlib.suppress(
-                StopIteration
-            ):  # a round of workers in this process never waits
+            # A round of workers in this process never waits.
+            with contextlib.suppress(StopIteration):
                 coordinator.round().send(None)
     finally:
         coordinator._emit = before
@@ -107,7 +113,7 @@ def run(llm: LLM, request: Request) -> list[Chunk]:
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "count"}}]
 )
-def test_a_call_that_must_be_is_one_whose_arguments_validate(llm, choice):
+def test_a_required_call_has_arguments_that_validate(llm: LLM, choice: Any) -> None:
     options: dict[str, Any] = {
         "tools": [TOOL],
         "tool_choice": choice,
@@ -119,7 +125,8 @@ def test_a_call_that_must_be_is_one_whose_arguments_validate(llm, choice):
         serving(Engine(llm), max_context=1024) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client,
     ):
-        whole = client.chat.completions.create(model="demo", messages=CHAT, **options).choices[0]
+        answer: Any = client.chat.completions.create(model="demo", messages=CHAT, **options)
+        whole = answer.choices[0]
         stream = client.chat.completions.create(model="demo", messages=CHAT, stream=True, **options)
         pieces = [piece for chunk in stream for piece in chunk.choices[0].delta.tool_calls or []]
     assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
@@ -131,38 +138,47 @@ def test_a_call_that_must_be_is_one_whose_arguments_validate(llm, choice):
 
 
 @pytest.mark.parametrize("before", ["", "Let me count.\n"])
-def test_a_call_that_need_not_be_is_forced_from_its_trigger_on(llm, before):
-    """What was written before, as of a request that moves from one engine to another, is a part of the text under the grammar."""
-    text, spelling = demo_text(), Spelling.of("", demo_text())
+def test_an_optional_call_is_forced_from_its_trigger_on(llm: LLM, before: str) -> None:
+    """Text that was generated earlier is a part of the text under the grammar.
+
+    So it is for a request that moves from one engine to another.
+    """
+    tokenizer, call_format = demo_tokenizer(), ModelCallFormat.from_template("", demo_tokenizer())
     grammar = CallGrammar(
-        spelling, [("count", json.dumps(SCHEMA | SEPARATORS))], repeats=False
+        call_format, [("count", json.dumps({**SCHEMA, **SEPARATORS}))], parallel=False
     ).calls_or_text()
-    written = text.encode(before + PLAIN.trigger)
+    generated = tokenizer.encode(before + DEFAULT_FORMAT.trigger)
     request = Request(
-        text.encode("count"), 300, Warp(), seed=7, grammar=Grammar("lark", grammar), written=written
+        tokenizer.encode("count"),
+        300,
+        Warp(),
+        seed=7,
+        grammar=Grammar("lark", grammar),
+        generated=generated,
     )
     tokens = [token for chunk in run(llm, request) for token in chunk.tokens]
-    reader = Calls(PLAIN)
-    content, pieces = reader.push(text.decode([*written, *tokens]))
-    assert (content, reader.called, [call.name for call in joined(pieces)]) == (
+    parser = CallParser(DEFAULT_FORMAT)
+    content, deltas = parser.push(tokenizer.decode([*generated, *tokens]))
+    assert (content, parser.has_complete_calls, [call.name for call in merge_deltas(deltas)]) == (
         before,
         True,
         ["count"],
     )
-    jsonschema.validate(json.loads(joined(pieces)[0].arguments), SCHEMA)
+    jsonschema.validate(json.loads(merge_deltas(deltas)[0].arguments), SCHEMA)
 
 
-def test_the_examples_of_the_docs_run(llm, capsys):
-    page = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+def test_the_examples_of_the_docs_run(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "structured-output.md").read_text()
     with serving(Engine(llm), max_context=1024) as server:
         program = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
         code = compile(
             program.replace("http://127.0.0.1:8000", server.url),
-            "docs/tools.md",
+            "docs/guides/structured-output.md",
             "exec",
             dont_inherit=True,
         )
-        exec(code, names := {"__name__": "docs"})
+        names: dict[str, Any] = {"__name__": "docs"}
+        exec(code, names)
         names["client"].close()
     event, choice, call, *_ = capsys.readouterr().out.splitlines()
     assert event.startswith("kind=")

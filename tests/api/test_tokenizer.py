@@ -1,17 +1,20 @@
-"""Text and ids, and text as it streams."""
+"""Encoding, decoding, and incremental detokenizing with stop strings."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
-    Tokenizer,
     decoders,
     models,
     normalizers,
@@ -20,7 +23,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from specserve.api.tokenizer import Text, TextStream
+from specserve.api.detokenizer import IncrementalDetokenizer
+from specserve.api.tokenizer import Tokenizer
 from specserve.errors import BadValue, ModelError, ModelNotFound, TokenizerMismatch
 
 CORPUS = [
@@ -61,12 +65,18 @@ SCRIPTS = st.lists(
 ).map("".join)
 
 
+def wrap(tokenizer: tokenizers.Tokenizer, **special_tokens: str) -> Tokenizer:
+    fast: Any = PreTrainedTokenizerFast
+    return Tokenizer(
+        fast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special_tokens)
+    )
+
+
 @cache
-def byte_level(size: int = 420) -> Text:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )  # so that tokens end inside characters
+def byte_level(size: int = 420) -> Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    # Without the regex, tokens may end inside characters.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
@@ -79,16 +89,16 @@ def byte_level(size: int = 420) -> Text:
         ),
     )
     tokenizer.add_tokens([AddedToken("<tool call>", normalized=False)])
-    return Text(
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, eos_token="<end>", clean_up_tokenization_spaces=False
-        )
-    )
+    return wrap(tokenizer, eos_token="<end>")
 
 
 @cache
-def sentence_piece() -> Text:
-    """In the manner of Llama 2: a space becomes part of the next word, one is put in front, unknown characters become bytes."""
+def sentence_piece() -> Tokenizer:
+    """Return a tokenizer like that of Llama 2.
+
+    A space becomes part of the next word, one is put in front, and unknown characters become
+    bytes.
+    """
     words = ["▁", *"▁abcdefghijklmnopqrstuvwxyz.,!END", "▁the", "▁fox", "▁▁", "日", "é"]
     pieces = [
         "<unk>",
@@ -101,7 +111,7 @@ def sentence_piece() -> Text:
     merges = [("▁t", "he"), ("▁", "▁")]
     ids |= {piece: len(ids) + i for i, piece in enumerate(["▁t", "he", "▁th"])}
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("▁", "▁")]
-    tokenizer = Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
     tokenizer.normalizer = normalizers.Sequence(
@@ -116,19 +126,12 @@ def sentence_piece() -> Text:
         ]
     )
     tokenizer.add_special_tokens(["<s>", "</s>"])
-    return Text(
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token="<s>",
-            eos_token="</s>",
-            clean_up_tokenization_spaces=False,
-        )
-    )
+    return wrap(tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 @cache
-def metaspace() -> Text:
-    tokenizer = Tokenizer(
+def metaspace() -> Tokenizer:
+    tokenizer = tokenizers.Tokenizer(
         models.Unigram(
             [
                 ("<unk>", 0.0),
@@ -142,55 +145,69 @@ def metaspace() -> Text:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    return Text(
-        PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=False
-        )
-    )
+    return wrap(tokenizer, unk_token="<unk>")
 
 
 TOKENIZERS = [byte_level, sentence_piece, metaspace]
 
 
-def library_decode(text: Text, ids: list[int]) -> str:
-    return text._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def library_decode(tokenizer: Tokenizer, ids: list[int]) -> str:
+    decoded: str = tokenizer._tokenizer.decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return decoded
 
 
-def pushes(stream: TextStream, ids: list[int], cuts: list[int]) -> list[str]:
+def push_in_parts(
+    detokenizer: IncrementalDetokenizer, ids: list[int], cuts: list[int]
+) -> list[str]:
     borders = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
-    return [stream.push(ids[a:b]) for a, b in pairwise(borders)] + [stream.finish()]
+    return [detokenizer.push(ids[a:b]) for a, b in pairwise(borders)] + [detokenizer.finish()]
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("make", TOKENIZERS)
 @given(content=SCRIPTS, cuts=st.lists(st.integers(0, 99)))
 @settings(deadline=None, max_examples=150)
-def test_what_streams_is_the_whole_text_however_it_is_chunked(tokenizer, content, cuts):
-    text = tokenizer()
-    ids = list(text.encode(content, special=False))
-    shown = pushes(TextStream(text), ids, cuts)
-    assert "".join(shown) == library_decode(text, ids)
-    if tokenizer is byte_level:
-        assert "".join(shown) == content
-        assert all("\ufffd" not in part for part in shown) or "\ufffd" in content
+def test_streamed_text_is_the_whole_text_however_tokens_are_chunked(
+    make: Callable[[], Tokenizer], content: str, cuts: list[int]
+) -> None:
+    tokenizer = make()
+    ids = list(tokenizer.encode(content, special=False))
+    emitted = push_in_parts(IncrementalDetokenizer(tokenizer), ids, cuts)
+    assert "".join(emitted) == library_decode(tokenizer, ids)
+    if make is byte_level:
+        assert "".join(emitted) == content
+        assert all("\ufffd" not in part for part in emitted) or "\ufffd" in content
 
 
 @given(ids=st.lists(st.integers(0, 421), max_size=30), cuts=st.lists(st.integers(0, 99)))
 @settings(deadline=None, max_examples=300)
-def test_broken_bytes_come_out_as_the_library_decodes_them(ids, cuts):
-    text = byte_level()
-    assert "".join(pushes(TextStream(text), ids, cuts)) == library_decode(text, ids)
+def test_broken_bytes_come_out_as_the_library_decodes_them(ids: list[int], cuts: list[int]) -> None:
+    tokenizer = byte_level()
+    assert "".join(push_in_parts(IncrementalDetokenizer(tokenizer), ids, cuts)) == library_decode(
+        tokenizer, ids
+    )
 
 
 @given(data=st.binary(max_size=24), cuts=st.lists(st.integers(0, 99)))
 @settings(deadline=None)
-def test_byte_tokens_of_any_kind_are_decoded_once_they_are_whole(data, cuts):
-    text = sentence_piece()
+def test_byte_tokens_of_any_kind_are_decoded_once_they_are_whole(
+    data: bytes, cuts: list[int]
+) -> None:
+    tokenizer = sentence_piece()
     ids = [3 + byte for byte in data]
     expected = data.decode("utf-8", "replace")
-    assert "".join(pushes(TextStream(text, [text.encode("the")[0]]), ids, cuts)) == expected
+    assert (
+        "".join(
+            push_in_parts(
+                IncrementalDetokenizer(tokenizer, [tokenizer.encode("the")[0]]), ids, cuts
+            )
+        )
+        == expected
+    )
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("make", TOKENIZERS)
 @given(
     content=SCRIPTS,
     stops=st.lists(
@@ -199,73 +216,74 @@ def test_byte_tokens_of_any_kind_are_decoded_once_they_are_whole(data, cuts):
     cuts=st.lists(st.integers(0, 99)),
 )
 @settings(deadline=None, max_examples=150)
-def test_text_ends_before_the_stop_string_that_is_complete_first(tokenizer, content, stops, cuts):
-    text = tokenizer()
-    ids = list(text.encode(content, special=False))
-    whole = library_decode(text, ids)
+def test_text_ends_before_the_stop_string_that_is_complete_first(
+    make: Callable[[], Tokenizer], content: str, stops: list[str], cuts: list[int]
+) -> None:
+    tokenizer = make()
+    ids = list(tokenizer.encode(content, special=False))
+    whole = library_decode(tokenizer, ids)
     found = [(whole.find(stop) + len(stop), whole.find(stop)) for stop in stops if stop in whole]
-    stream = TextStream(text, stop=stops)
-    shown = pushes(stream, ids, cuts)
-    assert "".join(shown) == (whole[: min(found)[1]] if found else whole)
-    assert stream.stopped == bool(found)
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=stops)
+    emitted = push_in_parts(detokenizer, ids, cuts)
+    assert "".join(emitted) == (whole[: min(found)[1]] if found else whole)
+    assert detokenizer.hit_stop_string == bool(found)
     if found:
         end = min(found)[0]
-        assert (
-            len(library_decode(text, ids[: stream.num_tokens])) >= end
-        )  # the stop string is complete with these tokens,
-        fewer = TextStream(text, stop=stops)
-        fewer.push(ids[: stream.num_tokens - 1])
-        assert not fewer.stopped  # and not with fewer
+        # The stop string is complete with these tokens, and not with fewer.
+        assert len(library_decode(tokenizer, ids[: detokenizer.num_tokens])) >= end
+        fewer = IncrementalDetokenizer(tokenizer, stop=stops)
+        fewer.push(ids[: detokenizer.num_tokens - 1])
+        assert not fewer.hit_stop_string
 
 
-def test_nothing_of_a_possible_stop_string_is_shown_before_it_is_decided():
-    text = byte_level(257)  # every token is a byte
-    stream = TextStream(text, stop=["END", "ENOUGH"])
-    shown = [stream.push(text.encode(char)) for char in "theENENO"]
-    assert shown == ["t", "h", "e", "", "", "EN", "", ""]
-    assert stream.push(text.encode("UGH!")) == ""
-    assert stream.stopped
-    assert stream.num_tokens == len("theENENOUGH")
-    assert stream.push(text.encode("more")) == stream.finish() == ""
+def test_nothing_of_a_possible_stop_string_is_shown_before_it_is_decided() -> None:
+    tokenizer = byte_level(257)  # every token is a byte
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=["END", "ENOUGH"])
+    emitted = [detokenizer.push(tokenizer.encode(char)) for char in "theENENO"]
+    assert emitted == ["t", "h", "e", "", "", "EN", "", ""]
+    assert detokenizer.push(tokenizer.encode("UGH!")) == ""
+    assert detokenizer.hit_stop_string
+    assert detokenizer.num_tokens == len("theENENOUGH")
+    assert detokenizer.push(tokenizer.encode("more")) == detokenizer.finish() == ""
 
 
-def test_what_was_held_back_comes_at_the_end():
-    text = byte_level()
-    stream = TextStream(text, stop=["END of it"])
-    assert stream.push(text.encode("the END of")) + stream.finish() == "the END of"
-    assert not stream.stopped
+def test_held_back_text_is_emitted_at_the_end() -> None:
+    tokenizer = byte_level()
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=["END of it"])
+    assert detokenizer.push(tokenizer.encode("the END of")) + detokenizer.finish() == "the END of"
+    assert not detokenizer.hit_stop_string
 
 
-def test_a_continuation_keeps_its_leading_space():
-    text = sentence_piece()
-    prompt, more = text.encode("the"), text.encode("fox")
-    assert library_decode(text, list(more)) == "fox"
-    assert TextStream(text, prompt).push(more) == " fox"
-    assert TextStream(text).push((1, *more)) == "fox"
+def test_a_continuation_keeps_its_leading_space() -> None:
+    tokenizer = sentence_piece()
+    prompt, more = tokenizer.encode("the"), tokenizer.encode("fox")
+    assert library_decode(tokenizer, list(more)) == "fox"
+    assert IncrementalDetokenizer(tokenizer, prompt).push(more) == " fox"
+    assert IncrementalDetokenizer(tokenizer).push((1, *more)) == "fox"
 
 
-def test_a_character_that_the_prompt_began_is_completed():
-    text = byte_level(257)
-    ids = text.encode("日")
-    assert TextStream(text, ids[:1]).push(ids[1:]) == "日"
+def test_a_character_that_the_prompt_began_is_completed() -> None:
+    tokenizer = byte_level(257)
+    ids = tokenizer.encode("日")
+    assert IncrementalDetokenizer(tokenizer, ids[:1]).push(ids[1:]) == "日"
 
 
-def test_special_tokens_and_padding_rows_have_no_text():
-    text = byte_level()
-    ids = [0, *text.encode("the"), 0, 100_000, -1, 2**70]
-    assert text.decode(ids) == "the"
+def test_special_tokens_and_padding_rows_have_no_text() -> None:
+    tokenizer = byte_level()
+    ids = [0, *tokenizer.encode("the"), 0, 100_000, -1, 2**70]
+    assert tokenizer.decode(ids) == "the"
 
 
-def test_pushing_costs_the_same_however_long_the_text_is():
-    text = byte_level()
-    ids = [*text.encode("the 日本 \ufffd fox "), text.encode("\u00e9")[0]]
-    stream = TextStream(text, stop=["never" * 50])
+def test_pushing_costs_the_same_however_long_the_text_is() -> None:
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("the 日本 \ufffd fox "), tokenizer.encode("\u00e9")[0]]
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=["never" * 50])
 
     def seconds() -> float:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(200):
-            stream.push(ids)
-        return time.perf_counter() - begun
+            detokenizer.push(ids)
+        return time.perf_counter() - start
 
     early = min(seconds() for _ in range(5))
     for _ in range(50):
@@ -275,67 +293,76 @@ def test_pushing_costs_the_same_however_long_the_text_is():
 
 @given(content=SCRIPTS)
 @settings(deadline=None)
-def test_encode_is_what_the_library_encodes(content):
-    text = byte_level()
-    assert list(text.encode(content)) == text._tokenizer(content)["input_ids"]
+def test_encode_is_what_the_library_encodes(content: str) -> None:
+    tokenizer = byte_level()
+    assert list(tokenizer.encode(content)) == tokenizer._tokenizer(content)["input_ids"]
 
 
-def test_half_a_surrogate_pair_is_refused():
+def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(BadValue, match="Unicode"):
         byte_level().encode("a\ud83d")
 
 
-def test_equal_vocabularies_are_the_same_whatever_the_object():
-    byte_level().require_same(byte_level.__wrapped__())
+def test_equal_vocabularies_are_the_same_whatever_the_object() -> None:
+    byte_level().require_same_vocabulary(byte_level.__wrapped__())
 
 
-def test_another_vocabulary_is_refused_naming_the_first_difference():
+def test_another_vocabulary_is_refused_naming_the_first_difference() -> None:
     with pytest.raises(
         TokenizerMismatch, match=r"token 0 is '<end>' to the target and '<unk>' to the draft"
     ):
-        byte_level().require_same(sentence_piece())
+        byte_level().require_same_vocabulary(sentence_piece())
     with pytest.raises(
         TokenizerMismatch, match=r"token 400 is .* to the target and '<tool call>' to the draft"
     ):
-        byte_level().require_same(byte_level(400))
+        byte_level().require_same_vocabulary(byte_level(400))
 
 
-def test_a_tokenizer_loads_from_a_directory_and_nothing_else_does(tmp_path):
+def test_a_tokenizer_loads_from_a_directory_and_nothing_else_does(tmp_path: Path) -> None:
     byte_level()._tokenizer.save_pretrained(tmp_path / "saved")
-    loaded = Text.load(tmp_path / "saved")
-    loaded.require_same(byte_level())
+    loaded = Tokenizer.load(tmp_path / "saved")
+    loaded.require_same_vocabulary(byte_level())
     assert loaded.decode(loaded.encode("süße 日本")) == "süße 日本"
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="no tokenizer can be loaded"):
-        Text.load(tmp_path / "empty")
+        Tokenizer.load(tmp_path / "empty")
     with pytest.raises(ModelNotFound, match="no tokenizer can be loaded"):
-        Text.load(tmp_path / "missing" / "entirely")
+        Tokenizer.load(tmp_path / "missing" / "entirely")
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 
 
-def test_a_model_without_a_template_gets_a_plain_one():
-    text = byte_level()
-    assert text.decode(text.apply_chat(MESSAGES)) == "system: Be brief.\nuser: Why?\nassistant:"
+def test_a_model_without_a_template_gets_a_plain_one() -> None:
+    tokenizer = byte_level()
+    assert (
+        tokenizer.decode(tokenizer.apply_chat_template(MESSAGES))
+        == "system: Be brief.\nuser: Why?\nassistant:"
+    )
 
 
-def test_the_models_own_template_is_used():
-    text = byte_level.__wrapped__()
-    text._tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}{% if add_generation_prompt %}[me|{% endif %}"
-    assert text.decode(text.apply_chat(MESSAGES)) == "[system|Be brief.][user|Why?][me|"
+def test_the_models_own_template_is_used() -> None:
+    tokenizer = byte_level.__wrapped__()
+    tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
+        "{% if add_generation_prompt %}[me|{% endif %}"
+    )
+    assert (
+        tokenizer.decode(tokenizer.apply_chat_template(MESSAGES))
+        == "[system|Be brief.][user|Why?][me|"
+    )
 
 
-def test_a_template_that_refuses_is_the_callers_error():
-    text = byte_level.__wrapped__()
-    text._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+def test_a_template_that_refuses_is_the_callers_error() -> None:
+    tokenizer = byte_level.__wrapped__()
+    tokenizer._tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(BadValue, match="roles must alternate"):
-        text.apply_chat(MESSAGES)
+        tokenizer.apply_chat_template(MESSAGES)
 
 
 @pytest.mark.parametrize(
     "messages", [[], "hello", [{"role": "user"}], [{"role": "user", "content": 3}], ["hello"]]
 )
-def test_messages_of_another_shape_are_refused(messages):
+def test_messages_of_another_shape_are_refused(messages: Any) -> None:
     with pytest.raises(BadValue, match="messages"):
-        byte_level().apply_chat(messages)
+        byte_level().apply_chat_template(messages)

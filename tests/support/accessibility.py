@@ -1,4 +1,4 @@
-"""What a page lacks for who sees little or nothing: contrast as it is computed, and names as a screen reader hears them."""
+"""Check a page for faint text, and for controls without a name for screen readers."""
 
 from __future__ import annotations
 
@@ -11,33 +11,45 @@ if TYPE_CHECKING:
 
 CONTRAST = """(() => {
   const rgba = colour => colour.match(/[\\d.]+/g).map(Number);
-  const over = ([r, g, b, a = 1], ground) => [r, g, b].map((part, i) => part * a + ground[i] * (1 - a));
-  const light = colour => colour.map(part => part / 255).map(part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+  const over = ([r, g, b, a = 1], ground) =>
+    [r, g, b].map((part, i) => part * a + ground[i] * (1 - a));
+  const linear = part => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  const light = colour => colour.map(part => linear(part / 255))
     .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
-  const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + 0.05) / (y + 0.05); };
-  const ground = element => element ? over(rgba(getComputedStyle(element).backgroundColor), ground(element.parentElement)) : [255, 255, 255];
+  const contrast = (a, b) => {
+    const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
+    return (x + 0.05) / (y + 0.05);
+  };
+  const ground = element => element
+    ? over(rgba(getComputedStyle(element).backgroundColor), ground(element.parentElement))
+    : [255, 255, 255];
   const found = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node; node = walker.nextNode();) {
     const element = node.parentElement, style = getComputedStyle(element);
     if (!node.data.trim() || !element.checkVisibility({visibilityProperty: true})) continue;
     if (element.closest(":disabled, .hidden, script, noscript, svg")) continue;
-    if (contrast(over(rgba(style.color), ground(element)), ground(element)) < 4.5) found.push(element.className + ": " + node.data.slice(0, 40));
+    if (contrast(over(rgba(style.color), ground(element)), ground(element)) < 4.5)
+      found.push(element.className + ": " + node.data.slice(0, 40));
     if (style.textDecorationLine === "underline" && element.matches(".token, .sample")
-      && contrast(rgba(style.textDecorationColor).slice(0, 3), ground(element)) < 3) found.push("line: " + element.className);
+      && contrast(rgba(style.textDecorationColor).slice(0, 3), ground(element)) < 3)
+      found.push("line: " + element.className);
   }
   return found;
 })()"""
 
 
 def faint(page: Page) -> list[str]:
-    """Texts whose contrast is below 4.5, and lines under tokens below 3, against what they stand on (WCAG 2.2, 1.4.3 and 1.4.11)."""
+    """Return texts of a contrast below 4.5, and lines under tokens of one below 3.
+
+    The contrast is that with the background (WCAG 2.2, 1.4.3 and 1.4.11).
+    """
     found: list[str] = inside(page, CONTRAST)
     return found
 
 
 def nameless(page: Page) -> list[str]:
-    """Controls that a screen reader would announce by their kind alone."""
+    """Return controls that a screen reader would announce by their kind alone."""
     session = page.context.new_cdp_session(page)
     nodes = session.send("Accessibility.getFullAXTree")["nodes"]
     roles = {

@@ -1,4 +1,4 @@
-"""A real Chromium for the tests of the playground, without a window; and an engine that writes slowly enough to be watched."""
+"""A headless Chromium for the tests of the playground, and an engine slow enough to watch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import shutil
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specserve.types import Chunk, Request
 from tests.support.http_server import FakeService
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, LocatorAssertions, Page
+    from playwright.sync_api import Browser, Locator, Page
+    from playwright.sync_api._generated import LocatorAssertions
 
+ColorScheme = Literal["light", "dark"]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WIDE, PHONE = (1320, 900), (390, 844)
 KEY = "a-key-of-the-tests"
@@ -24,7 +26,7 @@ DONE = re.compile(r"^Done: \d+ tokens")
 
 @dataclass
 class Slow(FakeService):
-    """Waits before each chunk."""
+    """A service that waits before each chunk."""
 
     pace_s: float = 0.02
 
@@ -36,10 +38,10 @@ class Slow(FakeService):
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """That of the system: nothing is downloaded."""
+    """Start the Chromium of the system; nothing is downloaded."""
     from playwright.sync_api import expect, sync_playwright
 
-    expect.set_options(timeout=30_000)  # whoever is right is told so at once
+    expect.set_options(timeout=30_000)  # an expectation that is met does not wait
     path = next(filter(None, map(shutil.which, NAMES)), None)
     assert path, "no Chromium was found; on Debian or Ubuntu: apt-get install chromium"
     with sync_playwright() as playwright:
@@ -56,22 +58,27 @@ def tab(
     url: str,
     *,
     size: tuple[int, int] = WIDE,
-    scheme: str = "light",
+    scheme: ColorScheme = "light",
     key: str = "",
     ready: bool = True,
     **more: Any,
 ) -> Iterator[Page]:
-    """A tab of a browser that has never been here. What it tells its developers fails the test, but for refusals, which stand there too."""
+    """Open a tab in a fresh context.
+
+    Errors in its console fail the test, except those of refused requests, which are logged there
+    too.
+    """
     context = browser.new_context(
         viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, **more
     )
-    page, complaints = context.new_page(), []
+    page = context.new_page()
+    complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on(
         "console",
-        lambda told: (
-            complaints.append(told.text)
-            if told.type == "error" and "Failed to load resource" not in told.text
+        lambda message: (
+            complaints.append(message.text)
+            if message.type == "error" and "Failed to load resource" not in message.text
             else None
         ),
     )
@@ -87,7 +94,7 @@ def tab(
 
 
 def inside(page: Page, expression: str) -> Any:
-    """What an expression is in the page, whose policy forbids it to evaluate any itself."""
+    """Evaluate an expression in the page, whose own policy forbids it to evaluate any."""
     session = page.context.new_cdp_session(page)
     answer: Mapping[str, Any] = session.send(
         "Runtime.evaluate", {"expression": expression, "returnByValue": True, "awaitPromise": True}
@@ -98,14 +105,14 @@ def inside(page: Page, expression: str) -> Any:
 
 
 def expect(locator: Locator) -> LocatorAssertions:
-    """What is expected of a part of the page may come true a little later."""
+    """Return assertions about a part of the page, which may come true a little later."""
     from playwright.sync_api import expect as expecting
 
     return expecting(locator)
 
 
 def finish(page: Page, words: re.Pattern[str] = DONE, *, within_s: float = 30) -> None:
-    """Until the page says so."""
+    """Wait until the page says that the request has ended."""
     expect(page.locator("#outcome")).to_have_text(words, timeout=within_s * 1000)
 
 

@@ -1,4 +1,4 @@
-"""The HTTP server for tests: the real app under a real uvicorn on a free port, over an engine that reads from a script."""
+"""Run the real app under a real uvicorn on a free port, over an engine that follows a script."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from typing import Any
 import uvicorn
 
 from specserve.api.app import build
-from specserve.api.service import Served, Status
-from specserve.api.tokenizer import Text
-from specserve.config.tree import DEMO, parse
+from specserve.api.service import ServedModel, Status
+from specserve.api.tokenizer import Tokenizer
+from specserve.config.tree import DEMO, config_from_keys
 from specserve.metrics import Registry
-from specserve.types import Chunk, Finish, Logprobs, Origin, Request, Stats
+from specserve.types import Chunk, FinishReason, Logprobs, Origin, Request, Stats
 
 CONTEXT = 256
 TEXT = "Grüße aus 日本! 👩‍👩‍👧‍👦 the END of it. And more."
-_ROUNDS = (1, 3, 2, 4)  # tokens that they commit, in turn
+_ROUNDS = (1, 3, 2, 4)  # tokens that the rounds commit, in turn
 
 
 @cache
-def demo_text() -> Text:
-    return Text.load(DEMO / "target")
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer.load(DEMO / "target")
 
 
 @dataclass
 class FakeService:
-    """Writes `written` and ends. Everything a test may want to go wrong is a field."""
+    """An engine that writes `output` and ends. Each failure that a test may want is a field."""
 
-    written: str = TEXT
-    text: Text = field(default_factory=lambda: demo_text())
+    output: str = TEXT
+    tokenizer: Tokenizer = field(default_factory=lambda: demo_tokenizer())
     refusal: Exception | None = None  # before the first chunk
     fails_after: int | None = None  # chunks
-    error: Exception | None = None  # raised then; None: a last chunk with Finish.ERROR
+    error: Exception | None = None  # raised then; None: a last chunk with FinishReason.ERROR
     silent_after: int | None = None  # chunks; then the request ends without a last one
     hangs_after: int | None = None  # chunks; then nothing more comes
     state: Status = field(default_factory=lambda: Status(ready=True, healthy=True, replicas=1))
@@ -64,7 +64,9 @@ class FakeService:
                 if number == self.fails_after:
                     if self.error is not None:
                         raise self.error
-                    chunk = Chunk(0, (), (), finish=Finish.ERROR, error="the target fell over")
+                    chunk = Chunk(
+                        0, (), (), finish=FinishReason.ERROR, error="the target fell over"
+                    )
                 await asyncio.sleep(0)
                 self.num_chunks += 1
                 yield chunk
@@ -72,8 +74,8 @@ class FakeService:
             self.num_live -= 1
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
-        ids = (*self.text.encode(self.written), 0)[: request.max_tokens]
-        finish = Finish.STOP if ids[-1] == 0 else Finish.LENGTH
+        ids = (*self.tokenizer.encode(self.output), 0)[: request.max_tokens]
+        finish = FinishReason.STOP if ids[-1] == 0 else FinishReason.LENGTH
         start, rounds = 0, 0
         for size in cycle(_ROUNDS):
             tokens = ids[start : start + size]
@@ -121,15 +123,16 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """Every error has these four members and no others."""
+        """The error of the body, which must have these four members and no others."""
         assert set(self.json) == {"error"}
         assert set(self.json["error"]) == {"message", "type", "param", "code"}
         assert "Traceback" not in self.json["error"]["message"]
-        return self.json["error"]
+        error: dict[str, Any] = self.json["error"]
+        return error
 
     @property
     def events(self) -> list[Any]:
-        """The chunks of a stream that ends as it must."""
+        """Chunks of a stream, which must end with `[DONE]`."""
         *events, done, rest = self.body.decode().split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         assert all(event.startswith("data: {") for event in events)
@@ -137,7 +140,7 @@ class Reply:
 
 
 @dataclass
-class Running:
+class RunningServer:
     """A server that answers at `url`."""
 
     port: int
@@ -156,7 +159,7 @@ class Running:
         method: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """A body of bytes goes as it is, any other as JSON."""
+        """Send a request; a body of bytes is sent as it is, any other as JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = {} if body is None else {"Content-Type": "application/json"}
@@ -177,7 +180,7 @@ class Running:
             connection.close()
 
     def until(self, condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
-        """Whether it comes true in time."""
+        """Wait for a condition and return True if it came true in time."""
         end = time.monotonic() + within_s
         while not condition() and time.monotonic() < end:
             time.sleep(0.005)
@@ -188,23 +191,25 @@ class Running:
 def serving(
     service: FakeService | None = None,
     *,
-    text: Text | None = None,
+    tokenizer: Tokenizer | None = None,
     max_context: int = CONTEXT,
     vocab_size: int = 4096,
-    encodes: bool = False,
-    **keys: object,
-) -> Iterator[Running]:
-    """In a thread of its own; `keys` are those of the config."""
+    is_encoder_decoder: bool = False,
+    config: Mapping[str, object] | None = None,
+) -> Iterator[RunningServer]:
+    """Serve in a thread of its own; `config` has keys of the config tree, such as `http.port`."""
     service, registry = service or FakeService(), Registry()
-    served = Served(
+    served = ServedModel(
         "demo",
         vocab_size=vocab_size,
         max_context=max_context,
         max_gamma=16,
         created=1,
-        encodes=encodes,
+        is_encoder_decoder=is_encoder_decoder,
     )
-    app = build(service, text or demo_text(), served, parse({}, keys), registry)
+    app = build(
+        service, tokenizer or demo_tokenizer(), served, config_from_keys({}, config or {}), registry
+    )
     server = uvicorn.Server(
         uvicorn.Config(
             app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=2
@@ -214,7 +219,7 @@ def serving(
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield Running(listening.getsockname()[1], service, registry)
+            yield RunningServer(listening.getsockname()[1], service, registry)
         finally:
             server.should_exit = True
             thread.join()

@@ -1,4 +1,4 @@
-// Tells of the token that is pointed at or has the focus; arrow keys walk through a text's tokens, Escape closes.
+// Shows a card about the token that is pointed at or has the focus; arrow keys walk through a text's tokens, Escape closes.
 
 import { pieceOf } from "./panel.js";
 import { element, MEANING, percent } from "./words.js";
@@ -10,13 +10,13 @@ export class Inspector {
   #token = null;
 
   constructor(area) {
-    area.addEventListener("pointerover", ({ target }) => this.#tell(target.closest(".token")));
-    area.addEventListener("pointerleave", () => this.#tell(null));
-    area.addEventListener("focusin", ({ target }) => this.#tell(target.closest(".token")));
-    area.addEventListener("focusout", () => this.#tell(null));
+    area.addEventListener("pointerover", ({ target }) => this.#show(target.closest(".token")));
+    area.addEventListener("pointerleave", () => this.#show(null));
+    area.addEventListener("focusin", ({ target }) => this.#show(target.closest(".token")));
+    area.addEventListener("focusout", () => this.#show(null));
     area.addEventListener("keydown", (event) => this.#walk(event));
-    addEventListener("scroll", () => this.#tell(null), { passive: true, capture: true });
-    addEventListener("keydown", ({ key }) => key === "Escape" && this.#tell(null));
+    addEventListener("scroll", () => this.#show(null), { passive: true, capture: true });
+    addEventListener("keydown", ({ key }) => key === "Escape" && this.#show(null));
   }
 
   #walk(event) {
@@ -30,10 +30,10 @@ export class Inspector {
     to.tabIndex = 0;
     to.focus({ preventScroll: true });
     keepInView(to);
-    this.#tell(to);
+    this.#show(to);
   }
 
-  #tell(token) {
+  #show(token) {
     this.#token?.removeAttribute("aria-describedby");
     this.#token = token;
     const piece = pieceOf.get(token);

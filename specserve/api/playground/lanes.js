@@ -8,7 +8,7 @@ const LEFT = 56, RIGHT = 8, TOP = 18, LANE = 34, BETWEEN = 22, AXIS = 20;
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 60000];
 const KINDS = {
   accepted: "accepted draft",
-  refused: "refused draft",
+  rejected: "rejected draft",
   next: "the target's own token",
   draft: "drafting while the target waits",
   anticipate: "drafting in advance",
@@ -72,10 +72,10 @@ function sentence({ rounds, committed, sequences, hits, misses, median, busy }) 
   return `${rounds} rounds${shared}, ${committed} tokens, ${median.toFixed(1)} ms a round; the target is busy ${percent(busy)} of the time.${ready}`;
 }
 
-// A cell for each share of the pass's rows: accepted, refused, and what the target added.
+// A cell for each share of the pass's rows: accepted, rejected, or added by the target.
 function cells({ begun, ended, round }) {
   const about = round?.about ?? { drafted: 0, accepted: 0, sequences: 1 };
-  const kinds = [...Array(about.accepted).fill("accepted"), ...Array(about.drafted - about.accepted).fill("refused"), ...Array(about.sequences).fill("next")];
+  const kinds = [...Array(about.accepted).fill("accepted"), ...Array(about.drafted - about.accepted).fill("rejected"), ...Array(about.sequences).fill("next")];
   const each = (ended - begun) / kinds.length;
   return kinds.map((kind, i) => ({ kind, begun: begun + i * each, ended: begun + (i + 1) * each }));
 }

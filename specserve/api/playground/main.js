@@ -38,11 +38,11 @@ async function greet() {
   try {
     model = (await server.model()).id;
     part("model").textContent = model;
-    for (let why; (why = await server.unready()) !== null; await pause(2)) tell("state", why);
-    tell("state", "Ready");
+    for (let why; (why = await server.unready()) !== null; await pause(2)) setText("state", why);
+    setText("state", "Ready");
     part("state").classList.add("ready");
   } catch (refusal) {
-    tell("state", refusal.message);
+    setText("state", refusal.message);
     if (refusal.status === 401) {
       key.ask(refusal.message);
       return;
@@ -64,7 +64,7 @@ async function ask({ isRace }) {
   begin(panels.length);
   try {
     await race(panels, { beside: raceOrder() === "beside", write: (panel) => write(panel, running.signal) });
-    tell("outcome", isRace ? verdict(panels) : summary(panels[0]));
+    setText("outcome", isRace ? verdict(panels) : summary(panels[0]));
   } catch (error) {
     broke(error, panels);
   }
@@ -119,11 +119,11 @@ function summary({ meter }) {
 
 function broke(error, panels) {
   if (error.name === "AbortError") {
-    tell("outcome", `Stopped after ${panels.reduce((all, panel) => all + panel.meter.tokens, 0)} tokens.`);
+    setText("outcome", `Stopped after ${panels.reduce((all, panel) => all + panel.meter.tokens, 0)} tokens.`);
     return;
   }
   running.abort(); // the other lane too
-  tell("outcome", "");
+  setText("outcome", "");
   say(error.message, error.param);
   if (error.status === 401) key.ask(error.message);
 }
@@ -131,7 +131,7 @@ function broke(error, panels) {
 function begin(num) {
   running = new AbortController();
   part("empty").hidden = true;
-  tell("outcome", num > 1 ? "Racing." : "Writing.");
+  setText("outcome", num > 1 ? "Racing." : "Writing.");
   numbers.clear();
   switchButtons(true);
   watch.begin();
@@ -157,23 +157,23 @@ function changeMode() {
   const chat = mode() === "chat";
   drafts[chat ? "completion" : "chat"] = prompt.value;
   prompt.value = drafts[mode()];
-  tell("prompt-label", chat ? "Message" : "Text to continue");
-  tell("answers-title", chat ? "Conversation" : "Answer");
-  tell("go", chat ? "Send" : "Continue");
+  setText("prompt-label", chat ? "Message" : "Text to continue");
+  setText("answers-title", chat ? "Conversation" : "Answer");
+  setText("go", chat ? "Send" : "Continue");
   part("panels").hidden = chat;
   part("chat").hidden = clear.hidden = !chat;
   part("empty").hidden = chat ? conversation.length > 0 : part("panels").childElementCount > 0;
 }
 
 // What has not changed is not said again to who listens.
-function tell(id, words) {
+function setText(id, words) {
   if (part(id).textContent !== words) part(id).textContent = words;
 }
 
 // An error, or null for none.
 function say(words, param = null) {
   part("error").hidden = !words;
-  tell("error", words ?? "");
+  setText("error", words ?? "");
   blame(param);
 }
 
@@ -188,7 +188,7 @@ racing.addEventListener("click", () => ask({ isRace: true }));
 stop.addEventListener("click", () => running?.abort());
 clear.addEventListener("click", () => {
   conversation.clear();
-  tell("outcome", "A new chat.");
+  setText("outcome", "A new chat.");
   changeMode();
 });
 for (const radio of form.elements.mode) radio.addEventListener("change", changeMode);

@@ -1,4 +1,4 @@
-"""The playground as it is served: one page and its parts, read once. Knows files and their types, nothing of what the page does."""
+"""Serve the playground: one page and its parts, read once. Knows files and their types only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ TYPES = {
     ".js": "text/javascript",
     ".svg": "image/svg+xml",
 }
-# Nothing from elsewhere, and no script but the page's own: text that a model wrote can then do nothing, whatever it says.
+# Nothing is loaded from elsewhere, and no script runs but the page's own. A text that a model wrote
+# can then do nothing.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -36,7 +37,7 @@ HEADERS = {
 
 
 class Page:
-    """`GET /` and what it loads."""
+    """The page at `GET /` and what it loads."""
 
     def __init__(self) -> None:
         found = files("specserve.api.playground").iterdir()
@@ -46,7 +47,7 @@ class Page:
 
     @property
     def paths(self) -> frozenset[str]:
-        """All that a browser asks for before it can ask for a key."""
+        """Paths that a browser requests before it can send a key."""
         return frozenset((HOME, *(PARTS + name for name in self._files)))
 
     async def home(self) -> Response:

@@ -1,4 +1,4 @@
-// What the form asks for, as the body of a request. Leaves out what is empty; the server judges the rest.
+// What the form asks for, as the body of a request. Leaves out what is empty; the server checks the rest.
 
 const form = document.getElementById("ask");
 

@@ -51,10 +51,10 @@ export class TokenText {
 export function tokensOf(chunk) {
   const logprobs = chunk.choices[0]?.logprobs, origins = chunk.origins ?? [];
   if (!logprobs) return origins.map((origin) => ({ label: "", bytes: [], logprob: null, origin }));
-  const told = logprobs.content
+  const scored = logprobs.content
     ? logprobs.content.map(({ token, bytes, logprob }) => ({ label: token, bytes, logprob }))
     : logprobs.tokens.map((label, i) => ({ label, bytes: null, logprob: logprobs.token_logprobs[i] }));
-  return told.map((token, i) => ({ ...token, origin: origins[i] ?? "plain" }));
+  return scored.map((token, i) => ({ ...token, origin: origins[i] ?? "plain" }));
 }
 
 export function textOf(chunk) {

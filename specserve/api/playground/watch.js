@@ -1,4 +1,4 @@
-// Looks at the server's last rounds while a request runs, unless it was told to keep still, and once more when it has ended.
+// Looks at the server's last rounds while a request runs, unless that was switched off, and once more when it has ended.
 
 import { sceneOf } from "./trace.js";
 import { pause } from "./words.js";

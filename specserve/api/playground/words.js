@@ -25,7 +25,7 @@ export function pause(seconds) {
 
 export const MEANING = {
   accepted: "drafted, and the target let it stand",
-  correction: "the target's own, where it refused a draft",
+  correction: "the target's own, where it rejected a draft",
   bonus: "the target's own, after all drafts stood",
   plain: "the target's own, in a round without drafts",
 };

@@ -1,1 +1,1 @@
-"""Tools that a model may call: how they are offered to it, and how its calls are read."""
+"""Tools that a model may call: offering them, and parsing its calls."""

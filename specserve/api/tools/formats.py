@@ -1,4 +1,7 @@
-"""How models write calls of functions: one table of literal texts, from which grammars are made and by which answers are read."""
+"""The formats in which models write tool calls, as one table of literal texts.
+
+Both the grammars of answers and the parser of answers follow it.
+"""
 
 from __future__ import annotations
 
@@ -9,118 +12,124 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """A call reads `first`, its name, `middle`, its arguments, `after`; each further call has `next` for `first`; behind the last comes `end`."""
+class CallFormat:
+    """The texts of calls: `prefix`, name, `infix`, arguments, `suffix`, and `end` after the last.
 
-    first: str
-    middle: str
-    after: str
-    next: str | None = None  # None: there is never a second call
+    Each further call has `next_prefix` for `prefix`.
+    """
+
+    prefix: str
+    infix: str
+    suffix: str
+    next_prefix: str | None = None  # None: there is never a second call
     end: str = ""
-    trigger: str = ""  # `first` begins with it, and free text ends at it; "": calls begin the answer, and no other answer begins with {
-    prelude: str = ""  # a special token that may stand before calls
-    marks: tuple[str, ...] = ()  # what a template that teaches this format has in it,
-    strangers: tuple[str, ...] = ()  # and what it has not
+    # The beginning of `prefix`, at which free text ends. If it is empty, calls are the beginning of
+    # the answer, and no other answer begins with {.
+    trigger: str = ""
+    prelude: str = ""  # a special token that may precede calls
+    template_marks: tuple[str, ...] = ()  # what a template that teaches this format has in it,
+    excluded_marks: tuple[str, ...] = ()  # and what it has not
     id_length: int | None = None  # of the ids that the template takes; None: any
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Parts of it that may be tokens without a text."""
+        """Parts of the format that may be special tokens."""
         return tuple(
             marker
             for marker in MARKERS
-            if any(marker in text for text in (self.first, self.middle, self.after, self.prelude))
+            if any(marker in text for text in (self.prefix, self.infix, self.suffix, self.prelude))
         )
 
     def call_id(self, given: str) -> str:
-        """An id as the template takes it; equal for equal ids."""
+        """Return an id that the template takes; equal for equal ids."""
         if self.id_length is None or (len(given) == self.id_length and given.isalnum()):
             return given
         return hashlib.blake2b(given.encode()).hexdigest()[: self.id_length]
 
-    def written(self, calls: list[tuple[str, str]]) -> str:
-        """The text of calls, each a name and arguments in JSON."""
-        texts = [name + self.middle + arguments + self.after for name, arguments in calls]
-        return self.first + (self.next or self.first).join(texts) + self.end
+    def render(self, calls: list[tuple[str, str]]) -> str:
+        """Return the text of calls, each a name and arguments in JSON."""
+        texts = [name + self.infix + arguments + self.suffix for name, arguments in calls]
+        return self.prefix + (self.next_prefix or self.prefix).join(texts) + self.end
 
 
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
 
-FORMATS: Mapping[str, Format] = {  # a template's is the first whose marks it has
-    "mistral_named": Format(
-        first="[TOOL_CALLS]",
-        middle="[ARGS]",
-        after="",
-        next="[TOOL_CALLS]",
+# The format of a template is the first one whose marks it has.
+FORMATS: Mapping[str, CallFormat] = {
+    "mistral_named": CallFormat(
+        prefix="[TOOL_CALLS]",
+        infix="[ARGS]",
+        suffix="",
+        next_prefix="[TOOL_CALLS]",
         trigger="[TOOL_CALLS]",
-        marks=("[TOOL_CALLS]", "[ARGS]"),
+        template_marks=("[TOOL_CALLS]", "[ARGS]"),
         id_length=9,
     ),
-    "mistral": Format(
-        first='[TOOL_CALLS][{"name": "',
-        middle='", "arguments": ',
-        after="}",
-        next=', {"name": "',
+    "mistral": CallFormat(
+        prefix='[TOOL_CALLS][{"name": "',
+        infix='", "arguments": ',
+        suffix="}",
+        next_prefix=', {"name": "',
         end="]",
         trigger="[TOOL_CALLS]",
-        marks=("[TOOL_CALLS]",),
+        template_marks=("[TOOL_CALLS]",),
         id_length=9,
     ),
-    "hermes": Format(
-        first='<tool_call>\n{"name": "',
-        middle='", "arguments": ',
-        after="}\n</tool_call>",
-        next='\n<tool_call>\n{"name": "',
+    "hermes": CallFormat(
+        prefix='<tool_call>\n{"name": "',
+        infix='", "arguments": ',
+        suffix="}\n</tool_call>",
+        next_prefix='\n<tool_call>\n{"name": "',
         trigger="<tool_call>",
-        marks=("<tool_call>",),
-        strangers=("<function=", "<arg_key>"),  # others write XML between the same tags
+        template_marks=("<tool_call>",),
+        excluded_marks=("<function=", "<arg_key>"),  # others write XML between the same tags
     ),
-    "llama": Format(
-        first='{"name": "',
-        middle='", "parameters": ',
-        after="}",
+    "llama": CallFormat(
+        prefix='{"name": "',
+        infix='", "parameters": ',
+        suffix="}",
         prelude="<|python_tag|>",
-        marks=('"parameters": ', "<|eot_id|>"),
+        template_marks=('"parameters": ', "<|eot_id|>"),
     ),
 }
-PLAIN = FORMATS["hermes"]  # where the template teaches none
+DEFAULT_FORMAT = FORMATS["hermes"]  # if the template teaches none
 
 
 class Vocabulary(Protocol):
-    """Of a tokenizer."""
+    """A tokenizer's special tokens."""
 
-    def special_id(self, name: str) -> int | None: ...  # None: it is no token, or one with a text
+    def special_id(self, name: str) -> int | None:
+        """Return None for what is no token, or a token with a text."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Spelling:
-    """A format in one model's tokens."""
+class ModelCallFormat:
+    """The call format of one model, in its tokens."""
 
-    format: Format
-    special: Mapping[
-        str, int
-    ]  # markers that are tokens without a text, which an answer has to show nevertheless
-    taught: bool  # by the model's own template, which then renders tools and calls itself
+    format: CallFormat
+    special_ids: Mapping[str, int]  # of markers without a text, which an answer must show
+    in_template: bool  # the model's own template teaches the format and renders tools and calls
 
     @classmethod
-    def of(cls, template: str, vocabulary: Vocabulary) -> Spelling:
-        """By what the model's template says; models without one are told the plain format."""
-        known = next(_recognised(template), None)
-        form = known or PLAIN
+    def from_template(cls, template: str, vocabulary: Vocabulary) -> ModelCallFormat:
+        """Return the format that a model's template teaches, or the default one."""
+        recognised = next(_recognise(template), None)
+        form = recognised or DEFAULT_FORMAT
         ids = {marker: vocabulary.special_id(marker) for marker in form.markers}
         return cls(
             form,
             {marker: token for marker, token in ids.items() if token is not None},
-            taught=known is not None,
+            in_template=recognised is not None,
         )
 
 
-def _recognised(template: str) -> Iterator[Format]:
+def _recognise(template: str) -> Iterator[CallFormat]:
     for form in FORMATS.values():
         if (
             "tools" in template
-            and all(mark in template for mark in form.marks)
-            and not any(stranger in template for stranger in form.strangers)
+            and all(mark in template for mark in form.template_marks)
+            and not any(mark in template for mark in form.excluded_marks)
         ):
-            spaced = "[TOOL_CALLS] [" in template  # older tokenizers put it there
-            yield replace(form, first=form.first.replace("][", "] [")) if spaced else form
+            spaced = "[TOOL_CALLS] [" in template  # older tokenizers put a space there
+            yield replace(form, prefix=form.prefix.replace("][", "] [")) if spaced else form

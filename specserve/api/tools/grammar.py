@@ -1,4 +1,7 @@
-"""The grammar of an answer that calls functions, or may, in Lark's notation as llguidance reads it. Knows no requests."""
+"""Write the grammar of an answer that must or may call tools, in Lark's notation for llguidance.
+
+Knows no requests.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +9,62 @@ import json
 import re
 from collections.abc import Sequence
 
-from specserve.api.tools.formats import Spelling
+from specserve.api.tools.formats import ModelCallFormat
 
 ANY_TEXT, NO_BRACE_FIRST = r"/(.|\n)*/", r"/([^{](.|\n)*)?/"
 
 
 class CallGrammar:
-    """Made for one model's way of writing calls. `functions` are names, each with a JSON schema of its arguments."""
+    """Grammars of answers in one model's call format.
+
+    `functions` are names, each with a JSON schema of its arguments; `parallel` allows several
+    calls.
+    """
 
     def __init__(
-        self, spelling: Spelling, functions: Sequence[tuple[str, str]], *, repeats: bool
+        self,
+        call_format: ModelCallFormat,
+        functions: Sequence[tuple[str, str]],
+        *,
+        parallel: bool,
     ) -> None:
-        self._spelling, self._form = spelling, spelling.format
+        self._special_ids, self._format = call_format.special_ids, call_format.format
         self._markers = re.compile(
             "|".join(
-                ["(" + "|".join(map(re.escape, spelling.special)) + ")"]
-                if spelling.special
+                ["(" + "|".join(map(re.escape, self._special_ids)) + ")"]
+                if self._special_ids
                 else ["(?!)"]
             )
         )
-        self._functions, self._repeats = functions, repeats and self._form.next is not None
+        self._functions = functions
+        self._parallel = parallel and self._format.next_prefix is not None
 
     def calls_only(self) -> str:
-        return self._text(f"start: {self._opening()} calls")
+        return self._lark(f"start: {self._opening()} calls")
 
     def calls_or_json(self, schema: str) -> str:
-        """Only where no JSON begins as calls do."""
-        assert self._form.trigger
-        return self._text(f"start: {self._opening()} calls | answer", f"answer: %json {schema}")
+        """Return the grammar of calls or of JSON; calls must not begin as JSON does."""
+        assert self._format.trigger
+        return self._lark(f"start: {self._opening()} calls | answer", f"answer: %json {schema}")
 
     def calls_or_text(self) -> str:
-        """Free text, until it comes to the trigger; from there on it must be calls."""
-        trigger, first = self._form.trigger, self._form.first
+        """Return the grammar of free text up to the trigger, which calls must follow."""
+        trigger, prefix = self._format.trigger, self._format.prefix
         if not trigger:
-            return self._text(f"start: {self._opening()} calls | TEXT", f"TEXT: {NO_BRACE_FIRST}")
-        if trigger in self._spelling.special:  # which no text can be mistaken for
-            return self._text(f"start: TEXT | TEXT {self._opening()} calls", f"TEXT: {ANY_TEXT}")
-        rest = self._literal(first.removeprefix(trigger))
-        return self._text(
+            return self._lark(f"start: {self._opening()} calls | TEXT", f"TEXT: {NO_BRACE_FIRST}")
+        if trigger in self._special_ids:  # no text can be mistaken for a special token
+            return self._lark(f"start: TEXT | TEXT {self._opening()} calls", f"TEXT: {ANY_TEXT}")
+        rest = self._literal(prefix.removeprefix(trigger))
+        return self._lark(
             f"start: TEXT | lead {rest} calls",
             f"lead[lazy]: TEXT {self._literal(trigger)}",
             f"TEXT: {ANY_TEXT}",
         )
 
-    def _text(self, *start: str) -> str:
-        again = (
-            f"({self._literal(self._form.next)} call)*"
-            if self._repeats and self._form.next is not None
+    def _lark(self, *start: str) -> str:
+        further = (
+            f"({self._literal(self._format.next_prefix)} call)*"
+            if self._parallel and self._format.next_prefix is not None
             else ""
         )
         calls = [self._call(i, name, schema) for i, (name, schema) in enumerate(self._functions)]
@@ -60,26 +72,25 @@ class CallGrammar:
         return "\n".join(
             (
                 *start,
-                f"calls: call {again} {self._literal(self._form.end)}",
+                f"calls: call {further} {self._literal(self._format.end)}",
                 f"call: {choice}",
                 *calls,
             )
         )
 
     def _call(self, number: int, name: str, schema: str) -> str:
-        return f"call_{number}: {self._literal(name + self._form.middle)} %json {schema} {self._literal(self._form.after)}"
+        opening, suffix = name + self._format.infix, self._format.suffix
+        return f"call_{number}: {self._literal(opening)} %json {schema} {self._literal(suffix)}"
 
     def _opening(self) -> str:
-        token = self._spelling.special.get(self._form.prelude)
+        token = self._special_ids.get(self._format.prelude)
         prelude = "" if token is None else f"<[{token}]>? "
-        return prelude + self._literal(self._form.first)
+        return prelude + self._literal(self._format.prefix)
 
     def _literal(self, text: str) -> str:
-        """Quoted; markers that are tokens without a text by their ids."""
+        """Return text in quotes, with the ids of markers that are special tokens."""
         parts = [part for part in self._markers.split(text) if part]
         return " ".join(
-            f"<[{self._spelling.special[part]}]>"
-            if part in self._spelling.special
-            else json.dumps(part)
+            f"<[{self._special_ids[part]}]>" if part in self._special_ids else json.dumps(part)
             for part in parts
         )

@@ -1,4 +1,8 @@
-"""Messages as templates know them: no developers, no parts, calls with arguments that are read, and plain words where a template knows no calls."""
+"""Convert a chat's messages into those that a model's template takes.
+
+Templates know no role `developer` and no content in parts, and take the arguments of a call as
+parsed JSON. For a template without tool calls, tools and calls are put into the text.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +10,49 @@ import json
 from collections.abc import Mapping, Sequence
 
 from specserve.api.schema import Message, ToolCall
-from specserve.api.tools.formats import Format, Spelling
+from specserve.api.tools.formats import CallFormat, ModelCallFormat
 
-TOLD = """You may call functions. To call one, write nothing but this, with its name and its arguments in place of those in capitals:
-{example}
-It is answered in a message of the role tool. The functions, each in JSON with the schema of its arguments:
-{tools}"""
+INSTRUCTIONS = (
+    "You may call functions. To call one, write nothing but this, with its name and its arguments "
+    "in place of those in capitals:\n"
+    "{example}\n"
+    "It is answered in a message of the role tool. The functions, each in JSON with the schema "
+    "of its arguments:\n"
+    "{tools}"
+)
 
 
-def for_template(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, object]], spelling: Spelling
+def to_template_messages(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, object]],
+    call_format: ModelCallFormat,
 ) -> list[dict[str, object]]:
-    """A template that knows calls renders tools and calls itself; for any other they are put in words."""
-    plain = [_plain(message, spelling) for message in messages]
-    return plain if spelling.taught or not tools else _told(plain, tools, spelling.format)
+    """Return messages for the template, with instructions unless it renders the tools itself."""
+    converted = [_convert(message, call_format) for message in messages]
+    return (
+        converted
+        if call_format.in_template or not tools
+        else _add_instructions(converted, tools, call_format.format)
+    )
 
 
-def _plain(message: Message, spelling: Spelling) -> dict[str, object]:
-    form, calls = spelling.format, message.tool_calls or ()
-    plain: dict[str, object] = {
+def _convert(message: Message, call_format: ModelCallFormat) -> dict[str, object]:
+    form, calls = call_format.format, message.tool_calls or ()
+    converted: dict[str, object] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": _content(message),
     }
-    if calls and spelling.taught:
-        plain["tool_calls"] = [_call(call, form) for call in calls]
+    if calls and call_format.in_template:
+        converted["tool_calls"] = [_convert_call(call, form) for call in calls]
     elif calls:
-        plain["content"] = _content(message) + form.written(
+        converted["content"] = _content(message) + form.render(
             [(call.function.name, call.function.arguments) for call in calls]
         )
     if message.name is not None:
-        plain["name"] = message.name
+        converted["name"] = message.name
     if message.tool_call_id is not None:
-        plain["tool_call_id"] = form.call_id(message.tool_call_id)
-    return plain
+        converted["tool_call_id"] = form.call_id(message.tool_call_id)
+    return converted
 
 
 def _content(message: Message) -> str:
@@ -46,27 +60,30 @@ def _content(message: Message) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _call(call: ToolCall, form: Format) -> dict[str, object]:
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
+def _convert_call(call: ToolCall, form: CallFormat) -> dict[str, object]:
+    function = {"name": call.function.name, "arguments": _parse_arguments(call.function.arguments)}
     return {"id": form.call_id(call.id), "type": "function", "function": function}
 
 
-def _arguments(text: str) -> object:
-    """Templates write JSON themselves. What was cut, and is none, they get as it is."""
+def _parse_arguments(text: str) -> object:
+    """Return the arguments' object, since templates write JSON themselves.
+
+    Arguments that were cut, and are no JSON, stay text.
+    """
     try:
-        read = json.loads(text)
+        parsed = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return read if isinstance(read, dict) else text
+    return parsed if isinstance(parsed, dict) else text
 
 
-def _told(
-    messages: list[dict[str, object]], tools: Sequence[Mapping[str, object]], form: Format
+def _add_instructions(
+    messages: list[dict[str, object]], tools: Sequence[Mapping[str, object]], form: CallFormat
 ) -> list[dict[str, object]]:
-    words = TOLD.format(
-        example=form.written([("NAME", "ARGUMENTS")]),
+    text = INSTRUCTIONS.format(
+        example=form.render([("NAME", "ARGUMENTS")]),
         tools="\n".join(json.dumps(tool["function"]) for tool in tools),
     )
     if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{words}"}, *messages[1:]]
-    return [{"role": "system", "content": words}, *messages]
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

@@ -1,4 +1,7 @@
-"""What a chat may call: the functions that were offered, which of them it may or must call, and the grammar that follows. Reads no answers."""
+"""The tools that a chat offers: which of them an answer may or must call, and its grammar.
+
+Parses no answers.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specserve.api.schema import ChatBody, FunctionTool, NamedTool
-from specserve.api.tools.formats import Spelling
+from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.grammar import CallGrammar
 from specserve.errors import BadValue
 from specserve.grammar.request import MAX_SIZE, schema_grammar
-from specserve.grammar.validate import check
+from specserve.grammar.validate import validate_grammar
 from specserve.types import Grammar
 
-# As templates write JSON, and as models have therefore learnt it; any other space would be a needless choice.
+# Spaces as templates write them in JSON, and as models have therefore learnt them. Any other space
+# would be a needless choice.
 SEPARATORS: Mapping[str, object] = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
@@ -27,11 +31,11 @@ NO_PARAMETERS: Mapping[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that was offered; `param` is where its parameters are."""
+    """A function that is offered; `param` is the path of its parameters in the body."""
 
     param: str
     name: str
-    shown: Mapping[str, object]  # as templates know it
+    definition: Mapping[str, object]  # as templates take it
     arguments: Grammar  # a JSON schema
 
 
@@ -42,43 +46,50 @@ class Offer:
     tools: tuple[Tool, ...]
     callable: tuple[Tool, ...]
     must_call: bool
-    repeats: bool  # one answer may call several times
+    parallel: bool  # one answer may call several times
 
     @property
-    def shown(self) -> list[Mapping[str, object]]:
-        return [tool.shown for tool in self.tools]
+    def definitions(self) -> list[Mapping[str, object]]:
+        return [tool.definition for tool in self.tools]
 
     @property
     def size(self) -> int:
-        """Characters that tools add to a prompt, about."""
-        return len(json.dumps(self.shown))
+        """Characters that the tools add to a prompt, approximately."""
+        return len(json.dumps(self.definitions))
 
-    def check(self, spelling: Spelling, answer: Grammar | None) -> None:
-        """Raises BadValue naming the tool whose arguments no grammar can follow. Takes a while for large ones."""
+    def check(self, call_format: ModelCallFormat, answer: Grammar | None) -> None:
+        """Raise BadValue naming the tool whose arguments no grammar can follow.
+
+        Large schemas take a while.
+        """
         for tool in self.callable:
             try:
-                check(tool.arguments)
+                validate_grammar(tool.arguments)
             except BadValue as error:
                 raise BadValue(f"{tool.param}: {error}", param=tool.param) from error
-        in_words = replace(spelling, special={})  # without a tokenizer, ids of tokens mean nothing
+        # The check has no tokenizer, so that ids of special tokens would mean nothing.
+        without_ids = replace(call_format, special_ids={})
         try:
-            check(Grammar("lark", self.grammar(in_words, answer)))
+            validate_grammar(Grammar("lark", self.grammar(without_ids, answer)))
         except BadValue as error:
             raise BadValue(f"tools together: {error}", param="tools") from error
 
-    def grammar(self, spelling: Spelling, answer: Grammar | None) -> str:
-        """Of calls, or of a text instead where none need be; `answer`, a schema, says which."""
-        made = CallGrammar(
-            spelling,
-            [(tool.name, _spaced(tool.arguments)) for tool in self.callable],
-            repeats=self.repeats,
+    def grammar(self, call_format: ModelCallFormat, answer: Grammar | None) -> str:
+        """Return the grammar of calls, or of calls or an answer if no call is demanded.
+
+        `answer` is the schema of an answer without calls; None allows any text.
+        """
+        call_grammar = CallGrammar(
+            call_format,
+            [(tool.name, _add_separators(tool.arguments)) for tool in self.callable],
+            parallel=self.parallel,
         )
         text = (
-            made.calls_only()
+            call_grammar.calls_only()
             if self.must_call
-            else made.calls_or_text()
+            else call_grammar.calls_or_text()
             if answer is None
-            else made.calls_or_json(_spaced(answer))
+            else call_grammar.calls_or_json(_add_separators(answer))
         )
         if len(text) > MAX_SIZE:
             raise BadValue(
@@ -88,73 +99,79 @@ class Offer:
         return text
 
 
-def _spaced(schema: Grammar) -> str:
+def _add_separators(schema: Grammar) -> str:
     return json.dumps(json.loads(schema.text) | SEPARATORS)
 
 
-def offered(body: ChatBody) -> Offer | None:
-    """None where nothing may be called: tools that may not be called are not shown either."""
+def parse_offer(body: ChatBody) -> Offer | None:
+    """Return the tools that may be called, or None.
+
+    With tool_choice none there is no offer: the template does not show the tools either.
+    """
     choice = body.tool_choice
-    tools = _tools(body)
+    tools = _parse_tools(body)
     if not tools:
         if choice not in (None, "none", "auto"):
             raise BadValue("tool_choice wants a call, and there are no tools", param="tool_choice")
         return None
     if choice == "none":
         return None
-    _check_company(body)
+    _check_conflicts(body)
     if isinstance(choice, NamedTool):
-        return Offer(tools, (_named(choice, tools),), must_call=True, repeats=False)
+        return Offer(tools, (_find_tool(choice, tools),), must_call=True, parallel=False)
     return Offer(
-        tools, tools, must_call=choice == "required", repeats=body.parallel_tool_calls is not False
+        tools, tools, must_call=choice == "required", parallel=body.parallel_tool_calls is not False
     )
 
 
-def _tools(body: ChatBody) -> tuple[Tool, ...]:
+def _parse_tools(body: ChatBody) -> tuple[Tool, ...]:
     tools = tuple(
-        _tool(f"tools[{i}].function", given.function) for i, given in enumerate(body.tools or ())
+        _parse_tool(f"tools[{i}].function", given.function)
+        for i, given in enumerate(body.tools or ())
     )
     names = [tool.name for tool in tools]
     for i, name in enumerate(names):
         if name in names[:i]:
-            where = f"tools[{i}].function.name"
+            param = f"tools[{i}].function.name"
             raise BadValue(
-                f"{where} {name!r} is that of another tool; give each its own", param=where
+                f"{param} {name!r} is that of another tool; give each its own", param=param
             )
     return tools
 
 
-def _tool(param: str, given: FunctionTool) -> Tool:
+def _parse_tool(path: str, given: FunctionTool) -> Tool:
     schema = NO_PARAMETERS if given.parameters is None else given.parameters
-    where = f"{param}.parameters"
+    param = f"{path}.parameters"
     if schema.get("type", "object") != "object":
-        raise BadValue(f"{where} must be the schema of an object", param=where)
-    shown: dict[str, object] = {
+        raise BadValue(f"{param} must be the schema of an object", param=param)
+    function: dict[str, object] = {
         "name": given.name,
         "description": given.description or "",
         "parameters": schema,
     }
-    arguments = schema_grammar(where, {"type": "object", **schema})
-    return Tool(where, given.name, {"type": "function", "function": shown}, arguments)
+    arguments = schema_grammar(param, {"type": "object", **schema})
+    return Tool(param, given.name, {"type": "function", "function": function}, arguments)
 
 
-def _named(choice: NamedTool, tools: Sequence[Tool]) -> Tool:
+def _find_tool(choice: NamedTool, tools: Sequence[Tool]) -> Tool:
     name = choice.function.name
     for tool in tools:
         if tool.name == name:
             return tool
+    names = ", ".join(tool.name for tool in tools)
     raise BadValue(
-        f"tool_choice names {name[:64]!r}, which is none of the tools: {', '.join(tool.name for tool in tools)[:150]}",
+        f"tool_choice names {name[:64]!r}, which is none of the tools: {names[:150]}",
         param="tool_choice",
     )
 
 
-def _check_company(body: ChatBody) -> None:
-    """Tools are a grammar, and a text has one."""
+def _check_conflicts(body: ChatBody) -> None:
+    """Raise BadValue for parameters that exclude tools. Tools are a grammar, and a text has one."""
     for name in ("guided", "guided_regex", "guided_grammar", "guided_json", "guided_choice"):
         if getattr(body, name) is not None:
             raise BadValue(
-                f"{name} and tools both say what the text must be; give one of them, or tool_choice none",
+                f"{name} and tools both say what the text must be; "
+                "give one of them, or tool_choice none",
                 param=name,
             )
     if body.ignore_eos:

@@ -1,4 +1,4 @@
-"""The playground for who has no mouse, sees little, wants no motion or holds a phone."""
+"""The playground with a keyboard, a screen reader, reduced motion, or on a phone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.accessibility import faint, nameless
-from tests.support.browser import KEY, PHONE, Slow, expect, finish, inside, tab
-from tests.support.http_server import Running, serving
+from tests.support.browser import KEY, PHONE, ColorScheme, Slow, expect, finish, inside, tab
+from tests.support.http_server import RunningServer, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -25,7 +25,8 @@ def test_everything_can_be_done_with_the_keyboard(browser: Browser) -> None:
             reached.append(
                 inside(
                     page,
-                    "document.activeElement.id || document.activeElement.name || document.activeElement.tagName",
+                    "document.activeElement.id || document.activeElement.name"
+                    " || document.activeElement.tagName",
                 )
             )
         controls = [
@@ -67,7 +68,7 @@ def test_everything_can_be_done_with_the_keyboard(browser: Browser) -> None:
 
 
 def test_a_field_that_is_folded_away_is_shown_when_it_is_wrong(
-    browser: Browser, server: Running
+    browser: Browser, server: RunningServer
 ) -> None:
     with tab(browser, server.url, size=PHONE) as page:
         expect(page.get_by_label("Max tokens")).to_be_hidden()
@@ -80,7 +81,7 @@ def test_a_field_that_is_folded_away_is_shown_when_it_is_wrong(
 
 @pytest.mark.parametrize("size", [PHONE, (320, 640)])
 def test_nothing_is_wider_than_a_phone(
-    browser: Browser, server: Running, size: tuple[int, int]
+    browser: Browser, server: RunningServer, size: tuple[int, int]
 ) -> None:
     with tab(browser, server.url, size=size) as page:
         page.get_by_role("button", name="Race").click()
@@ -88,8 +89,8 @@ def test_nothing_is_wider_than_a_phone(
         assert inside(page, "document.documentElement.scrollWidth") <= size[0]
 
 
-def test_who_wants_little_motion_gets_no_rounds_that_move(
-    browser: Browser, server: Running
+def test_with_reduced_motion_rounds_are_drawn_once_at_the_end(
+    browser: Browser, server: RunningServer
 ) -> None:
     with tab(browser, server.url, reduced_motion="reduce") as page:
         assert page.get_by_role("button", name="Live").get_attribute("aria-pressed") == "false"
@@ -104,10 +105,10 @@ def test_who_wants_little_motion_gets_no_rounds_that_move(
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_and_marks_stand_out_and_every_control_has_a_name(
-    browser: Browser, keys: str, scheme: str
+    browser: Browser, keys: str, scheme: ColorScheme
 ) -> None:
     with (
-        serving(Slow(pace_s=0), **{"http.api_keys_file": keys}) as server,
+        serving(Slow(pace_s=0), config={"http.api_keys_file": keys}) as server,
         tab(browser, server.url, scheme=scheme, key=KEY) as page,
     ):
         page.get_by_label("Gamma").fill("99")

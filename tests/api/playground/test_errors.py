@@ -1,4 +1,4 @@
-"""The playground in a real Chromium, when something goes wrong, or a key is wanted: people are told in words."""
+"""Errors and missing keys in the playground, in a real Chromium, are shown in words."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_value_that_the_server_refuses_is_marked_where_it_stands(page: Page) -
         (None, "The server does not answer"),
     ],
 )
-def test_a_connection_that_breaks_or_a_proxy_that_answers_is_told_in_words(
+def test_a_broken_connection_or_a_proxy_error_is_shown_in_words(
     page: Page, answer: dict[str, Any] | None, words: str
 ) -> None:
     page.route(
@@ -101,7 +101,7 @@ def test_a_server_that_is_still_starting_says_so_and_then_is_ready(browser: Brow
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, keys: str) -> None:
     with (
-        serving(Slow(pace_s=0), **{"http.api_keys_file": keys}) as server,
+        serving(Slow(pace_s=0), config={"http.api_keys_file": keys}) as server,
         tab(browser, server.url, ready=False) as page,
     ):
         dialog = page.get_by_role("dialog", name="API key")
@@ -115,7 +115,8 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, keys: str) ->
         finish(page)
         kept = inside(
             page,
-            "JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie, location.href, document.body.innerHTML])",
+            "JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie,"
+            " location.href, document.body.innerHTML])",
         )
         assert kept.count(KEY) == 1
         assert KEY in kept.partition("}")[0]

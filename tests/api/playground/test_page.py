@@ -1,4 +1,7 @@
-"""The playground's files as they are served: types, a policy that lets nothing else in, and who may see them. What they do is tested in a browser."""
+"""The playground's files as they are served: types, content policy and access.
+
+Their behaviour is tested in a browser.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ import pytest
 from tests.support.http_server import serving
 
 PLAYGROUND = files("specserve.api").joinpath("playground")
-NAMES = sorted(file.name for file in PLAYGROUND.iterdir())
+NAMES = sorted(
+    file.name for file in PLAYGROUND.iterdir() if file.is_file() and not file.name.endswith(".py")
+)
 MARKUP = PLAYGROUND.joinpath("index.html").read_text(encoding="utf-8")
 SCRIPTS = {
     name: PLAYGROUND.joinpath(name).read_text(encoding="utf-8")
@@ -101,16 +106,18 @@ def test_nothing_in_the_markup_would_need_a_laxer_policy() -> None:
     assert not re.findall(r"<style|<script(?! type=\"module\" src)|\sstyle=|\son[a-z]+=", MARKUP)
 
 
-def test_where_keys_are_asked_for_the_page_is_open_and_what_it_asks_is_not(tmp_path: Path) -> None:
+def test_with_api_keys_the_page_is_open_and_the_api_is_not(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("a-key\n")
-    with serving(**{"http.api_keys_file": str(file)}) as server:
+    with serving(config={"http.api_keys_file": str(file)}) as server:
         assert {
             server.ask(path).status for path in ("/", *(f"/playground/{name}" for name in NAMES))
         } == {200}
         assert {
             server.ask(path).status for path in ("/playground/nothing.js", "/v1/models", "/trace")
         } == {401}
-    with serving(**{"http.api_keys_file": str(file), "http.open_paths": ["/health"]}) as server:
+    with serving(
+        config={"http.api_keys_file": str(file), "http.open_paths": ["/health"]}
+    ) as server:
         assert {server.ask(path).status for path in ("/", "/playground/main.js")} == {401}, (
             "a page that was closed stays closed"
         )
@@ -118,7 +125,7 @@ def test_where_keys_are_asked_for_the_page_is_open_and_what_it_asks_is_not(tmp_p
 
 def test_behind_a_prefix_the_page_and_its_parts_are_the_same(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("a-key\n")
-    with serving(**{"http.root_path": "/models", "http.api_keys_file": str(file)}) as server:
+    with serving(config={"http.root_path": "/models", "http.api_keys_file": str(file)}) as server:
         for path in ("/", "/playground/main.js"):
             assert server.ask("/models" + path).status == server.ask(path).status == 200
 

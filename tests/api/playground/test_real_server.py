@@ -1,4 +1,7 @@
-"""The playground in a real Chromium against a real server: Ray, gateway, engine, the demo pair. `--screenshots` takes the pictures of the docs."""
+"""The playground in a real Chromium against a real server: Ray, gateway, engine and demo pair.
+
+`--screenshots` takes the pictures of the docs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class Server:
     url: str
 
     def complete(self) -> Any:
-        """What a client other than the page is told."""
+        """Return the response that a client other than the page receives."""
         body = json.dumps(
             {
                 "prompt": PROMPT,
@@ -59,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def picture(request: pytest.FixtureRequest) -> Callable[[Page, str], None]:
-    """Of the whole page, where pictures are wanted."""
+    """Return a function that takes a picture of the whole page, if `--screenshots` is given."""
     folder = request.config.getoption("--screenshots")
 
     def take(page: Page, name: str) -> None:
@@ -84,19 +87,19 @@ def parameters(page: Page, **values: object) -> None:
 
 
 def settle(page: Page) -> None:
-    """Until the rounds of what has just ended are drawn."""
+    """Wait until the last rounds of the request that has just ended are drawn."""
     page.locator("#lanes .cell.next").first.wait_for(timeout=30_000)
     page.wait_for_timeout(1000)
 
 
-def test_the_answer_is_the_server_s_own_with_its_origins_its_probabilities_and_its_rounds(
+def test_the_page_shows_text_origins_probabilities_and_rounds_of_the_server(
     server: Server, browser: Browser, picture: Callable[[Page, str], None]
 ) -> None:
     with tab(browser, server.url, key=KEY) as page:
         parameters(page, Max_tokens=NUM_TOKENS, Temperature=0.7, Seed=11, Gamma=4)
         ask(page, "Continue", rf"^Done: {NUM_TOKENS} tokens")
-        told = server.complete()  # with a seed, the text is the same whatever was drafted
-        choice, stats = told["choices"][0], told["specserve"]
+        answer = server.complete()  # with a seed, the text is the same whatever was drafted
+        choice, stats = answer["choices"][0], answer["specserve"]
         tokens = page.locator(".token")
         assert "".join(tokens.all_text_contents()) == choice["text"]
         counts = dict(
@@ -128,15 +131,16 @@ def test_the_answer_is_the_server_s_own_with_its_origins_its_probabilities_and_i
             counts["accepted"] / (NUM_TOKENS - counts["accepted"]), rel=0.3
         )
         page.get_by_text("As a table").click()
-        expect(page.locator("#rounds-table tbody tr")).to_have_count(
-            int(drawn[1])
-        )  # it is listed a moment after the click
+        # The table is filled a moment after the click.
+        expect(page.locator("#rounds-table tbody tr")).to_have_count(int(drawn[1]))
         page.get_by_text("As a table").click()
         place = next(
             i for i, text in enumerate(tokens.all_text_contents()) if text.strip() and i > 8
         )
         tokens.nth(place).hover()
-        share = float(re.search(r"([\d.]+) %", page.get_by_role("tooltip").inner_text())[1])
+        found = re.search(r"([\d.]+) %", page.get_by_role("tooltip").inner_text())
+        assert found
+        share = float(found[1])
         near = [100 * math.exp(logprob) for logprob in choice["logprobs"]["token_logprobs"]]
         assert min(abs(share - one) for one in near) < 0.06
         picture(page, "light")

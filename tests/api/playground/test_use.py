@@ -1,15 +1,15 @@
-"""The playground in a real Chromium, over an engine that follows a script: what a person does there."""
+"""The use of the playground in a real Chromium, over an engine that follows a script."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.browser import Slow, expect, finish, tab, written
-from tests.support.http_server import TEXT, Running, demo_text, serving
+from tests.support.http_server import TEXT, RunningServer, demo_tokenizer, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -17,19 +17,23 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.browser
 
 
-def test_a_text_of_any_script_is_shown_whole_and_each_token_says_where_it_came_from_and_how_likely_it_was(
-    page: Page, server: Running
+def test_text_of_any_script_is_whole_and_each_token_shows_its_origin_and_probability(
+    page: Page, server: RunningServer
 ) -> None:
     page.get_by_label("Text to continue").fill("Once")
     page.get_by_role("button", name="Continue").click()
     finish(page)
     assert written(page) == TEXT
     counts = [int(text) for text in page.locator("#origins strong").all_text_contents()]
-    num_tokens = len(demo_text().encode(TEXT)) + 1
+    num_tokens = len(demo_tokenizer().encode(TEXT)) + 1
     assert sum(counts) == num_tokens
     assert counts[0] > counts[2] > 0
     request = server.service.requests[-1]
-    assert (demo_text().decode(request.prompt), request.max_tokens, request.speculation.gamma) == (
+    assert (
+        demo_tokenizer().decode(request.prompt),
+        request.max_tokens,
+        request.speculation.gamma,
+    ) == (
         "Once",
         128,
         None,
@@ -46,7 +50,7 @@ def test_a_text_of_any_script_is_shown_whole_and_each_token_says_where_it_came_f
 
 def test_what_a_model_writes_is_text_and_never_markup(browser: Browser) -> None:
     text = "<img src=x onerror=alert(1)><script>alert(2)</script><b>&amp;"
-    with serving(Slow(written=text)) as server, tab(browser, server.url) as page:
+    with serving(Slow(output=text)) as server, tab(browser, server.url) as page:
         page.get_by_label("Text to continue").fill("<i>prompt</i>")
         page.get_by_role("button", name="Continue").click()
         finish(page)
@@ -54,7 +58,9 @@ def test_what_a_model_writes_is_text_and_never_markup(browser: Browser) -> None:
         assert page.locator("#answers").locator("img, script, b, i").count() == 0
 
 
-def test_every_parameter_arrives_and_what_is_empty_is_not_sent(page: Page, server: Running) -> None:
+def test_every_parameter_arrives_and_what_is_empty_is_not_sent(
+    page: Page, server: RunningServer
+) -> None:
     page.get_by_label("Max tokens").fill("5")
     page.get_by_label("Temperature").fill("0.3")
     page.get_by_label("Top p").fill("0.9")
@@ -64,6 +70,7 @@ def test_every_parameter_arrives_and_what_is_empty_is_not_sent(page: Page, serve
     with page.expect_request("**/v1/completions") as sent:
         page.get_by_role("button", name="Continue").click()
     body = sent.value.post_data_json
+    assert body is not None
     assert body["stop"] == ["END", "stop here"]
     assert body["speculation"] == {"gamma": 3, "verifier": "speculative"}
     assert not {"seed", "response_format", "messages"} & {*body}
@@ -79,7 +86,7 @@ def test_every_parameter_arrives_and_what_is_empty_is_not_sent(page: Page, serve
 
 
 def test_a_schema_is_sent_in_the_format_of_the_api_and_one_that_is_not_json_is_not_sent(
-    page: Page, server: Running
+    page: Page, server: RunningServer
 ) -> None:
     field, asked = page.get_by_label("JSON schema"), len(server.service.requests)
     field.fill("{oops")
@@ -90,7 +97,9 @@ def test_a_schema_is_sent_in_the_format_of_the_api_and_one_that_is_not_json_is_n
     field.fill('{"type": "object"}')
     with page.expect_request("**/v1/completions") as sent:
         page.get_by_role("button", name="Continue").click()
-    assert sent.value.post_data_json["response_format"]["json_schema"] == {
+    body = sent.value.post_data_json
+    assert body is not None
+    assert body["response_format"]["json_schema"] == {
         "name": "answer",
         "strict": True,
         "schema": {"type": "object"},
@@ -104,7 +113,7 @@ def test_stopping_cancels_the_request_and_keeps_what_came(browser: Browser) -> N
         page.get_by_role("button", name="Stop").click()
         finish(page, re.compile(r"^Stopped after \d+ tokens"))
         assert server.until(lambda: server.service.num_live == 0), (
-            "the server goes on although nobody listens"
+            "the server goes on without a reader"
         )
         assert TEXT.startswith(written(page))
         expect(page.get_by_role("button", name="Continue")).to_be_enabled()
@@ -132,9 +141,9 @@ def test_a_race_asks_the_same_with_and_without_speculation(browser: Browser, ord
         expect(page.locator(".panel .speed").nth(1)).to_contain_text("tokens/s")
 
 
-def test_a_chat_remembers_its_turns_until_it_is_begun_anew(page: Page) -> None:
+def test_a_chat_remembers_its_turns_until_a_new_one_is_started(page: Page) -> None:
     page.get_by_text("Chat", exact=True).click()
-    bodies = []
+    bodies: list[Any] = []
     for said in ("hello", "and then?"):
         page.get_by_label("Message").fill(said)
         with page.expect_request("**/v1/chat/completions") as sent:
@@ -151,9 +160,8 @@ def test_a_chat_remembers_its_turns_until_it_is_begun_anew(page: Page) -> None:
     assert page.locator(".said").all_inner_texts() == ["You\n\nhello", "You\n\nand then?"]
     assert written(page, 1) == TEXT
     page.get_by_text("Completion", exact=True).click()
-    expect(page.get_by_label("Text to continue")).to_have_value(
-        re.compile("fibonacci")
-    )  # each way of asking keeps its own text
+    # Completions and chats keep texts of their own.
+    expect(page.get_by_label("Text to continue")).to_have_value(re.compile("fibonacci"))
     page.get_by_text("Chat", exact=True).click()
     expect(page.locator(".turn")).to_have_count(2)
     page.get_by_role("button", name="New chat").click()

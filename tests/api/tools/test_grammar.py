@@ -1,10 +1,11 @@
-"""Grammars of answers that call: what they let through, token by token, is read as calls whose arguments validate, and nothing else gets through."""
+"""Grammars of answers that call admit calls whose arguments validate, and nothing else."""
 
 from __future__ import annotations
 
 import json
 import random
 from functools import cache
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -12,11 +13,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
-from specserve.api.tokenizer import TextStream
+from specserve.api.detokenizer import IncrementalDetokenizer
 from specserve.api.tools.grammar import CallGrammar
 from specserve.api.tools.offer import SEPARATORS
-from specserve.api.tools.parse import Calls, joined
-from tests.support.templates import FAMILIES, family, spelling
+from specserve.api.tools.parse import CallParser, merge_deltas
+from tests.support.templates import FAMILIES, call_format, family
 
 WEATHER = {
     "type": "object",
@@ -27,11 +28,11 @@ WEATHER = {
     "required": ["city"],
     "additionalProperties": False,
 }
-SCHEMAS = {
+SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": WEATHER,
     "weather_now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-FUNCTIONS = [(name, json.dumps(schema | SEPARATORS)) for name, schema in SCHEMAS.items()]
+FUNCTIONS = [(name, json.dumps({**schema, **SEPARATORS})) for name, schema in SCHEMAS.items()]
 END = 0  # the token that ends a text
 WITH_TRIGGER = [name for name in FAMILIES if name != "llama"]
 
@@ -41,8 +42,8 @@ def vocabulary(name: str) -> LLTokenizer:
     return LLTokenizer(family(name)._backend.to_str(), eos_token=END)
 
 
-def grammar(name: str, *, repeats: bool = True) -> CallGrammar:
-    return CallGrammar(spelling(name), FUNCTIONS, repeats=repeats)
+def grammar(name: str, *, parallel: bool = True) -> CallGrammar:
+    return CallGrammar(call_format(name), FUNCTIONS, parallel=parallel)
 
 
 def matcher(name: str, text: str) -> LLMatcher:
@@ -52,20 +53,20 @@ def matcher(name: str, text: str) -> LLMatcher:
 
 
 def admits(name: str, grammar: str, text: str) -> bool:
-    """Whether the text, as the tokenizer writes it, gets through to its end."""
+    """Return True if the grammar admits the whole text, as the tokenizer encodes it."""
     made, ids = matcher(name, grammar), family(name).encode(text)
     return made.try_consume_tokens(list(ids)) == len(ids) and made.is_accepting()
 
 
 def written(name: str, *calls: tuple[str, str]) -> str:
-    return spelling(name).format.written(list(calls))
+    return call_format(name).format.render(list(calls))
 
 
 ONE, OTHER = ("weather", '{"city": "Paris", "days": 3}'), ("weather_now", "{}")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_required_call_is_one_of_the_functions_with_its_own_arguments(name):
+def test_a_required_call_is_one_of_the_functions_with_its_own_arguments(name: str) -> None:
     text = grammar(name).calls_only()
     assert admits(name, text, written(name, ONE))
     assert admits(name, text, written(name, OTHER))
@@ -81,15 +82,15 @@ def test_a_required_call_is_one_of_the_functions_with_its_own_arguments(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_several_calls_get_through_only_where_they_may(name):
+def test_several_calls_get_through_only_where_they_may(name: str) -> None:
     both = written(name, ONE, OTHER)
     assert admits(name, grammar(name).calls_only(), both) == (name != "llama")
-    assert not admits(name, grammar(name, repeats=False).calls_only(), both)
+    assert not admits(name, grammar(name, parallel=False).calls_only(), both)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_where_no_call_is_needed_any_text_will_do_until_a_call_begins(name):
-    text, form = grammar(name).calls_or_text(), spelling(name).format
+def test_where_no_call_is_needed_any_text_will_do_until_a_call_begins(name: str) -> None:
+    text, form = grammar(name).calls_or_text(), call_format(name).format
     for answer in (
         "",
         "Hello.\n",
@@ -98,13 +99,13 @@ def test_where_no_call_is_needed_any_text_will_do_until_a_call_begins(name):
         "Let me see.\n" + written(name, ONE),
     ):
         assert admits(name, text, answer), answer
-    begun = "Well. " + form.first if form.trigger else form.first
+    begun = "Well. " + form.prefix if form.trigger else form.prefix
     assert not admits(name, text, begun + "other")
     assert not admits(name, text, begun + "!")
     assert not admits(name, text, begun)
 
 
-def test_a_prelude_may_stand_before_a_call_and_nowhere_else():
+def test_a_prelude_may_stand_before_a_call_and_nowhere_else() -> None:
     text = grammar("llama").calls_or_text()
     assert admits("llama", text, "<|python_tag|>" + written("llama", ONE))
     assert not admits("llama", text, "<|python_tag|>Hello")
@@ -112,9 +113,10 @@ def test_a_prelude_may_stand_before_a_call_and_nowhere_else():
 
 
 @pytest.mark.parametrize("name", WITH_TRIGGER)
-def test_json_may_be_the_alternative_to_a_call(name):
+def test_json_may_be_the_alternative_to_a_call(name: str) -> None:
     text = grammar(name).calls_or_json(
-        '{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], "additionalProperties": false}'
+        '{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], '
+        '"additionalProperties": false}'
     )
     assert admits(name, text, '{"a": null}')
     assert admits(name, text, written(name, OTHER))
@@ -122,30 +124,27 @@ def test_json_may_be_the_alternative_to_a_call(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_whatever_gets_through_is_read_as_calls_that_validate(name):
+def test_every_text_of_the_grammar_parses_as_calls_that_validate(name: str) -> None:
     called = set()
     for seed in range(12):
-        text = drawn(name, grammar(name).calls_only(), random.Random(seed))
-        reader = Calls(spelling(name).format)
-        content, pieces = reader.push(text)
-        calls = joined(pieces)
-        assert (content, reader.finish(), reader.called) == ("", "", True), text
+        text = draw_text(name, grammar(name).calls_only(), random.Random(seed))
+        parser = CallParser(call_format(name).format)
+        content, pieces = parser.push(text)
+        calls = merge_deltas(pieces)
+        assert (content, parser.finish(), parser.has_complete_calls) == ("", "", True), text
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name or ""])
         assert written(
             name, *((call.name or "", call.arguments) for call in calls)
         ) == text.removeprefix("<|python_tag|>")
         called.add(tuple(call.name for call in calls))
-    assert len(called) > 1, "chance had a choice"
+    assert len(called) > 1, "all drawn texts call the same"
 
 
-def drawn(name: str, grammar: str, rng: random.Random) -> str:
-    """A text of tokens drawn evenly from those that are allowed, as it is shown."""
-    made, mask, ids = (
-        matcher(name, grammar),
-        allocate_token_bitmask(1, vocabulary(name).vocab_size),
-        [],
-    )
+def draw_text(name: str, grammar: str, rng: random.Random) -> str:
+    """Return the visible text of tokens drawn evenly from those that are allowed."""
+    made, mask = matcher(name, grammar), allocate_token_bitmask(1, vocabulary(name).vocab_size)
+    ids: list[int] = []
     while len(ids) < 3000:
         fill_next_token_bitmask(made, mask)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
@@ -154,5 +153,7 @@ def drawn(name: str, grammar: str, rng: random.Random) -> str:
             break
         assert made.consume_token(token)
         ids.append(token)
-    stream = TextStream(family(name), shown=spelling(name).special.values())
-    return stream.push(ids) + stream.finish()
+    detokenizer = IncrementalDetokenizer(
+        family(name), visible_ids=call_format(name).special_ids.values()
+    )
+    return detokenizer.push(ids) + detokenizer.finish()

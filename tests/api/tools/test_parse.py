@@ -1,4 +1,4 @@
-"""Answers read as they stream: however they are cut, content is content and calls are calls."""
+"""Streamed answers are parsed into the same content and calls however they are cut."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.api.tools.formats import FORMATS, Format
-from specserve.api.tools.parse import CallPiece, Calls, JsonEnd, fresh_id, joined
+from specserve.api.tools.formats import FORMATS, CallFormat
+from specserve.api.tools.parse import (
+    CallDelta,
+    CallParser,
+    JsonEndFinder,
+    merge_deltas,
+    new_call_id,
+)
 
 JSON = st.recursive(
     st.none()
@@ -27,18 +33,21 @@ OBJECTS = st.dictionaries(st.text(alphabet='ab"\\}', max_size=3), JSON, max_size
 CUTS = st.lists(st.integers(0, 10_000), max_size=8)
 
 
-def read(form: Format, text: str, cuts: list[int]) -> tuple[list[str], list[CallPiece], Calls]:
-    reader = Calls(form)
+def read(
+    form: CallFormat, text: str, cuts: list[int]
+) -> tuple[list[str], list[CallDelta], CallParser]:
+    parser = CallParser(form)
     borders = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    contents, pieces = [], []
+    contents: list[str] = []
+    deltas: list[CallDelta] = []
     for begin, end in pairwise(borders):
-        content, calls = reader.push(text[begin:end])
+        content, calls = parser.push(text[begin:end])
         assert len({call.index for call in calls}) == len(calls), (
-            "at most one piece of a call at once"
+            "at most one delta of a call at once"
         )
         contents.append(content)
-        pieces += calls
-    return [*contents, reader.finish()], pieces, reader
+        deltas += calls
+    return [*contents, parser.finish()], deltas, parser
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -50,19 +59,21 @@ def read(form: Format, text: str, cuts: list[int]) -> tuple[list[str], list[Call
     cuts=CUTS,
 )
 @settings(deadline=None, max_examples=150)
-def test_calls_come_out_as_they_were_written_however_they_are_cut(name, before, calls, cuts):
+def test_calls_come_out_as_they_were_written_however_they_are_cut(
+    name: str, before: str, calls: list[tuple[str, dict[str, object]]], cuts: list[int]
+) -> None:
     form = FORMATS[name]
     before = before if form.trigger else ""
-    calls = calls if form.next is not None else calls[:1]
+    calls = calls if form.next_prefix is not None else calls[:1]
     written = [(function, json.dumps(arguments)) for function, arguments in calls]
-    contents, pieces, reader = read(form, before + form.written(written), cuts)
+    contents, deltas, parser = read(form, before + form.render(written), cuts)
     assert "".join(contents) == before
-    assert [(call.name, call.arguments) for call in joined(pieces)] == written
-    assert [call.index for call in joined(pieces)] == list(range(len(calls)))
-    assert reader.called
-    named = [piece for piece in pieces if piece.name is not None]
-    assert len({piece.id for piece in named}) == len(named) == len(calls), (
-        "each has an id and a name once, with its first piece"
+    assert [(call.name, call.arguments) for call in merge_deltas(deltas)] == written
+    assert [call.index for call in merge_deltas(deltas)] == list(range(len(calls)))
+    assert parser.has_complete_calls
+    named = [delta for delta in deltas if delta.name is not None]
+    assert len({delta.id for delta in named}) == len(named) == len(calls), (
+        "each has an id and a name once, with its first delta"
     )
 
 
@@ -72,18 +83,20 @@ def test_calls_come_out_as_they_were_written_however_they_are_cut(name, before, 
 )
 @given(cuts=CUTS)
 @settings(deadline=None, max_examples=30)
-def test_a_text_without_calls_is_shown_to_its_last_character(name, text, cuts):
-    contents, pieces, reader = read(FORMATS[name], text, cuts)
-    assert ("".join(contents), pieces, reader.called) == (text, [], False)
+def test_a_text_without_calls_is_shown_to_its_last_character(
+    name: str, text: str, cuts: list[int]
+) -> None:
+    contents, deltas, parser = read(FORMATS[name], text, cuts)
+    assert ("".join(contents), deltas, parser.has_complete_calls) == (text, [], False)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nothing_of_an_opening_is_ever_shown_and_arguments_come_before_they_end(name):
+def test_nothing_of_an_opening_is_ever_shown_and_arguments_come_before_they_end(name: str) -> None:
     form = FORMATS[name]
-    text = ("so: " if form.trigger else "") + form.written([("f", '{"a": [1, {"b": "}"}]}')])
-    reader, shown, arguments = Calls(form), "", []
+    text = ("so: " if form.trigger else "") + form.render([("f", '{"a": [1, {"b": "}"}]}')])
+    parser, shown, arguments = CallParser(form), "", []
     for char in text:
-        content, calls = reader.push(char)
+        content, calls = parser.push(char)
         shown += content
         arguments += [call.arguments for call in calls]
     assert shown == ("so: " if form.trigger else "")
@@ -91,13 +104,13 @@ def test_nothing_of_an_opening_is_ever_shown_and_arguments_come_before_they_end(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_answer_that_was_cut_in_a_call_shows_what_there_is_of_it(name):
+def test_an_answer_that_was_cut_in_a_call_shows_what_there_is_of_it(name: str) -> None:
     form = FORMATS[name]
-    whole = form.written([("f", '{"a": "b"}')])
+    whole = form.render([("f", '{"a": "b"}')])
     for end in range(1, len(whole)):
-        contents, pieces, reader = read(form, whole[:end], [])
+        contents, deltas, parser = read(form, whole[:end], [])
         content = "".join(contents)
-        assert not content or whole[:end] == content != form.first, (
+        assert not content or whole[:end] == content != form.prefix, (
             "content is at most the beginning of a trigger"
         )
         assert (
@@ -106,33 +119,35 @@ def test_an_answer_that_was_cut_in_a_call_shows_what_there_is_of_it(name):
             or len(content) < len(form.trigger)
         )
         assert (
-            "".join(piece.arguments for piece in pieces)
-            == '{"a": "b"}'[: max(0, end - len(form.first + "f" + form.middle))]
+            "".join(delta.arguments for delta in deltas)
+            == '{"a": "b"}'[: max(0, end - len(form.prefix + "f" + form.infix))]
         )
-        assert reader.called == (end >= len(form.first + "f" + form.middle + '{"a": "b"}'))
+        assert parser.has_complete_calls == (
+            end >= len(form.prefix + "f" + form.infix + '{"a": "b"}')
+        )
 
 
-def test_a_special_prelude_belongs_to_the_call():
-    contents, pieces, _ = read(
+def test_a_special_prelude_belongs_to_the_call() -> None:
+    contents, deltas, _ = read(
         FORMATS["llama"], '<|python_tag|>{"name": "f", "parameters": {}}', [3, 20]
     )
-    assert ("".join(contents), [call.name for call in joined(pieces)]) == ("", ["f"])
+    assert ("".join(contents), [call.name for call in merge_deltas(deltas)]) == ("", ["f"])
 
 
-def test_calls_that_stand_behind_text_are_text_where_the_format_has_no_trigger():
+def test_calls_that_stand_behind_text_are_text_where_the_format_has_no_trigger() -> None:
     text = 'It would be {"name": "f", "parameters": {}}'
-    contents, pieces, reader = read(FORMATS["llama"], text, [5, 14])
-    assert ("".join(contents), pieces, reader.called) == (text, [], False)
+    contents, deltas, parser = read(FORMATS["llama"], text, [5, 14])
+    assert ("".join(contents), deltas, parser.has_complete_calls) == (text, [], False)
 
 
-def test_the_end_of_an_object_is_found_behind_escapes_that_are_cut():
-    end = JsonEnd()
+def test_the_end_of_an_object_is_found_behind_escapes_that_are_cut() -> None:
+    end = JsonEndFinder()
     assert end.find('{"a\\') is None
     assert end.find('"}": {') is None
     assert end.find("}} rest") == 2
 
 
-def test_ids_are_those_of_openai_and_no_two_are_equal():
-    ids = {fresh_id() for _ in range(100)}
+def test_ids_are_those_of_openai_and_no_two_are_equal() -> None:
+    ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(one.startswith("call_") and one[5:].isalnum() for one in ids)

@@ -1,4 +1,7 @@
-"""Tools as the official client offers them, calls as it reads them, whole and streamed, in every family's format; a script plays the engine."""
+"""Tools and calls through the official client, streamed or not, in every family's format.
+
+A fake engine writes the calls.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import pytest
 from llguidance import LLMatcher
 from pydantic import BaseModel
 
-from tests.support.http_server import FakeService, Running, serving
-from tests.support.templates import FAMILIES, family, spelling
+from tests.support.http_server import FakeService, RunningServer, serving
+from tests.support.templates import FAMILIES, call_format, family
 
 CHAT: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
 SCHEMA = {
@@ -46,21 +49,23 @@ class GetWeather(BaseModel):
 @contextmanager
 def calling(
     name: str, *calls: tuple[str, str], before: str = ""
-) -> Iterator[tuple[Running, openai.OpenAI]]:
-    """A server whose model writes these calls."""
-    written = before + spelling(name).format.written(list(calls)) if calls else before
-    service = FakeService(written=written, text=family(name))
+) -> Iterator[tuple[RunningServer, openai.OpenAI]]:
+    """Serve a model that writes these calls."""
+    output = before + call_format(name).format.render(list(calls)) if calls else before
+    service = FakeService(output=output, tokenizer=family(name))
     with (
-        serving(service, text=family(name), max_context=2048, vocab_size=4200) as server,
+        serving(service, tokenizer=family(name), max_context=2048, vocab_size=4200) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client,
     ):
         yield server, client
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_call_is_answered_and_followed_by_a_turn_with_its_result(name):
+def test_a_call_is_answered_and_followed_by_a_turn_with_its_result(name: str) -> None:
     with calling(name, PARIS) as (server, client):
-        first = client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER, TIME])
+        first: Any = client.chat.completions.create(
+            model="demo", messages=CHAT, tools=[WEATHER, TIME]
+        )
         choice = first.choices[0]
         assert (choice.finish_reason, choice.message.content, choice.message.refusal) == (
             "tool_calls",
@@ -73,8 +78,8 @@ def test_a_call_is_answered_and_followed_by_a_turn_with_its_result(name):
             *PARIS,
             "call_",
         )
-        server.service.written = "It is 17 degrees."
-        result = {"role": "tool", "tool_call_id": call.id, "content": "17"}
+        server.service.output = "It is 17 degrees."
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "17"}
         second = client.chat.completions.create(
             model="demo", messages=[*CHAT, choice.message, result], tools=[WEATHER, TIME]
         )
@@ -92,9 +97,9 @@ def test_a_call_is_answered_and_followed_by_a_turn_with_its_result(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_streamed_call_has_its_name_first_and_then_pieces_of_its_arguments(name):
+def test_a_streamed_call_has_its_name_first_and_then_pieces_of_its_arguments(name: str) -> None:
     with calling(name, PARIS) as (_, client):
-        chunks = list(
+        chunks: list[Any] = list(
             client.chat.completions.create(
                 model="demo", messages=CHAT, tools=[WEATHER], stream=True
             )
@@ -111,19 +116,18 @@ def test_a_streamed_call_has_its_name_first_and_then_pieces_of_its_arguments(nam
     )
     assert all(piece.id is None and piece.function.name is None for piece in pieces[1:])
     assert "".join(piece.function.arguments for piece in pieces) == PARIS[1]
-    assert len(pieces) > 3, "arguments come as they are written"
+    assert len(pieces) > 3, "arguments come as they are output"
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [
         "tool_calls"
     ]
 
 
 @pytest.mark.parametrize("name", ["plain", "mistral", "mistral_named"])
-def test_text_before_calls_is_content_and_calls_may_be_parallel(name):
+def test_text_before_calls_is_content_and_calls_may_be_parallel(name: str) -> None:
     with calling(name, PARIS, ROME, before="Let me see.\n") as (_, client):
-        whole = client.chat.completions.create(
-            model="demo", messages=CHAT, tools=[WEATHER]
-        ).choices[0]
-        stream = client.chat.completions.create(
+        answer: Any = client.chat.completions.create(model="demo", messages=CHAT, tools=[WEATHER])
+        whole = answer.choices[0]
+        stream: Any = client.chat.completions.create(
             model="demo", messages=CHAT, tools=[WEATHER], stream=True
         )
         deltas = [chunk.choices[0].delta for chunk in stream]
@@ -147,24 +151,21 @@ def test_text_before_calls_is_content_and_calls_may_be_parallel(name):
         )
 
 
-def test_parse_gives_the_arguments_as_a_model_and_its_message_can_be_sent_back():
+def test_parse_gives_the_arguments_as_a_model_and_its_message_can_be_sent_back() -> None:
     tool = openai.pydantic_function_tool(GetWeather)
     with calling("hermes", ("GetWeather", PARIS[1])) as (server, client):
-        message = (
-            client.chat.completions.parse(model="demo", messages=CHAT, tools=[tool])
-            .choices[0]
-            .message
-        )
+        answer: Any = client.chat.completions.parse(model="demo", messages=CHAT, tools=[tool])
+        message = answer.choices[0].message
         assert message.tool_calls[0].function.parsed_arguments == GetWeather(city="Paris", unit="C")
         result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "17"}
-        server.service.written = "17"
+        server.service.output = "17"
         again = client.chat.completions.parse(
             model="demo", messages=[*CHAT, message, result], tools=[tool]
         )
         assert again.choices[0].message.content == "17"
 
 
-def test_the_stream_helper_tells_of_arguments_and_of_their_end():
+def test_the_stream_helper_reports_arguments_and_their_end() -> None:
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     with (
         calling("hermes", PARIS, ROME, before="So: ") as (_, client),
@@ -182,7 +183,7 @@ def test_the_stream_helper_tells_of_arguments_and_of_their_end():
     assert (final.finish_reason, final.message.content) == ("tool_calls", "So: ")
 
 
-def test_a_parsed_answer_may_be_a_schema_or_a_call():
+def test_a_parsed_answer_may_be_a_schema_or_a_call() -> None:
     class Answer(BaseModel):
         degrees: int
 
@@ -196,7 +197,9 @@ def test_a_parsed_answer_may_be_a_schema_or_a_call():
             .message
         )
         assert (message.parsed, message.tool_calls) == (Answer(degrees=17), None)
-        assert "degrees" in server.service.requests[0].grammar.text
+        grammar = server.service.requests[0].grammar
+        assert grammar is not None
+        assert "degrees" in grammar.text
     with (
         calling("llama") as (_, client),
         pytest.raises(openai.BadRequestError, match="response_format and tools"),
@@ -208,7 +211,7 @@ def test_a_parsed_answer_may_be_a_schema_or_a_call():
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(
-    ("options", "start", "functions", "repeats"),
+    ("options", "may_start_with_text", "num_functions", "parallel"),
     [
         ({}, True, 2, True),
         ({"tool_choice": "auto", "parallel_tool_calls": False}, True, 2, False),
@@ -217,45 +220,51 @@ def test_a_parsed_answer_may_be_a_schema_or_a_call():
     ],
 )
 def test_the_choice_of_tools_becomes_a_grammar_that_can_be_obeyed(
-    name, options, start, functions, repeats
-):
+    name: str,
+    options: dict[str, Any],
+    may_start_with_text: bool,
+    num_functions: int,
+    parallel: bool,
+) -> None:
     with calling(name, PARIS) as (server, client):
         client.chat.completions.create(
             model="demo", messages=CHAT, tools=[WEATHER, TIME], **options
         )
         (request,) = server.service.requests
+    assert request.grammar is not None
     text = request.grammar.text
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)) == ""
-    assert ("TEXT" in text) == start
-    assert text.count("%json") == functions
-    assert ("call)*" in text) == (repeats and name != "llama")
+    assert ("TEXT" in text) == may_start_with_text
+    assert text.count("%json") == num_functions
+    assert ("call)*" in text) == (parallel and name != "llama")
 
 
-def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_text():
+def test_tools_that_may_not_be_called_are_not_shown_and_their_markers_are_text() -> None:
     with calling("hermes", PARIS) as (server, client):
         choice = client.chat.completions.create(
             model="demo", messages=CHAT, tools=[WEATHER], tool_choice="none"
         ).choices[0]
-        assert choice.message.content == spelling("hermes").format.written([PARIS])
+        assert choice.message.content == call_format("hermes").format.render([PARIS])
         assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
         (request,) = server.service.requests
         assert request.grammar is None
-        assert request.prompt == family("hermes").apply_chat(CHAT)
+        assert request.prompt == family("hermes").apply_chat_template(CHAT)
 
 
-def test_a_call_that_was_cut_is_told_by_its_finish_reason():
+def test_a_cut_call_has_the_finish_reason_length() -> None:
     with calling("plain", PARIS) as (_, client):
-        choice = client.chat.completions.create(
+        answer: Any = client.chat.completions.create(
             model="demo", messages=CHAT, tools=[WEATHER], max_tokens=35
-        ).choices[0]
+        )
+        choice = answer.choices[0]
         assert choice.finish_reason == "length"
         assert PARIS[1].startswith(choice.message.tool_calls[0].function.arguments)
         assert choice.message.tool_calls[0].function.arguments != PARIS[1]
 
 
-def test_choices_logprobs_usage_and_origins_are_as_without_tools():
+def test_choices_logprobs_usage_and_origins_are_as_without_tools() -> None:
     with calling("plain", PARIS) as (server, client):
-        answer = client.chat.completions.create(
+        answer: Any = client.chat.completions.create(
             model="demo", messages=CHAT, tools=[WEATHER], n=2, logprobs=True
         )
         assert [len(choice.message.tool_calls) for choice in answer.choices] == [1, 1]
@@ -278,7 +287,7 @@ def test_choices_logprobs_usage_and_origins_are_as_without_tools():
         )
 
 
-def test_tools_have_limits():
+def test_tools_have_limits() -> None:
     def tool(number: int, size: int = 0) -> dict[str, Any]:
         return {
             "type": "function",
@@ -304,7 +313,7 @@ def test_tools_have_limits():
         assert not server.service.requests
 
 
-def test_calls_in_the_history_need_no_tools_in_the_request():
+def test_calls_in_the_history_need_no_tools_in_the_request() -> None:
     history = [
         *CHAT,
         {
