@@ -1,20 +1,23 @@
 # syntax=docker/dockerfile:1
-# specserve on one machine; for clusters, deploy/Dockerfile. From the top of the repository:
+# specserve on one machine; for clusters, see deploy/Dockerfile. From the top of the repository:
 #   docker build -t specserve .                                                     CPU
 #   docker build -t specserve:cuda --build-arg TORCH_INDEX=URL-OF-THE-CUDA-WHEELS . CUDA
 #   docker run --rm -p 8000:8000 --shm-size 2g specserve                            the demo pair
-#   docker run --rm -p 8000:8000 --shm-size 2g --gpus all -v models:/models specserve:cuda serve --host 0.0.0.0 --target /models/target --draft /models/draft
-# The first stage installs, the second runs, and has neither pip's cache nor the sources.
+#   docker run --rm -p 8000:8000 --shm-size 2g --gpus all -v models:/models specserve:cuda \
+#     serve --host 0.0.0.0 --target /models/target --draft /models/draft
+# The first stage installs. The second runs, without pip's cache and the sources.
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS install
-# An index of torch's wheels: empty for the package index's own choice. With it, the version that constraints.txt pins is taken from there.
+# Index of torch's wheels, from which the version pinned in constraints.txt is taken. Empty: torch comes
+# from the package index.
 ARG TORCH_INDEX=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/specserve
 ENV PATH=/opt/specserve/bin:$PATH
 WORKDIR /source
-# Dependencies change seldom and are large, so they are a layer of their own; the package without its code is enough to name them.
+# Dependencies are large and change seldom, so they get a layer of their own. The package without its
+# code is enough to name them.
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN mkdir specserve && echo '__version__ = "0"' > specserve/__init__.py \
     && if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"; fi \
@@ -37,9 +40,11 @@ RUN mkdir models
 VOLUME /home/specserve/models
 EXPOSE 8000
 STOPSIGNAL SIGINT
-# /ready says whether requests are taken; loading a large model takes minutes, hence the long start. No curl in the image: Python asks.
+# /ready says whether requests are accepted. The start period is long because loading a large model takes
+# minutes. The image has no curl, so Python sends the request.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --start-interval=5s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/ready', timeout=4)"]
 ENTRYPOINT ["specserve"]
-# Inside a container the loopback is the container's own, so it listens on all interfaces: ask for keys (http.api_keys_file) where others reach it.
+# The loopback of a container is its own, so the server listens on all interfaces. Require API keys
+# (http.api_keys_file) where others can reach it.
 CMD ["serve", "--host", "0.0.0.0"]

@@ -1,4 +1,7 @@
-"""An engine without models, for measuring what stands around engines: on every beat it has some tokens for each request, and it knows when."""
+"""Engine without models, for measuring everything around the engines.
+
+At a fixed interval it emits some tokens for each request, and it records when.
+"""
 
 from __future__ import annotations
 
@@ -9,33 +12,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.cluster.placement import Bundle
-from specserve.cluster.transport.chunk_stream import Outlet, Ticket
+from specserve.cluster.transport.chunk_stream import ChunkSender, StreamAddress
 from specserve.config.tree import Config
-from specserve.types import Chunk, Finish, ModelInfo, Origin, Request, Stats
+from specserve.types import Chunk, FinishReason, ModelInfo, Origin, Request, Stats
 from specserve.wire.messages import Chunks
 
-BEAT_S, TOKENS = 0.05, 4
-VOCAB, FIRST_ID = 4096, 300  # of the demo pair; ids from here on are ordinary pieces of text
+INTERVAL_S, TOKENS_PER_CHUNK = 0.05, 4
+# Of the demo pair, whose ids from FIRST_ID on are ordinary pieces of text.
+VOCAB, FIRST_ID = 4096, 300
 
 
 @dataclass(slots=True)
 class _Stream:
     request: Request
     number: int
-    outlet: Outlet
+    sender: ChunkSender
     ended: asyncio.Future[None]
-    written: int = 0
+    num_generated: int = 0
 
 
-class Metronome:
-    """Takes the place of `Engine` in `application`."""
+class PacedEngine:
+    """Replacement of `Engine` in `application`, which emits tokens at a fixed pace."""
 
     def __init__(self, config: Config, bundles: Sequence[Bundle], board: Any) -> None:
         self._streams: dict[int, _Stream] = {}
-        self._outlets: dict[Ticket, Outlet] = {}
-        self._first: dict[int, float] = {}
+        self._senders: dict[StreamAddress, ChunkSender] = {}
+        self._first_token_times: dict[int, float] = {}
         self._count = 0
-        self._beats: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def info(self) -> ModelInfo:
         return ModelInfo(
@@ -46,46 +50,48 @@ class Metronome:
             num_pages=1 << 20,
         )
 
-    async def generate(self, request: Request, number: int, ticket: Ticket) -> None:
-        self._beats = self._beats or asyncio.create_task(self._beat())
-        if ticket not in self._outlets:
-            self._outlets[ticket] = Outlet(ticket)
+    async def generate(self, request: Request, number: int, address: StreamAddress) -> None:
+        self._task = self._task or asyncio.create_task(self._emit_forever())
+        if address not in self._senders:
+            self._senders[address] = ChunkSender(address)
         self._count = key = self._count + 1
         stream = self._streams[key] = _Stream(
-            request, number, self._outlets[ticket], asyncio.get_running_loop().create_future()
+            request, number, self._senders[address], asyncio.get_running_loop().create_future()
         )
         try:
             await stream.ended
         finally:
             self._streams.pop(key, None)
 
-    async def first_times(self) -> dict[int, float]:
-        """When the first tokens of each seed were there, by this machine's monotonic clock."""
-        return self._first
+    async def first_token_times(self) -> dict[int, float]:
+        """Return when the first tokens of each seed were emitted, by the monotonic clock."""
+        return self._first_token_times
 
-    async def _beat(self) -> None:
+    async def _emit_forever(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(INTERVAL_S)
             now = time.monotonic()
-            by_outlet: dict[Outlet, list[Chunk]] = {}
+            by_sender: dict[ChunkSender, list[Chunk]] = {}
             for stream in list(self._streams.values()):
-                self._first.setdefault(stream.request.seed, now)
-                by_outlet.setdefault(stream.outlet, []).append(self._chunk(stream))
-            for outlet, chunks in by_outlet.items():
-                outlet.send(Chunks(tuple(chunks)))
+                self._first_token_times.setdefault(stream.request.seed, now)
+                by_sender.setdefault(stream.sender, []).append(self._chunk(stream))
+            for sender, chunks in by_sender.items():
+                sender.send(Chunks(tuple(chunks)))
 
     def _chunk(self, stream: _Stream) -> Chunk:
-        left = stream.request.max_tokens - stream.written
+        left = stream.request.max_tokens - stream.num_generated
         tokens = tuple(
-            FIRST_ID + (stream.number * 7 + stream.written + i) % 1000
-            for i in range(min(TOKENS, left))
+            FIRST_ID + (stream.number * 7 + stream.num_generated + i) % 1000
+            for i in range(min(TOKENS_PER_CHUNK, left))
         )
-        stream.written += len(tokens)
-        finish = Finish.LENGTH if stream.written == stream.request.max_tokens else None
+        stream.num_generated += len(tokens)
+        finish = FinishReason.LENGTH if stream.num_generated == stream.request.max_tokens else None
         if finish is not None and not stream.ended.done():
             stream.ended.set_result(None)
         stats = (
-            None if finish is None else Stats("coupled", True, stream.written // TOKENS, 0, 0, 0)
+            None
+            if finish is None
+            else Stats("coupled", True, stream.num_generated // TOKENS_PER_CHUNK, 0, 0, 0)
         )
         return Chunk(
             stream.number, tokens, (Origin.PLAIN,) * len(tokens), finish=finish, stats=stats

@@ -1,1 +1,1 @@
-"""Actors, links between them, and deployments: the only rooms that know Ray."""
+"""Ray actors, the links between them, and the Serve deployments. Nothing else imports Ray."""

@@ -1,4 +1,7 @@
-"""The application: `build` turns a config tree into Serve deployments. `serve run`, `serve build` and `serve deploy` call it."""
+"""Build the Serve application from a config tree.
+
+`serve run`, `serve build` and `serve deploy` call `build`.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,29 @@ from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
 from specserve.cluster.status_board import Board
-from specserve.config.tree import Config, Replicas, parse
+from specserve.config.tree import Config, ReplicasConfig, config_from_keys
 
 APP_NAME = "specserve"
-GATEWAY_STREAMS = 4096  # that one gateway holds open at once; the engines refuse long before
-GATEWAY_TARGET = 256  # beyond which there should be another
-USUAL_SURGE = 25  # percent
-BURST = 64  # requests on their way to an engine that are not counted yet
+GATEWAY_STREAMS = 4096
+"""Most streams of one gateway; the engines refuse requests long before."""
+GATEWAY_TARGET = 256
+"""Streams of one gateway beyond which another one is started."""
+DEFAULT_SURGE_PERCENT = 25
+BURST = 64
+"""Requests on their way to an engine that it does not count yet."""
 LOOK_BACK_S = 30.0
 
 
 def build(args: Mapping[str, object]) -> Application:
-    """The keys are the config tree's; dotted ones, as `serve run ... target.path=...` gives them, hold YAML."""
-    return application(parse({key: _read(value) for key, value in args.items()}))
+    """Build the application from config keys; dotted keys, as `serve run` gives them, hold YAML."""
+    return application(config_from_keys({key: _parse_yaml(value) for key, value in args.items()}))
 
 
 def application(config: Config, *, engine: type[Any] | None = None) -> Application:
-    """A gateway in front of as many engines as the load asks for, and a board between them. `engine` may be another class of the same methods."""
+    """Build the application: gateways, engines as the load demands, and a board between them.
+
+    `engine` may be another class with the methods of Engine.
+    """
     wanted = bundles(
         config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     )
@@ -61,12 +70,12 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
         "placement_group_bundles": [dict(bundle.resources) for bundle in wanted],
         "placement_group_strategy": "PACK",
         "ray_actor_options": {"num_cpus": wanted[COORDINATOR].resources["CPU"]},
-        "max_ongoing_requests": limits.max_running
-        + limits.max_queued
-        + BURST,  # the engine itself refuses what is too much, and says so
+        # The engine itself refuses what is too much, with a helpful message.
+        "max_ongoing_requests": limits.max_running + limits.max_queued + BURST,
         "max_queued_requests": limits.max_queued + BURST,
         "health_check_period_s": 1.0,
-        "health_check_timeout_s": 60.0,  # of a call that only looks at counters; slowness under load is no illness
+        # The health check only reads counters. An engine that is slow under load is not unhealthy.
+        "health_check_timeout_s": 60.0,
         "graceful_shutdown_wait_loop_s": 0.5,
         "graceful_shutdown_timeout_s": 20.0,
         "max_constructor_retry_count": 3,
@@ -75,15 +84,20 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
         options["placement_group_bundle_label_selector"] = [
             dict(bundle.labels) for bundle in wanted
         ]
-    return options | _scale(config.replicas)
+    return options | _scaling_options(config.replicas)
 
 
-def _surge_percent(replicas: Replicas, wanted: tuple[Bundle, ...]) -> int:
-    """New replicas come before old ones go, if there is room for them: without it, an update would wait for ever."""
+def _surge_percent(replicas: ReplicasConfig, wanted: tuple[Bundle, ...]) -> int:
+    """Return the share of new replicas that an update starts before it stops old ones.
+
+    It is 0 where there is no room for a new replica, since the update would wait forever.
+    """
     if replicas.surge_percent is not None:
         return replicas.surge_percent
     return (
-        USUAL_SURGE if ray.is_initialized() and has_room(wanted, ray.available_resources()) else 0
+        DEFAULT_SURGE_PERCENT
+        if ray.is_initialized() and has_room(wanted, ray.available_resources())
+        else 0
     )
 
 
@@ -95,7 +109,8 @@ def _gateway_options(config: Config) -> dict[str, Any]:
         },
         "max_ongoing_requests": GATEWAY_STREAMS,
         "max_constructor_retry_count": 3,
-        "graceful_shutdown_timeout_s": config.limits.request_timeout_s,  # its streams cannot move: their connections end here
+        # The streams of a gateway cannot move elsewhere, since their connections end here.
+        "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
     }
     if config.replicas.gateways == 1:
         return options
@@ -108,7 +123,7 @@ def _gateway_options(config: Config) -> dict[str, Any]:
     }
 
 
-def _scale(replicas: Replicas) -> dict[str, Any]:
+def _scaling_options(replicas: ReplicasConfig) -> dict[str, Any]:
     if replicas.min == replicas.max:
         return {"num_replicas": replicas.min}
     return {
@@ -119,7 +134,8 @@ def _scale(replicas: Replicas) -> dict[str, Any]:
             "target_ongoing_requests": replicas.target_ongoing_requests,
             "upscale_delay_s": replicas.upscale_delay_s,
             "downscale_delay_s": replicas.downscale_delay_s,
-            # A look-back longer than the delays makes the autoscaler swing: it would act on load that it has answered already.
+            # With a look-back longer than the delays the autoscaler oscillates: it would react
+            # again to load that it has already scaled for.
             "look_back_period_s": max(
                 1.0, min(LOOK_BACK_S, replicas.upscale_delay_s, replicas.downscale_delay_s)
             ),
@@ -127,5 +143,5 @@ def _scale(replicas: Replicas) -> dict[str, Any]:
     }
 
 
-def _read(value: object) -> object:
+def _parse_yaml(value: object) -> object:
     return yaml.safe_load(value) if isinstance(value, str) else value

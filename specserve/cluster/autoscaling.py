@@ -1,7 +1,8 @@
-"""How many engine replicas there should be: a policy for Serve's autoscaler, which adds bounds, delays and the look-back by itself.
+"""Decide how many engine replicas there should be, as a policy for Serve's autoscaler.
 
-Requests alone tell little of a language model's load: a few long texts fill a cache that many short ones do not. So both count, each as
-the number of replicas that it would keep busy.
+The number of requests alone says little about a language model's load: a few long texts fill a KV
+cache that many short ones do not. So requests and pages both count, each as the number of replicas
+that it would keep busy. Serve adds bounds, delays and the look-back.
 """
 
 from __future__ import annotations
@@ -10,21 +11,27 @@ from typing import Any
 
 from specserve.engine import Coordinator
 
-PAGES = "pages_wanted"  # of a replica: what all its sequences fill, those that wait included, as a share of its cache
-FULL = 0.8  # of a cache: beyond that sequences are preempted, and their work is done twice
-SLACK = 0.85  # of what one replica fewer could do: only below that one is given up, lest it come back at once
+PAGES_METRIC = "pages_wanted"
+"""Pages that all sequences of a replica, waiting ones too, would fill, as a share of its cache."""
+FULL_SHARE = 0.8
+"""Share of the cache beyond which sequences are preempted and recomputed."""
+SHRINK_BELOW = 0.85
+"""Load, as a share of what one replica fewer could serve, below which a replica is removed.
+
+A higher share would add the replica again at once.
+"""
 
 
-def stats(coordinator: Coordinator, *, num_pages: int) -> dict[str, float]:
-    """What a replica tells the autoscaler."""
-    return {PAGES: coordinator.scheduler.num_wanted / num_pages}
+def autoscaling_stats(coordinator: Coordinator, *, num_pages: int) -> dict[str, float]:
+    """Return the metrics that a replica reports to the autoscaler."""
+    return {PAGES_METRIC: coordinator.scheduler.num_wanted_pages / num_pages}
 
 
 def policy(context: Any) -> tuple[float, dict[str, Any]]:
-    """Of a `ray.serve.config.AutoscalingContext`: the replicas wanted, and nothing to remember."""
+    """Return the number of replicas for a `ray.serve.config.AutoscalingContext`, and no state."""
     current = context.target_num_replicas
     by_requests = context.total_num_requests / context.config.get_target_ongoing_requests()
-    by_pages = sum(context.aggregated_metrics.get(PAGES, {}).values()) / FULL
+    by_pages = sum(context.aggregated_metrics.get(PAGES_METRIC, {}).values()) / FULL_SHARE
     wanted = max(by_requests, by_pages)
     fewer = current - 1
-    return (current if SLACK * fewer < wanted <= fewer else wanted), {}
+    return (current if SHRINK_BELOW * fewer < wanted <= fewer else wanted), {}

@@ -1,4 +1,7 @@
-"""What `specserve doctor` wants to know of Ray and Serve: versions, the cluster that runs here if one does, HAProxy and its ports. Starts nothing."""
+"""Inspect Ray and Serve for `specserve doctor`: version, running cluster, HAProxy and its ports.
+
+Starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,40 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specserve.cluster.placement import bundles, check_fits
-from specserve.cluster.ray_session import HA_PROXY, joined, ours_would_hold, serve_runs
+from specserve.cluster.ray_session import (
+    HA_PROXY,
+    default_resources,
+    is_serve_running,
+    join_cluster,
+)
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, first_line
 
 
 @dataclass(frozen=True, slots=True)
 class Checkup:
-    """None of what was not there, or could not be asked."""
+    """State of Ray and Serve on this machine."""
 
     version: str
-    joins: bool  # whether a cluster runs here, which serving would join
-    serves: bool  # whether Serve runs on it
+    joins: bool  # a cluster runs here, which serving would join
+    serves: bool  # Serve runs on it
     resources: Mapping[str, float]  # of that cluster, or of the one that serving would start
-    refusal: str | None  # why the config finds no place on it
-    proxy: str | None  # where HAProxy lies
+    refusal: str | None  # why the config does not fit on it
+    proxy: str | None  # path of HAProxy
     proxy_trouble: str  # why it cannot be used
-    proxy_ports: Mapping[str, int]  # by the variables that say otherwise
+    proxy_ports: Mapping[str, int]  # by the environment variables that change them
 
 
 def check(config: Config, *, num_gpus: int) -> Checkup:
-    """Joins a cluster for a moment, and leaves it."""
+    """Inspect Ray and Serve; joins a running cluster meanwhile."""
     import ray
 
-    joins = joined()
+    joins = join_cluster()
     try:
         resources = (
-            dict(ray.cluster_resources()) if joins else ours_would_hold(config, num_gpus=num_gpus)
+            dict(ray.cluster_resources()) if joins else default_resources(config, num_gpus=num_gpus)
         )
-        serves = joins and serve_runs()
+        serves = joins and is_serve_running()
     finally:
         if joins:
             ray.shutdown()
@@ -66,10 +74,10 @@ def _refusal(config: Config, resources: Mapping[str, float]) -> str | None:
 
 
 def _proxy() -> tuple[str | None, str]:
-    """As Serve finds it, and why not."""
+    """Return the path of HAProxy as Serve finds it, or None and the reason."""
     from ray.serve._private.haproxy import get_haproxy_binary
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # what is to be said, we say
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # we report what matters
     try:
         return str(get_haproxy_binary()), ""
     except (ImportError, OSError) as error:
@@ -77,7 +85,7 @@ def _proxy() -> tuple[str | None, str]:
 
 
 def _proxy_ports(config: Config) -> Mapping[str, int]:
-    """Of HAProxy, unless TLS keeps it out."""
+    """Return HAProxy's ports, or none if HAProxy is not used because of TLS or the environment."""
     if config.http.tls_cert is not None or os.environ.get(HA_PROXY) == "0":
         return {}
     from ray.serve._private import constants

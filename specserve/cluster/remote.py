@@ -1,6 +1,7 @@
-"""Target and drafter as the coordinator knows them, at the other end of links. One message each way per worker and round.
+"""Implement the coordinator's Target and Drafter over links, with one message each way per round.
 
-The workers may be lost and come back as others. Meanwhile a round waits for its target, and goes on without its drafter.
+Workers may be lost and replaced. Meanwhile a round waits for its target but goes on without its
+drafter.
 """
 
 from __future__ import annotations
@@ -11,67 +12,80 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from specserve.cluster.clocks import Alignment
+from specserve.cluster.clocks import ClockAlignment
 from specserve.cluster.transport.link import Client
 from specserve.engine.trace import Exchange
 from specserve.errors import Displaced, WorkerLost
-from specserve.types import DraftStep, Foreseen, Proposal, Span, SparseRows, Verdict, VerifyStep
-from specserve.wire.messages import Message, Prepared, Proposals, Propose, Verdicts, Verify
+from specserve.types import (
+    DraftStep,
+    PreparedProposal,
+    Proposal,
+    Span,
+    SparseDistribution,
+    Verdict,
+    VerifyStep,
+)
+from specserve.wire.messages import Message, PreparedProposals, Proposals, Propose, Verdicts, Verify
 
 log = logging.getLogger(__name__)
 
-Report = Callable[[Exchange], None]
-Lose = Callable[[str], None]
+ReportExchange = Callable[[Exchange], None]
+OnLost = Callable[[str], None]
 
-PATIENCE_S = 0.1  # that a round waits for a drafter at least, before it goes on without
-PATIENCE = 4.0  # times what its answers usually take
-FIRST_S, BLEND = 0.1, 0.1  # what they are thought to take at first, and how fast that is learnt
+MIN_WAIT_S = 0.1
+"""Shortest time that a round waits for its drafter before it goes on without drafts."""
+WAIT_FACTOR = 4.0
+"""Multiple of the drafter's mean answer time that a round waits."""
+INITIAL_ANSWER_S = 0.1
+ANSWER_BLEND = 0.1
+"""Weight of the newest answer in the mean answer time."""
 
 
 class RemoteTarget:
-    """All ranks get the same message; rank 0 has the verdicts, the others say that they have kept up."""
+    """Target whose ranks all get the same message. Rank 0 answers with the verdicts.
 
-    def __init__(self, *, deadline_s: float, report: Report | None = None) -> None:
+    The other ranks' answers only confirm that they have run the same pass.
+    """
+
+    def __init__(self, *, deadline_s: float, report: ReportExchange | None = None) -> None:
         self._deadline_s, self._report = deadline_s, report
         self._ranks: tuple[Client, ...] = ()
-        self._here = (
-            asyncio.Event()
-        )  # set while there are ranks, or it is known that there will be none
-        self._gone: Displaced | None = None
-        self._clocks = Alignment()
+        # Set while there are ranks, and once it is known that there will be none.
+        self._attached = asyncio.Event()
+        self._final_error: Displaced | None = None
+        self._clocks = ClockAlignment()
         self._number = 0
         self._released: list[int] = []
-        self.lose: Lose = log.error  # is told why the ranks cannot be relied on any more
-        self.unasked: Callable[[Prepared], None] | None = (
-            None  # takes what rank 0 sends ahead, if it drafts
-        )
-        self.has_answered = False  # since they are here
+        self.on_lost: OnLost = log.error  # called with the reason when a rank is lost
+        # Called with the proposals that rank 0 sends ahead, if it drafts.
+        self.on_prepared: Callable[[PreparedProposals], None] | None = None
+        self.has_answered = False  # since these ranks were attached
         self.busy_seconds = 0.0  # of rank 0
         self.pages_used = self.prefix_queries = self.prefix_hits = 0
-        self._prefix_before = (0, 0)  # what ranks that are gone had counted
+        self._lost_prefix_counts = (0, 0)  # counts of ranks that are gone
 
     def attach(self, ranks: Sequence[Client]) -> None:
-        """Work for these from now on. They hold nothing."""
-        self._ranks, self._clocks, self.has_answered = tuple(ranks), Alignment(), False
-        self._ranks[0].unasked = self.unasked
-        self._prefix_before = (self.prefix_queries, self.prefix_hits)
+        """Use these ranks from now on. Their KV caches are empty."""
+        self._ranks, self._clocks, self.has_answered = tuple(ranks), ClockAlignment(), False
+        self._ranks[0].on_prepared = self.on_prepared
+        self._lost_prefix_counts = (self.prefix_queries, self.prefix_hits)
         self._released.clear()
-        self._here.set()
+        self._attached.set()
 
     def detach(self) -> None:
-        """Rounds wait from now on."""
+        """Drop the ranks; rounds wait until others are attached."""
         self._ranks, self.pages_used = (), 0
-        self._here.clear()
+        self._attached.clear()
 
     def give_up(self, error: Displaced) -> None:
-        """There will be no others: every round fails with this."""
-        self._gone = error
-        self._here.set()
+        """Make every round raise `error`, since there will be no other ranks."""
+        self._final_error = error
+        self._attached.set()
 
     def verify(self, steps: Sequence[VerifyStep]) -> Awaitable[Sequence[Verdict]]:
-        """The ranks are at work once this returns, unless they have yet to come back."""
+        """Send the steps to all ranks before returning, or once ranks are attached again."""
         if not self._ranks:
-            return self._once_here(steps)
+            return self._verify_once_attached(steps)
         self._number += 1
         message = Verify(self._number, tuple(steps), tuple(self._released))
         self._released.clear()
@@ -79,14 +93,17 @@ class RemoteTarget:
         return self._verdicts([rank.call(message, self._deadline_s) for rank in self._ranks], sent)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
-        """They go with the next round's message."""
+        """Release the sequences with the next round's message."""
         self._released += seq_ids
 
-    async def _once_here(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
-        """What is read anew would not fit the steps: they build on what the lost ranks held. So this round is lost, too."""
-        await self._here.wait()
-        if self._gone is not None:
-            raise self._gone
+    async def _verify_once_attached(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        """Wait for ranks, then verify steps that start at 0, or else raise WorkerLost.
+
+        Other steps build on a KV cache that was lost with the old ranks.
+        """
+        await self._attached.wait()
+        if self._final_error is not None:
+            raise self._final_error
         if all(step.start == 0 for step in steps):
             return await self.verify(steps)
         raise WorkerLost("the target was lost between two rounds")
@@ -97,11 +114,11 @@ class RemoteTarget:
         try:
             first = await calls[0] if len(calls) == 1 else (await asyncio.gather(*calls))[0]
         except WorkerLost as error:
-            self.lose(str(error))
+            self.on_lost(str(error))
             raise
         if not isinstance(first, Verdicts):
             raise WorkerLost(f"the target answered a round with {type(first).__name__}")
-        queries, hits = self._prefix_before
+        queries, hits = self._lost_prefix_counts
         self.pages_used, self.prefix_queries, self.prefix_hits = (
             first.pages_used,
             queries + first.prefix_queries,
@@ -116,116 +133,128 @@ class RemoteTarget:
                     "target",
                     sent,
                     answered,
-                    self._clocks.aligned(first.spans, sent=sent, answered=answered),
+                    self._clocks.align(first.spans, sent=sent, answered=answered),
                 )
             )
         return first.verdicts
 
 
 class RemoteDrafter:
-    """What drafts, elsewhere. What it has foreseen is here already, so a round whose proposals all are does not wait for its answer.
+    """Drafter in another process, which sends likely next proposals in advance.
 
-    One that is away, or takes unusually long, has no proposals: no round waits for it. It is asked again once it has answered.
+    A round whose proposals have all been prepared uses them and does not wait for its answer. A
+    drafter that is away, or takes unusually long, gives no draft tokens, and no round waits for it.
+    It is asked again once it has answered.
     """
 
-    def __init__(self, *, deadline_s: float, report: Report | None = None) -> None:
+    def __init__(self, *, deadline_s: float, report: ReportExchange | None = None) -> None:
         self._deadline_s, self._report = deadline_s, report
         self._worker: Client | None = None
-        self._clocks = Alignment()
+        self._clocks = ClockAlignment()
         self._number = 0
         self._released: list[int] = []
-        self._foreseen: dict[
-            tuple[int, int, int], Proposal
-        ] = {}  # by sequence, where it begins, and the token before that
-        self._unheard: asyncio.Future[Sequence[Proposal]] | None = (
-            None  # an answer that nobody waited for
-        )
-        self._usual_s = FIRST_S  # that an answer takes; known of its predecessors, too
-        self.lose: Lose = log.error  # is told why the worker cannot be relied on any more
+        # By sequence, start of the proposal, and the token before it.
+        self._prepared: dict[tuple[int, int, int], Proposal] = {}
+        # Answer of a round that used prepared proposals instead of waiting for it.
+        self._pending_answer: asyncio.Future[Sequence[Proposal]] | None = None
+        self._mean_answer_s = INITIAL_ANSWER_S  # kept when the worker is replaced
+        self.on_lost: OnLost = log.error  # called with the reason when the worker is lost
         self.has_answered = False
         self.busy_seconds = 0.0
         self.pages_used = 0
 
     def attach(self, workers: Sequence[Client]) -> None:
-        """Ask this one from now on. It holds nothing."""
+        """Use this worker from now on. Its KV cache is empty."""
         (self._worker,) = workers
-        self._worker.unasked = self._foresee
-        self._clocks, self.has_answered = Alignment(), False
+        self._worker.on_prepared = self._on_prepared
+        self._clocks, self.has_answered = ClockAlignment(), False
         self._released.clear()
 
     def detach(self) -> None:
-        self._worker, self._unheard, self.pages_used = None, None, 0
-        self._foreseen.clear()
+        """Drop the worker; rounds go on without draft tokens."""
+        self._worker, self._pending_answer, self.pages_used = None, None, 0
+        self._prepared.clear()
 
     def give_up(self, error: Displaced) -> None:
-        """Rounds go on without drafts."""
+        """Do nothing: rounds go on without draft tokens."""
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
-        """The worker is at it once this returns, or as soon as it has given the answer that nobody waited for."""
+        """Propose draft tokens for the steps: the prepared ones, or else those of the worker.
+
+        Sends the request before returning, unless the previous answer is still outstanding; then it
+        is sent when that answer arrives.
+        """
         worker = self._worker
         if worker is None or worker.is_late:
-            return _at_once(_nothing(steps, is_here=worker is not None))
+            return _completed(_no_drafts(steps, is_attached=worker is not None))
         self._number += 1
         message = Propose(self._number, deadline, tuple(steps), tuple(self._released))
         self._released.clear()
-        known = self._look_up(steps)
-        self._foreseen.clear()
-        unheard, self._unheard = self._unheard, None
-        if unheard is not None and not unheard.done():
-            return self._once_heard(unheard, worker, message)
-        if unheard is not None:
-            unheard.result()  # a failure that it brought is this round's
+        known = self._find_all(steps)
+        self._prepared.clear()
+        pending, self._pending_answer = self._pending_answer, None
+        if pending is not None and not pending.done():
+            return self._ask_after(pending, worker, message)
+        if pending is not None:
+            pending.result()  # an exception of that answer is raised by this round
         answer = self._ask(worker, message)
         if known is None:
             return answer
-        self._unheard = asyncio.ensure_future(answer)
-        self._unheard.add_done_callback(_noticed)
-        return _at_once(known)
+        self._pending_answer = asyncio.ensure_future(answer)
+        self._pending_answer.add_done_callback(_mark_retrieved)
+        return _completed(known)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
-        """They go with the next round's message."""
+        """Release the sequences with the next round's message."""
         self._released += seq_ids
 
-    def _foresee(self, message: Prepared) -> None:
+    def _on_prepared(self, message: PreparedProposals) -> None:
         if message.number == self._number:
-            self._foreseen = {
-                (one.proposal.seq_id, one.proposal.start, one.token): one.proposal
-                for one in message.foreseen
+            self._prepared = {
+                (
+                    prepared.proposal.seq_id,
+                    prepared.proposal.start,
+                    prepared.token,
+                ): prepared.proposal
+                for prepared in message.prepared_proposals
             }
 
-    def _look_up(self, steps: Sequence[DraftStep]) -> list[Proposal] | None:
-        """The proposals for all steps, or None where one of them must be waited for."""
-        if not self._foreseen:
+    def _find_all(self, steps: Sequence[DraftStep]) -> list[Proposal] | None:
+        """Return prepared proposals for all steps, or None if one of them is missing."""
+        if not self._prepared:
             return None
-        found = [self._known(step) for step in steps]
+        found = [self._find(step) for step in steps]
         known = [proposal for proposal in found if proposal is not None]
         return known if known and len(known) == len(steps) else None
 
-    def _known(self, step: DraftStep) -> Proposal | None:
-        """One that was prepared for a smaller gamma is better asked for. A step that wants no drafts is read whenever there is time."""
-        stop = step.start + len(step.tokens)
+    def _find(self, step: DraftStep) -> Proposal | None:
+        """Return the prepared proposal for a step, or None.
+
+        A proposal prepared for a smaller gamma is not used: the worker is asked instead. A step
+        with gamma 0 needs no answer, since its tokens can be prefilled at any time.
+        """
         if not step.gamma:
-            return Proposal(step.seq_id, stop, (), None, stop)
-        proposal = self._foreseen.get((step.seq_id, stop, step.tokens[-1]))
+            return Proposal(step.seq_id, step.stop, (), None, step.stop)
+        proposal = self._prepared.get((step.seq_id, step.stop, step.tokens[-1]))
         return (
             None
             if proposal is None or len(proposal.tokens) < step.gamma
-            else _shortened(proposal, step.gamma)
+            else _truncated(proposal, step.gamma)
         )
 
-    async def _once_heard(
-        self, unheard: asyncio.Future[Sequence[Proposal]], worker: Client, message: Propose
+    async def _ask_after(
+        self, pending: asyncio.Future[Sequence[Proposal]], worker: Client, message: Propose
     ) -> Sequence[Proposal]:
-        """One call at a time: the last one's answer first."""
-        await unheard
+        """Wait for the pending answer, then ask: a link carries one call at a time."""
+        await pending
         if worker is not self._worker or worker.is_late:
-            return _nothing(message.steps, is_here=worker is self._worker)
+            return _no_drafts(message.steps, is_attached=worker is self._worker)
         return await self._ask(worker, message)
 
     def _ask(self, worker: Client, message: Propose) -> Awaitable[Sequence[Proposal]]:
         sent = time.perf_counter()
-        patience = min(self._deadline_s, max(PATIENCE_S, PATIENCE * self._usual_s))
-        return self._proposals(worker, worker.call(message, patience), message, sent)
+        timeout_s = min(self._deadline_s, max(MIN_WAIT_S, WAIT_FACTOR * self._mean_answer_s))
+        return self._proposals(worker, worker.call(message, timeout_s), message, sent)
 
     async def _proposals(
         self, worker: Client, call: Awaitable[Message], message: Propose, sent: float
@@ -233,103 +262,120 @@ class RemoteDrafter:
         try:
             answer = await call
         except WorkerLost as error:
-            return self._without(worker, message, error)
+            return self._handle_loss(worker, message, error)
         if not isinstance(answer, Proposals):
             raise WorkerLost(f"the drafter answered a round with {type(answer).__name__}")
         answered = time.perf_counter()
         self.has_answered = True
-        self._usual_s += BLEND * (answered - sent - self._usual_s)
+        self._mean_answer_s += ANSWER_BLEND * (answered - sent - self._mean_answer_s)
         self.pages_used = answer.pages_used
-        self.busy_seconds += _worked(answer.spans) or answer.seconds
+        self.busy_seconds += _total_seconds(answer.spans) or answer.seconds
         if self._report is not None:
             self._report(
                 Exchange(
                     "draft",
                     sent,
                     answered,
-                    self._clocks.aligned(answer.spans, sent=sent, answered=answered),
+                    self._clocks.align(answer.spans, sent=sent, answered=answered),
                 )
             )
         return answer.proposals
 
-    def _without(self, worker: Client, message: Propose, error: WorkerLost) -> Sequence[Proposal]:
-        """A drafter that is late may only be slow now: it is waited for longer the next time, and lost if it does not come back."""
+    def _handle_loss(
+        self, worker: Client, message: Propose, error: WorkerLost
+    ) -> Sequence[Proposal]:
+        """Return empty proposals after a call failed, and report the worker if it is lost.
+
+        A worker that is late may only be slow: the next round waits longer, and the worker counts
+        as lost if it has still not answered after the deadline.
+        """
         if worker is not self._worker:
-            return _nothing(message.steps, is_here=False)
+            return _no_drafts(message.steps, is_attached=False)
         if not worker.is_late:
-            self.lose(str(error))
-            return _nothing(message.steps, is_here=False)
+            self.on_lost(str(error))
+            return _no_drafts(message.steps, is_attached=False)
         log.warning("a round goes on without its drafts: %s", error)
-        self._usual_s *= 1.5
+        self._mean_answer_s *= 1.5
         asyncio.get_running_loop().call_later(
-            self._deadline_s, self._lose_if_late, worker, str(error)
+            self._deadline_s, self._report_if_late, worker, str(error)
         )
-        return _nothing(message.steps, is_here=True)
+        return _no_drafts(message.steps, is_attached=True)
 
-    def _lose_if_late(self, worker: Client, why: str) -> None:
+    def _report_if_late(self, worker: Client, why: str) -> None:
         if worker is self._worker and worker.is_late:
-            self.lose(why)
+            self.on_lost(why)
 
 
-class SentAhead:
-    """What drafts on rank 0 of the target. Its proposals come unasked, ahead of the verdicts that they continue; nobody is ever waited for."""
+class PushedProposals:
+    """Drafter that runs on rank 0 of the target, after each verification.
+
+    Its proposals arrive ahead of the verdicts that they continue, without a request; no round ever
+    waits for them.
+    """
 
     def __init__(self, target: RemoteTarget) -> None:
-        self._foreseen: dict[int, Foreseen] = {}  # by sequence, the latest
-        target.unasked = self._foresee
+        self._prepared: dict[int, PreparedProposal] = {}  # the latest, by sequence
+        target.on_prepared = self._on_prepared
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
-        """Empty where none has come."""
-        return _at_once([self._known(step) for step in steps])
+        """Return the proposals that have arrived, and empty ones for the other steps."""
+        return _completed([self._find(step) for step in steps])
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
-            self._foreseen.pop(seq_id, None)
+            self._prepared.pop(seq_id, None)
 
-    def _foresee(self, message: Prepared) -> None:
-        self._foreseen.update({one.proposal.seq_id: one for one in message.foreseen})
+    def _on_prepared(self, message: PreparedProposals) -> None:
+        self._prepared.update(
+            {prepared.proposal.seq_id: prepared for prepared in message.prepared_proposals}
+        )
 
-    def _known(self, step: DraftStep) -> Proposal:
-        stop, one = step.start + len(step.tokens), self._foreseen.get(step.seq_id)
+    def _find(self, step: DraftStep) -> Proposal:
+        stop, prepared = step.stop, self._prepared.get(step.seq_id)
         if (
             not step.gamma
-            or one is None
-            or (one.proposal.start, one.token) != (stop, step.tokens[-1])
+            or prepared is None
+            or (prepared.proposal.start, prepared.token) != (stop, step.tokens[-1])
         ):
             return Proposal(step.seq_id, stop, (), None, stop)
-        return replace(_shortened(one.proposal, step.gamma), held=stop + step.gamma)
+        return replace(_truncated(prepared.proposal, step.gamma), num_cached=stop + step.gamma)
 
 
-def _noticed(answer: asyncio.Future[Sequence[Proposal]]) -> None:
-    """So that a failure that comes after the last round is no unheard one."""
+def _mark_retrieved(answer: asyncio.Future[Sequence[Proposal]]) -> None:
+    """Retrieve an exception, so that asyncio does not log one that comes after the last round."""
     if not answer.cancelled():
         answer.exception()
 
 
-async def _at_once(proposals: Sequence[Proposal]) -> Sequence[Proposal]:
+async def _completed(proposals: Sequence[Proposal]) -> Sequence[Proposal]:
     return proposals
 
 
-def _nothing(steps: Sequence[DraftStep], *, is_here: bool) -> list[Proposal]:
-    """No drafts. What the steps built on is held still, unless who held it is gone."""
+def _no_drafts(steps: Sequence[DraftStep], *, is_attached: bool) -> list[Proposal]:
+    """Return proposals without draft tokens.
+
+    An attached worker still has the KV cache that the steps build on; a lost one has nothing.
+    """
     return [
-        Proposal(step.seq_id, step.start + len(step.tokens), (), None, step.start if is_here else 0)
+        Proposal(step.seq_id, step.stop, (), None, step.start if is_attached else 0)
         for step in steps
     ]
 
 
-def _shortened(proposal: Proposal, gamma: int) -> Proposal:
+def _truncated(proposal: Proposal, gamma: int) -> Proposal:
     if len(proposal.tokens) <= gamma:
         return proposal
-    q = None if proposal.q is None else SparseRows(proposal.q.ids[:gamma], proposal.q.probs[:gamma])
+    q = proposal.q
+    if q is not None:
+        q = SparseDistribution(q.ids[:gamma], q.probs[:gamma])
     return replace(
         proposal,
         tokens=proposal.tokens[:gamma],
         q=q,
-        held=min(proposal.held, proposal.start + max(0, gamma - 1)),
+        num_cached=min(proposal.num_cached, proposal.start + max(0, gamma - 1)),
     )
 
 
-def _worked(spans: Sequence[Span]) -> float:
-    """What was prepared unasked counts too."""
-    return sum(span.ended - span.begun for span in spans)
+def _total_seconds(spans: Sequence[Span]) -> float:
+    """Return the busy time, which includes proposals prepared between two rounds."""
+    return sum(span.end - span.start for span in spans)

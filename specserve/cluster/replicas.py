@@ -1,6 +1,7 @@
-"""The engine replicas as the HTTP server knows them: a Serve call for each request, and the tokens by the gateway's link.
+"""Serve the HTTP server's requests by the engine replicas, resuming them when a replica is lost.
 
-The call routes, holds back, scales and cancels; it lasts as long as the request, and says at most why it was refused.
+Each request is one Serve call, which routes, limits, scales and cancels; it lasts as long as the
+request and returns at most an error. The tokens arrive by the gateway's own link.
 """
 
 from __future__ import annotations
@@ -17,86 +18,97 @@ from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from specserve.api.service import Status
-from specserve.cluster.resume import Story
-from specserve.cluster.transport.chunk_stream import Inbox
+from specserve.cluster.resume import ResumableRequest
+from specserve.cluster.transport.chunk_stream import ChunkReceiver
 from specserve.errors import Displaced, Overloaded, SpecserveError, Unavailable, WorkerLost
 from specserve.types import Chunk, Request
 
 log = logging.getLogger(__name__)
 
-LAST_CHUNK_S = 5.0  # within which the last chunk follows the end of its call
-FULL_S = 0.5  # between two tries to go on where every queue is full
-STILL_FULL_S = 0.05  # after a refusal nobody else is sent to ask: a flood of refusals must not take the engine's time from those it serves
+LAST_CHUNK_S = 5.0
+"""Time within which the last chunk must follow the end of its call."""
+FULL_RETRY_S = 0.5
+"""Time between two attempts to resume a request while every queue is full."""
+# After an engine has refused a request, others are refused here for this long. A flood of refusals
+# must not take the engine's time from the requests that it serves.
+REFUSE_FOR_S = 0.05
 
-Mail = asyncio.Queue[Chunk | SpecserveError]
+ChunkQueue = asyncio.Queue[Chunk | SpecserveError]
 
 
-class Replicas:
-    """Implements `api.service.Service` over handles of the engine and of the board."""
+class EngineReplicas:
+    """Implementation of `api.service.Service` over handles of the engine and of the board."""
 
     def __init__(
-        self, engine: Any, board: Any, inbox: Inbox, *, own: str, resumed: Callable[[], None]
+        self,
+        engine: Any,
+        board: Any,
+        receiver: ChunkReceiver,
+        *,
+        replica_id: str,
+        on_resume: Callable[[], None],
     ) -> None:
-        """`resumed` is told each time that a request goes on elsewhere."""
-        self._engine, self._board, self._inbox, self._own, self._resumed = (
-            engine,
-            board,
-            inbox,
-            own,
-            resumed,
-        )
+        """Keep the handles; `on_resume` is called each time that a request is resumed."""
+        self._engine, self._board, self._receiver = engine, board, receiver
+        self._replica_id, self._on_resume = replica_id, on_resume
         self._numbers = itertools.count()
-        self._mail: dict[int, Mail] = {}
+        self._queues: dict[int, ChunkQueue] = {}
         self._full_until, self._why_full = 0.0, ""
-        self._sorting = asyncio.create_task(self._sort())
+        self._dispatch_task = asyncio.create_task(self._dispatch())
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """An engine that goes away is followed by another one. Only what no engine has begun is refused for a full queue."""
+        """Yield the chunks of a request, from one engine after another if engines are lost.
+
+        A full queue refuses only a request that no engine has started.
+        """
         if time.monotonic() < self._full_until:
             raise Overloaded(self._why_full)
-        story = Story(request)
+        resumable = ResumableRequest(request)
         while True:
             try:
-                async with aclosing(self._attempt(story.request)) as chunks:
+                async with aclosing(self._attempt(resumable.request)) as chunks:
                     async for chunk in chunks:
-                        yield story.take(chunk)
+                        yield resumable.record_chunk(chunk)
                         if chunk.finish is not None:
                             return
             except (WorkerLost, Displaced) as error:
-                pause = story.lost(error)
+                backoff = resumable.on_engine_lost(error)
                 log.warning("a request goes on elsewhere: %s", error)
-                self._resumed()
+                self._on_resume()
             except (Overloaded, Unavailable) as error:
                 if isinstance(error, Overloaded):
-                    self._full_until, self._why_full = time.monotonic() + STILL_FULL_S, str(error)
-                if not story.num_resumed:
+                    self._full_until, self._why_full = time.monotonic() + REFUSE_FOR_S, str(error)
+                if not resumable.num_resumed:
                     raise
-                pause = FULL_S
-            await asyncio.sleep(pause)
+                backoff = FULL_RETRY_S
+            await asyncio.sleep(backoff)
 
     async def _attempt(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """By one engine. Chunks that it sends after it was given up have an old number, and are dropped."""
-        number, mail = next(self._numbers), Mail()
-        self._mail[number] = mail
-        call = self._engine.generate.remote(request, number, self._inbox.ticket)
-        watch = asyncio.create_task(_watch(call, mail))
+        """Yield the chunks of one engine.
+
+        Chunks that it sends after the attempt has ended carry an old number and are dropped.
+        """
+        number, queue = next(self._numbers), ChunkQueue()
+        self._queues[number] = queue
+        call = self._engine.generate.remote(request, number, self._receiver.address)
+        watcher = asyncio.create_task(_watch_call(call, queue))
         ended = False
         try:
             while not ended:
-                chunk = await mail.get()
+                chunk = await queue.get()
                 if isinstance(chunk, SpecserveError):
                     raise chunk
                 ended = chunk.finish is not None
                 yield chunk
         finally:
-            del self._mail[number]
-            if not ended and not watch.done():
+            del self._queues[number]
+            if not ended and not watcher.done():
                 call.cancel()
-            watch.cancel()
+            watcher.cancel()
 
     async def status(self) -> Status:
         try:
-            status: Status = await self._board.status.remote(self._own)
+            status: Status = await self._board.status.remote(self._replica_id)
         except (RayError, RayServeException) as error:
             return Status(
                 ready=False,
@@ -115,32 +127,35 @@ class Replicas:
         return trace
 
     def close(self) -> None:
-        self._sorting.cancel()
-        self._inbox.close()
+        self._dispatch_task.cancel()
+        self._receiver.close()
 
-    async def _sort(self) -> None:
-        """Each chunk to the request that it belongs to. Those of requests that have gone are dropped."""
+    async def _dispatch(self) -> None:
+        """Put each chunk into the queue of its request; drop those of requests that have ended."""
         while True:
-            for chunk in (await self._inbox.receive()).chunks:
-                mail = self._mail.get(chunk.seq_id)
-                if mail is not None:
-                    mail.put_nowait(chunk)
+            for chunk in (await self._receiver.receive()).chunks:
+                queue = self._queues.get(chunk.seq_id)
+                if queue is not None:
+                    queue.put_nowait(chunk)
 
 
-async def _watch(call: Any, mail: Mail) -> None:
-    """Puts into the mail what ends a request otherwise than by its last chunk: a refusal, or the death of the replica."""
+async def _watch_call(call: Any, queue: ChunkQueue) -> None:
+    """Put the error that ends a request without a last chunk into its queue.
+
+    The engine refused it, or its replica died.
+    """
     try:
-        refusal = await call
-        if refusal is None:  # the last chunk has been sent, and normally overtakes this answer
+        failure = await call
+        if failure is None:  # the last chunk has been sent, and normally overtakes this answer
             await asyncio.sleep(LAST_CHUNK_S)
-            refusal = WorkerLost("the end of the text was lost between engine and gateway")
+            failure = WorkerLost("the end of the text was lost between engine and gateway")
     except BackPressureError as error:
-        refusal = Overloaded(str(error))
+        failure = Overloaded(str(error))
     except DeploymentUnavailableError as error:
-        refusal = Unavailable(f"the engine is not available: {error}")
+        failure = Unavailable(f"the engine is not available: {error}")
     except RayActorError:
-        refusal = WorkerLost("the engine replica died")
+        failure = WorkerLost("the engine replica died")
     except (RayError, RayServeException) as error:
         log.exception("a request's call failed")
-        refusal = WorkerLost(f"the request's call failed: {type(error).__name__}")
-    mail.put_nowait(refusal)
+        failure = WorkerLost(f"the request's call failed: {type(error).__name__}")
+    queue.put_nowait(failure)

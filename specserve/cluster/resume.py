@@ -1,4 +1,4 @@
-"""One request over the life of several engines: what it has got so far, and how it is asked to go on. Knows neither Ray nor links."""
+"""Resume a request on another engine after its engine was lost. Knows neither Ray nor links."""
 
 from __future__ import annotations
 
@@ -10,54 +10,67 @@ from dataclasses import replace
 from specserve.errors import SpecserveError, WorkerLost
 from specserve.types import Chunk, Request, Stats
 
-# A request that no engine survives is given up after so many losses, and so long, without a new token. Bystanders get one sooner: they try again
-# at other times than it does.
-MAX_LOSSES, PATIENCE_S = 5, 120.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
+# A request that crashes every engine fails once it has had more than this many losses and this long
+# without a new token. Innocent requests get a token sooner: the backoff is random, so they are
+# retried at other times than the one that crashes.
+MAX_LOSSES = 5
+MAX_STALL_S = 120.0
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 3.0
 
 
-class Story:
-    """Tokens that the client has seen are `written` for the next engine, which goes on behind them: nothing is lost, and nothing comes twice."""
+class ResumableRequest:
+    """Request with the tokens generated so far, which the next engine continues.
+
+    The client thus loses no token and receives none twice.
+    """
 
     def __init__(self, request: Request, clock: Callable[[], float] = time.monotonic) -> None:
-        self._asked, self._clock = request, clock
-        self._written = list(request.written)
-        self._before: Stats | None = None  # of the engines that are gone
-        self._now: Stats | None = None
-        self._num_losses = 0  # without a token between them
-        self._moved = clock()  # when the last token came
+        self._original, self._clock = request, clock
+        self._generated = list(request.generated)
+        self._lost_stats: Stats | None = None  # of the engines that are gone
+        self._current_stats: Stats | None = None
+        self._num_losses = 0  # since the last token
+        self._last_progress = clock()  # time of the last token
         self.num_resumed = 0
 
     @property
     def request(self) -> Request:
-        """What to ask the next engine for."""
-        return (
-            replace(self._asked, written=tuple(self._written)) if self.num_resumed else self._asked
-        )
+        """Request to send to the next engine."""
+        if not self.num_resumed:
+            return self._original
+        return replace(self._original, generated=tuple(self._generated))
 
-    def take(self, chunk: Chunk) -> Chunk:
-        """The chunk as the client is to see it."""
+    def record_chunk(self, chunk: Chunk) -> Chunk:
+        """Record the chunk's tokens, and return it with the statistics of all engines together."""
         if chunk.tokens:
-            self._num_losses, self._moved = 0, self._clock()
-            self._written += chunk.tokens
+            self._num_losses, self._last_progress = 0, self._clock()
+            self._generated += chunk.tokens
         if chunk.stats is None or not self.num_resumed:
-            self._now = chunk.stats or self._now
+            self._current_stats = chunk.stats or self._current_stats
             return chunk
-        self._now = chunk.stats
-        stats = chunk.stats if self._before is None else chunk.stats.after(self._before)
+        self._current_stats = chunk.stats
+        stats = chunk.stats if self._lost_stats is None else chunk.stats.after(self._lost_stats)
         return replace(chunk, stats=replace(stats, resumed=self.num_resumed))
 
-    def lost(self, error: SpecserveError) -> float:
-        """The engine is gone. Seconds to wait before another is asked, the first time none; raises when that has not helped for too long."""
+    def on_engine_lost(self, error: SpecserveError) -> float:
+        """Return the seconds to wait before the next engine is asked: none at the first loss.
+
+        Raises WorkerLost after more than MAX_LOSSES without a token in MAX_STALL_S.
+        """
         self._num_losses += 1
-        if self._num_losses > MAX_LOSSES and self._clock() - self._moved > PATIENCE_S:
+        if self._num_losses > MAX_LOSSES and self._clock() - self._last_progress > MAX_STALL_S:
             raise WorkerLost(
-                f"the request lost its engine {self._num_losses} times without getting any further: {error}"
+                f"the request lost its engine {self._num_losses} times "
+                f"without getting any further: {error}"
             ) from error
-        if self._now is not None:
-            self._before = self._now if self._before is None else self._now.after(self._before)
-        self._now = None
+        if self._current_stats is not None:
+            self._lost_stats = (
+                self._current_stats
+                if self._lost_stats is None
+                else self._current_stats.after(self._lost_stats)
+            )
+        self._current_stats = None
         self.num_resumed += 1
-        return min(
-            LONGEST_PAUSE_S, FIRST_PAUSE_S * (2.0 ** (self._num_losses - 1) - 1)
-        ) * random.uniform(0.5, 1.5)
+        backoff = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * (2.0 ** (self._num_losses - 1) - 1))
+        return backoff * random.uniform(0.5, 1.5)

@@ -1,4 +1,7 @@
-"""The board: where engines and gateways report once a second, and where gateways look for the whole. A Serve deployment of one replica."""
+"""Status board: engines and gateways report to it once a second, and gateways read the sum.
+
+It is a Serve deployment of one replica.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ log = logging.getLogger(__name__)
 
 ENGINE, GATEWAY = "engine", "gateway"
 REPORT_EVERY_S = 1.0
-SILENT_AFTER_S = 5.0  # who has not reported for so long is not there
+SILENT_AFTER_S = 5.0
+"""Time without a report after which a replica counts as gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What one replica says of itself."""
+class ReplicaReport:
+    """Report of one replica about itself."""
 
     replica: str
     role: str
@@ -30,30 +34,38 @@ class Report:
 
 
 class Board:
-    """Keeps the last counters of those that are gone, so that sums never fall. Where all engines `may_sleep`, the next request wakes one."""
+    """Reports of all replicas, with the counters of those that are gone, so that sums never fall.
+
+    If `may_sleep`, having no engine is healthy, since the next request starts one.
+    """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, may_sleep: bool = False
     ) -> None:
         self._clock, self._may_sleep = clock, may_sleep
-        self._reports: dict[str, tuple[float, Report]] = {}
-        self._gone: Snapshot | None = None
+        self._reports: dict[str, tuple[float, ReplicaReport]] = {}
+        self._departed: Snapshot | None = None
 
-    def report(self, report: Report) -> None:
+    def report(self, report: ReplicaReport) -> None:
         self._reports[report.replica] = (self._clock(), report)
 
-    def status(self, besides: str = "") -> Status:
-        """Of all, with the metrics of all `besides` one, who knows its own better."""
-        self._forget_silent()
+    def status(self, excluded_replica: str = "") -> Status:
+        """Return the status of all replicas, with the metrics of all but the excluded one.
+
+        A gateway excludes itself, since it has newer metrics of its own.
+        """
+        self._drop_silent()
         engines = [report for _, report in self._reports.values() if report.role == ENGINE]
         troubles = [report.trouble for report in engines if report.trouble is not None]
         healthy = len(troubles) < len(engines) or (self._may_sleep and not engines)
         why = "" if healthy else "; ".join(troubles) or "no engine replica reports"
         metrics = [
-            report.metrics for _, report in self._reports.values() if report.replica != besides
+            report.metrics
+            for _, report in self._reports.values()
+            if report.replica != excluded_replica
         ]
-        if self._gone is not None:
-            metrics.append(self._gone)
+        if self._departed is not None:
+            metrics.append(self._departed)
         return Status(
             ready=healthy,
             healthy=healthy,
@@ -63,19 +75,19 @@ class Board:
             troubles=tuple(troubles),
         )
 
-    def _forget_silent(self) -> None:
+    def _drop_silent(self) -> None:
         for replica, (when, report) in list(self._reports.items()):
             if self._clock() - when > SILENT_AFTER_S:
                 del self._reports[replica]
                 left = report.metrics.lasting()
-                self._gone = left if self._gone is None else merge([self._gone, left])
+                self._departed = left if self._departed is None else merge([self._departed, left])
 
 
-async def report_for_ever(board: Any, make: Callable[[], Report]) -> None:
-    """To the board's handle."""
+async def report_forever(board: Any, make: Callable[[], ReplicaReport]) -> None:
+    """Report to the board's handle once a second."""
     while True:
         try:
             await board.report.remote(make())
-        except Exception:  # the board may be away; it will be told next time
+        except Exception:  # the board may be away; the next report will reach it
             log.warning("the board took no report", exc_info=True)
         await asyncio.sleep(REPORT_EVERY_S)

@@ -1,4 +1,7 @@
-"""Keeps the workers of one role alive: notices that one is lost, ends the others, and starts new ones, ever more slowly while that does not help."""
+"""Restart the workers of one role when one of them is lost, with growing backoff.
+
+Knows what a worker's process and link are, and no models.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +19,46 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from specserve.cluster.transport.link import Client
-from specserve.cluster.workers import Ready
+from specserve.cluster.workers import WorkerReady
 from specserve.errors import Displaced, WorkerLost, first_line
 from specserve.wire.messages import Stop
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = (
-    0.25,
-    30.0,
-)  # between starts that did not help; the first comes at once
-START_S = 1800.0  # that workers may take to start
+# The first restart comes at once; the backoff applies after starts that did not help.
+FIRST_BACKOFF_S = 0.25
+MAX_BACKOFF_S = 30.0
+START_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One actor, its link, and the call that lasts as long as it lives."""
+    """Ray actor, its link, and the call of `run` that lasts as long as the actor lives."""
 
     role: str  # target or draft
     actor: Any
     client: Client
-    ready: Ready
-    running: Awaitable[None]
+    ready: WorkerReady
+    run_call: Awaitable[None]
 
-    def end(self) -> None:
-        """Also when it is dead already, or stopped: Ray alone asks a process to end first, and waits 40 s for one that cannot hear it."""
+    def kill(self) -> None:
+        """Close the link and kill the process by SIGKILL, even if it is dead or stopped.
+
+        `ray.kill` alone asks the process to exit first, and waits 40 s for a stopped one.
+        """
         self.client.close()
-        end_process(self.ready.place.node, self.ready.place.pid)
+        kill_process(self.ready.place.node, self.ready.place.pid)
         ray.kill(self.actor)
 
 
-def end_process(node: str, pid: int) -> None:
-    """Wherever it is."""
+def kill_process(node: str, pid: int) -> None:
+    """Kill a process of this or another node."""
     if node == ray.get_runtime_context().get_node_id():
         _kill(pid)
     else:
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there, max_retries=0).remote(pid)
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": strategy, "max_retries": 0}
+        ray.remote(_kill).options(**options).remote(pid)
 
 
 def _kill(pid: int) -> None:
@@ -60,11 +66,11 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-class Remote(Protocol):
-    """Who works with the workers: learns of those that come and go."""
+class RemoteWorkers(Protocol):
+    """User of the workers, which must know when they come and go: RemoteTarget or RemoteDrafter."""
 
-    lose: Callable[[str], None]
-    has_answered: bool  # whether those that are here have done anything yet
+    on_lost: Callable[[str], None]
+    has_answered: bool  # True once the attached workers have answered a round
 
     def attach(self, workers: Sequence[Client]) -> None: ...
     def detach(self) -> None: ...
@@ -75,87 +81,101 @@ Workers = tuple[Worker, ...]
 Start = Callable[[], Awaitable[Workers]]
 
 
-class Keeper:
-    """`start` makes all workers of the role anew. After `max_restarts` in a row that did not help there is no other try; None: there always is."""
+class WorkerSupervisor:
+    """Supervisor of the workers of one role, which are replaced all together.
+
+    `start` starts new workers for the whole role. The supervisor gives up after `max_restarts`
+    consecutive restarts that did not help, or never if that is None.
+    """
 
     def __init__(
-        self, role: str, workers: Workers, remote: Remote, start: Start, *, max_restarts: int | None
+        self,
+        role: str,
+        workers: Workers,
+        remote: RemoteWorkers,
+        start: Start,
+        *,
+        max_restarts: int | None,
     ) -> None:
         self.role, self.workers = role, workers
-        self.trouble: str | None = None  # why there are no workers now
-        self.is_over = False  # whether there will be none
+        self.trouble: str | None = None  # why there are no workers at present
+        self.has_given_up = False
         self.num_restarts = 0
         self._remote, self._start, self._max_restarts = remote, start, max_restarts
-        self._num_failures = 0  # lives without an answer, and starts that failed, in a row
+        # Consecutive failures: starts that failed, and workers that were lost before any answer.
+        self._num_failures = 0
         self._lost = asyncio.Event()
-        remote.lose = self.lose
-        self._greet(workers)
-        self._keeping = asyncio.create_task(self._keep())
+        remote.on_lost = self.mark_lost
+        self._attach(workers)
+        self._task = asyncio.create_task(self._supervise())
 
-    def lose(self, why: str) -> None:
-        """The workers are not to be relied on any more. What is said after the first time is not heard."""
+    def mark_lost(self, reason: str) -> None:
+        """Detach the workers and have them replaced. Calls after the first one are ignored."""
         if self._lost.is_set():
             return
-        log.error("%s worker lost: %s", self.role, why)
-        self.trouble = f"the {self.role} is being restarted: {why}"
+        log.error("%s worker lost: %s", self.role, reason)
+        self.trouble = f"the {self.role} is being restarted: {reason}"
         self._num_failures = 0 if self._remote.has_answered else self._num_failures + 1
         self._remote.detach()
         for worker in self.workers:
-            worker.client.fail(WorkerLost(f"a {self.role} worker was lost: {why}"))
+            worker.client.fail(WorkerLost(f"a {self.role} worker was lost: {reason}"))
         self._lost.set()
 
     async def close(self) -> None:
-        """Ends the workers, with a second's time to end by themselves."""
-        self._keeping.cancel()
+        """Stop the workers, and kill those that have not ended within a second."""
+        self._task.cancel()
         if not self._lost.is_set():
             for worker in self.workers:
                 worker.client.post(Stop())
             await asyncio.wait(
-                [asyncio.ensure_future(worker.running) for worker in self.workers], timeout=1.0
+                [asyncio.ensure_future(worker.run_call) for worker in self.workers], timeout=1.0
             )
         for worker in self.workers:
-            worker.end()
+            worker.kill()
 
-    async def _keep(self) -> None:
-        while not self.is_over:
-            watches = [asyncio.create_task(self._watch(worker)) for worker in self.workers]
+    async def _supervise(self) -> None:
+        while not self.has_given_up:
+            watchers = [asyncio.create_task(self._watch(worker)) for worker in self.workers]
             await self._lost.wait()
-            for watch in watches:
-                watch.cancel()
+            for watcher in watchers:
+                watcher.cancel()
             for worker in self.workers:
-                worker.end()
-            await self._revive()
+                worker.kill()
+            await self._restart()
 
     async def _watch(self, worker: Worker) -> None:
-        """Learns within some 30 ms that a worker has died: then the call that was to last for ever ends."""
+        """Mark the role as lost when the worker's `run` call ends, some 30 ms after its death."""
         try:
-            await worker.running
-            self.lose("it has stopped")
+            await worker.run_call
+            self.mark_lost("it has stopped")
         except RayError as error:
-            self.lose(first_line(error))
+            self.mark_lost(first_line(error))
 
-    async def _revive(self) -> None:
+    async def _restart(self) -> None:
         self.workers = ()
         while self._max_restarts is None or self._num_failures <= self._max_restarts:
             if self._num_failures:
-                await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._num_failures))
+                await asyncio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._num_failures))
             try:
-                workers = await asyncio.wait_for(self._start(), START_S)
-            except Exception as error:  # whatever it is, the next try may go better
+                workers = await asyncio.wait_for(self._start(), START_TIMEOUT_S)
+            except Exception as error:  # any failure; the next try may succeed
                 self._num_failures += 1
-                self.trouble = f"the {self.role} cannot be restarted ({self._num_failures} tries): {error or type(error).__name__}"
+                self.trouble = (
+                    f"the {self.role} cannot be restarted ({self._num_failures} tries): "
+                    f"{error or type(error).__name__}"
+                )
                 log.exception("%s", self.trouble)
                 continue
             self.num_restarts += 1
-            self._greet(workers)
+            self._attach(workers)
             return
-        self.is_over = True
+        self.has_given_up = True
         self._remote.give_up(Displaced(self.trouble or f"the {self.role} is lost"))
 
-    def _greet(self, workers: Workers) -> None:
+    def _attach(self, workers: Workers) -> None:
         self.workers, self.trouble = workers, None
         self._lost.clear()
         for worker in workers:
-            worker.client.on_silence = lambda error: self.lose(str(error))
+            worker.client.on_silence = lambda error: self.mark_lost(str(error))
             worker.client.listen()
         self._remote.attach([worker.client for worker in workers])

@@ -1,4 +1,7 @@
-"""The actors that hold the models: one rank of the target, or what drafts. Each answers one coordinator, over a link of its own."""
+"""Actors that hold the models: a rank of the target, or the drafter.
+
+Each answers one coordinator, over a link of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from specserve.cluster.transport.link import Address, Keys, Server
-from specserve.config.tree import WITHOUT_WORKER, Config
-from specserve.drafters.heads import HeadsDrafter, Unasked
+from specserve.cluster.transport.link import Address, KeyPair, Server
+from specserve.config.tree import KINDS_WITHOUT_WORKER, Config
+from specserve.drafters.heads import HeadsAfterVerify, HeadsDrafter
 from specserve.drafters.registry import open_drafter
-from specserve.grammar.matcher import Grammars
+from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import load_tokenizer
-from specserve.models.rank import open_rank
 from specserve.models.shard import Shard
-from specserve.models.target import TargetModel
-from specserve.models.warmup import SEQUENCE, warm_up
+from specserve.models.target import TargetModel, open_target
+from specserve.models.warmup import WARMUP_SEQ_ID, warm_up
 from specserve.types import DraftStep, ModelInfo, Policy, Span, Verdict, Warp
 from specserve.wire.messages import (
-    Failed,
+    Failure,
     Message,
-    Prepared,
+    PreparedProposals,
     Proposals,
     Propose,
     Stop,
@@ -41,29 +43,35 @@ from specserve.wire.messages import (
 
 if TYPE_CHECKING:
     from specserve.drafters.registry import OpenDrafter
-    from specserve.models.rank import Follower
+    from specserve.models.target import TargetFollower
 
 log = logging.getLogger(__name__)
 
-RENDEZVOUS = timedelta(minutes=5)  # within which all ranks must have come
-WATCH_S = 0.02  # that a drafter looks for its next message before it sleeps: everyone waits for it, and a core takes long to wake up
-NICENESS = 5  # of a drafter on CPUs: it works all the time, and who shares its cores (coordinator, gateway) has little to do, at once
-WARM_LENGTHS = (64, 8, 1)  # rows of the first passes of a drafter
+RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
+"""Time within which all ranks must have joined."""
+# A drafter polls this long for its next message before it sleeps: the whole round waits for it, and
+# a core takes long to wake up.
+SPIN_S = 0.02
+# Niceness of a drafter on CPUs. It works all the time, whereas the processes that share its cores
+# (coordinator, gateway) have little to do, but must do it at once.
+NICENESS = 5
+WARM_UP_LENGTHS = (64, 8, 1)
+"""Prompt lengths of a drafter's first passes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a worker runs."""
+class WorkerPlace:
+    """Place where a worker runs."""
 
-    node: str  # Ray's id of it
+    node: str  # Ray's id of the node
     pid: int
     device: str
-    accelerators: tuple[str, ...]  # Ray's ids of those that are its own
+    accelerators: tuple[str, ...]  # Ray's ids of the worker's own GPUs
 
 
 @dataclass(frozen=True, slots=True)
-class Born:
-    """What a worker says of itself before it has read anything: from then on its silence is noticed."""
+class WorkerHello:
+    """First message of a worker, before it loads its weights; from then on silence is noticed."""
 
     address: Address
     node: str
@@ -71,78 +79,78 @@ class Born:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """What a worker says of itself once it can work."""
+class WorkerReady:
+    """Properties of a worker that has loaded its model and can answer rounds."""
 
     address: Address
-    place: Place
-    context: int  # positions that one sequence may have
+    place: WorkerPlace
+    context: int  # most positions of one sequence
     num_pages: int
-    info: ModelInfo | None = None  # of a target
-    drafts: bool = False  # a target whose rank 0 drafts, too
+    info: ModelInfo | None = None  # set by a target rank
 
 
 class TargetWorker:
-    """One rank of the target. `open`, then `run` for the rest of its life."""
+    """One rank of the target. Call `open`, then `run`, which lasts for the rest of its life."""
 
-    def __init__(self, config: Config, rank: int, admits: bytes) -> None:
+    def __init__(self, config: Config, rank: int, client_key: bytes) -> None:
         self._config, self._rank = config, rank
-        self._server = Server(Keys.fresh(), ray.util.get_node_ip_address(), admits)
+        self._server = Server(KeyPair.generate(), ray.util.get_node_ip_address(), client_key)
         self._store: TCPStore | None = None
-        self._model: TargetModel | Follower | None = None
-        self._unasked: Unasked | None = None
+        self._model: TargetModel | TargetFollower | None = None
+        self._heads: HeadsAfterVerify | None = None
 
-    def born(self) -> Born:
-        return _born(self._server)
+    def hello(self) -> WorkerHello:
+        return _hello(self._server)
 
-    def meet(self) -> tuple[str, int]:
-        """Of rank 0: opens the place where the ranks find one another; its host and port."""
+    def open_rendezvous(self) -> tuple[str, int]:
+        """Start the store where the ranks find one another, on rank 0; return its host and port."""
         host = ray.util.get_node_ip_address()
         self._store = TCPStore(
-            host, 0, self._size, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS
+            host, 0, self._size, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT
         )
         return host, self._store.port
 
-    def open(self, meeting: tuple[str, int] | None) -> Ready:
-        """Reads this rank's share of the weights and warms up. Every rank must be told to, at the same time."""
-        own = self._config.target
-        _use_threads(
-            own.threads,
-            sharers=own.tensor_parallel + (self._config.draft.kind not in WITHOUT_WORKER),
+    def open(self, rendezvous: tuple[str, int] | None) -> WorkerReady:
+        """Load this rank's share of the weights and warm up. Call it on all ranks concurrently."""
+        target = self._config.target
+        _set_num_threads(
+            target.threads,
+            sharers=target.tensor_parallel + (self._config.draft.kind not in KINDS_WITHOUT_WORKER),
         )
-        self._model = open_rank(
-            find_checkpoint(own.path, revision=own.revision),
+        self._model = open_target(
+            find_checkpoint(target.path, revision=target.revision),
             self._config,
-            shard=self._joined(meeting),
+            shard=self._join_ranks(rendezvous),
         )
         info = replace(self._model.info, curve=warm_up(self._model, timed=self._size == 1))
         if self._config.draft.kind == "heads":
-            assert isinstance(self._model, TargetModel), "the only rank judges"
-            self._unasked = Unasked(HeadsDrafter.of(self._config, self._model))
+            assert isinstance(self._model, TargetModel), "heads need a target of a single rank"
+            self._heads = HeadsAfterVerify(HeadsDrafter.from_config(self._config, self._model))
         if isinstance(self._model, TargetModel):
-            self._model.parses.warm()
-        _settle()
-        return Ready(
+            self._model.grammar_states.preload_tokenizer()
+        _freeze_objects()
+        return WorkerReady(
             self._server.address,
-            _place(self._model.runner.device),
+            _worker_place(self._model.runner.device),
             info.max_context,
             info.num_pages,
             info,
-            self._unasked is not None,
         )
 
     def run(self) -> None:
-        """Answers until it is told to stop. While this call is under way, the worker is alive."""
-        _answer_all(self._server, self._answer, _rest, watch_s=0.0)
+        """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
+        _serve(self._server, self._answer, _do_nothing, spin_s=0.0)
 
     @property
     def _size(self) -> int:
         return self._config.target.tensor_parallel
 
-    def _joined(self, meeting: tuple[str, int] | None) -> Shard | None:
-        if meeting is None:
+    def _join_ranks(self, rendezvous: tuple[str, int] | None) -> Shard | None:
+        if rendezvous is None:
             return None
-        store = self._store or TCPStore(*meeting, self._size, is_master=False, timeout=RENDEZVOUS)
+        store = self._store or TCPStore(
+            *rendezvous, self._size, is_master=False, timeout=RENDEZVOUS_TIMEOUT
+        )
         on_cuda = self._config.target.device != "cpu" and torch.cuda.is_available()
         dist.init_process_group(
             "nccl" if on_cuda else "gloo", store=store, rank=self._rank, world_size=self._size
@@ -152,13 +160,13 @@ class TargetWorker:
     def _answer(self, message: Message) -> Message:
         assert self._model is not None
         assert isinstance(message, Verify)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self._model.release(message.released)
         verdicts = tuple(self._model.verify(message.steps))
-        spans = [Span("verify", begun, time.perf_counter())]
-        if self._unasked is not None:
-            spans.append(self._draft(self._unasked, message, verdicts))
-        cache, seconds = self._model.runner.cache, spans[-1].ended - begun
+        spans = [Span("verify", start, time.perf_counter())]
+        if self._heads is not None:
+            spans.append(self._draft(self._heads, message, verdicts))
+        cache, seconds = self._model.runner.cache, spans[-1].end - start
         return Verdicts(
             message.number,
             verdicts,
@@ -169,129 +177,143 @@ class TargetWorker:
             tuple(spans),
         )
 
-    def _draft(self, unasked: Unasked, message: Verify, verdicts: Sequence[Verdict]) -> Span:
-        """Sent before the verdicts: these call for the next round, which would find no proposals if they came later."""
-        begun = time.perf_counter()
-        unasked.release(message.released)
-        if foreseen := unasked.after(message.steps, verdicts):
-            self._server.send(Prepared(message.number, foreseen))
-        return Span("draft", begun, time.perf_counter())
+    def _draft(self, heads: HeadsAfterVerify, message: Verify, verdicts: Sequence[Verdict]) -> Span:
+        """Draft with the heads and send the proposals, before the verdicts are sent.
+
+        The coordinator starts its next round on the verdicts, and would find no proposals if these
+        came later.
+        """
+        start = time.perf_counter()
+        heads.release(message.released)
+        if prepared := heads.draft_after(message.steps, verdicts):
+            self._server.send(PreparedProposals(message.number, prepared))
+        return Span("draft", start, time.perf_counter())
 
 
 class DraftWorker:
-    """What drafts, on a device of its own. Between two messages it prepares what the next one is likely to ask for."""
+    """Drafter on a device of its own. Between two messages it prepares likely next proposals."""
 
-    def __init__(self, config: Config, admits: bytes) -> None:
+    def __init__(self, config: Config, client_key: bytes) -> None:
         self._config = config
-        self._server = Server(Keys.fresh(), ray.util.get_node_ip_address(), admits)
+        self._server = Server(KeyPair.generate(), ray.util.get_node_ip_address(), client_key)
         self._drafter: OpenDrafter | None = None
-        self._prepared: tuple[Span, ...] = ()  # since the last answer
+        self._idle_spans: tuple[Span, ...] = ()  # work done since the last answer
         self._number = 0  # of the last round
 
-    def born(self) -> Born:
-        return _born(self._server)
+    def hello(self) -> WorkerHello:
+        return _hello(self._server)
 
-    def open(self, target: ModelInfo) -> Ready:
-        """Reads the weights and warms up."""
-        own = self._config.draft
-        _use_threads(own.threads, sharers=self._config.target.tensor_parallel + 1)
-        grammars = Grammars.of(
+    def open(self, target: ModelInfo) -> WorkerReady:
+        """Load the weights and warm up."""
+        draft = self._config.draft
+        _set_num_threads(draft.threads, sharers=self._config.target.tensor_parallel + 1)
+        grammar_compiler = GrammarCompiler.from_tokenizer(
             self._tokenizer, vocab_size=target.vocab_size, end_ids=target.end_ids
         )
         self._drafter = open_drafter(
-            self._config, target_vocab_size=target.vocab_size, grammars=grammars, alone=True
+            self._config,
+            target_vocab_size=target.vocab_size,
+            grammar_compiler=grammar_compiler,
+            has_own_device=True,
         )
-        for rows in WARM_LENGTHS:
-            source = () if target.decoder_start is None else (0,)
-            self._drafter.propose(
-                [_draft_step(min(rows, self._drafter.context - 2), source)], float("inf")
-            )
+        encoder_input = () if target.decoder_start is None else (0,)
+        for length in WARM_UP_LENGTHS:
+            step = _draft_step(min(length, self._drafter.context - 2), encoder_input)
+            self._drafter.propose([step], float("inf"))
             self._drafter.prepare(bool)
-            self._drafter.release([SEQUENCE])
-        _settle()
-        if own.device == "cpu" or not torch.cuda.is_available():
+            self._drafter.release([WARMUP_SEQ_ID])
+        _freeze_objects()
+        if draft.device == "cpu" or not torch.cuda.is_available():
             os.nice(NICENESS)
-        return Ready(
+        return WorkerReady(
             self._server.address,
-            _place(self._drafter.device),
+            _worker_place(self._drafter.device),
             self._drafter.context,
             self._drafter.num_pages,
         )
 
     def run(self) -> None:
-        """Answers until it is told to stop. While this call is under way, the worker is alive."""
-        _answer_all(self._server, self._answer, self._prepare, watch_s=WATCH_S)
+        """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
+        _serve(self._server, self._answer, self._prepare, spin_s=SPIN_S)
 
     def _tokenizer(self) -> str:
-        """The target's: a draft has the same, if it has one at all."""
-        own = self._config.target
-        return load_tokenizer(find_config(own.path, revision=own.revision, wanted=TOKENIZER_FILES))
+        """Return the target's tokenizer, which a draft model shares if it has one at all."""
+        target = self._config.target
+        return load_tokenizer(
+            find_config(target.path, revision=target.revision, patterns=TOKENIZER_FILES)
+        )
 
     def _answer(self, message: Message) -> Message:
         assert self._drafter is not None
         assert isinstance(message, Propose)
-        begun, self._number = time.perf_counter(), message.number
+        start, self._number = time.perf_counter(), message.number
         self._drafter.release(message.released)
-        proposals = tuple(self._drafter.propose(message.steps, begun + message.deadline))
+        proposals = tuple(self._drafter.propose(message.steps, start + message.deadline))
         ended = time.perf_counter()
-        spans, self._prepared = (*self._prepared, Span("draft", begun, ended)), ()
+        spans, self._idle_spans = (*self._idle_spans, Span("draft", start, ended)), ()
         return Proposals(
-            message.number, proposals, ended - begun, self._drafter.num_pages_used, spans
+            message.number, proposals, ended - start, self._drafter.num_pages_used, spans
         )
 
     def _prepare(self) -> None:
         assert self._drafter is not None
-        begun = time.perf_counter()
-        self._drafter.prepare(self._server.waiting)
-        if not self._server.waiting() and (foreseen := self._drafter.foreseen()):
-            self._server.send(Prepared(self._number, foreseen))
-        self._prepared = (Span("anticipate", begun, time.perf_counter()),)
+        start = time.perf_counter()
+        self._drafter.prepare(self._server.has_message)
+        if not self._server.has_message() and (prepared := self._drafter.prepared_proposals()):
+            self._server.send(PreparedProposals(self._number, prepared))
+        self._idle_spans = (Span("anticipate", start, time.perf_counter()),)
 
 
-def _born(server: Server) -> Born:
-    return Born(server.address, ray.get_runtime_context().get_node_id(), os.getpid())
+def _hello(server: Server) -> WorkerHello:
+    return WorkerHello(server.address, ray.get_runtime_context().get_node_id(), os.getpid())
 
 
-def _answer_all(
+def _serve(
     server: Server,
     answer: Callable[[Message], Message],
-    rest: Callable[[], None],
+    idle: Callable[[], None],
     *,
-    watch_s: float,
+    spin_s: float,
 ) -> None:
-    """One answer for each message, then whatever there is to do until the next. A failure is an answer too, of the round that asked."""
-    while not isinstance(message := server.receive(None, watch_s=watch_s), Stop):
+    """Answer each message, then call `idle`, until `Stop`.
+
+    An exception is answered with a `Failure` of the round that raised it.
+    """
+    while not isinstance(message := server.receive(None, spin_s=spin_s), Stop):
         if not isinstance(message, (Propose, Verify)):
             continue
         try:
             server.send(answer(message))
-            rest()
+            idle()
         except Exception as error:
             log.exception("round %d failed", message.number)
             server.send(
-                Failed(message.number, type(error).__name__, str(error) or type(error).__name__)
+                Failure(message.number, type(error).__name__, str(error) or type(error).__name__)
             )
     server.close()
 
 
-def _rest() -> None:
-    """A target has nothing to do between two rounds."""
+def _do_nothing() -> None:
+    """Do nothing, as a target does between two rounds."""
 
 
-def _settle() -> None:
-    """What was made until now stays; the collector need not look at it again and again."""
+def _freeze_objects() -> None:
+    """Exempt the objects made so far from garbage collection, since they live as long as we do."""
     gc.collect()
     gc.freeze()
 
 
-def _use_threads(wanted: int | None, *, sharers: int) -> None:
-    """On CPUs: what the config says, or else a fair share of this node's cores, as if all workers were on it."""
-    torch.set_num_threads(wanted or max(1, (os.cpu_count() or 1) // sharers))
+def _set_num_threads(num_threads: int | None, *, sharers: int) -> None:
+    """Set torch's CPU threads: those of the config, or else a fair share of this node's cores.
+
+    The share is counted as if all `sharers` ran on this node.
+    """
+    torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // sharers))
 
 
-def _place(device: torch.device) -> Place:
+def _worker_place(device: torch.device) -> WorkerPlace:
     context = ray.get_runtime_context()
-    return Place(
+    return WorkerPlace(
         context.get_node_id(),
         os.getpid(),
         str(device),
@@ -299,12 +321,12 @@ def _place(device: torch.device) -> Place:
     )
 
 
-def _draft_step(rows: int, source: tuple[int, ...]) -> DraftStep:
+def _draft_step(length: int, encoder_input: tuple[int, ...]) -> DraftStep:
     return DraftStep(
-        SEQUENCE,
+        WARMUP_SEQ_ID,
         0,
-        (0,) * max(1, rows),
+        (0,) * max(1, length),
         2,
-        Policy(Warp(), "block", seed=0, prompt_length=rows),
-        source,
+        Policy(Warp(), "block", seed=0, prompt_length=length),
+        encoder_input,
     )

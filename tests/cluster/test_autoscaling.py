@@ -1,4 +1,4 @@
-"""How many replicas a load asks for: by requests, by what fills the caches, and without going up and down."""
+"""Replicas that a load asks for, by requests and by pages, without oscillation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specserve.cluster.autoscaling import PAGES, policy
+from specserve.cluster.autoscaling import PAGES_METRIC, policy
 
 
 def context(
@@ -15,7 +15,7 @@ def context(
     return SimpleNamespace(
         target_num_replicas=replicas,
         total_num_requests=requests,
-        aggregated_metrics={PAGES: dict(enumerate(pages))} if pages else {},
+        aggregated_metrics={PAGES_METRIC: dict(enumerate(pages))} if pages else {},
         config=SimpleNamespace(get_target_ongoing_requests=lambda: target),
     )
 
@@ -48,6 +48,6 @@ def test_the_policy_asks_for_what_the_load_keeps_busy(
 
 
 def test_a_load_between_two_sizes_does_not_make_it_swing() -> None:
-    """After it grew to two for a load of 1.05, the same load keeps two."""
+    """Check that the load of 1.05 for which it grew to two keeps two."""
     assert policy(context(requests=10.5, pages=[0.2], replicas=1))[0] > 1
     assert policy(context(requests=9.5, pages=[0.1, 0.1], replicas=2))[0] == 2

@@ -1,28 +1,28 @@
-"""Times of another host, told by our own clock."""
+"""Times of another host, converted to our own clock."""
 
 from __future__ import annotations
 
 import random
 
-from specserve.cluster.clocks import Alignment
+from specserve.cluster.clocks import ClockAlignment
 from specserve.types import Span
 
 
 def exchange(
-    clock: Alignment, sent: float, *, there: float, work: float, back: float, ahead: float
+    clock: ClockAlignment, sent: float, *, there: float, work: float, back: float, ahead: float
 ) -> float:
-    """A worker whose clock is `ahead`; where the span of its work seems to begin, relative to when it did."""
-    begun = sent + there
-    (span,) = clock.aligned(
-        [Span("verify", begun + ahead, begun + work + ahead)],
+    """Return the error of the aligned start of a span, for a worker whose clock is `ahead`."""
+    start = sent + there
+    (span,) = clock.align(
+        [Span("verify", start + ahead, start + work + ahead)],
         sent=sent,
-        answered=begun + work + back,
+        answered=start + work + back,
     )
-    return span.begun - begun
+    return span.start - start
 
 
 def test_on_one_host_the_times_stay_as_they_are() -> None:
-    clock = Alignment()
+    clock = ClockAlignment()
     assert all(
         exchange(clock, float(i), there=4e-5, work=0.01, back=9e-5, ahead=0.0) == 0
         for i in range(20)
@@ -30,7 +30,7 @@ def test_on_one_host_the_times_stay_as_they_are() -> None:
 
 
 def test_another_zero_is_found_to_within_half_the_quickest_way() -> None:
-    clock, chance = Alignment(), random.Random(1)
+    clock, chance = ClockAlignment(), random.Random(1)
     errors = [
         exchange(
             clock,
@@ -46,13 +46,12 @@ def test_another_zero_is_found_to_within_half_the_quickest_way() -> None:
 
 
 def test_clocks_that_drift_apart_are_followed() -> None:
-    clock = Alignment()
+    clock = ClockAlignment()
     for i in range(20_000):
-        error = exchange(
-            clock, i / 50, there=1e-4, work=0.01, back=1e-4, ahead=100.0 + i * 1e-6
-        )  # 50 us a second, as bad clocks do
+        ahead = 100.0 + i * 1e-6  # 50 us a second, as bad clocks drift
+        error = exchange(clock, i / 50, there=1e-4, work=0.01, back=1e-4, ahead=ahead)
     assert abs(error) < 4e-4
 
 
 def test_a_worker_that_says_nothing_is_not_aligned() -> None:
-    assert Alignment().aligned([], sent=1.0, answered=2.0) == ()
+    assert ClockAlignment().align([], sent=1.0, answered=2.0) == ()

@@ -1,4 +1,4 @@
-"""Grammars on a cluster: workers elsewhere follow them, and so do those that take their places in mid-text."""
+"""Grammars on a cluster: remote workers follow them, and so do their replacements in mid-text."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import json
 import os
 import signal
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from jsonschema import validate
 
-from benchmarks.structured import of, under
+from benchmarks.structured import schema_grammar, schema_sampling
 from specserve import LLM
-from specserve.cluster.group import Group
+from specserve.cluster.group import WorkerGroup
 from specserve.cluster.placement import bundles
-from specserve.cluster.ray_session import own_ray
-from specserve.config.tree import Config, parse
+from specserve.cluster.ray_session import local_ray
+from specserve.config.tree import Config, config_from_keys
 from specserve.engine import Coordinator
-from specserve.types import Chunk, Finish, Request, Warp
+from specserve.types import Chunk, FinishReason, Request, Warp
 
 SCHEMA = {
     "type": "object",
@@ -30,7 +31,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PROMPTS = ["def f(x):\n", "import json\nx = ", "data = ", "class A:\n"]
-KEYS: dict[str, object] = {
+KEYS: dict[str, Any] = {
     "target.dtype": "float32",
     "draft.dtype": "float32",
     "target.threads": 1,
@@ -42,21 +43,24 @@ SEED, TOKENS = 11, 64
 
 
 def plain() -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[str]]:
-    """Prompts, and what is written in one process without drafts: as ids, and as texts that ended."""
+    """Return prompts, generated ids and finished texts of one process without a drafter."""
     with LLM(**KEYS, **{"draft.kind": "none", "draft.path": None}) as llm:
-        outputs = llm.generate(PROMPTS, under(SCHEMA, max_tokens=TOKENS, seed=SEED))
+        outputs = llm.generate(PROMPTS, schema_sampling(SCHEMA, max_tokens=TOKENS, seed=SEED))
     return (
         [output.prompt_token_ids for output in outputs],
         [output.token_ids for output in outputs],
-        [output.text for output in outputs if output.finish_reason == Finish.STOP],
+        [output.text for output in outputs if output.finish_reason == FinishReason.STOP],
     )
 
 
-async def completed(
-    config: Config, requests: Sequence[Request], strike: Callable[[Group, int], None]
+async def run_requests(
+    config: Config, requests: Sequence[Request], inject_fault: Callable[[WorkerGroup, int], None]
 ) -> tuple[list[tuple[int, ...]], int]:
-    """What each request got, and how many drafts were accepted. `strike` is called with each batch of chunks."""
-    group = await Group.start(config, bundles(config, has_gpus=False))
+    """Return the tokens of each request and the number of accepted draft tokens.
+
+    `inject_fault` is called after each batch of chunks.
+    """
+    group = await WorkerGroup.start(config, bundles(config, has_gpus=False))
     texts: dict[int, tuple[int, ...]] = {}
     accepted, emitted = 0, 0
 
@@ -68,16 +72,17 @@ async def completed(
             if chunk.finish is not None and chunk.stats is not None:
                 accepted += chunk.stats.accepted
         emitted += 1
-        strike(group, emitted)
+        inject_fault(group, emitted)
 
-    coordinator = Coordinator.of(
-        config,
+    coordinator = Coordinator(
         group.target,
         group.drafter,
         info=group.info,
+        limits=config.limits,
+        speculation=config.speculation,
         emit=emit,
         draft_context=group.draft_context,
-        overlaps=True,
+        remote_workers=True,
     )
     for request in requests:
         texts[coordinator.submit(request)] = ()
@@ -89,11 +94,11 @@ async def completed(
     return list(texts.values()), accepted
 
 
-def nobody(group: Group, emitted: int) -> None:
-    """Is struck."""
+def kill_none(group: WorkerGroup, emitted: int) -> None:
+    """Inject no fault."""
 
 
-def drafter_and_target(group: Group, emitted: int) -> None:
+def kill_drafter_and_target(group: WorkerGroup, emitted: int) -> None:
     for when, role in ((2, "draft"), (5, "target-0")):
         if emitted == when:
             os.kill(group.places[role].pid, signal.SIGKILL)
@@ -101,14 +106,18 @@ def drafter_and_target(group: Group, emitted: int) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_texts_under_a_grammar_are_those_of_one_process_whoever_dies_meanwhile():
+def test_constrained_texts_equal_those_of_one_process_when_workers_die() -> None:
     prompts, expected, finished = plain()
     assert finished
     for text in finished:
         validate(json.loads(text), SCHEMA)
-    requests = [Request(ids, TOKENS, Warp(), SEED, True, grammar=of(SCHEMA)) for ids in prompts]
-    with own_ray(num_cpus=8):
-        for strike in (nobody, drafter_and_target):
-            texts, accepted = asyncio.run(completed(parse(KEYS), requests, strike))
+    requests = [
+        Request(ids, TOKENS, Warp(), SEED, True, grammar=schema_grammar(SCHEMA)) for ids in prompts
+    ]
+    with local_ray(num_cpus=8):
+        for inject_fault in (kill_none, kill_drafter_and_target):
+            texts, accepted = asyncio.run(
+                run_requests(config_from_keys(KEYS), requests, inject_fault)
+            )
             assert texts == expected
             assert accepted > 0

@@ -1,4 +1,4 @@
-"""The rules, the dashboard and the scrape configuration in deploy/: every metric that they ask for exists, with the labels that they ask by."""
+"""Rules, dashboard and scrape configuration in deploy/: their metrics and labels exist."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from specserve.config.tree import Limits
-from specserve.metrics import FAMILIES, PREFIX, Kind
+from specserve.config.tree import LimitsConfig
+from specserve.metrics import FAMILIES, PREFIX, MetricKind
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = {
@@ -28,14 +28,14 @@ FUNCTIONS = {
     "vector",
 }
 WORDS = {"by", "on", "ignoring", "group_left", "and", "or", "le"}
-TARGETS_OWN = {"up": {"job"}}  # what Prometheus itself knows of a target
+TARGETS_OWN = {"up": {"job"}}  # added by Prometheus itself
 
 
 def _series() -> dict[str, set[str]]:
-    """Every name that a query may use, and its labels."""
+    """Return every name that a query may use, with its labels."""
     known = dict(TARGETS_OWN)
     for family in FAMILIES:
-        if family.kind is Kind.HISTOGRAM:
+        if family.kind is MetricKind.HISTOGRAM:
             known |= {
                 f"{PREFIX}{family.name}_{part}": {*family.labels, *extra}
                 for part, extra in (("bucket", {"le"}), ("sum", ()), ("count", ()))
@@ -76,7 +76,7 @@ EXPRESSIONS = [
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_every_name_in_an_expression_is_a_metric_with_such_labels(expression):
+def test_every_name_in_an_expression_is_a_metric_with_such_labels(expression: str) -> None:
     known = _series() | RECORDED
     bare = re.sub(r'"[^"]*"', '""', expression.replace("$__rate_interval", "5m"))
     assert all(
@@ -95,7 +95,7 @@ def test_every_name_in_an_expression_is_a_metric_with_such_labels(expression):
     } <= labels
 
 
-def test_a_misspelt_metric_would_be_noticed():
+def test_a_misspelt_metric_would_be_noticed() -> None:
     with pytest.raises(AssertionError):
         test_every_name_in_an_expression_is_a_metric_with_such_labels(
             "sum(rate(specserve_generated_tokens_total[5m]))"
@@ -107,7 +107,7 @@ def test_a_misspelt_metric_would_be_noticed():
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_counters_are_never_shown_raw_and_gauges_never_as_rates(expression):
+def test_counters_are_never_shown_raw_and_gauges_never_as_rates(expression: str) -> None:
     for family in FAMILIES:
         name = PREFIX + family.name
         uses = len(re.findall(rf"{name}(?:_bucket|_sum|_count)?\b", expression))
@@ -116,10 +116,11 @@ def test_counters_are_never_shown_raw_and_gauges_never_as_rates(expression):
                 rf"(?:rate|increase)\({name}(?:_bucket|_sum|_count)?(?:\{{[^}}]*\}})?\[", expression
             )
         )
-        assert rated == (0 if family.kind in (Kind.SUMMED, Kind.AVERAGED) else uses), name
+        is_gauge = family.kind in (MetricKind.SUMMED, MetricKind.AVERAGED)
+        assert rated == (0 if is_gauge else uses), name
 
 
-def test_legends_name_labels_that_their_query_keeps():
+def test_legends_name_labels_that_their_query_keeps() -> None:
     for title, target in TARGETS:
         for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
             name = re.search(rf"{PREFIX}\w+", target["expr"])
@@ -127,31 +128,31 @@ def test_legends_name_labels_that_their_query_keeps():
             assert f"by ({label})" in target["expr"] or label in _series()[name[0]], title
 
 
-def test_every_alert_has_an_entry_in_the_runbook():
-    runbook = (ROOT / "docs/runbook.md").read_text(encoding="utf-8")
+def test_every_alert_has_an_entry_in_the_runbook() -> None:
+    runbook = (ROOT / "docs/guides/runbook.md").read_text(encoding="utf-8")
     headings = set(re.findall(r"^## (\w+)$", runbook, re.MULTILINE))
     alerts = [rule for rule in RULES if "alert" in rule]
     assert {alert["alert"] for alert in alerts} <= headings
     for alert in alerts:
-        assert alert["annotations"]["runbook"] == f"docs/runbook.md#{alert['alert'].lower()}"
+        assert alert["annotations"]["runbook"] == f"docs/guides/runbook.md#{alert['alert'].lower()}"
         assert alert["labels"]["severity"] in ("page", "warn")
         assert alert["annotations"]["summary"]
 
 
-def test_metrics_that_documents_name_exist():
-    names = {family.name for family in FAMILIES} | {
-        key.name for key in fields(Limits)
-    }  # whose endings are alike
-    for page in ("docs/runbook.md", "docs/operating.md"):
+def test_metrics_that_documents_name_exist() -> None:
+    # The limits' keys have endings like those of metrics.
+    names = {family.name for family in FAMILIES} | {key.name for key in fields(LimitsConfig)}
+    for page in ("docs/guides/runbook.md", "docs/guides/operating.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         for name in re.findall(
-            r"`(?:specserve_)?([a-z_]+_(?:total|seconds|perc|fraction|running|waiting))(?:\{\w+\})?`",
+            r"`(?:specserve_)?([a-z_]+_(?:total|seconds|perc|fraction|running|waiting))"
+            r"(?:\{\w+\})?`",
             text,
         ):
             assert name in names, f"{page} names {name}"
 
 
-def test_the_dashboard_shows_what_an_operator_is_promised():
+def test_the_dashboard_shows_the_documented_metrics() -> None:
     shown = " ".join(target["expr"] for _, target in TARGETS)
     for name in (
         *(
@@ -175,7 +176,7 @@ def test_the_dashboard_shows_what_an_operator_is_promised():
     assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
 
 
-def test_prometheus_reads_the_rules_and_the_job_that_they_ask_for():
+def test_prometheus_reads_the_rules_and_the_job_that_they_ask_for() -> None:
     config = yaml.safe_load((ROOT / "deploy/prometheus.yaml").read_text(encoding="utf-8"))
     (job,) = config["scrape_configs"]
     assert job["job_name"] == "specserve"

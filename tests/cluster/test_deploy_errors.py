@@ -1,10 +1,10 @@
-"""The one line that a failed deployment is told in, out of the traces that Serve reports."""
+"""One line of error for a failed deployment, found in the tracebacks that Serve reports."""
 
 from __future__ import annotations
 
 import pytest
 
-from specserve.cluster.launch import _first_refusal
+from specserve.cluster.launch import _first_error
 from specserve.errors import ModelError, SpecserveError, TooLittleMemory, Unavailable
 
 TRACE = """The deployment failed to start 3 times in a row. Error:
@@ -19,7 +19,7 @@ RuntimeError: Traceback (most recent call last):
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "said"),
+    ("line", "kind", "message"),
     [
         (
             "specserve.errors.ModelError: a worker could not start: no such file",
@@ -33,20 +33,20 @@ RuntimeError: Traceback (most recent call last):
         ),
     ],
 )
-def test_a_refusal_of_ours_is_found_in_the_trace(
-    line: str, kind: type[SpecserveError], said: str
+def test_our_own_error_is_found_in_the_traceback(
+    line: str, kind: type[SpecserveError], message: str
 ) -> None:
-    found = _first_refusal(["", TRACE.format(line=line), "Deploying application failed"])
-    assert (type(found), str(found)) == (kind, said)
+    found = _first_error(["", TRACE.format(line=line), "Deploying application failed"])
+    assert (type(found), str(found)) == (kind, message)
 
 
-def test_what_is_not_ours_is_told_by_its_last_line() -> None:
-    found = _first_refusal(
+def test_a_foreign_error_is_shown_by_its_last_line() -> None:
+    found = _first_error(
         [TRACE.format(line="ValueError: what"), "Deploying application specserve failed"]
     )
     assert isinstance(found, Unavailable)
     assert str(found).endswith("Deploying application specserve failed")
 
 
-def test_silence_is_told_as_such() -> None:
-    assert str(_first_refusal([""])) == "the deployment failed: Serve does not say why"
+def test_a_failure_without_messages_says_so() -> None:
+    assert str(_first_error([""])) == "the deployment failed: Serve does not say why"

@@ -1,22 +1,23 @@
-"""Every sort of drafter on the cluster: where it runs, and that its texts are those of plain decoding."""
+"""Every kind of drafter on the cluster: its workers, and that texts equal plain decoding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from specserve import LLM, Sampling
-from specserve.cluster.launch import deployed, handle
+from specserve.cluster.launch import deploy, handle
 from specserve.cluster.placement import bundles
-from specserve.cluster.ray_session import ray_here
-from specserve.config.tree import DEMO, parse
-from tests.support.checkpoints import ENCODER_DECODERS, add_tokenizer, perturbed, write
+from specserve.cluster.ray_session import ray_session
+from specserve.config.tree import DEMO, config_from_keys
+from tests.support.checkpoints import ENCODER_DECODERS, add_tokenizer, perturb, write
 from tests.support.ray_server import free_port
 
-KEYS: dict[str, object] = {
+KEYS: dict[str, Any] = {
     "target.threads": 1,
     "draft.threads": 1,
     "cache.pages": 256,
@@ -25,22 +26,22 @@ KEYS: dict[str, object] = {
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self):\n"]
 TOKENS = 40
 STAGES = [{"path": str(DEMO / "draft")}, {"path": str(DEMO / "small")}, {"kind": "max_gram"}]
-T5: dict[str, object] = {"target.dtype": "float32", "draft.dtype": "float32"}
+T5: dict[str, Any] = {"target.dtype": "float32", "draft.dtype": "float32"}
 
 
 def test_only_drafters_with_a_device_of_their_own_get_a_bundle() -> None:
-    kinds = {
-        kind: len(bundles(parse({"draft.kind": kind, "draft.path": None}), has_gpus=False))
-        for kind in ("none", "heads", "layer_skip", "bigram")
-    }
-    assert kinds == {"none": 2, "heads": 2, "layer_skip": 3, "bigram": 3}
+    num_bundles = {}
+    for kind in ("none", "heads", "layer_skip", "bigram"):
+        config = config_from_keys({"draft.kind": kind, "draft.path": None})
+        num_bundles[kind] = len(bundles(config, has_gpus=False))
+    assert num_bundles == {"none": 2, "heads": 2, "layer_skip": 3, "bigram": 3}
 
 
 @pytest.fixture(scope="module")
 def ray_with_a_port() -> Iterator[int]:
-    """One Ray and one Serve for all kinds, which are deployed on it in turn."""
+    """Start one Ray and one Serve for all kinds, which are deployed on it in turn."""
     port = free_port()
-    with ray_here(parse({"http.port": port}), lambda line: None, join=False):
+    with ray_session(config_from_keys({"http.port": port}), lambda line: None, join=False):
         yield port
 
 
@@ -49,15 +50,15 @@ def t5_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("t5")
     target = write(ENCODER_DECODERS["t5"](), root / "target")
     add_tokenizer(target, ends=True)
-    return target, perturbed(target, root / "draft", 0.02)
+    return target, perturb(target, root / "draft", 0.02)
 
 
 def answers(
     port: int, keys: dict[str, object]
 ) -> tuple[list[str], list[dict[str, object]], set[str]]:
-    """Texts, what is said of speculation, and the workers."""
-    config = parse({"http.port": port, "model": "it", **keys})
-    with deployed(config, lambda line: None) as url:
+    """Return texts, statistics of speculation, and names of workers."""
+    config = config_from_keys({"http.port": port, "model": "it", **keys})
+    with deploy(config, lambda line: None) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         given = [
             client.completions.create(model="it", prompt=prompt, max_tokens=TOKENS, temperature=0)
@@ -71,7 +72,7 @@ def answers(
     )
 
 
-def expected(keys: dict[str, object]) -> list[str]:
+def expected(keys: dict[str, Any]) -> list[str]:
     with LLM(**{**KEYS, **keys, "draft.kind": "none"}) as plain:
         return [
             output.text
@@ -93,14 +94,14 @@ def expected(keys: dict[str, object]) -> list[str]:
 def test_served_texts_are_those_of_plain_decoding(
     ray_with_a_port: int, keys: dict[str, object], workers: set[str]
 ) -> None:
-    texts, told, places = answers(ray_with_a_port, {**KEYS, **keys})
+    texts, reports, places = answers(ray_with_a_port, {**KEYS, **keys})
     assert texts == expected({})
     assert places == workers
-    assert all(one["lossless"] for one in told)
-    assert sum(int(str(one["accepted"])) for one in told) > 0
+    assert all(one["lossless"] for one in reports)
+    assert sum(int(str(one["accepted"])) for one in reports) > 0
     if keys["draft.kind"] == "heads":
-        assert all(int(str(one["anticipated"])) > 0 for one in told), (
-            "proposals of heads are there before they are asked for"
+        assert all(int(str(one["anticipated"])) > 0 for one in reports), (
+            "proposals of heads arrive before the round that uses them"
         )
 
 
@@ -111,6 +112,6 @@ def test_an_encoder_decoder_is_served_with_a_draft_of_its_kind(
 ) -> None:
     target, draft = (str(path) for path in t5_pair)
     keys = {**KEYS, **T5, "target.path": target}
-    texts, told, _ = answers(ray_with_a_port, {**keys, "draft.path": draft})
+    texts, reports, _ = answers(ray_with_a_port, {**keys, "draft.path": draft})
     assert texts == expected(keys)
-    assert all(one["lossless"] for one in told)
+    assert all(one["lossless"] for one in reports)

@@ -1,4 +1,4 @@
-"""What an engine reads off its coordinator and workers: rates are of the time since the last reading, and totals never count twice."""
+"""Metrics of an engine: rates cover the time since the last reading, totals never count twice."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_totals_of_others_are_counted_once(parts: tuple[Any, Any, list[float]]) 
     assert samples["worker_restarts_total"] == {("target",): (2.0,), ("draft",): (0.0,)}
 
 
-def test_without_a_drafter_gamma_is_nothing(parts: tuple[Any, Any, list[float]]) -> None:
+def test_without_a_drafter_gamma_is_zero(parts: tuple[Any, Any, list[float]]) -> None:
     coordinator, group, _ = parts
     group.drafter = group.draft_worker = None
     registry = Registry()

@@ -1,4 +1,4 @@
-"""`specserve serve` as a process of its own: what it prints, how it ends, and what it leaves behind."""
+"""`specserve serve` as a process: what it prints, how it ends, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.ray_server import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-START_S = 90.0  # on two cores that do nothing else it takes some 25 s
+START_S = 90.0  # on two otherwise idle cores it takes some 25 s
 
 
 def serve(*arguments: str) -> subprocess.Popen[str]:
@@ -52,17 +52,18 @@ def own_files() -> set[Path]:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
+    children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return children
 
 
 def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
     port, before = free_port(), own_files()
-    begun = time.monotonic()
+    start = time.monotonic()
     process = serve("--port", str(port))
     try:
         lines = lines_until(process, "curl ")
         assert f"ready http://127.0.0.1:{port}" in lines
-        assert time.monotonic() - begun < START_S
+        assert time.monotonic() - start < START_S
         body = json.dumps({"model": "demo", "prompt": "import os", "max_tokens": 4}).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
@@ -90,7 +91,7 @@ def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--target", "missing/entirely/model"], "missing/entirely/model does not exist"),
         (["--set", "target.device=cuda"], "1 GPUs are asked for"),
@@ -100,12 +101,12 @@ def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(arguments: list[str], said: str) -> None:
+def test_what_is_wrong_is_said_in_one_line(arguments: list[str], message: str) -> None:
     _, errors = (process := serve("--port", str(free_port()), *arguments)).communicate(
         timeout=START_S
     )
     assert process.returncode == 2
-    assert said in errors
+    assert message in errors
     assert len(errors.strip().splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""Our lines in Serve's log files: as JSON with the request's id and the fields of the line, at our level and not at Serve's."""
+"""Our lines in Serve's log files: with their fields in JSON, at our level and not at Serve's."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from specserve.cluster.logs import OWN, SERVE, join_serve, logging_config
-from specserve.config.tree import parse
+from specserve.cluster.logs import OWN_LOGGER, SERVE_LOGGER, join_serve, logging_config
+from specserve.config.tree import config_from_keys
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using extra keyword arguments on `Field`:DeprecationWarning"
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.fixture
-def serves_logger() -> Iterator[logging.Logger]:
-    """As a replica's, and both loggers put back afterwards."""
-    serve, own = logging.getLogger(SERVE), logging.getLogger(OWN)
+def serve_logger() -> Iterator[logging.Logger]:
+    """Yield Serve's logger, and restore both loggers afterwards."""
+    serve, own = logging.getLogger(SERVE_LOGGER), logging.getLogger(OWN_LOGGER)
     before = [(log, list(log.handlers), log.level, log.propagate) for log in (serve, own)]
     yield serve
     for handler in serve.handlers:
@@ -33,11 +33,11 @@ def serves_logger() -> Iterator[logging.Logger]:
 
 
 def lines(serve: logging.Logger, directory: Path, **keys: Any) -> list[str]:
-    """Of a replica whose loggers Serve has set up, in the order in which a real one does it."""
+    """Return the log lines of a replica whose loggers are set up in the order of a real one."""
     from ray.serve._private.logging_utils import configure_component_logger
     from ray.serve.schema import LoggingConfig
 
-    config = parse({}, keys)
+    config = config_from_keys({}, keys)
     options = LoggingConfig(**logging_config(config), logs_dir=str(directory))
     configure_component_logger(
         component_name="Gateway",
@@ -59,8 +59,10 @@ def lines(serve: logging.Logger, directory: Path, **keys: Any) -> list[str]:
     return file.read_text().splitlines()
 
 
-def test_in_json_a_line_has_its_fields_and_stands_there_once(serves_logger, tmp_path):
-    ours, theirs = map(json.loads, lines(serves_logger, tmp_path, **{"logs.format": "json"}))
+def test_in_json_a_line_has_its_fields_and_stands_there_once(
+    serve_logger: logging.Logger, tmp_path: Path
+) -> None:
+    ours, theirs = map(json.loads, lines(serve_logger, tmp_path, **{"logs.format": "json"}))
     assert (ours["request_id"], ours["status"], ours["levelname"], ours["message"]) == (
         "trace-42",
         200,
@@ -70,12 +72,14 @@ def test_in_json_a_line_has_its_fields_and_stands_there_once(serves_logger, tmp_
     assert theirs["message"] == "Serve's worry"
 
 
-def test_as_text_it_reads_like_serves_own(serves_logger, tmp_path):
-    ours, _ = lines(serves_logger, tmp_path)
+def test_as_text_it_reads_like_serves_own(serve_logger: logging.Logger, tmp_path: Path) -> None:
+    ours, _ = lines(serve_logger, tmp_path)
     assert ours.startswith("INFO ")
     assert ours.endswith("trace-42 GET")
 
 
 @pytest.mark.parametrize(("level", "ours"), [("WARNING", 0), ("INFO", 1), ("DEBUG", 2)])
-def test_the_level_is_ours(serves_logger, tmp_path, level, ours):
-    assert len(lines(serves_logger, tmp_path, **{"logs.level": level})) == ours + 1
+def test_the_level_is_ours(
+    serve_logger: logging.Logger, tmp_path: Path, level: str, ours: int
+) -> None:
+    assert len(lines(serve_logger, tmp_path, **{"logs.level": level})) == ours + 1

@@ -1,4 +1,4 @@
-"""The manifests that operators deploy: valid for Ray, valid for us, in step with one another and with constraints.txt."""
+"""Manifests for operators: valid for Ray and for us, consistent with each other and the pins."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from ray.util.placement_group import validate_placement_group
 
 from specserve import __version__
 from specserve.cluster.placement import bundles
-from specserve.config.tree import DEMO, Config, parse
+from specserve.config.tree import DEMO, Config, config_from_keys
 
+# A warning of ray.serve's own, when it is imported.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using extra keyword arguments on `Field`:DeprecationWarning"
-)  # of ray.serve's own, once imported
+)
 
 ROOT = Path(__file__).parents[2]
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
@@ -61,7 +62,7 @@ def _serve_configs() -> dict[str, dict[str, Any]]:
 
 
 def _config(serve_config: Mapping[str, Any]) -> Config:
-    return parse(serve_config["applications"][0]["args"])
+    return config_from_keys(serve_config["applications"][0]["args"])
 
 
 def _containers() -> list[dict[str, Any]]:
@@ -90,7 +91,10 @@ def _schema(serve_config: Mapping[str, Any]) -> Any:
 
 
 def _deployments(args: Mapping[str, Any]) -> dict[str, Any]:
-    """What `build` makes of the args, by name. Not as `serve build` writes it down, for that leaves label selectors out."""
+    """Return the deployments that `build` makes of the args, by name.
+
+    `serve build` would not do, since it leaves label selectors out.
+    """
     from ray.serve._private.build_app import build_app
 
     from specserve.cluster.app import APP_NAME, build
@@ -114,7 +118,7 @@ serve_configs = pytest.mark.parametrize(
 
 
 @serve_configs
-def test_serve_takes_the_file(serve_config: dict[str, Any]):
+def test_serve_takes_the_file(serve_config: dict[str, Any]) -> None:
     from specserve.cluster.app import APP_NAME, build
 
     schema = _schema(serve_config)
@@ -128,8 +132,8 @@ def test_serve_takes_the_file(serve_config: dict[str, Any]):
 
 
 @serve_configs
-def test_serve_reads_every_key_of_the_file(serve_config: dict[str, Any]):
-    """Its schema lets unknown keys pass, so a misspelt one would do nothing, silently."""
+def test_serve_reads_every_key_of_the_file(serve_config: dict[str, Any]) -> None:
+    """Check that all keys are known, since Serve's schema silently ignores a misspelt one."""
     schema = _schema(serve_config)
     assert set(serve_config) <= set(type(schema).model_fields)
     assert set(serve_config["http_options"]) <= set(type(schema.http_options).model_fields)
@@ -137,7 +141,7 @@ def test_serve_reads_every_key_of_the_file(serve_config: dict[str, Any]):
 
 
 @serve_configs
-def test_our_config_takes_the_args(serve_config: dict[str, Any]):
+def test_our_config_takes_the_args(serve_config: dict[str, Any]) -> None:
     config = _config(serve_config)
     assert config.draft.kind == "neural"
     assert config.replicas.target_ongoing_requests <= config.limits.max_running, (
@@ -146,7 +150,7 @@ def test_our_config_takes_the_args(serve_config: dict[str, Any]):
 
 
 @serve_configs
-def test_the_file_builds_the_deployments_that_it_describes(serve_config: dict[str, Any]):
+def test_the_file_builds_the_deployments_that_it_describes(serve_config: dict[str, Any]) -> None:
     config = _config(serve_config)
     deployments = _deployments(serve_config["applications"][0]["args"])
     assert set(deployments) == {"Board", "Engine", "Gateway"}
@@ -172,7 +176,7 @@ def test_the_file_builds_the_deployments_that_it_describes(serve_config: dict[st
         )
 
 
-def test_the_demo_file_serves_the_demo_pair_on_the_loopback_without_gpus():
+def test_the_demo_file_serves_the_demo_pair_on_the_loopback_without_gpus() -> None:
     serve_config = _load("deploy/demo.yaml")
     config = _config(serve_config)
     assert (config.model, config.target.path, config.draft.path) == (
@@ -188,7 +192,7 @@ def test_the_demo_file_serves_the_demo_pair_on_the_loopback_without_gpus():
 
 
 @pytest.mark.parametrize("name", ["llama-70b", "kuberay"])
-def test_gateways_on_other_nodes_can_be_reached(name: str):
+def test_gateways_on_other_nodes_can_be_reached(name: str) -> None:
     serve_config = _serve_configs()[name]
     assert (serve_config["http_options"]["host"], serve_config["proxy_location"]) == (
         "0.0.0.0",
@@ -197,8 +201,8 @@ def test_gateways_on_other_nodes_can_be_reached(name: str):
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])
-def test_the_70b_target_has_four_gpus_and_its_draft_a_fifth(has_gpus: bool):
-    """Whether or not a GPU node is there yet when the application is built."""
+def test_the_70b_target_has_four_gpus_and_its_draft_a_fifth(has_gpus: bool) -> None:
+    """Check the bundles with and without a GPU node when the application is built."""
     wanted = bundles(_config(_load("deploy/llama-70b.yaml")), has_gpus=has_gpus)
     assert [dict(bundle.resources) for bundle in wanted] == [
         {"CPU": 1},
@@ -208,7 +212,7 @@ def test_the_70b_target_has_four_gpus_and_its_draft_a_fifth(has_gpus: bool):
     assert not any(bundle.labels for bundle in wanted)
 
 
-def test_the_commented_lines_put_target_and_draft_on_nodes_of_different_kinds():
+def test_the_commented_lines_put_target_and_draft_on_nodes_of_different_kinds() -> None:
     assert len(SELECTOR.findall(_text("deploy/llama-70b.yaml"))) == 2
     wanted = bundles(_config(_serve_configs()["llama-70b, apart"]), has_gpus=False)
     assert [dict(bundle.labels) for bundle in wanted] == [
@@ -223,7 +227,7 @@ def test_the_commented_lines_put_target_and_draft_on_nodes_of_different_kinds():
 # cluster.yaml
 
 
-def test_ray_up_takes_the_cluster_file():
+def test_ray_up_takes_the_cluster_file() -> None:
     validate_config(prepare_config(_load("cluster.yaml")))
 
 
@@ -231,7 +235,7 @@ def test_ray_up_takes_the_cluster_file():
     "where",
     [("available_node_types", "draft", "label"), ("worker_start_commands",), ("docker", "images")],
 )
-def test_ray_up_would_not_take_it_with_a_misspelt_key(where: tuple[str, ...]):
+def test_ray_up_would_not_take_it_with_a_misspelt_key(where: tuple[str, ...]) -> None:
     tree = prepare_config(_load("cluster.yaml"))
     *sections, key = where
     branch = tree
@@ -242,14 +246,14 @@ def test_ray_up_would_not_take_it_with_a_misspelt_key(where: tuple[str, ...]):
         validate_config(tree)
 
 
-def test_no_node_installs_another_ray():
-    """What the file leaves out comes from Ray's defaults, and those install a nightly build where they find none."""
+def test_no_node_installs_another_ray() -> None:
+    """Check the keys whose defaults in Ray install a nightly build where they find no Ray."""
     tree = prepare_config(_load("cluster.yaml"))
     assert tree["head_setup_commands"] == ["pip install boto3"]
     assert tree["worker_setup_commands"] == tree["initialization_commands"] == []
 
 
-def test_every_node_starts_ray_with_haproxy_and_the_hub_token():
+def test_every_node_starts_ray_with_haproxy_and_the_hub_token() -> None:
     tree = _load("cluster.yaml")
     for commands in (tree["head_start_ray_commands"], tree["worker_start_ray_commands"]):
         (starting,) = [command for command in commands if "ray start" in command]
@@ -260,7 +264,7 @@ def test_every_node_starts_ray_with_haproxy_and_the_hub_token():
         assert str(Path(token[1]).parent) in tree["file_mounts"]
 
 
-def test_each_bundle_of_the_70b_has_a_kind_of_node_and_all_replicas_have_room():
+def test_each_bundle_of_the_70b_has_a_kind_of_node_and_all_replicas_have_room() -> None:
     types = copy.deepcopy(_load("cluster.yaml")["available_node_types"])
     config = _config(_serve_configs()["llama-70b, apart"])
     for bundle in bundles(config, has_gpus=False):
@@ -284,7 +288,7 @@ def test_each_bundle_of_the_70b_has_a_kind_of_node_and_all_replicas_have_room():
     )
 
 
-def test_the_head_has_no_room_for_workers():
+def test_the_head_has_no_room_for_workers() -> None:
     tree = _load("cluster.yaml")
     assert tree["available_node_types"][tree["head_node_type"]]["resources"] == {"CPU": 0}
     assert any(
@@ -300,11 +304,11 @@ def test_the_head_has_no_room_for_workers():
 # kuberay.yaml
 
 
-def test_kubernetes_serves_what_the_70b_file_says():
+def test_kubernetes_serves_what_the_70b_file_says() -> None:
     assert _serve_configs()["kuberay"] == _load("deploy/llama-70b.yaml")
 
 
-def test_the_ray_service_is_of_the_version_that_kuberay_knows_and_scales():
+def test_the_ray_service_is_of_the_version_that_kuberay_knows_and_scales() -> None:
     service = _ray_service()
     assert service["apiVersion"] == "ray.io/v1"
     assert service["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] is True
@@ -320,13 +324,13 @@ def test_the_ray_service_is_of_the_version_that_kuberay_knows_and_scales():
     )
 
 
-def test_every_container_starts_ray_with_haproxy():
+def test_every_container_starts_ray_with_haproxy() -> None:
     containers = _containers()
     assert len(containers) == 2
     assert [_env(container)[HA_PROXY] for container in containers] == ["1", "1"]
 
 
-def test_a_worker_pod_holds_one_replica_and_a_gateway():
+def test_a_worker_pod_holds_one_replica_and_a_gateway() -> None:
     config = _config(_serve_configs()["kuberay"])
     (group,) = _ray_service()["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
@@ -340,7 +344,7 @@ def test_a_worker_pod_holds_one_replica_and_a_gateway():
     )
 
 
-def test_worker_pods_read_models_from_the_claim_with_the_token_of_the_secret():
+def test_worker_pods_read_models_from_the_claim_with_the_token_of_the_secret() -> None:
     (claim,) = [
         tree
         for tree in yaml.safe_load_all(_text("deploy/kuberay.yaml"))
@@ -356,7 +360,7 @@ def test_worker_pods_read_models_from_the_claim_with_the_token_of_the_secret():
     assert _env(container)["HF_TOKEN"] == {"secretKeyRef": {"name": "huggingface", "key": "token"}}
 
 
-def test_a_worker_pod_gets_requests_once_its_gateway_can_serve_them():
+def test_a_worker_pod_gets_requests_once_its_gateway_can_serve_them() -> None:
     (worker,) = [container for container in _containers() if "readinessProbe" in container]
     assert worker["readinessProbe"]["httpGet"] == {
         "path": "/ready",
@@ -365,7 +369,7 @@ def test_a_worker_pod_gets_requests_once_its_gateway_can_serve_them():
     assert _ray_service()["spec"]["excludeHeadPodFromServeSvc"] is True
 
 
-def test_no_pod_is_killed_for_what_an_engine_elsewhere_does():
+def test_no_pod_is_killed_for_what_an_engine_elsewhere_does() -> None:
     (worker,) = [container for container in _containers() if "livenessProbe" in container]
     (command,) = [word for word in worker["livenessProbe"]["exec"]["command"] if "://" in word]
     assert "raylet" in command
@@ -375,13 +379,13 @@ def test_no_pod_is_killed_for_what_an_engine_elsewhere_does():
 # The image, and versions everywhere
 
 
-def test_manifests_and_image_name_the_ray_that_the_tests_run_with():
+def test_manifests_and_image_name_the_ray_that_the_tests_run_with() -> None:
     ray_version = _pinned("ray")
     assert _ray_service()["spec"]["rayClusterConfig"]["rayVersion"] == ray_version
     assert f"FROM rayproject/ray:{ray_version}-py311-cpu\n" in _text("deploy/Dockerfile")
 
 
-def test_manifests_name_the_image_of_this_version():
+def test_manifests_name_the_image_of_this_version() -> None:
     images = {
         _load("cluster.yaml")["docker"]["image"],
         *(container["image"] for container in _containers()),
@@ -390,7 +394,7 @@ def test_manifests_name_the_image_of_this_version():
     assert f"-t {images.pop()} ." in _text("deploy/Dockerfile")
 
 
-def test_the_image_is_built_of_files_that_are_there_and_all_that_the_package_needs():
+def test_the_image_is_built_of_files_that_are_there_and_all_that_the_package_needs() -> None:
     copied = [
         name
         for line in re.findall(r"^COPY --chown=\S+ (.*)$", _text("deploy/Dockerfile"), re.MULTILINE)
@@ -400,20 +404,20 @@ def test_the_image_is_built_of_files_that_are_there_and_all_that_the_package_nee
     assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "specserve"} == set(copied)
 
 
-def test_no_pin_asks_for_a_build_of_one_index():
+def test_no_pin_asks_for_a_build_of_one_index() -> None:
     """A local version such as 2.13.0+cpu is published nowhere but where it was built."""
     assert re.findall(r"^\S+==\S+\+\S+$", _text("constraints.txt"), re.MULTILINE) == []
 
 
-def test_the_image_starts_ray_with_haproxy():
+def test_the_image_starts_ray_with_haproxy() -> None:
     assert f"ENV {HA_PROXY}=1" in _text("deploy/Dockerfile")
 
 
 # The page
 
 
-def test_the_page_names_labels_that_ray_start_takes():
-    labels = re.findall(r"--labels=(\S+?)[`\s]", _text("docs/operating.md"))
+def test_the_page_names_labels_that_ray_start_takes() -> None:
+    labels = re.findall(r"--labels=(\S+?)[`\s]", _text("docs/guides/deploying.md"))
     assert labels
     assert all(parse_node_labels_string(label) for label in labels)
 
@@ -428,5 +432,5 @@ def test_the_page_names_labels_that_ray_start_takes():
         "cluster.yaml",
     ],
 )
-def test_the_page_tells_of_every_file(name: str):
-    assert name in _text("docs/operating.md")
+def test_the_page_describes_every_file(name: str) -> None:
+    assert name in _text("docs/guides/deploying.md")

@@ -1,4 +1,4 @@
-"""Three raylets on this machine with declared GPUs: where the workers are, and that they say what the engine in one process says."""
+"""Three raylets on this machine with declared GPUs: places of workers, and texts of one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ray.cluster_utils import Cluster
 
 from specserve import LLM, Sampling
 from specserve.cluster.launch import handle
-from specserve.cluster.workers import Place
-from specserve.config.tree import parse
-from tests.support.checkpoints import add_tokenizer, make, perturbed
+from specserve.cluster.workers import WorkerPlace
+from specserve.config.tree import config_from_keys
+from tests.support.checkpoints import add_tokenizer, make, perturb
 from tests.support.ray_server import served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -23,7 +23,10 @@ PROMPTS = [[7, 11, 13], [5] * 40, list(range(3, 90))]
 
 @pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """A head with CPUs alone, a node with four GPUs, and one with a single GPU for drafts. The names of the nodes by what they have."""
+    """Start a head without GPUs, a node with four GPUs, and one with a single GPU for drafts.
+
+    Yields the ids of the nodes by their pools.
+    """
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 8, "num_gpus": 0, "include_dashboard": False},
@@ -40,15 +43,15 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """In fp32 with four heads for keys and values, so that four ranks can share it."""
+    """Make an fp32 pair with four heads for keys and values, so that four ranks can share it."""
     root = tmp_path_factory.mktemp("pair")
     target = make("llama_four_kv_heads", root / "target")
     add_tokenizer(target)
-    return target, perturbed(target, root / "draft", 0.3)
+    return target, perturb(target, root / "draft", 0.3)
 
 
 def texts(url: str) -> list[str]:
-    """What is written, by the client that users have."""
+    """Return the texts that the official client receives."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     answers = [
         client.completions.create(
@@ -82,7 +85,7 @@ def test_each_worker_is_on_the_device_and_node_that_the_config_asks_for_and_the_
         "cache": {"pages": 256},
     }
     with served(keys, join=True) as (url, _):
-        places: dict[str, Place] = handle("Engine").places.remote().result()
+        places: dict[str, WorkerPlace] = handle("Engine").places.remote().result()
         written = texts(url)
     assert {name: place.node for name, place in places.items()} == {
         **{f"target-{rank}": cluster["targets"] for rank in range(ranks)},
@@ -95,6 +98,6 @@ def test_each_worker_is_on_the_device_and_node_that_the_config_asks_for_and_the_
     alone = {key: value for key, value in keys.items() if key != "target"} | {
         "target": {"path": str(pair[0]), "dtype": "float32", "threads": 1}
     }
-    with LLM.of(parse(alone)) as llm:
+    with LLM.from_config(config_from_keys(alone)) as llm:
         outputs = llm.generate(PROMPTS, Sampling(max_tokens=24, temperature=0, ignore_eos=True))
     assert written == [output.text for output in outputs]

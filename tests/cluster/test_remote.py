@@ -1,4 +1,4 @@
-"""Target and drafter at the other end of links: one message each way a round, and what is known of a worker that does not answer."""
+"""Target and drafter over links: one message each way per round, and workers that do not answer."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from specserve.cluster.remote import RemoteDrafter, RemoteTarget
 from specserve.errors import Displaced, OutOfPages, WorkerLost
 from specserve.types import (
     DraftStep,
-    Foreseen,
     Policy,
+    PreparedProposal,
     Proposal,
-    SparseRows,
+    SparseDistribution,
     Verdict,
     VerifyStep,
     Warp,
 )
-from specserve.wire.messages import Prepared, Proposals, Verdicts
+from specserve.wire.messages import PreparedProposals, Proposals, Verdicts
 
 POLICY = Policy(Warp(), "block", seed=1, prompt_length=2)
 VERIFY = VerifyStep(3, 0, (1, 2), (), None, POLICY)
@@ -30,12 +30,13 @@ DRAFT = DraftStep(3, 0, (1, 2), 2, POLICY)
 
 
 class Client:
-    """Answers as it is told to; knows what it was asked."""
+    """Client with prepared answers, which records the messages that it was asked."""
 
     def __init__(self, *answers: Any) -> None:
-        self.answers, self.asked = list(answers), []
+        self.answers = list(answers)
+        self.asked: list[Any] = []
         self.lost: Exception | None = None
-        self.unasked: Any = None
+        self.on_prepared: Any = None
         self.is_late = False
 
     async def call(self, message: Any, timeout_s: float) -> Any:
@@ -56,13 +57,13 @@ def attached(remote: Any, *clients: Client) -> Any:
     return remote
 
 
-def judged(*verdicts: Verdict) -> Verdicts:
+def verdicts_of(*verdicts: Verdict) -> Verdicts:
     return Verdicts(1, verdicts, seconds=0.5, pages_used=7, prefix_queries=20, prefix_hits=16)
 
 
 def test_all_ranks_get_the_message_and_the_first_has_the_verdicts() -> None:
     verdict = Verdict(3, 0, 9, None)
-    first, second = Client(judged(verdict)), Client(judged())
+    first, second = Client(verdicts_of(verdict)), Client(verdicts_of())
     target = attached(RemoteTarget(deadline_s=5), first, second)
     assert asyncio.run(target.verify([VERIFY])) == (verdict,)
     assert first.asked == second.asked
@@ -75,7 +76,7 @@ def test_all_ranks_get_the_message_and_the_first_has_the_verdicts() -> None:
 
 
 def test_what_is_released_travels_once_with_the_next_round() -> None:
-    client = Client(judged(), judged())
+    client = Client(verdicts_of(), verdicts_of())
 
     async def rounds() -> None:
         target = attached(RemoteTarget(deadline_s=5), client)
@@ -89,12 +90,11 @@ def test_what_is_released_travels_once_with_the_next_round() -> None:
     assert [message.number for message in client.asked] == [1, 2]
 
 
-def test_a_rank_that_does_not_answer_is_lost_and_a_refusal_is_not() -> None:
-    target, losses = (
-        attached(RemoteTarget(deadline_s=5), Client(OutOfPages("no room"), WorkerLost("it hangs"))),
-        [],
-    )
-    target.lose = losses.append
+def test_a_rank_that_does_not_answer_is_lost_and_one_that_raises_is_not() -> None:
+    client = Client(OutOfPages("no room"), WorkerLost("it hangs"))
+    target = attached(RemoteTarget(deadline_s=5), client)
+    losses: list[str] = []
+    target.on_lost = losses.append
     with pytest.raises(OutOfPages):
         asyncio.run(target.verify([VERIFY]))
     assert losses == []
@@ -103,24 +103,24 @@ def test_a_rank_that_does_not_answer_is_lost_and_a_refusal_is_not() -> None:
     assert losses == ["it hangs"]
 
 
-def test_a_round_waits_for_ranks_that_come_back_and_reads_everything_anew() -> None:
+def test_a_round_waits_for_new_ranks_and_verifies_only_steps_from_the_start() -> None:
     verdict = Verdict(3, 0, 9, None)
-    fresh = Client(judged(verdict))
+    replacement = Client(verdicts_of(verdict))
 
     async def main() -> None:
-        target = attached(RemoteTarget(deadline_s=5), Client(judged(verdict)))
+        target = attached(RemoteTarget(deadline_s=5), Client(verdicts_of(verdict)))
         assert await target.verify([VERIFY]) == (verdict,)
         target.detach()
-        late, anew = (
+        late, complete = (
             asyncio.ensure_future(target.verify([step]))
             for step in (replace(VERIFY, start=2), VERIFY)
         )
         await asyncio.sleep(0)
-        assert not anew.done()
-        target.attach([fresh])
+        assert not complete.done()
+        target.attach([replacement])
         with pytest.raises(WorkerLost, match="between two rounds"):
             await late
-        assert await anew == (verdict,)
+        assert await complete == (verdict,)
         assert (target.prefix_queries, target.prefix_hits) == (40, 32), (
             "counters fell when the ranks were replaced"
         )
@@ -128,7 +128,7 @@ def test_a_round_waits_for_ranks_that_come_back_and_reads_everything_anew() -> N
     asyncio.run(main())
 
 
-def test_ranks_that_will_never_come_back_displace_every_round() -> None:
+def test_every_round_fails_once_the_ranks_are_given_up() -> None:
     async def main() -> None:
         target = attached(RemoteTarget(deadline_s=5), Client())
         target.detach()
@@ -142,17 +142,18 @@ def test_ranks_that_will_never_come_back_displace_every_round() -> None:
     asyncio.run(main())
 
 
-def test_a_drafter_that_is_lost_or_away_has_no_proposals_and_holds_nothing() -> None:
-    client, losses = Client(WorkerLost("it was killed")), []
+def test_a_drafter_that_is_lost_or_away_has_no_proposals_and_no_cache() -> None:
+    client = Client(WorkerLost("it was killed"))
+    losses: list[str] = []
 
     async def main() -> None:
         drafter = attached(RemoteDrafter(deadline_s=5), client)
 
-        def lose(why: str) -> None:
+        def on_lost(why: str) -> None:
             losses.append(why)
             drafter.detach()
 
-        drafter.lose = lose
+        drafter.on_lost = on_lost
         for _ in range(3):
             assert await drafter.propose([DRAFT], math.inf) == [Proposal(3, 2, (), None, 0)]
 
@@ -163,18 +164,18 @@ def test_a_drafter_that_is_lost_or_away_has_no_proposals_and_holds_nothing() -> 
 
 def test_a_drafter_that_is_late_is_waited_for_once_and_asked_again_when_it_has_answered() -> None:
     proposal = Proposal(3, 2, (8, 9), None, 3)
-    client, losses = (
-        Client(WorkerLost("no answer within 0.1 s"), Proposals(2, (proposal,), 0.1, 2)),
-        [],
-    )
+    client = Client(WorkerLost("no answer within 0.1 s"), Proposals(2, (proposal,), 0.1, 2))
+    losses: list[str] = []
 
     async def main() -> None:
         drafter = attached(RemoteDrafter(deadline_s=0.05), client)
-        drafter.lose = losses.append
+        drafter.on_lost = losses.append
         step = replace(DRAFT, start=1, tokens=(2,))
         asked = drafter.propose([step], math.inf)
         client.is_late = True
-        assert await asked == [Proposal(3, 2, (), None, 1)], "what the step built on is held still"
+        assert await asked == [Proposal(3, 2, (), None, 1)], (
+            "the cache that the step builds on is kept"
+        )
         assert await drafter.propose([step], math.inf) == [Proposal(3, 2, (), None, 1)]
         assert len(client.asked) == 1
         client.is_late = False
@@ -202,42 +203,43 @@ def test_an_answer_of_another_kind_is_no_answer() -> None:
 
 
 class SlowClient(Client):
-    """Answers when it is let."""
+    """Client that answers once its gate is open."""
 
     def __init__(self, *answers: Any) -> None:
         super().__init__(*answers)
-        self.may = asyncio.Event()
+        self.gate = asyncio.Event()
 
     async def call(self, message: Any, timeout_s: float) -> Any:
-        await self.may.wait()
+        await self.gate.wait()
         return await super().call(message, timeout_s)
 
 
-def foreseen(*, tokens: tuple[int, ...] = (8, 9), token: int = 2, number: int = 1) -> Prepared:
-    q = SparseRows(
+def prepared_message(
+    *, tokens: tuple[int, ...] = (8, 9), token: int = 2, number: int = 1
+) -> PreparedProposals:
+    q = SparseDistribution(
         np.arange(2 * len(tokens)).reshape(-1, 2), np.full((len(tokens), 2), 0.5, np.float32)
     )
-    return Prepared(number, (Foreseen(token, Proposal(3, 2, tokens, q, 3, anticipated=True)),))
+    proposal = Proposal(3, 2, tokens, q, 3, anticipated=True)
+    return PreparedProposals(number, (PreparedProposal(token, proposal),))
 
 
-def test_a_step_that_was_foreseen_is_answered_without_waiting_for_the_worker_which_hears_of_it_all_the_same() -> (
-    None
-):
+def test_a_prepared_step_is_answered_without_waiting_for_the_worker_which_is_asked_too() -> None:
     answer = Proposals(2, (Proposal(3, 2, (8, 9), None, 3),), seconds=0.1, pages_used=5)
     client = SlowClient(Proposals(1, (), 0.0, 0), answer, answer)
 
     async def rounds() -> None:
         drafter = attached(RemoteDrafter(deadline_s=5), client)
-        client.may.set()
+        client.gate.set()
         await drafter.propose([], 1.0)
-        client.may.clear()
-        client.unasked(foreseen())
+        client.gate.clear()
+        client.on_prepared(prepared_message())
         (proposal,) = await asyncio.wait_for(_awaited(drafter.propose([DRAFT], 1.0)), 0.5)
         assert (proposal.tokens, proposal.anticipated) == ((8, 9), True)
         third = asyncio.ensure_future(_awaited(drafter.propose([DRAFT], 1.0)))
         await asyncio.sleep(0.01)
-        assert not third.done(), "what was foreseen is for one round alone"
-        client.may.set()
+        assert not third.done(), "a prepared proposal is for one round alone"
+        client.gate.set()
         assert await third == answer.proposals
 
     asyncio.run(rounds())
@@ -251,10 +253,12 @@ async def _awaited(call: Any) -> Any:
 
 @pytest.mark.parametrize(
     "message",
-    [foreseen(tokens=(8,)), foreseen(token=7), foreseen(number=0)],
+    [prepared_message(tokens=(8,)), prepared_message(token=7), prepared_message(number=0)],
     ids=["prepared for a smaller gamma", "another token came", "of an earlier round"],
 )
-def test_what_does_not_fit_the_step_is_asked_for(message: Prepared) -> None:
+def test_a_prepared_proposal_that_does_not_fit_the_step_is_not_used(
+    message: PreparedProposals,
+) -> None:
     client = Client(
         Proposals(1, (), 0.0, 0), Proposals(2, (Proposal(3, 2, (5, 6), None, 3),), 0.0, 0)
     )
@@ -262,38 +266,34 @@ def test_what_does_not_fit_the_step_is_asked_for(message: Prepared) -> None:
     async def rounds() -> None:
         drafter = attached(RemoteDrafter(deadline_s=5), client)
         await drafter.propose([], 1.0)
-        client.unasked(message)
+        client.on_prepared(message)
         (proposal,) = await drafter.propose([DRAFT], 1.0)
         assert proposal.tokens == (5, 6)
 
     asyncio.run(rounds())
 
 
-def test_a_smaller_gamma_than_was_prepared_for_takes_the_beginning_of_the_proposal_and_of_its_q() -> (
-    None
-):
+def test_a_smaller_gamma_takes_the_beginning_of_the_prepared_proposal_and_of_its_q() -> None:
     client = Client(Proposals(1, (), 0.0, 0), Proposals(2, (), 0.0, 0))
 
     async def rounds() -> None:
         drafter = attached(RemoteDrafter(deadline_s=5), client)
         await drafter.propose([], 1.0)
-        client.unasked(foreseen(tokens=(8, 9, 10)))
+        client.on_prepared(prepared_message(tokens=(8, 9, 10)))
         (proposal,) = await drafter.propose([DraftStep(3, 0, (1, 2), 1, POLICY)], 1.0)
-        assert (proposal.tokens, proposal.held, proposal.q.ids.shape) == ((8,), 2, (1, 2))
+        assert (proposal.tokens, proposal.num_cached, proposal.q.ids.shape) == ((8,), 2, (1, 2))
 
     asyncio.run(rounds())
 
 
-def test_a_worker_that_is_lost_while_nobody_waits_for_it_is_known_to_be_lost_in_the_next_round() -> (
-    None
-):
+def test_a_worker_lost_while_its_answer_is_pending_is_known_to_be_lost_in_the_next_round() -> None:
     client = Client(Proposals(1, (), 0.0, 0), WorkerLost("gone"))
 
     async def rounds() -> None:
         drafter = attached(RemoteDrafter(deadline_s=5), client)
-        drafter.lose = lambda why: drafter.detach()
+        drafter.on_lost = lambda why: drafter.detach()
         await drafter.propose([], 1.0)
-        client.unasked(foreseen())
+        client.on_prepared(prepared_message())
         (known,) = await drafter.propose([DRAFT], 1.0)
         assert known.tokens
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The engine replicas behind a gateway: chunks by the link, refusals by the call, and no request that ends without a reply."""
+"""Engine replicas behind a gateway: chunks by link, errors by call, and resumed requests."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from specserve.cluster.replicas import Replicas
-from specserve.cluster.resume import Story
-from specserve.cluster.transport.chunk_stream import Inbox, Outlet
+from specserve.cluster.replicas import EngineReplicas
+from specserve.cluster.resume import ResumableRequest
+from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender
 from specserve.errors import BadValue, Displaced, Overloaded, WorkerLost
-from specserve.types import Chunk, Finish, Origin, Request, Stats, Warp
+from specserve.types import Chunk, FinishReason, Origin, Request, Stats, Warp
 from specserve.wire.messages import Chunks
 
-ASKED = Request((1, 2), 8, Warp(), seed=1)
+REQUEST = Request((1, 2), 8, Warp(), seed=1)
 
 
 class Call:
-    """A Serve call that ends as it is told to."""
+    """Serve call that ends when its result is set."""
 
     def __init__(self, result: asyncio.Future[Any]) -> None:
         self.result, self.cancelled = result, False
@@ -35,7 +35,7 @@ class Call:
 
 
 class Engine:
-    """The handle of an engine: `generate.remote`."""
+    """Handle of an engine, with `generate.remote`."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -47,50 +47,58 @@ class Engine:
     def generate(self) -> Engine:
         return self
 
-    def remote(self, request: Request, number: int, ticket: object) -> Call:
+    def remote(self, request: Request, number: int, address: object) -> Call:
         self.calls.append(Call(asyncio.get_running_loop().create_future()))
         self.numbers.append(number)
         self.requests.append(request)
         return self.calls[-1]
 
+    async def called(self, times: int) -> None:
+        """Wait until the engine has been called that often."""
+        while len(self.calls) != times:
+            await asyncio.sleep(0.005)
 
-def run(scenario: Callable[[Replicas, Engine, Outlet], Any]) -> None:
+
+def run(scenario: Callable[[EngineReplicas, Engine, ChunkSender], Any]) -> None:
     async def main() -> None:
-        inbox, engine = Inbox("127.0.0.1"), Engine()
-        replicas, outlet = (
-            Replicas(engine, None, inbox, own="g", resumed=lambda: engine.resumed.append(1)),
-            Outlet(inbox.ticket),
+        receiver, engine = ChunkReceiver("127.0.0.1"), Engine()
+        replicas, sender = (
+            EngineReplicas(
+                engine, None, receiver, replica_id="g", on_resume=lambda: engine.resumed.append(1)
+            ),
+            ChunkSender(receiver.address),
         )
         try:
             async with asyncio.timeout(10):
-                await scenario(replicas, engine, outlet)
+                await scenario(replicas, engine, sender)
         finally:
-            outlet.close()
+            sender.close()
             replicas.close()
 
     asyncio.run(main())
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-def chunk(number: int, token: int, finish: Finish | None = None) -> Chunk:
+def chunk(number: int, token: int, finish: FinishReason | None = None) -> Chunk:
     return Chunk(number, (token,), (Origin.PLAIN,), finish=finish)
 
 
 def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
-    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
         async def tokens() -> list[int]:
-            return [chunk.tokens[0] async for chunk in replicas.generate(ASKED)]
+            return [chunk.tokens[0] async for chunk in replicas.generate(REQUEST)]
 
         first, second = asyncio.create_task(tokens()), asyncio.create_task(tokens())
         await asyncio.sleep(0.05)
         one, other = engine.numbers
-        outlet.send(Chunks((chunk(one, 5), chunk(other, 6))))
-        outlet.send(
-            Chunks((chunk(other, 7, Finish.LENGTH), chunk(one, 8, Finish.LENGTH), chunk(99, 9)))
+        sender.send(Chunks((chunk(one, 5), chunk(other, 6))))
+        sender.send(
+            Chunks(
+                (
+                    chunk(other, 7, FinishReason.LENGTH),
+                    chunk(one, 8, FinishReason.LENGTH),
+                    chunk(99, 9),
+                )
+            )
         )
         assert (await first, await second) == ([5, 8], [6, 7])
         assert not any(call.cancelled for call in engine.calls)
@@ -114,8 +122,8 @@ def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
 def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(
     ending: Callable[[Any], None], kind: type[Exception]
 ) -> None:
-    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
-        chunks = replicas.generate(ASKED)
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        chunks = replicas.generate(REQUEST)
         waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0.05)
         ending(engine.calls[0].result)
@@ -126,39 +134,39 @@ def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(
     run(scenario)
 
 
-def test_after_a_refusal_nobody_is_sent_to_a_full_engine_for_a_moment(
+def test_after_a_refusal_no_request_is_sent_to_a_full_engine_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specserve.cluster.replicas.STILL_FULL_S", 0.3)
+    monkeypatch.setattr("specserve.cluster.replicas.REFUSE_FOR_S", 0.3)
 
-    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
         async def refused() -> bool:
             try:
-                return [chunk async for chunk in replicas.generate(ASKED)] == []
+                return [chunk async for chunk in replicas.generate(REQUEST)] == []
             except Overloaded:
                 return True
 
         first = asyncio.create_task(refused())
-        await until(lambda: len(engine.calls) == 1)
+        await engine.called(1)
         engine.calls[0].result.set_result(Overloaded("the queue is full"))
         assert await first
         assert await refused()
         assert len(engine.calls) == 1, "the second was refused without a call"
         await asyncio.sleep(0.3)
         late = asyncio.create_task(refused())
-        await until(lambda: len(engine.calls) == 2)
-        outlet.send(Chunks((chunk(engine.numbers[1], 5, Finish.LENGTH),)))
+        await engine.called(2)
+        sender.send(Chunks((chunk(engine.numbers[1], 5, FinishReason.LENGTH),)))
         assert not await late
 
     run(scenario)
 
 
-def test_whoever_stops_listening_cancels_the_call() -> None:
-    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
-        chunks = replicas.generate(ASKED)
+def test_closing_the_stream_cancels_the_call() -> None:
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        chunks = replicas.generate(REQUEST)
         waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0.05)
-        outlet.send(Chunks((chunk(engine.numbers[0], 5),)))
+        sender.send(Chunks((chunk(engine.numbers[0], 5),)))
         await waiting
         await chunks.aclose()
         assert engine.calls[0].cancelled
@@ -174,20 +182,20 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-def test_a_text_goes_on_in_another_engine_where_it_was(
+def test_a_text_resumes_on_another_engine_where_it_was(
     ending: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specserve.cluster.replicas.LAST_CHUNK_S", 0.05)
 
-    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
         async def listen() -> list[Chunk]:
-            return [chunk async for chunk in replicas.generate(ASKED)]
+            return [chunk async for chunk in replicas.generate(REQUEST)]
 
         listening = asyncio.create_task(listen())
         for life, tokens in enumerate(((5, 6), (), (7,))):
-            await until(lambda life=life: len(engine.calls) == life + 1)
+            await engine.called(life + 1)
             for token in tokens:
-                outlet.send(
+                sender.send(
                     Chunks(
                         (
                             replace(
@@ -201,13 +209,15 @@ def test_a_text_goes_on_in_another_engine_where_it_was(
                 )
             await asyncio.sleep(0.05)
             ending(engine.calls[life].result)
-        await until(lambda: len(engine.calls) == 4)
-        outlet.send(Chunks((chunk(engine.numbers[0], 99),)))  # an engine that was thought dead
+        await engine.called(4)
+        sender.send(Chunks((chunk(engine.numbers[0], 99),)))  # an engine that was thought dead
         stats = Stats("block", True, rounds=1, drafted=3, accepted=2, target_passes=2)
-        outlet.send(Chunks((replace(chunk(engine.numbers[3], 8, Finish.LENGTH), stats=stats),)))
+        sender.send(
+            Chunks((replace(chunk(engine.numbers[3], 8, FinishReason.LENGTH), stats=stats),))
+        )
         heard = await listening
         assert [token for one in heard for token in one.tokens] == [5, 6, 7, 8]
-        assert [request.written for request in engine.requests] == [(), (5, 6), (5, 6), (5, 6, 7)]
+        assert [request.generated for request in engine.requests] == [(), (5, 6), (5, 6), (5, 6, 7)]
         assert heard[-1].stats == Stats(
             "block", True, rounds=3, drafted=9, accepted=6, target_passes=6, resumed=3
         )
@@ -219,13 +229,13 @@ def test_a_text_goes_on_in_another_engine_where_it_was(
 def test_a_request_that_loses_every_engine_without_getting_further_fails_and_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specserve.cluster.resume.FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr("specserve.cluster.resume.PATIENCE_S", 0.5)
+    monkeypatch.setattr("specserve.cluster.resume.FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr("specserve.cluster.resume.MAX_STALL_S", 0.5)
 
-    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
-        waiting = asyncio.ensure_future(anext(replicas.generate(ASKED)))
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
         for life in range(8):
-            await until(lambda life=life: len(engine.calls) == life + 1)
+            await engine.called(life + 1)
             if life == 7:
                 await asyncio.sleep(0.6)
             engine.calls[life].result.set_exception(ActorDiedError())
@@ -237,8 +247,8 @@ def test_a_request_that_loses_every_engine_without_getting_further_fails_and_say
 
 def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token() -> None:
     now = 0.0
-    story = Story(ASKED, lambda: now)
-    pauses = [story.lost(Displaced("gone")) for _ in range(20)]
+    resumable = ResumableRequest(REQUEST, lambda: now)
+    pauses = [resumable.on_engine_lost(Displaced("gone")) for _ in range(20)]
     assert pauses[0] == 0.0
     assert all(
         0.5 * least < pause < 1.5 * least
@@ -246,18 +256,18 @@ def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token
     )
     assert len(set(pauses[5:])) == 15, "nobody keeps step with the one that kills"
     now = 119.0
-    story.take(chunk(0, 4))
+    resumable.record_chunk(chunk(0, 4))
     now = 238.0
     for _ in range(6):
-        story.lost(Displaced("gone"))
+        resumable.on_engine_lost(Displaced("gone"))
     now = 240.0
     with pytest.raises(
         WorkerLost, match="lost its engine 7 times without getting any further: gone"
     ):
-        story.lost(Displaced("gone"))
-    late = Story(ASKED, lambda: now)
+        resumable.on_engine_lost(Displaced("gone"))
+    late = ResumableRequest(REQUEST, lambda: now)
     now = 1000.0
-    assert [late.lost(Displaced("gone")) for _ in range(5)], (
+    assert [late.on_engine_lost(Displaced("gone")) for _ in range(5)], (
         "a long wait for the first engine is nobody's fault"
     )
 
@@ -265,17 +275,17 @@ def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token
 def test_a_text_that_has_begun_waits_where_every_queue_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specserve.cluster.replicas.FULL_S", 0.01)
+    monkeypatch.setattr("specserve.cluster.replicas.FULL_RETRY_S", 0.01)
 
-    async def scenario(replicas: Replicas, engine: Engine, outlet: Outlet) -> None:
-        waiting = asyncio.ensure_future(anext(replicas.generate(ASKED)))
-        await until(lambda: len(engine.calls) == 1)
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
+        await engine.called(1)
         engine.calls[0].result.set_exception(ActorDiedError())
         for life in range(1, 9):
-            await until(lambda life=life: len(engine.calls) == life + 1)
+            await engine.called(life + 1)
             engine.calls[life].result.set_exception(BackPressureError(5, 5))
-        await until(lambda: len(engine.calls) == 10)
-        outlet.send(Chunks((chunk(engine.numbers[-1], 4),)))
+        await engine.called(10)
+        sender.send(Chunks((chunk(engine.numbers[-1], 4),)))
         assert (await waiting).tokens == (4,)
 
     run(scenario)

@@ -1,4 +1,4 @@
-"""The whole, as clients see it: the official client against a real gateway, engine and workers behind a real Serve."""
+"""The server as clients see it: the official client, and a real gateway, engine and workers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from specserve.cluster.launch import deployed, handle
-from specserve.config.tree import parse
+from specserve.cluster.launch import deploy, handle
+from specserve.config.tree import config_from_keys
 from tests.support.ray_server import served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -88,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def until(condition: Callable[[], bool], seconds: float) -> float:
-    """How long it took; fails when it takes longer."""
+    """Wait until the condition is true, and return how long it took; fail after `seconds`."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds, f"not within {seconds} s"
@@ -120,7 +120,7 @@ def test_text_is_the_same_whole_and_streamed_and_says_what_speculation_did(serve
 
 
 def test_chat_streams_a_role_first_and_one_finish_reason(server: Server) -> None:
-    messages = [{"role": "user", "content": "Write a loop."}]
+    messages: list[Any] = [{"role": "user", "content": "Write a loop."}]
     events = list(
         server.client.chat.completions.create(
             model="demo", messages=messages, max_tokens=16, seed=5, stream=True
@@ -160,11 +160,11 @@ def test_eight_clients_at_once_get_the_bits_that_each_gets_alone_and_without_spe
     lengths = [24 + 11 * i for i in range(len(PROMPTS))]
 
     def text(i: int, **options: Any) -> str:
-        return (
-            server.complete(PROMPTS[i], max_tokens=lengths[i], ignore_eos=True, **how, **options)
-            .choices[0]
-            .text
+        completion = server.complete(
+            PROMPTS[i], max_tokens=lengths[i], ignore_eos=True, **how, **options
         )
+        text: str = completion.choices[0].text
+        return text
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         together = list(pool.map(text, range(len(PROMPTS))))
@@ -215,15 +215,16 @@ def test_each_refusal_is_the_client_s_own_kind_of_error(
         server.client.completions.create(
             **{"model": "demo", "prompt": "x", "max_tokens": 4, **options}
         )
+    assert isinstance(refused.value.body, dict)
     assert refused.value.body["message"]
 
 
 def test_without_a_key_there_is_no_text_but_health(server: Server) -> None:
     with (
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as stranger,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as wrong_client,
         pytest.raises(openai.AuthenticationError),
     ):
-        stranger.models.list()
+        wrong_client.models.list()
     assert (server.status("/health"), server.status("/ready"), server.status("/v1/models")) == (
         200,
         200,
@@ -243,7 +244,10 @@ def test_metrics_count_what_was_served(server: Server) -> None:
     until(lambda: server.metrics()[written] == before[written] + 40, 5)
 
     def drafted() -> bool:
-        """Nobody waits for a drafter that is late, and on a busy machine it may be for a whole request."""
+        """Serve a request, and return whether it had draft tokens.
+
+        On a busy machine the drafter may be late for a whole request, and no round waits for it.
+        """
         server.complete(
             PROMPTS[2], max_tokens=8, temperature=0, ignore_eos=True, speculation={"gamma": 4}
         )
@@ -268,14 +272,18 @@ def test_the_trace_shows_rounds(server: Server) -> None:
 def test_a_client_that_leaves_frees_its_pages_within_half_a_second(
     server: Server, stream: bool
 ) -> None:
-    """A stream is noticed to have no reader always; of whole answers, HAProxy now and then keeps to itself that nobody waits any more."""
+    """Check that the pages are freed in the best of several trials.
+
+    A stream without a reader is always noticed. For whole answers, HAProxy sometimes does not
+    report that the client has left.
+    """
 
     def used() -> int:
         pages: int = handle("Engine").pages_used.remote().result()
         return pages
 
     freed = []
-    for _ in range(3 if stream else 6):  # whoever shares the machine may hold one of them up
+    for _ in range(3 if stream else 6):  # other processes of this machine may delay one of them
         until(lambda: used() == 0, 60)
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         body = {
@@ -302,7 +310,7 @@ def test_a_client_that_leaves_frees_its_pages_within_half_a_second(
 
 
 def malformed() -> Iterator[bytes]:
-    """Two hundred bodies that no client should send."""
+    """Yield two hundred bodies that no client should send."""
     good = json.dumps({"model": "demo", "prompt": "x", "max_tokens": 4}).encode()
     for end in range(1, len(good), 2):
         yield good[:end]
@@ -401,36 +409,36 @@ def test_two_hundred_malformed_requests_and_a_huge_body_do_no_harm(server: Serve
     ],
     ids=["draft killed", "draft stopped", "target killed", "target stopped"],
 )
-def test_a_worker_that_is_struck_costs_its_streams_a_pause_and_nothing_else(
+def test_a_killed_or_stopped_worker_costs_its_streams_a_pause_and_nothing_else(
     server: Server, role: str, how: signal.Signals
 ) -> None:
-    asked: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
-    unfailed = [
-        server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, **manner).choices[0].text
-        for i, manner in enumerate(asked)
+    samplings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
+    expected = [
+        server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, **sampling).choices[0].text
+        for i, sampling in enumerate(samplings)
     ]
     streams = [
-        server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, stream=True, **manner)
-        for i, manner in enumerate(asked)
+        server.complete(PROMPTS[i], max_tokens=500, ignore_eos=True, stream=True, **sampling)
+        for i, sampling in enumerate(samplings)
     ]
     texts = [next(iter(stream)).choices[0].text for stream in streams]
-    struck = worker(role)
-    struck.send_signal(how)
+    process = worker(role)
+    process.send_signal(how)
     for i, stream in enumerate(streams):
         texts[i] += "".join(chunk.choices[0].text for chunk in stream)
-    assert texts == unfailed
+    assert texts == expected
     until(
-        lambda: server.status("/health") == 200 and not struck.is_running() and count(role) == 1,
+        lambda: server.status("/health") == 200 and not process.is_running() and count(role) == 1,
         120,
     )
 
 
-def test_a_draft_that_is_stopped_while_it_reads_its_weights_is_replaced_too(server: Server) -> None:
+def test_a_draft_that_is_stopped_while_it_loads_its_weights_is_replaced_too(server: Server) -> None:
     worker("DraftWorker.run").kill()
     until(lambda: count("DraftWorker.open") == 1, 60)
-    struck = worker("DraftWorker.open")
-    struck.suspend()
-    until(lambda: count("DraftWorker.run") == 1 and not struck.is_running(), 120)
+    process = worker("DraftWorker.open")
+    process.suspend()
+    until(lambda: count("DraftWorker.run") == 1 and not process.is_running(), 120)
     assert "draft" not in server.get("/health")[1].decode()
 
 
@@ -441,8 +449,8 @@ def count(kind: str) -> int:
     )
 
 
-def test_a_coordinator_that_dies_leaves_its_streams_to_the_next_one(server: Server) -> None:
-    unfailed = (
+def test_the_streams_of_a_killed_coordinator_resume_on_the_next_one(server: Server) -> None:
+    expected = (
         server.complete(PROMPTS[2], max_tokens=400, ignore_eos=True, temperature=0).choices[0].text
     )
     stream = server.complete(
@@ -451,7 +459,7 @@ def test_a_coordinator_that_dies_leaves_its_streams_to_the_next_one(server: Serv
     text = next(iter(stream)).choices[0].text
     worker("specserve:Engine").kill()
     *chunks, last = stream
-    assert text + "".join(chunk.choices[0].text for chunk in (*chunks, last)) == unfailed
+    assert text + "".join(chunk.choices[0].text for chunk in (*chunks, last)) == expected
     assert last.model_extra["specserve"]["resumed"] == 1
     until(lambda: server.status("/health") == 200, 120)
     assert server.metrics()["specserve_requests_resumed_total", ()] >= 1
@@ -460,8 +468,8 @@ def test_a_coordinator_that_dies_leaves_its_streams_to_the_next_one(server: Serv
 def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
     server: Server,
 ) -> None:
-    """The same cluster, deployed anew with narrow limits."""
-    config = parse(
+    """Redeploy on the same cluster with narrow limits."""
+    config = config_from_keys(
         {
             "http.port": server.port,
             "limits": {"max_running": 1, "max_queued": 1, "request_timeout_s": 2.0},
@@ -470,7 +478,7 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
         }
     )
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(deployed(config, lambda line: None))
+        url = stack.enter_context(deploy(config, lambda line: None))
         client = stack.enter_context(
             openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         )
@@ -497,9 +505,10 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
             error.status_code for error in errors if isinstance(error, openai.APIStatusError)
         } == {408, 429}
 
+        # The requests that were given up have left the queue.
         client.with_options(max_retries=9).completions.create(
             model="demo", prompt="x", max_tokens=1
-        )  # those given up have left the queue
+        )
         worker("TargetWorker").suspend()
         with pytest.raises(openai.APIStatusError) as late:
             client.completions.create(model="demo", prompt="x", max_tokens=4)
@@ -508,12 +517,11 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
         )
         until(lambda: server.status("/health") == 503, 10)
         until(lambda: server.status("/health") == 200, 120)
-        assert (
-            client.completions.create(
-                model="demo", prompt="x", max_tokens=4, extra_body={"ignore_eos": True}
-            ).usage.completion_tokens
-            == 4
-        )
+        usage = client.completions.create(
+            model="demo", prompt="x", max_tokens=4, extra_body={"ignore_eos": True}
+        ).usage
+        assert usage is not None
+        assert usage.completion_tokens == 4
     until(
         lambda: all(
             group["state"] == "REMOVED" for group in ray.util.placement_group_table().values()

@@ -1,9 +1,9 @@
-"""The board: what gateways learn of engines that report, hang, or are gone."""
+"""Status board: what gateways learn about engines that report, hang, or are gone."""
 
 from __future__ import annotations
 
-from specserve.cluster.status import Pulse
-from specserve.cluster.status_board import ENGINE, GATEWAY, SILENT_AFTER_S, Board, Report
+from specserve.cluster.console import StatusLine
+from specserve.cluster.status_board import ENGINE, GATEWAY, SILENT_AFTER_S, Board, ReplicaReport
 from specserve.metrics import Registry, Snapshot, merge
 
 
@@ -25,40 +25,40 @@ class Clock:
         return self.now
 
 
-def test_without_engines_there_is_no_health():
+def test_without_engines_there_is_no_health() -> None:
     status = Board().status()
     assert not status.healthy
     assert status.why == "no engine replica reports"
 
 
-def test_where_engines_may_sleep_none_is_well_and_one_in_trouble_is_not():
+def test_where_engines_may_sleep_having_none_is_healthy_and_one_in_trouble_is_not() -> None:
     board = Board(may_sleep=True)
     assert board.status().healthy
-    board.report(Report("a", ENGINE, "a worker died", snapshot(0)))
+    board.report(ReplicaReport("a", ENGINE, "a worker died", snapshot(0)))
     assert not board.status().healthy
 
 
-def test_one_engine_that_makes_progress_is_enough():
+def test_one_engine_that_makes_progress_is_enough() -> None:
     board = Board()
-    board.report(Report("a", ENGINE, "a worker died", snapshot(0)))
+    board.report(ReplicaReport("a", ENGINE, "a worker died", snapshot(0)))
     assert board.status().why == "a worker died"
-    board.report(Report("b", ENGINE, None, snapshot(0)))
+    board.report(ReplicaReport("b", ENGINE, None, snapshot(0)))
     assert (board.status().healthy, board.status().replicas) == (True, 2)
 
 
-def test_a_gateway_is_no_engine():
+def test_a_gateway_is_no_engine() -> None:
     board = Board()
-    board.report(Report("g", GATEWAY, None, snapshot(3)))
+    board.report(ReplicaReport("g", GATEWAY, None, snapshot(3)))
     assert (board.status().healthy, board.status().replicas) == (False, 0)
     assert written(board) == 3
 
 
-def test_sums_never_fall_when_a_replica_goes():
+def test_sums_never_fall_when_a_replica_goes() -> None:
     clock = Clock()
     board = Board(clock)
-    board.report(Report("a", ENGINE, None, snapshot(10, running=2)))
+    board.report(ReplicaReport("a", ENGINE, None, snapshot(10, running=2)))
     clock.now = SILENT_AFTER_S + 1
-    board.report(Report("b", ENGINE, None, snapshot(5, running=1)))
+    board.report(ReplicaReport("b", ENGINE, None, snapshot(5, running=1)))
     assert written(board) == 15
     assert merge(board.status().metrics).samples["num_requests_running"][()][0] == 1, (
         "what is gone runs nothing"
@@ -68,21 +68,21 @@ def test_sums_never_fall_when_a_replica_goes():
     assert not board.status().healthy
 
 
-def test_a_gateway_that_knows_its_own_counts_better_is_left_out_for_it():
+def test_a_gateway_can_exclude_its_own_metrics() -> None:
     board = Board()
-    board.report(Report("g", GATEWAY, None, snapshot(3)))
-    board.report(Report("h", GATEWAY, None, snapshot(4)))
+    board.report(ReplicaReport("g", GATEWAY, None, snapshot(3)))
+    board.report(ReplicaReport("h", GATEWAY, None, snapshot(4)))
     assert (
         sum(one.samples["generation_tokens_total"][()][0] for one in board.status("g").metrics) == 4
     )
 
 
-def test_a_line_of_status_is_printed_when_there_is_something_new():
-    board, pulse = Board(), Pulse()
-    board.report(Report("a", ENGINE, None, snapshot(0)))
-    assert pulse.line(board.status(), 1.0) == "0 running, 0 waiting on 1 engines"
-    assert pulse.line(board.status(), 2.0) is None
-    board.report(Report("a", ENGINE, None, snapshot(30, running=2)))
-    assert pulse.line(board.status(), 4.0) == "2 running, 0 waiting on 1 engines, 15 tokens/s"
-    board.report(Report("a", ENGINE, "a round does not end", snapshot(30)))
-    assert pulse.line(board.status(), 5.0) == "not healthy: a round does not end"
+def test_a_line_of_status_is_printed_when_there_is_something_new() -> None:
+    board, status_line = Board(), StatusLine()
+    board.report(ReplicaReport("a", ENGINE, None, snapshot(0)))
+    assert status_line.next(board.status(), 1.0) == "0 running, 0 waiting on 1 engines"
+    assert status_line.next(board.status(), 2.0) is None
+    board.report(ReplicaReport("a", ENGINE, None, snapshot(30, running=2)))
+    assert status_line.next(board.status(), 4.0) == "2 running, 0 waiting on 1 engines, 15 tokens/s"
+    board.report(ReplicaReport("a", ENGINE, "a round does not end", snapshot(30)))
+    assert status_line.next(board.status(), 5.0) == "not healthy: a round does not end"

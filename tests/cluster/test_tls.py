@@ -1,4 +1,4 @@
-"""A certificate and its key go to Serve, which then must not put HAProxy in front, for that speaks no TLS."""
+"""A certificate and its key go to Serve, which then must not use HAProxy: it speaks no TLS."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from specserve.cluster.launch import _http_options
 from specserve.cluster.ray_session import HA_PROXY, _serve_settings
-from specserve.config.tree import Config, parse
+from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
 def config(tmp_path: Path) -> Config:
     for name in ("cert", "key"):
         (tmp_path / name).write_text("PEM")
-    return parse(
+    return config_from_keys(
         {},
         {
             "http.tls_cert": str(tmp_path / "cert"),
@@ -30,7 +30,7 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-def test_serve_takes_what_we_hand_it(config):
+def test_serve_accepts_our_http_options(config: Config) -> None:
     from ray.serve.config import HTTPOptions
 
     options = HTTPOptions(**_http_options(config))
@@ -38,25 +38,29 @@ def test_serve_takes_what_we_hand_it(config):
         config.http.tls_cert,
         config.http.tls_key,
     )
-    plain = HTTPOptions(**_http_options(parse({})))
+    plain = HTTPOptions(**_http_options(config_from_keys({})))
     assert (plain.ssl_certfile, plain.ssl_keyfile) == (None, None)
 
 
-def test_with_a_certificate_serves_own_proxy_takes_haproxys_place(config, monkeypatch):
+def test_with_a_certificate_serves_own_proxy_replaces_haproxy(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(HA_PROXY, raising=False)
     assert _serve_settings(config)[HA_PROXY] == "0"
-    assert _serve_settings(parse({}))[HA_PROXY] == "1"
+    assert _serve_settings(config_from_keys({}))[HA_PROXY] == "1"
 
 
 def test_haproxy_with_a_certificate_is_refused_rather_than_failing_every_request(
-    config, monkeypatch
-):
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(HA_PROXY, "1")
     with pytest.raises(ConfigError, match="HAProxy cannot speak TLS"):
         _serve_settings(config)
 
 
-def test_a_certificate_that_is_not_there_is_said_before_anything_starts(config, monkeypatch):
+def test_a_missing_certificate_is_reported_before_anything_starts(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(HA_PROXY, raising=False)
     assert config.http.tls_key is not None
     Path(config.http.tls_key).unlink()
@@ -66,8 +70,8 @@ def test_a_certificate_that_is_not_there_is_said_before_anything_starts(config, 
         _serve_settings(config)
 
 
-def test_haproxy_still_takes_no_certificate():
-    """Once it does, all of this can go."""
+def test_haproxy_still_takes_no_certificate() -> None:
+    """Fail once it takes one, when the special cases for TLS can be removed."""
     from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
     assert " ssl" not in HAPROXY_CONFIG_TEMPLATE

@@ -1,4 +1,4 @@
-"""The real thing on this machine, for tests of the whole: Ray, Serve, HAProxy, gateway, engine, workers."""
+"""A real server on this machine: Ray, Serve, HAProxy, gateway, engine and workers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from specserve.cluster.launch import deployed
-from specserve.cluster.ray_session import ray_here
-from specserve.config.tree import Config, parse
+from specserve.cluster.launch import deploy
+from specserve.cluster.ray_session import ray_session
+from specserve.config.tree import Config, config_from_keys
 
 
 def free_port() -> int:
@@ -22,11 +22,11 @@ def free_port() -> int:
 def served(
     keys: Mapping[str, object] | None = None, *, join: bool = False
 ) -> Iterator[tuple[str, Config]]:
-    """On a Ray of its own, or joining the one that runs."""
-    config = parse({"http.port": free_port(), **(keys or {})})
+    """Serve on a Ray of its own or on the running one, and yield the URL and the config."""
+    config = config_from_keys({"http.port": free_port(), **(keys or {})})
     said: list[str] = []
     with (
-        ray_here(config, said.append, join=join) as ours,
-        deployed(config, said.append, ours=ours) as url,
+        ray_session(config, said.append, join=join) as owns_ray,
+        deploy(config, said.append, owns_ray=owns_ray) as url,
     ):
         yield url, config

@@ -1,4 +1,8 @@
-"""Chunks on their way from engines to a gateway: one Inbox, and an Outlet in each engine that has its ticket. Knows neither Ray nor requests."""
+"""Stream chunks of output from the engines to a gateway.
+
+The gateway has one `ChunkReceiver`; each engine opens a `ChunkSender` with the receiver's
+`StreamAddress`. Knows neither Ray nor requests.
+"""
 
 from __future__ import annotations
 
@@ -9,53 +13,57 @@ from dataclasses import dataclass
 
 import zmq
 
-from specserve.cluster.transport.curve_auth import Gate, arrived
+from specserve.cluster.transport.curve_auth import CurveAuthenticator, drain
 from specserve.cluster.transport.link import (
     Address,
-    Keys,
+    KeyPair,
     connect,
-    deaf,
-    encrypted,
-    listening,
-    read,
+    listen_on,
+    open_socket,
+    try_unpack,
+    unregister,
 )
 from specserve.wire.messages import Chunks, pack
 
 log = logging.getLogger(__name__)
 
-OUTLET_MARK = 100_000  # messages that wait for a gateway before more are dropped
-OUTLET_LINGER_S = 1.0
+SENDER_HIGH_WATER_MARK = 100_000
+"""Messages queued for a gateway, beyond which further ones are dropped."""
+SENDER_LINGER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """All that an engine needs to send to a gateway. Whoever holds it is admitted."""
+class StreamAddress:
+    """Everything that an engine needs to send to a gateway; its key admits every holder."""
 
     address: Address
-    keys: Keys
+    keys: KeyPair
 
 
-class Inbox:
-    """The gateway's end, in the event loop where it first receives: takes the chunks of whichever engine has its ticket."""
+class ChunkReceiver:
+    """Gateway end of the stream, which takes the chunks of every engine that has its `address`.
+
+    It works in the event loop of the first call of `receive`.
+    """
 
     def __init__(self, host: str) -> None:
-        keys, guests = Keys.fresh(), Keys.fresh()
+        keys, sender_keys = KeyPair.generate(), KeyPair.generate()
         self._context = zmq.Context()
-        self._socket = encrypted(self._context, zmq.PULL, keys)
-        self._gate = Gate(self._context, self._socket, guests.public)
-        self.ticket = Ticket(listening(self._socket, host, keys), guests)
+        self._socket = open_socket(self._context, zmq.PULL, keys)
+        self._auth = CurveAuthenticator(self._context, self._socket, sender_keys.public)
+        self.address = StreamAddress(listen_on(self._socket, host, keys), sender_keys)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._arrived: asyncio.Queue[Chunks] = asyncio.Queue()
+        self._received: asyncio.Queue[Chunks] = asyncio.Queue()
 
     async def receive(self) -> Chunks:
-        """The next message; those of one engine come in the order in which they were sent."""
+        """Wait for the next message and return it. Messages of one engine arrive in order."""
         self._listen()
-        return await self._arrived.get()
+        return await self._received.get()
 
     def close(self) -> None:
-        for socket in (self._socket, *self._gate.sockets):
-            deaf(self._loop, socket)
-        self._gate.close()
+        for socket in (self._socket, *self._auth.sockets):
+            unregister(self._loop, socket)
+        self._auth.close()
         self._socket.close()
         self._context.term()
 
@@ -63,40 +71,47 @@ class Inbox:
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.FD, self._hear)
-        for socket in self._gate.sockets:
-            self._loop.add_reader(socket.FD, self._gate.attend)
+        self._loop.add_reader(self._socket.FD, self._on_readable)
+        for socket in self._auth.sockets:
+            self._loop.add_reader(socket.FD, self._auth.process_events)
 
-    def _hear(self) -> None:
-        for frames in arrived(self._socket):
-            message = read(frames)
+    def _on_readable(self) -> None:
+        for frames in drain(self._socket):
+            message = try_unpack(frames)
             if isinstance(message, Chunks):
-                self._arrived.put_nowait(message)
+                self._received.put_nowait(message)
 
 
-class Outlet:
-    """The engine's end. Never blocks: when the gateway is gone, its chunks wait for a while and are then dropped."""
+class ChunkSender:
+    """Engine end of the stream, which never blocks.
 
-    def __init__(self, ticket: Ticket) -> None:
+    Chunks for a gateway that has gone are queued up to SENDER_HIGH_WATER_MARK and then dropped.
+    """
+
+    def __init__(self, address: StreamAddress) -> None:
         self._context = zmq.Context()
-        self._socket = encrypted(self._context, zmq.PUSH, ticket.keys)
-        self._socket.set(zmq.SNDHWM, OUTLET_MARK)
-        connect(self._socket, ticket.address)
-        self._gateway = f"{ticket.address.host}:{ticket.address.port}"
+        self._socket = open_socket(self._context, zmq.PUSH, address.keys)
+        self._socket.set(zmq.SNDHWM, SENDER_HIGH_WATER_MARK)
+        connect(self._socket, address.address)
+        self._gateway = f"{address.address.host}:{address.address.port}"
         self._is_full = False
 
     def send(self, chunks: Chunks) -> None:
+        """Queue the chunks for sending; log once when the queue is full and they are dropped."""
         try:
             self._socket.send_multipart(pack(chunks), zmq.NOBLOCK)
             self._is_full = False
         except zmq.Again:
-            if not self._is_full:  # one line, not one a round
+            if not self._is_full:  # one line, not one per round
                 log.warning(
                     "the gateway at %s takes no messages; those for it are dropped", self._gateway
                 )
             self._is_full = True
 
     def close(self) -> None:
-        """The last messages get a second to leave; a thread waits for that, since whoever closes has other gateways to serve."""
-        self._socket.close(linger=int(OUTLET_LINGER_S * 1e3))
-        threading.Thread(target=self._context.term, name="outlet-close").start()
+        """Close without blocking; the last messages get a second to be sent.
+
+        A thread waits for them, since the caller has other gateways to serve.
+        """
+        self._socket.close(linger=int(SENDER_LINGER_S * 1e3))
+        threading.Thread(target=self._context.term, name="chunk-sender-close").start()

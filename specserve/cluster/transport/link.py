@@ -1,7 +1,7 @@
-"""An encrypted, authenticated link of messages between a coordinator and a worker. Knows neither Ray nor what the messages mean.
+"""Encrypted, authenticated links between a coordinator and its workers. Knows no Ray.
 
-Every link has keys of its own (CURVE), handed over by whoever started both ends; the end that listens admits a single client key
-(gate.py). Whatever else arrives is logged and ignored.
+Every link has CURVE keys of its own, which the process that starts both ends hands to them. The
+listening end admits a single client key (curve_auth.py); anything else is logged and ignored.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from dataclasses import dataclass, field
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from specserve.cluster.transport.curve_auth import Gate, Socket, arrived, bind, bind_nearby, machine
+from specserve.cluster.transport.curve_auth import (
+    CurveAuthenticator,
+    Socket,
+    bind_abstract,
+    bind_tcp,
+    drain,
+    host_id,
+)
 from specserve.errors import BadFrame, WorkerLost
 from specserve.wire.messages import (
-    Failed,
+    Failure,
     Message,
-    Prepared,
+    PreparedProposals,
     Proposals,
     Propose,
     Verdicts,
@@ -32,41 +39,42 @@ from specserve.wire.messages import (
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE = 2**28  # bytes; a peer that has not yet shown its key cannot make us allocate more
-BEAT_S, SILENCE_S = (
-    0.5,
-    2.5,
-)  # ZeroMQ's own thread sends and answers beats, however long a pass takes; only a stopped or dead process does not
-GRACE_S = 1.0  # to connect anew after a connection broke
-TIDINGS = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
+# ZeroMQ's own thread sends and answers heartbeats however long a pass takes. Only a process that is
+# stopped or dead misses them.
+HEARTBEAT_INTERVAL_S = 0.5
+HEARTBEAT_TIMEOUT_S = 2.5
+RECONNECT_GRACE_S = 1.0
+"""Time to connect again after a connection broke, before the worker counts as lost."""
+MONITORED_EVENTS = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
-    """One end's keys, in Z85."""
+class KeyPair:
+    """CURVE keys of one end of a link, in Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
-    def fresh(cls) -> Keys:
+    def generate(cls) -> KeyPair:
         return cls(*zmq.curve_keypair())
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server end listens, and the key by which it is known."""
+    """Address of a listening socket, with the public key that identifies it."""
 
     host: str
     port: int
     public: bytes
-    machine: str = ""  # on which `nearby` is another way to it
-    nearby: str = ""
+    host_id: str = ""  # processes with this id can use `ipc_name` instead of TCP
+    ipc_name: str = ""
 
     @property
     def endpoint(self) -> str:
-        """The shortest way from here."""
-        if self.nearby and self.machine == machine():
-            return f"ipc://@specserve-{self.nearby}"
+        """ZeroMQ endpoint: the abstract socket on the same host, TCP from elsewhere."""
+        if self.ipc_name and self.host_id == host_id():
+            return f"ipc://@specserve-{self.ipc_name}"
         return (
             f"tcp://[{self.host}]:{self.port}"
             if ":" in self.host
@@ -75,82 +83,95 @@ class Address:
 
 
 class Server:
-    """The worker's end. Blocking, for one thread at a time; connections are admitted while it receives."""
+    """Worker end of a link: blocking, for one thread at a time.
 
-    def __init__(self, keys: Keys, host: str, admits: bytes) -> None:
+    Clients are admitted while `receive` runs.
+    """
+
+    def __init__(self, keys: KeyPair, host: str, client_key: bytes) -> None:
         self._context = zmq.Context()
-        self._socket = encrypted(self._context, zmq.ROUTER, keys)
-        self._gate = Gate(self._context, self._socket, admits)
-        self._peer = b""  # who sent the last message: a coordinator that connected anew is answered, not the connection that it lost
-        self.address = listening(self._socket, host, keys)
+        self._socket = open_socket(self._context, zmq.ROUTER, keys)
+        self._auth = CurveAuthenticator(self._context, self._socket, client_key)
+        # Connection of the last message. A coordinator that has reconnected is answered on its new
+        # connection.
+        self._peer = b""
+        self.address = listen_on(self._socket, host, keys)
         self._poller = zmq.Poller()
-        for socket in (self._socket, *self._gate.sockets):
+        for socket in (self._socket, *self._auth.sockets):
             self._poller.register(socket, zmq.POLLIN)
 
-    def receive(self, timeout_s: float | None = None, *, watch_s: float = 0.0) -> Message | None:
-        """The next message, or None once the time is over. For `watch_s` it keeps looking: a core that falls asleep takes long to wake."""
-        watched = time.monotonic() + watch_s
-        while watch_s and time.monotonic() < watched:
-            if (message := self._take()) is not None:
+    def receive(self, timeout_s: float | None = None, *, spin_s: float = 0.0) -> Message | None:
+        """Return the next message, or None after `timeout_s`.
+
+        It polls without sleeping for the first `spin_s`, since a core that sleeps takes long to
+        wake.
+        """
+        spin_until = time.monotonic() + spin_s
+        while spin_s and time.monotonic() < spin_until:
+            if (message := self._next_message()) is not None:
                 return message
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        while (message := self._take()) is None:
+        while (message := self._next_message()) is None:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 return None
             for socket, _ in self._poller.poll(None if left is None else int(left * 1e3) + 1):
                 if socket is not self._socket:
-                    self._gate.attend()
+                    self._auth.process_events()
         return message
 
-    def waiting(self) -> bool:
-        """Whether something is there; costs a microsecond, so it can be asked between two forward passes."""
+    def has_message(self) -> bool:
+        """Return whether a message is waiting.
+
+        The check costs a microsecond, so it can be made between two forward passes.
+        """
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def send(self, message: Message) -> None:
-        """Answers the last message. Nothing happens if its sender is gone."""
+        """Answer the last message. Nothing happens if its sender has gone."""
         assert self._peer
         self._socket.send_multipart([self._peer, *pack(message)], zmq.NOBLOCK)
 
     def close(self) -> None:
-        self._gate.close()
+        self._auth.close()
         self._socket.close()
         self._context.term()
 
-    def _take(self) -> Message | None:
-        for peer, *frames in arrived(self._socket):
-            if (message := read(frames)) is not None:
+    def _next_message(self) -> Message | None:
+        for peer, *frames in drain(self._socket):
+            if (message := try_unpack(frames)) is not None:
                 self._peer = peer
                 return message
         return None
 
 
 class Client:
-    """The coordinator's end, in the event loop of its first call. One call at a time."""
+    """Coordinator end of a link, in the event loop of its first call. One call at a time."""
 
-    def __init__(self, keys: Keys, address: Address) -> None:
+    def __init__(self, keys: KeyPair, address: Address) -> None:
         self._context = zmq.Context()
-        self._socket = encrypted(self._context, zmq.DEALER, keys)
-        self._socket.set(zmq.HEARTBEAT_IVL, int(BEAT_S * 1e3))
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1e3))
-        self._tidings: Socket = self._socket.get_monitor_socket(TIDINGS)
+        self._socket = open_socket(self._context, zmq.DEALER, keys)
+        self._socket.set(zmq.HEARTBEAT_IVL, int(HEARTBEAT_INTERVAL_S * 1e3))
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1e3))
+        self._monitor: Socket = self._socket.get_monitor_socket(MONITORED_EVENTS)
         connect(self._socket, address)
         self._address = address
-        self.unasked: Callable[[Prepared], None] | None = (
-            None  # takes what the worker sends between two answers
-        )
-        self.on_silence: Callable[[WorkerLost], None] | None = (
-            None  # is told when the worker has vanished, call or no call
-        )
-        self._silence: asyncio.TimerHandle | None = None
+        # Called with proposals that the worker sends between two answers.
+        self.on_prepared: Callable[[PreparedProposals], None] | None = None
+        # Called when the worker has fallen silent, during a call or between calls.
+        self.on_silence: Callable[[WorkerLost], None] | None = None
+        self._silence_timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._number: int | None = None  # of the call under way
+        self._number: int | None = None  # round of the call under way
         self._answer: asyncio.Future[Message] | None = None
         self._lost: WorkerLost | None = None
-        self.is_late = False  # an answer did not come in time, and none has come since
+        self.is_late = False  # an answer missed its deadline and none has come since
 
     def call(self, message: Propose | Verify, timeout_s: float) -> Awaitable[Message]:
-        """Sends it at once; to be awaited for the answer of the same number, or what the worker failed with, or WorkerLost."""
+        """Send the message before returning; the awaitable gives the answer of the same number.
+
+        It raises the error that the worker failed with, or WorkerLost.
+        """
         assert self._answer is None
         if self._lost is not None:
             raise self._lost
@@ -161,45 +182,48 @@ class Client:
         except WorkerLost:
             self._number = self._answer = None
             raise
-        self._hear()  # sending looks at the socket's news too, and the loop would then not be told of them
-        return self._answered(self._answer, loop.call_later(timeout_s, self._give_up, timeout_s))
+        # Sending also consumes the socket's events, for which the loop would then not call us.
+        self._on_readable()
+        deadline = loop.call_later(timeout_s, self._on_timeout, timeout_s)
+        return self._wait_for_answer(self._answer, deadline)
 
     def post(self, message: Message) -> None:
-        """Sends a message that is not answered."""
+        """Send a message that has no answer; raise WorkerLost when the send queue is full."""
         try:
             self._socket.send_multipart(pack(message), zmq.NOBLOCK)
         except zmq.Again:
             raise WorkerLost(
-                f"the worker at {self._address.host}:{self._address.port} has long taken no messages"
+                f"the worker at {self._address.host}:{self._address.port} "
+                "has long taken no messages"
             ) from None
 
     def fail(self, error: WorkerLost) -> None:
-        """The call under way, and any later one, raises this: someone knows that the worker is gone."""
+        """Make the call under way and all later ones raise `error`, since the worker is gone."""
         self._lost = error
-        self._break_off(error)
+        self._fail_call(error)
 
     def close(self) -> None:
-        """What has not been sent is not sent any more."""
+        """Close the link. Messages that are still queued are dropped."""
         self.fail(WorkerLost("the link to the worker is closed"))
-        for socket in (self._socket, self._tidings):
-            deaf(self._loop, socket)
-        if self._silence is not None:
-            self._silence.cancel()
+        for socket in (self._socket, self._monitor):
+            unregister(self._loop, socket)
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
         self._socket.disable_monitor()
-        self._tidings.close(linger=0)
+        self._monitor.close(linger=0)
         self._socket.close()
         self._context.term()
 
     def listen(self) -> asyncio.AbstractEventLoop:
-        """From now on, in the loop that runs, even between calls."""
+        """Watch the link in the running event loop from now on, between calls too."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._socket.FD, self._hear)
-            self._loop.add_reader(self._tidings.FD, self._heed)
-            self._heed()  # its descriptor tells of news only after a first look
+            self._loop.add_reader(self._socket.FD, self._on_readable)
+            self._loop.add_reader(self._monitor.FD, self._on_monitor_event)
+            self._on_monitor_event()  # its descriptor reports events only after a first read
         return self._loop
 
-    async def _answered(
+    async def _wait_for_answer(
         self, answer: asyncio.Future[Message], deadline: asyncio.TimerHandle
     ) -> Message:
         try:
@@ -207,33 +231,37 @@ class Client:
         finally:
             deadline.cancel()
             self._number = self._answer = None
-        if isinstance(message, Failed):
+        if isinstance(message, Failure):
             raise message.error()
         return message
 
-    def _give_up(self, timeout_s: float) -> None:
+    def _on_timeout(self, timeout_s: float) -> None:
         self.is_late = True
-        self._break_off(
+        self._fail_call(
             WorkerLost(
-                f"the worker at {self._address.host}:{self._address.port} has not answered within {timeout_s:g} s"
+                f"the worker at {self._address.host}:{self._address.port} "
+                f"has not answered within {timeout_s:g} s"
             )
         )
 
-    def _break_off(self, error: WorkerLost) -> None:
+    def _fail_call(self, error: WorkerLost) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
-    def _heed(self) -> None:
-        """The worker's end may come back at once, if only the connection broke; a process that is stopped does not."""
-        assert self._loop is not None
-        for frames in arrived(self._tidings):
-            if self._silence is not None:
-                self._silence.cancel()
-                self._silence = None
-            if parse_monitor_message(frames)["event"] == zmq.Event.DISCONNECTED:
-                self._silence = self._loop.call_later(GRACE_S, self._vanish)
+    def _on_monitor_event(self) -> None:
+        """Start the silence timer on a disconnect, and stop it on any later event.
 
-    def _vanish(self) -> None:
+        A broken connection is restored at once; a stopped process does not reconnect.
+        """
+        assert self._loop is not None
+        for frames in drain(self._monitor):
+            if self._silence_timer is not None:
+                self._silence_timer.cancel()
+                self._silence_timer = None
+            if parse_monitor_message(frames)["event"] == zmq.Event.DISCONNECTED:
+                self._silence_timer = self._loop.call_later(RECONNECT_GRACE_S, self._on_peer_silent)
+
+    def _on_peer_silent(self) -> None:
         error = WorkerLost(
             f"the worker at {self._address.host}:{self._address.port} has fallen silent"
         )
@@ -241,12 +269,12 @@ class Client:
         if self.on_silence is not None:
             self.on_silence(error)
 
-    def _hear(self) -> None:
-        for frames in arrived(self._socket):
-            message = read(frames)
-            if isinstance(message, Prepared) and self.unasked is not None:
-                self.unasked(message)
-            if not isinstance(message, (Proposals, Verdicts, Failed)):
+    def _on_readable(self) -> None:
+        for frames in drain(self._socket):
+            message = try_unpack(frames)
+            if isinstance(message, PreparedProposals) and self.on_prepared is not None:
+                self.on_prepared(message)
+            if not isinstance(message, (Proposals, Verdicts, Failure)):
                 continue
             self.is_late = False
             if (
@@ -259,7 +287,7 @@ class Client:
                 log.info("dropped a late answer to round %d", message.number)
 
 
-def encrypted(context: zmq.Context[Socket], kind: int, keys: Keys) -> Socket:
+def open_socket(context: zmq.Context[Socket], kind: int, keys: KeyPair) -> Socket:
     socket = context.socket(kind)
     socket.set(zmq.LINGER, 0)
     socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
@@ -269,8 +297,9 @@ def encrypted(context: zmq.Context[Socket], kind: int, keys: Keys) -> Socket:
     return socket
 
 
-def listening(socket: Socket, host: str, keys: Keys) -> Address:
-    return Address(host, bind(socket, host), keys.public, machine(), bind_nearby(socket))
+def listen_on(socket: Socket, host: str, keys: KeyPair) -> Address:
+    """Bind the socket over TCP and, on Linux, to an abstract socket; return its address."""
+    return Address(host, bind_tcp(socket, host), keys.public, host_id(), bind_abstract(socket))
 
 
 def connect(socket: Socket, address: Address) -> None:
@@ -278,8 +307,8 @@ def connect(socket: Socket, address: Address) -> None:
     socket.connect(address.endpoint)
 
 
-def read(frames: list[bytes]) -> Message | None:
-    """None for what is not ours: one bad message must not end whoever receives it."""
+def try_unpack(frames: list[bytes]) -> Message | None:
+    """Return the message, or None if it is malformed: a bad message must not end its receiver."""
     try:
         return unpack(frames)
     except BadFrame as error:
@@ -287,6 +316,6 @@ def read(frames: list[bytes]) -> Message | None:
         return None
 
 
-def deaf(loop: asyncio.AbstractEventLoop | None, socket: Socket) -> None:
+def unregister(loop: asyncio.AbstractEventLoop | None, socket: Socket) -> None:
     if loop is not None and not loop.is_closed():
         loop.remove_reader(socket.FD)

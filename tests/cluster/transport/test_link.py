@@ -1,4 +1,4 @@
-"""Links over real sockets: whom they admit, what they survive, and what is left of them afterwards."""
+"""Links over real sockets: authentication, lost workers, malformed messages, and clean closing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,22 @@ import pytest
 import uvloop
 import zmq
 
-from specserve.cluster.transport.chunk_stream import Inbox, Outlet, Ticket
-from specserve.cluster.transport.link import Address, Client, Keys, Server
+from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender, StreamAddress
+from specserve.cluster.transport.link import Address, Client, KeyPair, Server
 from specserve.errors import OutOfPages, WorkerLost
-from specserve.types import Chunk, Origin, Policy, Proposal, SparseRows, Verdict, VerifyStep, Warp
+from specserve.types import (
+    Chunk,
+    Origin,
+    Policy,
+    Proposal,
+    SparseDistribution,
+    Verdict,
+    VerifyStep,
+    Warp,
+)
 from specserve.wire.messages import (
     Chunks,
-    Failed,
+    Failure,
     Message,
     Proposals,
     Propose,
@@ -45,7 +54,7 @@ SECONDS = 20  # until a test that hangs is given up
 
 
 def later(condition: Callable[[], object]) -> bool:
-    """Whether it comes true within the time."""
+    """Wait until the condition is true; return False if it is not within SECONDS."""
     until = time.monotonic() + SECONDS
     while not condition() and time.monotonic() < until:
         time.sleep(0.005)
@@ -58,15 +67,25 @@ def num_sockets() -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """No socket, descriptor or thread of a link outlives its `close`; ZeroMQ's own threads count too."""
+    """Fail if a socket, descriptor or thread outlives a link, ZeroMQ's own threads included."""
     process = psutil.Process()
-    zmq.Context().term()  # what each of these opens once is open from here on
+    # Each of these opens something once, which must be open before the count.
+    zmq.Context().term()
     uvloop.new_event_loop().close()
     resource_tracker.ensure_running()
     before = process.num_threads(), process.num_fds(), num_sockets()
     yield
     assert later(lambda: process.num_threads() <= before[0]), threading.enumerate()
     assert later(lambda: (process.num_fds(), num_sockets()) <= before[1:])
+
+
+Round = Propose | Verify
+
+
+def number_of(message: Message | None) -> int:
+    """Return the round of a message that belongs to one."""
+    assert isinstance(message, (Propose, Proposals, Verify, Verdicts))
+    return message.number
 
 
 def answer(message: Message) -> Message:
@@ -81,9 +100,10 @@ def answer(message: Message) -> Message:
     )
 
 
-def serve(server: Server, respond: Callable[[Message], Message | None] = answer) -> None:
-    """A worker's loop; None leaves the question open."""
+def serve(server: Server, respond: Callable[[Round], Message | None] = answer) -> None:
+    """Answer messages as a worker does; if `respond` returns None, no answer is sent."""
     while not isinstance(message := server.receive(SECONDS), (Stop, type(None))):
+        assert isinstance(message, (Propose, Verify))
         response = respond(message)
         if response is not None:
             server.send(response)
@@ -92,7 +112,7 @@ def serve(server: Server, respond: Callable[[Message], Message | None] = answer)
 
 @contextmanager
 def worker(
-    server: Server, respond: Callable[[Message], Message | None] = answer
+    server: Server, respond: Callable[[Round], Message | None] = answer
 ) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=serve, args=(server, respond))
     thread.start()
@@ -104,8 +124,8 @@ def worker(
 
 
 def pair() -> tuple[Server, Client]:
-    keys = Keys.fresh()
-    server = Server(Keys.fresh(), HOST, keys.public)
+    keys = KeyPair.generate()
+    server = Server(KeyPair.generate(), HOST, keys.public)
     return server, Client(keys, server.address)
 
 
@@ -128,7 +148,7 @@ def run(
 
 def verify(number: int, *, num_steps: int = 3) -> Verify:
     rng = np.random.default_rng(number)
-    q = SparseRows(rng.integers(0, 99, (2, 64)), rng.random((2, 64), dtype=np.float32))
+    q = SparseDistribution(rng.integers(0, 99, (2, 64)), rng.random((2, 64), dtype=np.float32))
     return Verify(
         number,
         tuple(
@@ -142,7 +162,11 @@ def verify(number: int, *, num_steps: int = 3) -> Verify:
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_each_call_gets_its_own_answer(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     server, client = pair()
-    asked: list[Message] = []
+    asked: list[Round] = []
+
+    def respond(message: Round) -> Message:
+        asked.append(message)
+        return answer(message)
 
     async def main(thread: threading.Thread) -> None:
         for number in range(300):
@@ -152,10 +176,14 @@ def test_each_call_gets_its_own_answer(loop: Callable[[], asyncio.AbstractEventL
         assert isinstance(await client.call(Propose(300, math.inf, ()), SECONDS), Proposals)
         await finish(client, thread)
 
-    with worker(server, lambda message: [asked.append(message), answer(message)][1]) as thread:
+    with worker(server, respond) as thread:
         run(main(thread), loop=loop)
     assert [message.number for message in asked] == list(range(301))
-    assert asked[7].steps[6].q.probs.tobytes() == verify(7).steps[0].q.probs.tobytes()
+    assert isinstance(asked[7], Verify)
+    received, sent = asked[7].steps[6].q, verify(7).steps[0].q
+    assert received is not None
+    assert sent is not None
+    assert received.probs.tobytes() == sent.probs.tobytes()
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -169,7 +197,7 @@ def test_a_coordinator_has_calls_to_many_workers_under_way_at_once(
             answers = await asyncio.gather(
                 *(client.call(verify(number), SECONDS) for _, client in pairs)
             )
-            assert [each.number for each in answers] == [number] * 3
+            assert [number_of(each) for each in answers] == [number] * 3
         for (_, client), thread in zip(pairs, threads, strict=True):
             await finish(client, thread)
 
@@ -183,10 +211,10 @@ def test_messages_of_megabytes_pass() -> None:
 
     async def main(thread: threading.Thread) -> None:
         step = VerifyStep(1, 0, prompt, (), None, Policy(Warp(), "block", 5, len(prompt)))
-        assert (await client.call(Verify(1, (step,)), SECONDS)).number == 1
+        assert number_of(await client.call(Verify(1, (step,)), SECONDS)) == 1
         await finish(client, thread)
 
-    def respond(message: Message) -> Message:
+    def respond(message: Round) -> Message:
         assert message.steps[0].tokens == prompt
         return answer(message)
 
@@ -197,7 +225,7 @@ def test_messages_of_megabytes_pass() -> None:
 def test_a_late_answer_to_an_earlier_round_is_dropped() -> None:
     server, client = pair()
 
-    def respond(message: Message) -> Message | None:
+    def respond(message: Round) -> Message | None:
         if message.number == 2:  # round 1 is answered only now
             server.send(answer(verify(1)))
         return None if message.number == 1 else answer(message)
@@ -206,7 +234,7 @@ def test_a_late_answer_to_an_earlier_round_is_dropped() -> None:
         with pytest.raises(WorkerLost):
             await client.call(verify(1), 0.05)
         for number in (2, 3):
-            assert (await client.call(verify(number), SECONDS)).number == number
+            assert number_of(await client.call(verify(number), SECONDS)) == number
         await finish(client, thread)
 
     with worker(server, respond) as thread:
@@ -236,13 +264,13 @@ def test_a_worker_that_fails_raises_at_the_coordinator_what_it_raised() -> None:
             await client.call(verify(1), SECONDS)
         with pytest.raises(WorkerLost, match="ZeroDivisionError: by zero"):
             await client.call(verify(2), SECONDS)
-        assert (await client.call(verify(3), SECONDS)).number == 3
+        assert number_of(await client.call(verify(3), SECONDS)) == 3
         await finish(client, thread)
 
     with worker(
         server,
         lambda message: (
-            Failed.of(message.number, errors[message.number])
+            Failure.from_error(message.number, errors[message.number])
             if message.number in errors
             else answer(message)
         ),
@@ -250,8 +278,8 @@ def test_a_worker_that_fails_raises_at_the_coordinator_what_it_raised() -> None:
         run(main(thread))
 
 
-def die(connection: Any, admits: bytes) -> None:
-    server = Server(Keys.fresh(), HOST, admits)
+def die(connection: Any, client_key: bytes) -> None:
+    server = Server(KeyPair.generate(), HOST, client_key)
     connection.send(server.address)
     message = server.receive(SECONDS)
     assert isinstance(message, Verify)
@@ -261,14 +289,14 @@ def die(connection: Any, admits: bytes) -> None:
 
 
 def test_a_worker_that_dies_in_a_round_leaves_the_coordinator_a_deadline_and_nothing_else() -> None:
-    keys = Keys.fresh()
+    keys = KeyPair.generate()
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=die, args=(theirs, keys.public))
     process.start()
     client = Client(keys, ours.recv())
 
     async def main() -> None:
-        assert (await client.call(verify(1), SECONDS)).number == 1
+        assert number_of(await client.call(verify(1), SECONDS)) == 1
         with pytest.raises(WorkerLost):
             await client.call(verify(2), 0.5)
         await asyncio.to_thread(process.join, SECONDS)
@@ -281,35 +309,37 @@ def test_a_worker_that_dies_in_a_round_leaves_the_coordinator_a_deadline_and_not
         each.close()
 
 
-def answer_all(pipe: Any, admits: bytes) -> None:
-    server = Server(Keys.fresh(), "127.0.0.1", admits)
+def answer_all(pipe: Any, client_key: bytes) -> None:
+    server = Server(KeyPair.generate(), "127.0.0.1", client_key)
     pipe.send(server.address)
     while True:
         message = server.receive()
+        assert isinstance(message, (Propose, Verify))
         time.sleep(3.0 if message.number == 2 else 0.0)
         server.send(Verdicts(message.number, (), 0.0, 0))
 
 
-@pytest.mark.parametrize("nearby", [True, False], ids=["ipc", "tcp"])
-def test_a_worker_that_is_stopped_is_noticed_within_five_seconds_and_one_that_is_busy_for_longer_than_a_beat_is_not(
-    nearby: bool,
+@pytest.mark.parametrize("ipc_name", [True, False], ids=["ipc", "tcp"])
+def test_a_stopped_worker_is_noticed_within_five_seconds_and_a_busy_one_is_not_lost(
+    ipc_name: bool,
 ) -> None:
-    keys = Keys.fresh()
+    keys = KeyPair.generate()
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
         target=answer_all, args=(theirs, keys.public)
     )
     process.start()
     address = ours.recv()
-    client = Client(keys, address if nearby else replace(address, nearby=""))
+    client = Client(keys, address if ipc_name else replace(address, ipc_name=""))
     silences: list[WorkerLost] = []
 
     async def main() -> None:
         client.on_silence = silences.append
-        assert (await client.call(verify(1), SECONDS)).number == 1
-        assert (await client.call(verify(2), SECONDS)).number == 2, (
+        assert number_of(await client.call(verify(1), SECONDS)) == 1
+        assert number_of(await client.call(verify(2), SECONDS)) == 2, (
             "a long pass was taken for a death"
         )
+        assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         begun = time.monotonic()
         with pytest.raises(WorkerLost, match="silent"):
@@ -325,7 +355,7 @@ def test_a_worker_that_is_stopped_is_noticed_within_five_seconds_and_one_that_is
         each.close()
 
 
-def test_whoever_knows_that_the_worker_is_gone_ends_the_call_under_way_and_all_later_ones() -> None:
+def test_fail_ends_the_call_under_way_and_all_later_ones() -> None:
     server, client = pair()
 
     async def main() -> None:
@@ -355,12 +385,12 @@ def test_a_cancelled_call_leaves_the_client_usable() -> None:
     server, client = pair()
 
     async def main(thread: threading.Thread) -> None:
-        call = asyncio.create_task(client.call(verify(1), SECONDS))
+        call = asyncio.ensure_future(client.call(verify(1), SECONDS))
         await asyncio.sleep(0)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        assert (await client.call(verify(2), SECONDS)).number == 2
+        assert number_of(await client.call(verify(2), SECONDS)) == 2
         await finish(client, thread)
 
     with worker(server) as thread:
@@ -373,26 +403,26 @@ def test_a_server_waits_no_longer_than_asked_and_says_when_something_is_there() 
     assert server.receive(0.1) is None
     assert 0.09 < time.monotonic() - begun < 1
     assert server.receive(0.0) is None
-    assert not server.waiting()
+    assert not server.has_message()
     client.post(verify(1))
-    assert server.receive(SECONDS).number == 1
+    assert number_of(server.receive(SECONDS)) == 1
     client.post(verify(2))
-    assert later(server.waiting)
-    assert server.receive(0.0).number == 2
-    assert not server.waiting()
+    assert later(server.has_message)
+    assert number_of(server.receive(0.0)) == 2
+    assert not server.has_message()
     client.close()
     server.close()
 
 
-def stranger(
+def unauthenticated_peer(
     context: zmq.Context[Any],
     address: Address,
     *,
-    client: Keys | None,
+    client: KeyPair | None,
     server: bytes,
     kind: int = zmq.DEALER,
 ) -> Any:
-    """A socket that talks to the address, with whatever keys it has."""
+    """Return a socket that connects to the address with these keys, or without any."""
     peer = context.socket(kind)
     peer.set(zmq.LINGER, 0)
     if client is not None:
@@ -404,7 +434,7 @@ def stranger(
 
 
 @pytest.mark.parametrize("secret", ["wrong key", "no key", "wrong server", "http"])
-def test_strangers_are_refused_and_logged_and_the_worker_goes_on(
+def test_peers_without_the_right_key_are_refused_and_logged_and_the_worker_goes_on(
     secret: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -415,36 +445,34 @@ def test_strangers_are_refused_and_logged_and_the_worker_goes_on(
         peer: Any = socket.create_connection((HOST, server.address.port))
         peer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + bytes(200))
     else:
-        wrong = Keys.fresh()
-        guest = None if secret == "no key" else wrong
-        peer = stranger(
+        wrong = KeyPair.generate()
+        peer_keys = None if secret == "no key" else wrong
+        peer = unauthenticated_peer(
             context,
             server.address,
-            client=guest,
+            client=peer_keys,
             server=wrong.public if secret == "wrong server" else server.address.public,
         )
         peer.send_multipart(pack(verify(99)))
 
-    def respond(message: Message) -> Message:
+    def respond(message: Round) -> Message:
         asked.append(message.number)
         return answer(message)
 
     async def main(thread: threading.Thread) -> None:
         for number in range(20):
-            assert (await client.call(verify(number), SECONDS)).number == number
+            assert number_of(await client.call(verify(number), SECONDS)) == number
             await asyncio.sleep(0.01)
-        assert secret == "http" or await asyncio.to_thread(
-            later, lambda: "refused" in caplog.text
-        )  # ZeroMQ hangs up on others by itself
+        # ZeroMQ hangs up on HTTP by itself, without an event.
+        assert secret == "http" or await asyncio.to_thread(later, lambda: "refused" in caplog.text)
         await finish(client, thread)
 
     with worker(server, respond) as thread:
         run(main(thread))
     assert asked == list(range(20))
     assert ("with another key" in caplog.text) == (secret == "wrong key")
-    assert (
-        len([record for record in caplog.records if "refused" in record.message]) < 20
-    )  # though it tries again and again
+    # The peer keeps retrying, but refusals are logged once a second.
+    assert len([record for record in caplog.records if "refused" in record.message]) < 20
     peer.close()
     context.term()
 
@@ -452,10 +480,10 @@ def test_strangers_are_refused_and_logged_and_the_worker_goes_on(
 def test_malformed_and_foreign_frames_of_the_admitted_are_logged_and_the_worker_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    keys = Keys.fresh()
-    server = Server(Keys.fresh(), HOST, keys.public)
+    keys = KeyPair.generate()
+    server = Server(KeyPair.generate(), HOST, keys.public)
     context: zmq.Context[Any] = zmq.Context()
-    peer = stranger(context, server.address, client=keys, server=server.address.public)
+    peer = unauthenticated_peer(context, server.address, client=keys, server=server.address.public)
     good = [bytes(frame) for frame in pack(verify(5))]
     bad = [
         [b""],
@@ -478,16 +506,16 @@ def test_malformed_and_foreign_frames_of_the_admitted_are_logged_and_the_worker_
     server.close()
 
 
-def test_a_worker_that_sends_garbage_is_not_answered_to(caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_from_a_worker_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     server, client = pair()
 
-    def respond(message: Message) -> Message:
+    def respond(message: Round) -> Message:
         server._socket.send_multipart([server._peer, b"garbage"])
-        server.send(Stop())  # well-formed, and no answer
+        server.send(Stop())  # well-formed, but no answer
         return answer(message)
 
     async def main(thread: threading.Thread) -> None:
-        assert (await client.call(verify(1), SECONDS)).number == 1
+        assert number_of(await client.call(verify(1), SECONDS)) == 1
         await finish(client, thread)
 
     with worker(server, respond) as thread:
@@ -495,17 +523,17 @@ def test_a_worker_that_sends_garbage_is_not_answered_to(caplog: pytest.LogCaptur
     assert "ignored" in caplog.text
 
 
-def test_a_coordinator_that_connects_anew_is_the_one_that_is_answered() -> None:
-    keys = Keys.fresh()
-    server = Server(Keys.fresh(), HOST, keys.public)
+def test_a_coordinator_that_reconnects_is_answered_on_its_new_connection() -> None:
+    keys = KeyPair.generate()
+    server = Server(KeyPair.generate(), HOST, keys.public)
 
     async def main(thread: threading.Thread) -> None:
         first, second = Client(keys, server.address), Client(keys, server.address)
         for number in range(10):
             for client in (first, second):
-                assert (await client.call(verify(number), SECONDS)).number == number
+                assert number_of(await client.call(verify(number), SECONDS)) == number
         first.close()
-        assert (await second.call(verify(99), SECONDS)).number == 99
+        assert number_of(await second.call(verify(99), SECONDS)) == 99
         await finish(second, thread)
 
     with worker(server) as thread:
@@ -520,106 +548,111 @@ def chunks(engine: int, number: int) -> Chunks:
 def test_the_chunks_of_two_engines_arrive_complete_and_each_in_order(
     loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
-    inbox = Inbox(HOST)
-    outlets = [Outlet(inbox.ticket) for _ in range(2)]
+    receiver = ChunkReceiver(HOST)
+    senders = [ChunkSender(receiver.address) for _ in range(2)]
 
     async def main() -> None:
         got: dict[int, list[int]] = {0: [], 1: []}
         for start in range(0, 2000, 100):
             for number in range(start, start + 100):
-                for engine, outlet in enumerate(outlets):
-                    outlet.send(chunks(engine, number))
+                for engine, sender in enumerate(senders):
+                    sender.send(chunks(engine, number))
             await asyncio.sleep(0)
         while sum(map(len, got.values())) < 4000:
-            (chunk,) = (await inbox.receive()).chunks
+            (chunk,) = (await receiver.receive()).chunks
             got[chunk.seq_id] += chunk.tokens
         assert got == {0: list(range(2000)), 1: list(range(2000))}
-        inbox.close()
+        receiver.close()
 
     run(main(), loop=loop)
-    for outlet in outlets:
-        outlet.close()
+    for sender in senders:
+        sender.close()
 
 
 def test_what_an_engine_sent_before_it_closed_still_arrives() -> None:
-    inbox = Inbox(HOST)
+    receiver = ChunkReceiver(HOST)
 
     async def main() -> None:
-        outlet = Outlet(inbox.ticket)
+        sender = ChunkSender(receiver.address)
         for number in range(100):
-            outlet.send(chunks(0, number))
-        outlet.close()
-        assert [(await inbox.receive()).chunks[0].tokens[0] for _ in range(100)] == list(range(100))
-        inbox.close()
+            sender.send(chunks(0, number))
+        sender.close()
+        assert [(await receiver.receive()).chunks[0].tokens[0] for _ in range(100)] == list(
+            range(100)
+        )
+        receiver.close()
 
     run(main())
 
 
-def test_an_inbox_admits_its_ticket_alone_and_survives_garbage(
+def test_a_chunk_receiver_admits_only_its_own_key_and_survives_garbage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    inbox = Inbox(HOST)
-    outlet, forged = Outlet(inbox.ticket), Outlet(Ticket(inbox.ticket.address, Keys.fresh()))
+    receiver = ChunkReceiver(HOST)
+    sender, forged = (
+        ChunkSender(receiver.address),
+        ChunkSender(StreamAddress(receiver.address.address, KeyPair.generate())),
+    )
     context: zmq.Context[Any] = zmq.Context()
-    peer = stranger(
+    peer = unauthenticated_peer(
         context,
-        inbox.ticket.address,
-        client=inbox.ticket.keys,
-        server=inbox.ticket.address.public,
+        receiver.address.address,
+        client=receiver.address.keys,
+        server=receiver.address.address.public,
         kind=zmq.PUSH,
     )
 
     async def main() -> None:
         forged.send(chunks(0, 666))
         peer.send(b"garbage")
-        peer.send_multipart(pack(verify(1)))  # well-formed, and not for an inbox
+        peer.send_multipart(pack(verify(1)))  # well-formed, but not for a chunk receiver
         peer.send_multipart(pack(chunks(0, 1)))
-        assert await inbox.receive() == chunks(0, 1)
-        outlet.send(chunks(0, 2))
-        assert await inbox.receive() == chunks(0, 2)
+        assert await receiver.receive() == chunks(0, 1)
+        sender.send(chunks(0, 2))
+        assert await receiver.receive() == chunks(0, 2)
         while "with another key" not in caplog.text:
             await asyncio.sleep(0.01)
-        inbox.close()
+        receiver.close()
 
     run(main())
     assert "ignored" in caplog.text
-    for each in (outlet, forged):
+    for each in (sender, forged):
         each.close()
     peer.close()
     context.term()
 
 
-def test_an_outlet_never_blocks_and_says_once_that_it_drops(
+def test_a_chunk_sender_never_blocks_and_logs_once_that_it_drops(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specserve.cluster.transport.chunk_stream.OUTLET_MARK", 50)
-    inbox = Inbox(HOST)
-    inbox.close()
-    outlet = Outlet(inbox.ticket)
+    monkeypatch.setattr("specserve.cluster.transport.chunk_stream.SENDER_HIGH_WATER_MARK", 50)
+    receiver = ChunkReceiver(HOST)
+    receiver.close()
+    sender = ChunkSender(receiver.address)
     begun = time.monotonic()
     for number in range(100):
-        outlet.send(chunks(0, number))
-    outlet.close()
+        sender.send(chunks(0, number))
+    sender.close()
     assert time.monotonic() - begun < 0.5
     assert len([record for record in caplog.records if "takes no messages" in record.message]) == 1
 
 
-def ticket_holder(ticket: Ticket) -> None:
-    outlet = Outlet(ticket)
-    outlet.send(chunks(0, 7))
-    outlet.close()
+def sender_process(address: StreamAddress) -> None:
+    sender = ChunkSender(address)
+    sender.send(chunks(0, 7))
+    sender.close()
 
 
-def test_a_ticket_works_in_another_process() -> None:
-    inbox = Inbox(HOST)
+def test_a_stream_address_works_in_another_process() -> None:
+    receiver = ChunkReceiver(HOST)
     process = multiprocessing.get_context("spawn").Process(
-        target=ticket_holder, args=(inbox.ticket,)
+        target=sender_process, args=(receiver.address,)
     )
     process.start()
 
     async def main() -> None:
-        assert await inbox.receive() == chunks(0, 7)
-        inbox.close()
+        assert await receiver.receive() == chunks(0, 7)
+        receiver.close()
 
     run(main())
     process.join(SECONDS)
@@ -627,25 +660,25 @@ def test_a_ticket_works_in_another_process() -> None:
     process.close()
 
 
-def test_addresses_and_tickets_travel_and_secrets_are_not_shown() -> None:
-    keys = Keys.fresh()
-    ticket = Ticket(Address("::1", 5, keys.public), keys)
-    assert pickle.loads(pickle.dumps(ticket)) == ticket
-    assert hash(pickle.loads(pickle.dumps(ticket))) == hash(ticket)
-    assert keys.secret.decode() not in repr(ticket)
-    assert ticket.address.endpoint == "tcp://[::1]:5"
+def test_addresses_can_be_pickled_and_do_not_show_secrets() -> None:
+    keys = KeyPair.generate()
+    address = StreamAddress(Address("::1", 5, keys.public), keys)
+    assert pickle.loads(pickle.dumps(address)) == address
+    assert hash(pickle.loads(pickle.dumps(address))) == hash(address)
+    assert keys.secret.decode() not in repr(address)
+    assert address.address.endpoint == "tcp://[::1]:5"
     assert Address(HOST, 5, b"").endpoint == "tcp://127.0.0.1:5"
 
 
 def test_what_passes_over_a_link_cannot_be_read_on_the_way() -> None:
-    """The bytes on the wire, seen by a relay in the middle."""
-    keys = Keys.fresh()
-    server = Server(Keys.fresh(), HOST, keys.public)
+    """Check the bytes on the wire, as a relay in the middle sees them."""
+    keys = KeyPair.generate()
+    server = Server(KeyPair.generate(), HOST, keys.public)
     seen = bytearray()
     with socket.create_server((HOST, 0)) as relay:
         client = Client(keys, Address(HOST, relay.getsockname()[1], server.address.public))
-        near, _ = relay.accept()
-    far = socket.create_connection((HOST, server.address.port))
+        client_side, _ = relay.accept()
+    server_side = socket.create_connection((HOST, server.address.port))
 
     def forward(source: socket.socket, sink: socket.socket) -> None:
         while data := source.recv(65536):
@@ -653,12 +686,15 @@ def test_what_passes_over_a_link_cannot_be_read_on_the_way() -> None:
             sink.sendall(data)
         sink.close()
 
-    threads = [threading.Thread(target=forward, args=ends) for ends in ((near, far), (far, near))]
+    threads = [
+        threading.Thread(target=forward, args=ends)
+        for ends in ((client_side, server_side), (server_side, client_side))
+    ]
     for thread in threads:
         thread.start()
 
     async def main(thread: threading.Thread) -> None:
-        assert (await client.call(verify(1), SECONDS)).number == 1
+        assert number_of(await client.call(verify(1), SECONDS)) == 1
         await finish(client, thread)
 
     with worker(server) as thread:
@@ -668,13 +704,13 @@ def test_what_passes_over_a_link_cannot_be_read_on_the_way() -> None:
     assert b"CURVE" in seen
     assert b"specserve" not in seen
     assert b"Verify" not in seen
-    for end in (near, far):
+    for end in (client_side, server_side):
         end.close()
 
 
 def test_a_proposal_reaches_the_target_with_the_same_bits() -> None:
     server, client = pair()
-    q = SparseRows(np.array([[5, 6]]), np.array([[0.1, 0.9]], dtype=np.float32))
+    q = SparseDistribution(np.array([[5, 6]]), np.array([[0.1, 0.9]], dtype=np.float32))
 
     async def main(thread: threading.Thread) -> None:
         got = await client.call(Propose(1, 0.5, ()), SECONDS)
