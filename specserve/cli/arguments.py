@@ -1,4 +1,4 @@
-"""The arguments of every command, and what they mean as values. Parses; knows no command's work, and imports nothing that takes time."""
+"""The arguments of every command, and their values. Imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import NoReturn
 from specserve import __version__
 from specserve.cli.completion import SHELLS
 from specserve.cli.examples import epilog, overview
-from specserve.config.tree import Config, load, override
+from specserve.config.tree import Config, config_from_file, parse_override
 from specserve.errors import ConfigError
-from specserve.tools import count_ngrams as tabulate
+from specserve.tools import count_ngrams
 from specserve.tools.bench.options import add_options as add_bench
 from specserve.tools.plan.options import add_arguments as add_plan
 from specserve.tools.reproduce.options import add_arguments as add_reproduce
 
-Add = Callable[[argparse.ArgumentParser], None]
+AddArguments = Callable[[argparse.ArgumentParser], None]
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 SHORT_NAMES = {
     "target": "target.path",
@@ -32,48 +32,51 @@ SHORT_NAMES = {
 
 
 class BadUsage(Exception):
-    """What argparse finds wrong with the arguments."""
+    """Invalid arguments."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, instead of a line behind pages of usage. Keeps the lines of the examples as they are."""
+    """A parser whose errors are one line without the usage, and that does not wrap examples."""
 
     def __init__(self, **options: object) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)  # type: ignore[arg-type]
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(formatter_class=formatter, **options)  # type: ignore[arg-type]
 
     def error(self, message: str) -> NoReturn:
         raise BadUsage(f"{message} (see {self.prog} --help)")
 
 
-def parser() -> Parser:
-    """What it makes has the name of the command in `command`."""
-    made = Parser(
+def build_parser() -> Parser:
+    """Build the parser. Its result has the name of the command in `command`."""
+    parser = Parser(
         prog="specserve",
         description="Serves language models by distributed speculative decoding.",
         epilog=overview(),
     )
-    made.add_argument("--version", action="version", version=f"specserve {__version__}")
-    commands = made.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for name, (add, says) in _commands().items():
-        add(
-            commands.add_parser(
-                name, help=says, description=says[0].upper() + says[1:] + ".", epilog=epilog(name)
-            )
+    parser.add_argument("--version", action="version", version=f"specserve {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, (add_arguments, summary) in _commands().items():
+        description = summary[0].upper() + summary[1:] + "."
+        add_arguments(
+            commands.add_parser(name, help=summary, description=description, epilog=epilog(name))
         )
-    return made
+    return parser
 
 
-def config(options: argparse.Namespace) -> Config:
-    """The file, then `--set`, then the options that are keys of the config under a shorter name."""
+def config_from_options(options: argparse.Namespace) -> Config:
+    """Return the config file, overridden by `--set`, and by the options that are short for keys.
+
+    Raises ConfigError.
+    """
     short = {key: getattr(options, name, None) for name, key in SHORT_NAMES.items()}
-    return load(
+    return config_from_file(
         options.config,
         dict(options.set) | {key: value for key, value in short.items() if value is not None},
     )
 
 
-def count(text: str) -> int:
-    """200M, 1.5B, 8e9 as a number."""
+def parse_count(text: str) -> int:
+    """Parse a number of parameters such as 200M, 1.5B or 8e9."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([KMBT]?)", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(
@@ -82,7 +85,7 @@ def count(text: str) -> int:
     return round(float(match[1]) * UNITS[match[2].upper()])
 
 
-def _commands() -> dict[str, tuple[Add, str]]:
+def _commands() -> dict[str, tuple[AddArguments, str]]:
     return {
         "serve": (_add_serve, "serve the models over HTTP"),
         "generate": (_add_generate, "continue one prompt in this process"),
@@ -93,17 +96,17 @@ def _commands() -> dict[str, tuple[Add, str]]:
         "bench": (partial(add_bench, gamma=_gamma), "load a running server and measure it"),
         "simulate": (_add_simulate, "ask how many replicas and devices a load needs"),
         "tables": (
-            tabulate.add_arguments,
+            count_ngrams.add_arguments,
             "count tables for draft.kind unigram, bigram and max_gram",
         ),
         "plan": (add_plan, "ask theory and memory before anything runs"),
         "reproduce": (
-            partial(add_reproduce, count=count),
+            partial(add_reproduce, count=parse_count),
             "the papers' tables, ours beside theirs",
         ),
         "heads": (_add_heads, "fit heads to a target, for draft.kind heads"),
         "inflate": (_add_inflate, "write a widened copy that costs what a larger model costs"),
-        "completion": (_add_completion, "print what makes a shell complete these commands"),
+        "completion": (_add_completion, "print a shell completion script"),
     }
 
 
@@ -130,7 +133,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter",
         metavar="D",
-        help="what drafts: neural, layer_skip, heads, bigram, unigram, max_gram, prompt_copy, random or none",
+        help="what drafts: neural, layer_skip, heads, bigram, unigram, max_gram, prompt_copy, "
+        "random or none",
     )
     parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
     parser.add_argument(
@@ -156,26 +160,26 @@ def _add_heads(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="UTF-8, such as the target is to write",
+        help="UTF-8 text of the kind that the target will write",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for draft.path")
     parser.add_argument(
-        "--heads", type=int, default=4, metavar="N", help="tokens that are guessed at once"
+        "--heads", type=int, default=4, metavar="N", help="tokens that are drafted at once"
     )
     parser.add_argument(
         "--minutes",
         type=float,
         default=10.0,
         metavar="N",
-        help="that the fitting takes, once the texts have been read",
+        help="duration of the training, after the texts have been read",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="of a CPU")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
 
 
 def _add_inflate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, required=True, metavar="DIR")
     parser.add_argument(
-        "--params", type=count, required=True, metavar="N", help="such as 200M, 1B or 8e9"
+        "--params", type=parse_count, required=True, metavar="N", help="such as 200M, 1B or 8e9"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
 
@@ -195,12 +199,12 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML; see docs/architecture.md"
+        "--config", type=Path, metavar="FILE", help="YAML; see docs/guides/deploying.md"
     )
     parser.add_argument(
         "--target", metavar="M", help="a local directory or a hub name; the demo pair's by default"
     )
-    parser.add_argument("--draft", metavar="M", help="likewise")
+    parser.add_argument("--draft", metavar="M", help="a local directory or a hub name")
     parser.add_argument(
         "--set",
         type=_override,
@@ -222,6 +226,6 @@ def _gamma(text: str) -> int | str:
 
 def _override(argument: str) -> tuple[str, object]:
     try:
-        return override(argument)
+        return parse_override(argument)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,4 +1,4 @@
-"""What stands at the end of each command's --help: command lines that work as they are, or with your own names in them."""
+"""Examples at the end of each command's --help: command lines that work with your own names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ specserve serve --config my.yaml --set limits.max_running=32 --set speculation.g
 """,
     "generate": """
 specserve generate --prompt 'def add(a, b):' --max-tokens 64 --temperature 0
-specserve generate --prompt 'import os' --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --gamma 5
+specserve generate --prompt 'import os' --target meta-llama/Llama-3.1-8B \
+--draft meta-llama/Llama-3.2-1B --gamma 5
 specserve generate --prompt 'import os' --seed 1 --json --set cache.page_size=32
 specserve generate --prompt 'for x in' --drafter prompt_copy --trace rounds.json
 """,
@@ -31,18 +32,21 @@ specserve simulate deploy/simulate-70b.yaml --json cases.json
 """,
     "tables": """
 specserve tables --tokenizer meta-llama/Llama-3.1-8B --text corpus.txt --out tables.safetensors
-specserve tables --tokenizer path/to/target --text one.txt two.txt --out DIR/tables.safetensors --keep 128
+specserve tables --tokenizer path/to/target --text one.txt two.txt --out DIR/tables.safetensors \
+--keep 128
 """,
     "plan": """
 specserve plan --alpha 0.75 --cost 0.05
-specserve plan --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --measure --text held-out.txt
-specserve plan --target meta-llama/Llama-3.3-70B-Instruct --draft meta-llama/Llama-3.2-1B-Instruct --gpus 4xH100 1xL4
+specserve plan --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --measure \
+--text held-out.txt
+specserve plan --target meta-llama/Llama-3.3-70B-Instruct \
+--draft meta-llama/Llama-3.2-1B-Instruct --gpus 4xH100 1xL4
 specserve plan --stages 0.8:0.05 0.6,0.7:0.01
 """,
     "reproduce": """
 specserve reproduce table-1 figures
 specserve reproduce alphas --text-tokens 4096
-specserve reproduce --out docs
+specserve reproduce --out docs/measurements
 """,
     "heads": """
 specserve heads --target meta-llama/Llama-3.1-8B --text corpus.txt --out heads
@@ -58,23 +62,19 @@ specserve completion zsh > ~/.zfunc/_specserve
 specserve completion fish > ~/.config/fish/completions/specserve.fish
 """,
 }
-FIRST = (
-    "serve",
-    "generate",
-    "doctor",
-    "bench",
-    "plan",
-)  # commands that `specserve --help` shows an example of
+# Commands of which `specserve --help` shows an example.
+FIRST = ("serve", "generate", "doctor", "bench", "plan")
 
 
 def epilog(command: str) -> str:
-    return _shown(EXAMPLES[command].strip().splitlines())
+    """Return the end of a command's --help."""
+    return _section(EXAMPLES[command].strip().splitlines())
 
 
 def overview() -> str:
-    """One of each command that is asked for most."""
-    return _shown([EXAMPLES[command].strip().splitlines()[0] for command in FIRST])
+    """Return one example of each of the commands in FIRST."""
+    return _section([EXAMPLES[command].strip().splitlines()[0] for command in FIRST])
 
 
-def _shown(lines: list[str]) -> str:
+def _section(lines: list[str]) -> str:
     return "\n".join(["examples:", *(f"  {line}" for line in lines)])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from specserve.api.tokenizer import Text
+from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO
 
 LEFT_OUT = {
@@ -23,17 +23,21 @@ LEFT_OUT = {
     "lib2to3",
     "encodings",
     "pydoc_data",
-}  # not the library itself, or tables
-STRETCH = 1024  # tokens of one file
+}
+"""Directories that are not the library itself, or contain tables."""
+MAX_TOKENS_PER_FILE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
+    """Texts of the library's modules."""
+
     train: list[str]
     held_out: list[str]
 
 
 def standard_library() -> Corpus:
+    """Return the library's modules, one in fifty held out by the checksum of its name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     train: list[str] = []
     held_out: list[str] = []
@@ -47,20 +51,20 @@ def standard_library() -> Corpus:
 
 
 def held_out_prompts(*, count: int, length: int) -> tuple[tuple[int, ...], ...]:
-    """The beginnings of held-out files, past their first lines."""
-    text = Text.load(DEMO / "target")
+    """Return the first tokens of held-out files, after their first lines."""
+    tokenizer = Tokenizer.load(DEMO / "target")
     contents = [content[200:] for content in standard_library().held_out if len(content) > 4000]
-    return tuple(text.encode(content)[:length] for content in contents[:count])
+    return tuple(tokenizer.encode(content)[:length] for content in contents[:count])
 
 
 def held_out_tokens(limit: int) -> list[int]:
-    """Stretches of as many held-out files as there are, one behind the other."""
-    prompts = held_out_prompts(count=64, length=STRETCH)
+    """Return up to `limit` tokens of held-out files, concatenated."""
+    prompts = held_out_prompts(count=64, length=MAX_TOKENS_PER_FILE)
     return list(chain.from_iterable(prompts))[:limit]
 
 
 def write(directory: Path) -> None:
-    """DIR/train and DIR/held_out, a file for each module."""
+    """Write `directory`/train and `directory`/held_out, a file for each module."""
     corpus = standard_library()
     for name, texts in (("train", corpus.train), ("held_out", corpus.held_out)):
         (directory / name).mkdir(parents=True, exist_ok=True)

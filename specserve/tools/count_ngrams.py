@@ -1,4 +1,4 @@
-"""Tables for the statistical drafters, counted from text files: the work behind `specserve tables`."""
+"""Count tables for the n-gram drafters from text files: `specserve tables`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from specserve.errors import BadValue
-from specserve.progress import Tell, silent
+from specserve.progress import ReportProgress, no_progress
 
-KEEP = 64  # followers of a token, as many as a drafter draws from by default
+KEEP = 64
+"""Followers of a token; a drafter samples from as many by default."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,38 +41,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def tabulate(
-    tokenizer: str, texts: Sequence[Path], out: Path, *, keep: int = KEEP, tell: Tell = silent
+def count_ngrams(
+    tokenizer: str,
+    texts: Sequence[Path],
+    out: Path,
+    *,
+    keep: int = KEEP,
+    report_progress: ReportProgress = no_progress,
 ) -> str:
-    """Writes the tables; says what is in them."""
-    from specserve.api.tokenizer import (
-        Text,
-    )  # late: the tokenizer's library takes seconds to import
-    from specserve.drafters.ngram.tables import count, save
+    """Write the tables; return a sentence about their contents. Raises BadValue."""
+    # Imported late: the tokenizer's library takes seconds to import.
+    from specserve.api.tokenizer import Tokenizer
+    from specserve.drafters.ngram.tables import count_texts, save_tables
 
     if keep < 1:
         raise BadValue(f"--keep must be 1 or more, not {keep}", param="keep")
-    speaks = Text.load(tokenizer)
-    counts = count(
-        (speaks.encode(text, special=False) for text in _read_all(texts, tell)),
+    encoder = Tokenizer.load(tokenizer)
+    counts = count_texts(
+        (encoder.encode(text, special=False) for text in _read_all(texts, report_progress)),
         keep=keep,
-        fingerprint=speaks.fingerprint,
+        fingerprint=encoder.fingerprint,
     )
     if not counts.vocab_size:
         raise BadValue("the files of --text are empty; name files with text in them", param="text")
     out.parent.mkdir(parents=True, exist_ok=True)
-    save(counts, out)
-    return f"{out} has {len(counts.ids):,} pairs, from {int(counts.unigram.sum()):,} tokens in {len(texts):,} files"
+    save_tables(counts, out)
+    tokens = int(counts.unigram.sum())
+    return f"{out} has {len(counts.ids):,} pairs, from {tokens:,} tokens in {len(texts):,} files"
 
 
-def _read_all(texts: Sequence[Path], tell: Tell) -> Iterator[str]:
+def _read_all(texts: Sequence[Path], report_progress: ReportProgress) -> Iterator[str]:
     for number, text in enumerate(texts):
-        tell("counting", number / len(texts), text.name)
+        report_progress("counting", number / len(texts), text.name)
         yield read_text(text)
 
 
 def read_text(text: Path) -> str:
-    """Raises BadValue."""
+    """Return the contents of a file. Raises BadValue."""
     try:
         return text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,7 @@
-"""Widened copies: a small model's function at a large model's cost, so that speed can be measured with real texts and a real alpha.
+"""Widen a model: a small model's function at a large model's cost.
 
-Every gated MLP gets more columns. What they compute is real work, and their part of `down_proj` is zero, so nothing comes of it.
+Speed can then be measured with real texts and a real alpha. Every gated MLP gets more columns; they
+are computed, and their part of `down_proj` is zero, so they change nothing.
 """
 
 from __future__ import annotations
@@ -20,30 +21,33 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specserve.errors import BadValue, ModelError, ModelNotFound, UnsupportedModel
-from specserve.progress import Tell, silent
+from specserve.progress import ReportProgress, no_progress
 
 SHARD_BYTES = 2_000_000_000
-MULTIPLE = 64  # of intermediate sizes; kernels like round ones
-STD = 0.02  # of the random columns: as large as trained ones, so that they cost the same
+MULTIPLE = 64
+"""Intermediate sizes are multiples of it, because kernels are tuned for round sizes."""
+STD = 0.02
+"""Standard deviation of the random columns, as in trained ones, so that they cost the same."""
 INDEX = "model.safetensors.index.json"
 MLP = re.compile(r"\.mlp\.(gate|up|down)_proj\.(weight|bias)$")
 
 CARD = """# {name}, widened to {reached:,} parameters
 
-A copy of `{name}` ({own:,} parameters) for measuring speed: every MLP was widened from {before} to {after} columns whose part of
-`down_proj` is zero. It computes the same function as the original, no better, at the cost of a model of {reached:,} parameters.
-Figures measured with it must be labelled "widened". Made by `specserve inflate`; the licence is that of the original.
+A copy of `{name}` ({own:,} parameters) for measuring speed. Every MLP was widened from {before}
+to {after} columns; their part of `down_proj` is zero. The copy computes the function of the
+original, no better, at the cost of a model of {reached:,} parameters. Figures measured with it
+must be labelled "widened". Made by `specserve inflate`; the licence is that of the original.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint on disk whose MLPs are all gated and of one width."""
+    """Checkpoint on disk whose MLPs are all gated and of one width; tensors are named."""
 
     directory: Path
     config: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]  # by tensor name
-    files: dict[str, Path]  # by tensor name
+    shapes: dict[str, tuple[int, ...]]
+    files: dict[str, Path]
 
     @property
     def width(self) -> int:
@@ -51,7 +55,7 @@ class Checkpoint:
 
     @property
     def num_parameters(self) -> int:
-        """A tied head that is stored all the same is the embedding, and counts once."""
+        """Number of parameters. A tied head that is stored nevertheless counts once."""
         tied = self.config.get("tie_word_embeddings", False)
         return sum(
             torch.Size(shape).numel()
@@ -61,7 +65,7 @@ class Checkpoint:
 
     @property
     def column_parameters(self) -> int:
-        """What one more column in every MLP adds."""
+        """Number of parameters that one more column in every MLP adds."""
         sides = [
             shape[::-1] if "down_proj" in name else shape
             for name, shape in self.shapes.items()
@@ -70,13 +74,20 @@ class Checkpoint:
         return sum(torch.Size(shape[1:]).numel() for shape in sides)
 
 
-def inflate(model_dir: Path, params: int, out_dir: Path, tell: Tell = silent) -> int:
-    """Write a widened copy of about `params` parameters to `out_dir`, which must be new or empty; the number reached."""
+def inflate(
+    model_dir: Path, params: int, out_dir: Path, report_progress: ReportProgress = no_progress
+) -> int:
+    """Write a widened copy to `out_dir`, which must be new or empty; return its size.
+
+    The size is the multiple nearest to `params`. Raises BadValue, ModelError, ModelNotFound or
+    UnsupportedModel.
+    """
     source = _open(model_dir)
     own = source.num_parameters
     if params < own:
         raise BadValue(
-            f"--params must be at least the model's own {own:,}, not {params:,}: a model can be widened only.",
+            f"--params must be at least the model's own {own:,}, not {params:,}: a model can be "
+            "widened only.",
             param="params",
         )
     if out_dir.exists() and any(out_dir.iterdir()):
@@ -84,7 +95,7 @@ def inflate(model_dir: Path, params: int, out_dir: Path, tell: Tell = silent) ->
     width = _new_width(source, params)
     reached = own + (width - source.width) * source.column_parameters
     out_dir.mkdir(parents=True, exist_ok=True)
-    _write(_widened(source, width, tell), out_dir)
+    _write(_widened(source, width, report_progress), out_dir)
     (out_dir / "config.json").write_text(
         json.dumps({**source.config, "intermediate_size": width}, indent=2) + "\n"
     )
@@ -115,12 +126,12 @@ def _open(directory: Path) -> Checkpoint:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 shapes[name], files[name] = tuple(file.get_slice(name).get_shape()), path
     checkpoint = Checkpoint(directory, config, shapes, files)
-    _refuse_others(checkpoint)
+    _require_gated_mlps(checkpoint)
     return checkpoint
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Those that the index names: beside them a checkpoint may hold the same weights again in another layout."""
+    """Return the files that the index names; others may repeat the weights in another layout."""
     if (directory / INDEX).is_file():
         index = json.loads((directory / INDEX).read_text())
         return [directory / name for name in sorted(set(index["weight_map"].values()))]
@@ -131,8 +142,8 @@ def _weight_files(directory: Path) -> list[Path]:
     return [directory / "model.safetensors"]
 
 
-def _refuse_others(checkpoint: Checkpoint) -> None:
-    """A model is widened as a whole or not at all: half of it would neither compute the same nor cost what the card says."""
+def _require_gated_mlps(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModel unless every MLP can be widened: all are, or the cost is wrong."""
     name = checkpoint.config.get("model_type", "this model")
     layers = checkpoint.config.get("num_hidden_layers")
     found = [MLP.search(tensor) for tensor in checkpoint.shapes]
@@ -143,33 +154,37 @@ def _refuse_others(checkpoint: Checkpoint) -> None:
         or len(gates) != layers
     ):
         raise UnsupportedModel(
-            f"{name} cannot be widened: only models whose every MLP has gate_proj, up_proj and down_proj can."
+            f"{name} cannot be widened: only models whose every MLP has gate_proj, up_proj and "
+            "down_proj can."
         )
     if "quantization_config" in checkpoint.config:
         raise UnsupportedModel(f"{name} cannot be widened: it is quantized.")
     for tensor, shape in checkpoint.shapes.items():
         if _grows(tensor) and shape[1 if "down_proj" in tensor else 0] != checkpoint.width:
             raise UnsupportedModel(
-                f"{name} cannot be widened: {tensor} does not have the configured intermediate size."
+                f"{name} cannot be widened: {tensor} does not have the configured intermediate "
+                "size."
             )
 
 
 def _grows(name: str) -> bool:
-    """All of an MLP but the bias of its way down."""
+    """Return whether a tensor gets columns: all of an MLP except the bias of `down_proj`."""
     match = MLP.search(name)
     return match is not None and (match[1], match[2]) != ("down", "bias")
 
 
 def _new_width(source: Checkpoint, params: int) -> int:
-    """The multiple that comes nearest to `params`; none below what the model has."""
+    """Return the multiple nearest to `params`, at least the width that the model has."""
     wanted = source.width + (params - source.num_parameters) / source.column_parameters
     return max(round(wanted / MULTIPLE), -(-source.width // MULTIPLE)) * MULTIPLE
 
 
-def _widened(source: Checkpoint, width: int, tell: Tell) -> Iterator[tuple[str, Tensor]]:
-    """One tensor after another, so that a model larger than the memory can be made."""
+def _widened(
+    source: Checkpoint, width: int, report_progress: ReportProgress
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield one tensor at a time, so that the copy may be larger than the memory."""
     for number, (name, path) in enumerate(source.files.items()):
-        tell("widening", number / len(source.files), name)
+        report_progress("widening", number / len(source.files), name)
         with safe_open(path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         yield name, _widen(name, tensor, width) if _grows(name) else tensor
@@ -179,7 +194,8 @@ def _widen(name: str, tensor: Tensor, width: int) -> Tensor:
     if "down_proj" in name:
         zeros = tensor.new_zeros(tensor.shape[0], width - tensor.shape[1])
         return torch.cat([tensor, zeros], dim=1)
-    generator = torch.Generator().manual_seed(crc32(name.encode()))  # the same copy every time
+    # Seeded by name, so that every copy is the same.
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
     fresh = tensor.new_empty(width - tensor.shape[0], *tensor.shape[1:]).normal_(
         0.0, STD, generator=generator
     )
@@ -187,7 +203,10 @@ def _widen(name: str, tensor: Tensor, width: int) -> Tensor:
 
 
 def _write(tensors: Iterator[tuple[str, Tensor]], out_dir: Path) -> None:
-    """In files of at most SHARD_BYTES or one tensor. Their names say how many there are, hence the renaming at the end."""
+    """Write files of at most SHARD_BYTES or one tensor.
+
+    Their names contain their number, so they are renamed at the end.
+    """
     shards = [
         _save(shard, out_dir / f"part-{number}") for number, shard in enumerate(_shards(tensors), 1)
     ]
@@ -222,7 +241,7 @@ def _save(shard: dict[str, Tensor], path: Path) -> list[str]:
 
 
 def _companions(directory: Path) -> list[Path]:
-    """Tokenizer, generation config and licence: all small files but those that are written anew."""
+    """Return tokenizer, generation config and licence: small files that are copied as they are."""
     fresh = {"config.json", INDEX}
     kinds = {".json", ".txt", ".model", ".jinja"}
     return [

@@ -1,6 +1,7 @@
-"""A picture of a trace: target and draft as two lanes, each round's drafts coloured by what became of them (after Figure 5 of arXiv 2211.17192).
+"""Draw a trace: target and draft as two lanes, draft tokens coloured by their verification.
 
-`python -m specserve.tools.timeline trace.json --out trace.svg`, with a trace of `GET /trace` or of `specserve generate --trace`.
+`python -m specserve.tools.timeline trace.json --out trace.svg` draws a trace of `GET /trace` or of
+`specserve generate --trace`, after Figure 5 of arXiv 2211.17192.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WIDTH, LEFT, RIGHT = 1100, 74, 20
 LANE, GAP, TOP = 46, 20, 58
 COLOURS = {
     "accepted": "#2a9d5c",
-    "refused": "#d1495b",
+    "rejected": "#d1495b",
     "next": "#3d6fb6",
     "plain": "#8a94a6",
     "draft": "#e09f3e",
@@ -27,7 +28,7 @@ COLOURS = {
 }
 LEGEND = {
     "accepted": "accepted draft",
-    "refused": "refused draft",
+    "rejected": "rejected draft",
     "next": "the target's own token",
     "draft": "drafting that the target waits for",
     "anticipate": "preparing the next proposal",
@@ -35,39 +36,39 @@ LEGEND = {
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """Something in one lane, in microseconds."""
+class TraceBar:
+    """Event in one lane, in microseconds."""
 
     name: str
-    begun: float
-    ended: float
+    start: float
+    end: float
     about: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """The rounds that are shown, and what both devices did in their time."""
+class TraceWindow:
+    """The rounds that are drawn, and the events of both devices meanwhile."""
 
-    rounds: tuple[Bar, ...]
-    verify: tuple[Bar, ...]
-    draft: tuple[Bar, ...]
-
-    @property
-    def begun(self) -> float:
-        return min(bar.begun for bar in (*self.rounds, *self.verify))
+    rounds: tuple[TraceBar, ...]
+    verify: tuple[TraceBar, ...]
+    draft: tuple[TraceBar, ...]
 
     @property
-    def ended(self) -> float:
-        return max(bar.ended for bar in (*self.rounds, *self.verify))
+    def start(self) -> float:
+        return min(bar.start for bar in (*self.rounds, *self.verify))
+
+    @property
+    def end(self) -> float:
+        return max(bar.end for bar in (*self.rounds, *self.verify))
 
     @property
     def busy(self) -> float:
-        """The target's share of the time."""
-        return sum(bar.ended - bar.begun for bar in self.verify) / (self.ended - self.begun)
+        """Share of the time in which the target verifies."""
+        return sum(bar.end - bar.start for bar in self.verify) / (self.end - self.start)
 
 
-def read(trace: Mapping[str, Any], *, first: int | None, count: int) -> Scene:
-    """`count` rounds that decode, from round `first` on; by default from the middle."""
+def select_rounds(trace: Mapping[str, Any], *, first: int | None, count: int) -> TraceWindow:
+    """Return `count` rounds that decode, from round `first` on, or from the middle."""
     bars = [_bar(event) for event in trace["traceEvents"] if event["ph"] == "X"]
     lanes = {
         event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"
@@ -86,106 +87,127 @@ def read(trace: Mapping[str, Any], *, first: int | None, count: int) -> Scene:
         else next((i for i, bar in enumerate(rounds) if bar.about["round"] >= first), 0)
     )
     shown = rounds[begin : begin + count]
-    since, until = shown[0].begun, shown[-1].ended
+    start, end = shown[0].start, shown[-1].end
 
-    def of(lane: str) -> tuple[Bar, ...]:
+    def events(lane: str) -> tuple[TraceBar, ...]:
         return tuple(
             bar
             for bar, name in zip(bars, lane_of, strict=True)
-            if name == lane and bar.ended > since and bar.begun < until
+            if name == lane and bar.end > start and bar.start < end
         )
 
-    return Scene(tuple(shown), of("target"), of("draft"))
+    return TraceWindow(tuple(shown), events("target"), events("draft"))
 
 
-def draw(scene: Scene) -> str:
-    """As SVG. The lanes' time runs from the first round's beginning to the last one's end."""
+def draw(window: TraceWindow) -> str:
+    """Return the rounds as SVG, from the start of the first to the end of the last."""
     height = TOP + 2 * LANE + GAP + 64
-    scale = (WIDTH - LEFT - RIGHT) / (scene.ended - scene.begun)
-    body = [*_title(scene), *_lane("target", 0), *_lane("draft", 1)]
+    scale = (WIDTH - LEFT - RIGHT) / (window.end - window.start)
+    body = [*_title(window), *_lane("target", 0), *_lane("draft", 1)]
     body += [
-        mark for bar in scene.verify for mark in _verified(bar, _round_of(bar, scene), scene, scale)
+        mark
+        for bar in window.verify
+        for mark in _verified(bar, _round_of(bar, window), window, scale)
     ]
     body += [
-        _box(bar, scene, scale, y=_y(1), colour=COLOURS[bar.name])
-        for bar in scene.draft
+        _box(bar, window, scale, y=_y(1), colour=COLOURS[bar.name])
+        for bar in window.draft
         if bar.name in COLOURS
     ]
-    body += [*_axis(scene, scale), *_legend(height - 12)]
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12" role="img">'
+    body += [*_axis(window, scale), *_legend(height - 12)]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="12" role="img">'
+    )
     return "\n".join(
         [head, f'<rect width="{WIDTH}" height="{height}" fill="white"/>', *body, "</svg>\n"]
     )
 
 
-def _bar(event: Mapping[str, Any]) -> Bar:
-    return Bar(event["name"], event["ts"], event["ts"] + event["dur"], event["args"])
+def _bar(event: Mapping[str, Any]) -> TraceBar:
+    return TraceBar(event["name"], event["ts"], event["ts"] + event["dur"], event["args"])
 
 
-def _round_of(bar: Bar, scene: Scene) -> Bar | None:
-    """The round that a verification belongs to."""
-    middle = (bar.begun + bar.ended) / 2
-    return next((done for done in scene.rounds if done.begun <= middle <= done.ended), None)
+def _round_of(bar: TraceBar, window: TraceWindow) -> TraceBar | None:
+    """Return the round that a verification belongs to."""
+    middle = (bar.start + bar.end) / 2
+    return next((done for done in window.rounds if done.start <= middle <= done.end), None)
 
 
-def _verified(bar: Bar, done: Bar | None, scene: Scene, scale: float) -> Iterator[str]:
-    """A cell for each share of the pass's rows: accepted, refused, and what the target added."""
+def _verified(
+    bar: TraceBar, done: TraceBar | None, window: TraceWindow, scale: float
+) -> Iterator[str]:
+    """Yield a cell for each row of the pass: accepted, rejected, or added by the target."""
     if done is None:
-        yield _box(bar, scene, scale, y=_y(0), colour=COLOURS["plain"])
+        yield _box(bar, window, scale, y=_y(0), colour=COLOURS["plain"])
         return
     drafted, accepted, count = (
         int(done.about[key]) for key in ("drafted", "accepted", "sequences")
     )
     cells = (
         ["accepted"] * accepted
-        + ["refused"] * (drafted - accepted)
+        + ["rejected"] * (drafted - accepted)
         + ["next" if drafted else "plain"] * count
     )
-    each = (bar.ended - bar.begun) / len(cells)
+    each = (bar.end - bar.start) / len(cells)
     for i, kind in enumerate(cells):
         yield _box(
-            Bar(kind, bar.begun + i * each, bar.begun + (i + 1) * each, {}),
-            scene,
+            TraceBar(kind, bar.start + i * each, bar.start + (i + 1) * each, {}),
+            window,
             scale,
             y=_y(0),
             colour=COLOURS[kind],
         )
-    x, width = LEFT + (bar.begun - scene.begun) * scale, (bar.ended - bar.begun) * scale
-    yield f'<text x="{x + width / 2:.1f}" y="{_y(0) - 5}" text-anchor="middle" fill="#333">+{done.about["committed"]}</text>'
+    x, width = LEFT + (bar.start - window.start) * scale, (bar.end - bar.start) * scale
+    yield (
+        f'<text x="{x + width / 2:.1f}" y="{_y(0) - 5}" text-anchor="middle" '
+        f'fill="#333">+{done.about["committed"]}</text>'
+    )
 
 
-def _box(bar: Bar, scene: Scene, scale: float, *, y: float, colour: str) -> str:
+def _box(bar: TraceBar, window: TraceWindow, scale: float, *, y: float, colour: str) -> str:
     x, stop = (
-        max(LEFT, LEFT + (time - scene.begun) * scale)
-        for time in (bar.begun, min(bar.ended, scene.ended))
+        max(LEFT, LEFT + (time - window.start) * scale)
+        for time in (bar.start, min(bar.end, window.end))
     )
-    return f'<rect x="{x:.2f}" y="{y}" width="{max(stop - x, 0.4):.2f}" height="{LANE}" fill="{colour}" stroke="white" stroke-width="0.6"/>'
+    return (
+        f'<rect x="{x:.2f}" y="{y}" width="{max(stop - x, 0.4):.2f}" height="{LANE}" '
+        f'fill="{colour}" stroke="white" stroke-width="0.6"/>'
+    )
 
 
-def _title(scene: Scene) -> Iterator[str]:
-    committed = sum(int(done.about["committed"]) for done in scene.rounds)
+def _title(window: TraceWindow) -> Iterator[str]:
+    committed = sum(int(done.about["committed"]) for done in window.rounds)
     hits, misses = (
-        sum(int(done.about[key]) for done in scene.rounds) for key in ("hits", "misses")
+        sum(int(done.about[key]) for done in window.rounds) for key in ("hits", "misses")
     )
-    each = median(done.ended - done.begun for done in scene.rounds) / 1e3
-    words = f"{len(scene.rounds)} rounds, {committed} tokens, {each:.1f} ms a round; target busy {scene.busy:.0%} of the time"
+    each = median(done.end - done.start for done in window.rounds) / 1e3
+    words = (
+        f"{len(window.rounds)} rounds, {committed} tokens, {each:.1f} ms a round; "
+        f"target busy {window.busy:.0%} of the time"
+    )
     words += f"; {hits} of {hits + misses} proposals prepared in advance" if hits + misses else ""
     yield f"<title>{words}</title>"
     yield f'<text x="{LEFT}" y="22" font-size="14" fill="#111">{words}</text>'
 
 
 def _lane(name: str, number: int) -> Iterator[str]:
-    yield f'<text x="{LEFT - 10}" y="{_y(number) + LANE / 2 + 4}" text-anchor="end" fill="#111">{name}</text>'
-    yield f'<rect x="{LEFT}" y="{_y(number)}" width="{WIDTH - LEFT - RIGHT}" height="{LANE}" fill="#f4f5f7"/>'
+    y, width = _y(number), WIDTH - LEFT - RIGHT
+    middle = y + LANE / 2 + 4
+    yield f'<text x="{LEFT - 10}" y="{middle}" text-anchor="end" fill="#111">{name}</text>'
+    yield f'<rect x="{LEFT}" y="{y}" width="{width}" height="{LANE}" fill="#f4f5f7"/>'
 
 
-def _axis(scene: Scene, scale: float) -> Iterator[str]:
-    span, y = (scene.ended - scene.begun) / 1e3, _y(1) + LANE + 14  # ms
+def _axis(window: TraceWindow, scale: float) -> Iterator[str]:
+    span, y = (window.end - window.start) / 1e3, _y(1) + LANE + 14  # ms
     step = next(
         step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if span / step <= 14
     )
     for tick in range(0, int(span) + 1, step):
-        yield f'<text x="{LEFT + tick * 1e3 * scale:.1f}" y="{y}" text-anchor="middle" fill="#555" font-size="11">{tick} ms</text>'
+        yield (
+            f'<text x="{LEFT + tick * 1e3 * scale:.1f}" y="{y}" text-anchor="middle" '
+            f'fill="#555" font-size="11">{tick} ms</text>'
+        )
 
 
 def _legend(y: float) -> Iterator[str]:
@@ -212,7 +234,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=12)
     options = parser.parse_args(arguments)
     options.out.write_text(
-        draw(read(json.loads(options.trace.read_text()), first=options.first, count=options.rounds))
+        draw(
+            select_rounds(
+                json.loads(options.trace.read_text()), first=options.first, count=options.rounds
+            )
+        )
     )
 
 

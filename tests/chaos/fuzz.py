@@ -1,6 +1,7 @@
-"""What a stranger or a broken peer may send: damaged frames, to the reader and over a real link, and damaged HTTP. Prints what became of it.
+"""Fuzzing: damaged frames, decoded directly and over a real link, and damaged HTTP requests.
 
-`python tests/chaos/fuzz.py` sends all that docs/reliability.md tells of; tests/chaos/test_fuzz.py sends a little of it.
+`python tests/chaos/fuzz.py` measures what docs/measurements/reliability.md shows;
+tests/chaos/test_fuzz.py sends a little of it.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import psutil
 import zmq
 
-from specserve.cluster.transport.link import Keys, Server
+from specserve.cluster.transport.link import KeyPair, Server
 from specserve.errors import BadFrame
 from specserve.types import (
     Chunk,
     DraftStep,
-    Finish,
-    Foreseen,
+    FinishReason,
     Logprobs,
     Origin,
     Policy,
+    PreparedProposal,
     Proposal,
     Span,
-    SparseRows,
+    SparseDistribution,
     Stats,
     Verdict,
     VerifyStep,
@@ -45,9 +46,9 @@ from specserve.types import (
 from specserve.wire.messages import (
     VERSION,
     Chunks,
-    Failed,
+    Failure,
     Message,
-    Prepared,
+    PreparedProposals,
     Proposals,
     Propose,
     Stop,
@@ -56,41 +57,45 @@ from specserve.wire.messages import (
     pack,
     unpack,
 )
-from tests.support.http_server import FakeService, Running, serving
+from tests.support.http_server import FakeService, RunningServer, serving
 
 Frames = list[bytes]
 
-PATIENCE_S = 20.0  # what takes longer hangs
-MOST_AHEAD = 64  # frames on their way before the next one waits for the reader
-TELLING = bytes.fromhex(
+PATIENCE_S = 20.0  # an input that takes longer hangs
+MAX_AHEAD = 64  # frames sent before the next one waits for the receiver
+# Bytes with a meaning to msgpack: containers, lengths, extensions.
+MSGPACK_BYTES = bytes.fromhex(
     "80 8f 90 9f c0 c1 c2 c4 c6 c7 c9 cb cf d4 d9 db dc dd de df ff 00 7f"
-)  # to msgpack: containers, lengths, extensions
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of one kind of input."""
+class FuzzOutcome:
+    """Results of one kind of input."""
 
-    what: str
+    input: str
     sent: int
-    ends: Counter[str]
+    results: Counter[str]
     seconds: float
     slowest_ms: float
-    grown_mb: float  # of this process, from the first tenth to the end
+    grown_mb: float  # growth of this process after the first tenth
 
     @property
     def row(self) -> str:
-        ends = ", ".join(f"{count:,} {end}" for end, count in self.ends.most_common())
-        return f"| {self.what} | {self.sent:,} | {ends} | {self.seconds:.0f} s | {self.slowest_ms:.1f} ms | {self.grown_mb:+.1f} MB |"
+        results = ", ".join(f"{count:,} {result}" for result, count in self.results.most_common())
+        return (
+            f"| {self.input} | {self.sent:,} | {results} | {self.seconds:.0f} s "
+            f"| {self.slowest_ms:.1f} ms | {self.grown_mb:+.1f} MB |"
+        )
 
 
-HEAD = "| input | sent | became | time | slowest | memory |\n|---|---|---|---|---|---|"
+TABLE_HEAD = "| input | sent | result | time | slowest | memory |\n|---|---|---|---|---|---|"
 
 
 def messages() -> list[Message]:
-    """One of each kind, with everything in it that a frame can hold."""
+    """Return one message of each kind, with all that a frame can hold."""
     rng = np.random.default_rng(0)
-    q = SparseRows(rng.integers(0, 4000, (3, 8)), rng.random((3, 8), dtype=np.float32))
+    q = SparseDistribution(rng.integers(0, 4000, (3, 8)), rng.random((3, 8), dtype=np.float32))
     policy = Policy(
         Warp(temperature=0.7, top_k=5, logit_bias=((3, 1.5), (9, -2.0))),
         "block",
@@ -103,10 +108,10 @@ def messages() -> list[Message]:
     return [
         Propose(1, 0.25, (DraftStep(1, 2, (3, 4), 5, policy),), (6, 7)),
         Proposals(1, (proposal,), 0.01, 12, (Span("draft", 0.1, 0.2),)),
-        Prepared(1, (Foreseen(8, proposal),)),
+        PreparedProposals(1, (PreparedProposal(8, proposal),)),
         Verify(1, (VerifyStep(1, 12, (5,), (3, 4, 5), q, policy, True),), (6,)),
         Verdicts(1, (Verdict(1, 1, 2, logprobs),), 0.1, 3, 4, 5, (Span("verify", 0.1, 0.2),)),
-        Failed(1, "OutOfPages", "no room"),
+        Failure(1, "OutOfPages", "no room"),
         Chunks(
             (
                 Chunk(
@@ -114,7 +119,7 @@ def messages() -> list[Message]:
                     (2,),
                     (Origin.BONUS,),
                     logprobs,
-                    Finish.ERROR,
+                    FinishReason.ERROR,
                     Stats("block", True, 1, 2, 3, 4),
                     "fell over",
                 ),
@@ -125,11 +130,15 @@ def messages() -> list[Message]:
 
 
 def fuzzed_frames(rng: random.Random) -> Iterator[Frames]:
-    """For ever: bits flipped, bytes swapped, parts cut out, repeated or exchanged between messages, and heads made of plausible pieces."""
+    """Yield damaged messages without end.
+
+    Bits are flipped, bytes replaced, parts cut out, repeated or exchanged between messages, and
+    heads made of plausible pieces.
+    """
     good = [[bytes(frame) for frame in pack(message)] for message in messages()]
-    harms: tuple[Callable[[random.Random, bytes, list[Frames]], bytes], ...] = (
+    mutations: tuple[Callable[[random.Random, bytes, list[Frames]], bytes], ...] = (
         _flip,
-        _swap,
+        _replace,
         _cut,
         _repeat,
         _splice,
@@ -139,7 +148,7 @@ def fuzzed_frames(rng: random.Random) -> Iterator[Frames]:
         frames = list(rng.choice(good))
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             at = rng.randrange(len(frames))
-            frames[at] = rng.choice(harms)(rng, frames[at], good)
+            frames[at] = rng.choice(mutations)(rng, frames[at], good)
         if rng.random() < 0.05:
             frames = (
                 frames[:-1] or [b""]
@@ -156,11 +165,10 @@ def _flip(rng: random.Random, frame: bytes, good: list[Frames]) -> bytes:
     return bytes(damaged)
 
 
-def _swap(rng: random.Random, frame: bytes, good: list[Frames]) -> bytes:
-    """Bytes that mean much to msgpack: containers, long lengths, extensions, nothing."""
+def _replace(rng: random.Random, frame: bytes, good: list[Frames]) -> bytes:
     damaged = bytearray(frame or b"\0")
     for _ in range(rng.randint(1, 3)):
-        damaged[rng.randrange(len(damaged))] = rng.choice(TELLING)
+        damaged[rng.randrange(len(damaged))] = rng.choice(MSGPACK_BYTES)
     return bytes(damaged)
 
 
@@ -184,10 +192,10 @@ def _invent(rng: random.Random, frame: bytes, good: list[Frames]) -> bytes:
         (
             "Propose",
             "Proposals",
-            "Prepared",
+            "PreparedProposals",
             "Verify",
             "Verdicts",
-            "Failed",
+            "Failure",
             "Chunks",
             "Stop",
             "Gossip",
@@ -220,11 +228,11 @@ def _value(rng: random.Random, depth: int) -> object:
     )
 
 
-def fuzz_reader(count: int, seed: int = 0) -> Outcome:
-    """Straight into `unpack`. What is read must be one that can be sent on."""
+def fuzz_reader(count: int, seed: int = 0) -> FuzzOutcome:
+    """Decode frames with `unpack`. A message that it accepts must be one that can be packed."""
     frames = fuzzed_frames(random.Random(seed))
 
-    def one() -> str:
+    def decode_one() -> str:
         try:
             message = unpack(next(frames))
         except BadFrame:
@@ -232,38 +240,45 @@ def fuzz_reader(count: int, seed: int = 0) -> Outcome:
         pack(message)
         return "read as messages"
 
-    return _measured("wire frames, read", count, one)
+    return _measure("wire frames, read", count, decode_one)
 
 
-def fuzz_link(count: int, seed: int = 1) -> Outcome:
-    """Over a real socket, by a peer that has the key and has gone mad. Now and then a message must still come through."""
+def fuzz_link(count: int, seed: int = 1) -> FuzzOutcome:
+    """Send frames over a real socket from a faulty peer that has the key.
+
+    Every so often a good message must still arrive.
+    """
     frames, number = fuzzed_frames(random.Random(seed)), 0
-    with _linked() as (peer, took):
+    with _linked() as (peer, received):
 
-        def one() -> str:
+        def send_one() -> str:
             nonlocal number
             number += 1
             peer.send_multipart(next(frames))
-            if number % MOST_AHEAD:
+            if number % MAX_AHEAD:
                 return "sent"
             peer.send_multipart(pack(Propose(number, 1.0, ())))
-            _until(lambda: took[-1:] == [number], "a good message does not come through")
+            _wait_until(lambda: received[-1:] == [number], "a good message does not come through")
             return "sent, and a good one behind it came through"
 
-        return _measured("wire frames, over a link", count, one)
+        return _measure("wire frames, over a link", count, send_one)
 
 
 @contextmanager
 def _linked() -> Iterator[tuple[zmq.Socket[bytes], list[int]]]:
-    """A peer's bare socket, and the numbers of what a worker's end took: the marks are those without steps and of a deadline of a second."""
-    keys, took, ended = Keys.fresh(), [], threading.Event()
-    server = Server(Keys.fresh(), "127.0.0.1", keys.public)
+    """Yield a peer's bare socket, and the number of the last good message that a worker received.
+
+    A good message has no steps and a deadline of one second.
+    """
+    keys, ended = KeyPair.generate(), threading.Event()
+    received: list[int] = []
+    server = Server(KeyPair.generate(), "127.0.0.1", keys.public)
 
     def serve() -> None:
         while not ended.is_set():
             message = server.receive(0.1)
             if isinstance(message, Propose) and message.deadline == 1.0 and not message.steps:
-                took[:] = [message.number]
+                received[:] = [message.number]
         server.close()
 
     thread = threading.Thread(target=serve)
@@ -279,7 +294,7 @@ def _linked() -> Iterator[tuple[zmq.Socket[bytes], list[int]]]:
     peer.set(zmq.CURVE_SERVERKEY, server.address.public)
     peer.connect(server.address.endpoint)
     try:
-        yield peer, took
+        yield peer, received
     finally:
         peer.close()
         context.term()
@@ -288,25 +303,29 @@ def _linked() -> Iterator[tuple[zmq.Socket[bytes], list[int]]]:
         assert not thread.is_alive()
 
 
-def fuzz_http(count: int, seed: int = 2) -> Outcome:
-    """Against the app under uvicorn: requests put together wrongly, and bytes that are no requests. Afterwards it must answer as before."""
+def fuzz_http(count: int, seed: int = 2) -> FuzzOutcome:
+    """Send invalid requests, and bytes that are no requests, to the app under uvicorn.
+
+    Afterwards it must answer as before.
+    """
     rng = random.Random(seed)
-    with serving(FakeService(written="x " * 20), **{"limits.max_body_bytes": 200_000}) as server:
+    service = FakeService(output="x " * 20)
+    with serving(service, config={"limits.max_body_bytes": 200_000}) as server:
 
-        def one() -> str:
+        def send_one() -> str:
             if rng.random() < 0.2:
-                return _raw(server, _no_request(rng))
-            return _asked(server, rng)
+                return _send_bytes(server, _damaged_bytes(rng))
+            return _send_request(server, rng)
 
-        outcome = _measured("HTTP", count, one)
+        outcome = _measure("HTTP", count, send_one)
         assert server.ask("/health").status == 200
         assert server.until(lambda: server.service.num_live == 0)
-    strange = {end for end in outcome.ends if end.startswith("5")}
-    assert not strange, strange
+    server_errors = {result for result in outcome.results if result.startswith("5")}
+    assert not server_errors, server_errors
     return outcome
 
 
-GOOD = {
+GOOD: dict[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 4},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4},
     "/tokenize": {"prompt": "some text"},
@@ -393,7 +412,7 @@ MEMBERS = (
 )
 
 
-def _asked(server: Running, rng: random.Random) -> str:
+def _send_request(server: RunningServer, rng: random.Random) -> str:
     path = rng.choice(list(GOOD))
     body = dict(GOOD[path]) | {
         rng.choice(PARAMETERS): _json(rng, 3) for _ in range(rng.randrange(4))
@@ -408,7 +427,7 @@ def _asked(server: Running, rng: random.Random) -> str:
     )
     try:
         return str(server.ask(path, data, headers=headers).status)
-    except ConnectionError:  # a body that is too long is not waited for
+    except ConnectionError:  # the server does not read a body that is too long
         return "hung up on"
 
 
@@ -443,10 +462,10 @@ def _json(rng: random.Random, depth: int) -> object:
     return {rng.choice(MEMBERS): _json(rng, depth - 1) for _ in range(rng.randrange(4))}
 
 
-def _no_request(rng: random.Random) -> bytes:
+def _damaged_bytes(rng: random.Random) -> bytes:
     request = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n"
-        + b'{"prompt": "x"}'
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b'Content-Length: 15\r\n\r\n{"prompt": "x"}'
     )
     return (
         rng.choice((_flip, _cut, _repeat, _flip))(rng, request, [])
@@ -455,8 +474,8 @@ def _no_request(rng: random.Random) -> bytes:
     )
 
 
-def _raw(server: Running, data: bytes) -> str:
-    """Whatever comes back, the connection must end or answer in time. Told to be the last, an answer ends it."""
+def _send_bytes(server: RunningServer, data: bytes) -> str:
+    """Send bytes on a connection of their own, which must end or answer in time."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
@@ -468,19 +487,27 @@ def _raw(server: Running, data: bytes) -> str:
     return status if answer.startswith(b"HTTP/1.1 ") else "hung up on"
 
 
-def _measured(what: str, count: int, one: Callable[[], str]) -> Outcome:
-    """Memory is compared from the first tenth on: until then caches fill."""
-    ends: Counter[str] = Counter()
-    slowest, first, begun = 0.0, 0, time.perf_counter()
+def _measure(name: str, count: int, send_one: Callable[[], str]) -> FuzzOutcome:
+    """Send inputs and count the results.
+
+    Memory growth is measured after the first tenth, because caches fill until then.
+    """
+    results: Counter[str] = Counter()
+    slowest, first, started = 0.0, 0, time.perf_counter()
     for number in range(count):
         if number == count // 10:
             first = _memory()
-        at = time.perf_counter()
-        ends[one()] += 1
-        slowest = max(slowest, time.perf_counter() - at)
-    assert slowest < PATIENCE_S, f"something took {slowest:.1f} s"
-    return Outcome(
-        what, count, ends, time.perf_counter() - begun, slowest * 1e3, (_memory() - first) / 1e6
+        sent = time.perf_counter()
+        results[send_one()] += 1
+        slowest = max(slowest, time.perf_counter() - sent)
+    assert slowest < PATIENCE_S, f"an input took {slowest:.1f} s"
+    return FuzzOutcome(
+        name,
+        count,
+        results,
+        time.perf_counter() - started,
+        slowest * 1e3,
+        (_memory() - first) / 1e6,
     )
 
 
@@ -490,7 +517,7 @@ def _memory() -> int:
     return rss
 
 
-def _until(condition: Callable[[], bool], otherwise: str) -> None:
+def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
     end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, otherwise
@@ -499,15 +526,15 @@ def _until(condition: Callable[[], bool], otherwise: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Sends damaged frames and requests, and says what became of them."
+        description="Sends damaged frames and requests, and counts the results."
     )
     parser.add_argument("--frames", type=int, default=100_000)
     parser.add_argument("--link", type=int, default=10_000)
     parser.add_argument("--http", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    logging.disable(logging.CRITICAL)  # a line for each of them is not wanted here
-    print(HEAD)
+    logging.disable(logging.CRITICAL)  # not a line for each input
+    print(TABLE_HEAD)
     for fuzz, count in (
         (fuzz_reader, options.frames),
         (fuzz_link, options.link),

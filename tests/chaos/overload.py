@@ -1,6 +1,7 @@
-"""`make overload`: five times what the server can do, for five minutes; how it scales under a step of load; half an hour of everything mixed.
+"""`make overload`: five times the capacity for five minutes, a step of load, and a mixed soak test.
 
-Each part prints its figures for docs/reliability.md. `--only overload step soak` picks parts; `--seconds` is the length of each.
+Each part prints its figures for docs/measurements/reliability.md. `--only overload step soak`
+picks parts; `--seconds` is the length of each.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ import argparse
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from specserve.tools.bench.address import Address
-from specserve.tools.bench.chaos.report import at
-from specserve.tools.bench.prompts import CODE
+from specserve.tools.bench.address import ServerAddress
+from specserve.tools.bench.chaos.report import percentile_of
+from specserve.tools.bench.prompts import CODE_PROMPTS
 from specserve.tools.bench.streams import Stream
 from tests.support.ray_server import served
 
@@ -29,21 +32,21 @@ ACTORS = ("Gateway", "Engine", "TargetWorker", "DraftWorker")
 
 
 @dataclass(slots=True)
-class Seen:
-    """What became of the requests, by their status; 0 is no answer at all."""
+class RequestLog:
+    """Requests of a load and their streams."""
 
     streams: list[Stream] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
 
-    async def ask(
+    async def send(
         self,
-        address: Address,
+        address: ServerAddress,
         number: int,
         *,
         max_tokens: int = TOKENS,
         seconds: float = LIMIT_S * 2,
     ) -> None:
-        stream, prompt = Stream(), f"# {number}\n{CODE[number % len(CODE)]}"
+        stream, prompt = Stream(), f"# {number}\n{CODE_PROMPTS[number % len(CODE_PROMPTS)]}"
         self.streams.append(stream)
         self.arrived.append(time.monotonic())
         body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
@@ -54,6 +57,7 @@ class Seen:
             stream.error = stream.error or {"message": f"{type(error).__name__}: {error}"}
 
     def by_status(self) -> dict[int, int]:
+        """Count the requests by HTTP status; 0 is no answer."""
         statuses = [stream.status for stream in self.streams]
         return {status: statuses.count(status) for status in sorted(set(statuses))}
 
@@ -67,7 +71,7 @@ class Seen:
 
     @property
     def waits(self) -> list[float]:
-        """To the first token."""
+        """Seconds to the first token."""
         return [stream.times[0] - stream.sent for stream in self.complete]
 
     @property
@@ -90,7 +94,7 @@ async def for_a_while(seconds: float, client: Callable[[], Awaitable[None]], cli
 
 
 def processes() -> dict[str, psutil.Process]:
-    found = {}
+    found: dict[str, psutil.Process] = {}
     for process in psutil.process_iter(["cmdline"]):
         title = " ".join(process.info["cmdline"] or ())
         found |= {name: process for name in ACTORS if title.startswith("ray::") and name in title}
@@ -101,71 +105,80 @@ def memory() -> dict[str, float]:
     return {name: process.memory_info().rss / 2**20 for name, process in processes().items()}
 
 
-def numbered() -> Callable[[], int]:
+def counter() -> Callable[[], int]:
     return iter(range(10**9)).__next__
 
 
-async def overload(address: Address, seconds: float) -> Iterator[str]:
-    """An open loop: who is refused does not come back, and those who come do not wait for one another."""
-    peak, number = Seen(), numbered()
-    begun = time.monotonic()
+async def overload(address: ServerAddress, seconds: float) -> Iterator[str]:
+    """Measure the capacity in a closed loop, then send five times as much in an open loop.
+
+    A refused request is not sent again, and requests do not wait for one another.
+    """
+    peak, next_number = RequestLog(), counter()
+    started = time.monotonic()
     await for_a_while(
-        min(60.0, seconds), lambda: peak.ask(address, number()), RUNNING + QUEUED // 2
+        min(60.0, seconds), lambda: peak.send(address, next_number()), RUNNING + QUEUED // 2
     )
-    best = len(peak.complete) / (time.monotonic() - begun)
-    chance, seen, before, tasks = random.Random(1), Seen(), memory(), []
-    begun = due = time.monotonic()
-    while due < begun + seconds:
-        due += chance.expovariate(5 * best)
+    best = len(peak.complete) / (time.monotonic() - started)
+    rng, log, before, tasks = random.Random(1), RequestLog(), memory(), []
+    started = due = time.monotonic()
+    while due < started + seconds:
+        due += rng.expovariate(5 * best)
         await asyncio.sleep(due - time.monotonic())
-        tasks.append(asyncio.create_task(seen.ask(address, number())))
-    over = time.monotonic()
-    goodput = sum(stream.ended is not None and stream.ended < over for stream in seen.complete) / (
-        over - begun
-    )
+        tasks.append(asyncio.create_task(log.send(address, next_number())))
+    end = time.monotonic()
+    in_time = sum(stream.ended is not None and stream.ended < end for stream in log.complete)
+    goodput = in_time / (end - started)
     await asyncio.gather(*tasks)
     broken = [
         stream.error
-        for stream in seen.streams
+        for stream in log.streams
         if stream.status not in (200, 429) or (stream.status == 200 and stream.num_finals != 1)
     ]
     return iter(
         (
             f"peak, closed loop: {best:.2f} requests/s of {TOKENS} tokens",
-            f"open loop at {5 * best:.1f} requests/s for {seconds:.0f} s: {len(seen.streams)} requests, by status {seen.by_status()}",
+            f"open loop at {5 * best:.1f} requests/s for {seconds:.0f} s: "
+            f"{len(log.streams)} requests, by status {log.by_status()}",
             f"goodput {goodput:.2f} requests/s, {goodput / best:.2f} of the peak",
-            f"time to first token of those that were served, s: {spread(seen.waits)}",
-            f"refusals, s: {spread(seen.refusals)}",
+            f"time to first token of those that were served, s: {spread(log.waits)}",
+            f"refusals, s: {spread(log.refusals)}",
             f"neither served nor refused: {len(broken)} {broken[:2]}",
             f"memory, MiB: {growth(before, memory())}",
         )
     )
 
 
-async def step(address: Address, seconds: float) -> Iterator[str]:
-    """Few clients, many, few again: a third of the time each."""
-    number, phases, sizes, done = numbered(), [Seen() for _ in range(3)], [], False
+async def step(address: ServerAddress, seconds: float) -> Iterator[str]:
+    """Run few clients, many, and few again, for a third of the time each."""
+    next_number, logs, done = counter(), [RequestLog() for _ in range(3)], False
+    sizes: list[tuple[float, int]] = []
 
     async def watch() -> None:
         while not done:
             sizes.append((time.monotonic(), int(await gauge(address, "replicas"))))
             await asyncio.sleep(1.0)
 
-    begun, watching = time.monotonic(), asyncio.create_task(watch())
-    for seen, clients in zip(phases, (2, 24, 2), strict=True):
-        await for_a_while(seconds / 3, lambda seen=seen: seen.ask(address, number()), clients)
+    async def send(log: RequestLog) -> None:
+        await log.send(address, next_number())
+
+    started, watching = time.monotonic(), asyncio.create_task(watch())
+    for log, clients in zip(logs, (2, 24, 2), strict=True):
+        await for_a_while(seconds / 3, partial(send, log), clients)
     done = True
     await watching
     changes = [
-        f"{then - begun:.0f} s: {now}"
+        f"{then - started:.0f} s: {now}"
         for (_, before), (then, now) in pairwise(sizes)
         if now != before
     ]
     failed = [
-        sum(stream.status != 200 or stream.num_finals != 1 for stream in seen.streams)
-        for seen in phases
+        sum(stream.status != 200 or stream.num_finals != 1 for stream in log.streams)
+        for log in logs
     ]
-    waits = ", ".join(f"{median(seen.waits):.2f} (p99 {at(seen.waits, 99):.2f})" for seen in phases)
+    waits = ", ".join(
+        f"{median(log.waits):.2f} (p99 {percentile_of(log.waits, 99):.2f})" for log in logs
+    )
     return iter(
         (
             f"replicas: {sizes[0][1]} at first; {'; '.join(changes)}",
@@ -175,8 +188,8 @@ async def step(address: Address, seconds: float) -> Iterator[str]:
     )
 
 
-async def gauge(address: Address, name: str) -> float:
-    """The largest of those with that name."""
+async def gauge(address: ServerAddress, name: str) -> float:
+    """Return the largest value of the gauge's samples."""
     text = (await address.get("/metrics")).body.decode()
     return max(
         (
@@ -189,32 +202,38 @@ async def gauge(address: Address, name: str) -> float:
     )
 
 
-async def soak(address: Address, seconds: float) -> Iterator[str]:
-    """Random lengths, and clients that leave in the middle. What is held is read every minute, with nothing under way."""
-    chance, number, seen, held = random.Random(2), numbered(), Seen(), []
+async def soak(address: ServerAddress, seconds: float) -> Iterator[str]:
+    """Send requests of random lengths, with clients that leave in the middle.
+
+    The memory in use is read every minute, with no request under way.
+    """
+    rng, next_number, log = random.Random(2), counter(), RequestLog()
+    footprints: list[dict[str, float]] = []
 
     async def client() -> None:
-        leaves = chance.random() < 0.3
-        await seen.ask(
+        leaves = rng.random() < 0.3
+        await log.send(
             address,
-            number(),
-            max_tokens=chance.randint(1, 300),
-            seconds=chance.uniform(0.05, 2.0) if leaves else 120.0,
+            next_number(),
+            max_tokens=rng.randint(1, 300),
+            seconds=rng.uniform(0.05, 2.0) if leaves else 120.0,
         )
 
-    begun = time.monotonic()
-    while time.monotonic() < begun + seconds:
+    started = time.monotonic()
+    while time.monotonic() < started + seconds:
         await for_a_while(55.0, client, 8)
         await asyncio.sleep(5.0)
-        held.append(footprint() | {"cache in use": await gauge(address, "kv_cache_usage_perc")})
+        cache_usage = await gauge(address, "kv_cache_usage_perc")
+        footprints.append(footprint() | {"cache in use": cache_usage})
     lines = [
-        f"{len(seen.streams)} requests in {seconds / 60:.0f} minutes, by status {seen.by_status()}"
+        f"{len(log.streams)} requests in {seconds / 60:.0f} minutes, by status {log.by_status()}"
     ]
-    for name in held[0]:
-        series = [one[name] for one in held]
+    for name in footprints[0]:
+        series = [one[name] for one in footprints]
         late = slope(series[len(series) // 3 :])
         lines.append(
-            f"{name}: {series[0]:.1f} at first, {series[-1]:.1f} at last, {late:+.3f} a minute in the last two thirds"
+            f"{name}: {series[0]:.1f} at first, {series[-1]:.1f} at last, "
+            f"{late:+.3f} a minute in the last two thirds"
         )
     return iter(lines)
 
@@ -241,7 +260,7 @@ def footprint() -> dict[str, float]:
 
 
 def slope(series: list[float]) -> float:
-    """Of the line through it by least squares."""
+    """Return the slope of the least-squares line through the values."""
     middle, mean = (len(series) - 1) / 2, sum(series) / len(series)
     spread = sum((i - middle) ** 2 for i in range(len(series)))
     return (
@@ -259,15 +278,14 @@ def growth(before: dict[str, float], after: dict[str, float]) -> str:
 
 def spread(seconds: list[float]) -> str:
     return (
-        f"p50 {median(seconds):.3f}, p99 {at(seconds, 99):.3f}, most {max(seconds):.3f}"
+        f"p50 {median(seconds):.3f}, p99 {percentile_of(seconds, 99):.3f}, most {max(seconds):.3f}"
         if seconds
         else "none"
     )
 
 
-PARTS: dict[
-    str, tuple[Callable[[Address, float], Awaitable[Iterator[str]]], float, dict[str, object]]
-] = {
+Part = Callable[[ServerAddress, float], Coroutine[Any, Any, Iterator[str]]]
+PARTS: dict[str, tuple[Part, float, dict[str, object]]] = {
     "overload": (
         overload,
         300.0,
@@ -287,11 +305,8 @@ PARTS: dict[
             "replicas.downscale_delay_s": 60,
         },
     ),
-    "soak": (
-        soak,
-        1800.0,
-        {"cache.pages": 1024},
-    ),  # so few that all have been written, and count as memory, in the first minutes
+    # So few pages that all are written, and count as memory, within the first minutes.
+    "soak": (soak, 1800.0, {"cache.pages": 1024}),
 }
 
 
@@ -306,7 +321,7 @@ def main() -> None:
         part, seconds, keys = PARTS[name]
         with served({**KEYS, **keys}) as (url, _):
             print(f"\n## {name}\n", flush=True)
-            for line in asyncio.run(part(Address.of(url), given.seconds or seconds)):
+            for line in asyncio.run(part(ServerAddress.from_url(url), given.seconds or seconds)):
                 print(f"- {line}", flush=True)
 
 

@@ -1,6 +1,6 @@
-"""`make chaos`: every role of a server of its own is struck again and again under load; the table of what clients saw. Slow: an hour or more.
+"""`make chaos`: repeated faults in every role of a server under load, as a table of their effects.
 
-Not a test by itself, like proofs.py: tests/tools/bench/test_chaos.py tries who strikes and who judges.
+Slow: an hour or more. tests/tools/bench/test_chaos.py tests the faults and checks that it uses.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ray.cluster_utils import Cluster
 from specserve.cluster.app import APP_NAME, application
 from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import bundles, has_room
-from specserve.config.tree import parse
-from specserve.tools.bench.address import Address
-from specserve.tools.bench.chaos.faults import KILLED, Blow
-from specserve.tools.bench.chaos.report import HEAD, lines, row
-from specserve.tools.bench.chaos.run import Outcome, Siege, Strike, processes_of
+from specserve.config.tree import config_from_keys
+from specserve.tools.bench.address import ServerAddress
+from specserve.tools.bench.chaos.faults import KILLED, Fault
+from specserve.tools.bench.chaos.report import TABLE_HEAD, ChaosOutcome, lines, table_row
+from specserve.tools.bench.chaos.run import ChaosRun, FaultInjector, process_faults
 from tests.support.ray_server import served
 
 CLIENTS, TOKENS = 16, 400
-BLOWS = {
+NUM_FAULTS = {
     "draft": 100,
     "target": 100,
     "coordinator": 100,
@@ -41,13 +41,16 @@ BLOWS = {
     "update": 50,
     "node": 20,
 }
-STOPPING = 0.2
+STOP_SHARE = 0.2
 KEYS = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
-CPUS = {"head": 4, "node": 8}  # what Ray is told; the machine has what it has
+CPUS = {"head": 4, "node": 8}  # for Ray's scheduler; the machine may have fewer
 
 
 class Nodes:
-    """A head with Serve's own actors, and nodes that hold the engines: each can vanish, and another comes in its place."""
+    """A head with Serve's own actors, and nodes with the engines.
+
+    A fault removes a node and adds another in its place.
+    """
 
     def __init__(self, count: int) -> None:
         self._cluster = Cluster(
@@ -58,20 +61,20 @@ class Nodes:
                 "include_dashboard": False,
             },
         )
-        self._nodes = [self._fresh() for _ in range(count)]
+        self._nodes = [self._add_node() for _ in range(count)]
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
 
-    async def strike(self, chance: random.Random) -> Blow | None:
-        node = self._nodes.pop(chance.randrange(len(self._nodes)))
-        blow = Blow(asyncio.get_running_loop().time(), "node", KILLED, 0)
+    async def inject(self, rng: random.Random) -> Fault | None:
+        node = self._nodes.pop(rng.randrange(len(self._nodes)))
+        fault = Fault(asyncio.get_running_loop().time(), "node", KILLED, 0)
         await asyncio.to_thread(self._cluster.remove_node, node, False)
-        self._nodes.append(await asyncio.to_thread(self._fresh))
-        return blow
+        self._nodes.append(await asyncio.to_thread(self._add_node))
+        return fault
 
-    def _fresh(self) -> object:
+    def _add_node(self) -> Any:
         return self._cluster.add_node(num_cpus=CPUS["node"], labels={"pool": "engines"})
 
     def shutdown(self) -> None:
@@ -83,115 +86,126 @@ def on_nodes() -> Iterator[Nodes]:
     nodes = Nodes(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", nodes.address)
-        patch.setattr(
-            "ray._private.utils.set_sigterm_handler", lambda handler: None
-        )  # nodes are started from a thread, which may set none
+        # Nodes are started from a thread, which must not set signal handlers.
+        patch.setattr("ray._private.utils.set_sigterm_handler", lambda handler: None)
         yield nodes
     nodes.shutdown()
 
 
 class Updates:
-    """Deploys another config: engines and gateway are replaced. What changes makes no difference to the texts.
+    """Deployments of another config, which replace engines and gateway but change no text.
 
-    Each comes when the one before is over, and what it replaced has left: until then there is no room for new ones beside the old.
+    An update begins when the one before is over and the replaced actors have left, because until
+    then there is no room for new ones.
     """
 
     def __init__(self, keys: dict[str, object]) -> None:
         self._keys, self._count = keys, 0
 
-    async def strike(self, chance: random.Random) -> Blow | None:
+    async def inject(self, rng: random.Random) -> Fault | None:
         self._count += 1
-        config = parse({**self._keys, "limits.max_queued": 1024 + self._count})
+        config = config_from_keys({**self._keys, "limits.max_queued": 1024 + self._count})
         while not has_room(bundles(config, has_gpus=False), ray.available_resources()):
             await asyncio.sleep(0.5)
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        started = loop.time()
         await asyncio.to_thread(
             serve.run, application(config), name=APP_NAME, logging_config=logging_config(config)
         )
-        return Blow(begun, "update", "deployed anew", 0, until=loop.time())
+        return Fault(started, "update", "redeployed", 0, until=loop.time())
 
 
-def besiege(url: str, strike: Strike, *, blows: int, seed: int, seconds: float) -> Outcome:
-    siege = Siege(Address.of(url), "demo", CLIENTS, TOKENS, seconds)
-    return asyncio.run(
-        siege.run(strike, num_blows=blows, seed=seed, say=lambda line: print(line, flush=True))
-    )
+def run_chaos(
+    url: str, inject: FaultInjector, *, num_faults: int, seed: int, seconds: float
+) -> ChaosOutcome:
+    chaos = ChaosRun(ServerAddress.from_url(url), "demo", CLIENTS, TOKENS, seconds)
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    return asyncio.run(chaos.run(inject, num_faults=num_faults, seed=seed, say=say))
 
 
-def sieges(wanted: dict[str, int], **how: Any) -> Iterator[tuple[str, Outcome]]:
-    """Processes first, on two replicas in one place; then nodes, with a replica each."""
+def all_outcomes(
+    num_faults: dict[str, int], *, seed: int, seconds: float
+) -> Iterator[tuple[str, ChaosOutcome]]:
+    """Yield the outcome of each role.
+
+    Processes come first, on two replicas of one node; then updates, and nodes with a replica each.
+    """
     roles = {
-        role: blows for role, blows in wanted.items() if role not in ("node", "update") and blows
+        role: number
+        for role, number in num_faults.items()
+        if role not in ("node", "update") and number
     }
     if roles:
         with served({**KEYS, "replicas.min": 2, "replicas.max": 2}) as (url, _):
-            for role, blows in roles.items():
+            for role, number in roles.items():
+                inject = process_faults([role], stop_share=STOP_SHARE)
                 yield (
                     role,
-                    besiege(url, processes_of([role], stopping=STOPPING), blows=blows, **how),
+                    run_chaos(url, inject, num_faults=number, seed=seed, seconds=seconds),
                 )
-    if wanted.get("update"):
-        roomy = {
-            **KEYS,
-            "replicas.max": 2,
-        }  # of which one is asked for: what an update needs beside it
+    if number := num_faults.get("update", 0):
+        # An update needs room for a second replica.
+        roomy = {**KEYS, "replicas.max": 2}
         with served(roomy) as (url, config):
+            inject = Updates({**roomy, "http.port": config.http.port}).inject
             yield (
                 "update",
-                besiege(
-                    url,
-                    Updates({**roomy, "http.port": config.http.port}).strike,
-                    blows=wanted["update"],
-                    **how,
-                ),
+                run_chaos(url, inject, num_faults=number, seed=seed, seconds=seconds),
             )
-    if wanted.get("node"):
-        places = {
-            "http": "gateways",
-            "target": "engines",
-            "draft": "engines",
-        }  # a gateway that dies takes its clients' connections with it
-        labels = {f"{part}.label_selector": {"pool": pool} for part, pool in places.items()}
+    if number := num_faults.get("node", 0):
+        # A gateway that dies closes its clients' connections, so no gateway is on these nodes.
+        pools = {"http": "gateways", "target": "engines", "draft": "engines"}
+        labels = {f"{part}.label_selector": {"pool": pool} for part, pool in pools.items()}
         with (
             on_nodes() as nodes,
             served({**KEYS, **labels, "replicas.min": 2, "replicas.max": 2}, join=True) as (url, _),
         ):
-            yield "node", besiege(url, nodes.strike, blows=wanted["node"], **how)
+            yield (
+                "node",
+                run_chaos(url, nodes.inject, num_faults=number, seed=seed, seconds=seconds),
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for role, blows in BLOWS.items():
+    for role, number in NUM_FAULTS.items():
         parser.add_argument(
-            f"--{role}", type=int, default=blows, metavar="N", help=f"blows; {blows} by default"
+            f"--{role}", type=int, default=number, metavar="N", help=f"faults; {number} by default"
         )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--minutes",
         type=float,
         default=math.inf,
-        help="of each role: what has not been struck by then is not struck",
+        help="for each role, after which no more faults are injected",
     )
     parser.add_argument(
         "--out", type=Path, help="where the table goes, after each role; the terminal by default"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
+    num_faults = {role: getattr(options, role) for role in NUM_FAULTS}
+    machine = (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}"
+    )
     rows = []
-    for role, outcome in sieges(
-        {role: getattr(given, role) for role in BLOWS}, seed=given.seed, seconds=60 * given.minutes
-    ):
+    for role, outcome in all_outcomes(num_faults, seed=options.seed, seconds=60 * options.minutes):
         print("\n".join(lines(role, outcome)), flush=True)
-        rows.append(row(role, outcome))
-        machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-        about = f"{datetime.date.today()}, {machine}; seed {given.seed}, {CLIENTS} streams of {TOKENS} tokens."
-        told = "\n".join((about, "", HEAD, *rows, ""))
-        if given.out is None:
-            print(told)
+        rows.append(table_row(role, outcome))
+        about = (
+            f"{datetime.date.today()}, {machine}; seed {options.seed}, "
+            f"{CLIENTS} streams of {TOKENS} tokens."
+        )
+        page = "\n".join((about, "", TABLE_HEAD, *rows, ""))
+        if options.out is None:
+            print(page)
         else:
-            given.out.write_text(told, encoding="utf-8")
+            options.out.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

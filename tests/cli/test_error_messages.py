@@ -1,4 +1,4 @@
-"""What is said of mistakes on the command line: one line that names the key, the value and a remedy."""
+"""A mistake on the command line is answered by one line with the key, the value and a remedy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from specserve.cli.main import main
 from specserve.cluster.placement import Bundle, check_fits
 from specserve.cluster.ray_session import require_free_port
-from specserve.config.tree import parse
+from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError, TooLittleMemory
-from specserve.models.memory import pages_for, require_room
+from specserve.models.memory import num_pages_for, require_room
 from tests.support.checkpoints import add_tokenizer, make
 
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, model: Path) -> Path:
-    """With all that may be wrong with a file."""
+    """Return a directory with every kind of broken file."""
     (tmp_path / "broken.yaml").write_text("target: [unclosed\n")
     (tmp_path / "list.yaml").write_text("- target\n")
     (tmp_path / "empty.txt").write_text("")
@@ -47,7 +47,7 @@ GENERATE = ["generate", "--prompt", "a"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [  # the key, the value, and what to do
         (
             [*GENERATE, "--config", "{folder}/none.yaml"],
@@ -179,7 +179,7 @@ GENERATE = ["generate", "--prompt", "a"]
 )
 def test_a_mistake_is_one_line_that_names_the_key_the_value_and_a_remedy(
     arguments: list[str],
-    said: tuple[str, ...],
+    expected: tuple[str, ...],
     folder: Path,
     model: Path,
     capsys: pytest.CaptureFixture[str],
@@ -197,24 +197,24 @@ def test_a_mistake_is_one_line_that_names_the_key_the_value_and_a_remedy(
     assert shown.out == ""
     assert shown.err.startswith("specserve: ")
     assert shown.err.count("\n") == 1
-    assert [words for words in said if words not in shown.err] == []
+    assert [words for words in expected if words not in shown.err] == []
 
 
-def test_a_port_that_is_taken_is_named_with_the_key() -> None:
+def test_a_port_in_use_is_named_with_its_key() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*in use.*--port \(http.port\)"):
-            require_free_port(parse({"http.port": port}))
+            require_free_port(config_from_keys({"http.port": port}))
 
 
-def test_a_cluster_that_is_too_small_is_told_with_what_to_ask_less_of() -> None:
+def test_a_cluster_that_is_too_small_is_an_error_that_names_the_key_to_lower() -> None:
     with pytest.raises(
         ConfigError, match=r"2 GPUs are asked for .* has 1; ask for less \(target.tensor_parallel"
     ):
         check_fits((Bundle({"GPU": 2.0}, {}),), {"GPU": 1.0}, replicas=1)
 
 
-def test_a_model_that_is_too_big_is_refused_before_it_is_read(
+def test_a_model_that_is_too_big_is_refused_before_it_is_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     require_room(model, dtype=torch.float32, device=torch.device("cpu"), ranks=1)
@@ -230,4 +230,4 @@ def test_a_cache_that_holds_no_page_names_the_key() -> None:
     with pytest.raises(
         TooLittleMemory, match=r"single page of 16 positions.*raise cache.memory_fraction"
     ):
-        pages_for(10, num_layers=1, kv_heads=1, head_dim=8, dtype=torch.float32)
+        num_pages_for(10, num_layers=1, kv_heads=1, head_dim=8, dtype=torch.float32)

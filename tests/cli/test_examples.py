@@ -1,4 +1,4 @@
-"""What --help shows: every command has examples, and every example is a command line that is understood."""
+"""Output of --help: every command has examples, and every example is a valid command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specserve.cli.arguments import parser
+from specserve.cli.arguments import build_parser
 from specserve.cli.examples import EXAMPLES
 from specserve.cli.main import COMMANDS, main
 
@@ -22,10 +22,10 @@ def test_every_command_has_two_to_four_examples_and_something_that_runs_it() -> 
 
 
 @pytest.mark.parametrize(("command", "line"), LINES, ids=[line for _, line in LINES])
-def test_an_example_is_understood(command: str, line: str) -> None:
-    words = shlex.split(line.partition(" >")[0])  # where the output goes is the shell's affair
+def test_an_example_is_valid(command: str, line: str) -> None:
+    words = shlex.split(line.partition(" >")[0])  # without the shell's redirection
     assert words[0] == "specserve"
-    assert parser().parse_args(words[1:]).command == command
+    assert build_parser().parse_args(words[1:]).command == command
 
 
 @pytest.mark.parametrize("command", EXAMPLES)
@@ -38,7 +38,7 @@ def test_help_says_what_the_command_does_and_shows_its_examples(
     assert all(f"  {line}\n" in shown for line in EXAMPLES[command].strip().splitlines())
 
 
-def test_files_of_the_repository_that_examples_name_are_there() -> None:
+def test_files_of_the_repository_that_examples_name_exist() -> None:
     root = Path(__file__).parents[2]
     named = {word for _, line in LINES for word in shlex.split(line) if word.startswith("deploy/")}
     assert named

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import specserve
-from specserve.cli.arguments import count
+from specserve.cli.arguments import parse_count
 from specserve.cli.main import main
 from specserve.errors import OutOfPages
-from tests.support.checkpoints import add_tokenizer, make, perturbed
+from tests.support.checkpoints import add_tokenizer, make, perturb
 
 FEW = ["--set", "cache.pages=60", "--set", "target.threads=1"]
 
@@ -23,10 +23,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     root = tmp_path_factory.mktemp("pair")
     target = make("llama", root / "target")
     add_tokenizer(target)
-    return str(target), str(perturbed(target, root / "draft", 0.2))
+    return str(target), str(perturb(target, root / "draft", 0.2))
 
 
-def test_generate_prints_text_and_a_seed_repeats_it(pair, capsys):
+def test_generate_prints_text_and_a_seed_repeats_it(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = []
     for drafting in (
         ["--draft", pair[1], "--gamma", "3"],
@@ -56,7 +58,9 @@ def test_generate_prints_text_and_a_seed_repeats_it(pair, capsys):
     assert len(set(texts)) == 1
 
 
-def test_generate_prints_ids_and_statistics_as_json(pair, capsys):
+def test_generate_prints_ids_and_statistics_as_json(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     options = [
         "--temperature",
         "0",
@@ -77,14 +81,17 @@ def test_generate_prints_ids_and_statistics_as_json(pair, capsys):
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"text", "token_ids", "prompt_token_ids", "finish_reason", "stats"}
     assert set(printed["stats"]) == {
-        "verifier", "lossless", "rounds", "drafted", "accepted", "mean_accepted_length", "target_passes", "anticipated", "resumed",
+        "verifier", "lossless", "rounds", "drafted", "accepted", "mean_accepted_length",
+        "target_passes", "anticipated", "resumed",
     }  # fmt: skip
     assert printed["stats"]["verifier"] == "speculative"
     assert len(printed["token_ids"]) == 5
     assert len(printed["prompt_token_ids"]) == 2
 
 
-def test_a_config_file_and_overrides_reach_the_engine(pair, tmp_path, capsys):
+def test_a_config_file_and_overrides_reach_the_engine(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(f"target: {{path: {pair[0]}}}\ncache: {{pages: 1, page_size: 4}}\n")
     assert main(["generate", "--prompt", "abcdefgh", "--config", str(file)]) == 2
@@ -107,7 +114,9 @@ def test_a_config_file_and_overrides_reach_the_engine(pair, tmp_path, capsys):
     )
 
 
-def test_inflate_writes_a_copy_of_the_asked_size(pair, tmp_path, capsys):
+def test_inflate_writes_a_copy_of_the_asked_size(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert (
         main(["inflate", "--model", pair[0], "--params", "1M", "--out", str(tmp_path / "wide")])
         == 0
@@ -140,7 +149,9 @@ def test_inflate_writes_a_copy_of_the_asked_size(pair, tmp_path, capsys):
         (["inflate", "--model", "/nowhere", "--params", "1M", "--out", "x"], "/nowhere"),
     ],
 )
-def test_bad_usage_is_one_clear_line_and_exit_code_2(arguments, complaint, capsys):
+def test_bad_usage_is_one_clear_line_and_exit_code_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -149,7 +160,9 @@ def test_bad_usage_is_one_clear_line_and_exit_code_2(arguments, complaint, capsy
     assert captured.err.count("\n") == 1
 
 
-def test_an_empty_prompt_is_bad_usage(pair, capsys):
+def test_an_empty_prompt_is_bad_usage(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", "--prompt", "", "--target", pair[0], *FEW]) == 2
     assert "the prompt is empty" in capsys.readouterr().err
 
@@ -158,16 +171,23 @@ def test_an_empty_prompt_is_bad_usage(pair, capsys):
     ("error", "complaint"),
     [(OutOfPages("no room"), "no room"), (KeyboardInterrupt(), "interrupted")],
 )
-def test_a_failure_is_one_clear_line_and_exit_code_1(error, complaint, capsys, monkeypatch):
+def test_a_failure_is_one_clear_line_and_exit_code_1(
+    error: BaseException,
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("specserve.cli.main._continue", fail)
+    monkeypatch.setattr("specserve.cli.main._generate", fail)
     assert main(["generate", "--prompt", "a"]) == 1
     assert capsys.readouterr().err == f"specserve: {complaint}\n"
 
 
-def test_help_shows_examples_and_the_version_is_the_packages(capsys):
+def test_help_shows_examples_and_the_version_is_the_packages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["--help"]) == 0
     assert "specserve generate --prompt" in capsys.readouterr().out
     assert main(["--version"]) == 0
@@ -185,12 +205,12 @@ def test_help_shows_examples_and_the_version_is_the_packages(capsys):
         ("3k", 3000),
     ],
 )
-def test_counts_are_read_as_people_write_them(text, number):
-    assert count(text) == number
+def test_counts_are_parsed_as_people_write_them(text: str, number: int) -> None:
+    assert parse_count(text) == number
 
 
-def test_the_module_runs_and_help_does_not_wait_for_torch():
-    asked = """
+def test_the_module_runs_and_help_does_not_wait_for_torch() -> None:
+    program = """
 import runpy, sys
 sys.argv = ["specserve", "--version"]
 try:
@@ -200,13 +220,13 @@ finally:
 """
     root = Path(specserve.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", asked], capture_output=True, text=True, cwd=root, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=False
     )
     assert done.returncode == 0
     assert done.stdout.splitlines() == [f"specserve {specserve.__version__}", "False"]
 
 
-def test_the_public_names_are_these():
+def test_the_public_names_are_these() -> None:
     assert set(specserve.__all__) == {
         "LLM",
         "Output",

@@ -1,4 +1,7 @@
-"""A server that answers by a script, with known times, over raw sockets: what a load measures of it is known beforehand."""
+"""A server that streams scripted events at known times, over raw sockets.
+
+What a load measures of it is known in advance.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,26 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Script:
-    """Each event: seconds to wait, and the origins of its tokens. The last one has the finish reason."""
+    """The stream that every completion gets, and where it fails.
+
+    An event is the seconds to wait and the origins of its tokens. The last one has the finish
+    reason.
+    """
 
     events: Sequence[tuple[float, Sequence[str]]] = ((0.0, ("plain",)),)
     speculation: dict[str, object] | None = None
     metrics: Callable[[], bytes] = lambda: b""
-    piece: int | None = None  # bytes; events are cut into pieces of that size
+    piece: int | None = None  # size in bytes of the pieces into which events are cut
     breaks_after: int | None = None  # events
     hangs_after: int | None = None  # events
-    num_unhung: int = 0  # streams, the first ones, that do not hang
-    asked: list[tuple[str, dict[str, str], bytes]] = field(
-        default_factory=list
-    )  # target, headers, body
+    num_before_hang: int = 0  # streams that do not hang; those after them do
+    # Path, headers and body of each request.
+    requests: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
 
     @property
     def num_streams(self) -> int:
-        """Asked for until now."""
-        return sum(path.endswith("/v1/completions") for path, _, _ in self.asked)
+        """Number of streams requested so far."""
+        return sum(path.endswith("/v1/completions") for path, _, _ in self.requests)
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -41,14 +47,14 @@ class Script:
                 for name, _, value in (line.partition(": ") for line in head[1:] if line)
             }
             path = head[0].split()[1]
-            self.asked.append(
-                (path, headers, await reader.readexactly(int(headers.get("content-length", 0))))
-            )
+            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            self.requests.append((path, headers, body))
             if path.endswith("/v1/completions"):
                 await self._stream(writer)
             else:
-                body = MODELS if path.endswith("/v1/models") else self.metrics()
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+                content = MODELS if path.endswith("/v1/models") else self.metrics()
+                status = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content)
+                writer.write(status + content)
         except (OSError, asyncio.IncompleteReadError):
             pass  # the client left
         finally:
@@ -56,12 +62,13 @@ class Script:
 
     async def _stream(self, writer: asyncio.StreamWriter) -> None:
         writer.write(
-            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
         )
         for number, (wait, origins) in enumerate(self.events):
             if number == self.breaks_after:
                 return
-            if number == self.hangs_after and self.num_streams > self.num_unhung:
+            if number == self.hangs_after and self.num_streams > self.num_before_hang:
                 await asyncio.sleep(60)
             await asyncio.sleep(wait)
             finish = "length" if number == len(self.events) - 1 else None
@@ -90,8 +97,8 @@ def _event(content: object) -> bytes:
 
 
 @contextmanager
-def scripted(script: Script) -> Iterator[str]:
-    """Its URL, while it is served from a thread of its own."""
+def scripted_server(script: Script) -> Iterator[str]:
+    """Serve the script from a thread of its own and yield the server's URL."""
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(asyncio.start_server(script.answer, "127.0.0.1", 0))
     thread = threading.Thread(target=loop.run_forever)

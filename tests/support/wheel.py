@@ -1,7 +1,8 @@
-"""The wheel from an empty folder: built, installed, examined, served and asked. `make test-wheel` and `make wheel-times` run it.
+"""Try the wheel from an empty folder: build, install, examine, serve and send a request.
 
-With --borrow the environment sees the dependencies of the one that runs this, and needs no network; without, it gets its own, and the seconds
-that are printed are those of a fresh machine.
+`make test-wheel` and `make wheel-times` run it. With --borrow the environment uses the dependencies
+of the one that runs this and needs no network; without, it installs its own, and the seconds that
+are printed are those of a fresh machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(
     ".*cache", ".git", ".hypothesis", ".venv*", "__pycache__", "*.egg-info", "build", "dist", "site"
 )
-BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+BUILD = (
+    "import sys; from setuptools import build_meta; "
+    "print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+)
 READY_S = 300.0
 
 
@@ -40,18 +44,18 @@ class Built:
 
 
 def build(into: Path) -> Built:
-    """The sdist from a copy of the tree, the wheel from what the sdist holds. With the setuptools that is here: no network."""
+    """Build the sdist from a copy of the tree and the wheel from the sdist, without network."""
     shutil.copytree(ROOT, into / "tree", ignore=LEFT_OUT)
-    sdist = _built("build_sdist", into / "tree", into)
+    sdist = _build("build_sdist", into / "tree", into)
     with tarfile.open(sdist) as archive:
         archive.extractall(into / "unpacked", filter="data")
     (source,) = (into / "unpacked").iterdir()
-    return Built(sdist, _built("build_wheel", source, into))
+    return Built(sdist, _build("build_wheel", source, into))
 
 
-def _built(what: str, source: Path, into: Path) -> Path:
+def _build(target: str, source: Path, into: Path) -> Path:
     done = subprocess.run(
-        [sys.executable, "-c", BUILD, what, str(into)],
+        [sys.executable, "-c", BUILD, target, str(into)],
         cwd=source,
         env=clean(),
         capture_output=True,
@@ -63,7 +67,10 @@ def _built(what: str, source: Path, into: Path) -> Path:
 
 
 def environment(where: Path, wheel: Path, *, borrow: bool) -> Path:
-    """Its `bin`. The borrowed packages come behind its own, so that the specserve it runs is the wheel's."""
+    """Make an environment and return its `bin`.
+
+    Borrowed packages come after its own, so that it runs the specserve of the wheel.
+    """
     venv.create(where, with_pip=not borrow)
     if borrow:
         pip = [
@@ -97,7 +104,7 @@ def environment(where: Path, wheel: Path, *, borrow: bool) -> Path:
 
 
 def clean() -> Mapping[str, str]:
-    """Nothing of the repository."""
+    """Return an environment without variables that point to the repository."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -115,7 +122,7 @@ def run(command: list[str], *, cwd: Path) -> str:
 
 @contextmanager
 def served(bin: Path, folder: Path) -> Iterator[str]:
-    """Its URL, once it is ready."""
+    """Serve and yield the URL once it is ready."""
     command = [
         str(bin / "specserve"),
         "serve",

@@ -1,33 +1,32 @@
-"""The doctor: each thing that can be wrong is found, said in one line with what to do, and keeps nothing else from being looked at."""
+"""Each finding of the doctor: one line with a remedy, whatever the other checks find."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
-from specserve.api.tokenizer import Text
+from specserve.api.tokenizer import Tokenizer
 from specserve.cli import main as cli
 from specserve.cluster.checkup import Checkup
-from specserve.config.tree import DEMO, Config, Http, parse
+from specserve.config.tree import DEMO, Config, HttpConfig, config_from_keys
 from specserve.errors import ConfigError
-from specserve.terminal import Terminal
 from specserve.tools.doctor import cluster, command, machine, models, ports, room, secrets
 from specserve.tools.doctor.findings import Finding, Grade, guarded, ok
-from specserve.tools.doctor.report import Report
-from specserve.tools.doctor.room import Need
+from specserve.tools.doctor.report import DoctorReport
+from specserve.tools.doctor.room import MemoryNeed
 from tests.support.checkpoints import add_tokenizer, make
 
 WELL = Checkup("2.60.0", False, False, {"CPU": 5.0}, None, "/bin/haproxy", "", {})
 
 
-def only(findings: object, grade: Grade = Grade.BAD) -> Finding:
-    (found,) = [finding for finding in findings if finding.grade is grade]  # type: ignore[attr-defined]
+def only(findings: Iterable[Finding], grade: Grade = Grade.BAD) -> Finding:
+    (found,) = [finding for finding in findings if finding.grade is grade]
     return found
 
 
@@ -82,7 +81,8 @@ def test_a_config_that_is_wrong_is_a_finding_and_the_machine_is_looked_at_all_th
 
 
 def test_a_model_that_is_not_there_leaves_the_other_checks(no_ray: None) -> None:
-    report = command.examine(lambda: parse({"target.path": "/nowhere/model", "http.port": 0}))
+    keys = {"target.path": "/nowhere/model", "http.port": 0}
+    report = command.examine(lambda: config_from_keys(keys))
     assert not report.is_well
     assert (
         "target.path /nowhere/model does not exist; give a directory"
@@ -114,9 +114,8 @@ def test_a_machine_that_will_be_slow_is_warned_of(monkeypatch: pytest.MonkeyPatc
 def test_a_full_disk_is_warned_of_even_where_the_folder_is_not_made_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        machine.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 10)
-    )  # type: ignore[attr-defined]
+    full = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     assert (
         "make room" in only(machine.disk([("models", tmp_path / "not" / "yet")]), Grade.WARN).remedy
     )
@@ -136,33 +135,31 @@ def test_a_driver_without_a_torch_that_can_use_it_is_warned_of(
 def test_a_port_that_is_taken_is_found_with_what_to_do() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = only(ports.http(Http(port=port)))
+        found = only(ports.http(HttpConfig(port=port)))
         assert found.found == f"127.0.0.1:{port} is taken"
         assert "--port" in found.remedy
         assert "RAY_X" in only(ports.proxy({"RAY_X": port})).remedy
-    assert only(ports.http(Http(port=port)), Grade.OK)
-    assert "http.host" in only(ports.http(Http(host="192.0.2.1"))).remedy
+    assert only(ports.http(HttpConfig(port=port)), Grade.OK)
+    assert "http.host" in only(ports.http(HttpConfig(host="192.0.2.1"))).remedy
 
 
 def test_keys_and_certificates_are_read_as_the_server_reads_them(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("anna secret-1\n")
     keys.chmod(0o644)
-    found = only(secrets.keys(Http(api_keys_file=str(keys))), Grade.WARN)
+    found = only(secrets.keys(HttpConfig(api_keys_file=str(keys))), Grade.WARN)
     assert (found.found, found.remedy) == (
         f"1 in {keys}; others may read it (mode 644)",
         f"chmod 600 {keys}",
     )
     keys.chmod(0o600)
-    assert only(secrets.keys(Http(api_keys_file=str(keys))), Grade.OK)
+    assert only(secrets.keys(HttpConfig(api_keys_file=str(keys))), Grade.OK)
     keys.write_text("")
-    assert (
-        "it has no key"
-        in only(guarded("API keys", lambda: secrets.keys(Http(api_keys_file=str(keys))))).found
-    )
-    assert only(secrets.keys(Http(host="0.0.0.0")), Grade.WARN)
-    assert "PEM" in only(secrets.tls(Http(tls_cert=str(keys), tls_key=str(keys)))).remedy
-    assert list(secrets.tls(Http())) == []
+    http_config = HttpConfig(api_keys_file=str(keys))
+    assert "it has no key" in only(guarded("API keys", lambda: secrets.keys(http_config))).found
+    assert only(secrets.keys(HttpConfig(host="0.0.0.0")), Grade.WARN)
+    assert "PEM" in only(secrets.tls(HttpConfig(tls_cert=str(keys), tls_key=str(keys)))).remedy
+    assert list(secrets.tls(HttpConfig())) == []
 
 
 def test_weights_that_are_cut_off_or_missing_are_found_without_reading_them(target: Path) -> None:
@@ -198,20 +195,21 @@ def test_weights_that_are_cut_off_or_missing_are_found_without_reading_them(targ
     )
 
 
-def test_tokenizers_that_differ_are_told_by_their_ids(target: Path, tmp_path: Path) -> None:
+def test_tokenizers_that_differ_are_found_by_their_ids(target: Path, tmp_path: Path) -> None:
     other = shutil.copytree(target, tmp_path / "other")
     words = json.loads((target / "tokenizer.json").read_text())
     vocab = words["model"]["vocab"]
     first, second = list(vocab)[5:7]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (other / "tokenizer.json").write_text(json.dumps(words))
-    ours = Text.load(target)
-    found = only(models.same_tokens(ours, Text.load(other), key="draft"))
+    ours = Tokenizer.load(target)
+    found = only(models.same_tokens(ours, Tokenizer.load(other), key="draft"))
     assert found.found.startswith(
-        f"2 of {ours.vocab_size:,} ids mean something else than to the target: 5 ({first!r}, {second!r}), 6 ("
+        f"2 of {ours.vocab_size:,} ids mean something else than to the target: "
+        f"5 ({first!r}, {second!r}), 6 ("
     )
     assert "layer_skip or heads" in found.remedy
-    assert only(models.same_tokens(ours, Text.load(target), key="draft"), Grade.OK)
+    assert only(models.same_tokens(ours, Tokenizer.load(target), key="draft"), Grade.OK)
     assert "may have been changed" in found.found, "two of 260 are few"
 
 
@@ -219,7 +217,7 @@ def test_drafts_without_a_second_model_are_looked_at_as_serving_does(target: Pat
     def looked(**keys: object) -> list[Finding]:
         return [
             *models.pair(
-                parse(
+                config_from_keys(
                     {
                         "target.path": str(target),
                         **{key.replace("__", "."): value for key, value in keys.items()},
@@ -244,32 +242,31 @@ def test_drafts_without_a_second_model_are_looked_at_as_serving_does(target: Pat
 
 
 def test_memory_is_held_against_what_the_plan_says() -> None:
-    config, gib = parse({}), 2**30
+    config, gib = config_from_keys({}), 2**30
     assert (
         "raise target.tensor_parallel"
-        in only(room.fits("memory", Need(10 * gib, gib), 8 * gib, config)).remedy
+        in only(room.fits("memory", MemoryNeed(10 * gib, gib), 8 * gib, config)).remedy
     )
+    need = MemoryNeed(5 * gib, gib)
     assert (
-        only(
-            room.fits("memory", Need(5 * gib, gib), 8 * gib, config, beside=Need(4 * gib, gib))
-        ).grade
+        only(room.fits("memory", need, 8 * gib, config, beside=MemoryNeed(4 * gib, gib))).grade
         is Grade.BAD
     )
     assert (
         "limits.max_context"
-        in only(room.fits("memory", Need(7 * gib, gib), 8 * gib, config), Grade.WARN).remedy
+        in only(room.fits("memory", MemoryNeed(7 * gib, gib), 8 * gib, config), Grade.WARN).remedy
     )
     assert (
         "1.5 sequences"
-        in only(room.fits("memory", Need(5 * gib, gib), 8 * gib, config), Grade.OK).found
+        in only(room.fits("memory", MemoryNeed(5 * gib, gib), 8 * gib, config), Grade.OK).found
     )
 
 
 def test_the_room_of_the_demo_pair_is_the_weights_of_both() -> None:
-    config = parse({"target.device": "cpu", "draft.device": "cpu"})
+    config = config_from_keys({"target.device": "cpu", "draft.device": "cpu"})
     (found,) = room.room(config, DEMO / "target", DEMO / "draft")
     assert found.grade is Grade.OK
-    alone = room.need(DEMO / "target", config.target, config)
+    alone = room.memory_need(DEMO / "target", config.target, config)
     assert 2 * 6_000_000 < alone.weight_bytes < 4 * 7_000_000
 
 
@@ -304,8 +301,9 @@ def test_a_check_that_fails_is_a_finding_and_not_a_traceback() -> None:
 
 
 def test_the_report_is_a_line_for_each_finding_and_says_at_last_whether_it_will_serve() -> None:
-    report = Report((ok("python", "3.11"), Finding(Grade.WARN, "open files", "1024", "raise them")))
-    assert report.text(Terminal(io.StringIO())).splitlines() == [
+    warning = Finding(Grade.WARN, "open files", "1024", "raise them")
+    report = DoctorReport((ok("python", "3.11"), warning))
+    assert report.text().plain.splitlines() == [
         "ok    python      3.11",
         "warn  open files  1024 -> raise them",
         "ready to serve, 1 to be warned of",

@@ -1,9 +1,13 @@
-"""Widening: the same function, the size that was asked for, a checkpoint that others can load; refusals before anything is written."""
+"""Widening: the same function at the requested size, in a checkpoint that others can load.
+
+Invalid requests fail before anything is written.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +43,8 @@ def save_llama(
         mlp_bias=True,
         initializer_range=0.2,
     )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(directory, max_shard_size=shard_size)
+    model: Any = LlamaForCausalLM(config)
+    model.to(dtype).save_pretrained(directory, max_shard_size=shard_size)
     (directory / "tokenizer.json").write_text("{}")
     (directory / "notes.bin").write_text("not a part of the model")
     return directory
@@ -106,9 +111,10 @@ def test_dtype_and_companions_are_kept_and_the_card_says_what_it_is(tmp_path: Pa
     source, out = save_llama(tmp_path / "small", tied=True, dtype=torch.bfloat16), tmp_path / "wide"
     reached = inflate(source, ASKED, out)
     with safe_open(out / "model.safetensors", framework="pt") as file:
-        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118 (no mapping)
-    names = {path.name for path in out.iterdir()}
-    assert names == {
+        names = file.keys()  # a safetensors file is no mapping
+        assert {file.get_slice(name).get_dtype() for name in names} == {"BF16"}
+    written = {path.name for path in out.iterdir()}
+    assert written == {
         "config.json",
         "generation_config.json",
         "model.safetensors",

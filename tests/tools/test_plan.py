@@ -1,4 +1,4 @@
-"""What is planned must be what theory, config and loader say, and what cannot be planned is refused in one line."""
+"""Plans equal theory, config and loader; what cannot be planned is an error of one line."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ import torch
 from specserve import theory
 from specserve.cli.main import main
 from specserve.config.tree import DEMO
-from specserve.drafters.ngram.tables import Unigram, count
-from specserve.models.checkpoints.describe import describe
+from specserve.drafters.ngram.tables import UnigramTable, count_texts
+from specserve.models.checkpoints.find import describe
 from specserve.models.checkpoints.load import load_model
 from specserve.tools.inflate import _open
-from specserve.tools.plan.cascades import Stage, best_choices, best_matrix, cascade_factor
-from specserve.tools.plan.gains import Advice, Pair
-from specserve.tools.plan.measure import Tabled, overlaps
-from specserve.tools.plan.memory import GIB, Gpus, Plan, fits, smallest, whole
+from specserve.tools.plan.cascades import CascadeStage, best_cascades, best_matrix, cascade_factor
+from specserve.tools.plan.gains import GammaAdvice, ModelPair
+from specserve.tools.plan.measure import TableDrafter, overlaps
+from specserve.tools.plan.memory import (
+    GIB,
+    GpuGroup,
+    MemoryPlan,
+    fits,
+    smallest_fit,
+    whole_model_share,
+)
 from specserve.tools.reproduce.family import reader
-from tests.support.checkpoints import ARCHITECTURES, add_tokenizer, make, perturbed
+from tests.support.checkpoints import ARCHITECTURES, add_tokenizer, make, perturb
 
-PLAN = Plan(torch.bfloat16, page_size=16, memory_fraction=0.5, context=8192)
+PLAN = MemoryPlan(torch.bfloat16, page_size=16, memory_fraction=0.5, context=8192)
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -41,14 +48,14 @@ LLAMA_70B = {
 
 @pytest.fixture(scope="module")
 def seventy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config.json and nothing else."""
+    """Return a checkpoint that has a config.json and nothing else."""
     directory = tmp_path_factory.mktemp("seventy")
     (directory / "config.json").write_text(json.dumps(LLAMA_70B))
     return directory
 
 
 def test_a_70b_model_is_weighed_by_its_config_alone(seventy: Path) -> None:
-    share = whole(seventy, PLAN)
+    share = whole_model_share(seventy, PLAN)
     assert share.num_parameters == pytest.approx(70.55e9, rel=0.01)
     assert share.weight_bytes == 2 * share.num_parameters
     assert share.kv_bytes == 2 * 80 * 8 * 128 * 2
@@ -56,11 +63,11 @@ def test_a_70b_model_is_weighed_by_its_config_alone(seventy: Path) -> None:
 
 
 def test_the_smallest_degree_divides_the_heads_and_fits(seventy: Path) -> None:
-    found = fits(seventy, Gpus.of("4xH100"), PLAN)
+    found = fits(seventy, GpuGroup.parse("4xH100"), PLAN)
     assert [fit.works for fit in found] == [False, True, False, True]
     assert "too large" in found[0].reason
     assert "64 attention heads" in found[2].reason
-    best = smallest(found)
+    best = smallest_fit(found)
     assert best is found[1]
     assert best.share is not None
     free = 79.6 * GIB - best.share.weight_bytes
@@ -70,7 +77,7 @@ def test_the_smallest_degree_divides_the_heads_and_fits(seventy: Path) -> None:
 
 
 def test_no_degree_is_a_plain_answer_too(seventy: Path) -> None:
-    assert smallest(fits(seventy, Gpus.of("2x24"), PLAN)) is None
+    assert smallest_fit(fits(seventy, GpuGroup.parse("2x24"), PLAN)) is None
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -83,7 +90,7 @@ def test_parameters_by_config_are_those_that_are_loaded(name: str, tmp_path: Pat
 
 
 def test_the_ranks_of_a_model_hold_it_together() -> None:
-    """Each has the whole embedding and the norms, and half of the rest; the tied head is a share of its own."""
+    """Each rank has the embedding, the norms and half of the rest; the tied head is a share."""
     one, two = (describe(DEMO / "target", ranks=ranks) for ranks in (1, 2))
     embedding, norms = 4096 * 256, 17 * 256
     assert one.num_parameters == _open(DEMO / "target").num_parameters
@@ -94,20 +101,27 @@ def test_the_ranks_of_a_model_hold_it_together() -> None:
 
 
 def test_advice_is_the_best_of_all_gammas() -> None:
-    pair = Pair("given", 0.8, 0.1, 0.02)
-    advice = Advice.of(pair, hit_rate=0.8, max_gamma=16)
+    pair = ModelPair("given", 0.8, 0.1, 0.02)
+    advice = GammaAdvice.from_pair(pair, hit_rate=0.8, max_gamma=16)
     assert advice.serial.serial == max(gain.serial for gain in advice.by_gamma)
     assert advice.hidden.hidden == max(gain.hidden for gain in advice.by_gamma)
     assert advice.best_hidden > advice.best_serial == 6
     assert advice.by_gamma[0].serial == advice.by_gamma[0].operations == 1
 
 
-TWO = (Stage((0.8,), 0.1), Stage((0.6, 0.7), 0.01))
-THREE = (Stage((0.85,), 0.2), Stage((0.7, 0.8), 0.05), Stage((0.4, 0.45, 0.5), 0.0))
+TWO = (CascadeStage((0.8,), 0.1), CascadeStage((0.6, 0.7), 0.01))
+THREE = (
+    CascadeStage((0.85,), 0.2),
+    CascadeStage((0.7, 0.8), 0.05),
+    CascadeStage((0.4, 0.45, 0.5), 0.0),
+)
 
 
 def played(
-    stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...], rounds: int, dice: random.Random
+    stages: tuple[CascadeStage, ...],
+    k: tuple[tuple[int, ...], ...],
+    rounds: int,
+    dice: random.Random,
 ) -> float:
     """Tokens a unit of time, by throwing dice for every review."""
 
@@ -147,7 +161,7 @@ def played(
     ],
 )
 def test_cascades_are_what_dice_give(
-    stages: tuple[Stage, ...], k: tuple[tuple[int, ...], ...]
+    stages: tuple[CascadeStage, ...], k: tuple[tuple[int, ...], ...]
 ) -> None:
     dice = random.Random(1)
     batches = [played(stages, k, 2000, dice) for _ in range(10)]
@@ -162,7 +176,7 @@ def test_a_horizontal_matrix_is_the_papers_formula() -> None:
 
 
 def test_a_cascade_that_reviews_nothing_is_plain_speculation() -> None:
-    alone = (Stage((0.75,), 0.1),)
+    alone = (CascadeStage((0.75,), 0.1),)
     assert cascade_factor(alone, ((5,),)) == pytest.approx(
         theory.walltime_factor(0.75, 5, 0.1), rel=1e-12
     )
@@ -179,7 +193,7 @@ def test_the_best_matrix_is_that_of_an_exhaustive_search() -> None:
 
 
 def test_every_kind_of_cascade_is_ranked() -> None:
-    choices = best_choices(THREE, 8)
+    choices = best_cascades(THREE, 8)
     assert {choice.kind for choice in choices} == {"vertical", "horizontal", "cascade"}
     assert [choice.factor for choice in choices] == sorted(
         (choice.factor for choice in choices), reverse=True
@@ -193,7 +207,7 @@ def test_overlap_is_measured_as_it_is_defined(tmp_path: Path) -> None:
     directory = make("llama", tmp_path / "target")
     target = reader(directory)
     text = [random.Random(3).randrange(4, 289) for _ in range(300)]
-    table = Tabled(Unigram(count([[5, 5, 5, 7]], keep=2), width=2))
+    table = TableDrafter(UnigramTable(count_texts([[5, 5, 5, 7]], keep=2), width=2))
     found = overlaps(target, {"itself": target, "unigram": table}, text)
     assert found["unigram"].num_tokens == 300
     assert found["itself"].alphas[0.0] == 1
@@ -212,10 +226,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     root = tmp_path_factory.mktemp("pair")
     target = make("llama", root / "target")
     add_tokenizer(target)
-    return str(target), str(perturbed(target, root / "draft", 0.2))
+    return str(target), str(perturb(target, root / "draft", 0.2))
 
 
-def test_plan_measures_a_pair_and_writes_figures_and_a_picture(pair, tmp_path, capsys):
+def test_plan_measures_a_pair_and_writes_figures_and_a_picture(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text, figures, picture = (tmp_path / name for name in ("text.txt", "plan.json", "plan.png"))
     text.write_text("the quick brown fox " * 20)
     files = ["--text", str(text), "--json", str(figures), "--plot", str(picture)]
@@ -235,19 +251,21 @@ def test_plan_measures_a_pair_and_writes_figures_and_a_picture(pair, tmp_path, c
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_plan_of_numbers_alone_needs_no_model(capsys):
+def test_plan_of_numbers_alone_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--alpha", "0.75", "--cost", "0.05", "--hit-rate", "0.5"]) == 0
     printed = capsys.readouterr().out
     assert f"{theory.walltime_factor(0.75, 7, 0.05):.2f}" in printed
     assert "memory" not in printed
 
 
-def test_plan_of_a_cascade_names_the_best_k(capsys):
+def test_plan_of_a_cascade_names_the_best_k(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--stages", "0.8:0.1", "0.6,0.7:0.01", "--max-gamma", "8"]) == 0
     assert str([list(row) for row in best_matrix("cascade", TWO, 8)]) in capsys.readouterr().out
 
 
-def test_without_a_number_or_a_draft_it_says_what_is_missing(seventy, capsys):
+def test_without_a_number_or_a_draft_it_says_what_is_missing(
+    seventy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--target", str(seventy)]) == 0
     assert "No draft was named" in capsys.readouterr().out
 
@@ -277,7 +295,9 @@ def test_without_a_number_or_a_draft_it_says_what_is_missing(seventy, capsys):
         (["--max-gamma", "0"], "--max-gamma"),
     ],
 )
-def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, complaint, capsys):
+def test_bad_input_is_one_clear_line_and_exit_code_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -1,4 +1,4 @@
-"""The papers' figures must come out where they are formulas, and the rest must be measured whatever is missing."""
+"""Formulas give the papers' figures; the rest is measured even if something is missing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from specserve import theory
 from specserve.cli.main import main
 from specserve.tools.reproduce import formulas
-from specserve.tools.reproduce.contest import Count, _seen
+from specserve.tools.reproduce.contest import DraftCounts, _count_round
 from specserve.tools.reproduce.options import TABLES
-from specserve.tools.reproduce.published import TABLE_1, TABLE_2, TRADES
+from specserve.tools.reproduce.published import TABLE_1, TABLE_2, TRADE_OFFS
 
 TINY = [
     "--params",
@@ -33,13 +33,13 @@ def test_table_1_of_the_cascade_paper_is_within_a_hundredth() -> None:
 
 
 def test_table_1_of_the_first_paper_comes_out_to_the_last_digit() -> None:
-    for row in TRADES:
+    for row in TRADE_OFFS:
         assert formulas.operations(row) == pytest.approx(row.operations, abs=0.0051)
         assert formulas.speed(row) == pytest.approx(row.speed, abs=0.0051)
 
 
 def test_published_speeds_are_of_the_size_that_the_theorem_expects() -> None:
-    """Within a third for c between 0.02 (small) and 0.11 (large): a digit that was mistyped would show."""
+    """Speeds agree within a third for c from 0.02 to 0.11, so a mistyped digit would be found."""
     costs = {"T5-small (77M)": 0.02, "T5-base (250M)": 0.04, "T5-large (800M)": 0.11}
     for row in TABLE_2:
         assert row.factor == pytest.approx(
@@ -64,9 +64,9 @@ def test_the_curves_are_the_formulas() -> None:
     )
 
 
-def test_what_lies_behind_a_refusal_is_not_judged() -> None:
-    count = _seen(_seen(Count(), 5, 2), 5, 5)
-    assert count == Count(rounds=2, drafted=10, judged=8, accepted=7)
+def test_what_lies_behind_a_rejection_is_not_counted() -> None:
+    count = _count_round(_count_round(DraftCounts(), 5, 2), 5, 5)
+    assert count == DraftCounts(rounds=2, drafted=10, verified=8, accepted=7)
     assert count.alpha == 7 / 8
     assert count.tokens == 9
 
@@ -107,6 +107,8 @@ def test_the_whole_page_is_written_with_its_plots(
         (["alphas", "--max-tokens", "1"], "2 or more"),
     ],
 )
-def test_bad_input_is_one_clear_line_and_exit_code_2(arguments, complaint, capsys):
+def test_bad_input_is_one_clear_line_and_exit_code_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["reproduce", *arguments]) == 2
     assert complaint in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The picture of a trace: well-formed, complete in itself, and true to the rounds."""
+"""The picture of a trace: well-formed, self-contained, and true to the rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from specserve.engine.batch import Outcome
 from specserve.engine.pacer import Pacer
-from specserve.engine.trace import Exchange, Journal, Round
+from specserve.engine.trace import Exchange, Round, TraceJournal
 from specserve.errors import BadValue
 from specserve.metrics import Registry
 from specserve.tools import timeline
@@ -18,12 +18,12 @@ from specserve.types import Span
 
 
 def trace(*, rounds: int = 20) -> dict[str, object]:
-    """Rounds of 10 ms: 4 drafts of which 3 stand, a verification of 9 ms, and a draft worker that prepares for 4 ms."""
-    journal = Journal(Registry(), kept=100)
+    """Return rounds of 10 ms: 3 of 4 drafts accepted, 9 ms to verify, 4 ms of anticipation."""
+    journal = TraceJournal(Registry(), max_rounds=100)
     for number in range(rounds):
         at = number * 0.010
         outcomes = (Outcome(0, 4, 3, number % 4 != 0),)
-        journal.record(
+        journal.record_round(
             Round(
                 number,
                 at,
@@ -38,7 +38,7 @@ def trace(*, rounds: int = 20) -> dict[str, object]:
                 Pacer(4, max_gamma=8).decision,
             )
         )
-        journal.exchange(
+        journal.record_exchange(
             Exchange(
                 "draft",
                 at,
@@ -49,7 +49,7 @@ def trace(*, rounds: int = 20) -> dict[str, object]:
                 ),
             )
         )
-        journal.exchange(
+        journal.record_exchange(
             Exchange(
                 "target", at + 0.0005, at + 0.0098, (Span("verify", at + 0.0006, at + 0.0096),)
             )
@@ -77,17 +77,18 @@ def test_every_shown_round_has_a_cell_for_each_draft_and_each_token_of_the_targe
     fills = [box.get("fill") for box in root.iter("{http://www.w3.org/2000/svg}rect")]
     legend = 1
     assert fills.count(timeline.COLOURS["accepted"]) == 8 * 3 + legend
-    assert fills.count(timeline.COLOURS["refused"]) == 8 + legend
+    assert fills.count(timeline.COLOURS["rejected"]) == 8 + legend
     assert fills.count(timeline.COLOURS["next"]) == 8 + legend
     assert fills.count(timeline.COLOURS["draft"]) == 8 + legend
     words = root.find("{http://www.w3.org/2000/svg}title").text  # type: ignore[union-attr]
     assert (
         words
-        == "8 rounds, 32 tokens, 9.9 ms a round; target busy 90% of the time; 6 of 8 proposals prepared in advance"
+        == "8 rounds, 32 tokens, 9.9 ms a round; target busy 90% of the time; 6 of 8 proposals "
+        "prepared in advance"
     )
     assert "href" not in picture
 
 
 def test_a_trace_without_decoding_is_refused() -> None:
     with pytest.raises(BadValue, match="no round"):
-        timeline.read({"traceEvents": []}, first=None, count=5)
+        timeline.select_rounds({"traceEvents": []}, first=None, count=5)

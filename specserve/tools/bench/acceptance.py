@@ -1,4 +1,7 @@
-"""What became of the draft tokens of many rounds, by their position in the proposal. Knows origins as clients see them, and no metrics."""
+"""Acceptance by position in the proposal, counted from the origins of tokens.
+
+Knows origins as clients see them, and no metrics.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,23 @@ from specserve.types import Origin
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
-    """Only draft tokens that were judged count: what lies behind a refusal is never looked at."""
+class AcceptanceCounts:
+    """Draft tokens that were verified, and those accepted.
+
+    Tokens behind a rejection are not verified, so they do not count.
+    """
 
     plain: int = 0  # rounds without a proposal
     drafting: int = 0  # rounds with one
-    reached: tuple[int, ...] = ()  # by position
-    accepted: tuple[int, ...] = ()  # likewise, and as long
+    reached: tuple[int, ...] = ()  # verified draft tokens, by position
+    accepted: tuple[int, ...] = ()  # accepted ones, by position; as long as `reached`
 
     @classmethod
-    def of(cls, origins: Sequence[str]) -> Acceptance:
-        """Of the tokens of one text, in their order. A round ends with the token that the target chose; the last may have been cut."""
+    def from_origins(cls, origins: Sequence[str]) -> AcceptanceCounts:
+        """Count the tokens of one text, in their order.
+
+        A round ends with the token that the target chose; the last round may have been cut.
+        """
         plain, drafting, length = 0, 0, 0
         reached: list[int] = []
         accepted: list[int] = []
@@ -37,7 +46,8 @@ class Acceptance:
         return cls(plain, drafting, tuple(reached), _padded(accepted, len(reached)))
 
     @classmethod
-    def sum(cls, parts: Iterable[Acceptance]) -> Acceptance:
+    def sum(cls, parts: Iterable[AcceptanceCounts]) -> AcceptanceCounts:
+        """Add up the counts of several texts."""
         every = list(parts)
         return cls(
             sum(one.plain for one in every),
@@ -52,12 +62,12 @@ class Acceptance:
 
     @property
     def alpha(self) -> float | None:
-        """The chance that a draft token is accepted, given that it is judged."""
+        """Probability that a draft token is accepted, given that it is verified."""
         return sum(self.accepted) / sum(self.reached) if any(self.reached) else None
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """The same at each position."""
+        """Alpha at each position of the proposal."""
         return tuple(
             accepted / reached
             for accepted, reached in zip(self.accepted, self.reached, strict=True)
@@ -65,7 +75,7 @@ class Acceptance:
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Accepted draft tokens a round, rounds without a proposal included."""
+        """Accepted draft tokens per round, rounds without a proposal included."""
         return sum(self.accepted) / self.rounds if self.rounds else None
 
 

@@ -1,4 +1,4 @@
-"""Where a server under load is, and how it is asked. Knows URLs and headers; neither what is asked nor when."""
+"""The URL of a server under load, and requests to it. Knows headers; no bodies and no schedule."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from specserve.tools.bench.streams import Stream, fetch, stream
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """A server, behind a path if a proxy puts it there."""
+class ServerAddress:
+    """Host and port of a server, with a path prefix where a proxy needs one."""
 
     host: str
     port: int
-    prefix: str = ""  # of every path; "" or "/..." without a slash at its end
+    prefix: str = ""  # put before every path; "" or "/..." without a slash at its end
     tls: ssl.SSLContext | None = None
     key: str | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, url: str, key: str | None = None) -> Address:
-        where = urlsplit(url)
+    def from_url(cls, url: str, key: str | None = None) -> ServerAddress:
+        """Parse the value of --url. Raises BadValue."""
+        parts = urlsplit(url)
         try:
-            port = where.port
+            port = parts.port
         except ValueError as error:
             raise BadValue(f"--url {url}: {error}", param="url") from error
         if (
-            where.scheme not in ("http", "https")
-            or not where.hostname
-            or where.query
-            or where.fragment
-            or where.username is not None
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.query
+            or parts.fragment
+            or parts.username is not None
         ):
             raise BadValue(
                 f"--url is written http://host:port or https://host/path, not {url!r}", param="url"
             )
-        secure = where.scheme == "https"
+        secure = parts.scheme == "https"
         return cls(
-            where.hostname,
+            parts.hostname,
             port or (443 if secure else 80),
-            where.path.rstrip("/"),
+            parts.path.rstrip("/"),
             ssl.create_default_context() if secure else None,
             key,
         )
@@ -51,12 +52,13 @@ class Address:
         return f"{'http' if self.tls is None else 'https'}://{self.host}:{self.port}{self.prefix}"
 
     async def get(self, path: str) -> Stream:
+        """Send a GET request and return the whole answer."""
         return await fetch(
             self.host, self.port, self.prefix + path, headers=self._headers(), tls=self.tls
         )
 
     async def post(self, path: str, body: Mapping[str, object], *, into: Stream) -> Stream:
-        """Each event says what its tokens were: that is how they are counted."""
+        """Send a streaming request, asking for the origins of tokens, by which they are counted."""
         headers = {"X-Specserve-Origins": "1", **self._headers()}
         return await stream(
             self.host, self.port, self.prefix + path, body, headers=headers, tls=self.tls, into=into

@@ -1,4 +1,7 @@
-"""`specserve bench`: warms a server up, loads it, reads its counters before and after, and reports."""
+"""`specserve bench`: warm a server up, load it, and report.
+
+The server's counters are read before and after the load.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,59 @@ from datetime import datetime
 from typing import TextIO
 
 from specserve.errors import SpecserveError
-from specserve.progress import Bar, Tell
-from specserve.tools.bench.address import Address
+from specserve.progress import ProgressBar, ReportProgress
+from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.counters import Counters, ServerSide
-from specserve.tools.bench.html_report import page
-from specserve.tools.bench.load import Asking, ClosedLoop, Load, OpenLoop, Question
-from specserve.tools.bench.measurement import Measured
-from specserve.tools.bench.options import DEFAULT_WARM_UP, Options, read_key
-from specserve.tools.bench.prompts import CODE, read_prompts
-from specserve.tools.bench.report import Report
+from specserve.tools.bench.html_report import render_html
+from specserve.tools.bench.load import (
+    ClosedLoop,
+    LoadClient,
+    LoadPattern,
+    OpenLoop,
+    RequestTemplate,
+)
+from specserve.tools.bench.measurement import Measurement
+from specserve.tools.bench.options import DEFAULT_WARM_UP, BenchOptions, read_key
+from specserve.tools.bench.prompts import CODE_PROMPTS, read_prompts
+from specserve.tools.bench.report import BenchReport
 from specserve.tools.bench.streams import Stream
 
-STILL_S = 1.6  # a server's parts report to /metrics once a second: what has not moved for so long is the last word
-_LOOK_EVERY_S, _STILL_WITHIN_S = 0.2, 6.0  # others may keep it busy for ever
+# A server's parts report to /metrics once a second, so counters that have not changed for this
+# long are final.
+STABLE_S = 1.6
+# The limit is for a server that other clients keep busy.
+_POLL_S, _STABLE_WITHIN_S = 0.2, 6.0
 _PROBE_S = 15.0
-_TELL_EVERY_S = 0.2
+_PROGRESS_S = 0.2
 
 
 def bench(
-    options: Options, say: Callable[[str], None], progress: TextIO, *, still_s: float = STILL_S
+    options: BenchOptions,
+    say: Callable[[str], None],
+    progress: TextIO,
+    *,
+    stable_s: float = STABLE_S,
 ) -> None:
-    """Raises when a request failed or the load was interrupted, once everything is told."""
+    """Load a server and print or write the report.
+
+    Raises SpecserveError if a request failed and KeyboardInterrupt if the load was interrupted,
+    after the report.
+    """
     if options.chaos is not None:
         from specserve.tools.bench.chaos.command import chaos
 
         chaos(options, say)
         return
-    address = Address.of(options.url, read_key(options.api_key_file))
-    question = _question(options)
-    with Bar(progress, keeps=True) as bar:
-        report = asyncio.run(measure(options, address, question, bar, still_s=still_s))
+    address = ServerAddress.from_url(options.url, read_key(options.api_key_file))
+    template = _request_template(options)
+    with ProgressBar(progress, keeps=True) as bar:
+        report = asyncio.run(measure(options, address, template, bar, stable_s=stable_s))
     for line in report.lines():
         say(line)
     if options.json is not None:
         options.json.write_text(report.json() + "\n", encoding="utf-8")
     if options.html is not None:
-        options.html.write_text(page(report), encoding="utf-8")
+        options.html.write_text(render_html(report), encoding="utf-8")
     if report.interrupted:
         raise KeyboardInterrupt
     if report.num_failed:
@@ -53,33 +73,43 @@ def bench(
 
 
 async def measure(
-    options: Options, address: Address, question: Question, tell: Tell, *, still_s: float
-) -> Report:
-    """Cancelled while it loads, it reports what there is until then."""
-    asking = Asking(address, question, model=await served_model(address), timeout_s=options.timeout)
+    options: BenchOptions,
+    address: ServerAddress,
+    template: RequestTemplate,
+    report_progress: ReportProgress,
+    *,
+    stable_s: float,
+) -> BenchReport:
+    """Load a server and return the report. Cancelled during the load, report what came so far."""
+    client = LoadClient(
+        address, template, model=await served_model(address), timeout_s=options.timeout
+    )
     warm_up = range(options.requests, options.requests + options.num_warm_up)
-    tell("warming up")
-    await ClosedLoop(options.clients or DEFAULT_WARM_UP).drive(asking.ask, warm_up)
-    before = await _settled(address, still_s)
-    begun = datetime.now().astimezone()
-    asking.begin()
-    interrupted = await _drive(_load(options), asking, range(options.requests), tell)
-    after = await _settled(address, still_s)
-    server = None if before is None or after is None else ServerSide.of(after.since(before))
-    records = sorted(asking.records, key=lambda record: record.number)
-    return Report(options, asking.model, begun, interrupted, records, Measured.of(records, server))
+    report_progress("warming up")
+    await ClosedLoop(options.clients or DEFAULT_WARM_UP).drive(client.send, warm_up)
+    before = await _stable_counters(address, stable_s)
+    started = datetime.now().astimezone()
+    client.start()
+    interrupted = await _drive(_load(options), client, range(options.requests), report_progress)
+    after = await _stable_counters(address, stable_s)
+    server = (
+        None if before is None or after is None else ServerSide.from_counters(after.since(before))
+    )
+    records = sorted(client.records, key=lambda record: record.number)
+    measurement = Measurement.from_records(records, server)
+    return BenchReport(options, client.model, started, interrupted, records, measurement)
 
 
-def _load(options: Options) -> Load:
+def _load(options: BenchOptions) -> LoadPattern:
     if options.rate is not None:
         return OpenLoop(options.rate, options.seed or 0)
     assert options.clients is not None
     return ClosedLoop(options.clients)
 
 
-def _question(options: Options) -> Question:
-    return Question(
-        prompts=CODE if options.prompts is None else read_prompts(options.prompts),
+def _request_template(options: BenchOptions) -> RequestTemplate:
+    return RequestTemplate(
+        prompts=CODE_PROMPTS if options.prompts is None else read_prompts(options.prompts),
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         seed=options.seed,
@@ -89,44 +119,52 @@ def _question(options: Options) -> Question:
     )
 
 
-async def _drive(load: Load, asking: Asking, numbers: range, tell: Tell) -> bool:
-    """Whether it was interrupted: Ctrl-C cancels this task, and what is under way with it."""
-    telling = asyncio.create_task(_tell_for_ever(asking, len(numbers), tell))
+async def _drive(
+    load: LoadPattern, client: LoadClient, numbers: range, report_progress: ReportProgress
+) -> bool:
+    """Drive the load and return whether it was interrupted.
+
+    Ctrl-C cancels this task, and the requests under way with it.
+    """
+    progress = asyncio.create_task(_keep_reporting(client, len(numbers), report_progress))
     try:
-        await load.drive(asking.ask, numbers)
+        await load.drive(client.send, numbers)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()  # the counters are still to be read
         return True
     finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        progress.cancel()
+        await asyncio.gather(progress, return_exceptions=True)
     return False
 
 
-async def _tell_for_ever(asking: Asking, total: int, tell: Tell) -> None:
-    """Until cancelled; then once more, for good."""
+async def _keep_reporting(client: LoadClient, total: int, report_progress: ReportProgress) -> None:
+    """Report progress until cancelled, and a last time then."""
     try:
         while True:
-            _tell(asking, total, tell)
-            await asyncio.sleep(_TELL_EVERY_S)
+            _report(client, total, report_progress)
+            await asyncio.sleep(_PROGRESS_S)
     finally:
-        _tell(asking, total, tell)
+        _report(client, total, report_progress)
 
 
-def _tell(asking: Asking, total: int, tell: Tell) -> None:
-    done, seconds = len(asking.records), time.monotonic() - asking.begun
-    tell(
+def _report(client: LoadClient, total: int, report_progress: ReportProgress) -> None:
+    done, seconds = len(client.records), time.monotonic() - client.started
+    report_progress(
         "requests",
         done / max(1, total),
-        f"{done} of {total}, {asking.num_tokens / max(seconds, 1e-9):.0f} tokens/s",
+        f"{done} of {total}, {client.num_tokens / max(seconds, 1e-9):.0f} tokens/s",
     )
 
 
-async def served_model(address: Address) -> str:
-    """Of the first model served; also finds out whether anybody is there, and lets us in."""
-    answer = await _asked(address, "/v1/models")
+async def served_model(address: ServerAddress) -> str:
+    """Return the name of the first model.
+
+    Raises SpecserveError if no OpenAI-compatible server answers, or it wants an API key.
+    """
+    answer = await _get(address, "/v1/models")
     if answer.status == 401:
         raise SpecserveError("the server wants an API key: give --api-key-file")
     try:
@@ -137,26 +175,26 @@ async def served_model(address: Address) -> str:
         ) from None
 
 
-async def _settled(address: Address, still_s: float) -> Counters | None:
-    """The counters, once they are at rest; None if the server shows none."""
-    begun = moved = time.monotonic()
+async def _stable_counters(address: ServerAddress, stable_s: float) -> Counters | None:
+    """Return the counters once they stop changing, or None if the server shows none."""
+    started = changed = time.monotonic()
     counters = await _counters(address)
     while (
         counters is not None
-        and (now := time.monotonic()) - moved < still_s
-        and now - begun < _STILL_WITHIN_S
+        and (now := time.monotonic()) - changed < stable_s
+        and now - started < _STABLE_WITHIN_S
     ):
-        await asyncio.sleep(_LOOK_EVERY_S)
+        await asyncio.sleep(_POLL_S)
         earlier, counters = counters, await _counters(address)
         if counters is not None and counters.work != earlier.work:
-            moved = time.monotonic()
+            changed = time.monotonic()
     return counters
 
 
-async def _counters(address: Address) -> Counters | None:
+async def _counters(address: ServerAddress) -> Counters | None:
     try:
-        answer = await _asked(address, "/metrics")
-    except SpecserveError:  # a server that died under the load has still been measured
+        answer = await _get(address, "/metrics")
+    except SpecserveError:  # a server that died under the load is still reported
         return None
     counters = (
         Counters.parse(answer.body.decode(errors="replace"))
@@ -166,7 +204,7 @@ async def _counters(address: Address) -> Counters | None:
     return counters if counters.samples else None
 
 
-async def _asked(address: Address, path: str) -> Stream:
+async def _get(address: ServerAddress, path: str) -> Stream:
     try:
         async with asyncio.timeout(_PROBE_S):
             return await address.get(path)

@@ -1,4 +1,7 @@
-"""A server's own account of a load: the difference between two readings of its /metrics. Knows Prometheus text and the names in metrics.py."""
+"""Counters of the server during a load: the difference between two readings of /metrics.
+
+Knows Prometheus text and the names in metrics.py.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,14 @@ _LABEL = re.compile(r'\w+="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The samples of one moment, or how far they have grown since an earlier one."""
+    """Samples of one moment, or their growth since an earlier one."""
 
-    samples: Mapping[
-        tuple[str, str], float
-    ]  # by name and the value of the one label that there may be
+    # By name and the value of the label, of which there is at most one.
+    samples: Mapping[tuple[str, str], float]
 
     @classmethod
     def parse(cls, text: str) -> Counters:
-        """Passes over whatever is not a sample of specserve's, and over buckets."""
+        """Parse the samples of specserve, skipping histogram buckets and all other lines."""
         samples = {}
         for line in text.splitlines():
             match = _LINE.fullmatch(line)
@@ -33,30 +35,31 @@ class Counters:
         return cls(samples)
 
     def since(self, before: Counters) -> Counters:
+        """Return the growth since an earlier reading."""
         return Counters(
             {name: value - before.samples.get(name, 0.0) for name, value in self.samples.items()}
         )
 
     def total(self, name: str) -> float:
-        """Over all labels; 0 for what was never counted."""
+        """Return the sum over all labels, or 0 for a name that was never counted."""
         return sum(value for (known, _), value in self.samples.items() if known == name)
 
     def by_label(self, name: str) -> dict[str, float]:
         return {label: value for (known, label), value in self.samples.items() if known == name}
 
     def mean(self, histogram: str) -> float | None:
-        """Of what was observed; None if nothing was."""
+        """Return the mean of a histogram's observations, or None if there are none."""
         count = self.total(histogram + "_count")
         return self.total(histogram + "_sum") / count if count else None
 
     def share(self, hits: str, others: str) -> float | None:
-        """Of the hits in both together."""
+        """Return the share of hits in hits and others together, or None if there are neither."""
         both = self.total(hits) + self.total(others)
         return self.total(hits) / both if both else None
 
     @property
     def work(self) -> tuple[float, ...]:
-        """Changes for as long as a round's news are under way to whoever answers /metrics."""
+        """Counters that keep changing until all rounds of the load have reached /metrics."""
         return tuple(
             self.total(name)
             for name in (
@@ -69,40 +72,41 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class ServerSide:
-    """What the server says of the time of a load. Requests of others that it served meanwhile are in it."""
+    """Figures that the server counted during a load, including requests of other clients."""
 
     rounds: int
-    round_s: float | None  # means
+    round_s: float | None  # a mean, like the next two
     verify_s: float | None
     draft_s: float | None
     drafts: int  # proposals that were verified
     draft_tokens: int
     accepted_tokens: int
     accepted_per_position: tuple[int, ...]
-    anticipation_hit_rate: float | None  # None: nothing was anticipated
+    anticipation_hit_rate: float | None  # None: no anticipation
     preemptions: int
     prefix_cache_hit_rate: float | None
 
     @classmethod
-    def of(cls, grown: Counters) -> ServerSide:
-        by_position = grown.by_label("spec_decode_num_accepted_tokens_per_pos_total")
-        queries = grown.total("prefix_cache_queries_total")
+    def from_counters(cls, growth: Counters) -> ServerSide:
+        """Collect the figures from the growth of the counters during the load."""
+        by_position = growth.by_label("spec_decode_num_accepted_tokens_per_pos_total")
+        queries = growth.total("prefix_cache_queries_total")
         return cls(
-            rounds=round(grown.total("round_seconds_count")),
-            round_s=grown.mean("round_seconds"),
-            verify_s=grown.mean("verify_seconds"),
-            draft_s=grown.mean("draft_seconds"),
-            drafts=round(grown.total("spec_decode_num_drafts_total")),
-            draft_tokens=round(grown.total("spec_decode_num_draft_tokens_total")),
-            accepted_tokens=round(grown.total("spec_decode_num_accepted_tokens_total")),
+            rounds=round(growth.total("round_seconds_count")),
+            round_s=growth.mean("round_seconds"),
+            verify_s=growth.mean("verify_seconds"),
+            draft_s=growth.mean("draft_seconds"),
+            drafts=round(growth.total("spec_decode_num_drafts_total")),
+            draft_tokens=round(growth.total("spec_decode_num_draft_tokens_total")),
+            accepted_tokens=round(growth.total("spec_decode_num_accepted_tokens_total")),
             accepted_per_position=tuple(
                 round(by_position[position]) for position in sorted(by_position, key=int)
             ),
-            anticipation_hit_rate=grown.share(
+            anticipation_hit_rate=growth.share(
                 "anticipation_hits_total", "anticipation_misses_total"
             ),
-            preemptions=round(grown.total("preemptions_total")),
-            prefix_cache_hit_rate=grown.total("prefix_cache_hits_total") / queries
+            preemptions=round(growth.total("preemptions_total")),
+            prefix_cache_hit_rate=growth.total("prefix_cache_hits_total") / queries
             if queries
             else None,
         )

@@ -1,4 +1,4 @@
-"""The load: which requests are sent, when, and what came back. Knows nothing of what is made of it."""
+"""The load: which requests are sent, when, and the record of each. Draws no conclusions."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve.tools.bench.address import Address
-from specserve.tools.bench.record import BROKEN, INTERRUPTED, Record
+from specserve.tools.bench.address import ServerAddress
+from specserve.tools.bench.record import BROKEN, INTERRUPTED, RequestRecord
 from specserve.tools.bench.streams import Stream
 
-Ask = Callable[
-    [int], Awaitable[None]
-]  # sends the request of that number and returns once it is over
+SendRequest = Callable[[int], Awaitable[None]]
+"""Sends the request of that number and returns once it is over."""
 
 
-class Load(Protocol):
-    """When requests are sent."""
+class LoadPattern(Protocol):
+    """A rule for when requests are sent."""
 
-    async def drive(self, ask: Ask, numbers: Iterable[int]) -> None: ...
+    async def drive(self, send: SendRequest, numbers: Iterable[int]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many clients, each of which asks again once it has its answer: throughput at a given concurrency."""
+    """A number of clients, each sending its next request once it has its answer.
+
+    Measures the throughput at a given concurrency.
+    """
 
     clients: int
 
-    async def drive(self, ask: Ask, numbers: Iterable[int]) -> None:
+    async def drive(self, send: SendRequest, numbers: Iterable[int]) -> None:
         waiting = iter(numbers)
 
         async def client() -> None:
             for number in waiting:
-                await ask(number)
+                await send(number)
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self.clients):
@@ -44,32 +46,36 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests arrive independently of one another and of the answers: a slow server gets no rest. A Poisson process."""
+    """A Poisson process: requests arrive independently of one another and of the answers.
 
-    rate: float  # a second
+    A slow server thus gets no less load.
+    """
+
+    rate: float  # requests per second
     seed: int
 
     def gaps(self) -> Iterator[float]:
-        chance = random.Random(self.seed)
+        """Yield the seconds between one arrival and the next."""
+        rng = random.Random(self.seed)
         while True:
-            yield chance.expovariate(self.rate)
+            yield rng.expovariate(self.rate)
 
-    async def drive(self, ask: Ask, numbers: Iterable[int]) -> None:
+    async def drive(self, send: SendRequest, numbers: Iterable[int]) -> None:
         due = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for number, gap in zip(numbers, self.gaps(), strict=False):
                 due += gap
                 await asyncio.sleep(due - time.monotonic())
-                tasks.create_task(_asked(ask, number))
+                tasks.create_task(_sent(send, number))
 
 
-async def _asked(ask: Ask, number: int) -> None:
-    await ask(number)
+async def _sent(send: SendRequest, number: int) -> None:
+    await send(number)
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What every request asks for; only prompt and seed differ."""
+class RequestTemplate:
+    """Parameters that all requests share. Only prompt and seed differ."""
 
     prompts: Sequence[str]
     max_tokens: int
@@ -77,9 +83,12 @@ class Question:
     seed: int | None
     gamma: int | str | None
     ignore_eos: bool
-    numbered: bool  # a comment before each prompt, so that no two begin alike and the prefix cache does not answer
+    # Put a comment with the number before each prompt, so that no two prompts share a prefix and
+    # the prefix cache does not help.
+    numbered: bool
 
     def body(self, number: int) -> dict[str, object]:
+        """Return the JSON body of the request with that number."""
         prompt = self.prompts[number % len(self.prompts)]
         body: dict[str, object] = {
             "prompt": f"# {number}\n{prompt}" if self.numbered else prompt,
@@ -95,50 +104,53 @@ class Question:
         return body
 
 
-class Asking:
-    """Asks one server one kind of question and keeps a record of every request, whatever becomes of it."""
+class LoadClient:
+    """Sends requests to one server and keeps a record of each, whatever its outcome."""
 
     def __init__(
-        self, address: Address, question: Question, *, model: str, timeout_s: float
+        self, address: ServerAddress, template: RequestTemplate, *, model: str, timeout_s: float
     ) -> None:
-        self._address, self._question, self._timeout_s = address, question, timeout_s
+        self._address, self._template, self._timeout_s = address, template, timeout_s
         self.model = model
         self._live: dict[int, Stream] = {}
-        self.begun = time.monotonic()
-        self.records: list[Record] = []
+        self.started = time.monotonic()
+        self.records: list[RequestRecord] = []
 
-    def begin(self) -> None:
-        """From now on it counts."""
-        self.begun, self.records = time.monotonic(), []
+    def start(self) -> None:
+        """Drop the records of the warm-up and start the clock."""
+        self.started, self.records = time.monotonic(), []
 
     @property
     def num_tokens(self) -> int:
-        """Until now, those of requests under way included."""
+        """Number of tokens so far, including those of requests under way."""
         return sum(record.tokens for record in self.records) + sum(
             len(origins) for live in self._live.values() for origins in live.origins
         )
 
-    async def ask(self, number: int) -> None:
-        stream, trouble = Stream(), None
+    async def send(self, number: int) -> None:
+        """Send the request of that number and record it."""
+        stream, failure = Stream(), None
         self._live[number] = stream
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._address.post(
                     "/v1/completions",
-                    {"model": self.model, **self._question.body(number)},
+                    {"model": self.model, **self._template.body(number)},
                     into=stream,
                 )
         except TimeoutError:
-            trouble = f"no answer in time: it took longer than {self._timeout_s:g} s"
+            failure = f"no answer in time: it took longer than {self._timeout_s:g} s"
         except OSError as error:
-            trouble = f"{BROKEN if stream.status else 'no connection'}: {error}"
+            failure = f"{BROKEN if stream.status else 'no connection'}: {error}"
         except (EOFError, ValueError) as error:
-            trouble = f"{BROKEN}: {error}"
+            failure = f"{BROKEN}: {error}"
         except asyncio.CancelledError:
-            trouble = INTERRUPTED
+            failure = INTERRUPTED
             raise
         finally:
             del self._live[number]
             self.records.append(
-                Record.of(number, stream, begun=self.begun, now=time.monotonic(), trouble=trouble)
+                RequestRecord.from_stream(
+                    number, stream, started=self.started, now=time.monotonic(), failure=failure
+                )
             )

@@ -1,4 +1,7 @@
-"""What a load came to, and what theory makes of the same acceptance and the same rounds. Arithmetic on records; no network, no printing."""
+"""Figures of a load, and what theory predicts for the same acceptance and the same rounds.
+
+Arithmetic on records; no network, no printing.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,21 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from specserve.theory import tokens_per_round
-from specserve.tools.bench.acceptance import Acceptance
+from specserve.tools.bench.acceptance import AcceptanceCounts
 from specserve.tools.bench.counters import ServerSide
-from specserve.tools.bench.record import Record
+from specserve.tools.bench.record import RequestRecord
 
 ASSUMPTION = (
-    "The prediction assumes that every judged draft token is accepted with the same chance alpha, whatever came before it (2211.17192, Equation 1), "
-    "that every proposal has the mean length, and that every stream takes part in every round, each of which takes the server's mean round time."
+    "The prediction assumes that every verified draft token is accepted with the same chance "
+    "alpha, whatever came before it (2211.17192, Equation 1), that every proposal has the mean "
+    "length, and that every stream takes part in every round, "
+    "each of which takes the server's mean round time."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of many values of one kind."""
+    """Mean and percentiles of many values of one kind."""
 
     mean: float
     p50: float
@@ -29,8 +34,8 @@ class Spread:
     p99: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
-        """None if there are none."""
+    def from_values(cls, values: Sequence[float]) -> Spread | None:
+        """Return the spread of the values, or None if there are none."""
         if not values:
             return None
         ordered = sorted(values)
@@ -38,35 +43,39 @@ class Spread:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """The value below which that share of the others lies, interpolated between neighbours; the least at 0, the greatest at 1."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
+    """Return the value below which that share of the others lies, interpolated linearly.
+
+    Share 0 is the least value, share 1 the greatest.
+    """
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 @dataclass(frozen=True, slots=True)
-class Speculation:
-    """What the responses themselves say it did, added up; of requests that were answered in full."""
+class SpeculationTotals:
+    """Sums over the `specserve` objects of the requests that were answered in full."""
 
     rounds: int
     drafted: int
     accepted: int
     anticipated: int
-    mean_proposal: float | None  # draft tokens, of rounds that had any
+    mean_proposal: float | None  # draft tokens per round with a proposal
 
     @classmethod
-    def of(cls, records: Sequence[Record]) -> Speculation:
-        told = [
+    def from_records(cls, records: Sequence[RequestRecord]) -> SpeculationTotals:
+        """Add up the responses that have a `specserve` object."""
+        known = [
             (record.speculation, record.acceptance)
             for record in records
             if record.speculation is not None
         ]
 
         def total(name: str) -> int:
-            return sum(int(object_.get(name, 0)) for object_, _ in told)
+            return sum(int(object_.get(name, 0)) for object_, _ in known)
 
-        drafting = sum(acceptance.drafting for _, acceptance in told)
+        drafting = sum(acceptance.drafting for _, acceptance in known)
         return cls(
             rounds=total("rounds"),
             drafted=total("drafted"),
@@ -77,27 +86,33 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Seconds, tokens and rounds. The spreads are of requests that were answered in full; the rates count whatever came."""
+class Measurement:
+    """Figures of a load, in seconds, tokens and rounds.
+
+    The spreads are of requests that were answered in full; the rates count all tokens that came.
+    """
 
     outcomes: Mapping[str, int]
     duration_s: float  # from the first request sent to the last that ended
     requests_per_s: float
     tokens: int
     tokens_per_s: float
-    mean_streams: float  # under way at a time
-    mean_decoding: float  # of these, past their first token
+    mean_streams: float  # requests under way at a time
+    mean_decoding: float  # those of them past their first token
     ttft_s: Spread | None
     tpot_s: Spread | None
     itl_s: Spread | None
     latency_s: Spread | None
-    acceptance: Acceptance
-    speculation: Speculation
+    acceptance: AcceptanceCounts
+    speculation: SpeculationTotals
     server: ServerSide | None  # None: its /metrics could not be read
 
     @classmethod
-    def of(cls, records: Sequence[Record], server: ServerSide | None) -> Measured:
-        fine = [record for record in records if record.is_ok]
+    def from_records(
+        cls, records: Sequence[RequestRecord], server: ServerSide | None
+    ) -> Measurement:
+        """Compute the figures of all requests of a load."""
+        complete = [record for record in records if record.is_ok]
         duration = max((record.ended for record in records), default=0.0) - min(
             (record.sent for record in records), default=0.0
         )
@@ -106,17 +121,21 @@ class Measured:
         return cls(
             outcomes=dict(Counter(record.outcome for record in records).most_common()),
             duration_s=duration,
-            requests_per_s=len(fine) * rate,
+            requests_per_s=len(complete) * rate,
             tokens=tokens,
             tokens_per_s=tokens * rate,
             mean_streams=sum(record.latency for record in records) * rate,
             mean_decoding=sum(record.decoding for record in records) * rate,
-            ttft_s=Spread.of([record.ttft for record in fine if record.ttft is not None]),
-            tpot_s=Spread.of([record.tpot for record in fine if record.tpot is not None]),
-            itl_s=Spread.of([gap for record in fine for gap in record.gaps]),
-            latency_s=Spread.of([record.latency for record in fine]),
-            acceptance=Acceptance.sum(record.acceptance for record in records),
-            speculation=Speculation.of(fine),
+            ttft_s=Spread.from_values(
+                [record.ttft for record in complete if record.ttft is not None]
+            ),
+            tpot_s=Spread.from_values(
+                [record.tpot for record in complete if record.tpot is not None]
+            ),
+            itl_s=Spread.from_values([gap for record in complete for gap in record.gaps]),
+            latency_s=Spread.from_values([record.latency for record in complete]),
+            acceptance=AcceptanceCounts.sum(record.acceptance for record in records),
+            speculation=SpeculationTotals.from_records(complete),
             server=server,
         )
 
@@ -135,34 +154,33 @@ class Comparison:
         return self.measured / self.predicted
 
 
-def compare(measured: Measured) -> list[Comparison]:
-    """As far as what the predictions need is known."""
-    acceptance, server = measured.acceptance, measured.server
+def compare(measurement: Measurement) -> list[Comparison]:
+    """Compare measured and predicted figures, as far as the predictions' inputs are known."""
+    acceptance, server = measurement.acceptance, measurement.server
     if not acceptance.rounds:
         return []
-    tokens = predicted_tokens_per_round(acceptance, measured.speculation.mean_proposal)
-    found = [Comparison("tokens a round", "", measured_tokens_per_round(acceptance), tokens)]
-    if server is None or server.round_s is None or measured.tpot_s is None:
-        return found
+    tokens = predicted_tokens_per_round(acceptance, measurement.speculation.mean_proposal)
+    comparisons = [Comparison("tokens a round", "", measured_tokens_per_round(acceptance), tokens)]
+    if server is None or server.round_s is None or measurement.tpot_s is None:
+        return comparisons
     each = server.round_s / tokens
-    found.append(Comparison("TPOT", "s", measured.tpot_s.mean, each))
-    if measured.mean_decoding:
-        found.append(
-            Comparison(
-                "throughput", "tokens/s", measured.tokens_per_s, measured.mean_decoding / each
-            )
+    comparisons.append(Comparison("TPOT", "s", measurement.tpot_s.mean, each))
+    if measurement.mean_decoding:
+        predicted = measurement.mean_decoding / each
+        comparisons.append(
+            Comparison("throughput", "tokens/s", measurement.tokens_per_s, predicted)
         )
-    return found
+    return comparisons
 
 
-def measured_tokens_per_round(acceptance: Acceptance) -> float:
-    """The accepted draft tokens and one that is the target's own."""
+def measured_tokens_per_round(acceptance: AcceptanceCounts) -> float:
+    """Return the accepted draft tokens per round, plus one token of the target's own."""
     assert acceptance.mean_accepted_length is not None
     return 1 + acceptance.mean_accepted_length
 
 
-def predicted_tokens_per_round(acceptance: Acceptance, mean_proposal: float | None) -> float:
-    """Of one sequence, over rounds with and without a proposal."""
+def predicted_tokens_per_round(acceptance: AcceptanceCounts, mean_proposal: float | None) -> float:
+    """Return the expected tokens of a sequence per round, with or without a proposal."""
     assert acceptance.rounds
     if acceptance.alpha is None or mean_proposal is None:
         return 1.0
@@ -171,7 +189,7 @@ def predicted_tokens_per_round(acceptance: Acceptance, mean_proposal: float | No
 
 
 def expected_tokens(alpha: float, gamma: float) -> float:
-    """`tokens_per_round` for a mean length: that of the two whole lengths beside it, mixed."""
+    """Interpolate `tokens_per_round` between the two whole lengths next to a mean length."""
     below = math.floor(gamma)
     return tokens_per_round(alpha, below) + (gamma - below) * (
         tokens_per_round(alpha, below + 1) - tokens_per_round(alpha, below)

@@ -1,4 +1,4 @@
-"""The options of `specserve bench`, as they are given and as they are checked. Imports nothing that takes time."""
+"""The options of `specserve bench` and their checks. Imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DEFAULT_CONCURRENCY, DEFAULT_WARM_UP = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Raises BadValue naming the option that makes no sense."""
+class BenchOptions:
+    """Checked options. Raises BadValue naming the option that makes no sense."""
 
     url: str
-    concurrency: int | None = None  # neither this nor a rate: DEFAULT_CONCURRENCY
+    concurrency: int | None = None  # DEFAULT_CONCURRENCY without a rate
     rate: float | None = None
     requests: int = 64
     max_tokens: int = 128
@@ -29,12 +29,12 @@ class Options:
     seed: int | None = None
     gamma: int | str | None = None
     ignore_eos: bool = True
-    warm_up: int | None = None  # requests that do not count; None: as many as there are clients
+    warm_up: int | None = None  # requests that do not count; by default one per client
     timeout: float = 600.0
     api_key_file: Path | None = None
     json: Path | None = None
     html: Path | None = None
-    chaos: str | None = None  # roles whose processes are struck meanwhile
+    chaos: str | None = None  # roles whose processes get faults
     kills: int = 20
 
     def __post_init__(self) -> None:
@@ -69,27 +69,28 @@ class Options:
                 )
 
     @classmethod
-    def of(cls, given: argparse.Namespace) -> Options:
-        return cls(**{field.name: getattr(given, field.name) for field in fields(cls)})
+    def from_arguments(cls, parsed: argparse.Namespace) -> BenchOptions:
+        """Take the fields from parsed arguments."""
+        return cls(**{field.name: getattr(parsed, field.name) for field in fields(cls)})
 
     @property
     def clients(self) -> int | None:
-        """Of a closed loop; None: requests arrive at a rate."""
+        """Number of clients of a closed loop, or None if requests arrive at a rate."""
         return None if self.rate is not None else self.concurrency or DEFAULT_CONCURRENCY
 
     @property
     def num_warm_up(self) -> int:
         return self.warm_up if self.warm_up is not None else self.clients or DEFAULT_WARM_UP
 
-    def command(self) -> dict[str, object]:
-        """With what it was run, for the report."""
+    def as_dict(self) -> dict[str, object]:
+        """Return all options as JSON values, for the report."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: str(value) if isinstance(value, Path) else value for name, value in values.items()
         }
 
-    def line(self) -> str:
-        """As one would type it: what is as by default is left out."""
+    def command_line(self) -> str:
+        """Return the command as one would type it, without options at their defaults."""
         words = ["specserve", "bench"]
         for field in fields(self):
             value = getattr(self, field.name)
@@ -104,41 +105,49 @@ class Options:
 
 
 def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int | str]) -> None:
-    """`gamma` reads a number or `auto`."""
+    """Add the options of the command; `gamma` parses a number or `auto`."""
     add = parser.add_argument
     add(
         "--url",
         required=True,
         metavar="U",
-        help="of a running server, such as http://127.0.0.1:8000",
+        help="URL of a running server, such as http://127.0.0.1:8000",
     )
-    when = parser.add_mutually_exclusive_group()
-    when.add_argument(
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument(
         "--concurrency",
         type=int,
         metavar="N",
-        help=f"so many clients, each asks again once answered; {DEFAULT_CONCURRENCY} by default",
+        help="clients, each of which sends its next request once answered; "
+        f"{DEFAULT_CONCURRENCY} by default",
     )
-    when.add_argument(
+    load.add_argument(
         "--rate",
         type=float,
         metavar="R",
-        help="instead: so many requests a second arrive, by chance (Poisson)",
+        help="instead: requests per second, arriving at random (Poisson)",
     )
-    add("--requests", type=int, default=64, metavar="N", help="64 by default")
-    add("--max-tokens", type=int, default=128, metavar="N", help="of each request; 128 by default")
+    add("--requests", type=int, default=64, metavar="N", help="number of requests; 64 by default")
+    add(
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens per request; 128 by default",
+    )
     add(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='a prompt a line, or JSON lines with "prompt"; beginnings of Python code by default',
+        help='one prompt per line, or JSON lines with "prompt"; '
+        "beginnings of Python code by default",
     )
     add("--temperature", type=float, default=0.0, metavar="T", help="0, greedy, by default")
     add(
         "--seed",
         type=int,
         metavar="S",
-        help="of the arrivals and, above temperature 0, of the requests: number i gets S + i",
+        help="seed of the arrivals and, above temperature 0, of the requests: number i gets S + i",
     )
     add(
         "--gamma",
@@ -150,7 +159,7 @@ def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int |
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="every request writes --max-tokens, as is the default",
+        help="every request generates --max-tokens; the default",
     )
     add(
         "--warm-up",
@@ -166,18 +175,25 @@ def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int |
         help="seconds that a request may take; 600 by default",
     )
     add("--api-key-file", type=Path, metavar="FILE", help="the key is its first line")
-    add("--json", type=Path, metavar="FILE", help="all figures, and each request's")
-    add("--html", type=Path, metavar="FILE", help="a page with plots")
+    add("--json", type=Path, metavar="FILE", help="write all figures, and those of each request")
+    add("--html", type=Path, metavar="FILE", help="write a page with plots")
     add(
         "--chaos",
         metavar="ROLES",
-        help="instead: kill or stop processes of a server on this machine (draft, target, coordinator, controller)",
+        help="instead: kill or stop processes of a server on this machine"
+        " (draft, target, coordinator, controller)",
     )
-    add("--kills", type=int, default=20, metavar="N", help="of --chaos; 20 by default")
+    add(
+        "--kills",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of faults for --chaos; 20 by default",
+    )
 
 
 def read_key(file: Path | None) -> str | None:
-    """The first line that is neither empty nor a comment."""
+    """Return the first line that is neither empty nor a comment. Raises BadValue if none is."""
     if file is None:
         return None
     try:
@@ -200,7 +216,7 @@ def _option(name: str) -> str:
 
 
 def _can_write(file: Path) -> bool:
-    """Asked before the load, lest its figures be lost after it."""
+    """Return whether the file can be written, checked before the load so that it is not lost."""
     if file.is_dir():
         return False
     return os.access(file if file.exists() else file.absolute().parent, os.W_OK)

@@ -1,4 +1,4 @@
-"""What is asked when nothing else is given, and how prompts are read from a file."""
+"""The default prompts, and prompts read from a file."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from pathlib import Path
 
 from specserve.errors import BadValue
 
-CODE = (
+CODE_PROMPTS = (
     "def read_lines(path):\n",
     "class Stack:\n    def __init__(self):\n",
     "import argparse\nimport sys\n\n\ndef main():\n    parser = argparse.ArgumentParser(",
     "def fibonacci(n):\n    if n < 2:\n",
     "import unittest\n\n\nclass TestParser(unittest.TestCase):\n    def setUp(self):\n",
     "def binary_search(items, wanted):\n    low, high = 0, len(items)\n",
-    "class Node:\n    def __init__(self, key, value, left=None, right=None):\n        self.key = key\n",
+    (
+        "class Node:\n    def __init__(self, key, value, left=None, right=None):\n"
+        "        self.key = key\n"
+    ),
     "import socket\n\n\ndef connect(host, port, timeout=None):\n    sock = socket.socket(",
     "def parse_header(line):\n    name, sep, value = line.partition(':')\n    if not sep:\n",
-    "import os\n\n\ndef walk(top):\n    for name in os.listdir(top):\n        path = os.path.join(top, name)\n",
-    "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n        self.mutex = threading.Lock()\n",
+    (
+        "import os\n\n\ndef walk(top):\n    for name in os.listdir(top):\n"
+        "        path = os.path.join(top, name)\n"
+    ),
+    (
+        "class Queue:\n    def __init__(self, maxsize=0):\n        self.maxsize = maxsize\n"
+        "        self.mutex = threading.Lock()\n"
+    ),
     "def gcd(a, b):\n    while b:\n",
     "import json\n\n\ndef load_config(filename):\n    with open(filename) as f:\n",
     "def decorator(func):\n    @functools.wraps(func)\n    def wrapper(*args, **kwargs):\n",
@@ -28,11 +37,13 @@ CODE = (
 
 
 def read_prompts(file: Path) -> tuple[str, ...]:
-    """A prompt a line: as it stands, or as the member `prompt` of a JSON object. Empty lines are passed over."""
+    """Read one prompt per line: text, or a JSON object with a member `prompt`.
+
+    Empty lines are skipped. Raises BadValue if there is no prompt.
+    """
     try:
-        lines = file.read_text(encoding="utf-8").split(
-            "\n"
-        )  # and nowhere else: JSON may hold other separators
+        # Not splitlines(): a JSON string may contain other line separators.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadValue(f"--prompts {file} cannot be read: {error}", param="prompts") from error
     prompts = tuple(
@@ -46,7 +57,7 @@ def read_prompts(file: Path) -> tuple[str, ...]:
 
 
 def _prompt(line: str, where: str) -> str:
-    """Text may begin with a brace, so what is no JSON object is text."""
+    """Return the prompt of one line. A line that is not a JSON object is text."""
     try:
         value = json.loads(line)
     except ValueError:

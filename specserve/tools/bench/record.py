@@ -1,4 +1,7 @@
-"""What one request came to, and what follows from its times alone. Times are seconds since the load began; knows no other requests."""
+"""The result of one request and the latencies that follow from its times.
+
+Times are seconds since the load began. Knows no other requests.
+"""
 
 from __future__ import annotations
 
@@ -8,58 +11,60 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from specserve.tools.bench.acceptance import Acceptance
+from specserve.tools.bench.acceptance import AcceptanceCounts
 from specserve.tools.bench.streams import Stream
 
 OK, INTERRUPTED, BROKEN = "ok", "interrupted", "broken off"
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class TokenEvent:
     """An event of a stream that brought tokens."""
 
     at: float
-    tokens: float  # a fraction where the server does not say how many, and they are spread evenly over the events
+    # A fraction where the server does not send origins: the tokens are spread evenly over events.
+    tokens: float
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A request that was answered in full, refused, cut off, or given up."""
+class RequestRecord:
+    """A request that was answered in full, refused, cut off, or interrupted."""
 
     number: int
-    outcome: str  # OK, INTERRUPTED (by who measures), a status such as 429, or what went wrong
-    message: str  # of a failure
+    outcome: str  # OK, INTERRUPTED (by the user), a status such as 429, or a kind of failure
+    message: str  # what a failure says
     sent: float
     ended: float
-    arrivals: tuple[Arrival, ...]
+    events: tuple[TokenEvent, ...]
     tokens: int
-    acceptance: Acceptance
+    acceptance: AcceptanceCounts
     speculation: Mapping[str, Any] | None  # the response's `specserve` object
 
     @classmethod
-    def of(
-        cls, number: int, stream: Stream, *, begun: float, now: float, trouble: str | None = None
-    ) -> Record:
-        """Of a stream that ended, or that `trouble` ended."""
+    def from_stream(
+        cls, number: int, stream: Stream, *, started: float, now: float, failure: str | None = None
+    ) -> RequestRecord:
+        """Record a stream that ended, by itself or by `failure` ("outcome: message")."""
         known = sum(map(len, stream.origins))
         tokens = stream.usage["completion_tokens"] if stream.usage else known or len(stream.times)
         each = None if known else tokens / max(1, len(stream.times))
-        events = zip(stream.times, stream.origins, strict=True)
-        arrivals = [
-            Arrival(at - begun, len(origins) if each is None else each)
-            for at, origins in events
+        events = [
+            TokenEvent(at - started, len(origins) if each is None else each)
+            for at, origins in zip(stream.times, stream.origins, strict=True)
             if origins or each is not None
         ]
-        outcome, message = _outcome(stream, trouble)
+        outcome, message = _outcome(stream, failure)
         return cls(
             number=number,
             outcome=outcome,
             message=message,
-            sent=(stream.sent or now) - begun,
-            ended=(stream.ended or now) - begun,
-            arrivals=tuple(arrivals),
+            sent=(stream.sent or now) - started,
+            ended=(stream.ended or now) - started,
+            events=tuple(events),
             tokens=tokens,
-            acceptance=Acceptance.of([origin for origins in stream.origins for origin in origins]),
+            acceptance=AcceptanceCounts.from_origins(
+                [origin for origins in stream.origins for origin in origins]
+            ),
             speculation=None if stream.final is None else stream.final.get("specserve"),
         )
 
@@ -78,27 +83,27 @@ class Record:
     @property
     def ttft(self) -> float | None:
         """Time to first token."""
-        return self.arrivals[0].at - self.sent if self.arrivals else None
+        return self.events[0].at - self.sent if self.events else None
 
     @property
     def decoding(self) -> float:
-        """From the first token to the last."""
-        return self.arrivals[-1].at - self.arrivals[0].at if self.arrivals else 0.0
+        """Seconds from the first token to the last."""
+        return self.events[-1].at - self.events[0].at if self.events else 0.0
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None for a text of one."""
-        return self.decoding / (self.tokens - 1) if self.tokens > 1 and self.arrivals else None
+        """Time per output token after the first, or None for a single token."""
+        return self.decoding / (self.tokens - 1) if self.tokens > 1 and self.events else None
 
     @property
     def gaps(self) -> list[float]:
-        """Between one event with tokens and the next: inter-token latency, as a reader sees it."""
-        return [later.at - earlier.at for earlier, later in pairwise(self.arrivals)]
+        """Seconds between events with tokens: inter-token latency, as a reader sees it."""
+        return [later.at - earlier.at for earlier, later in pairwise(self.events)]
 
 
-def _outcome(stream: Stream, trouble: str | None) -> tuple[str, str]:
-    if trouble is not None:
-        outcome, _, message = trouble.partition(": ")
+def _outcome(stream: Stream, failure: str | None) -> tuple[str, str]:
+    if failure is not None:
+        outcome, _, message = failure.partition(": ")
         return outcome, message
     if stream.status != 200:
         return str(stream.status), _message(stream.body)
@@ -110,7 +115,7 @@ def _outcome(stream: Stream, trouble: str | None) -> tuple[str, str]:
 
 
 def _message(body: bytes) -> str:
-    """The server's own words, if they come as they should."""
+    """Return the server's error message, or the start of a body that is no OpenAI error."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Everything that is known after a load, and two of its forms: JSON, and lines for a terminal. The third is page.py."""
+"""The report of a load, as JSON and as lines for a terminal. html_report.py is its third form."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from textwrap import wrap
 from typing import Any
 
 from specserve import __version__
-from specserve.tools.bench.measurement import ASSUMPTION, Comparison, Measured, Spread, compare
-from specserve.tools.bench.options import Options
-from specserve.tools.bench.record import Record
+from specserve.tools.bench.measurement import (
+    ASSUMPTION,
+    Comparison,
+    Measurement,
+    Spread,
+    compare,
+)
+from specserve.tools.bench.options import BenchOptions
+from specserve.tools.bench.record import RequestRecord
 
-_WIDTH = 120  # of prose on a terminal
+_WIDTH = 120  # columns of prose on a terminal
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Of one load on one server."""
+class BenchReport:
+    """Everything known after a load on one server."""
 
-    options: Options
+    options: BenchOptions
     model: str
-    begun: datetime
+    started: datetime
     interrupted: bool
-    records: Sequence[Record]
-    measured: Measured
+    records: Sequence[RequestRecord]
+    measurement: Measurement
 
     @property
     def comparisons(self) -> list[Comparison]:
-        return compare(self.measured)
+        return compare(self.measurement)
 
     @property
     def num_failed(self) -> int:
@@ -40,7 +46,7 @@ class Report:
 
     @property
     def failures(self) -> dict[str, str]:
-        """By outcome, the words of one of them."""
+        """The message of one failure for each outcome."""
         return {record.outcome: record.message for record in self.records if record.has_failed}
 
     @property
@@ -52,22 +58,25 @@ class Report:
             else f"{options.rate:g} requests/s arriving"
         )
         limit = f"{'' if options.ignore_eos else 'at most '}{options.max_tokens} tokens"
-        return f"{self.model} at {options.url}: {options.requests} requests of {limit}, {when}, temperature {options.temperature:g}"
+        return (
+            f"{self.model} at {options.url}: {options.requests} requests of {limit}, {when}, "
+            f"temperature {options.temperature:g}"
+        )
 
     def json(self) -> str:
-        measured, acceptance = asdict(self.measured), self.measured.acceptance
-        measured["acceptance"] |= {
+        measurement, acceptance = asdict(self.measurement), self.measurement.acceptance
+        measurement["acceptance"] |= {
             "alpha": acceptance.alpha,
             "mean_accepted_length": acceptance.mean_accepted_length,
         }
         whole = {
-            "command": self.options.command(),
+            "command": self.options.as_dict(),
             "specserve": __version__,
-            "begun": self.begun.isoformat(),
+            "begun": self.started.isoformat(),
             "client": machine(),
             "model": self.model,
             "interrupted": self.interrupted,
-            "measured": measured,
+            "measured": measurement,
             "predicted": {
                 "assumes": ASSUMPTION,
                 "figures": [asdict(one) | {"ratio": one.ratio} for one in self.comparisons],
@@ -77,24 +86,26 @@ class Report:
         return json.dumps(whole, allow_nan=False)
 
     def lines(self) -> Iterator[str]:
-        measured = self.measured
+        measurement = self.measurement
         yield self.title
         outcomes = (
-            ", ".join(f"{count} {outcome}" for outcome, count in measured.outcomes.items())
+            ", ".join(f"{count} {outcome}" for outcome, count in measurement.outcomes.items())
             or "none"
         )
         yield (
-            f"requests: {outcomes} in {measured.duration_s:.1f} s; {measured.requests_per_s:.2f} requests/s, "
-            f"{measured.tokens_per_s:.1f} tokens/s, {measured.mean_streams:.1f} under way at a time"
+            f"requests: {outcomes} in {measurement.duration_s:.1f} s; "
+            f"{measurement.requests_per_s:.2f} requests/s, "
+            f"{measurement.tokens_per_s:.1f} tokens/s, "
+            f"{measurement.mean_streams:.1f} under way at a time"
         )
         yield from (
             f"  {outcome}: {message}" for outcome, message in self.failures.items() if message
         )
         yield ""
-        yield from aligned([("ms", "mean", "p50", "p90", "p99"), *spread_rows(measured)])
+        yield from aligned([("ms", "mean", "p50", "p90", "p99"), *spread_rows(measurement)])
         yield ""
-        if facts := speculation_rows(measured):
-            yield from aligned(facts)
+        if rows := speculation_rows(measurement):
+            yield from aligned(rows)
             yield ""
         if self.comparisons:
             yield from aligned(
@@ -104,17 +115,20 @@ class Report:
 
 
 def machine() -> str:
-    """Where the load came from."""
-    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    """Return a description of this machine, from which the load comes."""
+    return (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}"
+    )
 
 
-def spread_rows(measured: Measured) -> list[tuple[str, ...]]:
-    """Milliseconds."""
+def spread_rows(measurement: Measurement) -> list[tuple[str, ...]]:
+    """Return a row of milliseconds for each kind of latency."""
     spreads = {
-        "TTFT": measured.ttft_s,
-        "TPOT": measured.tpot_s,
-        "ITL": measured.itl_s,
-        "latency": measured.latency_s,
+        "TTFT": measurement.ttft_s,
+        "TPOT": measurement.tpot_s,
+        "ITL": measurement.itl_s,
+        "latency": measurement.latency_s,
     }
     return [(name, *_milliseconds(spread)) for name, spread in spreads.items()]
 
@@ -125,26 +139,29 @@ def _milliseconds(spread: Spread | None) -> tuple[str, ...]:
     return tuple(figure(1e3 * value) for value in (spread.mean, spread.p50, spread.p90, spread.p99))
 
 
-def speculation_rows(measured: Measured) -> list[tuple[str, str]]:
-    """What the tokens' origins tell, and what the server counted; as far as there is anything to tell."""
-    acceptance, told, server = measured.acceptance, measured.speculation, measured.server
+def speculation_rows(measurement: Measurement) -> list[tuple[str, str]]:
+    """Return what the tokens' origins and the server's counters say, without unknown figures."""
+    acceptance, server = measurement.acceptance, measurement.server
+    mean_proposal = measurement.speculation.mean_proposal
     rows: list[tuple[str, str | None]] = []
     if acceptance.rounds:
         positions = " ".join(f"{share:.2f}" for share in acceptance.by_position)
         alpha = (
             None
             if acceptance.alpha is None
-            else f"{acceptance.alpha:.3f} of {sum(acceptance.reached)} judged; by position {positions}"
+            else f"{acceptance.alpha:.3f} of {sum(acceptance.reached)} verified; "
+            f"by position {positions}"
         )
         rows.append(("acceptance", alpha))
         rows.append(
             (
                 "accepted a round",
-                f"{acceptance.mean_accepted_length:.2f} in {acceptance.rounds} rounds, {acceptance.plain} of them plain",
+                f"{acceptance.mean_accepted_length:.2f} in {acceptance.rounds} rounds, "
+                f"{acceptance.plain} of them plain",
             )
         )
-    if told.mean_proposal is not None:
-        rows.append(("draft tokens a proposal", f"{told.mean_proposal:.2f}"))
+    if mean_proposal is not None:
+        rows.append(("draft tokens a proposal", f"{mean_proposal:.2f}"))
     if server is not None and server.rounds:
         rows.append(
             (
@@ -184,7 +201,7 @@ def _comparison_row(one: Comparison) -> tuple[str, ...]:
 
 
 def figure(value: float) -> str:
-    """Three digits or more."""
+    """Format a number with at least three digits."""
     return (
         f"{value:.0f}"
         if value >= 1000
@@ -197,18 +214,18 @@ def figure(value: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns under one another: the first, and one of words, to the left; figures to the right."""
+    """Align columns: the first, and a second one of words, to the left; figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
-        rest = (
+        aligned_cells = (
             cells
             if len(cells) == 1
             else [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         )
-        yield "  ".join([name.ljust(widths[0]), *rest])
+        yield "  ".join([name.ljust(widths[0]), *aligned_cells])
 
 
-def _described(record: Record) -> Mapping[str, Any]:
+def _described(record: RequestRecord) -> Mapping[str, Any]:
     return {
         "number": record.number,
         "outcome": record.outcome,
@@ -219,7 +236,7 @@ def _described(record: Record) -> Mapping[str, Any]:
         "tpot_s": record.tpot,
         "latency_s": record.latency,
         "tokens": record.tokens,
-        "arrivals": [(arrival.at, arrival.tokens) for arrival in record.arrivals],
+        "arrivals": [(event.at, event.tokens) for event in record.events],
         "acceptance": asdict(record.acceptance),
         "specserve": record.speculation,
     }

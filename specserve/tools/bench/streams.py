@@ -1,4 +1,7 @@
-"""A lean client for many streams at once: plain sockets, so that what is measured is the server. Times are of this machine's monotonic clock."""
+"""A lean HTTP client for many streams at once, on plain sockets so that the server is measured.
+
+Times are of this machine's monotonic clock.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,24 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_WHOLE_PIECE = 2**16  # bytes at most at once, of an answer that does not come in chunks
+_READ_BYTES = 2**16  # at most at once, of an answer that is not chunked
 
 
 @dataclass(slots=True)
 class Stream:
-    """What came back of one request, filled as it comes: who gives up waiting still has what was there."""
+    """The answer to one request, filled as it arrives, so that a timeout keeps what has come."""
 
     sent: float = 0.0
-    status: int = 0  # 0: no answer
+    status: int = 0  # 0 without an answer
     times: list[float] = field(default_factory=list)  # of each event with text
     texts: list[str] = field(default_factory=list)  # beside `times`
     num_finals: int = 0  # events with a finish reason; one, if all is well
-    origins: list[Sequence[str]] = field(
-        default_factory=list
-    )  # beside `times`: of each event's tokens, if the server tells
+    # Beside `times`: origins of each event's tokens, if the server sends them.
+    origins: list[Sequence[str]] = field(default_factory=list)
     final: Mapping[str, Any] | None = None  # the event with the finish reason
     usage: Mapping[str, int] | None = None
-    error: Mapping[str, Any] | None = None  # of a failure in mid-stream
-    body: bytes = b""  # of an answer that is no stream
+    error: Mapping[str, Any] | None = None  # a failure in mid-stream
+    body: bytes = b""  # an answer that is no stream
     ended: float | None = None  # None: it broke off
 
     @property
@@ -49,17 +51,20 @@ async def stream(
     tls: ssl.SSLContext | None = None,
     into: Stream | None = None,
 ) -> Stream:
-    """Posts a streaming request and reads it to its end. Raises OSError or EOFError when the connection fails."""
+    """Send a streaming request and read the stream to its end.
+
+    Raises OSError or EOFError when the connection fails.
+    """
     payload = json.dumps(
         {**body, "stream": True, "stream_options": {"include_usage": True}}
     ).encode()
-    about = {
+    all_headers = {
         "Content-Type": "application/json",
         "Content-Length": str(len(payload)),
         **(headers or {}),
     }
     result = Stream() if into is None else into
-    await _exchange(host, port, _head("POST", host, port, path, about) + payload, tls, result)
+    await _exchange(host, port, _head("POST", host, port, path, all_headers) + payload, tls, result)
     return result
 
 
@@ -71,7 +76,7 @@ async def fetch(
     headers: Mapping[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Stream:
-    """Gets what is no stream."""
+    """Send a GET request and return the whole answer."""
     result = Stream()
     await _exchange(host, port, _head("GET", host, port, path, headers or {}), tls, result)
     return result
@@ -119,9 +124,9 @@ async def _headers(reader: asyncio.StreamReader) -> dict[bytes, bytes]:
 
 
 async def _pieces(reader: asyncio.StreamReader, *, chunked: bool) -> AsyncIterator[bytes]:
-    """The body as it arrives, until its end or the connection's."""
+    """Yield the body as it arrives, until its end or the end of the connection."""
     if not chunked:
-        while piece := await reader.read(_WHOLE_PIECE):
+        while piece := await reader.read(_READ_BYTES):
             yield piece
         return
     while size := int((await reader.readline()).partition(b";")[0] or b"0", 16):
@@ -129,20 +134,20 @@ async def _pieces(reader: asyncio.StreamReader, *, chunked: bool) -> AsyncIterat
 
 
 async def _read_events(pieces: AsyncIterator[bytes], result: Stream) -> None:
-    """A proxy may have cut the pieces anywhere."""
+    """Parse server-sent events from pieces that a proxy may have cut anywhere."""
     rest = b""
     async for piece in pieces:
         now = time.monotonic()
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
-                _take(json.loads(line[6:]), now, result)
+                _add_event(json.loads(line[6:]), now, result)
             elif line.startswith(b"data: [DONE]"):
                 result.ended = now
                 return
 
 
-def _take(event: Mapping[str, Any], now: float, result: Stream) -> None:
+def _add_event(event: Mapping[str, Any], now: float, result: Stream) -> None:
     if "error" in event:
         result.error = event["error"]
     elif event.get("usage"):

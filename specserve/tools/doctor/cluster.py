@@ -1,4 +1,4 @@
-"""What Ray and Serve said of themselves, as findings. Knows no Ray."""
+"""Findings about Ray, Serve and HAProxy. Knows no Ray."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from specserve.tools.doctor.findings import Finding, bad, ok, warn
 
 
 def ray(found: Checkup) -> Iterator[Finding]:
+    """Check which Ray would serve, and whether the config fits its resources."""
     there = ", ".join(f"{found.resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
     where = (
         f"joins the cluster that runs here ({there})"
@@ -17,7 +18,10 @@ def ray(found: Checkup) -> Iterator[Finding]:
     )
     yield ok("ray", f"{found.version}; `specserve serve` {where}")
     if found.refusal is not None:
-        remedy = "add nodes, or ask for less: target.tensor_parallel, draft.num_gpus, replicas.min, threads, or a device of cpu"
+        remedy = (
+            "add nodes, or ask for less: target.tensor_parallel, draft.num_gpus, replicas.min, "
+            "threads, or a device of cpu"
+        )
         yield bad("ray, resources", found.refusal, remedy)
     else:
         yield ok("ray, resources", "the config finds a place")
@@ -30,16 +34,19 @@ def ray(found: Checkup) -> Iterator[Finding]:
 
 
 def proxy(found: Checkup) -> Iterator[Finding]:
+    """Check whether Serve can put HAProxy in front."""
     if not found.proxy_ports:
         yield ok(
             "HAProxy",
-            "is not used: TLS, or RAY_SERVE_ENABLE_HA_PROXY=0; Serve's own proxy takes more CPU a chunk",
+            "is not used: TLS, or RAY_SERVE_ENABLE_HA_PROXY=0; Serve's own proxy takes more CPU "
+            "a chunk",
         )
     elif found.proxy is None:
         yield bad(
             "HAProxy",
             found.proxy_trouble,
-            "install `ray[serve]`, which brings it, or set RAY_SERVE_ENABLE_HA_PROXY=0 and do with Serve's own proxy",
+            "install `ray[serve]`, which brings it, or set RAY_SERVE_ENABLE_HA_PROXY=0 and do with "
+            "Serve's own proxy",
         )
     else:
         yield ok("HAProxy", found.proxy)

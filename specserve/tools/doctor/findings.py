@@ -1,4 +1,4 @@
-"""A finding: what was looked at, what was found, and what to do about it."""
+"""A finding of a check: the subject, what was found, and the remedy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from specserve.errors import SpecserveError, first_line
 
 
 class Grade(StrEnum):
+    """Severity: `warn` runs, but not as well as it could; `bad` does not run."""
+
     OK = "ok"
-    WARN = "warn"  # it runs, though not as well as it could
-    BAD = "bad"  # it does not run
+    WARN = "warn"
+    BAD = "bad"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. What is ok needs no remedy."""
+    """One line of the report. A finding that is ok needs no remedy."""
 
     grade: Grade
     subject: str
@@ -25,7 +27,7 @@ class Finding:
     remedy: str = ""
 
 
-Look = Callable[[], Iterable[Finding]]
+Check = Callable[[], Iterable[Finding]]
 
 
 def ok(subject: str, found: str) -> Finding:
@@ -40,13 +42,13 @@ def bad(subject: str, found: str, remedy: str) -> Finding:
     return Finding(Grade.BAD, subject, found, remedy)
 
 
-def guarded(subject: str, look: Look) -> Iterator[Finding]:
-    """What is refused is a finding, and so is a check that fails: neither keeps the others from being made."""
+def guarded(subject: str, check: Check) -> Iterator[Finding]:
+    """Run a check; turn its exception into a finding, so that the other checks still run."""
     try:
-        yield from look()
+        yield from check()
     except SpecserveError as error:
         yield bad(subject, str(error), "")
-    except Exception as error:  # the edge of a check, as of a process
+    except Exception as error:  # a failing check must not end the report
         yield warn(
             subject, f"this could not be looked at: {type(error).__name__}: {first_line(error)}", ""
         )

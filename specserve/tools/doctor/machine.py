@@ -1,4 +1,4 @@
-"""Python, specserve's own install, torch, and what the system allows: memory to share, open files, disk. Knows no config."""
+"""Findings about Python, the installation, torch and the system's limits. Knows no config."""
 
 from __future__ import annotations
 
@@ -20,22 +20,30 @@ from specserve.config.tree import DEMO
 from specserve.models.memory import free_memory
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
 
-LEAST_PYTHON = (3, 11)
-LEAST_FILES = 4096  # each stream is a connection, each worker has some dozens
-LEAST_SHARED, LEAST_DISK = 2**30, 2 * 2**30
-SHARED, DRIVER, FLAGS = Path("/dev/shm"), Path("/proc/driver/nvidia/version"), Path("/proc/cpuinfo")
+MIN_PYTHON = (3, 11)
+MIN_OPEN_FILES = 4096
+"""Each stream is a connection, and each worker has some dozens."""
+MIN_SHARED_BYTES = 2**30
+MIN_DISK_BYTES = 2 * 2**30
+SHARED_MEMORY = Path("/dev/shm")
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")
+CPU_INFO = Path("/proc/cpuinfo")
 DEMO_FILES = (
     "target/model.safetensors",
     "target/tokenizer.json",
     "draft/model.safetensors",
     "heads/heads.safetensors",
 )
-FAST = ("amx_tile", "avx512_bf16", "avx512f", "avx2")  # what a processor may have, the best first
+FAST_FLAGS = ("amx_tile", "avx512_bf16", "avx512f", "avx2")
+"""Instruction sets that matter for speed, the best first."""
 
 
 def python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
-    name = f"{platform.python_implementation()} {'.'.join(map(str, version))} on {platform.system()} {platform.machine()}"
-    if version < LEAST_PYTHON:
+    """Check the version of Python."""
+    number = ".".join(map(str, version))
+    machine = f"{platform.system()} {platform.machine()}"
+    name = f"{platform.python_implementation()} {number} on {machine}"
+    if version < MIN_PYTHON:
         yield bad(
             "python",
             name,
@@ -46,7 +54,7 @@ def python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]
 
 
 def install(demo: Path = DEMO) -> Iterator[Finding]:
-    """Whether the package is whole, and whose it is."""
+    """Check that the package is complete, and that the installed one is imported."""
     where = Path(specserve.__file__).parent
     try:
         installed = distribution("specserve").version
@@ -77,20 +85,23 @@ def install(demo: Path = DEMO) -> Iterator[Finding]:
 
 
 def processor(flags: frozenset[str], *, bf16: bool, threads: int) -> Iterator[Finding]:
-    """Of a machine that computes on it: without bf16 every position of a pass costs."""
-    has = [name for name in FAST if name in flags] or [
+    """Check the processor: without bfloat16 each position of a pass adds to its cost."""
+    has = [name for name in FAST_FLAGS if name in flags] or [
         torch.backends.cpu.get_cpu_capability().lower()
     ]
     found = f"torch {torch.__version__}, {threads} threads, {', '.join(has)}"
     if bf16 or torch.cuda.is_available():
         yield ok("torch", found)
     else:
-        remedy = "on this CPU float32 is used, where a pass of many positions costs more: expect less of speculation"
+        remedy = (
+            "on this CPU float32 is used, where a pass of many positions costs more: expect less "
+            "of speculation"
+        )
         yield warn("torch", f"{found}; bfloat16 is not fast here", remedy)
 
 
-def flags(file: Path = FLAGS) -> frozenset[str]:
-    """Of the processor, where the system tells."""
+def flags(file: Path = CPU_INFO) -> frozenset[str]:
+    """Return the processor's flags, if the system lists them."""
     if not file.is_file():
         return frozenset()
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -99,18 +110,24 @@ def flags(file: Path = FLAGS) -> frozenset[str]:
     )
 
 
-def cuda(driver: Path = DRIVER) -> Iterator[Finding]:
+def cuda(driver: Path = DRIVER_VERSION) -> Iterator[Finding]:
+    """Check GPUs, their driver and the build of torch."""
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(number)
             name = torch.cuda.get_device_name(number)
             yield ok(
                 f"cuda:{number}",
-                f"{name}, {gib(free)} of {gib(total)} free, CUDA {torch.version.cuda}{_driver(driver)}",
+                f"{name}, {gib(free)} of {gib(total)} free, "
+                f"CUDA {torch.version.cuda}{_driver(driver)}",
             )
     elif driver.is_file():
-        built = f"torch was built {'for CPUs only' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}"
-        remedy = "install a build of torch for the CUDA version of your driver (nvidia-smi shows it), or set target.device and draft.device to cpu"
+        cuda = torch.version.cuda
+        built = f"torch was built {'for CPUs only' if cuda is None else f'for CUDA {cuda}'}"
+        remedy = (
+            "install a build of torch for the CUDA version of your driver (nvidia-smi shows it), "
+            "or set target.device and draft.device to cpu"
+        )
         yield warn(
             "cuda",
             f"there is an NVIDIA driver{_driver(driver)}, and torch sees no device; {built}",
@@ -124,38 +141,41 @@ def _driver(file: Path) -> str:
     if not file.is_file():
         return ""
     words = file.read_text(encoding="utf-8", errors="replace").split()
-    return f", driver {next((word for word in words if word.count('.') >= 1 and word[0].isdigit()), 'unknown')}"
+    versions = (word for word in words if word.count(".") >= 1 and word[0].isdigit())
+    return f", driver {next(versions, 'unknown')}"
 
 
 def memory() -> Iterator[Finding]:
+    """Report the free memory."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield ok("memory", f"{gib(free_memory(torch.device('cpu')))} of {gib(whole)} free")
 
 
 def shared(num_bytes: int | None) -> Iterator[Finding]:
-    """Where Ray keeps its objects. None: there is no such place."""
+    """Check the shared memory that Ray keeps objects in; None if there is none."""
     if num_bytes is None:
         yield warn(
             "shared memory",
-            f"there is no {SHARED}",
+            f"there is no {SHARED_MEMORY}",
             "Ray will use files instead, which is slower; on Linux, mount it",
         )
-    elif num_bytes < LEAST_SHARED:
+    elif num_bytes < MIN_SHARED_BYTES:
         yield warn(
             "shared memory",
-            f"{gib(num_bytes)} free in {SHARED}",
+            f"{gib(num_bytes)} free in {SHARED_MEMORY}",
             "Ray wants 1 GiB or more: in a container, `docker run --shm-size=2g`",
         )
     else:
-        yield ok("shared memory", f"{gib(num_bytes)} free in {SHARED}")
+        yield ok("shared memory", f"{gib(num_bytes)} free in {SHARED_MEMORY}")
 
 
 def open_files(soft: int, hard: int) -> Iterator[Finding]:
-    if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
+    """Check how many files a process may open."""
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         yield warn(
             "open files",
             f"{soft} for each process",
-            f"`ulimit -n {LEAST_FILES}` or more before you start; the system allows {hard}",
+            f"`ulimit -n {MIN_OPEN_FILES}` or more before you start; the system allows {hard}",
         )
     else:
         yield ok(
@@ -164,23 +184,23 @@ def open_files(soft: int, hard: int) -> Iterator[Finding]:
         )
 
 
-def disk(places: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
-    """`places` by what they are for."""
-    for what, place in places:
-        there = next(path for path in (place, *place.parents) if path.exists())
+def disk(folders: Iterable[tuple[str, Path]]) -> Iterator[Finding]:
+    """Check the free disk space of `folders`, each with its purpose."""
+    for purpose, folder in folders:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(there).free
-        if free < LEAST_DISK:
+        if free < MIN_DISK_BYTES:
             yield warn(
-                f"disk, {what}",
-                f"{gib(free)} free at {place}",
+                f"disk, {purpose}",
+                f"{gib(free)} free at {folder}",
                 "make room, or models and logs may not find a place",
             )
         else:
-            yield ok(f"disk, {what}", f"{gib(free)} free at {place}")
+            yield ok(f"disk, {purpose}", f"{gib(free)} free at {folder}")
 
 
 def system() -> Iterator[Finding]:
-    """All of this machine."""
+    """Check this machine."""
     yield from processor(
         flags(),
         bf16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
@@ -188,7 +208,7 @@ def system() -> Iterator[Finding]:
     )
     yield from cuda()
     yield from memory()
-    yield from shared(shutil.disk_usage(SHARED).free if SHARED.is_dir() else None)
+    yield from shared(shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None)
     yield from open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from disk(
         [

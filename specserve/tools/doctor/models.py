@@ -1,4 +1,7 @@
-"""The checkpoints that a config names: are they whole, can they be served, and do target and draft speak of the same tokens. Reads no weights."""
+"""Findings about checkpoints: complete, servable, and with the same tokens in target and draft.
+
+Reads no weights.
+"""
 
 from __future__ import annotations
 
@@ -8,57 +11,70 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from specserve.api.tokenizer import Text
+from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import find_checkpoints
-from specserve.config.cascade import STATISTICAL
-from specserve.config.tree import TIED, Config, Draft
-from specserve.models.checkpoints.describe import describe
-from specserve.models.checkpoints.find import find_config
-from specserve.models.checkpoints.weights import files
+from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
+from specserve.models.checkpoints.find import describe, find_config
+from specserve.models.checkpoints.weights import weight_files
 from specserve.tools.doctor.findings import Finding, bad, ok, warn
 
-SHOWN = 5  # ids that differ
-SIMILAR = 0.99  # of the ids: then it is likely the same tokenizer in another version
-SAME = "a draft must give every id the target's meaning, for it proposes ids and the target judges them: "
+NUM_SHOWN = 5
+"""Differing ids that a finding lists."""
+SIMILAR = 0.99
+"""Share of equal ids from which the tokenizer is likely the same one in another version."""
+SAME_MEANING = (
+    "a draft must give every id the target's meaning, for it proposes ids and the target verifies "
+    "them: "
+)
 
 
 def checkpoint(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
+    """Check one checkpoint by its config, its weights' headers and its end tokens."""
     described = describe(path)
     spec = described.spec
     yield ok(
         role,
-        f"{path}: {spec.model_type}, {described.num_parameters / 1e6:,.1f}M parameters, context {spec.max_context:,}",
+        f"{path}: {spec.model_type}, {described.num_parameters / 1e6:,.1f}M parameters, "
+        f"context {spec.max_context:,}",
     )
     yield from weights(role, path, local=local)
     if not (path / "generation_config.json").is_file() and role == "target":
-        remedy = "texts end at config.json's eos_token_id; if they do not end, write generation_config.json with the right eos_token_id"
+        remedy = (
+            "texts end at config.json's eos_token_id; if they do not end, write "
+            "generation_config.json with the right eos_token_id"
+        )
         yield warn(f"{role}, ending", "no generation_config.json", remedy)
 
 
 def weights(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
-    """Every file of the index there, every tensor in it, and none cut off: the header says how long a file must be."""
+    """Check that the files and tensors of the index exist, and that no file is truncated.
+
+    The header of a file states its length.
+    """
     subject = f"{role}, weights"
     if not local and not any(path.glob("*.safetensors")):
         yield warn(
             subject,
             "not on this machine yet",
-            "they are fetched when serving starts, on each node that needs them; that may take long",
+            "they are fetched when serving starts, on each node that needs them; that may take "
+            "long",
         )
         return
-    found = files(path)
+    found = weight_files(path)
     missing = [file.name for file in found if not file.is_file()]
     if missing:
         yield bad(
             subject,
-            f"{len(missing)} of {len(found)} files missing: {', '.join(missing[:SHOWN])}",
+            f"{len(missing)} of {len(found)} files missing: {', '.join(missing[:NUM_SHOWN])}",
             "fetch the model again",
         )
         return
-    held: dict[str, Path] = {}
+    stored: dict[str, Path] = {}
     for file in found:
         try:
             with safe_open(file, framework="np") as opened:
-                held.update(dict.fromkeys(opened.keys(), file))
+                stored.update(dict.fromkeys(opened.keys(), file))
         except (OSError, SafetensorError) as error:
             yield bad(
                 subject,
@@ -66,7 +82,7 @@ def weights(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
                 "it is broken or cut off: fetch it again",
             )
             return
-    lost = sorted(name for name, file in _indexed(path).items() if held.get(name) != path / file)
+    lost = sorted(name for name, file in _indexed(path).items() if stored.get(name) != path / file)
     if lost:
         yield bad(
             subject,
@@ -75,11 +91,11 @@ def weights(role: str, path: Path, *, local: bool) -> Iterator[Finding]:
         )
     else:
         size = sum(file.stat().st_size for file in found)
-        yield ok(subject, f"{len(held)} tensors in {len(found)} files, {size / 2**20:,.0f} MiB")
+        yield ok(subject, f"{len(stored)} tensors in {len(found)} files, {size / 2**20:,.0f} MiB")
 
 
 def _indexed(path: Path) -> Mapping[str, str]:
-    """The files that an index names, by tensor; a single file needs none."""
+    """Return the files that an index names, by tensor; a single file needs no index."""
     index = path / "model.safetensors.index.json"
     if (path / "model.safetensors").is_file() or not index.is_file():
         return {}
@@ -87,43 +103,52 @@ def _indexed(path: Path) -> Mapping[str, str]:
     return found
 
 
-def tokenizer(text: Text) -> Iterator[Finding]:
+def tokenizer(text: Tokenizer) -> Iterator[Finding]:
+    """Check the tokenizer and its chat template."""
     yield ok("tokenizer", f"{text.vocab_size:,} tokens")
-    if text.has_template:
+    if text.has_chat_template:
         yield ok("chat template", "the model's own")
     else:
         yield warn(
             "chat template",
             "none",
-            "chats are written as `role: content` lines; a base model may do with it, a chat model needs its own template",
+            "chats are written as `role: content` lines; a base model may do with it, a chat model "
+            "needs its own template",
         )
 
 
-def same_tokens(target: Text, draft: Text, *, key: str) -> Iterator[Finding]:
-    """Which ids differ, what that means, and what to do."""
-    differing = target.differing(draft)
+def same_tokens(target: Tokenizer, draft: Tokenizer, *, key: str) -> Iterator[Finding]:
+    """Check that every id has the same meaning in both tokenizers."""
+    differing = target.differing_ids(draft)
     if not differing:
         yield ok(
             f"{key}, tokens", f"all {target.vocab_size:,} ids mean what they mean to the target"
         )
         return
     shown = ", ".join(
-        f"{token} ({target.name(token)!r}, {draft.name(token)!r})" for token in differing[:SHOWN]
+        f"{token} ({target.token_name(token)!r}, {draft.token_name(token)!r})"
+        for token in differing[:NUM_SHOWN]
     )
-    found = f"{len(differing):,} of {target.vocab_size:,} ids mean something else than to the target: {shown}"
+    found = (
+        f"{len(differing):,} of {target.vocab_size:,} ids mean something else than to the target: "
+        f"{shown}"
+    )
     if len(differing) < (1 - SIMILAR) * target.vocab_size:
         found += (
             "; so few that one of the two tokenizers may have been changed since they were alike"
         )
-    remedy = f"{SAME}choose a draft of the target's family, or draft.kind prompt_copy, max_gram, layer_skip or heads, which need no second tokenizer"
+    remedy = (
+        f"{SAME_MEANING}choose a draft of the target's family, or draft.kind prompt_copy, "
+        "max_gram, layer_skip or heads, which need no second tokenizer"
+    )
     yield bad(f"{key}, tokens", found, remedy)
 
 
 def pair(config: Config) -> Iterator[Finding]:
-    """Target and draft, each by itself and with one another."""
+    """Check target and draft, each alone and both together."""
     target = find_config(config.target.path, revision=config.target.revision, key="target.path")
     yield from checkpoint("target", target, local=Path(config.target.path).exists())
-    text = Text.load(target)
+    text = Tokenizer.load(target)
     yield from tokenizer(text)
     if config.draft.kind == "none":
         yield warn(
@@ -131,26 +156,26 @@ def pair(config: Config) -> Iterator[Finding]:
             "draft.kind is none",
             "without a draft nothing is speculated: name one with --draft, or choose a draft.kind",
         )
-    elif config.draft.kind in TIED:
+    elif config.draft.kind in SELF_SPECULATIVE_KINDS:
         yield from _fits(config)
     else:
-        for part in config.draft.parts:
+        for part in config.draft.drafter_configs:
             yield from _part(config, part, text)
 
 
-def _part(config: Config, part: Draft, text: Text) -> Iterator[Finding]:
-    """A draft, or a stage of a cascade."""
+def _part(config: Config, part: DraftConfig, text: Tokenizer) -> Iterator[Finding]:
+    """Check a draft, or one stage of a cascade."""
     if part.kind != "neural" or part.path is None:
         yield ok("draft", f"{part.kind}, which needs no second model")
-        if part.kind in STATISTICAL and part.path is not None:
+        if part.kind in NGRAM_KINDS and part.path is not None:
             yield from _fits(config)
         return
     found = find_config(part.path, key="draft.path")
     yield from checkpoint("draft", found, local=Path(part.path).exists())
-    yield from same_tokens(text, Text.load(found), key="draft")
+    yield from same_tokens(text, Tokenizer.load(found), key="draft")
 
 
 def _fits(config: Config) -> Iterator[Finding]:
-    """By the check that serving begins with."""
+    """Run the check with which serving begins."""
     find_checkpoints(config)
     yield ok("draft", f"{config.draft.kind}, which fits the target")

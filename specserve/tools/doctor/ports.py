@@ -1,4 +1,4 @@
-"""Whether the server could listen where it is to, and whether Serve's HAProxy could beside it."""
+"""Findings about the ports of the server and of Serve's HAProxy."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import errno
 import socket
 from collections.abc import Iterator, Mapping
 
-from specserve.config.tree import Http
+from specserve.config.tree import HttpConfig
 from specserve.tools.doctor.findings import Finding, bad, ok
 
 
-def http(asked: Http) -> Iterator[Finding]:
-    where, trouble = f"{asked.host}:{asked.port}", why_not(asked.host, asked.port)
-    if trouble is None:
+def http(config: HttpConfig) -> Iterator[Finding]:
+    """Check that the server can listen on its address."""
+    where, error = f"{config.host}:{config.port}", bind_error(config.host, config.port)
+    if error is None:
         yield ok("http port", f"{where} is free")
-    elif trouble.errno == errno.EADDRINUSE:
+    elif error.errno == errno.EADDRINUSE:
         yield bad(
             "http port",
             f"{where} is taken",
-            "end what listens there (`ss -ltnp` names it), or choose another with --port or http.port",
+            "end what listens there (`ss -ltnp` names it), or choose another with --port or "
+            "http.port",
         )
-    elif trouble.errno == errno.EACCES:
+    elif error.errno == errno.EACCES:
         yield bad(
             "http port",
             f"{where} is not yours to listen on",
@@ -29,27 +31,27 @@ def http(asked: Http) -> Iterator[Finding]:
     else:
         yield bad(
             "http port",
-            f"{where}: {trouble.strerror or trouble}",
+            f"{where}: {error.strerror or error}",
             "http.host must be an address of this machine, such as 127.0.0.1 or 0.0.0.0",
         )
 
 
 def proxy(ports: Mapping[str, int]) -> Iterator[Finding]:
-    """Its own, by the variables that name them: it listens there on all interfaces."""
+    """Check HAProxy's ports, by the variables that set them; it listens on all interfaces."""
     for variable, port in ports.items():
-        trouble = why_not("0.0.0.0", port)
-        if trouble is None:
+        error = bind_error("0.0.0.0", port)
+        if error is None:
             yield ok("HAProxy's port", f"{port} is free")
         else:
             yield bad(
                 "HAProxy's port",
-                f"{port}: {trouble.strerror}",
+                f"{port}: {error.strerror}",
                 f"end what listens there, or set {variable} to another before Ray starts",
             )
 
 
-def why_not(host: str, port: int) -> OSError | None:
-    """Why nobody could listen there now."""
+def bind_error(host: str, port: int) -> OSError | None:
+    """Return the error of listening there now, or None."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,1 +1,1 @@
-"""What theory and memory say of a target, its drafts and its GPUs before any of them runs: `specserve plan`."""
+"""Predict gains and memory of a target, its drafts and its GPUs: `specserve plan`."""

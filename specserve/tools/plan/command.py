@@ -1,4 +1,7 @@
-"""`specserve plan`: gathers what is known of a pair, and asks theory and memory. Builds; neither parses nor prints."""
+"""Collect the numbers of a pair and compute its plan: `specserve plan`.
+
+Neither parses the command line nor prints.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,54 @@ from pathlib import Path
 
 import torch
 
-from specserve.api.tokenizer import Text
-from specserve.config.tree import DEMO, parse
+from specserve.api.tokenizer import Tokenizer
+from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_tokens
 from specserve.errors import BadValue
-from specserve.models.checkpoints.describe import describe
-from specserve.models.checkpoints.find import find_checkpoint, find_config
-from specserve.models.model import DTYPES, MEMORY_SHARE, Placement, open_model
-from specserve.progress import Tell, silent
+from specserve.models.checkpoints.find import describe, find_checkpoint, find_config
+from specserve.models.model import DEFAULT_MEMORY_FRACTION, DTYPES, ModelOptions, open_model
+from specserve.progress import ReportProgress, no_progress
 from specserve.theory import walltime_factor
-from specserve.tools.plan.cascades import best_choices
+from specserve.tools.plan.cascades import best_cascades
 from specserve.tools.plan.curves import Curve, Panel, check_drawable, draw
-from specserve.tools.plan.gains import Advice, Pair
-from specserve.tools.plan.measure import Reader, overlaps, seconds
-from specserve.tools.plan.memory import Fit, Gpus, Plan, Share, fits, smallest, whole
-from specserve.tools.plan.options import Options
-from specserve.tools.plan.report import Memory, Report
+from specserve.tools.plan.gains import GammaAdvice, ModelPair
+from specserve.tools.plan.measure import ModelReader, overlaps, seconds
+from specserve.tools.plan.memory import (
+    GpuGroup,
+    MemoryPlan,
+    MemoryShare,
+    PlannedFit,
+    fits,
+    smallest_fit,
+    whole_model_share,
+)
+from specserve.tools.plan.options import PlanOptions
+from specserve.tools.plan.report import PlannedMemory, PlanReport
 
-LADDER = (0.5, 0.6, 0.7, 0.8, 0.9)  # acceptances to look at when none is given
+ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
+"""Values of alpha that are shown when none is given."""
 PLANNED_CONTEXT = 8192
-PAGES = 64  # that measuring takes
-UNTIMED = "c is the ratio of the parameters; the time of small models is mostly overhead, so measure it (--measure) before you rely on it"
+PAGES = 64
+"""Pages of the KV cache that measuring takes."""
+UNTIMED = (
+    "c is the ratio of the parameters; the time of small models is mostly overhead, so measure it "
+    "(--measure) before you rely on it"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
-    """The directories that are planned for."""
+class ModelPaths:
+    """Directories of target and draft."""
 
     target: Path
     draft: Path | None
 
 
-def plan(options: Options, tell: Tell = silent) -> Report:
-    """Raises whatever is wrong with the arguments, the models or the text; writes the files that were asked for."""
+def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) -> PlanReport:
+    """Return the plan and write the requested files.
+
+    Raises a SpecserveError for invalid arguments, models or texts.
+    """
     for file in (options.json, options.plot):
         if file is not None and not file.resolve().parent.is_dir():
             raise BadValue(
@@ -49,15 +67,15 @@ def plan(options: Options, tell: Tell = silent) -> Report:
     if options.plot is not None:
         check_drawable(options.plot)
     models = _models(options)
-    notes, pairs = _pairs(options, models, tell)
-    report = Report(
+    notes, pairs = _pairs(options, models, report_progress)
+    report = PlanReport(
         tuple(notes),
         tuple(
-            Advice.of(pair, hit_rate=options.hit_rate, max_gamma=options.max_gamma)
+            GammaAdvice.from_pair(pair, hit_rate=options.hit_rate, max_gamma=options.max_gamma)
             for pair in pairs
         ),
         None if models is None else _memory(options, models),
-        tuple(best_choices(options.stages, options.max_gamma)) if options.stages else (),
+        tuple(best_cascades(options.stages, options.max_gamma)) if options.stages else (),
     )
     if options.json is not None:
         options.json.write_text(json.dumps(report.json(), indent=2) + "\n", encoding="utf-8")
@@ -70,28 +88,30 @@ def plan(options: Options, tell: Tell = silent) -> Report:
     return report
 
 
-def _models(options: Options) -> Models | None:
-    """Those that were named, or the demo pair where nothing was; None where numbers alone were given."""
+def _models(options: PlanOptions) -> ModelPaths | None:
+    """Return the named models, the demo pair by default, or None if only numbers were given."""
     if options.target is None and options.draft is None:
         numbers = options.alpha is not None or options.cost is not None or options.stages
         return (
             None
             if numbers and not options.gpus and not options.measure
-            else Models(DEMO / "target", DEMO / "draft")
+            else ModelPaths(DEMO / "target", DEMO / "draft")
         )
     if options.target is None:
         raise BadValue("--draft needs --target, the model that it drafts for", param="draft")
-    return Models(
+    return ModelPaths(
         find_config(options.target, key="--target"),
         None if options.draft is None else find_config(options.draft, key="--draft"),
     )
 
 
-def _pairs(options: Options, models: Models | None, tell: Tell) -> tuple[list[str], list[Pair]]:
-    """And where the numbers come from."""
+def _pairs(
+    options: PlanOptions, models: ModelPaths | None, report_progress: ReportProgress
+) -> tuple[list[str], list[ModelPair]]:
+    """Return notes about the origin of the numbers, and the pairs."""
     if options.measure:
         assert models is not None
-        return _measured(options, models, tell)
+        return _measured(options, models, report_progress)
     if options.stages and options.alpha is None and options.cost is None:
         return [], []
     if models is None and options.cost is None:
@@ -108,45 +128,54 @@ def _pairs(options: Options, models: Models | None, tell: Tell) -> tuple[list[st
         ], []
     notes = [UNTIMED + "."] if options.cost is None else []
     if options.alpha is not None:
-        return notes, [Pair("given", options.alpha, c, c if ratio is None else ratio)]
+        return notes, [ModelPair("given", options.alpha, c, c if ratio is None else ratio)]
     notes.append("alpha was not given, so here are several; --measure --text FILE finds it.")
     return notes, [
-        Pair(f"if alpha is {alpha}", alpha, c, c if ratio is None else ratio) for alpha in LADDER
+        ModelPair(f"if alpha is {alpha}", alpha, c, c if ratio is None else ratio)
+        for alpha in ALPHAS
     ]
 
 
-def _ratio(models: Models) -> float:
+def _ratio(models: ModelPaths) -> float:
     assert models.draft is not None
     return describe(models.draft).num_parameters / describe(models.target).num_parameters
 
 
-def _measured(options: Options, models: Models, tell: Tell) -> tuple[list[str], list[Pair]]:
+def _measured(
+    options: PlanOptions, models: ModelPaths, report_progress: ReportProgress
+) -> tuple[list[str], list[ModelPair]]:
     if models.draft is None:
         raise BadValue("--measure needs --draft, the model that drafts", param="draft")
-    tell("reading the text")
+    report_progress("reading the text")
     ids = _text(options, models)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    tell("loading target and draft")
+    report_progress("loading target and draft")
     target, draft = (_reader(models, which) for which in ("target", "draft"))
-    overlap = overlaps(target, {"draft": draft}, ids, tell=tell)["draft"]
-    taken = seconds({"target": target.pass_seconds(1), "draft": draft.pass_seconds(1)}, tell=tell)
+    overlap = overlaps(target, {"draft": draft}, ids, report_progress=report_progress)["draft"]
+    taken = seconds(
+        {"target": target.pass_seconds(1), "draft": draft.pass_seconds(1)},
+        report_progress=report_progress,
+    )
     c = taken["draft"] / taken["target"]
-    note = f"Measured on {overlap.num_tokens:,} tokens; a pass of one token takes the target {1e3 * taken['target']:.2f} ms, "
-    note += f"the draft {1e3 * taken['draft']:.2f} ms (on {target.runner.device.type}, {torch.get_num_threads()} threads)."
+    where = f"on {target.runner.device.type}, {torch.get_num_threads()} threads"
+    note = (
+        f"Measured on {overlap.num_tokens:,} tokens; a pass of one token takes the target "
+        f"{1e3 * taken['target']:.2f} ms, the draft {1e3 * taken['draft']:.2f} ms ({where})."
+    )
     return [note], [
-        Pair(f"T = {temperature:g}", alpha, c, _ratio(models))
+        ModelPair(f"T = {temperature:g}", alpha, c, _ratio(models))
         for temperature, alpha in overlap.alphas.items()
     ]
 
 
-def _text(options: Options, models: Models) -> list[int]:
+def _text(options: PlanOptions, models: ModelPaths) -> list[int]:
     target, draft = (
-        Text.load(find_checkpoint(path))
+        Tokenizer.load(find_checkpoint(path))
         for path in (models.target, models.draft)
         if path is not None
     )
-    target.require_same(draft)
+    target.require_same_vocabulary(draft)
     if options.text is None:
         return held_out_tokens(options.tokens)
     try:
@@ -162,44 +191,53 @@ def _text(options: Options, models: Models) -> list[int]:
     return list(ids)
 
 
-def _reader(models: Models, which: str) -> Reader:
-    config = parse(
+def _reader(models: ModelPaths, which: str) -> ModelReader:
+    config = config_from_keys(
         {"target.path": str(models.target), "draft.path": str(models.draft), "cache.pages": PAGES}
     )
     own = config.target if which == "target" else config.draft
     assert own.path is not None
-    return Reader(
-        open_model(find_checkpoint(own.path), Placement.of(own, config)),
+    return ModelReader(
+        open_model(find_checkpoint(own.path), ModelOptions.from_config(own, config)),
         support=config.draft.support,
     )
 
 
-def _memory(options: Options, models: Models) -> Memory:
+def _memory(options: PlanOptions, models: ModelPaths) -> PlannedMemory:
     described = describe(models.target)
     context = min(described.spec.max_context, options.context or PLANNED_CONTEXT)
-    fraction = MEMORY_SHARE if options.memory_fraction is None else options.memory_fraction
-    how = Plan(DTYPES[options.dtype], options.page_size, fraction, context)
-    target = Share.of(described, how.dtype, how.page_size)
-    draft = None if models.draft is None else whole(models.draft, how)
+    fraction = (
+        DEFAULT_MEMORY_FRACTION if options.memory_fraction is None else options.memory_fraction
+    )
+    memory = MemoryPlan(DTYPES[options.dtype], options.page_size, fraction, context)
+    target = MemoryShare.from_description(described, memory.dtype, memory.page_size)
+    draft = None if models.draft is None else whole_model_share(models.draft, memory)
     if not options.gpus:
-        return Memory(how, target, draft)
-    groups = [Gpus.of(text) for text in options.gpus]
-    found = fits(models.target, groups[0], how)
-    return Memory(
-        how, target, draft, tuple(found), _draft_fit(models, groups, found, how), groups[0].count
+        return PlannedMemory(memory, target, draft)
+    groups = [GpuGroup.parse(text) for text in options.gpus]
+    found = fits(models.target, groups[0], memory)
+    return PlannedMemory(
+        memory,
+        target,
+        draft,
+        tuple(found),
+        _draft_fit(models, groups, found, memory),
+        groups[0].count,
     )
 
 
-def _draft_fit(models: Models, groups: list[Gpus], found: list[Fit], how: Plan) -> Fit | None:
-    """On a GPU of the second group, or on one that the target leaves."""
-    best = smallest(found)
+def _draft_fit(
+    models: ModelPaths, groups: list[GpuGroup], found: list[PlannedFit], memory: MemoryPlan
+) -> PlannedFit | None:
+    """Fit the draft on a GPU of the second group, or on one that the target leaves free."""
+    best = smallest_fit(found)
     if models.draft is None or best is None or (len(groups) == 1 and best.ranks == groups[0].count):
         return None
-    return fits(models.draft, Gpus(1, groups[-1].gib), how)[0]
+    return fits(models.draft, GpuGroup(1, groups[-1].gib), memory)[0]
 
 
-def _panels(advice: tuple[Advice, ...]) -> list[Panel]:
-    """The factor by gamma for each pair, and what the best gamma gains by alpha at their cost."""
+def _panels(advice: tuple[GammaAdvice, ...]) -> list[Panel]:
+    """Return the factor by gamma for each pair, and the factor of the best gamma by alpha."""
     by_gamma, by_alpha = [], []
     alphas = [i / 100 for i in range(100)]
     for colour, one in enumerate(advice):

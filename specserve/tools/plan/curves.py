@@ -1,4 +1,7 @@
-"""Panels of curves as a picture, PNG or SVG by its name. The only place that knows matplotlib, which the extra `plots` brings."""
+"""Draw panels of curves as PNG, SVG or PDF, by the name of the file.
+
+The only module that knows matplotlib, which the extra `plots` installs.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,28 @@ FORMATS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True)
 class Curve:
+    """Curve with its label. Curves with the same `colour` share it; None takes the next one."""
+
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     dashed: bool = False
-    colour: int | None = None  # curves of one number share a colour; None: the next one
+    colour: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
+    """Axes with their curves. `steps` draws whole numbers, which do not rise in between."""
+
     title: str
     x_label: str
     y_label: str
     curves: Sequence[Curve]
-    steps: bool = False  # whole numbers, which do not rise in between
+    steps: bool = False
 
 
 def check_drawable(file: Path) -> None:
-    """Raises ConfigError before any work is done for a picture that cannot be drawn."""
+    """Raise ConfigError if the picture cannot be drawn, before any work is done for it."""
     if file.suffix.lower() not in FORMATS:
         raise ConfigError(
             f"a plot is written as {', '.join(FORMATS)}, not {file.suffix or file.name!r}"
@@ -44,7 +51,7 @@ def check_drawable(file: Path) -> None:
 
 
 def draw(panels: Sequence[Panel], file: Path) -> None:
-    """Side by side."""
+    """Draw the panels side by side."""
     check_drawable(file)
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What drafting gains by gamma, and which gamma gains most. Theory on plain numbers; knows no models."""
+"""Gain of speculation by gamma, and the best gamma. Plain numbers; knows no models."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ from specserve.theory import arithmetic_factor, best_gamma, tokens_per_round, wa
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """A draft beside its target, as theory sees them."""
+class ModelPair:
+    """Draft and target in theory; `name` is such as "given" or "T = 0".
 
-    name: str  # such as "given" or "T = 0"
+    `c` is the time of a draft pass over that of a target pass, `c_ops` the same for operations.
+    """
+
+    name: str
     alpha: float
-    c: float  # seconds of a draft pass / of a target pass
-    c_ops: float  # operations likewise
+    c: float
+    c_ops: float
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
-    """What one gamma comes to."""
+class GammaGain:
+    """Gain of one gamma over plain decoding.
+
+    `tokens` are committed a round; `serial` is the walltime factor if the target waits for the
+    draft, `hidden` if a share of the proposals is ready in time; `operations` counts arithmetic.
+    """
 
     gamma: int
-    tokens: float  # a round commits
-    serial: float  # times faster than plain decoding, when the target waits for the draft
-    hidden: float  # likewise, when a share of the proposals is ready in time
-    operations: float  # times the arithmetic of plain decoding
+    tokens: float
+    serial: float
+    hidden: float
+    operations: float
 
     @classmethod
-    def of(cls, pair: Pair, gamma: int, hit_rate: float) -> Gain:
+    def from_pair(cls, pair: ModelPair, gamma: int, hit_rate: float) -> GammaGain:
         return cls(
             gamma,
             tokens_per_round(pair.alpha, gamma),
@@ -39,29 +46,29 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """The best gammas of a pair, and all that they were chosen from."""
+class GammaAdvice:
+    """Best gammas of a pair, and the gain of every gamma from 0 on."""
 
-    pair: Pair
+    pair: ModelPair
     hit_rate: float
-    by_gamma: tuple[Gain, ...]  # from gamma 0 on
+    by_gamma: tuple[GammaGain, ...]
     best_serial: int
     best_hidden: int
 
     @classmethod
-    def of(cls, pair: Pair, *, hit_rate: float, max_gamma: int) -> Advice:
+    def from_pair(cls, pair: ModelPair, *, hit_rate: float, max_gamma: int) -> GammaAdvice:
         return cls(
             pair,
             hit_rate,
-            tuple(Gain.of(pair, gamma, hit_rate) for gamma in range(max_gamma + 1)),
+            tuple(GammaGain.from_pair(pair, gamma, hit_rate) for gamma in range(max_gamma + 1)),
             best_gamma(pair.alpha, pair.c, max_gamma),
             best_gamma(pair.alpha, pair.c, max_gamma, hit_rate=hit_rate),
         )
 
     @property
-    def serial(self) -> Gain:
+    def serial(self) -> GammaGain:
         return self.by_gamma[self.best_serial]
 
     @property
-    def hidden(self) -> Gain:
+    def hidden(self) -> GammaGain:
         return self.by_gamma[self.best_hidden]

@@ -1,4 +1,7 @@
-"""alpha and c of models at hand: how much p and q overlap on a text, and what single passes take. Knows no rounds."""
+"""Measure alpha and c: the overlap of p and q on a text, and the time of single passes.
+
+Knows no rounds.
+"""
 
 from __future__ import annotations
 
@@ -13,39 +16,46 @@ import torch
 from torch import Tensor
 
 from specserve.drafters.ngram.tables import Table
-from specserve.models.model import Opened
-from specserve.progress import Tell, silent
-from specserve.sampling.distribution import truncate
+from specserve.models.model import Model
+from specserve.progress import ReportProgress, no_progress
+from specserve.sampling.distribution import truncate_to_support
 from specserve.types import Step
 
 TEMPERATURES = (0.0, 1.0)
-SEQUENCE = 2**61  # no request ever has this id
-WINDOW, REACH = 256, 1024  # positions that are judged at once; how far they look back at most
-BEHIND, TIMES = 128, 15  # positions that a timed pass looks back on; passes of each model, in turns
+SEQUENCE_ID = 2**61
+"""Id that no request has."""
+WINDOW = 256
+"""Positions in one pass."""
+MAX_CONTEXT = 1024
+"""Longest context of a position."""
+TIMED_CONTEXT = 128
+"""Context of a timed pass."""
+TIMES = 15
+"""Timed passes of each model, in turns."""
 
 
 @dataclass(frozen=True, slots=True)
-class Support:
-    """Rows of a q on the tokens that it can draw."""
+class DraftSupport:
+    """Rows of q on its support."""
 
     ids: Tensor  # [rows, support]
     probs: Tensor  # [rows, support]
 
 
-class Guesser(Protocol):
-    """What drafts, as a distribution behind every token of a text."""
+class TextDrafter(Protocol):
+    """Source of q at every position of a text."""
 
     context: int
 
-    def q(self, start: int, tokens: Sequence[int]) -> Mapping[float, Support]:
-        """By temperature; greedy is a one-hot. What came before `start` was asked for before."""
+    def q(self, start: int, tokens: Sequence[int]) -> Mapping[float, DraftSupport]:
+        """Return q by temperature. The positions before `start` were requested before."""
         ...
 
 
-class Reader:
-    """A model that reads."""
+class ModelReader:
+    """Model that computes p, q and the time of its passes."""
 
-    def __init__(self, opened: Opened, *, support: int) -> None:
+    def __init__(self, opened: Model, *, support: int) -> None:
         self.runner, self.spec, self.support, self.context = (
             opened.runner,
             opened.spec,
@@ -53,54 +63,57 @@ class Reader:
             opened.max_context,
         )
 
-    def logits(self, start: int, tokens: Sequence[int]) -> Tensor:  # [tokens, vocab]
-        """Behind every token of a window; a step at 0 forgets the windows before."""
-        return self.runner.run([Step(SEQUENCE, start, tuple(tokens))], [len(tokens)]).float()
+    def logits(self, start: int, tokens: Sequence[int]) -> Tensor:
+        """Return logits [tokens, vocab] after every token; a step at 0 drops earlier windows."""
+        return self.runner.run([Step(SEQUENCE_ID, start, tuple(tokens))], [len(tokens)]).float()
 
-    def p(self, start: int, tokens: Sequence[int]) -> dict[float, Tensor]:  # [tokens, vocab]
-        """By temperature."""
+    def p(self, start: int, tokens: Sequence[int]) -> dict[float, Tensor]:
+        """Return p [tokens, vocab] by temperature."""
         logits = self.logits(start, tokens)
         return {temperature: _warped(logits, temperature) for temperature in TEMPERATURES}
 
-    def q(self, start: int, tokens: Sequence[int]) -> dict[float, Support]:
-        """What the engine's drafter would draw from."""
+    def q(self, start: int, tokens: Sequence[int]) -> dict[float, DraftSupport]:
+        """Return q as the engine's drafter samples from it."""
         return {
-            temperature: Support(*truncate(p, self.support if temperature else 1))
+            temperature: DraftSupport(*truncate_to_support(p, self.support if temperature else 1))
             for temperature, p in self.p(start, tokens).items()
         }
 
     def pass_seconds(self, rows: int) -> Callable[[], float]:
-        """To be called again and again: the seconds of a pass of so many rows. A step may be repeated, so nothing is undone."""
-        self.runner.run([Step(SEQUENCE, 0, (0,) * BEHIND)], [1])
-        step = Step(SEQUENCE, BEHIND, (0,) * rows)
+        """Return a function that times a pass of `rows` rows; the same step is repeated."""
+        self.runner.run([Step(SEQUENCE_ID, 0, (0,) * TIMED_CONTEXT)], [1])
+        step = Step(SEQUENCE_ID, TIMED_CONTEXT, (0,) * rows)
 
         def timed() -> float:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             self.runner.run([step], [rows])
-            return time.perf_counter() - begun
+            return time.perf_counter() - start
 
         return timed
 
 
-class Tabled:
-    """Counted tables."""
+class TableDrafter:
+    """Drafter that takes q from counted tables."""
 
     def __init__(self, table: Table) -> None:
-        self._table, self.context = table, REACH
+        self._table, self.context = table, MAX_CONTEXT
 
-    def q(self, start: int, tokens: Sequence[int]) -> dict[float, Support]:
+    def q(self, start: int, tokens: Sequence[int]) -> dict[float, DraftSupport]:
         rows = [
             self._table.row(token, position) for position, token in enumerate(tokens, start + 1)
         ]
         ids = torch.tensor(np.stack([row.ids for row in rows if row is not None]))
         probs = torch.tensor(np.stack([row.probs for row in rows if row is not None]))
-        assert len(ids) == len(tokens), "counted tables know something everywhere"
-        return {0.0: Support(ids[:, :1], torch.ones_like(probs[:, :1])), 1.0: Support(ids, probs)}
+        assert len(ids) == len(tokens), "counted tables have a row for every token"
+        return {
+            0.0: DraftSupport(ids[:, :1], torch.ones_like(probs[:, :1])),
+            1.0: DraftSupport(ids, probs),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """alpha = E[sum min(p, q)] by temperature (2211.17192, Corollary 3.6), on prefixes of a text."""
+    """alpha = E[sum min(p, q)] by temperature on prefixes of a text (2211.17192, Corollary 3.6)."""
 
     alphas: Mapping[float, float]
     num_tokens: int
@@ -108,18 +121,22 @@ class Overlap:
 
 @torch.inference_mode()
 def overlaps(
-    target: Reader, guessers: Mapping[str, Guesser], text: Sequence[int], *, tell: Tell = silent
+    target: ModelReader,
+    drafters: Mapping[str, TextDrafter],
+    text: Sequence[int],
+    *,
+    report_progress: ReportProgress = no_progress,
 ) -> dict[str, Overlap]:
-    """Of each guesser with the target, on the same prefixes."""
-    sums = {name: dict.fromkeys(TEMPERATURES, 0.0) for name in guessers}
-    reach = min(REACH, target.context, *(guesser.context for guesser in guessers.values()))
+    """Return the overlap of each drafter with the target on the same prefixes."""
+    sums = {name: dict.fromkeys(TEMPERATURES, 0.0) for name in drafters}
+    context = min(MAX_CONTEXT, target.context, *(drafter.context for drafter in drafters.values()))
     done = 0
-    for start, window in _windows(text, reach):
-        tell("measuring alpha", done / len(text))
+    for start, window in _windows(text, context):
+        report_progress("measuring alpha", done / len(text))
         done += len(window)
         p = target.p(start, window)
-        for name, guesser in guessers.items():
-            for temperature, q in guesser.q(start, window).items():
+        for name, drafter in drafters.items():
+            for temperature, q in drafter.q(start, window).items():
                 sums[name][temperature] += _overlap(p[temperature], q)
     return {
         name: Overlap({t: total / len(text) for t, total in own.items()}, len(text))
@@ -128,12 +145,15 @@ def overlaps(
 
 
 def seconds(
-    passes: Mapping[str, Callable[[], float]], *, times: int = TIMES, tell: Tell = silent
+    passes: Mapping[str, Callable[[], float]],
+    *,
+    times: int = TIMES,
+    report_progress: ReportProgress = no_progress,
 ) -> dict[str, float]:
-    """The median of each, taken in turns, so that every pass finds the caches as the others left them."""
+    """Return the median time of each pass, in turns so that none profits from warm caches."""
     taken: dict[str, list[float]] = {name: [] for name in passes}
     for turn in range(times + 2):
-        tell("timing passes", turn / (times + 2))
+        report_progress("timing passes", turn / (times + 2))
         for name, timed in passes.items():
             value = timed()
             if turn >= 2:
@@ -147,16 +167,17 @@ def _warped(logits: Tensor, temperature: float) -> Tensor:
     return torch.softmax(logits / temperature, -1)
 
 
-def _overlap(p: Tensor, q: Support) -> float:
-    """sum_x min(p, q), added up over the rows."""
-    known = q.ids < p.shape[1]  # a draft's padded embedding may be larger than the target's
+def _overlap(p: Tensor, q: DraftSupport) -> float:
+    """Return sum_x min(p, q), summed over the rows."""
+    # A draft's padded vocabulary may be larger than the target's.
+    known = q.ids < p.shape[1]
     at_ids = p.gather(1, q.ids.where(known, torch.zeros_like(q.ids)))
     return float(torch.minimum(at_ids * known, q.probs).sum())
 
 
-def _windows(text: Sequence[int], reach: int) -> Iterator[tuple[int, Sequence[int]]]:
-    """Each with how much of the text before it is looked back on."""
-    for first in range(0, len(text), reach):
-        stretch = text[first : first + reach]
+def _windows(text: Sequence[int], context: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield windows of the text, each with the length of its context."""
+    for first in range(0, len(text), context):
+        stretch = text[first : first + context]
         for start in range(0, len(stretch), WINDOW):
             yield start, stretch[start : start + WINDOW]

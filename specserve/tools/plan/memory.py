@@ -1,4 +1,7 @@
-"""What a model takes of a device, how many GPUs must share it, and how many sequences then fit. By its config alone; reads no weights."""
+"""Memory of a model on devices: weights, pages, tensor-parallel degree and sequences that fit.
+
+Computed from the config alone; reads no weights.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from pathlib import Path
 import torch
 
 from specserve.errors import BadValue, NoShardingPlan, TooLittleMemory
-from specserve.models.checkpoints.describe import Described, describe
-from specserve.models.memory import pages_for
+from specserve.models.checkpoints.find import ModelDescription, describe
+from specserve.models.memory import num_pages_for
 
 GIB = 2**30
-GPUS = {  # GiB, as nvidia-smi and rocm-smi state them
+GPUS = {
     "A100": 80.0,
     "A100-40": 40.0,
     "A10G": 22.5,
@@ -30,18 +33,19 @@ GPUS = {  # GiB, as nvidia-smi and rocm-smi state them
     "V100": 32.0,
     "V100-16": 16.0,
 }
+"""Memory in GiB, as nvidia-smi and rocm-smi state it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Gpus:
-    """So many devices of one kind."""
+class GpuGroup:
+    """Devices of one kind."""
 
     count: int
     gib: float
 
     @classmethod
-    def of(cls, text: str) -> Gpus:
-        """4xH100, H100, 4x80 (GiB each)."""
+    def parse(cls, text: str) -> GpuGroup:
+        """Return the devices of a text such as 4xH100, H100 or 4x80 (GiB each)."""
         match = re.fullmatch(r"(?:(\d{1,5})x)?([\w.-]+)", text.strip(), re.IGNORECASE)
         if match is None or match[1] == "0":
             raise BadValue(
@@ -62,16 +66,18 @@ def _gib(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank holds of a model."""
+class MemoryShare:
+    """Part of a model on one rank. `kv_bytes` are those of one position."""
 
     num_parameters: int
     weight_bytes: int
-    kv_bytes: int  # of one position
+    kv_bytes: int
     page_bytes: int
 
     @classmethod
-    def of(cls, described: Described, dtype: torch.dtype, page_size: int) -> Share:
+    def from_description(
+        cls, described: ModelDescription, dtype: torch.dtype, page_size: int
+    ) -> MemoryShare:
         spec = described.spec
         kv_bytes = (
             spec.num_layers * spec.kv_heads * (spec.head_dim + spec.v_head_dim) * dtype.itemsize
@@ -85,13 +91,16 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """A model on so many GPUs, or why it does not go there."""
+class PlannedFit:
+    """Model on `ranks` GPUs, or the reason why it does not fit.
+
+    `share` is None if the ranks cannot share the model; `sequences` have the planned context.
+    """
 
     ranks: int
-    share: Share | None = None  # None: they cannot share it
+    share: MemoryShare | None = None
     pages: int = 0
-    sequences: int = 0  # of the planned context
+    sequences: int = 0
     reason: str = ""
 
     @property
@@ -100,41 +109,48 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How memory is dealt with; the names are those of the config."""
+class MemoryPlan:
+    """Division of memory, with the names of the config.
+
+    `memory_fraction` is of the memory that is free beside the weights; `context` is the number of
+    positions of a planned sequence.
+    """
 
     dtype: torch.dtype
     page_size: int
-    memory_fraction: float  # of what is free once the weights are there
-    context: int  # positions that a sequence is planned to take
+    memory_fraction: float
+    context: int
 
 
-def whole(model: Path, plan: Plan) -> Share:
-    """All of a model on one device."""
-    return Share.of(describe(model), plan.dtype, plan.page_size)
+def whole_model_share(model: Path, plan: MemoryPlan) -> MemoryShare:
+    """Return the share of a device that has the whole model."""
+    return MemoryShare.from_description(describe(model), plan.dtype, plan.page_size)
 
 
-def fits(model: Path, gpus: Gpus, plan: Plan) -> list[Fit]:
-    """Every degree of tensor parallelism that these GPUs allow, the smallest first."""
+def fits(model: Path, gpus: GpuGroup, plan: MemoryPlan) -> list[PlannedFit]:
+    """Return the fit for every degree of tensor parallelism, the smallest first."""
     return [_fit(model, ranks, gpus.gib, plan) for ranks in range(1, gpus.count + 1)]
 
 
-def smallest(found: Sequence[Fit]) -> Fit | None:
-    """The first that works: every further rank adds an all-reduce to each layer, so no more than needed."""
+def smallest_fit(found: Sequence[PlannedFit]) -> PlannedFit | None:
+    """Return the smallest degree that works; more ranks only add all-reduces."""
     return next((fit for fit in found if fit.works), None)
 
 
-def _fit(model: Path, ranks: int, gib: float, plan: Plan) -> Fit:
+def _fit(model: Path, ranks: int, gib: float, plan: MemoryPlan) -> PlannedFit:
     try:
         described = describe(model, ranks=ranks)
-    except NoShardingPlan as refusal:
-        return Fit(ranks, reason=str(refusal))
-    spec, share = described.spec, Share.of(described, plan.dtype, plan.page_size)
+    except NoShardingPlan as error:
+        return PlannedFit(ranks, reason=str(error))
+    spec, share = (
+        described.spec,
+        MemoryShare.from_description(described, plan.dtype, plan.page_size),
+    )
     free = int(gib * GIB) - share.weight_bytes
     if free <= 0:
-        return Fit(ranks, share, reason="the weights alone are too large")
+        return PlannedFit(ranks, share, reason="the weights alone are too large")
     try:
-        pages = pages_for(
+        pages = num_pages_for(
             int(free * plan.memory_fraction),
             num_layers=spec.num_layers,
             kv_heads=spec.kv_heads,
@@ -146,7 +162,7 @@ def _fit(model: Path, ranks: int, gib: float, plan: Plan) -> Fit:
     except TooLittleMemory:
         pages = 0
     sequences = pages // -(-plan.context // plan.page_size)
-    return Fit(
+    return PlannedFit(
         ranks,
         share,
         pages,

@@ -1,4 +1,4 @@
-"""What `specserve plan` can be asked, and what it refuses. Knows no models."""
+"""Options of `specserve plan` and their checks. Knows no models."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from specserve.errors import BadValue
-from specserve.tools.plan.cascades import Stage
+from specserve.tools.plan.cascades import CascadeStage
 
 DTYPES = ("bfloat16", "float16", "float32")
-HIT_RATE = 0.8  # between what greedy and sampled streams reach, docs/pipeline-speed.md
+HIT_RATE = 0.8
+"""Between greedy and sampled streams, see docs/measurements/pipeline-speed.md."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """As given; None is left out."""
+class PlanOptions:
+    """Options as given; None marks those that were left out."""
 
     target: str | None
     draft: str | None
@@ -24,7 +25,7 @@ class Options:
     cost: float | None
     hit_rate: float
     max_gamma: int
-    stages: tuple[Stage, ...]
+    stages: tuple[CascadeStage, ...]
     gpus: tuple[str, ...]
     dtype: str
     context: int | None
@@ -38,8 +39,8 @@ class Options:
     plot: Path | None
 
     @classmethod
-    def of(cls, given: argparse.Namespace) -> Options:
-        """Raises BadValue for what the arguments do not say by themselves."""
+    def from_arguments(cls, given: argparse.Namespace) -> PlanOptions:
+        """Return the options. Raises BadValue for combinations that make no sense."""
         values = {field.name: getattr(given, field.name) for field in fields(cls)}
         options = cls(
             **values | {"stages": _stages(given.stages or ()), "gpus": tuple(given.gpus or ())}
@@ -56,39 +57,43 @@ class Options:
             raise BadValue("--text is read with --measure only", param="text")
         if len(options.gpus) > 2:
             raise BadValue(
-                f"--gpus takes one or two groups, the target's and, if they are others, the draft's, not {len(options.gpus)}",
+                "--gpus takes one or two groups, the target's and, if they are others, the "
+                f"draft's, not {len(options.gpus)}",
                 param="gpus",
             )
         return options
 
 
-def _stages(given: Sequence[Stage]) -> tuple[Stage, ...]:
+def _stages(given: Sequence[CascadeStage]) -> tuple[CascadeStage, ...]:
     if len(given) == 1:
         raise BadValue(
             "--stages needs two or more; one draft is --alpha and --cost", param="stages"
         )
-    for place, one in enumerate(given):
-        if len(one.alphas) > place + 1:
-            reviewers = f"the target and {place} above it" if place else "the target alone"
+    for i, stage in enumerate(given):
+        if len(stage.alphas) > i + 1:
+            reviewers = f"the target and {i} above it" if i else "the target alone"
             raise BadValue(
-                f"--stages: stage {place + 1} is reviewed by {reviewers}, and has {len(one.alphas)} alphas; give one for each reviewer",
+                f"--stages: stage {i + 1} is reviewed by {reviewers}, and has {len(stage.alphas)} "
+                "alphas; give one for each reviewer",
                 param="stages",
             )
     return tuple(_filled(one, place) for place, one in enumerate(given))
 
 
-def _filled(stage: Stage, place: int) -> Stage:
-    """A reviewer of whom nothing is said accepts what the one above it accepts."""
-    return Stage(stage.alphas + stage.alphas[-1:] * (place + 1 - len(stage.alphas)), stage.cost)
+def _filled(stage: CascadeStage, place: int) -> CascadeStage:
+    """Return the stage with an alpha for each reviewer; the last one given is repeated."""
+    return CascadeStage(
+        stage.alphas + stage.alphas[-1:] * (place + 1 - len(stage.alphas)), stage.cost
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         metavar="M",
-        help="a directory with config.json, weights or not, or a hub name; the demo pair's by default",
+        help="directory with config.json, with or without weights, or hub name; default: demo pair",
     )
-    parser.add_argument("--draft", metavar="M", help="likewise")
+    parser.add_argument("--draft", metavar="M", help="the same for the draft")
     parser.add_argument(
         "--alpha", type=share, metavar="A", help="how often a draft token is accepted, 0 to 1"
     )
@@ -111,7 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=stage,
         nargs="+",
         metavar="A[,A]:C",
-        help="a cascade, from the largest draft to the smallest: how often the target accepts its tokens, then each stage above it, and its cost",
+        help="a cascade, from the largest draft to the smallest: how often the target accepts its "
+        "tokens, then each stage above it, and its cost",
     )
     parser.add_argument(
         "--gpus",
@@ -153,6 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def share(text: str) -> float:
+    """Return a number from 0 to 1."""
     number = cost(text)
     if number > 1:
         raise argparse.ArgumentTypeError(f"a number from 0 to 1, not {text!r}")
@@ -160,6 +167,7 @@ def share(text: str) -> float:
 
 
 def cost(text: str) -> float:
+    """Return a finite number from 0 on."""
     try:
         number = float(text)
     except ValueError:
@@ -170,16 +178,17 @@ def cost(text: str) -> float:
 
 
 def positive(text: str) -> int:
+    """Return a whole number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"a whole number from 1 on, not {text!r}")
     return int(text)
 
 
-def stage(text: str) -> Stage:
-    """0.6,0.7:0.01 as the acceptances, the target's first, and the cost."""
+def stage(text: str) -> CascadeStage:
+    """Return the stage of a text such as 0.6,0.7:0.01: alphas, the target's first, and cost."""
     alphas, colon, price = text.partition(":")
     if not colon:
         raise argparse.ArgumentTypeError(
             f"a stage is written alpha:cost, such as 0.6:0.01, not {text!r}"
         )
-    return Stage(tuple(share(alpha) for alpha in alphas.split(",")), cost(price))
+    return CascadeStage(tuple(share(alpha) for alpha in alphas.split(",")), cost(price))

@@ -1,37 +1,41 @@
-"""A plan as tables for a terminal, and as keys and values for programs. Text only; decides nothing."""
+"""Plan as tables for a terminal and as values for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from specserve.tools.plan.cascades import Choice
-from specserve.tools.plan.gains import Advice
-from specserve.tools.plan.memory import GIB, Fit, Plan, Share, smallest
+from specserve.tools.plan.cascades import CascadeChoice
+from specserve.tools.plan.gains import GammaAdvice
+from specserve.tools.plan.memory import GIB, MemoryPlan, MemoryShare, PlannedFit, smallest_fit
 
-FEW = 2  # pairs whose every gamma is shown
+MAX_DETAILED = 2
+"""Number of pairs up to which every gamma is shown."""
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Of target and draft."""
+class PlannedMemory:
+    """Memory of target and draft.
 
-    plan: Plan
-    target: Share
-    draft: Share | None
-    fits: tuple[Fit, ...] = ()  # the target on the GPUs; () if none were named
-    draft_fit: Fit | None = None  # on a device of its own; None if there is none
+    `fits` is that of the target on the GPUs, `draft_fit` that of the draft on a device of its own.
+    """
+
+    plan: MemoryPlan
+    target: MemoryShare
+    draft: MemoryShare | None
+    fits: tuple[PlannedFit, ...] = ()
+    draft_fit: PlannedFit | None = None
     num_gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """All that was asked for."""
+class PlanReport:
+    """Plan with notes about the origin of its numbers."""
 
-    notes: tuple[str, ...]  # where the numbers come from
-    advice: tuple[Advice, ...] = ()
-    memory: Memory | None = None
-    cascades: tuple[Choice, ...] = ()
+    notes: tuple[str, ...]
+    advice: tuple[GammaAdvice, ...] = ()
+    memory: PlannedMemory | None = None
+    cascades: tuple[CascadeChoice, ...] = ()
 
     def text(self) -> str:
         parts = [
@@ -53,7 +57,7 @@ class Report:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned by columns: numbers to the right, words to the left."""
+    """Return aligned columns: numbers to the right, words to the left."""
     columns = [_aligned(column) for column in zip(heads, *rows, strict=True)]
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
@@ -65,13 +69,13 @@ def _aligned(column: Sequence[str]) -> list[str]:
 
 
 def gib(num_bytes: float) -> str:
-    """As people say it."""
+    """Return a size in GiB, or in MiB if it is small."""
     return (
         f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.95 * GIB else f"{num_bytes / 2**20:.1f} MiB"
     )
 
 
-def _gains(advice: Sequence[Advice]) -> Iterator[str]:
+def _gains(advice: Sequence[GammaAdvice]) -> Iterator[str]:
     if not advice:
         return
     hit = advice[0].hit_rate
@@ -103,11 +107,11 @@ def _gains(advice: Sequence[Advice]) -> Iterator[str]:
         for one in advice
     ]
     yield table(heads, rows)
-    if len(advice) <= FEW:
+    if len(advice) <= MAX_DETAILED:
         yield from map(_by_gamma, advice)
 
 
-def _by_gamma(one: Advice) -> str:
+def _by_gamma(one: GammaAdvice) -> str:
     gains = one.by_gamma[1:]
     rows = {
         "factor": [gain.serial for gain in gains],
@@ -120,7 +124,7 @@ def _by_gamma(one: Advice) -> str:
     )
 
 
-def _cascades(choices: Sequence[Choice]) -> Iterator[str]:
+def _cascades(choices: Sequence[CascadeChoice]) -> Iterator[str]:
     if choices:
         yield table(
             ("cascade, best k", "factor", "k"),
@@ -128,7 +132,7 @@ def _cascades(choices: Sequence[Choice]) -> Iterator[str]:
         )
 
 
-def _memory(memory: Memory | None) -> Iterator[str]:
+def _memory(memory: PlannedMemory | None) -> Iterator[str]:
     if memory is None:
         return
     shares = {"target": memory.target} | ({} if memory.draft is None else {"draft": memory.draft})
@@ -164,10 +168,10 @@ def _memory(memory: Memory | None) -> Iterator[str]:
             ),
             [_fit_row(fit) for fit in memory.fits],
         )
-        yield _verdict(memory)
+        yield _recommendation(memory)
 
 
-def _fit_row(fit: Fit) -> tuple[str, ...]:
+def _fit_row(fit: PlannedFit) -> tuple[str, ...]:
     weights = "-" if fit.share is None else gib(fit.share.weight_bytes)
     return (
         str(fit.ranks),
@@ -178,30 +182,37 @@ def _fit_row(fit: Fit) -> tuple[str, ...]:
     )
 
 
-def _verdict(memory: Memory) -> str:
-    """What to put into the config."""
-    best = smallest(memory.fits)
+def _recommendation(memory: PlannedMemory) -> str:
+    """Return the recommendation for the config."""
+    best = smallest_fit(memory.fits)
     if best is None:
         return f"The target does not fit on {memory.num_gpus} of these GPUs."
     lines = [
-        f"The smallest degree that fits is target.tensor_parallel {best.ranks}: {best.pages:,} pages, {best.sequences:,} sequences of "
-        f"{memory.plan.context:,} tokens at cache.memory_fraction {memory.plan.memory_fraction:g}."
+        f"The smallest degree that fits is target.tensor_parallel {best.ranks}: {best.pages:,} "
+        f"pages, {best.sequences:,} sequences of {memory.plan.context:,} tokens at "
+        f"cache.memory_fraction {memory.plan.memory_fraction:g}."
     ]
     if memory.draft is not None:
-        lines.append(_draft_verdict(memory))
+        lines.append(_draft_recommendation(memory))
     return "\n".join(lines)
 
 
-def _draft_verdict(memory: Memory) -> str:
+def _draft_recommendation(memory: PlannedMemory) -> str:
     fit = memory.draft_fit
     if fit is None:
-        return "No GPU is left for the draft: it must share one (draft.num_gpus below 1), or run on a CPU (draft.device cpu)."
+        return (
+            "No GPU is left for the draft: it must share one (draft.num_gpus below 1), or run on a "
+            "CPU (draft.device cpu)."
+        )
     if not fit.works:
         return f"On a GPU of its own the draft does not work: {fit.reason}."
-    return f"The draft, on a GPU of its own: {fit.pages:,} pages, {fit.sequences:,} sequences of {memory.plan.context:,} tokens."
+    return (
+        f"The draft, on a GPU of its own: {fit.pages:,} pages, {fit.sequences:,} sequences of "
+        f"{memory.plan.context:,} tokens."
+    )
 
 
-def _advice(one: Advice) -> dict[str, object]:
+def _advice(one: GammaAdvice) -> dict[str, object]:
     return {
         **asdict(one.pair),
         "hit_rate": one.hit_rate,
@@ -211,8 +222,8 @@ def _advice(one: Advice) -> dict[str, object]:
     }
 
 
-def _memory_json(memory: Memory) -> dict[str, object]:
-    best = smallest(memory.fits)
+def _memory_json(memory: PlannedMemory) -> dict[str, object]:
+    best = smallest_fit(memory.fits)
     return {
         "dtype": str(memory.plan.dtype).removeprefix("torch."),
         "page_size": memory.plan.page_size,

@@ -1,1 +1,1 @@
-"""The tables and figures of 2211.17192 and 2312.11462, ours beside theirs: `specserve reproduce`."""
+"""Tables and figures of arXiv 2211.17192 and 2312.11462 beside ours: `specserve reproduce`."""

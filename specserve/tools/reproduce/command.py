@@ -1,4 +1,7 @@
-"""`specserve reproduce`: the sections that were asked for, as one page with its pictures. Builds; neither parses nor prints."""
+"""Write the requested sections as one page with pictures: `specserve reproduce`.
+
+Neither parses the command line nor prints.
+"""
 
 from __future__ import annotations
 
@@ -12,49 +15,55 @@ from functools import cached_property
 import torch
 
 from specserve.errors import BadValue
-from specserve.progress import Tell, silent
+from specserve.progress import ReportProgress, no_progress
 from specserve.tools.plan.curves import check_drawable
 from specserve.tools.reproduce.acceptances import acceptances
 from specserve.tools.reproduce.cascades import cascades
-from specserve.tools.reproduce.family import Budget, Family
+from specserve.tools.reproduce.family import DemoFamily, ReproduceBudget
 from specserve.tools.reproduce.formulas import figures, table_1
 from specserve.tools.reproduce.page import Section
-from specserve.tools.reproduce.speed import Bench, speed
+from specserve.tools.reproduce.speed import MeasuredSetup, speed
 
 TITLE = "# The papers' tables and figures, ours beside theirs"
-ABOUT = """`specserve reproduce --out docs` writes this page. The formulas are those of `specserve/theory.py`, from
-[2211.17192](https://arxiv.org/abs/2211.17192) and [2312.11462](https://arxiv.org/abs/2312.11462). What takes models is measured with the demo
-family: a target of 6.6M parameters and two drafts distilled from it, on Python's standard library. These are other models, another task and another
-machine than the papers': what is to be compared is the shape."""
+ABOUT = """`specserve reproduce --out docs/measurements` writes this page. The formulas are those of
+`specserve/theory.py`, from [2211.17192](https://arxiv.org/abs/2211.17192) and
+[2312.11462](https://arxiv.org/abs/2312.11462). What takes models is measured with the demo family:
+a target of 6.6M parameters and two drafts distilled from it, on Python's standard library. These
+are other models, another task and another machine than the papers': what is to be compared is the
+shape."""
 
 
-class Workshop:
-    """Opens what the sections need when the first of them asks for it."""
+class ReproduceContext:
+    """Models and measurements that sections share, opened on first use."""
 
-    def __init__(self, budget: Budget, stack: ExitStack, tell: Tell) -> None:
-        self.budget, self._stack, self.tell = budget, stack, tell
+    def __init__(
+        self, budget: ReproduceBudget, stack: ExitStack, report_progress: ReportProgress
+    ) -> None:
+        self.budget, self._stack, self.report_progress = budget, stack, report_progress
 
     @cached_property
-    def family(self) -> Family:
-        return self._stack.enter_context(Family.widened(self.budget.params, self.tell))
+    def family(self) -> DemoFamily:
+        return self._stack.enter_context(
+            DemoFamily.widened(self.budget.params, self.report_progress)
+        )
 
     @cached_property
-    def bench(self) -> Bench:
-        return Bench.open(self.family, self.budget, self.tell)
+    def bench(self) -> MeasuredSetup:
+        return MeasuredSetup.open(self.family, self.budget, self.report_progress)
 
 
-SECTIONS: Mapping[str, Callable[[Workshop], Section]] = {
+SECTIONS: Mapping[str, Callable[[ReproduceContext], Section]] = {
     "table-1": lambda _: table_1(),
     "figures": lambda _: figures(),
-    "alphas": lambda shop: acceptances(shop.family, shop.budget, shop.tell),
-    "speed": lambda shop: speed(shop.bench),
-    "cascades": lambda shop: cascades(shop.bench),
+    "alphas": lambda context: acceptances(context.family, context.budget, context.report_progress),
+    "speed": lambda context: speed(context.bench),
+    "cascades": lambda context: cascades(context.bench),
 }
 
 
-def reproduce(options: argparse.Namespace, tell: Tell = silent) -> str:
-    """The page; `tell` hears what is under way."""
-    budget = Budget(
+def reproduce(options: argparse.Namespace, report_progress: ReportProgress = no_progress) -> str:
+    """Return the page, and write it with its pictures if a directory is given."""
+    budget = ReproduceBudget(
         options.params,
         options.text_tokens,
         options.prompts,
@@ -64,7 +73,8 @@ def reproduce(options: argparse.Namespace, tell: Tell = silent) -> str:
     )
     if budget.max_tokens < 2:
         raise BadValue(
-            f"--max-tokens must be 2 or more, not {budget.max_tokens}: the first token comes with the prompt",
+            f"--max-tokens must be 2 or more, not {budget.max_tokens}: the first token comes with "
+            "the prompt",
             param="max_tokens",
         )
     names = [name for name in SECTIONS if name in (options.tables or SECTIONS)]
@@ -75,13 +85,13 @@ def reproduce(options: argparse.Namespace, tell: Tell = silent) -> str:
     torch.set_num_threads(budget.threads)
     sections = []
     with ExitStack() as stack:
-        shop = Workshop(budget, stack, tell)
+        context = ReproduceContext(budget, stack, report_progress)
         for name in names:
-            tell(name)
-            sections.append(SECTIONS[name](shop))
+            report_progress(name)
+            sections.append(SECTIONS[name](context))
     page = (
         "\n\n".join(
-            (TITLE, ABOUT, _circumstances(budget), *(section.markdown() for section in sections))
+            (TITLE, ABOUT, _conditions(budget), *(section.markdown() for section in sections))
         )
         + "\n"
     )
@@ -92,8 +102,9 @@ def reproduce(options: argparse.Namespace, tell: Tell = silent) -> str:
     return page
 
 
-def _circumstances(budget: Budget) -> str:
+def _conditions(budget: ReproduceBudget) -> str:
     return (
-        f"{date.today()}, {platform.machine()}, {budget.threads} threads, torch {torch.__version__}; "
-        f"{budget.prompts} prompts, {budget.max_tokens} tokens each, {budget.turns} turns."
+        f"{date.today()}, {platform.machine()}, {budget.threads} threads, torch "
+        f"{torch.__version__}; {budget.prompts} prompts, {budget.max_tokens} tokens each, "
+        f"{budget.turns} turns."
     )

@@ -1,4 +1,7 @@
-"""Contenders that continue the same prompts with one target, in turns: tokens a second, and what became of the drafts. Knows no formulas."""
+"""Compare drafters that continue the same prompts with one target, in turns.
+
+Counts tokens a second and accepted draft tokens; knows no formulas.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Protocol, runtime_checkable
 
-from specserve.config.cascade import CASCADES
+from specserve.config.cascade import CASCADE_KINDS
 from specserve.config.tree import Config
 from specserve.drafters.registry import open_drafter
-from specserve.inprocess import LocalDrafter, Parts
+from specserve.inprocess import EngineParts, LocalDrafter
 from specserve.llm import LLM
-from specserve.progress import Tell
+from specserve.progress import ReportProgress
 from specserve.sampling_params import Sampling
 from specserve.types import Target, Verdict, VerifyStep
 
@@ -22,76 +25,83 @@ Prompts = Sequence[tuple[int, ...]]
 
 @runtime_checkable
 class CountsPasses(Protocol):
-    """A cascade that says how many passes each of its stages has made, the largest first."""
+    """Cascade that counts the passes of each stage, the largest first."""
 
     @property
     def passes(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A way to draft."""
+class ContenderConfig:
+    """Drafter to compare. `stages` are named from the largest; `k` is that of a cascade."""
 
     name: str
     config: Config
     gamma: int
-    stages: tuple[str, ...] = ()  # what drafts, the largest first
-    k: str = ""  # of a cascade
+    stages: tuple[str, ...] = ()
+    k: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """What became of draft tokens."""
+class DraftCounts:
+    """Outcome of draft tokens. Tokens after a rejection are not verified."""
 
-    rounds: int = 0  # that judged something or could have
+    rounds: int = 0
     drafted: int = 0
-    judged: int = 0  # what lies behind a refusal is not looked at
+    verified: int = 0
     accepted: int = 0
 
     @property
     def alpha(self) -> float:
-        return self.accepted / self.judged if self.judged else 0.0
+        return self.accepted / self.verified if self.verified else 0.0
 
     @property
     def tokens(self) -> int:
-        """The accepted ones, and one a round that is the target's own."""
+        """Number of committed tokens: the accepted ones, and one of the target's a round."""
         return self.accepted + self.rounds
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Of all turns of one contender."""
+class ContenderResult:
+    """Outcome of all turns of one contender.
 
-    way: Way
-    count: Count
-    passes: (
-        tuple[int, ...] | None
-    )  # of each stage, the largest first; None where the drafter does not count them
-    rates: tuple[float, ...]  # tokens a second, by turn
+    `passes` are those of each stage, the largest first, or None if they are not counted; `rates`
+    are tokens a second by turn.
+    """
 
-    def against(self, other: Result) -> float:
-        """Times faster, turn by turn."""
+    spec: ContenderConfig
+    count: DraftCounts
+    passes: tuple[int, ...] | None
+    rates: tuple[float, ...]
+
+    def speedup_over(self, other: ContenderResult) -> float:
+        """Return the median ratio of the rates, turn by turn."""
         return median(mine / theirs for mine, theirs in zip(self.rates, other.rates, strict=True))
 
 
-class Witness:
-    """A target that remembers what it decided, and when. One sequence at a time; its first verdict comes with the prompt, and does not count."""
+class RecordingTarget:
+    """Target that records its verdicts and their times, one sequence at a time.
+
+    The first verdict of a sequence comes with its prompt and is not counted.
+    """
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._last: float | None = None  # when the last verdict came
-        self.count, self.seconds = Count(), 0.0
+        self._last: float | None = None
+        self.count, self.seconds = DraftCounts(), 0.0
 
     def begin(self) -> None:
-        """With another prompt."""
+        """Start another prompt."""
         self._last = None
 
     async def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         verdicts = await self._target.verify(steps)
         now = time.perf_counter()
-        for step, verdict in zip((step for step in steps if step.decide), verdicts, strict=True):
+        for step, verdict in zip(
+            (step for step in steps if step.needs_verdict), verdicts, strict=True
+        ):
             if self._last is not None:
-                self.count = _seen(self.count, len(step.drafts), verdict.accepted)
+                self.count = _count_round(self.count, len(step.drafts), verdict.accepted)
                 self.seconds += now - self._last
             self._last = now
         return verdicts
@@ -100,40 +110,43 @@ class Witness:
         await self._target.release(seq_ids)
 
 
-def _seen(count: Count, drafted: int, accepted: int) -> Count:
-    judged = min(accepted + 1, drafted)
-    return Count(
-        count.rounds + 1, count.drafted + drafted, count.judged + judged, count.accepted + accepted
+def _count_round(count: DraftCounts, drafted: int, accepted: int) -> DraftCounts:
+    verified = min(accepted + 1, drafted)
+    return DraftCounts(
+        count.rounds + 1,
+        count.drafted + drafted,
+        count.verified + verified,
+        count.accepted + accepted,
     )
 
 
 class Contender:
-    """One way, and what came of it so far."""
+    """Engine with one drafter, and its rates until now."""
 
-    def __init__(self, parts: Parts, way: Way, *, threads: int) -> None:
-        """Raises whatever is wrong with the config or its files."""
-        self.way, self._witness = way, Witness(parts.target)
+    def __init__(self, parts: EngineParts, spec: ContenderConfig, *, threads: int) -> None:
+        """Open the drafter. Raises a SpecserveError if the config or its files are invalid."""
+        self.spec, self._target = spec, RecordingTarget(parts.target)
         self._drafter = (
             None
-            if way.config.draft.kind == "none"
-            else open_drafter(way.config, target_vocab_size=parts.info.vocab_size)
+            if spec.config.draft.kind == "none"
+            else open_drafter(spec.config, target_vocab_size=parts.info.vocab_size)
         )
-        own = replace(parts, target=self._witness)
+        own = replace(parts, target=self._target)
         if self._drafter is not None:
             own = replace(
                 own,
                 drafter=LocalDrafter(self._drafter, threads=threads),
                 draft_context=self._drafter.context,
             )
-        self._llm = LLM.over(own, way.config)
+        self._llm = LLM.from_parts(own, spec.config)
         self._rates: list[float] = []
 
     def turn(self, prompts: Prompts, *, max_tokens: int, temperature: float) -> None:
-        """One prompt after the other, as in the papers, whose batches are of 1. The seeds are those of all contenders."""
-        tokens, seconds = self._witness.count.tokens, self._witness.seconds
+        """Continue one prompt after the other, as in the papers, with the same seeds for all."""
+        tokens, seconds = self._target.count.tokens, self._target.seconds
         for seed, prompt in enumerate(prompts):
-            wish = {"gamma": self.way.gamma, "verifier": "speculative"}
-            self._witness.begin()
+            speculation = {"gamma": self.spec.gamma, "verifier": "speculative"}
+            self._target.begin()
             self._llm.generate(
                 [prompt],
                 Sampling(
@@ -141,38 +154,38 @@ class Contender:
                     temperature=temperature,
                     seed=seed,
                     ignore_eos=True,
-                    speculation=wish,
+                    speculation=speculation,
                 ),
             )
-        self._rates.append(
-            (self._witness.count.tokens - tokens) / (self._witness.seconds - seconds)
-        )
+        self._rates.append((self._target.count.tokens - tokens) / (self._target.seconds - seconds))
 
-    def result(self) -> Result:
-        return Result(self.way, self._witness.count, self._passes(), tuple(self._rates))
+    def result(self) -> ContenderResult:
+        return ContenderResult(self.spec, self._target.count, self._passes(), tuple(self._rates))
 
     def _passes(self) -> tuple[int, ...] | None:
-        """A single drafter makes one for each token."""
-        if self.way.config.draft.kind in CASCADES:
+        """Return the passes of each stage; a single drafter makes one for each token."""
+        if self.spec.config.draft.kind in CASCADE_KINDS:
             return self._drafter.passes if isinstance(self._drafter, CountsPasses) else None
-        return () if self._drafter is None else (self._witness.count.drafted,)
+        return () if self._drafter is None else (self._target.count.drafted,)
 
 
-def hold(
-    parts: Parts,
-    ways: Sequence[Way],
+def run_in_turns(
+    parts: EngineParts,
+    specs: Sequence[ContenderConfig],
     prompts: Prompts,
     *,
     max_tokens: int,
     temperature: float,
     turns: int,
     threads: int,
-    tell: Tell,
-) -> list[Result]:
-    """Of all ways, in turns (A B C A B C), so that the machine's moods meet all alike."""
-    contenders = [Contender(parts, way, threads=threads) for way in ways]
+    report_progress: ReportProgress,
+) -> list[ContenderResult]:
+    """Return the results of all, in turns (A B C A B C), so that drift affects all alike."""
+    contenders = [Contender(parts, spec, threads=threads) for spec in specs]
     for turn in range(turns):
         for number, contender in enumerate(contenders):
-            tell("letting all take turns", (turn + number / len(ways)) / turns, contender.way.name)
+            report_progress(
+                "measuring in turns", (turn + number / len(contenders)) / turns, contender.spec.name
+            )
             contender.turn(prompts, max_tokens=max_tokens, temperature=temperature)
     return [contender.result() for contender in contenders]

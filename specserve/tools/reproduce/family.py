@@ -1,4 +1,4 @@
-"""The models at hand: the demo family, its target widened for the clock, and tables counted from what it learnt from."""
+"""Demo family: its target widened for timing, its drafts, and tables of its training text."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from specserve.api.tokenizer import Text
-from specserve.config.tree import DEMO, Config, parse
+from specserve.api.tokenizer import Tokenizer
+from specserve.config.tree import DEMO, Config, config_from_keys
 from specserve.demo.corpus import standard_library
-from specserve.drafters.ngram.tables import FILE, Bigram, Unigram, count, load, save
-from specserve.models.checkpoints.describe import describe
-from specserve.models.checkpoints.find import find_checkpoint
-from specserve.models.model import Placement, open_model
-from specserve.progress import Tell, silent
+from specserve.drafters.ngram.tables import (
+    TABLES_FILE,
+    BigramTable,
+    UnigramTable,
+    count_texts,
+    load_tables,
+    save_tables,
+)
+from specserve.models.checkpoints.find import describe, find_checkpoint
+from specserve.models.model import ModelOptions, open_model
+from specserve.progress import ReportProgress, no_progress
 from specserve.tools.inflate import inflate
-from specserve.tools.plan.measure import Reader, Tabled
+from specserve.tools.plan.measure import ModelReader, TableDrafter
 
 SUPPORT, PAGES = 64, 512
 SMALL, DRAFT = "small", "draft"
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """How much is measured."""
+class ReproduceBudget:
+    """Amount of what is measured."""
 
     params: int
     text_tokens: int
@@ -36,50 +42,54 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Directories."""
+class DemoFamily:
+    """Widened target with its number of parameters, and the counted tables."""
 
-    target: Path  # widened
-    params: int  # that it has then
+    target: Path
+    params: int
     tables: Path
 
     @staticmethod
     @contextmanager
-    def widened(params: int, tell: Tell = silent) -> Iterator[Family]:
-        """For as long as it is needed."""
+    def widened(params: int, report_progress: ReportProgress = no_progress) -> Iterator[DemoFamily]:
+        """Yield a family in a temporary directory."""
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            reached = inflate(DEMO / "target", params, directory / "target", tell)
-            tell("counting tables")
-            speaks = Text.load(DEMO / "target")
-            texts = (speaks.encode(text, special=False) for text in standard_library().train)
-            save(count(texts, keep=SUPPORT, fingerprint=speaks.fingerprint), directory / FILE)
-            yield Family(directory / "target", reached, directory / FILE)
+            reached = inflate(DEMO / "target", params, directory / "target", report_progress)
+            report_progress("counting tables")
+            tokenizer = Tokenizer.load(DEMO / "target")
+            texts = (tokenizer.encode(text, special=False) for text in standard_library().train)
+            save_tables(
+                count_texts(texts, keep=SUPPORT, fingerprint=tokenizer.fingerprint),
+                directory / TABLES_FILE,
+            )
+            yield DemoFamily(directory / "target", reached, directory / TABLES_FILE)
 
     def config(self, **overrides: object) -> Config:
-        """Of an engine over the widened target; keys with `__` for dots."""
+        """Return the config of an engine over the widened target; keys have `__` for dots."""
         keys = {key.replace("__", "."): value for key, value in overrides.items()}
-        return parse(
+        return config_from_keys(
             {"target.path": str(self.target), "cache.pages": PAGES, "speculation.gamma": 0, **keys}
         )
 
-    def tabled(self) -> dict[str, Tabled]:
-        counts = load(self.tables)
+    def table_drafters(self) -> dict[str, TableDrafter]:
+        counts = load_tables(self.tables)
         return {
-            "unigram": Tabled(Unigram(counts, width=SUPPORT)),
-            "bigram": Tabled(Bigram(counts, width=SUPPORT)),
+            "unigram": TableDrafter(UnigramTable(counts, width=SUPPORT)),
+            "bigram": TableDrafter(BigramTable(counts, width=SUPPORT)),
         }
 
 
-def reader(directory: Path) -> Reader:
-    config = parse({"target.path": str(directory), "cache.pages": PAGES})
-    return Reader(
-        open_model(find_checkpoint(directory), Placement.of(config.target, config)), support=SUPPORT
+def reader(directory: Path) -> ModelReader:
+    config = config_from_keys({"target.path": str(directory), "cache.pages": PAGES})
+    return ModelReader(
+        open_model(find_checkpoint(directory), ModelOptions.from_config(config.target, config)),
+        support=SUPPORT,
     )
 
 
-def readers(*names: str) -> dict[str, Reader]:
-    """Members of the family, by their directories."""
+def readers(*names: str) -> dict[str, ModelReader]:
+    """Return members of the family, by their directories."""
     return {name: reader(DEMO / name) for name in names}
 
 
@@ -88,5 +98,5 @@ def num_parameters(directory: Path) -> int:
 
 
 def label(name: str) -> str:
-    """With its size."""
+    """Return the name with the number of parameters."""
     return f"{name} ({num_parameters(DEMO / name) / 1e6:.1f}M)"

@@ -1,4 +1,4 @@
-"""What the formulas alone give: Table 1 of 2312.11462, and the curves of Figures 2 to 4 of 2211.17192. Plain numbers."""
+"""Table 1 of arXiv 2312.11462 and Figures 2 to 4 of arXiv 2211.17192, by formula."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from specserve.theory import (
 )
 from specserve.tools.plan.curves import Curve, Panel
 from specserve.tools.reproduce.page import Section, table
-from specserve.tools.reproduce.published import TABLE_1, TARGET, TRADES, Setup, Trade
+from specserve.tools.reproduce.published import (
+    TABLE_1,
+    TARGET,
+    TRADE_OFFS,
+    PaperSetup,
+    PaperTradeOff,
+)
 
 ALPHAS = [i / 100 for i in range(100)]
-MANY = 64  # the longest draft that is looked at where the best gamma is asked for
+MAX_GAMMA = 64
+"""Largest gamma that the search for the best one considers."""
 GAMMAS = (1, 3, 5, 7, 10)
 COSTS = (0.01, 0.02, 0.05, 0.1)
 
 
-def factor(setup: Setup) -> float:
-    """A horizontal cascade; with a single draft it is Theorem 3.8 of 2211.17192."""
+def factor(setup: PaperSetup) -> float:
+    """Return the factor of a horizontal cascade; with one draft, Theorem 3.8 of 2211.17192."""
     alphas = [alpha for _, positions, alpha, _ in setup.drafts for _ in range(positions)]
     costs = [
         parameters / TARGET
@@ -39,7 +46,10 @@ def table_1() -> Section:
         drafts = " + ".join(f"{name} x {positions}" for name, positions, _, _ in setup.drafts)
         alphas = ", ".join(f"{alpha:.2f}" for _, _, alpha, _ in setup.drafts)
         rows.append((setup.task, drafts, alphas, f"{factor(setup):.3f}", f"{setup.factor:.2f}"))
-    text = "Expected walltime factors of drafts and horizontal cascades; c is the ratio of the parameters, to those of a target of 11.3B.\n\n"
+    text = (
+        "Expected walltime factors of drafts and horizontal cascades; c is the ratio of the "
+        "parameters, to those of a target of 11.3B.\n\n"
+    )
     return Section(
         "Table 1 of 2312.11462, by formula",
         text + table(("task", "drafts", "alpha", "ours", "published"), rows),
@@ -47,7 +57,8 @@ def table_1() -> Section:
 
 
 def figures() -> Section:
-    """With Table 1, whose figures lie on the curves."""
+    """Return the curves, with Table 1 of the paper, whose figures lie on them."""
+    best = ", ".join(f"{best_gamma(0.8, c, MAX_GAMMA)} (c = {c})" for c in COSTS)
     rows = [
         (
             f"{row.alpha}",
@@ -57,23 +68,24 @@ def figures() -> Section:
             f"{speed(row):.3f}",
             f"{row.speed:.2f}",
         )
-        for row in TRADES
+        for row in TRADE_OFFS
     ]
     text = "\n\n".join(
         (
-            "The papers print the curves without numbers; Table 1 of the same paper has some of them, for c = c_ops = 0.",
+            "The papers print the curves without numbers; Table 1 of the same paper has some of "
+            "them, for c = c_ops = 0.",
             table(
                 ("alpha", "gamma", "operations, ours", "published", "speed, ours", "published"),
                 rows,
             ),
-            f"The best gamma at alpha 0.8: {', '.join(f'{best_gamma(0.8, c, MANY)} (c = {c})' for c in COSTS)}.",
+            f"The best gamma at alpha 0.8: {best}.",
         )
     )
     tokens = [_curve(f"gamma {gamma}", partial(tokens_per_round, gamma=gamma)) for gamma in GAMMAS]
-    best = [_curve(f"c = {c}", partial(best_gamma, c=c, max_gamma=MANY)) for c in COSTS]
+    best_curves = [_curve(f"c = {c}", partial(best_gamma, c=c, max_gamma=MAX_GAMMA)) for c in COSTS]
     panels = [
         Panel("Figure 2: tokens a round", "alpha", "expected tokens", tokens),
-        Panel("Figure 3: the best gamma", "alpha", "gamma", best, steps=True),
+        Panel("Figure 3: the best gamma", "alpha", "gamma", best_curves, steps=True),
     ]
     return Section(
         "Figures 2 to 4 of 2211.17192, by formula",
@@ -82,11 +94,11 @@ def figures() -> Section:
     )
 
 
-def operations(row: Trade) -> float:
+def operations(row: PaperTradeOff) -> float:
     return arithmetic_factor(row.alpha, row.gamma, 0.0)
 
 
-def speed(row: Trade) -> float:
+def speed(row: PaperTradeOff) -> float:
     return walltime_factor(row.alpha, row.gamma, 0.0)
 
 

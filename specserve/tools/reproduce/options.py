@@ -1,4 +1,4 @@
-"""What `specserve reproduce` can be asked."""
+"""Options of `specserve reproduce`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ TABLES = {
     "table-1": "Table 1 of 2312.11462, by its formulas",
     "figures": "Figures 2 to 4 of 2211.17192, by their formulas",
     "alphas": "Table 3 of 2211.17192, with the demo family",
-    "speed": "Table 2 of 2211.17192, likewise",
-    "cascades": "Tables 2 and 3 of 2312.11462, likewise",
+    "speed": "Table 2 of 2211.17192, with the demo family",
+    "cascades": "Tables 2 and 3 of 2312.11462, with the demo family",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, count: Callable[[str], int]) -> None:
-    """`count` reads numbers such as 200M."""
-    names = "; ".join(f"{name}: {what}" for name, what in TABLES.items())
+    """Add the options; `count` parses numbers such as 200M."""
+    names = "; ".join(f"{name}: {about}" for name, about in TABLES.items())
     parser.add_argument(
         "tables", nargs="*", type=_table, metavar="TABLE", help=f"all of them by default. {names}"
     )

@@ -1,4 +1,4 @@
-"""Parts of a page in Markdown, and the pictures beside them."""
+"""Sections of a page in Markdown, and their pictures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from specserve.tools.plan.curves import Panel, draw
 
 @dataclass(frozen=True, slots=True)
 class Section:
+    """Section of a page. Pictures are by the part of the file's name that differs."""
+
     title: str
     text: str
-    pictures: Mapping[str, Sequence[Panel]] = field(
-        default_factory=dict
-    )  # by what is special in the file's name
+    pictures: Mapping[str, Sequence[Panel]] = field(default_factory=dict)
 
     def markdown(self) -> str:
         images = [

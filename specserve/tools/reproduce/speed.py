@@ -1,4 +1,4 @@
-"""Table 2 of 2211.17192 with the demo family: the measured walltime factor of each draft beside what Theorem 3.8 expects of it."""
+"""Table 2 of arXiv 2211.17192 with the demo family: measured factor beside Theorem 3.8."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from dataclasses import dataclass
 
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts, held_out_tokens
-from specserve.inprocess import Parts, open_parts
-from specserve.progress import Tell
+from specserve.inprocess import EngineParts, open_parts
+from specserve.progress import ReportProgress
 from specserve.theory import best_gamma, tokens_per_round, walltime_factor
 from specserve.tools.plan.measure import TEMPERATURES, Overlap, seconds
-from specserve.tools.reproduce.acceptances import measured
-from specserve.tools.reproduce.contest import Prompts, Result, Way, hold
+from specserve.tools.reproduce.acceptances import measure_overlaps
+from specserve.tools.reproduce.contest import (
+    ContenderConfig,
+    ContenderResult,
+    Prompts,
+    run_in_turns,
+)
 from specserve.tools.reproduce.family import (
     DRAFT,
     SMALL,
-    Budget,
-    Family,
+    DemoFamily,
+    ReproduceBudget,
     label,
     num_parameters,
     reader,
@@ -26,27 +31,29 @@ from specserve.tools.reproduce.family import (
 from specserve.tools.reproduce.page import Section, table
 from specserve.tools.reproduce.published import TABLE_2
 
-PROMPT, MAX_GAMMA = 64, 10  # tokens of a prompt
+PROMPT_TOKENS = 64
+MAX_GAMMA = 10
 ROWS = tuple(range(1, MAX_GAMMA + 2))
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """Of passes, over that of the target with one row."""
+class PassCosts:
+    """Time of passes over that of a target pass with one row.
+
+    `target` is by rows: the theorem assumes that verification costs a plain pass.
+    """
 
     drafts: Mapping[str, float]
-    target: Mapping[
-        int, float
-    ]  # by rows: what verifying takes more than plain decoding, of which the theorem knows nothing
+    target: Mapping[int, float]
 
     @classmethod
-    def of(cls, family: Family, tell: Tell) -> Costs:
-        """Timed in turns, on the widened target."""
+    def from_family(cls, family: DemoFamily, report_progress: ReportProgress) -> PassCosts:
+        """Time the passes in turns, on the widened target."""
         target = reader(family.target)
         passes = {f"{rows} rows": target.pass_seconds(rows) for rows in ROWS}
         taken = seconds(
             passes | {name: own.pass_seconds(1) for name, own in readers(SMALL, DRAFT).items()},
-            tell=tell,
+            report_progress=report_progress,
         )
         one = taken["1 rows"]
         return cls(
@@ -56,26 +63,32 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
-    """What the measured tables start from."""
+class MeasuredSetup:
+    """Inputs of the measured tables.
 
-    family: Family
-    budget: Budget
-    costs: Costs
+    `parts` is the engine that decodes plainly, whose target the others share; alpha is measured on
+    `text`.
+    """
+
+    family: DemoFamily
+    budget: ReproduceBudget
+    costs: PassCosts
     alphas: Mapping[str, Overlap]
-    parts: Parts  # of the engine that decodes plainly; the others share its target
+    parts: EngineParts
     prompts: Prompts
-    text: Sequence[int]  # that acceptances are measured on
-    tell: Tell
+    text: Sequence[int]
+    report_progress: ReportProgress
 
     @classmethod
-    def open(cls, family: Family, budget: Budget, tell: Tell) -> Bench:
+    def open(
+        cls, family: DemoFamily, budget: ReproduceBudget, report_progress: ReportProgress
+    ) -> MeasuredSetup:
         costs, alphas, text = (
-            Costs.of(family, tell),
-            measured(family, budget, tell),
+            PassCosts.from_family(family, report_progress),
+            measure_overlaps(family, budget, report_progress),
             held_out_tokens(budget.text_tokens),
         )
-        prompts = held_out_prompts(count=budget.prompts, length=PROMPT)
+        prompts = held_out_prompts(count=budget.prompts, length=PROMPT_TOKENS)
         return cls(
             family,
             budget,
@@ -84,31 +97,44 @@ class Bench:
             open_parts(family.config(draft__kind="none")),
             prompts,
             text,
-            tell,
+            report_progress,
         )
 
-    def plain(self) -> Way:
-        return Way("autoregressive", self.family.config(draft__kind="none"), 0)
+    def plain(self) -> ContenderConfig:
+        return ContenderConfig("autoregressive", self.family.config(draft__kind="none"), 0)
 
-    def neural(self, name: str, temperature: float) -> Way:
-        """With the gamma that is best by the theorem."""
+    def neural(self, name: str, temperature: float) -> ContenderConfig:
+        """Return the contender with a neural draft and the gamma that the theorem finds best."""
         gamma = best_gamma(
             self.alphas[label(name)].alphas[temperature], self.costs.drafts[name], MAX_GAMMA
         )
-        return Way(
+        return ContenderConfig(
             label(name), self.family.config(draft__path=str(DEMO / name)), max(1, gamma), (name,)
         )
 
-    def hold(self, ways: list[Way], temperature: float) -> list[Result]:
+    def run_in_turns(
+        self, contenders: list[ContenderConfig], temperature: float
+    ) -> list[ContenderResult]:
         budget = self.budget
-        how = {"turns": budget.turns, "threads": budget.threads, "max_tokens": budget.max_tokens}
-        return hold(self.parts, ways, self.prompts, temperature=temperature, tell=self.tell, **how)
+        options = {
+            "turns": budget.turns,
+            "threads": budget.threads,
+            "max_tokens": budget.max_tokens,
+        }
+        return run_in_turns(
+            self.parts,
+            contenders,
+            self.prompts,
+            temperature=temperature,
+            report_progress=self.report_progress,
+            **options,
+        )
 
 
-def speed(bench: Bench) -> Section:
+def speed(bench: MeasuredSetup) -> Section:
     rows = []
     for temperature in TEMPERATURES:
-        plain, *others = bench.hold(
+        plain, *others = bench.run_in_turns(
             [bench.plain(), *(bench.neural(name, temperature) for name in (SMALL, DRAFT))],
             temperature,
         )
@@ -132,9 +158,11 @@ def speed(bench: Bench) -> Section:
         for row in TABLE_2
     ]
     text = (
-        f"Judged by the {label('target')}, widened to {bench.family.params / 1e6:.0f}M parameters, which computes the same; draft and target take "
-        f"turns in one process. gamma is the best by Theorem 3.8. The theorem takes a pass over gamma + 1 rows to cost what a pass over one costs; "
-        f"the column behind it puts the measured time of that pass in its place. Published, below: T5-XXL on a TPU.\n\n"
+        f"Verified by the {label('target')}, widened to {bench.family.params / 1e6:.0f}M "
+        "parameters, which computes the same; draft and target take turns in one process. gamma is "
+        "the best by Theorem 3.8. The theorem takes a pass over gamma + 1 rows to cost what a pass "
+        "over one costs; the column behind it puts the measured time of that pass in its place. "
+        "Published, below: T5-XXL on a TPU.\n\n"
     )
     heads = (
         "task",
@@ -152,24 +180,28 @@ def speed(bench: Bench) -> Section:
 
 
 def _row(
-    bench: Bench, name: str, temperature: float, result: Result, plain: Result
+    bench: MeasuredSetup,
+    name: str,
+    temperature: float,
+    result: ContenderResult,
+    plain: ContenderResult,
 ) -> tuple[str, ...]:
-    alpha, c, gamma = result.count.alpha, bench.costs.drafts[name], result.way.gamma
+    alpha, c, gamma = result.count.alpha, bench.costs.drafts[name], result.spec.gamma
     timed = tokens_per_round(alpha, gamma) / (gamma * c + bench.costs.target[gamma + 1])
     return (
         "Python, held out",
-        result.way.name,
+        result.spec.name,
         f"{temperature:g}",
         str(gamma),
         f"{alpha:.2f}",
         f"{c:.3f}",
         f"{walltime_factor(alpha, gamma, c):.2f}",
         f"{timed:.2f}",
-        f"{result.against(plain):.2f}",
+        f"{result.speedup_over(plain):.2f}",
         "",
     )
 
 
-def size_ratio(bench: Bench, name: str) -> float:
-    """c as the papers' MS takes it: the ratio of the parameters."""
+def size_ratio(bench: MeasuredSetup, name: str) -> float:
+    """Return c as the paper's MS takes it: the ratio of the parameters."""
     return num_parameters(DEMO / name) / bench.family.params

@@ -1,1 +1,1 @@
-"""The real scheduling code against simulated devices, under a virtual clock. Knows no tensors, no network and no Ray."""
+"""The real scheduler on simulated devices and time. Knows no tensors, no network and no Ray."""

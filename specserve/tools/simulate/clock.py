@@ -1,4 +1,4 @@
-"""Time that passes only where somebody waits: an event loop that jumps to the next timer instead of sleeping, and a device's own clock."""
+"""Simulated time: an event loop that jumps to the next timer, and the clock of a device."""
 
 from __future__ import annotations
 
@@ -10,44 +10,49 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Stalled(RuntimeError):
-    """Nothing is scheduled, so nothing would ever happen again."""
+class Deadlock(RuntimeError):
+    """Every task waits and no timer is set, so that the simulation would never end."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Single-threaded and without real files or signals, so the same program always runs in the same order."""
+    """An event loop on simulated time.
+
+    It is single-threaded and has no real files or signals, so the same program always runs in the
+    same order.
+    """
 
     def __init__(self) -> None:
-        self._leaps = _Leaps()
-        super().__init__(self._leaps)
+        self._selector_clock = _JumpingSelector()
+        super().__init__(self._selector_clock)
 
     def time(self) -> float:
-        return self._leaps.now
+        return self._selector_clock.now
 
 
 class DeviceClock:
-    """Where a simulated device stands in time. It runs ahead of the loop's while a pass is under way."""
+    """The time of a simulated device, which is ahead of the event loop's during a pass."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.busy = 0.0  # seconds spent in passes
+        self.busy = 0.0  # total seconds of passes
 
     def __call__(self) -> float:
         return self.now
 
     def work(self, seconds: float) -> None:
+        """Advance by the duration of a pass."""
         self.now += seconds
         self.busy += seconds
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, from 0 seconds on. Raises Stalled where that would wait for ever."""
+    """Run like `asyncio.run`, from time 0. Raises Deadlock where that would wait forever."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
 
-class _Leaps(selectors.SelectSelector):
-    """Asked to wait for files or until a time, it lets that time have come."""
+class _JumpingSelector(selectors.SelectSelector):
+    """A selector that advances its time by the timeout instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,6 +60,6 @@ class _Leaps(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Stalled(f"at {self.now:.6f} s everything waits for something else")
+            raise Deadlock(f"at {self.now:.6f} s everything waits for something else")
         self.now += timeout
         return []

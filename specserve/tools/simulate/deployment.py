@@ -1,104 +1,159 @@
-"""All replicas of a deployment: where a request goes, and how their number follows the load. As Ray Serve does it, without Ray."""
+"""All replicas of a deployment: routing and autoscaling by the rules of Ray Serve, without Ray."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from specserve.config.tree import ReplicasConfig
 from specserve.errors import Overloaded
-from specserve.tools.simulate.autoscaling import Autoscaler
 from specserve.tools.simulate.load import Arrival
-from specserve.tools.simulate.replica import Replica
+from specserve.tools.simulate.replica import SimulatedReplica
 from specserve.tools.simulate.scenario import Scenario
-from specserve.tools.simulate.statistics import Asked, Tally
+from specserve.tools.simulate.statistics import RequestTimes, RoundTotals
 
-PERIOD_S = 1.0  # between two looks at the load
+SCALING_PERIOD_S = 1.0
+LOOK_BACK_S = 30.0
+_TOLERANCE_S = 1e-6  # for sums of floats
 
-Spawn = Callable[[Coroutine[Any, Any, None]], object]
+StartTask = Callable[[Coroutine[Any, Any, None]], object]
 
 
-class Fleet:
-    """Of two replicas drawn at random, a request goes to the less busy one. Its tasks are begun by `spawn`, and end once it has ended."""
+class Autoscaler:
+    """The number of replicas, decided from counts of requests and a clock's readings.
 
-    def __init__(self, scenario: Scenario, tally: Tally, spawn: Spawn) -> None:
-        self.replicas: list[Replica] = []  # all that ever were
+    A change is made once it has been wanted without a break for the delay of its direction.
+    """
+
+    def __init__(self, rules: ReplicasConfig) -> None:
+        self._rules = rules
+        # The same as in cluster/app.py.
+        self._look_back = max(1.0, min(LOOK_BACK_S, rules.upscale_delay_s, rules.downscale_delay_s))
+        self._seen: deque[tuple[float, int]] = deque()
+        self._direction = 0  # of the wanted change
+        self._since = 0.0
+
+    def decide(self, now: float, *, current: int, ongoing: int) -> int:
+        """Return the number of replicas from now on.
+
+        `ongoing` counts all requests, including those that wait for a replica.
+        """
+        wanted = self._wanted(now, ongoing)
+        direction = (wanted > current) - (wanted < current)
+        if direction != self._direction:
+            self._direction, self._since = direction, now
+        delay = self._rules.upscale_delay_s if direction > 0 else self._rules.downscale_delay_s
+        if not direction or now - self._since + _TOLERANCE_S < delay:
+            return current
+        self._direction = 0
+        # The last replica is removed in a step of its own.
+        return wanted if direction > 0 or current == 1 else max(1, wanted)
+
+    def _wanted(self, now: float, ongoing: int) -> int:
+        self._seen.append((now, ongoing))
+        while self._seen[0][0] < now - self._look_back:
+            self._seen.popleft()
+        mean = sum(count for _, count in self._seen) / len(self._seen)
+        return max(
+            self._rules.min,
+            min(self._rules.max, math.ceil(mean / self._rules.target_ongoing_requests)),
+        )
+
+
+class SimulatedDeployment:
+    """Replicas behind a router that sends a request to the less busy of two random ones.
+
+    Its tasks are started by `start_task`, and end once it has ended.
+    """
+
+    def __init__(
+        self, scenario: Scenario, round_totals: RoundTotals, start_task: StartTask
+    ) -> None:
+        self.replicas: list[SimulatedReplica] = []  # including those that have ended
         self.most = 0
         self.device_seconds = 0.0
-        self._scenario, self._tally, self._spawn = scenario, tally, spawn
+        self._scenario, self._round_totals, self._start_task = scenario, round_totals, start_task
         self._rules = scenario.config.replicas
-        self._dice = random.Random(scenario.seed)
-        self._serving: list[Replica] = []  # may get requests, once they are ready
-        self._homeless: list[asyncio.Future[None]] = []  # requests that wait for any replica
+        self._rng = random.Random(scenario.seed)
+        self._serving: list[SimulatedReplica] = []  # get requests once they are ready
+        self._waiting: list[asyncio.Future[None]] = []  # requests while no replica is ready
         self._ended = False
         for _ in range(self._rules.min):
             self._add(startup_s=0.0)
         if self._rules.min < self._rules.max:
-            spawn(self._scale())
+            start_task(self._scale())
 
     def end(self) -> None:
-        """Nothing may be under way. Raises what went wrong in a drafter, without which an engine would have gone on."""
+        """End all replicas. No request may be under way.
+
+        Raises the exception of a drafter that failed, without which an engine would have gone on.
+        """
         self._ended = True
         for replica in self.replicas:
             if not replica.ended:
-                self._give_back(replica)
+                self._end_replica(replica)
             if replica.drafter is not None and replica.drafter.failure is not None:
                 raise replica.drafter.failure
 
-    async def serve(self, arrival: Arrival) -> Asked:
-        """One request, until it is answered or refused."""
-        asked = Asked(at=asyncio.get_running_loop().time())
+    async def serve(self, arrival: Arrival) -> RequestTimes:
+        """Serve one request until it is answered or refused."""
+        times = RequestTimes(sent=asyncio.get_running_loop().time())
         while not (ready := [replica for replica in self._serving if replica.ready]):
-            self._homeless.append(asyncio.get_running_loop().create_future())
-            await self._homeless[-1]
-        replica = min(self._dice.sample(ready, min(2, len(ready))), key=lambda one: one.ongoing)
+            self._waiting.append(asyncio.get_running_loop().create_future())
+            await self._waiting[-1]
+        replica = min(self._rng.sample(ready, min(2, len(ready))), key=lambda one: one.ongoing)
         try:
-            await replica.answer(arrival, asked)
+            await replica.answer(arrival, times)
         except Overloaded:
-            asked.refused = True
+            times.refused = True
         if replica not in self._serving and not replica.ongoing and not replica.ended:
-            self._give_back(replica)
-        return asked
+            self._end_replica(replica)
+        return times
 
     async def _scale(self) -> None:
         scaler, loop = Autoscaler(self._rules), asyncio.get_running_loop()
         while not self._ended:
-            ongoing = sum(replica.ongoing for replica in self.replicas) + len(self._homeless)
+            ongoing = sum(replica.ongoing for replica in self.replicas) + len(self._waiting)
             wanted = scaler.decide(loop.time(), current=len(self._serving), ongoing=ongoing)
             for _ in range(wanted - len(self._serving)):
                 self._add(startup_s=self._scenario.startup_s)
             for _ in range(len(self._serving) - wanted):
                 self._drain()
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(SCALING_PERIOD_S)
 
     def _add(self, *, startup_s: float) -> None:
-        replica = Replica(self._scenario, len(self.replicas), self._tally)
+        replica = SimulatedReplica(self._scenario, len(self.replicas), self._round_totals)
         self.replicas.append(replica)
         self._serving.append(replica)
         self.most = max(self.most, len(self._serving))
-        self._spawn(self._run(replica, startup_s))
+        self._start_task(self._run(replica, startup_s))
 
-    async def _run(self, replica: Replica, startup_s: float) -> None:
+    async def _run(self, replica: SimulatedReplica, startup_s: float) -> None:
         if startup_s:
             await asyncio.sleep(startup_s)
         if replica.ended:
             return
         replica.ready = True
-        homeless, self._homeless = self._homeless, []
-        for waiter in homeless:
-            waiter.set_result(None)
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            request.set_result(None)
         await replica.coordinator.run()
 
     def _drain(self) -> None:
-        """One that is not ready yet goes first, then the least busy. It gets no more requests, and ends with its last one."""
+        """Remove a replica: one that is not ready yet, else the least busy.
+
+        It gets no more requests, and ends with its last one.
+        """
         replica = min(self._serving, key=lambda one: (one.ready, one.ongoing))
         self._serving.remove(replica)
         if not replica.ongoing:
-            self._give_back(replica)
+            self._end_replica(replica)
 
-    def _give_back(self, replica: Replica) -> None:
+    def _end_replica(self, replica: SimulatedReplica) -> None:
         replica.end()
-        self.device_seconds += (
-            asyncio.get_running_loop().time() - replica.begun
-        ) * self._scenario.num_devices
+        lifetime = asyncio.get_running_loop().time() - replica.started
+        self.device_seconds += lifetime * self._scenario.num_devices

@@ -1,4 +1,4 @@
-"""A target and a drafter in the form in which the coordinator knows its workers; what they do takes time and nothing else."""
+"""The simulated target and drafter, as the coordinator sees its workers: they only take time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from specserve.config.fields import number, setting
-from specserve.tools.simulate.acceptance_model import Truth
+from specserve.tools.simulate.acceptance_model import AcceptanceModel
 from specserve.tools.simulate.clock import DeviceClock
-from specserve.tools.simulate.draft_model import SimulatedGuesser
+from specserve.tools.simulate.draft_model import SimulatedDraftModel
 from specserve.tools.simulate.pass_times import PassTime
 from specserve.types import DraftStep, Proposal, Verdict, VerifyStep
 
@@ -18,33 +18,38 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """The coordinator's own work, which no device hides: seconds a round and for each sequence in it."""
+class HostConfig:
+    """The coordinator's own work, in seconds per round and per sequence; no device hides it."""
 
     per_round: float = setting(0.0, number(0, 60))
     per_sequence: float = setting(0.0, number(0, 60))
 
 
 class SimulatedTarget:
-    """One group of devices that makes one pass at a time. The host's work of the round is waited for here, before the pass."""
+    """A group of devices that runs one pass at a time.
 
-    def __init__(self, truth: Truth, pass_time: PassTime, *, link_s: float, host: Host) -> None:
-        self._truth, self._pass_time, self._link_s, self._host = truth, pass_time, link_s, host
+    The host's work of the round is added here, before the pass.
+    """
+
+    def __init__(
+        self, model: AcceptanceModel, pass_time: PassTime, *, link_s: float, host: HostConfig
+    ) -> None:
+        self._model, self._pass_time, self._link_s, self._host = model, pass_time, link_s, host
         self._free_at = 0.0
         self.busy = 0.0
         self.num_proposals = self.num_drafted = self.num_accepted = 0
 
     def verify(self, steps: Sequence[VerifyStep]) -> Awaitable[Sequence[Verdict]]:
         now = asyncio.get_running_loop().time()
-        verdicts = [self._judge(step) for step in steps if step.decide]
+        verdicts = [self._verify(step) for step in steps if step.needs_verdict]
         if not steps:
-            return _at(now, verdicts)
+            return _return_at(now, verdicts)
         arrival = now + self._host.per_round + self._host.per_sequence * len(steps) + self._link_s
         self._free_at = max(self._free_at, arrival) + self._work(steps)
-        return _at(self._free_at + self._link_s, verdicts)
+        return _return_at(self._free_at + self._link_s, verdicts)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
-        self._truth.forget(seq_ids)
+        self._model.release(seq_ids)
 
     def _work(self, steps: Sequence[VerifyStep]) -> float:
         rows = sum(len(step.tokens) + len(step.drafts) for step in steps)
@@ -54,51 +59,58 @@ class SimulatedTarget:
         self.busy += seconds
         return seconds
 
-    def _judge(self, step: VerifyStep) -> Verdict:
-        accepted, token = self._truth.judge(step.seq_id, step.start + len(step.tokens), step.drafts)
+    def _verify(self, step: VerifyStep) -> Verdict:
+        accepted, token = self._model.verify(step.seq_id, step.stop, step.drafts)
         self.num_proposals += bool(step.drafts)
         self.num_drafted += len(step.drafts)
         self.num_accepted += accepted
         return Verdict(step.seq_id, accepted, token, None)
 
 
-class Worker(Protocol):
-    """What the draft device runs: it answers, works ahead until a message waits, and forgets."""
+class PreparingDrafter(Protocol):
+    """The synchronous code of a draft device: it proposes, and prepares until a message waits."""
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]: ...
     def prepare(self, waiting: Callable[[], bool]) -> None: ...
     def release(self, seq_ids: Sequence[int]) -> None: ...
 
 
-class Lockstep:
-    """A worker that waits to be asked."""
+class LockstepDrafter:
+    """A drafter that prepares nothing in advance."""
 
-    def __init__(self, guesser: SimulatedGuesser, clock: DeviceClock) -> None:
-        self._guesser, self._clock = guesser, clock
+    def __init__(self, model: SimulatedDraftModel, clock: DeviceClock) -> None:
+        self._model, self._clock = model, clock
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
-        return self._guesser.draft(steps, lambda: self._clock() > deadline)
+        return self._model.draft(steps, lambda: self._clock() > deadline)
 
     def prepare(self, waiting: Callable[[], bool]) -> None:
         pass
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        self._guesser.release(seq_ids)
+        self._model.release(seq_ids)
 
 
 class SimulatedDrafter:
-    """Runs a worker's own, synchronous code on a device clock.
+    """Runs the synchronous code of a drafter on a device clock.
 
-    What the worker does after an answer is played when the next message is there: only then is it known for how long it had nothing
-    else to do. A pass that is under way when the message arrives ends first, and the answer is later by that, as on a device.
+    The preparation that follows an answer is simulated when the next message arrives: only then is
+    it known how long the device was idle. A pass that is under way when the message arrives is
+    finished first and delays the answer, as on a device.
     """
 
-    def __init__(self, worker: Worker, clock: DeviceClock, truth: Truth, *, link_s: float) -> None:
-        self._worker, self._clock, self._truth, self._link_s = worker, clock, truth, link_s
-        self._released: list[int] = []  # the worker hears of them with its next steps
-        self.failure: Exception | None = (
-            None  # the coordinator would go on without a drafter; a simulation must not
-        )
+    def __init__(
+        self,
+        drafter: PreparingDrafter,
+        clock: DeviceClock,
+        model: AcceptanceModel,
+        *,
+        link_s: float,
+    ) -> None:
+        self._drafter, self._clock, self._model, self._link_s = drafter, clock, model, link_s
+        self._released: list[int] = []  # sent to the drafter with its next steps
+        # The coordinator would go on without a drafter; a simulation must not.
+        self.failure: Exception | None = None
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
         try:
@@ -106,24 +118,21 @@ class SimulatedDrafter:
         except Exception as failure:
             self.failure = failure
             raise
-        return _at(self._clock.now + self._link_s, proposals)
+        return _return_at(self._clock.now + self._link_s, proposals)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         self._released += seq_ids
 
     def _answer(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         clock, arrival = self._clock, asyncio.get_running_loop().time() + self._link_s
-        self._worker.prepare(lambda: clock.now >= arrival)
+        self._drafter.prepare(lambda: clock.now >= arrival)
         clock.now = max(clock.now, arrival)
-        self._forget()
-        return self._worker.propose(steps, clock.now + deadline)
-
-    def _forget(self) -> None:
         released, self._released = self._released, []
-        self._worker.release(released)
-        self._truth.forget(released)
+        self._drafter.release(released)
+        self._model.release(released)
+        return self._drafter.propose(steps, clock.now + deadline)
 
 
-async def _at(time: float, answer: T) -> T:
+async def _return_at(time: float, answer: T) -> T:
     await asyncio.sleep(time - asyncio.get_running_loop().time())
     return answer

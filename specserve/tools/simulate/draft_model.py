@@ -1,166 +1,188 @@
-"""A draft model that is only counts, chances and seconds, with branches as `drafters.base.Forks` wants them. Knows no queue and no messages."""
+"""The simulated draft model: a `drafters.base.ForkableDrafter` of counts, chances and seconds.
+
+Knows no queue and no messages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from specserve.drafters.base import Outlook
-from specserve.tools.simulate.acceptance_model import Truth
+from specserve.drafters.base import OutcomeForecast
+from specserve.tools.simulate.acceptance_model import AcceptanceModel
 from specserve.tools.simulate.clock import DeviceClock
 from specserve.tools.simulate.pass_times import PassTime
 from specserve.types import DraftStep, Proposal
 
 
 @dataclass(slots=True)
-class Line:
-    """A sequence or a branch of one, as the draft's cache has it."""
+class DraftSequence:
+    """A sequence or a branch of one in the draft's KV cache."""
 
-    root: int  # the sequence whose text it guesses
-    length: int = 0  # positions held
-    shared: int = 0  # whole pages that belong to the sequence it branched off
-    start: int = -1  # length of the prefix that its drafts continue
-    last: int = -1  # that prefix's last token
+    root_id: int  # the sequence whose text it predicts
+    length: int = 0  # cached positions
+    shared: int = 0  # whole pages that belong to the sequence from which it was forked
+    start: int = -1  # length of the prefix that its draft tokens continue
+    last: int = -1  # last token of that prefix
     drafts: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Todo:
-    line: Line
-    rows: int  # to be read before the first new draft
-    wanted: int  # new drafts
+class _Task:
+    sequence: DraftSequence
+    rows: int  # tokens of the pass that gives the first new draft token
+    num_new: int  # draft tokens
 
 
-class SimulatedGuesser:
-    """Draws its tokens from `truth`, and moves `clock` on by each pass. A step that leaves a gap or finds no page gets an empty proposal."""
+class SimulatedDraftModel:
+    """Draws draft tokens from an acceptance model, and advances `clock` by each pass.
+
+    A step that leaves a gap in the cache or finds no free page gets an empty proposal.
+    """
 
     def __init__(
-        self, truth: Truth, pass_time: PassTime, clock: DeviceClock, *, pages: int, page_size: int
+        self,
+        model: AcceptanceModel,
+        pass_time: PassTime,
+        clock: DeviceClock,
+        *,
+        pages: int,
+        page_size: int,
     ) -> None:
-        self._truth, self._pass_time, self._clock = truth, pass_time, clock
+        self._model, self._pass_time, self._clock = model, pass_time, clock
         self._page_size, self._free = page_size, pages
-        self._lines: dict[int, Line] = {}
+        self._sequences: dict[int, DraftSequence] = {}
 
-    def draft(self, steps: Sequence[DraftStep], enough: Callable[[], bool]) -> Sequence[Proposal]:
-        todo = [one for step in steps if (one := self._todo(step)) is not None]
-        if todo:
-            self._pass(sum(one.rows for one in todo), todo)
-            self._draw([one for one in todo if one.wanted], enough)
+    def draft(
+        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> Sequence[Proposal]:
+        tasks = [task for step in steps if (task := self._start_task(step)) is not None]
+        if tasks:
+            self._pass(sum(task.rows for task in tasks), tasks)
+            self._draw([task for task in tasks if task.num_new], should_stop)
         return [self._proposal(step) for step in steps]
 
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
-            line = self._lines.pop(seq_id, None)
-            if line is not None:
-                self._free += self._own_pages(line)
+            sequence = self._sequences.pop(seq_id, None)
+            if sequence is not None:
+                self._free += self._own_pages(sequence)
 
-    def outlooks(self, seq_ids: Sequence[int], width: int) -> Sequence[Outlook]:
-        lines = [
-            (seq_id, line)
+    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
+        drafted = [
+            (seq_id, sequence)
             for seq_id in seq_ids
-            if (line := self._lines.get(seq_id)) is not None and line.drafts
+            if (sequence := self._sequences.get(seq_id)) is not None and sequence.drafts
         ]
-        lines = [
-            (seq_id, line)
-            for seq_id, line in lines
-            if self._grow(line, line.start + len(line.drafts))
+        fitting = [
+            (seq_id, sequence)
+            for seq_id, sequence in drafted
+            if self._extend(sequence, sequence.start + len(sequence.drafts))
         ]
-        if lines:
-            self._pass(len(lines), [_Todo(line, 1, 0) for _, line in lines])
-        return [self._outlook(seq_id, line, width) for seq_id, line in lines]
+        if fitting:
+            self._pass(len(fitting), [_Task(sequence, 1, 0) for _, sequence in fitting])
+        return [self._forecast(seq_id, sequence, width) for seq_id, sequence in fitting]
 
-    def fork(self, seq_id: int, as_id: int, length: int) -> bool:
-        line = Line(self._lines[seq_id].root, length, shared=length // self._page_size)
-        need = self._own_pages(line)
-        if need > self._free:
+    def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
+        root_id = self._sequences[seq_id].root_id
+        branch = DraftSequence(root_id, length, shared=length // self._page_size)
+        num_pages = self._own_pages(branch)
+        if num_pages > self._free:
             return False
-        self._free -= need
-        self._lines[as_id] = line
+        self._free -= num_pages
+        self._sequences[branch_id] = branch
         return True
 
-    def become(self, seq_id: int, branch_id: int) -> None:
-        """What the branch shared is its own now; what was only the sequence's is free."""
-        branch = self._lines.pop(branch_id)
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
+        """Replace a sequence by its branch.
+
+        The branch takes over the pages that it shared; the sequence's other pages become free.
+        """
+        branch = self._sequences.pop(branch_id)
         self.release([seq_id])
         self._free -= branch.shared
         branch.shared = 0
-        self._lines[seq_id] = branch
+        self._sequences[seq_id] = branch
 
-    def _todo(self, step: DraftStep) -> _Todo | None:
-        """What the step takes; None where nothing is left to do, or nothing can be done."""
-        line = self._lines.get(step.seq_id)
-        if line is None:
-            line = self._lines[step.seq_id] = Line(step.seq_id)
-        stop = step.start + len(step.tokens)
-        if line.drafts and line.start == stop and line.last == step.tokens[-1]:
-            del line.drafts[step.gamma :]
-            one = _Todo(line, 1, step.gamma - len(line.drafts))
-            return one if one.wanted and self._grow(line, stop + step.gamma - 1) else None
-        line.drafts = []
-        if line.length < step.start:
-            line.start = -1
+    def _start_task(self, step: DraftStep) -> _Task | None:
+        """Return the work of a step, or None if it needs none or cannot be done."""
+        sequence = self._sequences.get(step.seq_id)
+        if sequence is None:
+            sequence = self._sequences[step.seq_id] = DraftSequence(step.seq_id)
+        stop = step.stop
+        if sequence.drafts and sequence.start == stop and sequence.last == step.tokens[-1]:
+            del sequence.drafts[step.gamma :]
+            task = _Task(sequence, 1, step.gamma - len(sequence.drafts))
+            return task if task.num_new and self._extend(sequence, stop + step.gamma - 1) else None
+        sequence.drafts = []
+        if sequence.length < step.start:
+            sequence.start = -1
             return None
-        self._cut(line, step.start)
-        line.start, line.last = stop, step.tokens[-1]
+        self._truncate(sequence, step.start)
+        sequence.start, sequence.last = stop, step.tokens[-1]
         return (
-            _Todo(line, len(step.tokens), step.gamma)
-            if self._grow(line, stop + max(0, step.gamma - 1))
+            _Task(sequence, len(step.tokens), step.gamma)
+            if self._extend(sequence, stop + max(0, step.gamma - 1))
             else None
         )
 
-    def _draw(self, todo: Sequence[_Todo], enough: Callable[[], bool]) -> None:
-        depth, deepest = 1, max((one.wanted for one in todo), default=0)
-        while depth < deepest and not enough():
-            going = [one for one in todo if one.wanted > depth]
-            self._pass(len(going), going)
+    def _draw(self, tasks: Sequence[_Task], should_stop: Callable[[], bool]) -> None:
+        depth, deepest = 1, max((task.num_new for task in tasks), default=0)
+        while depth < deepest and not should_stop():
+            going_on = [task for task in tasks if task.num_new > depth]
+            self._pass(len(going_on), going_on)
             depth += 1
-        for one in todo:
-            line, new = one.line, min(one.wanted, depth)
-            begun = line.start + len(line.drafts)
-            line.drafts += self._truth.guesses(
-                line.root, begun, begun + new, depth=len(line.drafts)
+        for task in tasks:
+            sequence, num_new = task.sequence, min(task.num_new, depth)
+            first = sequence.start + len(sequence.drafts)
+            sequence.drafts += self._model.draft_tokens(
+                sequence.root_id, first, first + num_new, depth=len(sequence.drafts)
             )
-            self._cut(line, line.start + len(line.drafts) - 1)
+            self._truncate(sequence, sequence.start + len(sequence.drafts) - 1)
 
-    def _pass(self, rows: int, todo: Sequence[_Todo]) -> None:
-        """Each attends to all that is reserved for it, a few positions more than it has at first."""
-        self._clock.work(
-            self._pass_time.seconds(rows, len(todo), sum(one.line.length for one in todo))
-        )
+    def _pass(self, rows: int, tasks: Sequence[_Task]) -> None:
+        """Advance the clock by a pass.
+
+        A sequence attends to all its reserved positions, a few more than are filled at first.
+        """
+        positions = sum(task.sequence.length for task in tasks)
+        self._clock.work(self._pass_time.seconds(rows, len(tasks), positions))
 
     def _proposal(self, step: DraftStep) -> Proposal:
-        line, stop = self._lines[step.seq_id], step.start + len(step.tokens)
-        if not step.gamma or line.start != stop:
-            return Proposal(step.seq_id, stop, (), None, line.length)
-        tokens = tuple(line.drafts)
-        return Proposal(
-            step.seq_id, stop, tokens, None, min(line.length, stop + max(0, len(tokens) - 1))
-        )
+        sequence, stop = self._sequences[step.seq_id], step.stop
+        if not step.gamma or sequence.start != stop:
+            return Proposal(step.seq_id, stop, (), None, sequence.length)
+        tokens = tuple(sequence.drafts)
+        num_cached = min(sequence.length, stop + max(0, len(tokens) - 1))
+        return Proposal(step.seq_id, stop, tokens, None, num_cached)
 
-    def _outlook(self, seq_id: int, line: Line, width: int) -> Outlook:
-        nexts = [
-            self._truth.nexts(line.root, line.start + stop, width, but=draft)
-            for stop, draft in enumerate((*line.drafts, None))
+    def _forecast(self, seq_id: int, sequence: DraftSequence, width: int) -> OutcomeForecast:
+        next_tokens = [
+            self._model.likeliest(
+                sequence.root_id, sequence.start + num_accepted, width, but=rejected
+            )
+            for num_accepted, rejected in enumerate((*sequence.drafts, None))
         ]
-        return Outlook(seq_id, line.start, tuple(line.drafts), tuple(nexts))
+        drafts = tuple(sequence.drafts)
+        return OutcomeForecast(seq_id, sequence.start, drafts, tuple(next_tokens))
 
-    def _grow(self, line: Line, length: int) -> bool:
-        """Reserves pages up to `length`; False, and nothing done, where there are none."""
-        if length <= line.length:
+    def _extend(self, sequence: DraftSequence, length: int) -> bool:
+        """Reserve pages up to `length`, or return False if there are too few."""
+        if length <= sequence.length:
             return True
-        need = -(-length // self._page_size) - -(-line.length // self._page_size)
-        if need > self._free:
+        num_pages = -(-length // self._page_size) - -(-sequence.length // self._page_size)
+        if num_pages > self._free:
             return False
-        self._free -= need
-        line.length = length
+        self._free -= num_pages
+        sequence.length = length
         return True
 
-    def _cut(self, line: Line, length: int) -> None:
-        """Whole pages that are no longer needed come free; shared ones are only no longer referred to."""
-        before = self._own_pages(line)
-        line.length = length
-        line.shared = min(line.shared, length // self._page_size)
-        self._free += before - self._own_pages(line)
+    def _truncate(self, sequence: DraftSequence, length: int) -> None:
+        """Free the whole pages past `length`. Shared pages are not freed, only given up."""
+        before = self._own_pages(sequence)
+        sequence.length = length
+        sequence.shared = min(sequence.shared, length // self._page_size)
+        self._free += before - self._own_pages(sequence)
 
-    def _own_pages(self, line: Line) -> int:
-        return -(-line.length // self._page_size) - line.shared
+    def _own_pages(self, sequence: DraftSequence) -> int:
+        return -(-sequence.length // self._page_size) - sequence.shared

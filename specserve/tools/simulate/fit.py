@@ -1,7 +1,8 @@
-"""Pass times from what was measured: the trace of a running engine (`GET /trace`), by least squares without negative coefficients.
+"""Pass times fitted to the trace of a running engine (`GET /trace`) by non-negative least squares.
 
-The coordinator's spans "verify" and "propose" say in `args` what was asked for; the worker's own span within, "verify" or "draft", says how
-long the work alone took. A trace without such spans is read as if nothing lay between the two.
+The coordinator's spans "verify" and "propose" hold the size of a request in `args`; the worker's
+own span within, "verify" or "draft", is the time of the work alone. Without such spans, the whole
+span of the coordinator counts as work.
 """
 
 from __future__ import annotations
@@ -19,51 +20,52 @@ from typing import Any
 import numpy as np
 
 from specserve.errors import ConfigError
-from specserve.tools.simulate.pass_times import Linear
+from specserve.tools.simulate.pass_times import LinearPassTime
 
 _COEFFICIENTS = ("fixed", "per_row", "per_sequence")
-_BETTER = 0.999  # of the squared error: what more coefficients must at least bring
-_SAME_US = 1.0
+# Factor by which the squared error must fall for a fit with more coefficients.
+_BETTER = 0.999
+_TOLERANCE_US = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """One that was measured."""
+class MeasuredPass:
+    """Size and duration of a pass."""
 
     rows: float
     sequences: float
     seconds: float
 
 
-def fit(passes: Sequence[Pass]) -> Linear:
-    """Of each shape the median counts, as often as the shape was seen: a hiccup says nothing about passes.
+def fit_pass_time(passes: Sequence[MeasuredPass]) -> LinearPassTime:
+    """Fit the coefficients to the median of each shape, weighted by how often it occurred.
 
-    With three coefficients all sets of them can be tried: the best one whose least squares come out non-negative is the solution.
+    The median discards hiccups. There are only three coefficients, so all subsets of them are
+    tried: the best one whose least squares come out non-negative is the solution.
     """
     by_shape = defaultdict(list)
     for one in passes:
         by_shape[one.rows, one.sequences].append(one.seconds)
-    shapes = np.array(
-        [(1.0, rows, sequences) for rows, sequences in by_shape]
-    )  # [shapes, coefficients]
+    # [shapes, coefficients]
+    shapes = np.array([(1.0, rows, sequences) for rows, sequences in by_shape])
     times = np.array([median(seconds) for seconds in by_shape.values()])
     weights = np.sqrt([len(seconds) for seconds in by_shape.values()])
     best, least = np.zeros(3), float("inf")
     for size in (1, 2, 3):
         for kept in map(list, combinations(range(3), size)):
-            found = np.zeros(3)
-            found[kept] = np.linalg.lstsq(
+            solution = np.zeros(3)
+            solution[kept] = np.linalg.lstsq(
                 shapes[:, kept] * weights[:, None], times * weights, rcond=None
             )[0]
-            error = float((((shapes @ found - times) * weights) ** 2).sum())
-            if (found >= 0).all() and error < _BETTER * least - 1e-18:
-                best, least = found, error
-    return Linear(**dict(zip(_COEFFICIENTS, best.tolist(), strict=True)))
+            error = float((((shapes @ solution - times) * weights) ** 2).sum())
+            if (solution >= 0).all() and error < _BETTER * least - 1e-18:
+                best, least = solution, error
+    return LinearPassTime(**dict(zip(_COEFFICIENTS, best.tolist(), strict=True)))
 
 
-def from_trace(file: Path, role: str) -> Linear:
-    """The pass times of the target or of the draft."""
-    asking, working, shape = _ROLES[role]
+def pass_time_from_trace(file: Path, role: str) -> LinearPassTime:
+    """Return the pass times of the target or of the draft. Raises ConfigError."""
+    request_name, work_name, make_pass = _ROLES[role]
     try:
         spans = [
             event
@@ -73,17 +75,19 @@ def from_trace(file: Path, role: str) -> Linear:
         work = sorted(
             (span["ts"], span["dur"])
             for span in spans
-            if span["name"] == working and "sequences" not in span["args"]
+            if span["name"] == work_name and "sequences" not in span["args"]
         )
-        asked = [
+        requests = [
             span
             for span in spans
-            if span["name"] == asking
+            if span["name"] == request_name
             and "sequences" in span["args"]
             and not span["args"]["prompt_tokens"]
         ]
         passes = [
-            one for span in asked if (one := shape(span["args"], _seconds(span, work))) is not None
+            one
+            for span in requests
+            if (one := make_pass(span["args"], _work_seconds(span, work))) is not None
         ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
@@ -91,33 +95,38 @@ def from_trace(file: Path, role: str) -> Linear:
         ) from error
     if not passes:
         raise ConfigError(
-            f"the trace {file} has no rounds of decoding alone from which the {role}'s pass times follow"
+            f"the trace {file} has no rounds of decoding alone "
+            f"from which the {role}'s pass times follow"
         )
-    return fit(passes)
+    return fit_pass_time(passes)
 
 
-def _seconds(span: Mapping[str, Any], work: Sequence[tuple[float, float]]) -> float:
-    """Of the work within the span; times are microseconds."""
-    begun, ended = span["ts"], span["ts"] + span["dur"]
-    within = bisect_left(work, (begun - _SAME_US,))
-    if within < len(work) and sum(work[within]) <= ended + _SAME_US:
+def _work_seconds(span: Mapping[str, Any], work: Sequence[tuple[float, float]]) -> float:
+    """Return the seconds of the work within a span, whose times are microseconds."""
+    start, end = span["ts"], span["ts"] + span["dur"]
+    within = bisect_left(work, (start - _TOLERANCE_US,))
+    if within < len(work) and sum(work[within]) <= end + _TOLERANCE_US:
         return work[within][1] * 1e-6
     return float(span["dur"]) * 1e-6
 
 
-def _verified(done: Mapping[str, Any], seconds: float) -> Pass:
-    return Pass(float(done["rows"]), float(done["sequences"]), seconds)
+def _verify_pass(args: Mapping[str, Any], seconds: float) -> MeasuredPass:
+    return MeasuredPass(float(args["rows"]), float(args["sequences"]), seconds)
 
 
-def _drafted(done: Mapping[str, Any], seconds: float) -> Pass | None:
-    """One of as many passes as each sequence got drafts. Where some had more than others, or were prepared, nobody knows how many those were."""
-    gamma, rest = divmod(done["drafted"], done["sequences"])
-    if not gamma or rest or done.get("hits"):
+def _draft_pass(args: Mapping[str, Any], seconds: float) -> MeasuredPass | None:
+    """Return one of the passes of a proposal: there are as many as draft tokens per sequence.
+
+    The number is unknown, and None is returned, where sequences got different numbers of draft
+    tokens or some proposals were prepared in advance.
+    """
+    gamma, rest = divmod(args["drafted"], args["sequences"])
+    if not gamma or rest or args.get("hits"):
         return None
-    return Pass(float(done["sequences"]), float(done["sequences"]), seconds / gamma)
+    return MeasuredPass(float(args["sequences"]), float(args["sequences"]), seconds / gamma)
 
 
-_ROLES: dict[str, tuple[str, str, Callable[[Mapping[str, Any], float], Pass | None]]] = {
-    "target": ("verify", "verify", _verified),
-    "draft": ("propose", "draft", _drafted),
+_ROLES: dict[str, tuple[str, str, Callable[[Mapping[str, Any], float], MeasuredPass | None]]] = {
+    "target": ("verify", "verify", _verify_pass),
+    "draft": ("propose", "draft", _draft_pass),
 }

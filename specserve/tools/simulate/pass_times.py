@@ -1,24 +1,32 @@
-"""How long a forward pass takes: given, or from a device's data sheet. Knows counts and seconds; no models."""
+"""Durations of a forward pass: given, or from a device's data sheet. Knows counts, no models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from specserve.config.fields import number, setting, whole
+from specserve.config.fields import integer, number, setting
 
 MAX = 1e9
 
 
 class PassTime(Protocol):
-    """Seconds of one pass over `rows` new tokens of `sequences`, which together attend to `positions` cached ones."""
+    """A rule for the duration of a pass."""
 
-    def seconds(self, rows: int, sequences: int, positions: int) -> float: ...
+    def seconds(self, rows: int, sequences: int, positions: int) -> float:
+        """Return the seconds for `rows` new tokens of `sequences`.
+
+        Together they attend to `positions` cached tokens.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
-    """max(floor, fixed + per_row * rows + per_sequence * sequences + per_position * positions), in seconds."""
+class LinearPassTime:
+    """A linear rule, in seconds.
+
+    max(floor, fixed + per_row * rows + per_sequence * sequences + per_position * positions)
+    """
 
     floor: float = setting(0.0, number(0, MAX))
     fixed: float = setting(0.0, number(0, MAX))
@@ -37,31 +45,27 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class Roofline:
-    """A dense model split over equal devices: memory traffic or arithmetic, whichever takes longer, and two all-reduces a layer.
+class RooflinePassTime:
+    """A roofline of a dense model that is split over equal devices.
 
-    The shares say how much of the data sheet is assumed to be reached.
+    A pass takes the longer of memory traffic and arithmetic, plus two all-reduces per layer. The
+    shares say how much of the data sheet's figures is assumed to be reached.
     """
 
-    devices: int = setting(1, whole(1, 4096))
+    devices: int = setting(1, integer(1, 4096))
     params_b: float = setting(1.0, number(0, MAX, above=True))  # 10^9 parameters
     bytes_per_param: float = setting(2.0, number(0, 16, above=True))
-    layers: int = setting(1, whole(1, 4096))
-    kv_kb: float = setting(
-        0.0, number(0, MAX)
-    )  # 10^3 bytes that a cached position takes, all layers together
-    bandwidth_gb_s: float = setting(
-        1.0, number(0, MAX, above=True)
-    )  # of one device, as the next ones
+    layers: int = setting(1, integer(1, 4096))
+    kv_kb: float = setting(0.0, number(0, MAX))  # 10^3 bytes per cached position, over all layers
+    bandwidth_gb_s: float = setting(1.0, number(0, MAX, above=True))  # per device, as all below
     bandwidth_share: float = setting(1.0, number(0, 1, above=True))
     tflops: float = setting(1.0, number(0, MAX, above=True))
     flops_share: float = setting(1.0, number(0, 1, above=True))
     memory_gb: float = setting(MAX, number(0, MAX, above=True))
-    memory_share: float = setting(
-        0.9, number(0, 1, above=True)
-    )  # the rest is for what a pass needs
+    # The rest of the memory is for a pass's own tensors.
+    memory_share: float = setting(0.9, number(0, 1, above=True))
     allreduce_us: float = setting(0.0, number(0, MAX))
-    overhead_us: float = setting(0.0, number(0, MAX))  # of a pass: launching it, sampling, copying
+    overhead_us: float = setting(0.0, number(0, MAX))  # launching a pass, sampling, copying
 
     @property
     def weight_bytes(self) -> float:
@@ -76,6 +80,6 @@ class Roofline:
         return max(traffic, arithmetic) / self.devices + (reductions + self.overhead_us) * 1e-6
 
     def positions(self) -> int:
-        """What the memory holds beside the weights; 0 or less where not even those fit."""
+        """Return the cached positions that fit beside the weights, or at most 0 if those do not."""
         free = self.devices * self.memory_gb * 1e9 * self.memory_share - self.weight_bytes
         return int(free / (self.kv_kb * 1e3)) if self.kv_kb else int(free)

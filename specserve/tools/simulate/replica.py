@@ -1,4 +1,4 @@
-"""One engine replica: a real coordinator over simulated devices, and the requests that it answers."""
+"""One engine replica: the real coordinator over simulated devices, and its requests."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from collections import abc
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.branches import Fanout
 from specserve.engine import Coordinator
-from specserve.models.warmup import ROWS
-from specserve.tools.simulate.acceptance_model import VOCAB, Truth
+from specserve.models.warmup import WARMUP_ROWS
+from specserve.tools.simulate.acceptance_model import VOCAB, AcceptanceModel
 from specserve.tools.simulate.clock import DeviceClock
-from specserve.tools.simulate.devices import Lockstep, SimulatedDrafter, SimulatedTarget
-from specserve.tools.simulate.draft_model import SimulatedGuesser
+from specserve.tools.simulate.devices import LockstepDrafter, SimulatedDrafter, SimulatedTarget
+from specserve.tools.simulate.draft_model import SimulatedDraftModel
 from specserve.tools.simulate.load import Arrival
-from specserve.tools.simulate.scenario import Mode, Scenario, Worker
-from specserve.tools.simulate.statistics import Asked, Tally
+from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
+from specserve.tools.simulate.statistics import RequestTimes, RoundTotals
 from specserve.types import Chunk, Drafter, ModelInfo, Request, Warp
 
 
-class Replica:
-    """Takes requests from when it is `ready`; `begun` is when its devices were taken."""
+class SimulatedReplica:
+    """A replica that takes requests once it is `ready`.
 
-    def __init__(self, scenario: Scenario, number: int, tally: Tally) -> None:
+    Its devices are occupied from `started` on.
+    """
+
+    def __init__(self, scenario: Scenario, number: int, round_totals: RoundTotals) -> None:
         loop = asyncio.get_running_loop()
-        self.begun, self.ready, self.ended = loop.time(), False, False
+        self.started, self.ready, self.ended = loop.time(), False, False
         self.clock = DeviceClock()
         self.anticipation: Anticipation | None = None
-        self._scenario, self._tally = scenario, tally
-        self._truth = Truth(scenario.seed * 2**20 + number, scenario.acceptance)
+        self._scenario, self._round_totals = scenario, round_totals
+        self._model = AcceptanceModel(scenario.seed * 2**20 + number, scenario.acceptance)
         self.target = SimulatedTarget(
-            self._truth,
+            self._model,
             scenario.target.pass_time,
             link_s=scenario.target.link_s,
             host=scenario.host,
@@ -41,14 +44,14 @@ class Replica:
             else self._drafter(scenario.draft)
         )
         self.coordinator = self._coordinator(loop.time, self.drafter)
-        self._asked: dict[int, tuple[Asked, asyncio.Future[None]]] = {}
+        self._requests: dict[int, tuple[RequestTimes, asyncio.Future[None]]] = {}
 
     @property
     def ongoing(self) -> int:
-        return len(self._asked)
+        return len(self._requests)
 
-    async def answer(self, arrival: Arrival, asked: Asked) -> None:
-        """Until the last token. Raises Overloaded when the queue is full."""
+    async def answer(self, arrival: Arrival, times: RequestTimes) -> None:
+        """Answer a request up to its last token. Raises Overloaded when the queue is full."""
         request = Request(
             (0,) * arrival.prompt_tokens,
             arrival.output_tokens,
@@ -57,18 +60,19 @@ class Replica:
             ignore_eos=True,
         )
         seq_id = self.coordinator.submit(request)
-        self._asked[seq_id] = asked, asyncio.get_running_loop().create_future()
-        await self._asked[seq_id][1]
+        done = asyncio.get_running_loop().create_future()
+        self._requests[seq_id] = times, done
+        await done
 
     def end(self) -> None:
-        """Gives its devices back; nothing may be under way."""
-        assert not self._asked
+        """Free the devices. No request may be under way."""
+        assert not self._requests
         self.ended = True
         self.coordinator.close()
 
-    def _drafter(self, draft: Worker) -> SimulatedDrafter:
-        guesser = SimulatedGuesser(
-            self._truth,
+    def _drafter(self, draft: DeviceGroup) -> SimulatedDrafter:
+        draft_model = SimulatedDraftModel(
+            self._model,
             draft.pass_time,
             self.clock,
             pages=draft.pages,
@@ -76,11 +80,14 @@ class Replica:
         )
         if self._scenario.mode is Mode.LOCKSTEP:
             return SimulatedDrafter(
-                Lockstep(guesser, self.clock), self.clock, self._truth, link_s=draft.link_s
+                LockstepDrafter(draft_model, self.clock),
+                self.clock,
+                self._model,
+                link_s=draft.link_s,
             )
-        fanout = Fanout(per_stop=self._scenario.config.speculation.anticipation.fanout)
-        self.anticipation = Anticipation(guesser, fanout, clock=self.clock)
-        return SimulatedDrafter(self.anticipation, self.clock, self._truth, link_s=draft.link_s)
+        fanout = Fanout(per_position=self._scenario.config.speculation.anticipation.fanout)
+        self.anticipation = Anticipation(draft_model, fanout, clock=self.clock)
+        return SimulatedDrafter(self.anticipation, self.clock, self._model, link_s=draft.link_s)
 
     def _coordinator(self, clock: abc.Callable[[], float], drafter: Drafter | None) -> Coordinator:
         scenario, config = self._scenario, self._scenario.config
@@ -90,9 +97,10 @@ class Replica:
             end_ids=frozenset(),
             page_size=config.cache.page_size,
             num_pages=scenario.target.pages,
+            # What a real target would measure in its warm-up.
             curve=tuple(
-                (rows, scenario.target.pass_time.seconds(rows, 1, rows)) for rows in ROWS
-            ),  # as its warm-up would find
+                (rows, scenario.target.pass_time.seconds(rows, 1, rows)) for rows in WARMUP_ROWS
+            ),
         )
         return Coordinator(
             self.target,
@@ -100,22 +108,20 @@ class Replica:
             info=info,
             emit=self._emit,
             clock=clock,
-            max_running=config.limits.max_running,
-            max_queued=config.limits.max_queued,
+            limits=config.limits,
+            speculation=config.speculation,
             max_batch_tokens=scenario.batch_tokens,
-            gamma=config.speculation.gamma,
-            max_gamma=config.speculation.max_gamma,
-            report=self._tally.take,
-            overlaps=drafter is not None,
+            report=self._round_totals.add,
+            remote_workers=drafter is not None,
         )
 
     def _emit(self, chunks: abc.Sequence[Chunk]) -> None:
         now = asyncio.get_running_loop().time()
         for chunk in chunks:
-            asked, done = self._asked[chunk.seq_id]
-            asked.had(len(chunk.tokens), now)
+            times, done = self._requests[chunk.seq_id]
+            times.add_tokens(len(chunk.tokens), now)
             if chunk.finish is not None:
-                assert chunk.error is None or asked.failed is None
-                asked.failed = chunk.error
-                del self._asked[chunk.seq_id]
+                assert chunk.error is None or times.failed is None
+                times.failed = chunk.error
+                del self._requests[chunk.seq_id]
                 done.set_result(None)

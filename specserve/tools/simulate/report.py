@@ -1,4 +1,4 @@
-"""What `specserve simulate` says: every case as JSON, and a table of the best gamma of each."""
+"""The output of `specserve simulate`: every case as JSON, and tables of the best gammas."""
 
 from __future__ import annotations
 
@@ -6,41 +6,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specserve.progress import Tell, silent
-from specserve.tools.simulate.run import Quantiles, Result, simulate
+from specserve.progress import ReportProgress, no_progress
+from specserve.tools.simulate.run import Quantiles, SimulationResult, simulate
 from specserve.tools.simulate.scenario import Mode
-from specserve.tools.simulate.search import Answer, find
+from specserve.tools.simulate.search import SplitResult, search
 from specserve.tools.simulate.study import Case, cases, load_study
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """A case and what came of it."""
+class SimulatedCase:
+    """A case and its result."""
 
     case: Case
-    result: Result
+    result: SimulationResult
 
     @property
-    def place(self) -> tuple[str, str]:
+    def setting(self) -> tuple[str, str]:
+        """Load and replicas, which the compared modes have in common."""
         return self.case.load, self.case.replicas
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """All that was simulated."""
+class SimulationReport:
+    """All results of a study: the cases of its sweep, and the splits of its search."""
 
-    played: list[Played]
-    answers: list[Answer]
+    cases: list[SimulatedCase]
+    splits: list[SplitResult]
 
     def text(self) -> str:
+        """Return Markdown tables, which a terminal shows as well."""
         parts = []
-        if self.played:
-            parts.append(_table(_HEAD, [_row(best, self._factors(best)) for best in self._best()]))
-        if self.answers:
-            parts.append(_table(_FOUND, [_found(answer) for answer in self.answers]))
+        if self.cases:
+            rows = [_case_row(best, self._factors(best)) for best in self._best()]
+            parts.append(_table(_CASE_HEAD, rows))
+        if self.splits:
+            parts.append(_table(_SPLIT_HEAD, [_split_row(split) for split in self.splits]))
         return "\n\n".join(parts)
 
     def json(self) -> Mapping[str, object]:
+        """Return all results as JSON values."""
         return {
             "simulated": [
                 {
@@ -50,56 +54,62 @@ class Report:
                     "gamma": _gamma(one.case),
                     "result": asdict(one.result),
                 }
-                for one in self.played
+                for one in self.cases
             ],
             "found": [
-                asdict(answer) | {"total_devices": answer.total_devices} for answer in self.answers
+                asdict(split) | {"total_devices": split.total_devices} for split in self.splits
             ],
         }
 
-    def _best(self) -> list[Played]:
-        """Of each load, number of replicas and mode the gamma with the most tokens a second."""
-        best: dict[tuple[str, str, Mode], Played] = {}
-        for one in self.played:
-            key = (*one.place, one.case.mode)
+    def _best(self) -> list[SimulatedCase]:
+        """Return the gamma with the most tokens/s, for each load, number of replicas and mode."""
+        best: dict[tuple[str, str, Mode], SimulatedCase] = {}
+        for one in self.cases:
+            key = (*one.setting, one.case.mode)
             if key not in best or one.result.tokens_per_second > best[key].result.tokens_per_second:
                 best[key] = one
         return list(best.values())
 
-    def _factors(self, one: Played) -> list[str]:
-        """How many times the tokens a second of the best plain and of the best lockstep run under the same load."""
-        same = {
+    def _factors(self, one: SimulatedCase) -> list[str]:
+        """Return the speedups over the best plain and best lockstep cases of the same setting."""
+        tokens_per_second = {
             other.case.mode: other.result.tokens_per_second
             for other in self._best()
-            if other.place == one.place
+            if other.setting == one.setting
         }
         return [
-            f"{one.result.tokens_per_second / same[mode]:.2f}" if same.get(mode) else ""
+            f"{one.result.tokens_per_second / tokens_per_second[mode]:.2f}"
+            if tokens_per_second.get(mode)
+            else ""
             for mode in (Mode.PLAIN, Mode.LOCKSTEP)
         ]
 
 
-def study(file: Path, *, tell: Tell = silent) -> Report:
-    """Reads the file and simulates all that it asks for."""
-    asked, directory, played = load_study(file), file.parent, []
-    wanted = list(cases(asked, directory=directory))
-    for number, case in enumerate(wanted):
-        tell(
+def run_study(file: Path, *, report_progress: ReportProgress = no_progress) -> SimulationReport:
+    """Read a study, and simulate its sweep and its search."""
+    study, directory, simulated = load_study(file), file.parent, []
+    all_cases = list(cases(study, directory=directory))
+    for number, case in enumerate(all_cases):
+        report_progress(
             "simulating",
-            number / len(wanted),
+            number / len(all_cases),
             f"{case.load}, {case.replicas} replicas, {case.mode}, gamma {_gamma(case)}",
         )
-        played.append(Played(case, simulate(case.scenario)))
-    return Report(
-        played, find(asked, directory=directory, tell=tell) if asked.find is not None else []
+        simulated.append(SimulatedCase(case, simulate(case.scenario)))
+    splits = (
+        search(study, directory=directory, report_progress=report_progress)
+        if study.find is not None
+        else []
     )
+    return SimulationReport(simulated, splits)
 
 
-_HEAD = (
-    "load", "replicas", "mode", "gamma", "tokens/s", "x plain", "x lockstep", "round ms", "tokens a round", "hit rate",
-    "target busy", "draft busy", "TTFT p50, p90 s", "TPOT p50, p90 ms",
+_CASE_HEAD = (
+    "load", "replicas", "mode", "gamma", "tokens/s", "x plain", "x lockstep",
+    "round ms", "tokens a round", "hit rate", "target busy", "draft busy",
+    "TTFT p50, p90 s", "TPOT p50, p90 ms",
 )  # fmt: skip
-_FOUND = (
+_SPLIT_HEAD = (
     "devices of a replica",
     "replicas",
     "devices",
@@ -111,37 +121,47 @@ _FOUND = (
 )
 
 
-def _row(one: Played, factors: Sequence[str]) -> list[str]:
-    case, done = one.case, one.result
+def _case_row(one: SimulatedCase, factors: Sequence[str]) -> list[str]:
+    case, result = one.case, one.result
     return [
-        case.load, case.replicas, str(case.mode), _gamma(case), f"{done.tokens_per_second:.1f}", *factors, f"{1e3 * done.round_seconds:.2f}",
-        f"{done.tokens_per_round:.2f}", "" if done.hit_rate is None else f"{done.hit_rate:.2f}", f"{done.target_busy:.0%}",
-        f"{done.draft_busy:.0%}", _two(done.time_to_first, unit=1), _two(done.time_per_token, unit=1e3),
-    ]  # fmt: skip
+        case.load,
+        case.replicas,
+        str(case.mode),
+        _gamma(case),
+        f"{result.tokens_per_second:.1f}",
+        *factors,
+        f"{1e3 * result.round_seconds:.2f}",
+        f"{result.tokens_per_round:.2f}",
+        "" if result.hit_rate is None else f"{result.hit_rate:.2f}",
+        f"{result.target_busy:.0%}",
+        f"{result.draft_busy:.0%}",
+        _p50_p90(result.time_to_first, unit=1),
+        _p50_p90(result.time_per_token, unit=1e3),
+    ]
 
 
-def _found(answer: Answer) -> list[str]:
-    done = answer.result
-    if done is None:
-        return [answer.split, answer.why, *[""] * 6]
+def _split_row(split: SplitResult) -> list[str]:
+    result = split.result
+    if result is None:
+        return [split.split, split.why, *[""] * 6]
     first, further = (
         f"{unit * times.p90:.3g}" if times else ""
-        for times, unit in ((done.time_to_first, 1), (done.time_per_token, 1e3))
+        for times, unit in ((result.time_to_first, 1), (result.time_per_token, 1e3))
     )
     number, devices = (
-        (answer.why, "")
-        if answer.replicas is None
-        else (str(answer.replicas), str(answer.total_devices))
+        (split.why, "")
+        if split.replicas is None
+        else (str(split.replicas), str(split.total_devices))
     )
     return [
-        answer.split,
+        split.split,
         number,
         devices,
-        f"{done.tokens_per_second:.1f}",
+        f"{result.tokens_per_second:.1f}",
         first,
         further,
-        f"{done.target_busy:.0%}",
-        f"{done.draft_busy:.0%}",
+        f"{result.target_busy:.0%}",
+        f"{result.draft_busy:.0%}",
     ]
 
 
@@ -149,12 +169,12 @@ def _gamma(case: Case) -> str:
     return "auto" if case.gamma is None else str(case.gamma)
 
 
-def _two(times: Quantiles | None, *, unit: float) -> str:
+def _p50_p90(times: Quantiles | None, *, unit: float) -> str:
     return "" if times is None else f"{unit * times.p50:.3g}, {unit * times.p90:.3g}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown, which a terminal shows as well."""
+    """Return a Markdown table with aligned columns."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = [
         " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -1,4 +1,4 @@
-"""`simulate`: plays a scenario from its first request to its last answer, and says what came of it."""
+"""`simulate`: run a scenario from its first request to its last answer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specserve.tools.simulate import clock
-from specserve.tools.simulate.deployment import Fleet
+from specserve.tools.simulate.deployment import SimulatedDeployment
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.scenario import Scenario
-from specserve.tools.simulate.statistics import Asked, Tally
+from specserve.tools.simulate.statistics import RequestTimes, RoundTotals
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Seconds."""
+    """Quantiles of many durations, in seconds."""
 
     p50: float
     p90: float
     p99: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Quantiles | None:
+    def from_values(cls, values: Sequence[float]) -> Quantiles | None:
+        """Return the quantiles of the values, or None if there are none."""
         ordered = sorted(values)
         if not ordered:
             return None
@@ -31,8 +32,8 @@ class Quantiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """Of the whole run; what is said of rounds is of those that only decode, and means over them."""
+class SimulationResult:
+    """Figures of a run. Those of rounds are means over the rounds without a prefill."""
 
     finished: int  # requests
     refused: int
@@ -42,98 +43,107 @@ class Result:
     tokens_per_second: float
     rounds: int
     round_seconds: float
-    verify_seconds: float  # links and the host's work included
+    verify_seconds: float  # including links and the host's work
     round_sequences: float
-    tokens_per_round: float  # of one sequence
-    mean_accepted: float  # draft tokens of a proposal
-    accepted_share: float  # of all draft tokens
-    hit_rate: (
-        float | None
-    )  # proposals that were prepared before the verdict they follow; None: nothing was prepared
-    target_busy: float  # share of the replicas' time
+    tokens_per_round: float  # per sequence
+    mean_accepted: float  # draft tokens per proposal
+    accepted_share: float  # accepted share of all draft tokens
+    # Share of proposals that were prepared before the verdict they follow; None without any.
+    hit_rate: float | None
+    target_busy: float  # share of the replicas' lifetime
     draft_busy: float
     time_to_first: Quantiles | None
     time_per_token: Quantiles | None
-    replicas: int  # the most at a time
+    replicas: int  # maximum at a time
     device_seconds: float
 
 
-def simulate(scenario: Scenario) -> Result:
-    """Everything that is random follows from the scenario's seed: the same scenario gives the same result."""
-    assert scenario.arrivals, "somebody must ask for something"
-    return clock.run(_play(scenario))
+def simulate(scenario: Scenario) -> SimulationResult:
+    """Simulate a scenario. All randomness follows from its seed, so the result is repeatable."""
+    assert scenario.arrivals, "a scenario has at least one request"
+    return clock.run(_simulate(scenario))
 
 
-async def _play(scenario: Scenario) -> Result:
-    tally, loop = Tally(), asyncio.get_running_loop()
+async def _simulate(scenario: Scenario) -> SimulationResult:
+    round_totals, loop = RoundTotals(), asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
-        fleet = Fleet(scenario, tally, group.create_task)
-        asked = await (
-            _open_loop(fleet, scenario.arrivals)
+        deployment = SimulatedDeployment(scenario, round_totals, group.create_task)
+        requests = await (
+            _open_loop(deployment, scenario.arrivals)
             if scenario.concurrency is None
-            else _closed_loop(fleet, scenario)
+            else _closed_loop(deployment, scenario)
         )
         seconds = loop.time()
-        fleet.end()
-    return _result(asked, tally, fleet, num_devices=scenario.num_devices, seconds=seconds)
+        deployment.end()
+    return _result(
+        requests, round_totals, deployment, num_devices=scenario.num_devices, seconds=seconds
+    )
 
 
-async def _open_loop(fleet: Fleet, arrivals: Sequence[Arrival]) -> list[Asked]:
+async def _open_loop(
+    deployment: SimulatedDeployment, arrivals: Sequence[Arrival]
+) -> list[RequestTimes]:
     loop, under_way = asyncio.get_running_loop(), []
     for arrival in arrivals:
         await asyncio.sleep(arrival.time - arrivals[0].time - loop.time())
-        under_way.append(asyncio.create_task(fleet.serve(arrival)))
+        under_way.append(asyncio.create_task(deployment.serve(arrival)))
     return list(await asyncio.gather(*under_way))
 
 
-async def _closed_loop(fleet: Fleet, scenario: Scenario) -> list[Asked]:
+async def _closed_loop(deployment: SimulatedDeployment, scenario: Scenario) -> list[RequestTimes]:
     assert scenario.concurrency is not None
     left = iter(scenario.arrivals)
-    answered = await asyncio.gather(*(_client(fleet, left) for _ in range(scenario.concurrency)))
-    return [asked for of_client in answered for asked in of_client]
+    clients = (_client(deployment, left) for _ in range(scenario.concurrency))
+    answered = await asyncio.gather(*clients)
+    return [times for of_client in answered for times in of_client]
 
 
-async def _client(fleet: Fleet, left: Iterator[Arrival]) -> list[Asked]:
-    return [await fleet.serve(arrival) for arrival in left]
+async def _client(deployment: SimulatedDeployment, left: Iterator[Arrival]) -> list[RequestTimes]:
+    return [await deployment.serve(arrival) for arrival in left]
 
 
 def _result(
-    asked: Sequence[Asked], tally: Tally, fleet: Fleet, *, num_devices: int, seconds: float
-) -> Result:
-    replicas, targets = fleet.replicas, [replica.target for replica in fleet.replicas]
+    requests: Sequence[RequestTimes],
+    round_totals: RoundTotals,
+    deployment: SimulatedDeployment,
+    *,
+    num_devices: int,
+    seconds: float,
+) -> SimulationResult:
+    replicas, targets = deployment.replicas, [replica.target for replica in deployment.replicas]
     accepted = sum(target.num_accepted for target in targets)
-    lifetime = fleet.device_seconds / num_devices
-    ahead = [replica.anticipation for replica in replicas if replica.anticipation is not None]
-    hits, tried = (
-        sum(one.num_hits for one in ahead),
-        sum(one.num_hits + one.num_misses for one in ahead),
-    )
-    tokens = sum(one.num_tokens for one in asked)
-    return Result(
-        finished=sum(not one.refused and one.failed is None for one in asked),
-        refused=sum(one.refused for one in asked),
-        failed=sum(one.failed is not None for one in asked),
+    lifetime = deployment.device_seconds / num_devices
+    anticipations = [
+        replica.anticipation for replica in replicas if replica.anticipation is not None
+    ]
+    num_hits = sum(one.num_hits for one in anticipations)
+    num_prepared = num_hits + sum(one.num_misses for one in anticipations)
+    tokens = sum(one.num_tokens for one in requests)
+    return SimulationResult(
+        finished=sum(not one.refused and one.failed is None for one in requests),
+        refused=sum(one.refused for one in requests),
+        failed=sum(one.failed is not None for one in requests),
         seconds=seconds,
         tokens=tokens,
         tokens_per_second=_share(tokens, seconds),
-        rounds=tally.rounds,
-        round_seconds=_share(tally.seconds, tally.rounds),
-        verify_seconds=_share(tally.verify_seconds, tally.rounds),
-        round_sequences=_share(tally.sequences, tally.rounds),
-        tokens_per_round=_share(tally.committed, tally.sequences),
+        rounds=round_totals.rounds,
+        round_seconds=_share(round_totals.seconds, round_totals.rounds),
+        verify_seconds=_share(round_totals.verify_seconds, round_totals.rounds),
+        round_sequences=_share(round_totals.sequences, round_totals.rounds),
+        tokens_per_round=_share(round_totals.committed, round_totals.sequences),
         mean_accepted=_share(accepted, sum(target.num_proposals for target in targets)),
         accepted_share=_share(accepted, sum(target.num_drafted for target in targets)),
-        hit_rate=hits / tried if tried else None,
+        hit_rate=num_hits / num_prepared if num_prepared else None,
         target_busy=_share(sum(target.busy for target in targets), lifetime),
         draft_busy=_share(sum(replica.clock.busy for replica in replicas), lifetime),
-        time_to_first=Quantiles.of(
-            [one.seconds_to_first for one in asked if one.seconds_to_first is not None]
+        time_to_first=Quantiles.from_values(
+            [one.seconds_to_first for one in requests if one.seconds_to_first is not None]
         ),
-        time_per_token=Quantiles.of(
-            [one.seconds_per_token for one in asked if one.seconds_per_token is not None]
+        time_per_token=Quantiles.from_values(
+            [one.seconds_per_token for one in requests if one.seconds_per_token is not None]
         ),
-        replicas=fleet.most,
-        device_seconds=fleet.device_seconds,
+        replicas=deployment.most,
+        device_seconds=deployment.device_seconds,
     )
 
 

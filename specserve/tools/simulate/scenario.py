@@ -1,56 +1,60 @@
-"""One experiment: everything that `simulate` needs to know, and nothing of files."""
+"""One simulated scenario: everything that `simulate` needs. Knows no files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from specserve.config.tree import Config, parse
-from specserve.tools.simulate.acceptance_model import Acceptance
-from specserve.tools.simulate.devices import Host
+from specserve.config.tree import Config, config_from_keys
+from specserve.tools.simulate.acceptance_model import AcceptanceConfig
+from specserve.tools.simulate.devices import HostConfig
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.pass_times import PassTime
 
-PLENTY = 10**6  # pages
+DEFAULT_PAGES = 10**6
 BATCH_TOKENS = 512  # the engine's own
 
 
 class Mode(StrEnum):
-    PLAIN = "plain"  # nobody drafts
+    PLAIN = "plain"  # without drafting
     LOCKSTEP = "lockstep"  # target and drafter take turns
-    ANTICIPATED = "anticipated"  # the drafter works ahead
+    ANTICIPATED = "anticipated"  # the drafter prepares proposals in advance
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
-    """A group of devices as the engine sees it."""
+class DeviceGroup:
+    """A group of devices that together are one worker of the engine."""
 
     pass_time: PassTime
     link_s: float = 0.0  # one way
-    pages: int = PLENTY
+    pages: int = DEFAULT_PAGES
     num_devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Of `config` count limits, speculation, cache and replicas; `mode` stands above speculation.anticipation.enabled."""
+    """A load on the devices of a deployment.
 
-    target: Worker
-    draft: Worker | None  # needed by every mode but plain
+    Only limits, speculation, cache and replicas of `config` are used. `mode` overrides
+    speculation.anticipation.enabled.
+    """
+
+    target: DeviceGroup
+    draft: DeviceGroup | None  # required by all modes but plain
     arrivals: tuple[Arrival, ...]
-    concurrency: int | None = None  # clients of a closed loop; None: requests come at their times
+    concurrency: int | None = None  # clients of a closed loop; None: an open loop
     mode: Mode = Mode.ANTICIPATED
-    config: Config = field(default_factory=lambda: parse({}))
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    host: Host = field(default_factory=Host)
-    context: int = 32768  # where the config has no limits.max_context
+    config: Config = field(default_factory=lambda: config_from_keys({}))
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
+    host: HostConfig = field(default_factory=HostConfig)
+    context: int = 32768  # used if the config has no limits.max_context
     batch_tokens: int = BATCH_TOKENS
-    startup_s: float = 0.0  # of a replica; the first ones are there already
+    startup_s: float = 0.0  # of replicas that are added later; the first ones are ready at once
     seed: int = 0
 
     @property
     def num_devices(self) -> int:
-        """Of one replica."""
+        """Number of devices of one replica."""
         return self.target.num_devices + (
             0 if self.draft is None or self.mode is Mode.PLAIN else self.draft.num_devices
         )

@@ -1,4 +1,4 @@
-"""What is kept of a simulated run: a line for each request, sums over the rounds."""
+"""Statistics of a simulated run: times of each request, and sums over the rounds."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from specserve.engine.trace import Round
 
 
 @dataclass(slots=True)
-class Asked:
-    """One request, as its client sees it."""
+class RequestTimes:
+    """Times of one request, as its client sees them."""
 
-    at: float
-    first: float | None = None  # when its first tokens came
+    sent: float
+    first: float | None = None  # when the first tokens arrived
     last: float | None = None
-    num_first: int = 0  # that came together
+    num_first: int = 0  # tokens that arrived together at `first`
     num_tokens: int = 0
     refused: bool = False
     failed: str | None = None
 
-    def had(self, num_tokens: int, now: float) -> None:
+    def add_tokens(self, num_tokens: int, now: float) -> None:
         if not num_tokens:
             return
         if self.first is None:
@@ -29,18 +29,18 @@ class Asked:
 
     @property
     def seconds_to_first(self) -> float | None:
-        return None if self.first is None else self.first - self.at
+        return None if self.first is None else self.first - self.sent
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Mean of the tokens that came after the first ones."""
+        """Mean time per token after the first ones."""
         if self.first is None or self.last is None or self.num_tokens <= self.num_first:
             return None
         return (self.last - self.first) / (self.num_tokens - self.num_first)
 
 
 @dataclass(slots=True)
-class Tally:
+class RoundTotals:
     """Sums over the rounds that only decode."""
 
     rounds: int = 0
@@ -49,10 +49,10 @@ class Tally:
     sequences: int = 0
     committed: int = 0
 
-    def take(self, done: Round) -> None:
+    def add(self, done: Round) -> None:
         if not done.num_prompt_tokens:
             self.rounds += 1
-            self.seconds += done.ended - done.begun
-            self.verify_seconds += done.verified - done.drafted
+            self.seconds += done.end - done.start
+            self.verify_seconds += done.verified_at - done.drafted_at
             self.sequences += done.num_sequences
             self.committed += done.num_committed

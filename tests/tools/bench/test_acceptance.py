@@ -1,19 +1,19 @@
-"""Acceptance, reconstructed from the origins of tokens."""
+"""Acceptance counts, reconstructed from the origins of tokens."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.tools.bench.acceptance import Acceptance
+from specserve.tools.bench.acceptance import AcceptanceCounts
 
 ROUNDS = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: (max(pair), min(pair)))
 )  # proposed, accepted
 
 
-def test_every_position_counts_only_those_that_were_judged():
-    acceptance = Acceptance.of(
+def test_every_position_counts_only_verified_draft_tokens() -> None:
+    acceptance = AcceptanceCounts.from_origins(
         ["plain", "accepted", "accepted", "bonus", "correction", "accepted", "correction"]
     )
     assert (acceptance.plain, acceptance.drafting) == (1, 3)
@@ -24,23 +24,25 @@ def test_every_position_counts_only_those_that_were_judged():
     assert acceptance.mean_accepted_length == 3 / 4
 
 
-def test_a_round_cut_by_the_end_of_the_text_still_counts():
-    assert Acceptance.of(["accepted", "accepted"]) == Acceptance(0, 1, (1, 1), (1, 1))
+def test_a_round_cut_by_the_end_of_the_text_still_counts() -> None:
+    assert AcceptanceCounts.from_origins(["accepted", "accepted"]) == AcceptanceCounts(
+        0, 1, (1, 1), (1, 1)
+    )
 
 
-def test_without_tokens_there_is_no_rate():
-    nothing = Acceptance.of([])
+def test_without_tokens_there_is_no_rate() -> None:
+    nothing = AcceptanceCounts.from_origins([])
     assert (nothing.rounds, nothing.alpha, nothing.mean_accepted_length) == (0, None, None)
-    assert Acceptance.sum([]) == nothing
+    assert AcceptanceCounts.sum([]) == nothing
 
 
 @given(ROUNDS)
-def test_rounds_are_found_again_in_the_tokens_that_they_wrote(rounds):
+def test_rounds_are_reconstructed_from_their_tokens(rounds: list[tuple[int, int]]) -> None:
     origins: list[str] = []
     for proposed, accepted in rounds:
         last = "plain" if not proposed else "bonus" if accepted == proposed else "correction"
         origins += ["accepted"] * accepted + [last]
-    found = Acceptance.of(origins)
+    found = AcceptanceCounts.from_origins(origins)
     assert found.plain == sum(not proposed for proposed, _ in rounds)
     assert found.drafting == sum(proposed > 0 for proposed, _ in rounds)
     assert sum(found.accepted) == sum(accepted for _, accepted in rounds)
@@ -48,9 +50,9 @@ def test_rounds_are_found_again_in_the_tokens_that_they_wrote(rounds):
 
 
 @given(st.lists(ROUNDS))
-def test_adding_up_texts_loses_no_position(texts):
+def test_adding_up_texts_loses_no_position(texts: list[list[tuple[int, int]]]) -> None:
     parts = [
-        Acceptance.of(
+        AcceptanceCounts.from_origins(
             [
                 origin
                 for _, accepted in rounds
@@ -59,7 +61,7 @@ def test_adding_up_texts_loses_no_position(texts):
         )
         for rounds in texts
     ]
-    whole = Acceptance.sum(parts)
+    whole = AcceptanceCounts.sum(parts)
     assert (
         len(whole.reached)
         == len(whole.accepted)

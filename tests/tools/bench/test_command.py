@@ -1,4 +1,4 @@
-"""`specserve bench` as a whole, against the real HTTP server over a scripted engine, and against a scripted server."""
+"""`specserve bench` as a whole, against the real HTTP server and against a scripted one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,22 +21,22 @@ import pytest
 from specserve.cli.main import main
 from specserve.errors import BadValue, Overloaded, SpecserveError
 from specserve.metrics import Registry
-from specserve.progress import silent
-from specserve.tools.bench.address import Address
+from specserve.progress import no_progress
+from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.command import bench, measure
-from specserve.tools.bench.load import Question
-from specserve.tools.bench.options import Options, read_key
-from specserve.tools.bench.report import Report
+from specserve.tools.bench.load import RequestTemplate
+from specserve.tools.bench.options import BenchOptions, read_key
+from specserve.tools.bench.report import BenchReport
 from specserve.types import Chunk, Request
 from tests.support.http_server import FakeService, serving
-from tests.support.scripted_server import Script, scripted
+from tests.support.scripted_server import Script, scripted_server
 
 WRITTEN = "def f():\n    return 1\n" * 20
 
 
 @dataclass
 class Counting(FakeService):
-    """Counts its rounds, each of 30 ms by its own account, as an engine does."""
+    """A fake service that counts rounds of 30 ms, as an engine does."""
 
     written: str = WRITTEN
     registry: Registry | None = None
@@ -52,22 +53,24 @@ def _bench(url: str, **keys: Any) -> tuple[list[str], str]:
     lines: list[str] = []
     progress = io.StringIO()
     bench(
-        Options(url, **{"requests": 6, "max_tokens": 20, "concurrency": 2, "warm_up": 1, **keys}),
+        BenchOptions(
+            url, **{"requests": 6, "max_tokens": 20, "concurrency": 2, "warm_up": 1, **keys}
+        ),
         lines.append,
         progress,
-        still_s=0.0,
+        stable_s=0.0,
     )
     return lines, progress.getvalue()
 
 
-def test_a_run_reports_what_came_and_what_the_server_counted(tmp_path):
+def test_a_run_reports_its_measurement_and_the_servers_counters(tmp_path: Path) -> None:
     service = Counting()
     with serving(service) as running:
         service.registry = running.registry
         lines, progress = _bench(running.url, json=tmp_path / "report.json")
     report = json.loads((tmp_path / "report.json").read_text())
-    assert len(service.requests) == 7  # the warm-up is asked
-    assert len(report["requests"]) == 6  # and does not count
+    assert len(service.requests) == 7  # including the warm-up
+    assert len(report["requests"]) == 6  # without the warm-up
     measured = report["measured"]
     assert measured["outcomes"] == {"ok": 6}
     assert measured["tokens"] == 6 * 20
@@ -92,7 +95,7 @@ def test_a_run_reports_what_came_and_what_the_server_counted(tmp_path):
     assert progress.splitlines()[-1].startswith("requests, 100%, 6 of 6, ")
 
 
-def test_the_report_says_with_what_it_was_made(tmp_path):
+def test_the_report_holds_the_options_of_its_run(tmp_path: Path) -> None:
     file = tmp_path / "prompts"
     file.write_text("one\ntwo\n")
     with serving() as running:
@@ -122,38 +125,40 @@ def test_the_report_says_with_what_it_was_made(tmp_path):
     )
 
 
-def test_an_open_loop_reports_too(tmp_path):
+def test_an_open_loop_reports_too(tmp_path: Path) -> None:
     with serving() as running:
         lines, _ = _bench(running.url, concurrency=None, rate=200.0)
     assert "200 requests/s arriving" in lines[0]
     assert lines[1].startswith("requests: 6 ok")
 
 
-def test_failed_requests_are_reported_and_end_the_command_with_a_failure(tmp_path):
+def test_failed_requests_are_reported_and_end_the_command_with_a_failure(tmp_path: Path) -> None:
     with serving(FakeService(refusal=Overloaded("the queue is full"))) as running:
         lines: list[str] = []
         with pytest.raises(SpecserveError, match="6 of 6 requests failed"):
             bench(
-                Options(running.url, requests=6, html=tmp_path / "r.html"),
+                BenchOptions(running.url, requests=6, html=tmp_path / "r.html"),
                 lines.append,
                 io.StringIO(),
-                still_s=0.0,
+                stable_s=0.0,
             )
     assert "6 429" in lines[1]
     assert "the queue is full" in lines[2]
     assert "the queue is full" in (tmp_path / "r.html").read_text()
 
 
-def test_a_server_that_dies_under_the_load_leaves_a_report():
+def test_a_server_that_dies_under_the_load_leaves_a_report() -> None:
     script = Script(((0.0, ("plain",)), (0.0, ("plain",))), breaks_after=1)
-    with scripted(script) as url:
+    with scripted_server(script) as url:
         lines: list[str] = []
         with pytest.raises(SpecserveError, match="3 of 3"):
-            bench(Options(url, requests=3, warm_up=0), lines.append, io.StringIO(), still_s=0.0)
+            bench(
+                BenchOptions(url, requests=3, warm_up=0), lines.append, io.StringIO(), stable_s=0.0
+            )
     assert "3 broken off" in lines[1]
 
 
-def test_the_page_is_well_formed_and_needs_nothing_beside_it(tmp_path):
+def test_the_html_report_is_well_formed_and_self_contained(tmp_path: Path) -> None:
     service = Counting()
     with serving(service) as running:
         service.registry = running.registry
@@ -163,7 +168,8 @@ def test_the_page_is_well_formed_and_needs_nothing_beside_it(tmp_path):
     assert len(root.findall(".//svg")) == 5
     assert root.findall(".//svg//rect")
     assert [heading.text for heading in root.iter("h2")] == [
-        "Requests", "Rates", "Times", "Speculation", "Measured and predicted", "Time to first token", "Time per output token, of each request",
+        "Requests", "Rates", "Times", "Speculation", "Measured and predicted",
+        "Time to first token", "Time per output token, of each request",
         "Gaps between events of a stream", "Tokens over time", "Acceptance by position",
     ]  # fmt: skip
     for element in root.iter():
@@ -181,7 +187,7 @@ def test_the_page_is_well_formed_and_needs_nothing_beside_it(tmp_path):
         assert 0 <= float(box.attrib["x"]) <= 480
 
 
-def test_names_from_outside_are_text_on_the_page(tmp_path):
+def test_server_messages_are_escaped_in_the_html_report(tmp_path: Path) -> None:
     with (
         serving(FakeService(refusal=Overloaded("<b>&full</b>"))) as running,
         pytest.raises(SpecserveError),
@@ -191,12 +197,14 @@ def test_names_from_outside_are_text_on_the_page(tmp_path):
     assert any("<b>&full</b>" in (cell or "") for cell in cells)
 
 
-def test_an_interrupted_load_reports_what_was_measured_until_then():
-    script = Script(((0.0, ("plain",)), (0.0, ("accepted", "bonus"))), hangs_after=1, num_unhung=3)
+def test_an_interrupted_load_reports_what_was_measured_until_then() -> None:
+    script = Script(
+        ((0.0, ("plain",)), (0.0, ("accepted", "bonus"))), hangs_after=1, num_before_hang=3
+    )
 
-    async def interrupt(url: str) -> Report:
-        options = Options(url, requests=10, concurrency=1, warm_up=0)
-        question = Question(
+    async def interrupt(url: str) -> BenchReport:
+        options = BenchOptions(url, requests=10, concurrency=1, warm_up=0)
+        template = RequestTemplate(
             prompts=("a",),
             max_tokens=3,
             temperature=0.0,
@@ -205,24 +213,25 @@ def test_an_interrupted_load_reports_what_was_measured_until_then():
             ignore_eos=True,
             numbered=False,
         )
-        task = asyncio.create_task(measure(options, Address.of(url), question, silent, still_s=0.0))
+        address = ServerAddress.from_url(url)
+        task = asyncio.create_task(measure(options, address, template, no_progress, stable_s=0.0))
         while script.num_streams < 4:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.1)
         task.cancel()
         return await task
 
-    with scripted(script) as url:
+    with scripted_server(script) as url:
         report = asyncio.run(interrupt(url))
     assert report.interrupted
-    assert report.measured.outcomes == {"ok": 3, "interrupted": 1}
-    assert report.measured.tokens == 3 * 3 + 1
+    assert report.measurement.outcomes == {"ok": 3, "interrupted": 1}
+    assert report.measurement.tokens == 3 * 3 + 1
     assert report.num_failed == 0
 
 
-def test_ctrl_c_prints_the_report_and_ends_the_command():
+def test_ctrl_c_prints_the_report_and_ends_the_command() -> None:
     script = Script(((0.0, ("plain",)), (0.0, ("plain",))), hangs_after=1)
-    with scripted(script) as url:
+    with scripted_server(script) as url:
         command = [
             sys.executable,
             "-m",
@@ -242,8 +251,8 @@ def test_ctrl_c_prints_the_report_and_ends_the_command():
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(
-            timeout=90
-        )  # who probes a server that hangs waits for it, and machines are shared
+            timeout=90  # the command waits for its probes of a server that hangs
+        )
     assert "requests: 3 interrupted" in out
     assert err.splitlines()[0].startswith("requests, 5%, 3 of 64, ")
     assert err.splitlines()[-1] == "specserve: interrupted"
@@ -269,29 +278,33 @@ def test_ctrl_c_prints_the_report_and_ends_the_command():
         (["--url", "localhost:8000"], "--url is written"),
     ],
 )
-def test_bad_usage_is_one_line_before_anything_is_asked(words, message, capsys):
+def test_bad_usage_is_one_line_before_any_request(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "--url", "http://127.0.0.1:1", *words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_a_server_behind_a_path_and_without_metrics_is_measured(capsys):
+def test_a_server_behind_a_path_and_without_metrics_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     script = Script()
-    with scripted(script) as url:
+    with scripted_server(script) as url:
         assert main(["bench", "--url", url + "/behind/", "--requests", "2", "--warm-up", "0"]) == 0
-    assert [path for path, _, _ in script.asked].count("/behind/v1/completions") == 2
+    assert [path for path, _, _ in script.requests].count("/behind/v1/completions") == 2
     assert "2 ok" in capsys.readouterr().out
 
 
-def test_a_server_that_cannot_be_reached_is_one_line(capsys):
+def test_a_server_that_cannot_be_reached_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--url", "http://127.0.0.1:1/there"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("specserve: no server answers at http://127.0.0.1:1/there: ")
     assert error.count("\n") == 1
 
 
-def test_https_where_only_http_is_spoken_is_one_line(capsys):
+def test_https_where_only_http_is_spoken_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as running:
         assert main(["bench", "--url", running.url.replace("http:", "https:")]) == 1
     assert (
@@ -301,23 +314,26 @@ def test_https_where_only_http_is_spoken_is_one_line(capsys):
     )
 
 
-def test_a_server_with_another_api_is_named_as_such(capsys):
+def test_a_server_with_another_api_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as running:
         assert main(["bench", "--url", running.url + "/nowhere"]) == 1
     assert "is no OpenAI-compatible server" in capsys.readouterr().err
 
 
-def test_a_key_opens_a_server_that_wants_one_and_is_not_reported(tmp_path, capsys):
+def test_a_key_opens_a_server_that_wants_one_and_is_not_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\nsecret-7\n")
-    with serving(**{"http.api_keys_file": str(keys)}) as running:
+    config: dict[str, Any] = {"http.api_keys_file": str(keys)}
+    with serving(config=config) as running:
         assert main(["bench", "--url", running.url]) == 1
         assert "--api-key-file" in capsys.readouterr().err
         _bench(running.url, api_key_file=keys, json=tmp_path / "r.json", html=tmp_path / "r.html")
     assert "secret-7" not in (tmp_path / "r.json").read_text() + (tmp_path / "r.html").read_text()
 
 
-def test_a_key_file_without_a_key_is_refused(tmp_path):
+def test_a_key_file_without_a_key_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("# none\n")
     with pytest.raises(BadValue, match="no key"):

@@ -1,4 +1,4 @@
-"""What a server says of itself, read back from its /metrics."""
+"""Server counters, read back from /metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _read(registry: Registry) -> Counters:
     return Counters.parse(render(registry.snapshot()))
 
 
-def test_what_was_there_before_does_not_count():
+def test_counts_before_the_load_are_subtracted() -> None:
     registry = Registry()
     registry.histogram("round_seconds").observe(9.0)
     registry.counter("preemptions_total").add(4)
@@ -21,34 +21,36 @@ def test_what_was_there_before_does_not_count():
         registry.histogram("round_seconds").observe(seconds)
     registry.histogram("verify_seconds").observe(0.01)
     registry.counter("preemptions_total").add(2)
-    server = ServerSide.of(_read(registry).since(before))
+    server = ServerSide.from_counters(_read(registry).since(before))
     assert (server.rounds, server.preemptions) == (2, 2)
     assert server.round_s == pytest.approx(0.03)
     assert server.verify_s == pytest.approx(0.01)
     assert server.draft_s is None
 
 
-def test_positions_come_in_the_order_of_numbers():
+def test_positions_come_in_the_order_of_numbers() -> None:
     registry = Registry()
     for position in range(12):
         registry.counter("spec_decode_num_accepted_tokens_per_pos_total").add(
             100 - position, str(position)
         )
-    assert ServerSide.of(_read(registry)).accepted_per_position == tuple(range(100, 88, -1))
+    assert ServerSide.from_counters(_read(registry)).accepted_per_position == tuple(
+        range(100, 88, -1)
+    )
 
 
-def test_rates_are_shares_of_what_was_counted():
+def test_rates_are_shares_of_what_was_counted() -> None:
     registry = Registry()
-    assert ServerSide.of(_read(registry)).anticipation_hit_rate is None
+    assert ServerSide.from_counters(_read(registry)).anticipation_hit_rate is None
     registry.counter("anticipation_hits_total").add(3)
     registry.counter("anticipation_misses_total").add(1)
     registry.counter("prefix_cache_queries_total").add(10)
     registry.counter("prefix_cache_hits_total").add(4)
-    server = ServerSide.of(_read(registry))
+    server = ServerSide.from_counters(_read(registry))
     assert (server.anticipation_hit_rate, server.prefix_cache_hit_rate) == (0.75, 0.4)
 
 
-def test_work_moves_with_rounds_and_rests_with_gauges():
+def test_work_changes_with_rounds_and_not_with_gauges() -> None:
     registry = Registry()
     before = _read(registry).work
     registry.gauge("gamma").set(3.0)
@@ -57,6 +59,9 @@ def test_work_moves_with_rounds_and_rests_with_gauges():
     assert _read(registry).work != before
 
 
-def test_other_text_and_other_metrics_are_passed_over():
-    text = "# HELP x y\nhttp_requests_total 4\nspecserve_preemptions_total 2\n<html>\nspecserve_broken\n"
+def test_other_text_and_other_metrics_are_skipped() -> None:
+    text = (
+        "# HELP x y\nhttp_requests_total 4\nspecserve_preemptions_total 2\n"
+        "<html>\nspecserve_broken\n"
+    )
     assert Counters.parse(text).samples == {("preemptions_total", ""): 2.0}

@@ -1,4 +1,4 @@
-"""Plots must show all values where they belong, whatever the values are."""
+"""Plots must show all values at their positions, whatever the values are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 
 @given(VALUES)
 @example([5e-324])
-def test_a_histogram_counts_every_value_once(values):
+def test_a_histogram_counts_every_value_once(values: list[float]) -> None:
     plot = ET.fromstring(histogram(values, label="ms", marks={"p50": values[0]}))
     counts = [int((box.findtext("title") or "").split()[0]) for box in plot.iter("rect")]
     assert sum(counts) == len(values)
@@ -24,7 +24,7 @@ def test_a_histogram_counts_every_value_once(values):
         assert 0 < float(box.attrib["height"]) < HEIGHT
 
 
-def test_a_few_large_values_do_not_squeeze_the_rest():
+def test_a_few_large_values_do_not_squeeze_the_rest() -> None:
     plot = ET.fromstring(
         histogram([1.0 + 0.01 * i for i in range(300)] + [10_000.0], label="ms", marks={})
     )
@@ -33,7 +33,7 @@ def test_a_few_large_values_do_not_squeeze_the_rest():
 
 
 @pytest.mark.parametrize("end", [1e-6, 0.003, 1.0, 7.3, 59.0, 2e9])
-def test_ticks_are_round_few_and_on_the_axis(end):
+def test_ticks_are_round_few_and_on_the_axis(end: float) -> None:
     ticks = Axis(end, 0, 100, "").ticks()
     assert 3 <= len(ticks) <= 7
     assert ticks[0] == 0
@@ -41,7 +41,7 @@ def test_ticks_are_round_few_and_on_the_axis(end):
     assert all(len(f"{tick:g}") <= 7 for tick in ticks)
 
 
-def test_steps_stand_as_high_as_their_values():
+def test_steps_are_as_high_as_their_values() -> None:
     plot = ET.fromstring(steps([0.0, 10.0], end=4.0, x_label="s", y_label="tokens/s"))
     line = plot.find("polyline")
     assert line is not None
@@ -49,10 +49,10 @@ def test_steps_stand_as_high_as_their_values():
     (left, low), (middle, _), (also_middle, high), (right, _) = points
     assert middle == also_middle == pytest.approx((left + right) / 2, abs=0.1)
     assert high < low
-    ET.fromstring(steps([0.0], end=1.0, x_label="", y_label=""))  # nothing arrived in it
+    ET.fromstring(steps([0.0], end=1.0, x_label="", y_label=""))  # without any tokens
 
 
-def test_bars_and_marks_stand_side_by_side():
+def test_bars_and_dots_are_drawn_side_by_side() -> None:
     plot = ET.fromstring(
         bars(
             [1.0, 0.5],

@@ -1,4 +1,4 @@
-"""One request's figures, from given times."""
+"""Figures of one request, from given times."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from specserve.tools.bench.record import BROKEN, INTERRUPTED, OK, Record
+from specserve.tools.bench.record import BROKEN, INTERRUPTED, OK, RequestRecord
 from specserve.tools.bench.streams import Stream
 
 
 def _stream(**changes: object) -> Stream:
-    """Sent at 100 s; tokens at 100.5 (1), 100.6 (3), 100.9 (2)."""
+    """Return a stream sent at 100 s with tokens at 100.5 (1), 100.6 (3) and 100.9 (2)."""
     stream = Stream(
         sent=100.0,
         status=200,
@@ -26,22 +26,22 @@ def _stream(**changes: object) -> Stream:
     return stream
 
 
-def _record(stream: Stream, trouble: str | None = None) -> Record:
-    return Record.of(7, stream, begun=90.0, now=105.0, trouble=trouble)
+def _record(stream: Stream, failure: str | None = None) -> RequestRecord:
+    return RequestRecord.from_stream(7, stream, started=90.0, now=105.0, failure=failure)
 
 
-def test_times_of_an_answer_are_those_that_were_read():
+def test_latencies_follow_from_the_times_of_the_events() -> None:
     record = _record(_stream())
     assert record.outcome == OK
     assert (record.sent, record.ended, record.latency) == (10.0, 11.0, 1.0)
     assert record.ttft == pytest.approx(0.5)
     assert record.tpot == pytest.approx(0.4 / 5)
     assert record.gaps == pytest.approx([0.1, 0.3])
-    assert [arrival.tokens for arrival in record.arrivals] == [1, 3, 2]
+    assert [event.tokens for event in record.events] == [1, 3, 2]
     assert record.speculation == {"rounds": 3}
 
 
-def test_an_event_that_brings_no_token_is_no_arrival():
+def test_an_event_without_tokens_is_left_out() -> None:
     record = _record(
         _stream(
             times=[100.5, 100.6, 100.9, 102.0],
@@ -50,24 +50,24 @@ def test_an_event_that_brings_no_token_is_no_arrival():
         )
     )
     assert record.tpot == pytest.approx(0.4 / 2)
-    assert len(record.arrivals) == 3
+    assert len(record.events) == 3
 
 
-def test_a_server_that_does_not_tell_origins_still_has_times():
+def test_without_origins_the_tokens_are_spread_over_the_events() -> None:
     record = _record(_stream(origins=[(), (), ()], final={}))
-    assert [arrival.tokens for arrival in record.arrivals] == [2.0, 2.0, 2.0]
+    assert [event.tokens for event in record.events] == [2.0, 2.0, 2.0]
     assert record.tpot == pytest.approx(0.4 / 5)
     assert record.acceptance.rounds == 0
 
 
-def test_a_single_token_has_no_time_per_token():
+def test_a_single_token_has_no_time_per_token() -> None:
     record = _record(_stream(times=[100.5], origins=[["plain"]], usage={"completion_tokens": 1}))
     assert record.tpot is None
     assert record.ttft == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
-    ("changes", "trouble", "outcome", "message"),
+    ("changes", "failure", "outcome", "message"),
     [
         (
             {
@@ -96,13 +96,15 @@ def test_a_single_token_has_no_time_per_token():
         ),
     ],
 )
-def test_what_went_wrong_has_a_name_and_the_servers_words(changes, trouble, outcome, message):
-    record = _record(_stream(**changes), trouble)
+def test_a_failure_has_an_outcome_and_the_servers_message(
+    changes: dict[str, object], failure: str | None, outcome: str, message: str
+) -> None:
+    record = _record(_stream(**changes), failure)
     assert (record.outcome, record.message) == (outcome, message)
     assert record.has_failed
 
 
-def test_a_request_that_was_interrupted_has_not_failed_and_keeps_its_tokens():
+def test_a_request_that_was_interrupted_has_not_failed_and_keeps_its_tokens() -> None:
     record = _record(_stream(ended=None, final=None, usage=None), INTERRUPTED)
     assert not record.has_failed
     assert not record.is_ok

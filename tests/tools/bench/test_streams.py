@@ -1,4 +1,4 @@
-"""The client that measures: it must read any stream as it was sent, and say when it broke off."""
+"""The HTTP client must read any stream as it was sent, and say when it broke off."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from urllib.parse import urlsplit
 import pytest
 
 from specserve.errors import BadValue
-from specserve.tools.bench.address import Address
+from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.streams import Stream, fetch, stream
-from tests.support.scripted_server import Script, scripted
+from tests.support.scripted_server import Script, scripted_server
 
 EVENTS = ((0.0, ("plain",)), (0.0, ("accepted", "accepted", "bonus")), (0.0, ("correction",)))
 
 
 def _read(url: str) -> Stream:
-    where = urlsplit(url)
-    return asyncio.run(stream("127.0.0.1", where.port or 0, "/v1/completions", {"prompt": "a"}))
+    parts = urlsplit(url)
+    return asyncio.run(stream("127.0.0.1", parts.port or 0, "/v1/completions", {"prompt": "a"}))
 
 
 @pytest.mark.parametrize("piece", [None, 1, 7, 64])
-def test_a_stream_reads_the_same_however_a_proxy_cuts_it(piece):
-    with scripted(Script(EVENTS, speculation={"rounds": 3}, piece=piece)) as url:
+def test_a_stream_reads_the_same_however_a_proxy_cuts_it(piece: int | None) -> None:
+    with scripted_server(Script(EVENTS, speculation={"rounds": 3}, piece=piece)) as url:
         result = _read(url)
     assert [tuple(origins) for origins in result.origins] == [origins for _, origins in EVENTS]
     assert len(result.times) == 3
@@ -33,15 +33,15 @@ def test_a_stream_reads_the_same_however_a_proxy_cuts_it(piece):
     assert result.ended >= result.times[-1] >= result.sent
 
 
-def test_a_stream_that_breaks_off_keeps_what_came_and_has_no_end():
-    with scripted(Script(EVENTS, breaks_after=2)) as url:
-        where = urlsplit(url)
+def test_a_stream_that_breaks_off_keeps_what_came_and_has_no_end() -> None:
+    with scripted_server(Script(EVENTS, breaks_after=2)) as url:
+        parts = urlsplit(url)
         result = Stream()
-        asyncio.run(stream("127.0.0.1", where.port or 0, "/v1/completions", {}, into=result))
+        asyncio.run(stream("127.0.0.1", parts.port or 0, "/v1/completions", {}, into=result))
     assert (len(result.times), result.ended, result.final) == (2, None, None)
 
 
-def test_what_does_not_speak_http_is_told_from_an_answer():
+def test_a_server_that_does_not_speak_http_is_an_error() -> None:
     async def ask() -> None:
         async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"220 mail.example\r\n")
@@ -54,23 +54,26 @@ def test_what_does_not_speak_http_is_told_from_an_answer():
         asyncio.run(ask())
 
 
-def test_an_address_keeps_prefix_and_key_and_sends_both():
+def test_an_address_keeps_prefix_and_key_and_sends_both() -> None:
     script = Script()
-    with scripted(script) as url:
-        address = Address.of(url + "/behind/a/proxy/", "secret")
+    with scripted_server(script) as url:
+        address = ServerAddress.from_url(url + "/behind/a/proxy/", "secret")
         asyncio.run(address.get("/v1/models"))
         asyncio.run(address.post("/v1/completions", {}, into=Stream()))
-    assert [path for path, _, _ in script.asked] == [
+    assert [path for path, _, _ in script.requests] == [
         "/behind/a/proxy/v1/models",
         "/behind/a/proxy/v1/completions",
     ]
-    assert all(headers["authorization"] == "Bearer secret" for _, headers, _ in script.asked)
-    assert script.asked[1][1]["x-specserve-origins"] == "1"
+    assert all(headers["authorization"] == "Bearer secret" for _, headers, _ in script.requests)
+    assert script.requests[1][1]["x-specserve-origins"] == "1"
     assert "secret" not in repr(address)
 
 
-def test_the_scheme_decides_on_port_and_encryption():
-    plain, secure = Address.of("http://[::1]"), Address.of("https://models.example/llm")
+def test_the_scheme_decides_on_port_and_encryption() -> None:
+    plain, secure = (
+        ServerAddress.from_url("http://[::1]"),
+        ServerAddress.from_url("https://models.example/llm"),
+    )
     assert (plain.host, plain.port, plain.tls) == ("::1", 80, None)
     assert (secure.host, secure.port, secure.prefix) == ("models.example", 443, "/llm")
     assert secure.tls is not None
@@ -89,7 +92,7 @@ def test_the_scheme_decides_on_port_and_encryption():
         "http://me@host",
     ],
 )
-def test_what_is_no_address_is_refused(url):
+def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(BadValue) as refusal:
-        Address.of(url)
+        ServerAddress.from_url(url)
     assert refusal.value.param == "url"

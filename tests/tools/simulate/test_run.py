@@ -1,24 +1,27 @@
-"""What the simulation says is what follows from its assumptions: the papers' formulas where they apply, and no request is ever lost."""
+"""The simulation must follow the papers' formulas where they apply, and lose no request."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from specserve.config.tree import Replicas, parse
+from specserve.config.tree import ReplicasConfig, config_from_keys
 from specserve.theory import tokens_per_round
 from specserve.tools.simulate import clock
-from specserve.tools.simulate.acceptance_model import Acceptance, Truth
-from specserve.tools.simulate.autoscaling import Autoscaler
-from specserve.tools.simulate.devices import Host, SimulatedDrafter
+from specserve.tools.simulate.acceptance_model import AcceptanceConfig, AcceptanceModel
+from specserve.tools.simulate.deployment import Autoscaler
+from specserve.tools.simulate.devices import HostConfig, SimulatedDrafter
 from specserve.tools.simulate.load import Arrival
-from specserve.tools.simulate.pass_times import Linear
-from specserve.tools.simulate.run import Result, simulate
-from specserve.tools.simulate.scenario import Mode, Scenario, Worker
+from specserve.tools.simulate.pass_times import LinearPassTime
+from specserve.tools.simulate.run import SimulationResult, simulate
+from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
+from specserve.types import DraftStep, Proposal
 
-VERIFY, DRAFT = 0.010, 0.001  # seconds a pass
+VERIFY, DRAFT = 0.010, 0.001  # seconds per pass
 
 
 def scenario(
@@ -28,36 +31,42 @@ def scenario(
     clients: int = 1,
     tokens: int = 2000,
     requests: int = 1,
-    **fields,
+    **fields: Any,
 ) -> Scenario:
-    """Prompts of one token: they are read in a pass like any other, and no request waits for another's prompt."""
+    """Return a scenario with prompts of one token, so that a prefill is a pass like any other.
+
+    No request waits for another's prompt.
+    """
     return Scenario(
-        target=Worker(Linear(fixed=VERIFY)),
-        draft=Worker(Linear(fixed=DRAFT)),
+        target=DeviceGroup(LinearPassTime(fixed=VERIFY)),
+        draft=DeviceGroup(LinearPassTime(fixed=DRAFT)),
         arrivals=(Arrival(0.0, 1, tokens),) * requests,
         concurrency=clients,
         mode=mode,
-        config=parse({"speculation.gamma": gamma}),
+        config=config_from_keys({"speculation.gamma": gamma}),
         **fields,
     )
 
 
 def bursts(*, calm: float, rules: dict[str, object], startup_s: float = 5.0) -> Scenario:
-    """Sixty requests within six seconds, then a few stragglers, `calm` seconds apart."""
+    """Return sixty requests within six seconds, and four later ones `calm` seconds apart."""
     burst = [Arrival(0.1 * i, 8, 400) for i in range(60)]
-    stragglers = [Arrival(40.0 + calm * i, 8, 50) for i in range(4)]
-    config = parse({"speculation.gamma": 0, "replicas": {"target_ongoing_requests": 5, **rules}})
+    late = [Arrival(40.0 + calm * i, 8, 50) for i in range(4)]
+    config = config_from_keys(
+        {"speculation.gamma": 0, "replicas": {"target_ongoing_requests": 5, **rules}}
+    )
     base = scenario(Mode.PLAIN, 0, startup_s=startup_s)
-    return replace(base, arrivals=(*burst, *stragglers), concurrency=None, config=config)
+    return replace(base, arrivals=(*burst, *late), concurrency=None, config=config)
 
 
-def whole(result: Result, count: int) -> bool:
+def all_finished(result: SimulationResult, count: int) -> bool:
     return (result.finished, result.refused, result.failed) == (count, 0, 0)
 
 
-def test_time_passes_only_where_somebody_waits_and_costs_none():
+def test_simulated_time_passes_only_in_waits_and_takes_no_real_time() -> None:
     async def wait() -> list[tuple[float, str]]:
-        loop, seen = asyncio.get_running_loop(), []
+        loop = asyncio.get_running_loop()
+        seen: list[tuple[float, str]] = []
 
         async def one(name: str, *seconds: float) -> None:
             for pause in seconds:
@@ -70,44 +79,46 @@ def test_time_passes_only_where_somebody_waits_and_costs_none():
     assert clock.run(wait()) == [(3600, "a"), (3650, "b"), (3700, "a"), (1003650, "b")]
 
 
-def test_a_deadlock_is_told_instead_of_waited_out():
+def test_a_deadlock_is_an_error_instead_of_an_endless_wait() -> None:
     async def never() -> None:
         await asyncio.sleep(2.0)
         await asyncio.Event().wait()
 
-    with pytest.raises(clock.Stalled, match=r"at 2\.000000 s"):
+    with pytest.raises(clock.Deadlock, match=r"at 2\.000000 s"):
         clock.run(never())
 
 
-def test_the_truth_does_not_depend_on_who_asks_first():
-    one, other = (Truth(7, Acceptance(alpha=0.5)) for _ in range(2))
-    late = one.guesses(3, 500, 520, depth=0)
-    other.guesses(3, 40, 60, depth=0)
-    assert other.guesses(3, 500, 520, depth=0) == late
-    assert one.judge(3, 40, [])[1] == other.judge(3, 40, [])[1]
-    assert Truth(8, Acceptance(alpha=0.5)).guesses(3, 500, 520, depth=0) != late
+def test_simulated_texts_do_not_depend_on_the_order_of_calls() -> None:
+    one, other = (AcceptanceModel(7, AcceptanceConfig(alpha=0.5)) for _ in range(2))
+    late = one.draft_tokens(3, 500, 520, depth=0)
+    other.draft_tokens(3, 40, 60, depth=0)
+    assert other.draft_tokens(3, 500, 520, depth=0) == late
+    assert one.verify(3, 40, [])[1] == other.verify(3, 40, [])[1]
+    assert (
+        AcceptanceModel(8, AcceptanceConfig(alpha=0.5)).draft_tokens(3, 500, 520, depth=0) != late
+    )
 
 
-def test_the_next_token_has_each_rank_as_often_as_the_profile_says_and_never_is_the_refused_one():
-    truth, shares = Truth(1, Acceptance(ranks=(0.5, 0.7))), (0.5, 0.2, 0.0)
-    nexts = [truth.nexts(0, i, 3, but=None) for i in range(4000)]
-    true = [truth.judge(0, i, [])[1] for i in range(4000)]
+def test_the_next_token_has_each_rank_by_the_profile_and_is_never_the_rejected_one() -> None:
+    model, shares = AcceptanceModel(1, AcceptanceConfig(ranks=(0.5, 0.7))), (0.5, 0.2, 0.0)
+    ranked = [model.likeliest(0, i, 3, but=None) for i in range(4000)]
+    true = [model.verify(0, i, [])[1] for i in range(4000)]
     for rank, share in enumerate(shares):
         assert sum(
-            row[rank] == token for row, token in zip(nexts, true, strict=True)
+            row[rank] == token for row, token in zip(ranked, true, strict=True)
         ) / 4000 == pytest.approx(share, abs=0.03)
-    assert all(len(set(row)) == 3 for row in nexts)
-    assert all(token not in truth.nexts(0, i, 3, but=token) for i, token in enumerate(true))
+    assert all(len(set(row)) == 3 for row in ranked)
+    assert all(token not in model.likeliest(0, i, 3, but=token) for i, token in enumerate(true))
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_the_same_scenario_gives_the_same_result_and_another_seed_another(mode):
-    asked = scenario(mode, None, clients=3, requests=6, tokens=150)
-    assert simulate(asked) == simulate(asked)
-    assert mode is Mode.PLAIN or simulate(replace(asked, seed=1)) != simulate(asked)
+def test_the_same_scenario_gives_the_same_result_and_another_seed_another(mode: Mode) -> None:
+    base_scenario = scenario(mode, None, clients=3, requests=6, tokens=150)
+    assert simulate(base_scenario) == simulate(base_scenario)
+    assert mode is Mode.PLAIN or simulate(replace(base_scenario, seed=1)) != simulate(base_scenario)
 
 
-def test_plain_decoding_writes_a_token_a_pass():
+def test_plain_decoding_writes_a_token_a_pass() -> None:
     result = simulate(scenario(Mode.PLAIN, 0, tokens=500))
     assert result.tokens_per_second == pytest.approx(1 / VERIFY, rel=1e-6)
     assert result.target_busy == pytest.approx(1.0)
@@ -116,9 +127,11 @@ def test_plain_decoding_writes_a_token_a_pass():
 
 
 @pytest.mark.parametrize(("alpha", "gamma"), [(0.6, 2), (0.75, 4), (0.9, 7)])
-def test_lockstep_is_theorem_3_8(alpha, gamma):
+def test_lockstep_is_theorem_3_8(alpha: float, gamma: int) -> None:
     result = simulate(
-        scenario(Mode.LOCKSTEP, gamma, requests=2, tokens=8000, acceptance=Acceptance(alpha=alpha))
+        scenario(
+            Mode.LOCKSTEP, gamma, requests=2, tokens=8000, acceptance=AcceptanceConfig(alpha=alpha)
+        )
     )
     assert result.tokens_per_second == pytest.approx(
         tokens_per_round(alpha, gamma) / (gamma * DRAFT + VERIFY), rel=0.02
@@ -127,19 +140,19 @@ def test_lockstep_is_theorem_3_8(alpha, gamma):
     assert result.draft_busy == pytest.approx(gamma * DRAFT / (gamma * DRAFT + VERIFY), rel=0.02)
 
 
-def test_drafting_that_always_hits_costs_the_round_nothing():
-    asked = scenario(
-        Mode.ANTICIPATED, 3, tokens=3000, acceptance=Acceptance(alpha=0.7, ranks=(1.0,))
+def test_drafting_that_always_hits_costs_the_round_nothing() -> None:
+    base_scenario = scenario(
+        Mode.ANTICIPATED, 3, tokens=3000, acceptance=AcceptanceConfig(alpha=0.7, ranks=(1.0,))
     )
-    result = simulate(asked)
+    result = simulate(base_scenario)
     assert result.hit_rate == pytest.approx(1.0, abs=0.01)
     assert result.tokens_per_second == pytest.approx(result.tokens_per_round / VERIFY, rel=0.002)
     assert result.tokens_per_round == pytest.approx(tokens_per_round(0.7, 3), rel=0.05)
     assert result.target_busy > 0.98
 
 
-def test_drafting_that_never_hits_costs_what_lockstep_costs_and_no_more():
-    never = Acceptance(alpha=0.7, ranks=())
+def test_drafting_that_never_hits_costs_what_lockstep_costs_and_no_more() -> None:
+    never = AcceptanceConfig(alpha=0.7, ranks=())
     ahead, lockstep = (
         simulate(scenario(mode, 3, acceptance=never)) for mode in (Mode.ANTICIPATED, Mode.LOCKSTEP)
     )
@@ -147,24 +160,26 @@ def test_drafting_that_never_hits_costs_what_lockstep_costs_and_no_more():
     assert ahead.seconds == pytest.approx(lockstep.seconds, rel=0.02)
 
 
-def test_a_pass_under_way_when_a_message_comes_delays_the_answer_by_its_rest_alone():
-    """Passes of 4 ms, begun as long as no message waits: asked 9 ms after its last answer, the worker answers at 12 ms and not before."""
+def test_a_pass_under_way_delays_the_answer_only_until_it_ends() -> None:
+    """Passes take 4 ms: a message at 9 ms is answered at 12 ms, when the pass under way ends."""
     device = clock.DeviceClock()
 
-    class Eager:
-        def propose(self, steps, deadline):
+    class AlwaysPreparing:
+        def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
             return ()
 
-        def prepare(self, waiting):
+        def prepare(self, waiting: Callable[[], bool]) -> None:
             while not waiting():
                 device.work(0.004)
 
-        def release(self, seq_ids):
+        def release(self, seq_ids: Sequence[int]) -> None:
             pass
 
     async def ask() -> list[float]:
         drafter, loop = (
-            SimulatedDrafter(Eager(), device, Truth(0, Acceptance()), link_s=0.0),
+            SimulatedDrafter(
+                AlwaysPreparing(), device, AcceptanceModel(0, AcceptanceConfig()), link_s=0.0
+            ),
             asyncio.get_running_loop(),
         )
         answered = []
@@ -178,88 +193,97 @@ def test_a_pass_under_way_when_a_message_comes_delays_the_answer_by_its_rest_alo
     assert device.busy == pytest.approx(0.016)
 
 
-def test_acceptance_may_fall_with_the_place_in_the_proposal():
+def test_acceptance_may_fall_with_the_position_in_the_proposal() -> None:
     result = simulate(
-        scenario(Mode.LOCKSTEP, 3, tokens=5000, acceptance=Acceptance(by_position=(1.0, 0.5, 0.0)))
+        scenario(
+            Mode.LOCKSTEP, 3, tokens=5000, acceptance=AcceptanceConfig(by_position=(1.0, 0.5, 0.0))
+        )
     )
     assert result.mean_accepted == pytest.approx(1.5, rel=0.03)
 
 
-def test_links_and_the_hosts_own_work_lengthen_the_round():
-    asked = scenario(
+def test_links_and_the_hosts_own_work_lengthen_the_round() -> None:
+    base_scenario = scenario(
         Mode.LOCKSTEP,
         2,
         clients=2,
         requests=2,
         tokens=500,
-        host=Host(per_round=0.001, per_sequence=0.0005),
+        host=HostConfig(per_round=0.001, per_sequence=0.0005),
     )
-    asked = replace(
-        asked,
-        target=replace(asked.target, link_s=0.0002),
-        draft=replace(asked.draft, link_s=0.0003),
+    assert base_scenario.draft is not None
+    base_scenario = replace(
+        base_scenario,
+        target=replace(base_scenario.target, link_s=0.0002),
+        draft=replace(base_scenario.draft, link_s=0.0003),
     )
-    assert simulate(asked).round_seconds == pytest.approx(
+    assert simulate(base_scenario).round_seconds == pytest.approx(
         2 * DRAFT + VERIFY + 0.001 + 2 * 0.0005 + 2 * 0.0002 + 2 * 0.0003, rel=0.01
     )
 
 
-def test_a_draft_without_room_for_branches_still_drafts():
-    asked = scenario(Mode.ANTICIPATED, 3, tokens=300)
-    pages = -(-(1 + 300 + 8) // asked.config.cache.page_size)
-    few = simulate(replace(asked, draft=replace(asked.draft, pages=pages)))
+def test_a_draft_without_room_for_branches_still_drafts() -> None:
+    base_scenario = scenario(Mode.ANTICIPATED, 3, tokens=300)
+    pages = -(-(1 + 300 + 8) // base_scenario.config.cache.page_size)
+    assert base_scenario.draft is not None
+    few = simulate(replace(base_scenario, draft=replace(base_scenario.draft, pages=pages)))
     assert few.mean_accepted > 1
-    assert whole(few, 1)
+    assert all_finished(few, 1)
 
 
-def test_a_target_with_few_pages_sets_requests_back_and_answers_them_all():
-    asked = scenario(Mode.ANTICIPATED, 4, clients=6, requests=12, tokens=200)
-    result = simulate(replace(asked, target=replace(asked.target, pages=30)))
-    assert whole(result, 12)
+def test_a_target_with_few_pages_preempts_requests_and_answers_them_all() -> None:
+    base_scenario = scenario(Mode.ANTICIPATED, 4, clients=6, requests=12, tokens=200)
+    result = simulate(replace(base_scenario, target=replace(base_scenario.target, pages=30)))
+    assert all_finished(result, 12)
     assert result.tokens == 12 * 200
 
 
-def test_replicas_share_the_load():
-    asked = scenario(Mode.PLAIN, 0, clients=16, requests=64, tokens=100)
-    asked = replace(asked, target=Worker(Linear(per_sequence=0.01)))
+def test_replicas_share_the_load() -> None:
+    base_scenario = scenario(Mode.PLAIN, 0, clients=16, requests=64, tokens=100)
+    base_scenario = replace(base_scenario, target=DeviceGroup(LinearPassTime(per_sequence=0.01)))
     one, four = (
-        simulate(replace(asked, config=parse({"replicas.min": count, "replicas.max": count})))
+        simulate(
+            replace(
+                base_scenario,
+                config=config_from_keys({"replicas.min": count, "replicas.max": count}),
+            )
+        )
         for count in (1, 4)
     )
-    assert whole(four, 64)
+    assert all_finished(four, 64)
     assert 2.5 < one.seconds / four.seconds <= 4.01
 
 
-def test_replicas_come_under_load_and_go_after_it_and_no_request_is_lost():
-    quick = {"min": 1, "max": 4, "upscale_delay_s": 2, "downscale_delay_s": 4}
+def test_replicas_come_under_load_and_go_after_it_and_no_request_is_lost() -> None:
+    quick: dict[str, object] = {"min": 1, "max": 4, "upscale_delay_s": 2, "downscale_delay_s": 4}
     result = simulate(bursts(calm=10.0, rules=quick))
-    assert whole(result, 64)
+    assert all_finished(result, 64)
     assert result.tokens == 60 * 400 + 4 * 50
     assert result.replicas == 4
-    assert result.device_seconds < 0.6 * 4 * result.seconds  # most of the time there were fewer
+    assert result.device_seconds < 0.6 * 4 * result.seconds  # most of the time there are fewer
 
 
-def test_requests_wait_for_the_first_replica_when_there_is_none():
+def test_requests_wait_for_the_first_replica_when_there_is_none() -> None:
     result = simulate(
         bursts(calm=30.0, rules={"min": 0, "max": 2, "upscale_delay_s": 0, "downscale_delay_s": 3})
     )
-    assert whole(result, 64)
+    assert all_finished(result, 64)
     assert result.time_to_first is not None
-    assert result.time_to_first.p99 > 5.0  # its start
+    assert result.time_to_first.p99 > 5.0  # its startup
 
 
-def test_a_full_queue_refuses_and_the_result_says_so():
-    config = parse({"limits": {"max_running": 2, "max_queued": 1}})
+def test_a_full_queue_refuses_and_the_result_says_so() -> None:
+    config = config_from_keys({"limits": {"max_running": 2, "max_queued": 1}})
     result = simulate(
         replace(scenario(Mode.PLAIN, 0, clients=8, requests=8, tokens=50), config=config)
     )
     assert (result.finished, result.refused) == (3, 5)
 
 
-def test_the_autoscaler_waits_for_the_delay_of_the_direction_without_a_break():
-    """It looks back over three seconds, the shorter delay."""
+def test_the_autoscaler_acts_after_an_unbroken_delay_of_its_direction() -> None:
+    """The autoscaler averages over three seconds, the shorter delay."""
     scaler = Autoscaler(
-        Replicas(
+        ReplicasConfig(
             min=1, max=10, target_ongoing_requests=2.0, upscale_delay_s=6.0, downscale_delay_s=3.0
         )
     )
@@ -267,44 +291,48 @@ def test_the_autoscaler_waits_for_the_delay_of_the_direction_without_a_break():
     for second, ongoing in enumerate([9] * 2 + [1] * 8 + [9] * 10 + [0] * 10):
         current = scaler.decide(float(second), current=current, ongoing=ongoing)
         seen.append(current)
-    assert seen[:16] == [1] * 16  # a peak of two seconds is no reason, nor is one of five
+    assert seen[:16] == [1] * 16  # neither a peak of two seconds suffices, nor one of five
     assert seen[16:23] == [5] * 7
     assert seen[23] < 5
     assert seen[-1] == 1
 
 
-def test_a_drafter_that_breaks_breaks_the_simulation(monkeypatch, caplog):
-    monkeypatch.setattr(Truth, "guesses", lambda *_, **__: 1 / 0)
+def test_a_drafter_that_breaks_breaks_the_simulation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(AcceptanceModel, "draft_tokens", lambda *_, **__: 1 / 0)
     with pytest.raises(ExceptionGroup) as broken:
         simulate(scenario(Mode.LOCKSTEP, 2, tokens=20))
     assert broken.group_contains(ZeroDivisionError)
 
 
 def test_two_cohorts_take_turns_where_a_pass_for_half_costs_less_and_one_where_it_does_not(
-    monkeypatch,
-):
-    """By arithmetic: 58 ms a round for eight in one cohort; 44 ms for two turns of four, with the drafting of 16 ms hidden."""
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round takes 58 ms for eight in one cohort; two turns of four take 44 ms.
+
+    The turns hide the drafting of 16 ms.
+    """
     base = replace(
         scenario(Mode.LOCKSTEP, 4, clients=8, tokens=300, requests=16),
-        draft=Worker(Linear(fixed=0.004)),
+        draft=DeviceGroup(LinearPassTime(fixed=0.004)),
     )
-    steep = replace(base, target=Worker(Linear(fixed=0.002, per_row=0.001)))
+    steep = replace(base, target=DeviceGroup(LinearPassTime(fixed=0.002, per_row=0.001)))
     two, flat = simulate(steep), simulate(base)
-    monkeypatch.setattr("specserve.engine.pacer._WORTH_TWO", 1e9)
+    monkeypatch.setattr("specserve.engine.pacer._MIN_COHORTS_GAIN", 1e9)
     one, flat_one = simulate(steep), simulate(base)
-    assert (
-        1.15 < two.tokens_per_second / one.tokens_per_second < 58 / 44
-    )  # the first rounds are spent on learning what passes cost
+    # Below 58 / 44, because the first rounds are spent on estimating the pass times.
+    assert 1.15 < two.tokens_per_second / one.tokens_per_second < 58 / 44
     assert two.target_busy > 0.85
     assert flat.tokens_per_second == flat_one.tokens_per_second
-    assert whole(two, 16)
+    assert all_finished(two, 16)
 
 
-def test_two_cohorts_that_run_out_of_pages_lose_nothing():
+def test_two_cohorts_that_run_out_of_pages_lose_nothing() -> None:
     base = scenario(Mode.LOCKSTEP, 4, clients=8, tokens=300, requests=16)
     steep = replace(
         base,
-        draft=Worker(Linear(fixed=0.004)),
-        target=Worker(Linear(fixed=0.002, per_row=0.001), pages=60),
+        draft=DeviceGroup(LinearPassTime(fixed=0.004)),
+        target=DeviceGroup(LinearPassTime(fixed=0.002, per_row=0.001), pages=60),
     )
-    assert whole(simulate(steep), 16), "eight texts take 150 pages"
+    assert all_finished(simulate(steep), 16), "eight texts take 150 pages"

@@ -1,9 +1,10 @@
-"""The file of `specserve simulate`: what it means, what is refused, and that the table and the JSON say what was simulated."""
+"""The file of `specserve simulate`: its scenarios, its errors, and the table and the JSON."""
 
 from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import pytest
 
 from specserve.cli.main import main
 from specserve.errors import ConfigError
-from specserve.tools.simulate.fit import Pass, fit, from_trace
-from specserve.tools.simulate.load import Lengths, Load, arrivals
-from specserve.tools.simulate.pass_times import Linear, Roofline
-from specserve.tools.simulate.report import study
+from specserve.tools.simulate.fit import MeasuredPass, fit_pass_time, pass_time_from_trace
+from specserve.tools.simulate.load import LengthsConfig, LoadConfig, arrivals
+from specserve.tools.simulate.pass_times import LinearPassTime, RooflinePassTime
+from specserve.tools.simulate.report import run_study
 from specserve.tools.simulate.run import simulate
 from specserve.tools.simulate.scenario import Mode
-from specserve.tools.simulate.search import keeps
+from specserve.tools.simulate.search import keeps_limits
 from specserve.tools.simulate.study import cases, load_study, scenario, with_replicas
 
 SMALL = """
@@ -26,20 +27,22 @@ devices:
   draft: {seconds: {fixed: 0.001}}
 load: {requests: 3, prompt: {tokens: 4}, output: {tokens: 40}}
 """
-H100 = "{devices: 4, params_b: 70, layers: 80, kv_kb: 328, bandwidth_gb_s: 3350, tflops: 990, memory_gb: 80, allreduce_us: 15}"
+H100 = (
+    "{devices: 4, params_b: 70, layers: 80, kv_kb: 328, bandwidth_gb_s: 3350, tflops: 990, "
+    "memory_gb: 80, allreduce_us: 15}"
+)
+
+
+WriteFile = Callable[..., Path]
 
 
 @pytest.fixture
-def write(tmp_path: Path):
+def write(tmp_path: Path) -> WriteFile:
     def written(text: str, name: str = "study.yaml") -> Path:
         (tmp_path / name).write_text(text)
         return tmp_path / name
 
     return written
-
-
-def quiet(what: str, share: float | None = None, note: str = "") -> None:
-    pass
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,9 @@ def quiet(what: str, share: float | None = None, note: str = "") -> None:
         ("a: [", "is not YAML"),
     ],
 )
-def test_a_bad_file_is_one_clear_line_and_exit_code_2(text, complaint, write, capsys):
+def test_a_bad_file_is_one_clear_line_and_exit_code_2(
+    text: str, complaint: str, write: WriteFile, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["simulate", str(write(text))]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -76,12 +81,14 @@ def test_a_bad_file_is_one_clear_line_and_exit_code_2(text, complaint, write, ca
     assert captured.err.count("\n") == 1
 
 
-def test_a_missing_file_is_one_clear_line(capsys):
+def test_a_missing_file_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "/nowhere.yaml"]) == 2
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_the_command_prints_a_table_of_the_best_and_writes_every_case(write, tmp_path, capsys):
+def test_the_command_prints_the_best_gammas_and_writes_every_case(
+    write: WriteFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write(
         SMALL
         + "sweep: {concurrency: [1, 3], modes: [plain, lockstep, anticipated], gamma: [2, auto]}"
@@ -107,10 +114,11 @@ def test_the_command_prints_a_table_of_the_best_and_writes_every_case(write, tmp
     assert f"{best:.1f}" in lines[6]
 
 
-def test_every_combination_is_a_case_and_plain_knows_one_gamma(write):
+def test_every_combination_is_a_case_and_plain_has_one_gamma(write: WriteFile) -> None:
     file = write(
         SMALL
-        + "sweep: {concurrency: [1], rate: [2, 3], replicas: [1, 2], modes: [plain, lockstep], gamma: [2, 4, 8]}"
+        + "sweep: {concurrency: [1], rate: [2, 3], replicas: [1, 2], modes: [plain, lockstep], "
+        "gamma: [2, 4, 8]}"
     )
     made = list(cases(load_study(file), directory=file.parent))
     assert len(made) == 3 * 2 * (1 + 3)
@@ -122,7 +130,7 @@ def test_every_combination_is_a_case_and_plain_knows_one_gamma(write):
     )
 
 
-def test_without_a_sweep_the_config_says_what_is_simulated(write):
+def test_without_a_sweep_the_config_is_simulated(write: WriteFile) -> None:
     for speculation, mode in (
         ("{}", Mode.ANTICIPATED),
         ("{anticipation: {enabled: false}}", Mode.LOCKSTEP),
@@ -135,36 +143,48 @@ def test_without_a_sweep_the_config_says_what_is_simulated(write):
         assert (case.mode, case.replicas) == (mode, "1 to 3")
 
 
-def test_find_names_the_fewest_replicas_that_keep_the_limits(write):
-    load = "load: {kind: poisson, rate: 40, requests: 300, prompt: {tokens: 4}, output: {tokens: 10}}\n"
-    limits = "find: {ttft_p90_s: 0.3, tpot_p90_s: 0.08, max_replicas: 8}\nconfig: {speculation: {gamma: 0}}\n"
-    slow = "devices: {target: {seconds: {per_sequence: 0.01}}}\n"  # 400 tokens/s are wanted of 100 a replica
-    (answer,) = study(write(slow + load + limits), tell=quiet).answers
+def test_find_names_the_fewest_replicas_that_keep_the_limits(write: WriteFile) -> None:
+    load = (
+        "load: {kind: poisson, rate: 40, requests: 300, prompt: {tokens: 4}, output: {tokens: 10}}"
+        "\n"
+    )
+    limits = (
+        "find: {ttft_p90_s: 0.3, tpot_p90_s: 0.08, max_replicas: 8}\n"
+        "config: {speculation: {gamma: 0}}\n"
+    )
+    # The load needs 400 tokens/s, and a replica has 100.
+    slow = "devices: {target: {seconds: {per_sequence: 0.01}}}\n"
+    (answer,) = run_study(write(slow + load + limits)).splits
     assert answer.replicas is not None
     assert 4 <= answer.replicas <= 8
-    asked = load_study(write(slow + load + limits))
-    one_less = with_replicas(asked.config, answer.replicas - 1)
-    assert asked.find is not None
-    assert keeps(asked.find, answer.result)
-    assert not keeps(
-        asked.find, simulate(replace(scenario(asked, directory=Path()), config=one_less))
+    study = load_study(write(slow + load + limits))
+    one_less = with_replicas(study.config, answer.replicas - 1)
+    assert study.find is not None
+    assert answer.result is not None
+    assert keeps_limits(study.find, answer.result)
+    assert not keeps_limits(
+        study.find, simulate(replace(scenario(study, directory=Path()), config=one_less))
     )
-    (none,) = study(
-        write(slow + load + limits.replace("max_replicas: 8", "max_replicas: 2")), tell=quiet
-    ).answers
+    (none,) = run_study(
+        write(slow + load + limits.replace("max_replicas: 8", "max_replicas: 2"))
+    ).splits
     assert (none.replicas, none.total_devices) == (None, None)
     assert "2 replicas are too few" in none.why
 
 
-def test_find_puts_the_cheapest_split_first_and_says_which_is_too_small(write):
+def test_find_puts_the_cheapest_split_first_and_says_which_is_too_small(write: WriteFile) -> None:
     text = f"""
 devices:
   target: {{roofline: {H100}}}
   draft: {{roofline: {{params_b: 1.2, layers: 16, kv_kb: 33, bandwidth_gb_s: 3350, tflops: 990}}}}
 load: {{kind: closed, concurrency: 2, requests: 4, prompt: {{tokens: 64}}, output: {{tokens: 40}}}}
-find: {{ttft_p90_s: 1, tpot_p90_s: 0.02, max_replicas: 2, splits: [{{target: 1}}, {{target: 8, draft: 0}}, {{target: 4}}, {{target: 2, draft: 0}}]}}
+find:
+  ttft_p90_s: 1
+  tpot_p90_s: 0.02
+  max_replicas: 2
+  splits: [{{target: 1}}, {{target: 8, draft: 0}}, {{target: 4}}, {{target: 2, draft: 0}}]
 """
-    answers = study(write(text), tell=quiet).answers
+    answers = run_study(write(text)).splits
     assert [answer.split for answer in answers] == [
         "target 4, draft 1",
         "target 8, plain",
@@ -176,8 +196,8 @@ find: {{ttft_p90_s: 1, tpot_p90_s: 0.02, max_replicas: 2, splits: [{{target: 1}}
     assert "2 replicas are too few" in answers[3].why
 
 
-def test_a_roofline_is_memory_bound_for_few_rows_and_arithmetic_bound_for_many():
-    one = Roofline(
+def test_a_roofline_is_memory_bound_for_few_rows_and_arithmetic_bound_for_many() -> None:
+    one = RooflinePassTime(
         params_b=70,
         bandwidth_gb_s=3350,
         tflops=990,
@@ -190,42 +210,48 @@ def test_a_roofline_is_memory_bound_for_few_rows_and_arithmetic_bound_for_many()
     assert one.seconds(8, 1, 0) == one.seconds(1, 1, 0)
     assert one.seconds(8, 1, 10**6) == pytest.approx((140e9 + 300e9) / 3350e9)
     assert one.seconds(4096, 1, 0) == pytest.approx(2 * 70e9 * 4096 / 990e12)
-    four = Roofline(
+    four = RooflinePassTime(
         params_b=70, bandwidth_gb_s=3350, tflops=990, layers=80, devices=4, allreduce_us=15
     )
     assert four.seconds(1, 1, 0) == pytest.approx(140e9 / 3350e9 / 4 + 160 * 15e-6)
 
 
-def test_a_fit_finds_the_coefficients_again_in_spite_of_hiccups():
-    true, dice = Linear(fixed=0.008, per_row=0.0003, per_sequence=0.0001), random.Random(5)
+def test_a_fit_finds_the_coefficients_again_in_spite_of_hiccups() -> None:
+    true, rng = LinearPassTime(fixed=0.008, per_row=0.0003, per_sequence=0.0001), random.Random(5)
     passes = []
     for _ in range(600):
-        sequences, gamma = dice.choice([1, 2, 4, 8]), dice.choice([0, 2, 5])
-        seconds = true.seconds(sequences * (1 + gamma), sequences, 0) * dice.uniform(0.99, 1.01) + (
-            0.05 if dice.random() < 0.1 else 0
+        sequences, gamma = rng.choice([1, 2, 4, 8]), rng.choice([0, 2, 5])
+        seconds = true.seconds(sequences * (1 + gamma), sequences, 0) * rng.uniform(0.99, 1.01) + (
+            0.05 if rng.random() < 0.1 else 0
         )
-        passes.append(Pass(sequences * (1 + gamma), sequences, seconds))
-    found = fit(passes)
+        passes.append(MeasuredPass(sequences * (1 + gamma), sequences, seconds))
+    found = fit_pass_time(passes)
     for name in ("fixed", "per_row", "per_sequence"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1)
 
 
-def test_a_fit_has_no_negative_coefficients_and_needs_no_variety():
-    assert fit([Pass(4, 1, 0.02)] * 3) == Linear(fixed=pytest.approx(0.02))
-    falling = fit([Pass(rows, 1, 0.02 - 0.001 * rows) for rows in (1, 4, 9)])
+def test_a_fit_has_no_negative_coefficients_and_needs_no_variety() -> None:
+    constant = fit_pass_time([MeasuredPass(4, 1, 0.02)] * 3)
+    assert constant.fixed == pytest.approx(0.02)
+    assert constant == LinearPassTime(fixed=constant.fixed)
+    falling = fit_pass_time([MeasuredPass(rows, 1, 0.02 - 0.001 * rows) for rows in (1, 4, 9)])
     assert (falling.per_row, falling.per_sequence) == (0, 0)
 
 
-def span(name: str, begun: float, seconds: float, **args: int) -> dict[str, object]:
-    return {"name": name, "ph": "X", "ts": begun * 1e6, "dur": seconds * 1e6, "args": args}
+def span(name: str, start: float, seconds: float, **args: int) -> dict[str, object]:
+    return {"name": name, "ph": "X", "ts": start * 1e6, "dur": seconds * 1e6, "args": args}
 
 
 def trace(*, own_spans: bool) -> str:
-    """Lockstep rounds of 1 and 4 sequences with 2 and 4 drafts: 1 ms on the way there and 1 ms back, a draft pass of 2 ms."""
+    """Return a trace of lockstep rounds of 1 and 4 sequences with 2 and 4 draft tokens.
+
+    A message takes 1 ms each way, a draft pass 2 ms.
+    """
+    events: list[dict[str, object]]
     events, now = [{"name": "thread_name", "ph": "M", "args": {"name": "target"}}], 0.0
     for sequences, gamma in [(1, 2), (1, 4), (4, 2), (4, 4)] * 3:
         rows, drafted = sequences * (1 + gamma), sequences * gamma
-        about = {
+        args = {
             "sequences": sequences,
             "rows": rows,
             "drafted": drafted,
@@ -234,8 +260,8 @@ def trace(*, own_spans: bool) -> str:
         }
         drafting, verifying = gamma * 0.002, 0.01 + 0.0001 * rows
         events += [
-            span("propose", now, drafting + 0.002, **about),
-            span("verify", now + drafting + 0.002, verifying + 0.002, **about),
+            span("propose", now, drafting + 0.002, **args),
+            span("verify", now + drafting + 0.002, verifying + 0.002, **args),
         ]
         if own_spans:
             events += [
@@ -247,9 +273,11 @@ def trace(*, own_spans: bool) -> str:
     return json.dumps({"traceEvents": events})
 
 
-def test_a_trace_gives_the_pass_times_of_both_devices_without_the_way_between(write):
+def test_a_trace_gives_the_pass_times_of_both_devices_without_the_link(
+    write: WriteFile,
+) -> None:
     file = write(trace(own_spans=True), "trace.json")
-    verify, draft = from_trace(file, "target"), from_trace(file, "draft")
+    verify, draft = pass_time_from_trace(file, "target"), pass_time_from_trace(file, "draft")
     assert verify.seconds(10, 2, 0) == pytest.approx(0.011)
     assert draft.seconds(4, 4, 0) == pytest.approx(0.002)
     (case,) = cases(
@@ -261,13 +289,13 @@ def test_a_trace_gives_the_pass_times_of_both_devices_without_the_way_between(wr
     assert case.scenario.draft.pass_time == draft
 
 
-def test_a_trace_without_the_workers_own_spans_counts_the_way_too(write):
-    assert from_trace(write(trace(own_spans=False), "trace.json"), "target").seconds(
+def test_a_trace_without_the_workers_own_spans_includes_the_link(write: WriteFile) -> None:
+    assert pass_time_from_trace(write(trace(own_spans=False), "trace.json"), "target").seconds(
         10, 2, 0
     ) == pytest.approx(0.013)
 
 
-def test_a_trace_without_decoding_is_refused(write):
+def test_a_trace_without_decoding_is_refused(write: WriteFile) -> None:
     file = write(
         json.dumps(
             {
@@ -279,16 +307,16 @@ def test_a_trace_without_decoding_is_refused(write):
         "trace.json",
     )
     with pytest.raises(ConfigError, match="no rounds of decoding alone"):
-        from_trace(file, "target")
+        pass_time_from_trace(file, "target")
 
 
-def test_poisson_arrivals_come_at_the_rate_and_lengths_keep_their_bounds(tmp_path):
-    load = Load(
+def test_poisson_arrivals_come_at_the_rate_and_lengths_keep_their_bounds(tmp_path: Path) -> None:
+    load = LoadConfig(
         kind="poisson",
         rate=5.0,
         requests=4000,
-        prompt=Lengths("lognormal", 100, 20, 500, 0.8),
-        output=Lengths("uniform", low=3, high=9),
+        prompt=LengthsConfig("lognormal", 100, 20, 500, 0.8),
+        output=LengthsConfig("uniform", low=3, high=9),
     )
     made = arrivals(load, seed=1, directory=tmp_path)
     assert made[-1].time == pytest.approx(800, rel=0.05)
@@ -298,22 +326,23 @@ def test_poisson_arrivals_come_at_the_rate_and_lengths_keep_their_bounds(tmp_pat
     assert {arrival.output_tokens for arrival in made} == set(range(3, 10))
 
 
-def test_recorded_arrivals_are_played_in_order_of_time(write):
+def test_recorded_arrivals_are_sorted_by_time(write: WriteFile) -> None:
     file = write(
-        '{"time": 2.5, "prompt_tokens": 7, "output_tokens": 3}\n\n{"time": 1, "prompt_tokens": 2, "output_tokens": 9}\n',
+        '{"time": 2.5, "prompt_tokens": 7, "output_tokens": 3}\n\n'
+        '{"time": 1, "prompt_tokens": 2, "output_tokens": 9}\n',
         "log.jsonl",
     )
-    made = arrivals(Load(kind="recorded", file="log.jsonl"), seed=0, directory=file.parent)
+    made = arrivals(LoadConfig(kind="recorded", file="log.jsonl"), seed=0, directory=file.parent)
     assert [(one.time, one.prompt_tokens, one.output_tokens) for one in made] == [
         (1.0, 2, 9),
         (2.5, 7, 3),
     ]
     write('{"time": 2.5}\n', "log.jsonl")
     with pytest.raises(ConfigError, match=r"load\.file, line 1, needs time"):
-        arrivals(Load(kind="recorded", file="log.jsonl"), seed=0, directory=file.parent)
+        arrivals(LoadConfig(kind="recorded", file="log.jsonl"), seed=0, directory=file.parent)
 
 
-def test_the_shipped_example_is_read_and_its_parts_fit_their_memory():
+def test_the_shipped_example_is_valid_and_its_models_fit_their_memory() -> None:
     file = Path(__file__).parents[3] / "deploy" / "simulate-70b.yaml"
     made = list(cases(load_study(file), directory=file.parent))
     assert {case.load for case in made} == {"1 client", "8 clients", "32 clients", "128 clients"}

@@ -1,1 +1,4 @@
-"""`specserve bench --chaos`: processes of a server die at random times under load, and every client's text is held against the unfailed one."""
+"""Fault injection for `specserve bench --chaos`: kill or stop server processes under load.
+
+Every client's text is compared with the text that the same request got without a fault.
+"""

@@ -1,4 +1,7 @@
-"""What a client saw, held against what it should have seen: each text, its end, and how long it stood still. Knows no processes."""
+"""Checks of what clients saw: each text against its reference, its end, and its pauses.
+
+Knows no processes.
+"""
 
 from __future__ import annotations
 
@@ -6,41 +9,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from specserve.tools.bench.chaos.faults import Blow
+from specserve.tools.bench.chaos.faults import Fault
 from specserve.tools.bench.streams import Stream
 
-PAUSE_WITHIN_S = 1.0  # after a blow, a stream that stands still does so because of it
+# A gap in a stream counts as caused by a fault if it begins within this time after the fault.
+PAUSE_WITHIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One request and all that came of it."""
+class ChaosRequest:
+    """One request and everything that came back."""
 
-    question: int
+    prompt_id: int
     stream: Stream
-    trouble: str | None = None  # why the connection failed
+    connection_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """Of all requests of a siege. All but `complete` and `resumed` should be 0."""
+class CheckCounts:
+    """Requests of a chaos run by result. All counts but `complete` and `resumed` should be 0."""
 
     complete: int = 0
     lost: int = 0  # no text, or an error
-    truncated: int = 0  # broken off, or an end that is not one
-    different: int = 0  # tokens missing, repeated, or other ones
-    resumed: int = 0  # went on in another engine
+    truncated: int = 0  # broken off, or without exactly one end
+    different: int = 0  # missing, repeated or other tokens
+    resumed: int = 0  # continued by another engine
 
     @classmethod
-    def of(cls, asked: Sequence[Asked], texts: Mapping[int, str]) -> Tally:
-        verdicts = [verdict(one, texts[one.question]) for one in asked]
+    def from_requests(
+        cls, requests: Sequence[ChaosRequest], references: Mapping[int, str]
+    ) -> CheckCounts:
+        """Check every request against the reference text of its prompt."""
+        results = [check_text(request, references[request.prompt_id]) for request in requests]
         resumed = sum(
-            1 for one in asked if (one.stream.final or {}).get("specserve", {}).get("resumed")
+            1
+            for request in requests
+            if (request.stream.final or {}).get("specserve", {}).get("resumed")
         )
         return cls(
             **{
-                name: verdicts.count(name)
-                for name in ("complete", "lost", "truncated", "different")
+                name: results.count(name) for name in ("complete", "lost", "truncated", "different")
             },
             resumed=resumed,
         )
@@ -50,32 +58,35 @@ class Tally:
         return self.lost + self.truncated + self.different
 
 
-def verdict(asked: Asked, text: str) -> str:
-    """One terminal state, and every token of it once and in its place."""
-    stream = asked.stream
+def check_text(request: ChaosRequest, reference: str) -> str:
+    """Return "complete", "lost", "truncated" or "different".
+
+    A complete text has exactly one end, and every token of the reference once and in its place.
+    """
+    stream = request.stream
     if stream.status != 200 or stream.error is not None:
         return "lost"
-    if asked.trouble is not None or stream.ended is None or stream.num_finals != 1:
+    if request.connection_error is not None or stream.ended is None or stream.num_finals != 1:
         return "truncated"
-    return "complete" if "".join(stream.texts) == text else "different"
+    return "complete" if "".join(stream.texts) == reference else "different"
 
 
-def pauses(blow: Blow, asked: Sequence[Asked]) -> list[float]:
-    """Of each stream that was under way: how long it stood still at the blow, or soon after it."""
-    found = []
-    for one in asked:
-        times = one.stream.times
-        over = max(blow.until, blow.at + PAUSE_WITHIN_S)
+def pauses_at(fault: Fault, requests: Sequence[ChaosRequest]) -> list[float]:
+    """Return the longest gap at or soon after the fault, for each stream that was under way."""
+    pauses = []
+    for request in requests:
+        times = request.stream.times
+        end = max(fault.until, fault.at + PAUSE_WITHIN_S)
         gaps = [
             later - earlier
             for earlier, later in pairwise(times)
-            if later > blow.at and earlier < over
+            if later > fault.at and earlier < end
         ]
-        if times and times[0] < over and times[-1] > blow.at and gaps:
-            found.append(max(gaps))
-    return found
+        if times and times[0] < end and times[-1] > fault.at and gaps:
+            pauses.append(max(gaps))
+    return pauses
 
 
-def usual_pause(asked: Sequence[Asked]) -> list[float]:
-    """Between any two events of a stream, whatever happened."""
-    return [later - earlier for one in asked for earlier, later in pairwise(one.stream.times)]
+def all_gaps(requests: Sequence[ChaosRequest]) -> list[float]:
+    """Return the time between any two neighbouring events of a stream, with or without faults."""
+    return [later - earlier for one in requests for earlier, later in pairwise(one.stream.times)]

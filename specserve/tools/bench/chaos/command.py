@@ -1,4 +1,4 @@
-"""`specserve bench --chaos ROLES`: strikes a server that runs on this machine, and judges what its clients saw."""
+"""`specserve bench --chaos ROLES`: inject faults into a local server and check its clients."""
 
 from __future__ import annotations
 
@@ -6,44 +6,48 @@ import asyncio
 from collections.abc import Callable
 
 from specserve.errors import SpecserveError
-from specserve.tools.bench.address import Address
-from specserve.tools.bench.chaos.faults import check_roles, processes
+from specserve.tools.bench.address import ServerAddress
+from specserve.tools.bench.chaos.faults import find_pids, parse_roles
 from specserve.tools.bench.chaos.report import lines
-from specserve.tools.bench.chaos.run import Siege, processes_of
+from specserve.tools.bench.chaos.run import ChaosRun, process_faults
 from specserve.tools.bench.command import served_model
-from specserve.tools.bench.options import Options, read_key
+from specserve.tools.bench.options import BenchOptions, read_key
 
 DEFAULT_CLIENTS = 16
-STOPPING = 0.25  # of the blows at workers: stopped, not killed
+STOP_SHARE = 0.25  # of the faults in workers: SIGSTOP instead of SIGKILL
 
 
-def chaos(options: Options, say: Callable[[str], None]) -> None:
-    """Raises when any text was lost, truncated or another one."""
+def chaos(options: BenchOptions, say: Callable[[str], None]) -> None:
+    """Run the faults and print what clients saw.
+
+    Raises SpecserveError if a text was lost, truncated or different.
+    """
     assert options.chaos is not None
-    roles = check_roles(options.chaos)
+    roles = parse_roles(options.chaos)
     for role in roles:
-        if not processes(role):
+        if not find_pids(role):
             raise SpecserveError(
-                f"no process of the role {role} runs on this machine; --chaos strikes servers that are here"
+                f"no process of the role {role} runs on this machine; "
+                "--chaos needs a server that runs here"
             )
-    address = Address.of(options.url, read_key(options.api_key_file))
+    address = ServerAddress.from_url(options.url, read_key(options.api_key_file))
 
-    async def besiege() -> None:
-        siege = Siege(
+    async def run() -> None:
+        chaos_run = ChaosRun(
             address,
             await served_model(address),
             options.concurrency or DEFAULT_CLIENTS,
             options.max_tokens,
         )
-        outcome = await siege.run(
-            processes_of(roles, stopping=STOPPING),
-            num_blows=options.kills,
+        outcome = await chaos_run.run(
+            process_faults(roles, stop_share=STOP_SHARE),
+            num_faults=options.kills,
             seed=options.seed or 0,
             say=say,
         )
         for line in lines(", ".join(roles), outcome):
             say(line)
-        if outcome.tally.num_failed:
-            raise SpecserveError(f"{outcome.tally.num_failed} requests failed")
+        if outcome.counts.num_failed:
+            raise SpecserveError(f"{outcome.counts.num_failed} requests failed")
 
-    asyncio.run(besiege())
+    asyncio.run(run())

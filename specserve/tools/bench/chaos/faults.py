@@ -1,4 +1,7 @@
-"""The processes of a server on this machine, by what they do. Reads /proc; knows neither Ray nor HTTP."""
+"""Faults injected into the processes of a server on this machine, found by role in /proc.
+
+Knows neither Ray nor HTTP.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from pathlib import Path
 
 from specserve.errors import BadValue
 
-TITLES = {  # Ray names its processes after what they run; workers that are at work, not those that still read their weights
+# Ray titles a process after the method that it runs, so a worker that still loads its weights
+# does not match.
+TITLES = {
     "draft": "ray::DraftWorker.run",
     "target": "ray::TargetWorker.run",
     "coordinator": "ray::ServeReplica:specserve:Engine",
@@ -22,18 +27,21 @@ SIGNALS = {KILLED: signal.SIGKILL, STOPPED: signal.SIGSTOP}
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
-    """What was done to whom, and when, by this machine's monotonic clock."""
+class Fault:
+    """A fault that was injected. Times are of this machine's monotonic clock."""
 
     at: float
     role: str
-    how: str  # KILLED or STOPPED
+    kind: str  # such as KILLED or STOPPED
     pid: int
-    until: float = 0.0  # of what takes a while
+    until: float = 0.0  # end of a fault that lasts, such as an update
 
 
-def check_roles(roles: str) -> tuple[str, ...]:
-    """Of an option: names with commas between them."""
+def parse_roles(roles: str) -> tuple[str, ...]:
+    """Return the roles in the value of --chaos, which separates them by commas.
+
+    Raises BadValue for an unknown one.
+    """
     names = tuple(name.strip() for name in roles.split(","))
     for name in names:
         if name not in TITLES:
@@ -41,30 +49,30 @@ def check_roles(roles: str) -> tuple[str, ...]:
     return names
 
 
-def processes(role: str) -> list[int]:
-    """Those that run now; what is stopped or dead has left."""
+def find_pids(role: str) -> list[int]:
+    """Return the running processes of a role. Stopped and dead ones do not count."""
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
-        if entry.name.isdecimal() and _plays(entry, role)
+        if entry.name.isdecimal() and _has_role(entry, role)
     ]
 
 
-def strike(role: str, how: str, chance: random.Random) -> Blow | None:
-    """One of them, if there are any."""
-    pids = sorted(processes(role))
+def inject_fault(role: str, kind: str, rng: random.Random) -> Fault | None:
+    """Kill or stop a random process of a role. Return None if there is none."""
+    pids = sorted(find_pids(role))
     if not pids:
         return None
-    pid = chance.choice(pids)
+    pid = rng.choice(pids)
     at = time.monotonic()
     try:
-        os.kill(pid, SIGNALS[how])
+        os.kill(pid, SIGNALS[kind])
     except ProcessLookupError:
         return None
-    return Blow(at, role, how, pid)
+    return Fault(at, role, kind, pid)
 
 
-def _plays(entry: Path, role: str) -> bool:
+def _has_role(entry: Path, role: str) -> bool:
     try:
         title = (entry / "cmdline").read_bytes()
         state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]

@@ -1,37 +1,72 @@
-"""The row that a siege makes in a table of sieges, and the lines that tell of one."""
+"""The result of a chaos run, as a row of a Markdown table and as lines for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from specserve.tools.bench.chaos.run import Outcome
+from specserve.tools.bench.chaos.check import CheckCounts
+from specserve.tools.bench.chaos.faults import Fault
 from specserve.tools.bench.measurement import percentile
 
-HEAD = (
-    "| struck | blows | requests | lost | truncated | different | went on elsewhere | pause p50 | p99 | between tokens p99 | minutes |\n"
+TABLE_HEAD = (
+    "| role | faults | requests | lost | truncated | different | resumed elsewhere"
+    " | pause p50 | p99 | between tokens p99 | minutes |\n"
     "|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
-def row(name: str, outcome: Outcome) -> str:
-    tally = outcome.tally
-    num_requests = tally.complete + tally.num_failed
-    middle, worst = at(outcome.pauses, 50), at(outcome.pauses, 99)
-    counts = f"{tally.lost} | {tally.truncated} | {tally.different} | {tally.resumed}"
-    times = " | ".join(f"{seconds:.2f} s" for seconds in (middle, worst, at(outcome.usual, 99)))
-    return f"| {name} | {len(outcome.blows)} | {num_requests} | {counts} | {times} | {outcome.seconds / 60:.1f} |"
+@dataclass(frozen=True, slots=True)
+class ChaosOutcome:
+    """Faults of a chaos run, and what its clients saw."""
+
+    faults: tuple[Fault, ...]
+    counts: CheckCounts
+    pauses: tuple[float, ...]  # of each stream at each fault, in seconds
+    gaps: tuple[float, ...]  # between any two events of a stream, in seconds
+    seconds: float
+    first_failure: str | None = None
 
 
-def lines(name: str, outcome: Outcome) -> Iterator[str]:
-    tally = outcome.tally
-    yield f"{len(outcome.blows)} blows at {name} in {outcome.seconds:.0f} s; {tally.complete + tally.num_failed} requests"
-    yield f"  complete {tally.complete}, lost {tally.lost}, truncated {tally.truncated}, different {tally.different}; resumed {tally.resumed}"
-    for how in sorted({blow.how for blow in outcome.blows}):
-        yield f"  {how}: {sum(blow.how == how for blow in outcome.blows)}"
-    yield f"  pause p50 {at(outcome.pauses, 50):.2f} s, p99 {at(outcome.pauses, 99):.2f} s; between tokens p99 {at(outcome.usual, 99):.2f} s"
-    if outcome.first_wrong is not None:
-        yield f"  first that went wrong: {outcome.first_wrong}"
+def table_row(name: str, outcome: ChaosOutcome) -> str:
+    """Return the outcome as a row below TABLE_HEAD."""
+    counts = outcome.counts
+    num_requests = counts.complete + counts.num_failed
+    cells = [
+        name,
+        str(len(outcome.faults)),
+        str(num_requests),
+        *map(str, (counts.lost, counts.truncated, counts.different, counts.resumed)),
+        f"{percentile_of(outcome.pauses, 50):.2f} s",
+        f"{percentile_of(outcome.pauses, 99):.2f} s",
+        f"{percentile_of(outcome.gaps, 99):.2f} s",
+        f"{outcome.seconds / 60:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
-def at(seconds: Sequence[float], percent: int) -> float:
+def lines(name: str, outcome: ChaosOutcome) -> Iterator[str]:
+    """Yield the outcome as lines for a terminal."""
+    counts, pauses = outcome.counts, outcome.pauses
+    num_requests = counts.complete + counts.num_failed
+    yield (
+        f"{len(outcome.faults)} faults in {name} in {outcome.seconds:.0f} s; "
+        f"{num_requests} requests"
+    )
+    yield (
+        f"  complete {counts.complete}, lost {counts.lost}, truncated {counts.truncated}, "
+        f"different {counts.different}; resumed {counts.resumed}"
+    )
+    for kind in sorted({fault.kind for fault in outcome.faults}):
+        yield f"  {kind}: {sum(fault.kind == kind for fault in outcome.faults)}"
+    yield (
+        f"  pause p50 {percentile_of(pauses, 50):.2f} s, p99 {percentile_of(pauses, 99):.2f} s; "
+        f"between tokens p99 {percentile_of(outcome.gaps, 99):.2f} s"
+    )
+    if outcome.first_failure is not None:
+        yield f"  first failure: {outcome.first_failure}"
+
+
+def percentile_of(seconds: Sequence[float], percent: int) -> float:
+    """Return a percentile of unordered values, or 0 if there are none."""
     return percentile(sorted(seconds), percent / 100) if seconds else 0.0

@@ -1,4 +1,7 @@
-"""A siege: clients that ask without a break, and blows that fall at random times until there have been enough, or its time is over."""
+"""A chaos run: clients that send requests without a break while faults are injected at random.
+
+It ends after a number of faults, or when its time is over.
+"""
 
 from __future__ import annotations
 
@@ -6,104 +9,121 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specserve.errors import SpecserveError
-from specserve.tools.bench.address import Address
-from specserve.tools.bench.chaos.check import Asked, Tally, pauses, usual_pause, verdict
-from specserve.tools.bench.chaos.faults import KILLED, STOPPED, Blow, strike
-from specserve.tools.bench.prompts import CODE
+from specserve.tools.bench.address import ServerAddress
+from specserve.tools.bench.chaos.check import (
+    ChaosRequest,
+    CheckCounts,
+    all_gaps,
+    check_text,
+    pauses_at,
+)
+from specserve.tools.bench.chaos.faults import KILLED, STOPPED, Fault, inject_fault
+from specserve.tools.bench.chaos.report import ChaosOutcome
+from specserve.tools.bench.prompts import CODE_PROMPTS
 from specserve.tools.bench.streams import Stream
 
-LEAST_REST_S, MOST_REST_S = 0.3, 2.0  # between a server that is whole again and the next blow
-WHOLE_WITHIN_S = 300.0
+# Between a server that is healthy again and the next fault.
+MIN_WAIT_S, MAX_WAIT_S = 0.3, 2.0
+HEALTHY_WITHIN_S = 300.0
 REQUEST_S = 600.0
 
-Strike = Callable[[random.Random], Awaitable[Blow | None]]
+FaultInjector = Callable[[random.Random], Awaitable[Fault | None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    blows: tuple[Blow, ...]
-    tally: Tally
-    pauses: tuple[float, ...]  # of each stream at each blow
-    usual: tuple[float, ...]
-    seconds: float
-    first_wrong: str | None = None
+def process_faults(roles: Sequence[str], *, stop_share: float) -> FaultInjector:
+    """Return an injector that kills a process of a random one of the roles.
+
+    A share of the workers is stopped instead.
+    """
+
+    async def inject(rng: random.Random) -> Fault | None:
+        role = rng.choice(list(roles))
+        stops = role in ("draft", "target") and rng.random() < stop_share
+        return inject_fault(role, STOPPED if stops else KILLED, rng)
+
+    return inject
 
 
-def processes_of(roles: Sequence[str], *, stopping: float) -> Strike:
-    """A process of a random one of these roles; a share of them is stopped instead of killed."""
-
-    async def strike_one(chance: random.Random) -> Blow | None:
-        role = chance.choice(list(roles))
-        stops = role in ("draft", "target") and chance.random() < stopping
-        return strike(role, STOPPED if stops else KILLED, chance)
-
-    return strike_one
+def _first_failure(requests: Sequence[ChaosRequest], references: Mapping[int, str]) -> str | None:
+    for request in requests:
+        result = check_text(request, references[request.prompt_id])
+        if result != "complete":
+            stream = request.stream
+            cause = request.connection_error or stream.error or stream.body[:200]
+            return f"{result}: {cause!r}"
+    return None
 
 
 @dataclass(slots=True)
-class Siege:
-    """Half of the questions are greedy, the others seeded at temperature 1: both have one right text, whatever happens."""
+class ChaosRun:
+    """Clients that repeat one request each, under faults.
 
-    address: Address
+    Half of the requests are greedy, the others seeded at temperature 1. Both have exactly one
+    right text, whatever fails.
+    """
+
+    address: ServerAddress
     model: str
     num_clients: int
     max_tokens: int
-    seconds: float = math.inf  # after which nothing more is struck
-    _over: bool = False
+    seconds: float = math.inf  # after which no more faults are injected
+    _ended: bool = False
 
     async def run(
-        self, strike: Strike, *, num_blows: int, seed: int, say: Callable[[str], None]
-    ) -> Outcome:
-        texts = {question: await self._text(question) for question in range(self.num_clients)}
-        self._over, asked, begun = False, list[Asked](), time.monotonic()
+        self, inject: FaultInjector, *, num_faults: int, seed: int, say: Callable[[str], None]
+    ) -> ChaosOutcome:
+        """Record each client's reference text, inject the faults under load, and check all texts.
+
+        Raises SpecserveError if a request fails without a fault, or the server does not recover.
+        """
+        references = {prompt_id: await self._reference(prompt_id) for prompt_id in self._prompt_ids}
+        self._ended, requests, started = False, list[ChaosRequest](), time.monotonic()
         clients = [
-            asyncio.create_task(self._client(question, asked))
-            for question in range(self.num_clients)
+            asyncio.create_task(self._client(prompt_id, requests)) for prompt_id in self._prompt_ids
         ]
-        blows = await self._blows(strike, num_blows, random.Random(seed), say)
+        faults = await self._inject_all(inject, num_faults, random.Random(seed), say)
         await asyncio.sleep(1.0)
-        self._over = True
+        self._ended = True
         await asyncio.gather(*clients)
-        wrong = next(
-            (one for one in asked if verdict(one, texts[one.question]) != "complete"), None
-        )
-        return Outcome(
-            tuple(blows),
-            Tally.of(asked, texts),
-            tuple(pause for blow in blows for pause in pauses(blow, asked)),
-            tuple(usual_pause(asked)),
-            time.monotonic() - begun,
-            None
-            if wrong is None
-            else f"{verdict(wrong, texts[wrong.question])}: {wrong.trouble or wrong.stream.error or wrong.stream.body[:200]!r}",
+        return ChaosOutcome(
+            tuple(faults),
+            CheckCounts.from_requests(requests, references),
+            tuple(pause for fault in faults for pause in pauses_at(fault, requests)),
+            tuple(all_gaps(requests)),
+            time.monotonic() - started,
+            _first_failure(requests, references),
         )
 
-    async def _blows(
-        self, strike: Strike, num_blows: int, chance: random.Random, say: Callable[[str], None]
-    ) -> list[Blow]:
-        blows: list[Blow] = []
-        begun = time.monotonic()
-        while len(blows) < num_blows and time.monotonic() - begun < self.seconds:
-            await self._whole()
-            await asyncio.sleep(chance.uniform(LEAST_REST_S, MOST_REST_S))
-            if (blow := await strike(chance)) is not None:
-                blows.append(blow)
-                say(f"{len(blows)}/{num_blows} {blow.role} {blow.how}")
+    @property
+    def _prompt_ids(self) -> range:
+        return range(self.num_clients)
+
+    async def _inject_all(
+        self, inject: FaultInjector, num_faults: int, rng: random.Random, say: Callable[[str], None]
+    ) -> list[Fault]:
+        faults: list[Fault] = []
+        started = time.monotonic()
+        while len(faults) < num_faults and time.monotonic() - started < self.seconds:
+            await self._wait_until_healthy()
+            await asyncio.sleep(rng.uniform(MIN_WAIT_S, MAX_WAIT_S))
+            if (fault := await inject(rng)) is not None:
+                faults.append(fault)
+                say(f"{len(faults)}/{num_faults} {fault.role} {fault.kind}")
                 await asyncio.sleep(0.2)
-        await self._whole()
-        return blows
+        await self._wait_until_healthy()
+        return faults
 
-    async def _whole(self) -> None:
-        """Waits until the server says that its workers make progress."""
-        begun = time.monotonic()
+    async def _wait_until_healthy(self) -> None:
+        """Wait until /health says that the workers make progress."""
+        started = time.monotonic()
         while not await self._is_healthy():
-            if time.monotonic() - begun > WHOLE_WITHIN_S:
+            if time.monotonic() - started > HEALTHY_WITHIN_S:
                 raise SpecserveError(
-                    f"the server was not healthy again within {WHOLE_WITHIN_S:g} s"
+                    f"the server was not healthy again within {HEALTHY_WITHIN_S:g} s"
                 )
             await asyncio.sleep(0.1)
 
@@ -114,31 +134,35 @@ class Siege:
         except (OSError, EOFError, ValueError, TimeoutError):
             return False
 
-    async def _client(self, question: int, asked: list[Asked]) -> None:
-        while not self._over:
-            asked.append(await self._ask(question))
+    async def _client(self, prompt_id: int, requests: list[ChaosRequest]) -> None:
+        while not self._ended:
+            requests.append(await self._send(prompt_id))
 
-    async def _text(self, question: int) -> str:
-        one = await self._ask(question)
-        text = "".join(one.stream.texts)
-        if verdict(one, text) != "complete":
+    async def _reference(self, prompt_id: int) -> str:
+        """Return the text of a request before any fault."""
+        request = await self._send(prompt_id)
+        text = "".join(request.stream.texts)
+        if check_text(request, text) != "complete":
             raise SpecserveError(
-                f"a request fails before anything was struck: {one.trouble or one.stream.error}"
+                "a request fails before any fault was injected: "
+                f"{request.connection_error or request.stream.error}"
             )
         return text
 
-    async def _ask(self, question: int) -> Asked:
+    async def _send(self, prompt_id: int) -> ChaosRequest:
         stream = Stream()
         try:
             async with asyncio.timeout(REQUEST_S):
                 await self.address.post(
-                    "/v1/completions", {"model": self.model, **self._body(question)}, into=stream
+                    "/v1/completions", {"model": self.model, **self._body(prompt_id)}, into=stream
                 )
         except (OSError, EOFError, ValueError, TimeoutError) as error:
-            return Asked(question, stream, f"{type(error).__name__}: {error}")
-        return Asked(question, stream)
+            return ChaosRequest(prompt_id, stream, f"{type(error).__name__}: {error}")
+        return ChaosRequest(prompt_id, stream)
 
-    def _body(self, question: int) -> dict[str, object]:
-        prompt = f"# {question}\n{CODE[question % len(CODE)]}"
-        manner = {"temperature": 0} if question % 2 == 0 else {"temperature": 1, "seed": question}
-        return {"prompt": prompt, "max_tokens": self.max_tokens, "ignore_eos": True, **manner}
+    def _body(self, prompt_id: int) -> dict[str, object]:
+        prompt = f"# {prompt_id}\n{CODE_PROMPTS[prompt_id % len(CODE_PROMPTS)]}"
+        sampling = (
+            {"temperature": 0} if prompt_id % 2 == 0 else {"temperature": 1, "seed": prompt_id}
+        )
+        return {"prompt": prompt, "max_tokens": self.max_tokens, "ignore_eos": True, **sampling}
