@@ -1,6 +1,6 @@
-"""One stream under a JSON schema, with drafts and without: target and draft on a core each, the demo target widened.
+"""One stream under a JSON schema, with and without draft tokens.
 
-`python -m benchmarks.constrained`
+`python -m benchmarks.constrained`. Target and draft have a core each; the demo target is widened.
 """
 
 from __future__ import annotations
@@ -14,9 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.pipeline import GAMMA, KINDS, TOKENS, Rigs, in_turns, opened, requests, widened
-from benchmarks.rig import run
-from specserve.cluster.ray_session import own_ray
+from benchmarks.pipeline import (
+    GAMMA,
+    SAMPLINGS,
+    TOKENS,
+    RigPair,
+    make_requests,
+    measure_in_turns,
+    open_rigs,
+    widen_demo_target,
+)
+from benchmarks.rig import run_with_uvloop
+from specserve.cluster.ray_session import local_ray
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.tools.bench.report import machine
@@ -64,40 +73,47 @@ HEAD = (
 
 
 async def measure(wide: Path, *, gamma: int, turns: int) -> list[str]:
-    """A B A B: each turn another prompt, by every way. Texts end where the schema lets them."""
+    """Return a table of the samplings, measured in turns (A B A B) with a prompt for each turn.
+
+    Texts end where the schema lets them.
+    """
     lines = [_row(HEAD), _row(["---"] * len(HEAD))]
-    async with opened(wide, DEMO / "draft", held_out_prompts(count=32, length=TOKENS)) as rigs:
-        for name in KINDS:
+    async with open_rigs(wide, DEMO / "draft", held_out_prompts(count=32, length=TOKENS)) as rigs:
+        for name in SAMPLINGS:
             lines.append(_row([name, *await _cells(rigs, name, gamma=gamma, turns=turns)]))
     return lines
 
 
-async def _cells(rigs: Rigs, name: str, *, gamma: int, turns: int) -> list[str]:
-    warp, verifier = KINDS[name]
+async def _cells(rigs: RigPair, name: str, *, gamma: int, turns: int) -> list[str]:
+    warp, verifier = SAMPLINGS[name]
     grammar = Grammar("json_schema", json.dumps(RECORD))
-    asked = [
-        replace(one, grammar=grammar, ignore_eos=False, max_tokens=2 * TOKENS)
-        for one in requests(rigs.prompts, warp, verifier)
+    constrained = [
+        replace(request, grammar=grammar, ignore_eos=False, max_tokens=2 * TOKENS)
+        for request in make_requests(rigs.prompts, warp, verifier)
     ]
-    found = await in_turns(
-        {"ahead": (rigs.ahead, gamma), "auto": (rigs.ahead, None), "plain": (rigs.ahead, 0)},
-        asked,
+    figures = await measure_in_turns(
+        {
+            "fixed": (rigs.anticipating, gamma),
+            "auto": (rigs.anticipating, None),
+            "plain": (rigs.anticipating, 0),
+        },
+        constrained,
         turns=turns,
     )
-    ahead, auto, plain = found["ahead"], found["auto"], found["plain"]
+    fixed, auto, plain = figures["fixed"], figures["auto"], figures["plain"]
     cells = [
-        ahead.spread,
+        fixed.spread,
         auto.spread,
         plain.spread,
-        f"{ahead.against(plain):.2f} x",
-        f"{auto.against(plain):.2f} x",
+        f"{fixed.ratio_to(plain):.2f} x",
+        f"{auto.ratio_to(plain):.2f} x",
     ]
     return [
         *cells,
-        f"{ahead.committed:.2f}",
-        f"{ahead.hit_rate:.2f}",
-        f"{1e3 * mean(ahead.verify):.2f}",
-        f"{1e3 * mean(plain.verify):.2f}",
+        f"{fixed.committed_per_round:.2f}",
+        f"{fixed.hit_rate:.2f}",
+        f"{1e3 * mean(fixed.verify_seconds):.2f}",
+        f"{1e3 * mean(plain.verify_seconds):.2f}",
     ]
 
 
@@ -114,10 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gamma", type=int, default=GAMMA)
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    with tempfile.TemporaryDirectory() as scratch, own_ray(num_cpus=16):
-        lines = run(
+    with tempfile.TemporaryDirectory() as scratch, local_ray(num_cpus=16):
+        lines = run_with_uvloop(
             measure(
-                widened(options.params, Path(scratch) / "wide"),
+                widen_demo_target(options.params, Path(scratch) / "wide"),
                 gamma=options.gamma,
                 turns=options.turns,
             )

@@ -1,4 +1,7 @@
-"""The coordinator's own work with workers that cost nothing: `python -m benchmarks.coordinator_overhead`. Microseconds a committed token."""
+"""The coordinator's own work, with workers that cost nothing. Knows no models and no network.
+
+`python -m benchmarks.coordinator_overhead` prints microseconds per committed token.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from specserve.config.tree import LimitsConfig, SpeculationConfig
 from specserve.engine import Coordinator
-from specserve.engine.trace import Journal
+from specserve.engine.trace import TraceJournal
 from specserve.metrics import Registry
 from specserve.types import (
     Chunk,
@@ -23,59 +27,71 @@ from specserve.types import (
     Warp,
 )
 
-GAMMA, PROMPT, SIZES = 5, 200, (64, 256, 1024, 4096)
+GAMMA = 5
+PROMPT = 200
+SIZES = (64, 256, 1024, 4096)
 
 
-class Target:
-    """Accepts 0 to 5 drafts in turn. Its own seconds are counted, and taken off."""
+class InstantTarget:
+    """A target that accepts 0 to 5 draft tokens in turn.
+
+    It counts its own seconds, which are subtracted from the round.
+    """
 
     def __init__(self) -> None:
         self.seconds, self.calls = 0.0, 0
 
     async def verify(self, steps: Sequence[VerifyStep]) -> list[Verdict]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self.calls += 1
         verdicts = [
             Verdict(step.seq_id, (step.seq_id + self.calls) % (len(step.drafts) + 1), 7, None)
             for step in steps
-            if step.decide
+            if step.needs_verdict
         ]
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.perf_counter() - start
         return verdicts
 
     async def release(self, seq_ids: Sequence[int]) -> None: ...
 
 
-class Drafter:
-    """Holds all that it is given, and always says the same."""
+class InstantDrafter:
+    """A drafter that caches all tokens and always proposes the same ones."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     async def propose(self, steps: Sequence[DraftStep], deadline: float) -> list[Proposal]:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         proposals = [_proposal(step) for step in steps]
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.perf_counter() - start
         return proposals
 
     async def release(self, seq_ids: Sequence[int]) -> None: ...
 
 
 def _proposal(step: DraftStep) -> Proposal:
-    stop = step.start + len(step.tokens)
+    stop = step.stop
     return Proposal(step.seq_id, stop, (3,) * step.gamma, None, stop + max(step.gamma - 1, 0), True)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RoundOverhead:
+    """Time of the coordinator itself, with `running` sequences."""
+
     running: int
-    micros: float  # a committed token
-    per_round: float  # milliseconds
+    us_per_token: float  # committed
+    ms_per_round: float
 
 
-def measure(running: int, *, gamma: int | None, rounds: int) -> Work:
-    """Rounds of decoding alone, all sequences running; the journal included, as an engine has it."""
-    target, drafter, journal, committed = Target(), Drafter(), Journal(Registry()), [0]
+def measure(running: int, *, gamma: int | None, rounds: int) -> RoundOverhead:
+    """Measure decoding rounds in which all sequences run, with the journal of a real engine."""
+    target, drafter, journal, committed = (
+        InstantTarget(),
+        InstantDrafter(),
+        TraceJournal(Registry()),
+        [0],
+    )
 
     def emit(chunks: Sequence[Chunk]) -> None:
         committed[0] += sum(len(chunk.tokens) for chunk in chunks)
@@ -87,40 +103,41 @@ def measure(running: int, *, gamma: int | None, rounds: int) -> Work:
         target,
         drafter,
         info=info,
+        limits=LimitsConfig(max_running=running, max_queued=running),
+        speculation=SpeculationConfig(gamma=gamma),
         emit=emit,
-        gamma=gamma,
-        report=journal.record,
-        max_running=running,
-        max_queued=running,
+        report=journal.record_round,
         max_batch_tokens=running * 2 * PROMPT,
     )
     for i in range(running):
         coordinator.submit(Request((i % 90,) * PROMPT, 10**5, Warp(temperature=0.0), seed=i))
 
-    async def go() -> list[tuple[float, int]]:
+    async def run_rounds() -> list[tuple[float, int]]:
         for _ in range(8):
             await coordinator.round()
-        found = []
+        measured = []
         for _ in range(rounds):
-            before, busy, begun = (
+            committed_before, busy_before, start = (
                 committed[0],
                 target.seconds + drafter.seconds,
                 time.perf_counter(),
             )
             await coordinator.round()
-            spent = time.perf_counter() - begun - (target.seconds + drafter.seconds - busy)
-            found.append((spent, committed[0] - before))
-        return found
+            busy = target.seconds + drafter.seconds - busy_before
+            spent = time.perf_counter() - start - busy
+            measured.append((spent, committed[0] - committed_before))
+        return measured
 
-    found = asyncio.run(go())
-    return Work(
+    measured = asyncio.run(run_rounds())
+    return RoundOverhead(
         running,
-        median(spent / tokens for spent, tokens in found) * 1e6,
-        median(spent for spent, _ in found) * 1e3,
+        median(spent / tokens for spent, tokens in measured) * 1e6,
+        median(spent for spent, _ in measured) * 1e3,
     )
 
 
 def report() -> list[str]:
+    """Return the lines of a table."""
     lines = [
         "| running | us a token, gamma 5 | ms a round | us a token, gamma auto | ms a round |",
         "|---|---|---|---|---|",
@@ -131,7 +148,8 @@ def report() -> list[str]:
             for gamma in (GAMMA, None)
         )
         lines.append(
-            f"| {running} | {fixed.micros:.1f} | {fixed.per_round:.2f} | {auto.micros:.1f} | {auto.per_round:.2f} |"
+            f"| {running} | {fixed.us_per_token:.1f} | {fixed.ms_per_round:.2f} "
+            f"| {auto.us_per_token:.1f} | {auto.ms_per_round:.2f} |"
         )
     return lines
 

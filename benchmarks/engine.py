@@ -1,6 +1,7 @@
-"""The engine in one process against transformers, on the widened demo target: `python -m benchmarks.engine`.
+"""The engine in one process beside transformers, on the widened demo target.
 
-Everything is measured in one run, in turns (A B A B), and reported as medians with their spread.
+`python -m benchmarks.engine` measures everything in one run, in turns (A B A B), and reports
+medians with their spread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.meters import Floor, against_floor, metered, shares
+from benchmarks.meters import (
+    MemoryFloor,
+    attach_meter,
+    measure_memory_floor,
+    models_of,
+    time_shares,
+)
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.llm import LLM
@@ -29,32 +36,35 @@ from specserve.theory import tokens_per_round
 from specserve.tools.inflate import inflate
 from specserve.types import DraftStep, Policy, VerifyStep, Warp
 
-GAMMA, TOKENS, WIDE = 7, 128, 16
+GAMMA = 7
+TOKENS = 128
+BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Output tokens a second of one closed loop, in every turn."""
+class ThroughputSample:
+    """Output tokens per second of one closed loop, in every turn."""
 
     name: str
     rates: tuple[float, ...]
 
     @property
-    def middle(self) -> float:
+    def median_rate(self) -> float:
         return median(self.rates)
 
-    def against(self, other: Sample) -> float:
-        """The ratio, turn by turn."""
+    def ratio_to(self, other: ThroughputSample) -> float:
+        """Return the median of the ratios of each turn."""
         return median(mine / theirs for mine, theirs in zip(self.rates, other.rates, strict=True))
 
     def __str__(self) -> str:
         return (
-            f"| {self.name} | {self.middle:.1f} | {min(self.rates):.1f} to {max(self.rates):.1f} |"
+            f"| {self.name} | {self.median_rate:.1f} "
+            f"| {min(self.rates):.1f} to {max(self.rates):.1f} |"
         )
 
 
-class Peer:
-    """transformers' own generate(), plain or assisted."""
+class TransformersEngine:
+    """The `generate` of transformers, plain or assisted by a draft model."""
 
     def __init__(self, target: Path, draft: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -70,9 +80,10 @@ class Peer:
         self.draft.generation_config.num_assistant_tokens_schedule = "constant"
         self.draft.generation_config.assistant_confidence_threshold = 0.0
 
-    def tokens(self, prompt: Sequence[int], *, assisted: bool) -> int:
+    def generate(self, prompt: Sequence[int], *, assisted: bool) -> int:
+        """Continue the prompt and return the number of output tokens."""
         ids = torch.tensor([list(prompt)])
-        more: dict[str, Any] = {"assistant_model": self.draft} if assisted else {}
+        assistant: dict[str, Any] = {"assistant_model": self.draft} if assisted else {}
         out = self.target.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -80,13 +91,13 @@ class Peer:
             min_new_tokens=TOKENS,
             do_sample=False,
             pad_token_id=0,
-            **more,
+            **assistant,
         )
         return int(out.shape[1] - len(prompt))
 
 
-class Ours:
-    """One engine at a fixed gamma, with a meter on it."""
+class MeteredEngine:
+    """One LLM at a fixed gamma, with a meter attached."""
 
     def __init__(self, target: Path, draft: Path, *, gamma: int, threads: int) -> None:
         keys: dict[str, object] = {
@@ -96,17 +107,23 @@ class Ours:
             "draft.threads": 1,
         }
         self.llm = LLM(target, draft, **keys)
-        self.meter = metered(self.llm)
+        self.meter = attach_meter(self.llm)
 
-    def tokens(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = TOKENS) -> int:
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = TOKENS) -> int:
+        """Continue the prompts together and return the number of output tokens."""
         outputs = self.llm.generate(
             list(prompts), Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         )
         return sum(len(output.token_ids) for output in outputs)
 
 
-def in_turns(runs: dict[str, Callable[[int], int]], *, turns: int) -> dict[str, Sample]:
-    """Each of the runs once a turn, after one that does not count; a run is given the turn's number."""
+def run_in_turns(
+    runs: dict[str, Callable[[int], int]], *, turns: int
+) -> dict[str, ThroughputSample]:
+    """Measure each run once a turn, after a warm-up turn that is not counted.
+
+    A run gets the number of the turn and returns the number of its output tokens.
+    """
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(-1, turns):
         for name, run in runs.items():
@@ -114,118 +131,126 @@ def in_turns(runs: dict[str, Callable[[int], int]], *, turns: int) -> dict[str, 
             tokens = run(max(turn, 0))
             if turn >= 0:
                 rates[name].append(tokens / (time.perf_counter() - start))
-    return {name: Sample(name, tuple(values)) for name, values in rates.items()}
+    return {name: ThroughputSample(name, tuple(values)) for name, values in rates.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """Where the time of lockstep rounds goes, and what Theorem 3.8 says of the same alpha, gamma and passes."""
+class LockstepRound:
+    """Times and rates of lockstep rounds.
+
+    Theorem 3.8 predicts `predicted_rate` for the same alpha, gamma and passes.
+    """
 
     alpha: float
     draft_pass: float
     verify_pass: float
-    measured: float  # tokens a second while decoding
-    predicted: float
+    measured_rate: float  # tokens per second while decoding
+    predicted_rate: float
     host_share: float
 
 
-def lockstep(ours: Ours, prompts: Sequence[Sequence[int]]) -> Round:
-    """Batch 1, one prompt after the other; the reading of the prompts is taken out of the time."""
-    ours.meter.reset()
-    tokens, seconds, reading = 0, 0.0, 0.0
+def measure_lockstep(engine: MeteredEngine, prompts: Sequence[Sequence[int]]) -> LockstepRound:
+    """Measure batch 1, one prompt after the other, without the time of the prefill."""
+    engine.meter.reset()
+    tokens, seconds, prefill = 0, 0.0, 0.0
     for prompt in prompts:
         start = time.perf_counter()
-        ours.tokens([prompt], max_tokens=1)
+        engine.generate([prompt], max_tokens=1)
         middle = time.perf_counter()
-        tokens += ours.tokens([prompt]) - 1
-        reading += middle - start
+        tokens += engine.generate([prompt]) - 1
+        prefill += middle - start
         seconds += time.perf_counter() - middle
-    meter = ours.meter
-    draft, verify = meter.draft.typical(1), meter.target.typical(GAMMA + 1)
+    meter = engine.meter
+    draft, verify = meter.draft.median_seconds(1), meter.target.median_seconds(GAMMA + 1)
     expected = tokens_per_round(meter.alpha, GAMMA)
     forward = meter.target.total + meter.draft.total
-    return Round(
+    return LockstepRound(
         alpha=meter.alpha,
         draft_pass=draft,
         verify_pass=verify,
-        measured=tokens / (seconds - reading),
-        predicted=expected / (GAMMA * draft + verify),
-        host_share=1 - forward / (seconds + reading),
+        measured_rate=tokens / (seconds - prefill),
+        predicted_rate=expected / (GAMMA * draft + verify),
+        host_share=1 - forward / (seconds + prefill),
     )
 
 
-def decoding(ours: Ours, prompts: Sequence[Sequence[int]]) -> float:
-    """Output tokens a second of decoding together, the reading of the prompts taken out."""
+def decode_rate(engine: MeteredEngine, prompts: Sequence[Sequence[int]]) -> float:
+    """Return the output tokens per second of decoding together, without the prefill."""
     start = time.perf_counter()
-    first = ours.tokens(prompts, max_tokens=1)
+    first = engine.generate(prompts, max_tokens=1)
     middle = time.perf_counter()
-    tokens = ours.tokens(prompts) - first
+    tokens = engine.generate(prompts) - first
     return tokens / (time.perf_counter() - middle - (middle - start))
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """Seconds of one step for one sequence on one thread, all that the worker does for it included."""
+class StepTimes:
+    """Seconds of one step of one sequence on one thread, with all of the worker's work for it."""
 
     draft: float
     target: float
 
 
-def demo_steps(prompt: Sequence[int], *, times: int = 200) -> Steps:
-    """Of the demo pair as it ships, in turns."""
+def time_demo_steps(prompt: Sequence[int], *, times: int = 200) -> StepTimes:
+    """Measure the demo pair as it ships, draft and target in turns."""
     keys: dict[str, object] = {"speculation.gamma": 0}
     with LLM(None, None, **keys) as llm:
-        coordinator: Any = llm._coordinator
-        drafter, target = coordinator.drafter._model, coordinator.target._model
+        target, drafter = models_of(llm)
+        assert drafter is not None
         torch.set_num_threads(1)
         policy = Policy(Warp(temperature=0.0), "block", 0, len(prompt))
-        prompt, newest = tuple(prompt), tuple(prompt[:1])
+        prompt = tuple(prompt)
         drafter.propose([DraftStep(0, 0, prompt, 0, policy)], math.inf)
         target.verify([VerifyStep(0, 0, prompt, (), None, policy)])
         seconds: dict[str, list[float]] = {"draft": [], "target": []}
-        for _ in range(times):
+        for turn in range(times):
+            newest = (turn,)  # another token each time, or the drafter returns the last proposal
             start = time.perf_counter()
             drafter.propose([DraftStep(0, len(prompt), newest, GAMMA, policy)], math.inf)
             middle = time.perf_counter()
             target.verify([VerifyStep(0, len(prompt), newest, (), None, policy)])
             seconds["draft"].append((middle - start) / GAMMA)
             seconds["target"].append(time.perf_counter() - middle)
-    return Steps(median(seconds["draft"]), median(seconds["target"]))
+    return StepTimes(median(seconds["draft"]), median(seconds["target"]))
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """All that one run has measured."""
+class EngineFigures:
+    """All figures of one run."""
 
-    samples: dict[str, Sample]
-    floor: Floor
-    wider: float  # how much faster a wide batch decodes than a single sequence
-    round: Round
-    steps: Steps
+    samples: dict[str, ThroughputSample]
+    floor: MemoryFloor
+    batch_speedup: float  # decoding BATCH sequences over decoding one, in tokens per second
+    round: LockstepRound
+    steps: StepTimes
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(figure, value, goal)"""
-        ours, theirs, fast, assisted, wide = self.samples.values()
+        """Return each figure with its value and its goal."""
+        plain, peer, drafting, assisted, batched = self.samples.values()
         floor, round_, steps = self.floor, self.round, self.steps
         step, read = (f"{median(seconds) * 1e3:.2f} ms" for seconds in (floor.steps, floor.reads))
         passes = f"{round_.draft_pass * 1e3:.2f} ms, {round_.verify_pass * 1e3:.2f} ms"
         return [
-            ("plain against transformers, batch 1", f"{ours.against(theirs):.2f}", "2"),
+            ("plain against transformers, batch 1", f"{plain.ratio_to(peer):.2f}", "2"),
             (
                 f"plain step ({step}) / reading the weights ({read})",
                 f"{floor.ratio:.2f}",
                 "at most 1.3",
             ),
             (
-                f"batch {WIDE} against batch 1, decoding (in brackets: prompts included)",
-                f"{self.wider:.2f} ({wide.against(ours):.2f})",
+                f"batch {BATCH} against batch 1, decoding (in brackets: prompts included)",
+                f"{self.batch_speedup:.2f} ({batched.ratio_to(plain):.2f})",
                 "6",
             ),
-            (f"gamma {GAMMA} against transformers assisted", f"{fast.against(assisted):.2f}", "2"),
-            (f"gamma {GAMMA} against plain", f"{fast.against(ours):.2f}", ""),
             (
-                f"lockstep ({round_.measured:.0f} tokens/s) against Theorem 3.8",
-                f"{round_.measured / round_.predicted:.3f}",
+                f"gamma {GAMMA} against transformers assisted",
+                f"{drafting.ratio_to(assisted):.2f}",
+                "2",
+            ),
+            (f"gamma {GAMMA} against plain", f"{drafting.ratio_to(plain):.2f}", ""),
+            (
+                f"lockstep ({round_.measured_rate:.0f} tokens/s) against Theorem 3.8",
+                f"{round_.measured_rate / round_.predicted_rate:.3f}",
                 "0.9",
             ),
             (
@@ -247,40 +272,55 @@ class Figures:
         ]
 
 
-def measured(plain: Ours, guessing: Ours, peer: Peer, *, turns: int, weights: int) -> Figures:
-    prompts = held_out_prompts(count=WIDE, length=TOKENS)
-    samples = in_turns(
+def measure(
+    plain: MeteredEngine,
+    drafting: MeteredEngine,
+    peer: TransformersEngine,
+    *,
+    turns: int,
+    weights: int,
+) -> EngineFigures:
+    prompts = held_out_prompts(count=BATCH, length=TOKENS)
+    samples = run_in_turns(
         {
-            "specserve, plain, batch 1": lambda turn: plain.tokens([prompts[turn]]),
-            "transformers, plain, batch 1": lambda turn: peer.tokens(prompts[turn], assisted=False),
-            f"specserve, gamma {GAMMA}, batch 1": lambda turn: guessing.tokens([prompts[turn]]),
-            f"transformers, assisted by {GAMMA}, batch 1": lambda turn: peer.tokens(
+            "specserve, plain, batch 1": lambda turn: plain.generate([prompts[turn]]),
+            "transformers, plain, batch 1": lambda turn: peer.generate(
+                prompts[turn], assisted=False
+            ),
+            f"specserve, gamma {GAMMA}, batch 1": lambda turn: drafting.generate([prompts[turn]]),
+            f"transformers, assisted by {GAMMA}, batch 1": lambda turn: peer.generate(
                 prompts[turn], assisted=True
             ),
-            f"specserve, plain, batch {WIDE}": lambda _: plain.tokens(prompts),
+            f"specserve, plain, batch {BATCH}": lambda _: plain.generate(prompts),
         },
         turns=turns,
     )
-    return Figures(
+    return EngineFigures(
         samples,
-        against_floor(
+        measure_memory_floor(
             plain.llm,
-            lambda: [plain.tokens([prompt]) for prompt in prompts[:turns]],
+            lambda: [plain.generate([prompt]) for prompt in prompts[:turns]],
             num_bytes=weights,
         ),
         median(
-            decoding(plain, prompts) / decoding(plain, [prompts[turn]]) for turn in range(turns)
+            decode_rate(plain, prompts) / decode_rate(plain, [prompts[turn]])
+            for turn in range(turns)
         ),
-        lockstep(guessing, prompts[:turns]),
-        demo_steps(prompts[0]),
+        measure_lockstep(drafting, prompts[:turns]),
+        time_demo_steps(prompts[0]),
     )
 
 
 def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
+    """Measure everything and return the tables."""
     torch.set_num_threads(threads)
-    plain, guessing = (Ours(target, draft, gamma=gamma, threads=threads) for gamma in (0, GAMMA))
+    plain, drafting = (
+        MeteredEngine(target, draft, gamma=gamma, threads=threads) for gamma in (0, GAMMA)
+    )
     weights = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    figures = measured(plain, guessing, Peer(target, draft), turns=turns, weights=weights)
+    figures = measure(
+        plain, drafting, TransformersEngine(target, draft), turns=turns, weights=weights
+    )
     rows = [
         "| output tokens a second | median | spread |",
         "|---|---|---|",
@@ -293,13 +333,14 @@ def report(target: Path, draft: Path, *, turns: int, threads: int) -> str:
         *(f"| {name} | {value} | {goal} |" for name, value, goal in figures.rows()),
     ]
     prompts = held_out_prompts(count=1, length=TOKENS)
-    spent = shares(lambda: guessing.tokens(prompts))
+    shares = time_shares(lambda: drafting.generate(prompts))
     rows += [
         "",
-        f"| where the time of gamma {GAMMA} goes (torch.profiler, which slows Python down) | share |",
+        f"| where the time of gamma {GAMMA} goes (torch.profiler, which slows Python down) | share "
+        "|",
         "|---|---|",
     ]
-    rows += [f"| {kind} | {share:.1%} |" for kind, share in spent.items()]
+    rows += [f"| {kind} | {share:.1%} |" for kind, share in shares.items()]
     return "\n".join(rows)
 
 
@@ -319,7 +360,10 @@ def main() -> None:
     machine = (
         f"{date.today()}, {platform.machine()}, {args.threads} threads, torch {torch.__version__}"
     )
-    work = f"demo target widened to {params / 1e6:.0f}M, bf16, greedy, {TOKENS} tokens in and out, {args.turns} turns"
+    work = (
+        f"demo target widened to {params / 1e6:.0f}M, bf16, greedy, {TOKENS} tokens in and out, "
+        f"{args.turns} turns"
+    )
     text = f"{machine}; {work}.\n\n{table}\n"
     print(text)
     if args.out:

@@ -1,4 +1,7 @@
-"""The link to a worker: round trips between two processes, and what packing and unpacking takes: `python -m benchmarks.link`."""
+"""The link to a worker: round trips between two processes, and times of packing and unpacking.
+
+`python -m benchmarks.link`; knows no models.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from statistics import quantiles
 import numpy as np
 import zmq
 
-from specserve.cluster.transport.link import Client, Keys, Server
+from specserve.cluster.transport.link import Client, KeyPair, Server
 from specserve.types import (
     Chunk,
     DraftStep,
     Origin,
     Policy,
     Proposal,
-    SparseRows,
+    SparseDistribution,
     Verdict,
     VerifyStep,
     Warp,
@@ -46,20 +49,21 @@ from specserve.wire.messages import (
 
 HOST = "127.0.0.1"
 WARM_UP = 200
-DRAFTS, SUPPORT = 5, 64
+NUM_DRAFTS = 5
+SUPPORT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Of some seconds, in milliseconds."""
+class LatencyQuantiles:
+    """Median and 99th percentile of measured times, in milliseconds."""
 
     p50: float
     p99: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
-        cuts = quantiles(seconds, n=100)
-        return cls(cuts[49] * 1e3, cuts[98] * 1e3)
+    def from_seconds(cls, seconds: Sequence[float]) -> LatencyQuantiles:
+        percentiles = quantiles(seconds, n=100)
+        return cls(percentiles[49] * 1e3, percentiles[98] * 1e3)
 
     def __str__(self) -> str:
         return f"{self.p50:.3f} | {self.p99:.3f}"
@@ -68,13 +72,13 @@ class Spread:
 def proposals(num_sequences: int) -> Proposals:
     rng = np.random.default_rng(0)
     rows = [
-        SparseRows(
-            rng.integers(0, 2**17, (DRAFTS, SUPPORT)),
-            rng.random((DRAFTS, SUPPORT), dtype=np.float32),
+        SparseDistribution(
+            rng.integers(0, 2**17, (NUM_DRAFTS, SUPPORT)),
+            rng.random((NUM_DRAFTS, SUPPORT), dtype=np.float32),
         )
         for _ in range(num_sequences)
     ]
-    tokens = tuple(range(DRAFTS))
+    tokens = tuple(range(NUM_DRAFTS))
     return Proposals(
         0, tuple(Proposal(i, 400, tokens, q, 404) for i, q in enumerate(rows)), 0.001, 100
     )
@@ -82,8 +86,10 @@ def proposals(num_sequences: int) -> Proposals:
 
 def verify(num_sequences: int) -> Verify:
     steps = (
-        VerifyStep(each.seq_id, 399, (7,), each.tokens, each.q, _policy(each.seq_id))
-        for each in proposals(num_sequences).proposals
+        VerifyStep(
+            proposal.seq_id, 399, (7,), proposal.tokens, proposal.q, _policy(proposal.seq_id)
+        )
+        for proposal in proposals(num_sequences).proposals
     )
     return Verify(0, tuple(steps))
 
@@ -92,7 +98,7 @@ def propose(num_sequences: int) -> Propose:
     return Propose(
         0,
         math.inf,
-        tuple(DraftStep(i, 399, (7, 8), DRAFTS, _policy(i)) for i in range(num_sequences)),
+        tuple(DraftStep(i, 399, (7, 8), NUM_DRAFTS, _policy(i)) for i in range(num_sequences)),
     )
 
 
@@ -105,83 +111,90 @@ def chunks(num_sequences: int) -> Chunks:
     return Chunks(tuple(Chunk(i, (1, 2, 3, 4), origins) for i in range(num_sequences)))
 
 
-def of_size(num_bytes: int) -> tuple[Verify, Proposals]:
-    """A question and an answer of about that many bytes each, nearly all of them rows of q, as in a round."""
+def messages_of_size(num_bytes: int) -> tuple[Verify, Proposals]:
+    """Return a request and an answer of about that many bytes each.
+
+    Nearly all of them are rows of q, as in a round.
+    """
     num_rows = max(1, num_bytes // (8 * SUPPORT))
-    q = SparseRows(
+    q = SparseDistribution(
         np.ones((num_rows, SUPPORT), dtype=np.int64), np.ones((num_rows, SUPPORT), dtype=np.float32)
     )
     tokens = tuple(range(num_rows))
-    asked = Verify(0, (VerifyStep(0, 399, (7,), tokens, q, _policy(0)),))
-    return asked, Proposals(0, (Proposal(0, 400, tokens, q, 404),), 0.001, 100)
+    request = Verify(0, (VerifyStep(0, 399, (7,), tokens, q, _policy(0)),))
+    return request, Proposals(0, (Proposal(0, 400, tokens, q, 404),), 0.001, 100)
 
 
-def size(message: Message) -> int:
+def packed_size(message: Message) -> int:
     return sum(len(frame) for frame in pack(message))
 
 
-def answer_all(connection: Connection, admits: bytes, num_bytes: int) -> None:
-    """The worker's process."""
-    server = Server(Keys.fresh(), HOST, admits)
+def serve_calls(connection: Connection, client_key: bytes, num_bytes: int) -> None:
+    """Answer all calls, in the worker's process, until the client sends Stop."""
+    server = Server(KeyPair.generate(), HOST, client_key)
     connection.send(server.address)
-    _, answer = of_size(num_bytes)
+    _, answer = messages_of_size(num_bytes)
     while isinstance(message := server.receive(), Verify):
         server.send(Proposals(message.number, answer.proposals, answer.seconds, answer.pages_used))
     server.close()
 
 
-async def ask(client: Client, num_bytes: int, times: int) -> list[float]:
-    """Seconds of each round trip; then the worker is told to stop."""
-    asked, _ = of_size(num_bytes)
+async def time_calls(client: Client, num_bytes: int, times: int) -> list[float]:
+    """Return the seconds of each round trip, and send Stop to the worker."""
+    request, _ = messages_of_size(num_bytes)
     seconds = []
     for number in range(WARM_UP + times):
-        message = Verify(number, asked.steps)
-        begun = time.perf_counter()
+        message = Verify(number, request.steps)
+        start = time.perf_counter()
         await client.call(message, 10)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     client.post(Stop())
     return seconds[WARM_UP:]
 
 
-def round_trips(
+def measure_round_trips(
     num_bytes: int, *, times: int, loop: Callable[[], asyncio.AbstractEventLoop]
-) -> Spread:
-    """Packing and unpacking on both sides included."""
-    keys = Keys.fresh()
-    ours, theirs = multiprocessing.Pipe()
+) -> LatencyQuantiles:
+    """Measure round trips, with packing and unpacking on both sides."""
+    keys = KeyPair.generate()
+    pipe, worker_pipe = multiprocessing.Pipe()
     worker = multiprocessing.get_context("spawn").Process(
-        target=answer_all, args=(theirs, keys.public, num_bytes)
+        target=serve_calls, args=(worker_pipe, keys.public, num_bytes)
     )
     worker.start()
     with asyncio.Runner(loop_factory=loop) as runner:
-        client = Client(keys, ours.recv())
+        client = Client(keys, pipe.recv())
         try:
-            spread = Spread.of(runner.run(ask(client, num_bytes, times)))
+            latency = LatencyQuantiles.from_seconds(
+                runner.run(time_calls(client, num_bytes, times))
+            )
             worker.join(10)
         finally:
             client.close()
             worker.kill()
-    return spread
+    return latency
 
 
-def packing(message: Message, *, times: int) -> tuple[Spread, Spread]:
+def measure_packing(message: Message, *, times: int) -> tuple[LatencyQuantiles, LatencyQuantiles]:
+    """Measure packing and unpacking of a message."""
     packed = [bytes(frame) for frame in pack(message)]
-    return Spread.of(timed(lambda: pack(message), times=times)), Spread.of(
-        timed(lambda: unpack(packed), times=times)
-    )
+    return LatencyQuantiles.from_seconds(
+        call_times(lambda: pack(message), times=times)
+    ), LatencyQuantiles.from_seconds(call_times(lambda: unpack(packed), times=times))
 
 
-def timed(work: Callable[[], object], *, times: int) -> list[float]:
+def call_times(function: Callable[[], object], *, times: int) -> list[float]:
+    """Return the seconds of each call, after a warm-up."""
     seconds = []
     for _ in range(WARM_UP + times):
-        begun = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begun)
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
     return seconds[WARM_UP:]
 
 
 def loops() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """asyncio's own, and uvloop where it is installed, which Ray Serve prefers."""
+    """Return asyncio's event loop, and uvloop's where it is installed; Ray Serve prefers that."""
     try:
         import uvloop
     except ImportError:
@@ -190,26 +203,27 @@ def loops() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
 
 
 def report(*, times: int) -> str:
+    """Measure everything and return the tables."""
     rows = [
         "| round trip, encrypted, both ways alike | loop | p50 ms | p99 ms |",
         "|---|---|---|---|",
     ]
     for num_bytes in (2_000, 100_000):
         for name, loop in loops().items():
-            rows.append(
-                f"| {num_bytes // 1000} kB | {name} | {round_trips(num_bytes, times=times, loop=loop)} |"
-            )
+            latency = measure_round_trips(num_bytes, times=times, loop=loop)
+            rows.append(f"| {num_bytes // 1000} kB | {name} | {latency} |")
     rows += [
         "",
         "| message | bytes | pack p50 ms | p99 ms | unpack p50 ms | p99 ms |",
         "|---|---|---|---|---|---|",
     ]
-    for make in (propose, proposals, verify, verdicts, chunks):
+    for make_message in (propose, proposals, verify, verdicts, chunks):
         for num_sequences in (1, 32):
-            message = make(num_sequences)
-            packed, unpacked = packing(message, times=times)
+            message = make_message(num_sequences)
+            packed, unpacked = measure_packing(message, times=times)
             rows.append(
-                f"| {type(message).__name__}, {num_sequences} sequences | {size(message):,} | {packed} | {unpacked} |"
+                f"| {type(message).__name__}, {num_sequences} sequences | {packed_size(message):,} "
+                f"| {packed} | {unpacked} |"
             )
     return "\n".join(rows)
 
@@ -222,8 +236,14 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     table = report(times=args.times)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = f"{date.today()}, {platform.machine()}, on {cores} of {os.cpu_count()} cores, ZeroMQ {zmq.zmq_version()}"
-    text = f"{machine}; {args.times} times each, {DRAFTS} drafts a sequence on a support of {SUPPORT}, two processes on one host.\n\n{table}\n"
+    machine = (
+        f"{date.today()}, {platform.machine()}, on {cores} of {os.cpu_count()} cores, ZeroMQ "
+        f"{zmq.zmq_version()}"
+    )
+    text = (
+        f"{machine}; {args.times} times each, {NUM_DRAFTS} drafts a sequence on a support of "
+        f"{SUPPORT}, two processes on one host.\n\n{table}\n"
+    )
     print(text)
     if args.out:
         args.out.write_text(f"# The link to a worker\n\n`python -m benchmarks.link`\n\n{text}")

@@ -1,6 +1,7 @@
-"""Libraries that turn grammars into masks, side by side on a CPU: `python -m benchmarks.masks`. xgrammar takes part where it is installed.
+"""Libraries that turn grammars into masks, side by side on a CPU: `python -m benchmarks.masks`.
 
-Each compiles the schemas of schemas.py and walks through one text of each, drawn evenly from what is allowed.
+Each compiles the schemas of schemas.py and walks through one text of each, drawn evenly from the
+allowed tokens. xgrammar takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -21,9 +23,9 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
-from benchmarks.schemas import made
+from benchmarks.schemas import make_schema
 from specserve.config.tree import DEMO
-from specserve.grammar.validate import limits, source
+from specserve.grammar.validate import library_grammar, parser_limits
 from specserve.models.checkpoints.load import load_tokenizer, read_config
 from specserve.types import Grammar
 
@@ -31,30 +33,37 @@ Bits = NDArray[np.int32]
 
 
 class LLGuidance:
+    """The library that the engine uses."""
+
     name = "llguidance"
 
     def __init__(self, tokenizer: str, vocab: int, end: int) -> None:
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab, eos_token=[end])
 
-    def begun(self, schema: str) -> Any:
+    def new_matcher(self, schema: str) -> Any:
         matcher = LLMatcher(
-            self._tokenizer, source(Grammar("json_schema", schema)), log_level=0, limits=limits()
+            self._tokenizer,
+            library_grammar(Grammar("json_schema", schema)),
+            log_level=0,
+            limits=parser_limits(),
         )
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
 
-    def mask(self, text: Any, bits: Bits) -> None:
-        fill_next_token_bitmask(text, bits)
+    def mask(self, matcher: Any, bits: Bits) -> None:
+        fill_next_token_bitmask(matcher, bits)
 
-    def accept(self, text: Any, token: int) -> bool:
-        return bool(text.consume_token(token))
+    def accept(self, matcher: Any, token: int) -> bool:
+        return bool(matcher.consume_token(token))
 
-    def fork(self, text: Any) -> Any:
-        return text.deep_copy()
+    def fork(self, matcher: Any) -> Any:
+        return matcher.deep_copy()
 
 
 class XGrammar:
+    """The other library, with the same methods."""
+
     name = "xgrammar"
 
     def __init__(self, tokenizer: str, vocab: int, end: int) -> None:
@@ -71,69 +80,78 @@ class XGrammar:
         )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
-    def begun(self, schema: str) -> Any:
+    def new_matcher(self, schema: str) -> Any:
         return self._xgrammar.GrammarMatcher(
             self._compiler.compile_json_schema(schema, strict_mode=False)
         )
 
-    def mask(self, text: Any, bits: Bits) -> None:
+    def mask(self, matcher: Any, bits: Bits) -> None:
         import torch
 
-        text.fill_next_token_bitmask(torch.from_numpy(bits))
+        matcher.fill_next_token_bitmask(torch.from_numpy(bits))
 
-    def accept(self, text: Any, token: int) -> bool:
-        return bool(text.accept_token(token))
+    def accept(self, matcher: Any, token: int) -> bool:
+        return bool(matcher.accept_token(token))
 
-    def fork(self, text: Any) -> Any:
-        return text.fork()
+    def fork(self, matcher: Any) -> Any:
+        return matcher.fork()
 
 
 @dataclass(slots=True)
-class Found:
-    """Seconds, each of one call."""
+class MaskTimes:
+    """Seconds of each call, and the schemas that were refused."""
 
-    compiled: list[float] = field(default_factory=list)
-    masked: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
-    gone_back: list[float] = field(default_factory=list)
-    forked: list[float] = field(default_factory=list)
+    compile_seconds: list[float] = field(default_factory=list)
+    mask_seconds: list[float] = field(default_factory=list)
+    accept_seconds: list[float] = field(default_factory=list)
+    rollback_seconds: list[float] = field(default_factory=list)
+    fork_seconds: list[float] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
 
-def measured(library: Any, schemas: Sequence[str], *, vocab: int, end: int, tokens: int) -> Found:
-    found = Found()
+def measure(
+    library: Any, schemas: Sequence[str], *, vocab: int, end: int, tokens: int
+) -> MaskTimes:
+    times = MaskTimes()
     for number, schema in enumerate(schemas):
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
-            text = library.begun(schema)
+            matcher = library.new_matcher(schema)
         except (ValueError, RuntimeError) as error:
-            found.refused.append(f"{number}: {str(error).splitlines()[0][:100]}")
+            times.refused.append(f"{number}: {str(error).splitlines()[0][:100]}")
             continue
-        found.compiled.append(time.perf_counter() - began)
-        _walk(library, text, found, random.Random(number), vocab=vocab, end=end, tokens=tokens)
-    return found
+        times.compile_seconds.append(time.perf_counter() - start)
+        _walk(library, matcher, times, random.Random(number), vocab=vocab, end=end, tokens=tokens)
+    return times
 
 
 def _walk(
-    library: Any, text: Any, found: Found, rng: random.Random, *, vocab: int, end: int, tokens: int
+    library: Any,
+    matcher: Any,
+    times: MaskTimes,
+    rng: random.Random,
+    *,
+    vocab: int,
+    end: int,
+    tokens: int,
 ) -> None:
     bits = np.zeros((1, (vocab + 31) // 32), np.int32)
     for _ in range(tokens):
-        found.masked.append(_seconds(lambda: library.mask(text, bits)))
-        lawful = np.flatnonzero(
+        times.mask_seconds.append(_seconds(lambda: library.mask(matcher, bits)))
+        allowed = np.flatnonzero(
             np.unpackbits(bits.view(np.uint8), count=vocab, bitorder="little")
         ).tolist()
-        token = rng.choice([token for token in lawful if token != end] or [end])
+        token = rng.choice([token for token in allowed if token != end] or [end])
         if token == end:
             return
-        found.accepted.append(_seconds(lambda token=token: library.accept(text, token)))  # type: ignore[misc]
-        found.forked.append(_seconds(lambda: library.fork(text)))
-        found.gone_back.append(_seconds(lambda: text.rollback(1)))
-        library.accept(text, token)
+        times.accept_seconds.append(_seconds(partial(library.accept, matcher, token)))
+        times.fork_seconds.append(_seconds(lambda: library.fork(matcher)))
+        times.rollback_seconds.append(_seconds(lambda: matcher.rollback(1)))
+        library.accept(matcher, token)
 
 
-def shares_the_interpreter(work: Callable[[], object]) -> float:
-    """How much of its usual pace another thread keeps meanwhile."""
+def pace_of_other_threads(work: Callable[[], object]) -> float:
+    """Return the share of its usual pace that another thread keeps during the work."""
     steps, done = [0], threading.Event()
 
     def count() -> None:
@@ -143,24 +161,24 @@ def shares_the_interpreter(work: Callable[[], object]) -> float:
     thread = threading.Thread(target=count)
     thread.start()
     paces = []
-    for each in (lambda: time.sleep(0.2), work):
-        before, began = steps[0], time.perf_counter()
-        each()
-        paces.append((steps[0] - before) / (time.perf_counter() - began))
+    for function in (lambda: time.sleep(0.2), work):
+        before, start = steps[0], time.perf_counter()
+        function()
+        paces.append((steps[0] - before) / (time.perf_counter() - start))
     done.set()
     thread.join()
     return paces[1] / paces[0]
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     work()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def _times(seconds: Sequence[float]) -> str:
-    micro = sorted(1e6 * one for one in seconds)
-    return f"{median(micro):.0f} / {mean(micro):.0f} / {micro[int(0.99 * len(micro))]:.0f}"
+def _cell(seconds: Sequence[float]) -> str:
+    micros = sorted(1e6 * value for value in seconds)
+    return f"{median(micros):.0f} / {mean(micros):.0f} / {micros[int(0.99 * len(micros))]:.0f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -172,8 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     config = read_config(DEMO / "target")
     tokenizer, vocab, end = load_tokenizer(DEMO / "target"), config.vocab_size, config.eos_token_id
-    schemas = [json.dumps(made(number)) for number in range(options.schemas)]
-    hard = json.dumps(
+    schemas = [json.dumps(make_schema(number)) for number in range(options.schemas)]
+    hard_schema = json.dumps(
         {
             "anyOf": [
                 {
@@ -191,24 +209,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     print(f"{len(schemas)} schemas, {vocab} ids; microseconds: median / mean / 99th percentile")
     print(
-        "| library | compile | mask | accept | roll back | fork | refused | other threads keep |\n|---|---|---|---|---|---|---|---|"
+        "| library | compile | mask | accept | roll back | fork | refused | other threads keep |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for kind in libraries:
         library = kind(tokenizer, vocab, end)
-        found = measured(library, schemas, vocab=vocab, end=end, tokens=options.tokens)
-        kept = shares_the_interpreter(lambda library=library: library.begun(hard))  # type: ignore[misc]
+        times = measure(library, schemas, vocab=vocab, end=end, tokens=options.tokens)
+        pace = pace_of_other_threads(partial(library.new_matcher, hard_schema))
         columns = [
-            _times(each)
-            for each in (
-                found.compiled,
-                found.masked,
-                found.accepted,
-                found.gone_back,
-                found.forked,
+            _cell(seconds)
+            for seconds in (
+                times.compile_seconds,
+                times.mask_seconds,
+                times.accept_seconds,
+                times.rollback_seconds,
+                times.fork_seconds,
             )
         ]
-        print(f"| {' | '.join([kind.name, *columns, str(len(found.refused)), f'{kept:.2f}'])} |")
-        for line in found.refused:
+        cells = [kind.name, *columns, str(len(times.refused)), f"{pace:.2f}"]
+        print(f"| {' | '.join(cells)} |")
+        for line in times.refused:
             print(f"  {kind.name} refuses {line}")
 
 

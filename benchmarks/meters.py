@@ -1,4 +1,7 @@
-"""Watches an engine's passes from outside: how long each took, on how many rows, and what the target made of the drafts."""
+"""Meters of an engine in this process: seconds and rows of each pass, and accepted draft tokens.
+
+They replace methods of the loaded models; the engine does not know them.
+"""
 
 from __future__ import annotations
 
@@ -11,86 +14,105 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.drafters.registry import OpenDrafter
 from specserve.llm import LLM
-from specserve.models.huge import use_huge_pages
+from specserve.models.memory import use_huge_pages
+from specserve.models.target import TargetModel
 
 
 @dataclass(slots=True)
-class Passes:
-    """Seconds of each forward pass, by the number of rows whose logits were asked for."""
+class PassTimes:
+    """Seconds of each forward pass, by the number of rows whose logits were computed."""
 
     seconds: dict[int, list[float]] = field(default_factory=dict)
 
-    def typical(self, rows: int) -> float:
+    def median_seconds(self, rows: int) -> float:
+        """Return the median of the passes with that many rows."""
         return median(self.seconds[rows])
 
     @property
     def total(self) -> float:
+        """Seconds of all passes."""
         return sum(map(sum, self.seconds.values()))
 
 
 @dataclass(slots=True)
-class Meter:
-    """Of one LLM, since `reset`."""
+class PassMeter:
+    """Passes and verdicts of one LLM since the last `reset`."""
 
-    target: Passes = field(default_factory=Passes)
-    draft: Passes = field(default_factory=Passes)
-    judged: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # of each round with drafts: how many, and how many accepted
+    target: PassTimes = field(default_factory=PassTimes)
+    draft: PassTimes = field(default_factory=PassTimes)
+    # Draft tokens and accepted ones, for each sequence and round with draft tokens.
+    verified: list[tuple[int, int]] = field(default_factory=list)
 
     def reset(self) -> None:
         self.target.seconds.clear()
         self.draft.seconds.clear()
-        self.judged.clear()
+        self.verified.clear()
 
     @property
     def alpha(self) -> float:
-        """Acceptances among the draft tokens that were reached; those past a refusal were not."""
-        reached = sum(min(accepted + 1, drafted) for drafted, accepted in self.judged)
-        return sum(accepted for _, accepted in self.judged) / max(1, reached)
+        """Share of the verified draft tokens that were accepted.
+
+        Draft tokens behind a rejection are not counted, since they were not verified.
+        """
+        reached = sum(min(accepted + 1, drafted) for drafted, accepted in self.verified)
+        return sum(accepted for _, accepted in self.verified) / max(1, reached)
 
 
-def metered(llm: LLM) -> Meter:
-    """Puts a meter on an LLM in this process; it stays there."""
-    meter = Meter()
-    coordinator: Any = llm._coordinator
-    _time_passes(coordinator.target._model.runner.network, meter.target)
-    if coordinator.drafter is not None:
-        _time_passes(coordinator.drafter._model.runner.network, meter.draft)
-    _count_verdicts(coordinator.target._model, meter)
+def attach_meter(llm: LLM) -> PassMeter:
+    """Attach a meter to an LLM in this process, for the rest of its life, and return it."""
+    meter = PassMeter()
+    target, drafter = models_of(llm)
+    _time_passes(target.runner.network, meter.target)
+    if drafter is not None:
+        assert isinstance(drafter._drafter, NeuralDrafter)
+        _time_passes(drafter._drafter.runner.network, meter.draft)
+    _record_verdicts(target, meter)
     return meter
 
 
-def _time_passes(network: Any, passes: Passes) -> None:
+def models_of(llm: LLM) -> tuple[TargetModel, OpenDrafter | None]:
+    """Return the loaded target and drafter."""
+    assert llm._coordinator is not None
+    workers: Any = llm._coordinator._workers
+    target = workers.target._model
+    drafter = None if workers.drafter is None else workers.drafter._model
+    assert isinstance(target, TargetModel)
+    assert isinstance(drafter, OpenDrafter | None)
+    return target, drafter
+
+
+def _time_passes(network: Any, passes: PassTimes) -> None:
     forward = network.logits
 
-    def timed(ids: Any, layout: Any, wanted: Any) -> Any:
+    def timed(ids: Any, layout: Any, rows: Any) -> Any:
         start = time.perf_counter()
-        logits = forward(ids, layout, wanted)
+        logits = forward(ids, layout, rows)
         passes.seconds.setdefault(len(logits), []).append(time.perf_counter() - start)
         return logits
 
     network.logits = timed
 
 
-def _count_verdicts(model: Any, meter: Meter) -> None:
+def _record_verdicts(model: Any, meter: PassMeter) -> None:
     verify = model.verify
 
-    def counted(steps: Any) -> Any:
+    def recorded(steps: Any) -> Any:
         verdicts = verify(steps)
-        deciding = [step for step in steps if step.decide]
-        meter.judged += [
-            (len(step.drafts), v.accepted)
-            for step, v in zip(deciding, verdicts, strict=True)
+        decided = [step for step in steps if step.needs_verdict]
+        meter.verified += [
+            (len(step.drafts), verdict.accepted)
+            for step, verdict in zip(decided, verdicts, strict=True)
             if step.drafts
         ]
         return verdicts
 
-    model.verify = counted
+    model.verify = recorded
 
 
-KINDS = {
+OPERATIONS = {
     "mkldnn::_linear_pointwise": "linear layers",
     "aten::bmm": "attention's products",
     "aten::index_select": "gathering keys, values, rows",
@@ -98,57 +120,71 @@ KINDS = {
 }
 
 
-def shares(run: Callable[[], object]) -> dict[str, float]:
-    """Where the time of a run goes, as shares of its wall time; what no operation accounts for is Python's."""
+def time_shares(run: Callable[[], object]) -> dict[str, float]:
+    """Return where the time of a run goes, as shares of its wall time.
+
+    The part that no operation accounts for counts as Python's.
+    """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         run()
         wall = time.perf_counter() - start
-    seconds: dict[str, float] = dict.fromkeys((*KINDS.values(), "other tensor operations"), 0.0)
+    seconds: dict[str, float] = dict.fromkeys(
+        (*OPERATIONS.values(), "other tensor operations"), 0.0
+    )
     for event in profiler.key_averages():
-        seconds[KINDS.get(event.key, "other tensor operations")] += event.self_cpu_time_total / 1e6
+        seconds[OPERATIONS.get(event.key, "other tensor operations")] += (
+            event.self_cpu_time_total / 1e6
+        )
     seconds["Python between them"] = wall - sum(seconds.values())
     return {kind: spent / wall for kind, spent in seconds.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
-    """Seconds of plain decoding steps, and of reading as many bytes as the weights have, in turns: the machine drifts within seconds."""
+class MemoryFloor:
+    """Seconds of plain decoding steps, and of reading as many bytes as the weights have.
+
+    Both are measured in turns, because the machine drifts within seconds.
+    """
 
     steps: list[float]
     reads: list[float]
 
     @property
     def ratio(self) -> float:
+        """Seconds of a step over those of a read."""
         return median(self.steps) / median(self.reads)
 
 
-def against_floor(llm: LLM, run: Callable[[], object], *, num_bytes: int) -> Floor:
-    """Each step of the run is preceded by a read, which pushes out of the caches no more than the step's own weights do."""
-    coordinator: Any = llm._coordinator
-    model, read, floor = coordinator.target._model, _reader(num_bytes), Floor([], [])
-    verify, ended, reached = model.verify, 0.0, 0
+def measure_memory_floor(llm: LLM, run: Callable[[], object], *, num_bytes: int) -> MemoryFloor:
+    """Measure a run with a read before each step.
 
-    def after_a_read(steps: Any) -> Any:
-        nonlocal ended, reached
-        begun = time.perf_counter()
+    The read evicts no more from the caches than the step's own weights do.
+    """
+    model: Any = models_of(llm)[0]
+    read, floor = _reader(num_bytes), MemoryFloor([], [])
+    verify, read_end, last_start = model.verify, 0.0, 0
+
+    def verify_after_read(steps: Any) -> Any:
+        nonlocal read_end, last_start
+        now = time.perf_counter()
         start = steps[0].start if steps else 0
-        if start > reached > 0:  # the text goes on, past its prompt
-            floor.steps.append(begun - ended)
-        reached = start
+        if start > last_start > 0:  # the same text, behind its prompt
+            floor.steps.append(now - read_end)
+        last_start = start
         read()
-        ended = time.perf_counter()
-        floor.reads.append(ended - begun)
+        read_end = time.perf_counter()
+        floor.reads.append(read_end - now)
         return verify(steps)
 
-    model.verify = after_a_read
+    model.verify = verify_after_read
     run()
     model.verify = verify
     return floor
 
 
 def _reader(num_bytes: int) -> Callable[[], object]:
-    """Reads that many bytes, from huge pages like the weights that it is compared with."""
+    """Return a function that reads that many bytes from huge pages, where the weights lie, too."""
     buffer = torch.ones(num_bytes // 8, dtype=torch.int64)
     use_huge_pages(buffer.data_ptr(), buffer.nbytes)
     return buffer.sum

@@ -1,6 +1,7 @@
-"""Drafting behind verifying, taken apart: target and draft on a core each, the demo target widened: `python -m benchmarks.pipeline`.
+"""Drafting behind verification: `python -m benchmarks.pipeline`.
 
-What is compared is measured in turns (A B A B) in one run, and every figure stands beside what theory makes of the same passes.
+Target and draft have a core each; the demo target is widened. Figures that are compared are
+measured in turns (A B A B) in one run, beside what theory predicts from the same passes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from datetime import date
 from pathlib import Path
 from statistics import mean, median
 
-from benchmarks.coordinator_overhead import report as coordinating
+from benchmarks.coordinator_overhead import report as overhead_table
 from benchmarks.gamma_plot import plot
-from benchmarks.rig import Rig, Run, run, trace_of
-from benchmarks.simulation_check import check
-from specserve.cluster.ray_session import own_ray
-from specserve.config.tree import DEMO, parse
+from benchmarks.rig import LoopRun, Rig, run_with_uvloop, trace_of
+from benchmarks.simulation_check import check_simulation
+from specserve.cluster.ray_session import local_ray
+from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_prompts
 from specserve.tools.bench.report import machine
 from specserve.tools.inflate import inflate
@@ -29,10 +30,12 @@ from specserve.types import Request, Speculation, Warp
 
 log = logging.getLogger(__name__)
 
-TARGET_CORE, DRAFT_CORE = 0, 1
-TOKENS, GAMMA = 128, 5
+TARGET_CORE = 0
+DRAFT_CORE = 1
+TOKENS = 128
+GAMMA = 5
 LOOP_TOKENS = 48  # of each request of the closed loops
-KINDS = {
+SAMPLINGS = {
     "greedy": (Warp(temperature=0.0), None),
     "T = 1, `coupled`": (Warp(), "coupled"),
     "T = 1, `speculative`": (Warp(), "speculative"),
@@ -42,62 +45,62 @@ Prompts = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rigs:
-    """The same target twice: before a draft that anticipates, and before one that waits to be asked."""
+class RigPair:
+    """The same target twice: with a drafter that anticipates, and with one in lockstep."""
 
-    ahead: Rig
+    anticipating: Rig
     lockstep: Rig
     prompts: Prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Decoding:
-    """The decoding rounds of several runs at batch 1, taken together."""
+class DecodeFigures:
+    """Figures of the decode rounds of several runs at batch 1."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[LoopRun, ...]
 
     @property
-    def rounds(self) -> list[float]:
-        """Seconds from one round's beginning to the next one's."""
+    def round_seconds(self) -> list[float]:
+        """Seconds from the start of each round to the start of the next."""
         return [
-            later.begun - earlier.begun
+            later.start - earlier.start
             for run in self.runs
-            for earlier, later in zip(run.decoding, run.decoding[1:], strict=False)
+            for earlier, later in zip(run.decode_rounds, run.decode_rounds[1:], strict=False)
         ]
 
     @property
-    def verify(self) -> list[float]:
-        """Seconds of the worker for each verification."""
-        return [seconds for run in self.runs for seconds in run.spans("target", "verify")]
+    def verify_seconds(self) -> list[float]:
+        """Seconds of the target for each verification."""
+        return [seconds for run in self.runs for seconds in run.span_seconds("target", "verify")]
 
     @property
-    def busy(self) -> float:
-        """The target's share of the wall time while decoding."""
-        return sum(self.verify) / sum(
-            run.decoding[-1].ended - run.decoding[0].begun for run in self.runs
+    def busy_share(self) -> float:
+        """Share of the decode time in which the target is busy."""
+        return sum(self.verify_seconds) / sum(
+            run.decode_rounds[-1].end - run.decode_rounds[0].start for run in self.runs
         )
 
     @property
-    def committed(self) -> float:
-        return mean(done.num_committed for run in self.runs for done in run.decoding)
+    def committed_per_round(self) -> float:
+        return mean(round_.num_committed for run in self.runs for round_ in run.decode_rounds)
 
     @property
     def hit_rate(self) -> float:
-        known = [
+        hits = [
             outcome.anticipated
             for run in self.runs
-            for done in run.decoding
-            for outcome in done.outcomes
+            for round_ in run.decode_rounds
+            for outcome in round_.outcomes
             if outcome.anticipated is not None
         ]
-        return mean(known) if known else 0.0
+        return mean(hits) if hits else 0.0
 
     @property
     def rates(self) -> list[float]:
-        """Tokens a second while decoding, of each run."""
+        """Tokens per second of the decode rounds, for each run."""
         return [
-            sum(done.num_committed for done in run.decoding)
-            / (run.decoding[-1].ended - run.decoding[0].begun)
+            sum(round_.num_committed for round_ in run.decode_rounds)
+            / (run.decode_rounds[-1].end - run.decode_rounds[0].start)
             for run in self.runs
         ]
 
@@ -105,18 +108,22 @@ class Decoding:
     def rate(self) -> float:
         return median(self.rates)
 
-    def against(self, other: Decoding) -> float:
-        """The ratio of tokens a second, turn by turn."""
+    def ratio_to(self, other: DecodeFigures) -> float:
+        """Return the median of the ratios of tokens per second of each turn."""
         return median(mine / theirs for mine, theirs in zip(self.rates, other.rates, strict=True))
 
-    def ideal_against(self, plain: Decoding) -> float:
-        """(mean accepted + 1) t_plain / t_verify, turn by turn: what there is to gain if nothing is lost outside the passes."""
+    def ideal_ratio_to(self, plain: DecodeFigures) -> float:
+        """Return the gain over plain decoding if no time were lost outside the passes.
+
+        It is (mean accepted + 1) t_plain / t_verify, the median of the turns.
+        """
         turns = [
-            (Decoding((mine,)), Decoding((theirs,)))
+            (DecodeFigures((mine,)), DecodeFigures((theirs,)))
             for mine, theirs in zip(self.runs, plain.runs, strict=True)
         ]
         return median(
-            mine.committed * mean(theirs.verify) / mean(mine.verify) for mine, theirs in turns
+            mine.committed_per_round * mean(theirs.verify_seconds) / mean(mine.verify_seconds)
+            for mine, theirs in turns
         )
 
     @property
@@ -125,7 +132,9 @@ class Decoding:
 
 
 @contextlib.asynccontextmanager
-async def opened(target: Path, draft: Path, prompts: Prompts) -> AsyncIterator[Rigs]:
+async def open_rigs(target: Path, draft: Path, prompts: Prompts) -> AsyncIterator[RigPair]:
+    """Open both rigs on the same two cores."""
+
     def config(*, anticipates: bool) -> dict[str, object]:
         return {
             "target": {"path": str(target), "threads": 1},
@@ -136,107 +145,132 @@ async def opened(target: Path, draft: Path, prompts: Prompts) -> AsyncIterator[R
 
     cores = {"target_core": TARGET_CORE, "draft_core": DRAFT_CORE}
     async with (
-        Rig.open(parse(config(anticipates=True)), **cores) as ahead,
-        Rig.open(parse(config(anticipates=False)), **cores) as lockstep,
+        Rig.open(config_from_keys(config(anticipates=True)), **cores) as anticipating,
+        Rig.open(config_from_keys(config(anticipates=False)), **cores) as lockstep,
     ):
-        yield Rigs(ahead, lockstep, prompts)
+        yield RigPair(anticipating, lockstep, prompts)
 
 
-def requests(
+def make_requests(
     prompts: Prompts, warp: Warp, verifier: str | None, *, tokens: int = TOKENS
 ) -> list[Request]:
-    """Unseeded ones, whose seeds are told here so that a run can be repeated."""
-    wish = Speculation(verifier=verifier)
+    """Return one request per prompt, with fixed seeds so that a run can be repeated."""
+    speculation = Speculation(verifier=verifier)
     return [
-        Request(prompt, tokens, warp, seed=i, speculation=wish, ignore_eos=True)
+        Request(prompt, tokens, warp, seed=i, speculation=speculation, ignore_eos=True)
         for i, prompt in enumerate(prompts)
     ]
 
 
-async def in_turns(
-    runs: dict[str, tuple[Rig, int | None]], asked: Sequence[Request], *, turns: int
-) -> dict[str, Decoding]:
-    """Each turn another request, by every rig; the first turn does not count."""
-    found: dict[str, list[Run]] = {name: [] for name in runs}
+async def measure_in_turns(
+    cases: dict[str, tuple[Rig, int | None]], requests: Sequence[Request], *, turns: int
+) -> dict[str, DecodeFigures]:
+    """Complete one request a turn in every case, by its rig and gamma.
+
+    The first turn warms up and is not counted.
+    """
+    runs: dict[str, list[LoopRun]] = {name: [] for name in cases}
     for turn in range(-1, turns):
-        for name, (rig, gamma) in runs.items():
-            done = await rig.complete([asked[turn % len(asked)]], gamma=gamma)
-            log.info("turn %d, %s: %.1f tokens/s", turn, name, done.rate)
+        for name, (rig, gamma) in cases.items():
+            run = await rig.run_closed_loop([requests[turn % len(requests)]], gamma=gamma)
+            log.info("turn %d, %s: %.1f tokens/s", turn, name, run.rate)
             if turn >= 0:
-                found[name].append(done)
-    return {name: Decoding(tuple(done)) for name, done in found.items()}
+                runs[name].append(run)
+    return {name: DecodeFigures(tuple(runs[name])) for name in cases}
 
 
-async def hidden(rigs: Rigs, *, gamma: int, turns: int) -> Iterator[str]:
-    """Batch 1: how much of the drafting is hidden, and what is lost outside the passes."""
+async def measure_hiding(rigs: RigPair, *, gamma: int, turns: int) -> Iterator[str]:
+    """Measure at batch 1 how much drafting is hidden, and the time lost outside the passes."""
     lines = [
-        "| | tokens/s | lockstep | plain | target busy | hit rate | round / verify | (accepted + 1) t_plain / t_verify | of that reached |",
+        "| | tokens/s | lockstep | plain | target busy | hit rate | round / verify "
+        "| (accepted + 1) t_plain / t_verify | of that reached |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, (warp, verifier) in KINDS.items():
-        kinds: dict[str, tuple[Rig, int | None]] = {
-            "ahead": (rigs.ahead, gamma),
-            "auto": (rigs.ahead, None),
+    for name, (warp, verifier) in SAMPLINGS.items():
+        cases: dict[str, tuple[Rig, int | None]] = {
+            "fixed": (rigs.anticipating, gamma),
+            "auto": (rigs.anticipating, None),
+            "lockstep": (rigs.lockstep, gamma),
+            "plain": (rigs.anticipating, 0),
         }
-        kinds |= {"lockstep": (rigs.lockstep, gamma), "plain": (rigs.ahead, 0)}
-        found = await in_turns(kinds, requests(rigs.prompts, warp, verifier), turns=turns)
+        requests = make_requests(rigs.prompts, warp, verifier)
+        figures = await measure_in_turns(cases, requests, turns=turns)
         lines += [
-            _hidden_row(f"{name}, gamma {gamma if kind == 'ahead' else kind}", found[kind], found)
-            for kind in ("ahead", "auto")
+            _hiding_row(
+                f"{name}, gamma {gamma if case == 'fixed' else case}", figures[case], figures
+            )
+            for case in ("fixed", "auto")
         ]
     return iter(lines)
 
 
-def _hidden_row(name: str, ahead: Decoding, found: Mapping[str, Decoding]) -> str:
-    lockstep, plain = found["lockstep"], found["plain"]
-    ideal = ahead.ideal_against(plain)
+def _hiding_row(
+    name: str, anticipating: DecodeFigures, figures: Mapping[str, DecodeFigures]
+) -> str:
+    lockstep, plain = figures["lockstep"], figures["plain"]
+    ideal = anticipating.ideal_ratio_to(plain)
     cells = [
         name,
-        ahead.spread,
-        f"{lockstep.spread}, {ahead.against(lockstep):.2f} x",
-        f"{plain.spread}, {ahead.against(plain):.2f} x",
+        anticipating.spread,
+        f"{lockstep.spread}, {anticipating.ratio_to(lockstep):.2f} x",
+        f"{plain.spread}, {anticipating.ratio_to(plain):.2f} x",
     ]
     cells += [
-        f"{ahead.busy:.3f}",
-        f"{ahead.hit_rate:.3f}",
-        f"{mean(ahead.rounds) / mean(ahead.verify):.3f}",
+        f"{anticipating.busy_share:.3f}",
+        f"{anticipating.hit_rate:.3f}",
+        f"{mean(anticipating.round_seconds) / mean(anticipating.verify_seconds):.3f}",
     ]
-    cells += [f"{ideal:.2f}", f"{ahead.against(plain) / ideal:.3f}"]
+    cells += [f"{ideal:.2f}", f"{anticipating.ratio_to(plain) / ideal:.3f}"]
     return f"| {' | '.join(cells)} |"
 
 
-async def best_gammas(rigs: Rigs, *, turns: int) -> Iterator[str]:
-    """Greedy, batch 1: anticipation against lockstep, each at its own best gamma, and what hiding could give at most."""
-    asked = requests(rigs.prompts, *KINDS["greedy"])
-    tried: dict[str, tuple[Rig, int | None]] = {
+async def compare_best_gammas(rigs: RigPair, *, turns: int) -> Iterator[str]:
+    """Compare anticipation with lockstep, each at its best gamma, at batch 1 and greedy.
+
+    The upper bound is the gain if all drafting were hidden.
+    """
+    requests = make_requests(rigs.prompts, *SAMPLINGS["greedy"])
+    cases: dict[str, tuple[Rig, int | None]] = {
         f"{name} {gamma}": (rig, gamma)
         for gamma in (2, 3, 4, 6)
-        for name, rig in (("ahead", rigs.ahead), ("lockstep", rigs.lockstep))
+        for name, rig in (("anticipating", rigs.anticipating), ("lockstep", rigs.lockstep))
     }
-    swept = await in_turns(tried, asked, turns=2)
+    swept = await measure_in_turns(cases, requests, turns=2)
     best = {
         name: max((key for key in swept if key.startswith(name)), key=lambda key: swept[key].rate)
-        for name in ("ahead", "lockstep")
+        for name in ("anticipating", "lockstep")
     }
-    found = await in_turns({name: tried[key] for name, key in best.items()}, asked, turns=turns)
-    ahead, lockstep = found["ahead"], found["lockstep"]
+    figures = await measure_in_turns(
+        {name: cases[key] for name, key in best.items()}, requests, turns=turns
+    )
+    anticipating, lockstep = figures["anticipating"], figures["lockstep"]
     gamma = int(best["lockstep"].split()[1])
-    drafting = mean(seconds for run in lockstep.runs for seconds in run.spans("draft", "draft"))
-    share = drafting / mean(lockstep.verify)
+    drafting = mean(
+        seconds for run in lockstep.runs for seconds in run.span_seconds("draft", "draft")
+    )
+    share = drafting / mean(lockstep.verify_seconds)
     return iter(
         [
-            f"Anticipation at gamma {best['ahead'].split()[1]}: {ahead.spread} tokens/s, hit rate {ahead.hit_rate:.2f},",
-            f"target busy {ahead.busy:.2f}.",
-            f"Lockstep at gamma {gamma}: {lockstep.spread} tokens/s; drafting takes {share:.2f} of a verification ({drafting * 1e3:.2f} ms).",
-            f"**Ratio {ahead.against(lockstep):.3f}**; hiding all of the drafting at lockstep's gamma would give {1 + share:.3f} at most.",
+            f"Anticipation at gamma {best['anticipating'].split()[1]}: "
+            f"{anticipating.spread} tokens/s, "
+            f"hit rate {anticipating.hit_rate:.2f},",
+            f"target busy {anticipating.busy_share:.2f}.",
+            f"Lockstep at gamma {gamma}: {lockstep.spread} tokens/s; drafting takes {share:.2f} "
+            f"of a verification ({drafting * 1e3:.2f} ms).",
+            f"**Ratio {anticipating.ratio_to(lockstep):.3f}**; hiding all of the drafting at "
+            f"lockstep's gamma would give {1 + share:.3f} at most.",
         ]
     )
 
 
-async def sweep(
-    rigs: Rigs, *, turns: int, batches: Sequence[int] = (1, 4, 16, 32)
+async def sweep_gammas(
+    rigs: RigPair, *, turns: int, batches: Sequence[int] = (1, 4, 16, 32)
 ) -> tuple[list[str], dict[int, dict[str, list[float]]]]:
-    """Closed loops, in which whoever has its text is followed by another: the pacer's choice against fixed gammas, each with anticipation."""
+    """Compare the pacer's choice with fixed gammas, in closed loops with anticipation.
+
+    A finished stream is replaced by the next. Returns the lines of a table, and the tokens per
+    second of each turn by number of streams and gamma.
+    """
     choices: dict[str, int | None] = {"0": 0, "2": 2, "4": 4, "8": 8, "auto": None}
     rates: dict[int, dict[str, list[float]]] = {}
     lines = [
@@ -247,48 +281,58 @@ async def sweep(
         loop = [
             rigs.prompts[i % len(rigs.prompts)] for i in range(batch * (3 if batch < 16 else 2))
         ]
-        asked = requests(loop, *KINDS["greedy"], tokens=LOOP_TOKENS)
-        found = rates[batch] = {name: [] for name in choices}
+        requests = make_requests(loop, *SAMPLINGS["greedy"], tokens=LOOP_TOKENS)
+        by_gamma = rates[batch] = {name: [] for name in choices}
         for turn in range(-1, turns):
-            for place in range(len(choices)):
-                name = list(choices)[
-                    (turn + place) % len(choices)
-                ]  # who comes later in a turn meets another machine than who comes first
-                done = await rigs.ahead.complete(asked, gamma=choices[name], concurrency=batch)
+            for position in range(len(choices)):
+                # The choices change places, since the machine changes in the course of a turn.
+                name = list(choices)[(turn + position) % len(choices)]
+                run = await rigs.anticipating.run_closed_loop(
+                    requests, gamma=choices[name], concurrency=batch
+                )
                 if turn >= 0:
-                    found[name].append(done.rate)
-        middle = {name: median(values) for name, values in found.items()}
-        best = max((name for name in choices if name != "auto"), key=lambda name: middle[name])
-        against = {
-            name: median(a / b for a, b in zip(found["auto"], found[name], strict=True))
+                    by_gamma[name].append(run.rate)
+        medians = {name: median(values) for name, values in by_gamma.items()}
+        best = max((name for name in choices if name != "auto"), key=lambda name: medians[name])
+        ratio_to = {
+            name: median(a / b for a, b in zip(by_gamma["auto"], by_gamma[name], strict=True))
             for name in (best, "0")
         }
-        cells = " | ".join(f"{middle[name]:.0f}" for name in choices)
+        cells = " | ".join(f"{medians[name]:.0f}" for name in choices)
         lines.append(
-            f"| {batch} | {cells} | {against[best]:.3f} (of gamma {best}) | {against['0']:.3f} |"
+            f"| {batch} | {cells} | {ratio_to[best]:.3f} (of gamma {best}) | {ratio_to['0']:.3f} |"
         )
     return lines, rates
 
 
-async def off_and_on(rigs: Rigs, *, batch: int = 4, turns: int = 5) -> Iterator[str]:
-    """Speculation is switched off in the middle of a load and on again: how many tokens a round commits before, and right after."""
+async def switch_off_and_on(rigs: RigPair, *, batch: int = 4, turns: int = 5) -> Iterator[str]:
+    """Switch speculation off in the middle of a load and on again.
+
+    The accepted draft tokens of a proposal are compared before the pause and right after it.
+    """
     before, after = [], []
     for _ in range(turns):
-        asked = requests(rigs.prompts[:batch], *KINDS["greedy"], tokens=3 * TOKENS)
-        done = await rigs.ahead.complete(asked, gamma=GAMMA, gamma_from={20: 0, 60: GAMMA})
-        drafted = [(number, r) for number, r in enumerate(done.decoding) if r.outcomes]
-        on = [r for number, r in drafted if number < 18]
-        again = [r for number, r in drafted if number >= 60]
-        before += [outcome.accepted for r in on for outcome in r.outcomes]
-        after += [outcome.accepted for r in again[3:15] for outcome in r.outcomes]
+        requests = make_requests(rigs.prompts[:batch], *SAMPLINGS["greedy"], tokens=3 * TOKENS)
+        run = await rigs.anticipating.run_closed_loop(
+            requests, gamma=GAMMA, gamma_changes={20: 0, 60: GAMMA}
+        )
+        drafted = [
+            (number, round_) for number, round_ in enumerate(run.decode_rounds) if round_.outcomes
+        ]
+        first = [round_ for number, round_ in drafted if number < 18]
+        second = [round_ for number, round_ in drafted if number >= 60]
+        before += [outcome.accepted for round_ in first for outcome in round_.outcomes]
+        after += [outcome.accepted for round_ in second[3:15] for outcome in round_.outcomes]
     return iter(
         [
-            f"Accepted a proposal before: {mean(before):.2f}; from the third round after speculation was switched on again: {mean(after):.2f}."
+            f"Accepted a proposal before: {mean(before):.2f}; from the third round after "
+            f"speculation was switched on again: {mean(after):.2f}."
         ]
     )
 
 
-def widened(params: int, into: Path) -> Path:
+def widen_demo_target(params: int, into: Path) -> Path:
+    """Write the demo target, widened to that many parameters, and return its directory."""
     inflate(DEMO / "target", params, into)
     return into
 
@@ -305,49 +349,52 @@ SECTIONS: dict[str, str] = {
 
 
 async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[str]:
+    """Measure the sections that the options name and return their lines."""
     lines: list[str] = []
-    texts, only = held_out_prompts(count=32, length=TOKENS), options.only
+    prompts, only = held_out_prompts(count=32, length=TOKENS), options.only
 
-    def section(name: str, body: Iterator[str]) -> None:
+    def add_section(name: str, body: Iterator[str]) -> None:
         lines.extend(["", SECTIONS[name], "", *body])
-        _write(options.out, lines)  # what has been measured stays, whatever comes
+        _write(options.out, lines)  # so that a later failure loses no figures
 
     if {"hidden", "light", "sweep", "switch", "simulation"} & set(only):
-        async with opened(wide, DEMO / "draft", texts) as rigs:
+        async with open_rigs(wide, DEMO / "draft", prompts) as rigs:
             if "hidden" in only:
-                section("hidden", await hidden(rigs, gamma=options.gamma, turns=options.turns))
-                shown = await rigs.ahead.complete(
-                    requests(texts[:1], *KINDS["T = 1, `coupled`"]), gamma=options.gamma
+                add_section(
+                    "hidden", await measure_hiding(rigs, gamma=options.gamma, turns=options.turns)
                 )
-                options.trace.write_text(json.dumps(trace_of(shown)))
+                traced = await rigs.anticipating.run_closed_loop(
+                    make_requests(prompts[:1], *SAMPLINGS["T = 1, `coupled`"]), gamma=options.gamma
+                )
+                options.trace.write_text(json.dumps(trace_of(traced)))
             if "light" in only:
-                section("light", await best_gammas(rigs, turns=options.turns))
+                add_section("light", await compare_best_gammas(rigs, turns=options.turns))
             if "sweep" in only:
-                table, rates = await sweep(rigs, turns=options.turns)
+                table, rates = await sweep_gammas(rigs, turns=options.turns)
                 options.plot.write_text(plot(rates))
-                section(
+                add_section(
                     "sweep",
                     iter([*table, "", f"![tokens/s over plain decoding]({options.plot.name})"]),
                 )
             if "switch" in only:
-                section("switch", await off_and_on(rigs))
+                add_section("switch", await switch_off_and_on(rigs))
             if "simulation" in only:
-                asked = requests(texts, *KINDS["greedy"])
-                section(
+                requests = make_requests(prompts, *SAMPLINGS["greedy"])
+                add_section(
                     "simulation",
                     iter(
-                        await check(
+                        await check_simulation(
                             rigs.lockstep,
-                            rigs.ahead,
-                            asked,
+                            rigs.anticipating,
+                            requests,
                             gamma=options.gamma,
                             turns=options.turns,
                         )
                     ),
                 )
     if "weighs" in only:
-        async with opened(small, DEMO / "draft", texts) as rigs:
-            section("weighs", await best_gammas(rigs, turns=options.turns))
+        async with open_rigs(small, DEMO / "draft", prompts) as rigs:
+            add_section("weighs", await compare_best_gammas(rigs, turns=options.turns))
     return lines
 
 
@@ -365,24 +412,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    with tempfile.TemporaryDirectory() as scratch, own_ray(num_cpus=16):
+    with tempfile.TemporaryDirectory() as scratch, local_ray(num_cpus=16):
         wide = (
-            widened(200_000_000, Path(scratch) / "200M")
+            widen_demo_target(200_000_000, Path(scratch) / "200M")
             if set(options.only) - {"weighs", "host"}
             else Path()
         )
-        small = widened(30_000_000, Path(scratch) / "30M") if "weighs" in options.only else Path()
-        lines = run(measure(options, wide, small))
+        small = (
+            widen_demo_target(30_000_000, Path(scratch) / "30M")
+            if "weighs" in options.only
+            else Path()
+        )
+        lines = run_with_uvloop(measure(options, wide, small))
     if "host" in options.only:
-        lines += ["", SECTIONS["host"], "", *coordinating()]
+        lines += ["", SECTIONS["host"], "", *overhead_table()]
     _write(options.out, lines)
     if options.out is None:
         print("\n".join(lines))
 
 
 def _write(out: Path | None, lines: Sequence[str]) -> None:
-    about = f"{date.today()}, {machine()}. The target has one core and one thread, the draft and the coordinator share the other."
-    pair = f"The demo pair, its target widened to 200M unless said; bf16; {TOKENS} tokens in and out. `make bench-pipeline`."
+    about = (
+        f"{date.today()}, {machine()}. The target has one core and one thread, "
+        "the draft and the coordinator share the other."
+    )
+    pair = (
+        f"The demo pair, its target widened to 200M unless said; bf16; {TOKENS} tokens in and out. "
+        "`make bench-pipeline`."
+    )
     if out is not None:
         out.write_text("\n".join(["# Drafting behind verifying", "", about, pair, *lines, ""]))
 

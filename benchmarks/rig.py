@@ -1,6 +1,6 @@
-"""Target and draft as Ray's workers, each on a core of its own, under a coordinator in this process: two devices, with nothing in front.
+"""Target and drafter as Ray workers on a core each, under a coordinator in this process.
 
-What the workers say of their own time is kept, so that a round can be taken apart.
+Keeps the spans that the workers report, so that a round can be analysed. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -9,82 +9,85 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
-from specserve.cluster.group import Group
+from specserve.cluster.group import WorkerGroup
 from specserve.cluster.placement import bundles
 from specserve.config.tree import Config
 from specserve.engine import Coordinator
 from specserve.engine.pacer import Pacer
-from specserve.engine.trace import Exchange, Journal, Round
+from specserve.engine.trace import Exchange, Round, TraceJournal
 from specserve.errors import WorkerLost
 from specserve.metrics import Registry
 from specserve.types import Chunk, Request, Stats
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
-class Run:
-    """One closed loop: what was written, and what everyone did meanwhile."""
+class LoopRun:
+    """One closed loop: its output tokens, rounds and exchanges."""
 
-    begun: float
-    ended: float = 0.0
-    texts: dict[int, list[int]] = field(default_factory=dict)
+    start: float
+    end: float = 0.0
+    output_ids: dict[int, list[int]] = field(default_factory=dict)  # by request
     stats: dict[int, Stats] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return sum(map(len, self.texts.values()))
+        return sum(map(len, self.output_ids.values()))
 
     @property
     def rate(self) -> float:
-        """Tokens a second, the reading of the prompts included."""
-        return self.num_tokens / (self.ended - self.begun)
+        """Output tokens per second, with the time of the prefill."""
+        return self.num_tokens / (self.end - self.start)
 
     @property
-    def decoding(self) -> list[Round]:
-        """The rounds that read no prompts, but for the first, whose drafts nobody could prepare."""
-        return [done for done in self.rounds if not done.num_prompt_tokens][1:]
+    def decode_rounds(self) -> list[Round]:
+        """Rounds without prefill, except the first, whose drafts could not be prepared."""
+        return [round_ for round_ in self.rounds if not round_.num_prompt_tokens][1:]
 
-    def spans(self, role: str, name: str) -> list[float]:
-        """Seconds of each span of that name while it decoded."""
-        since, until = self.decoding[0].begun, self.decoding[-1].ended
+    def span_seconds(self, role: str, name: str) -> list[float]:
+        """Return the seconds of each span of that name during the decode rounds."""
+        since, until = self.decode_rounds[0].start, self.decode_rounds[-1].end
         spans = [
             span
-            for done in self.exchanges
-            if done.role == role
-            for span in done.spans
+            for exchange in self.exchanges
+            if exchange.role == role
+            for span in exchange.spans
             if span.name == name
         ]
-        return [span.ended - span.begun for span in spans if since <= span.begun < until]
+        return [span.end - span.start for span in spans if since <= span.start < until]
 
 
 class Rig:
-    """One target and one drafter. Several rigs may be open; those that are not asked rest."""
+    """One target and one drafter. Several rigs may be open; those that are not called are idle."""
 
-    def __init__(self, config: Config, group: Group) -> None:
+    def __init__(self, config: Config, group: WorkerGroup) -> None:
         self.config, self.group = config, group
-        self.run = Run(0.0)
-        self._auto = self._pacer(None)  # learns from one run to the next, as a server's does
+        self.current_run = LoopRun(0.0)
+        # It learns from one run to the next, as a server's does.
+        self._auto_pacer = self._pacer(None)
 
     @classmethod
     @contextlib.asynccontextmanager
     async def open(cls, config: Config, *, target_core: int, draft_core: int) -> AsyncIterator[Rig]:
-        """Ray must be running."""
-        before = _workers()
+        """Start the workers and pin them to the cores; Ray must be running."""
+        before = _worker_processes()
         rig: Rig
 
-        def keep(done: Exchange) -> None:
-            rig.run.exchanges.append(done)
+        def record_exchange(exchange: Exchange) -> None:
+            rig.current_run.exchanges.append(exchange)
 
-        group = await Group.start(config, bundles(config, has_gpus=False), keep)
+        group = await WorkerGroup.start(config, bundles(config, has_gpus=False), record_exchange)
         rig = cls(config, group)
-        for process in _workers() - before:
+        for process in _worker_processes() - before:
             _pin(
                 process,
                 target_core if "TargetWorker" in " ".join(process.cmdline()) else draft_core,
@@ -95,19 +98,20 @@ class Rig:
         finally:
             await group.close()
 
-    async def complete(
+    async def run_closed_loop(
         self,
         requests: Sequence[Request],
         *,
         gamma: int | None,
         concurrency: int | None = None,
-        gamma_from: Mapping[int, int] | None = None,
-    ) -> Run:
-        """All requests, `concurrency` at a time; gamma None is the pacer's choice, and `gamma_from` changes it in certain rounds.
+        gamma_changes: Mapping[int, int] | None = None,
+    ) -> LoopRun:
+        """Complete all requests, `concurrency` at a time.
 
-        Nothing is remembered of earlier runs but what pacer and anticipation have learnt.
+        Gamma None is the pacer's choice; `gamma_changes` sets it at certain rounds. Of earlier runs
+        only the estimates of pacer and anticipation are kept.
         """
-        self.run = run = Run(time.perf_counter())
+        self.current_run = run = LoopRun(time.perf_counter())
         waiting = list(enumerate(requests))
         numbers: dict[int, int] = {}
 
@@ -118,23 +122,23 @@ class Rig:
 
         def emit(chunks: Sequence[Chunk]) -> None:
             for chunk in chunks:
-                _take(run, numbers[chunk.seq_id], chunk)
+                _record_chunk(run, numbers[chunk.seq_id], chunk)
                 if chunk.finish is not None:
                     submit()
             if len(run.stats) == len(requests):
                 coordinator.close()
 
-        def note(done: Round) -> None:
-            run.rounds.append(done)
-            if done.number in (gamma_from or {}):
-                coordinator.pacer = self._pacer((gamma_from or {})[done.number])
+        def record_round(round_: Round) -> None:
+            run.rounds.append(round_)
+            if round_.number in (gamma_changes or {}):
+                coordinator.pacer = self._pacer((gamma_changes or {})[round_.number])
 
-        coordinator = self._coordinator(emit, note)
-        coordinator.pacer = self._auto if gamma is None else self._pacer(gamma)
+        coordinator = self._coordinator(emit, record_round)
+        coordinator.pacer = self._auto_pacer if gamma is None else self._pacer(gamma)
         for _ in range(min(concurrency or len(requests), len(requests))):
             submit()
         await coordinator.run()
-        run.ended = time.perf_counter()
+        run.end = time.perf_counter()
         return run
 
     def _pacer(self, gamma: int | None) -> Pacer:
@@ -146,39 +150,40 @@ class Rig:
         self, emit: Callable[[Sequence[Chunk]], None], report: Callable[[Round], None]
     ) -> Coordinator:
         draft = self.group.draft_worker
-        return Coordinator.of(
-            self.config,
+        return Coordinator(
             self.group.target,
             self.group.drafter,
             info=self.group.info,
+            limits=self.config.limits,
+            speculation=self.config.speculation,
             emit=emit,
             draft_context=None if draft is None else draft.ready.context,
             report=report,
-            overlaps=True,
+            remote_workers=True,
         )
 
 
-def trace_of(run: Run) -> dict[str, Any]:
-    """As `GET /trace` would give it."""
-    journal = Journal(Registry())
-    for done in run.rounds:
-        journal.record(done)
+def trace_of(run: LoopRun) -> dict[str, Any]:
+    """Return the trace of a run, as `GET /trace` returns it."""
+    journal = TraceJournal(Registry())
+    for round_ in run.rounds:
+        journal.record_round(round_)
     for exchange in run.exchanges:
-        journal.exchange(exchange)
+        journal.record_exchange(exchange)
     return journal.trace()
 
 
-def _take(run: Run, number: int, chunk: Chunk) -> None:
+def _record_chunk(run: LoopRun, number: int, chunk: Chunk) -> None:
     if chunk.error is not None:
         raise WorkerLost(chunk.error)
-    run.texts.setdefault(number, []).extend(chunk.tokens)
+    run.output_ids.setdefault(number, []).extend(chunk.tokens)
     if chunk.finish is not None:
-        assert chunk.stats is not None, "what has no error has stats"
+        assert chunk.stats is not None, "a request without an error has stats"
         run.stats[number] = chunk.stats
 
 
-def _workers() -> set[psutil.Process]:
-    """The processes of ours that Ray runs on this machine."""
+def _worker_processes() -> set[psutil.Process]:
+    """Return the worker processes that Ray runs on this machine."""
     return {
         process
         for process in psutil.process_iter(["cmdline"])
@@ -192,8 +197,8 @@ def _pin(process: psutil.Process, core: int) -> None:
             os.sched_setaffinity(thread.id, {core})
 
 
-def run(main: Any) -> Any:
-    """Under uvloop, as Serve's replicas run."""
+def run_with_uvloop(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine under uvloop, as Ray Serve runs its replicas."""
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

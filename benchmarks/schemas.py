@@ -1,4 +1,4 @@
-"""JSON schemas of rising difficulty, made from a seed: what people ask of structured output, in all its nesting. Knows no engine."""
+"""JSON schemas of rising difficulty, made from a seed, as people use them. Knows no engine."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ Schema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
-    """Makes parts of one schema, `depth` levels of nesting at most."""
+class SchemaMaker:
+    """Maker of the parts of one schema, nested at most `depth` levels deep."""
 
     rng: random.Random
     level: int
 
     def value(self, depth: int) -> Schema:
-        """Whatever a property may hold: plainer where it is deep, or the schema easy."""
+        """Return the schema of a property: simpler where it is deep, and at low levels."""
         kinds = [
             kind
             for kind, (least, nests) in _KINDS.items()
@@ -65,14 +65,14 @@ class Maker:
             "additionalProperties": False,
         }
 
-    def text(self, depth: int) -> Schema:
+    def string(self, depth: int) -> Schema:
         return (
             {"type": "string"}
             if self.rng.random() < 0.2
             else {"type": "string", "minLength": 1, "maxLength": self.rng.randint(3, 12)}
         )
 
-    def whole(self, depth: int) -> Schema:
+    def integer(self, depth: int) -> Schema:
         low = self.rng.randint(-20, 100)
         return self.rng.choice(
             [
@@ -84,22 +84,22 @@ class Maker:
     def number(self, depth: int) -> Schema:
         return {"type": "number", "minimum": 0, "exclusiveMaximum": self.rng.randint(1, 50)}
 
-    def chosen(self, depth: int) -> Schema:
+    def enum(self, depth: int) -> Schema:
         return {"enum": self.rng.sample(VALUES, self.rng.randint(2, 5))}
 
-    def flag(self, depth: int) -> Schema:
+    def boolean(self, depth: int) -> Schema:
         return {"type": self.rng.choice(["boolean", ["boolean", "null"]])}
 
-    def fixed(self, depth: int) -> Schema:
+    def const(self, depth: int) -> Schema:
         return {"const": self.rng.choice([True, None, 7, "fixed", ["a", 1]])}
 
-    def patterned(self, depth: int) -> Schema:
+    def string_with_pattern(self, depth: int) -> Schema:
         return {"type": "string", "pattern": self.rng.choice(PATTERNS)}
 
-    def formatted(self, depth: int) -> Schema:
+    def string_with_format(self, depth: int) -> Schema:
         return {"type": "string", "format": self.rng.choice(FORMATS)}
 
-    def listed(self, depth: int) -> Schema:
+    def array(self, depth: int) -> Schema:
         low = self.rng.randint(0, 2)
         return {
             "type": "array",
@@ -108,55 +108,55 @@ class Maker:
             "maxItems": low + self.rng.randint(0, 2),
         }
 
-    def row(self, depth: int) -> Schema:
+    def prefix_items(self, depth: int) -> Schema:
         items = [self.value(0) for _ in range(2)]
         return {"type": "array", "prefixItems": items, "items": False, "minItems": 2}
 
-    def either(self, depth: int) -> Schema:
+    def any_of(self, depth: int) -> Schema:
         return {"anyOf": [self.value(depth - 1) for _ in range(2)]}
 
-    def one(self, depth: int) -> Schema:
-        """Of which no two can be the same: the library asks for that."""
-        return {"oneOf": [self.text(0), self.whole(0), {"type": "null"}]}
+    def one_of(self, depth: int) -> Schema:
+        """Return alternatives of which a value fits only one; the library requires that."""
+        return {"oneOf": [self.string(0), self.integer(0), {"type": "null"}]}
 
     def tree(self, depth: int) -> Schema:
         return {"$ref": "#/$defs/tree"}
 
-    def whole_schema(self) -> Schema:
+    def schema(self) -> Schema:
         schema = self.record(1 + self.level // 3)
         if "#/$defs/tree" in str(schema):
             children = {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}
             tree = {
                 "type": "object",
-                "properties": {"value": self.chosen(0), "children": children},
+                "properties": {"value": self.enum(0), "children": children},
                 "required": ["value"],
             }
             schema["$defs"] = {"tree": tree | {"additionalProperties": False}}
         return schema
 
 
-_KINDS: Mapping[str, tuple[int, bool]] = {  # from which level on, and whether it nests
-    "text": (0, False),
-    "whole": (0, False),
-    "chosen": (0, False),
-    "flag": (1, False),
+# The first level that has each kind, and whether the kind nests.
+_KINDS: Mapping[str, tuple[int, bool]] = {
+    "string": (0, False),
+    "integer": (0, False),
+    "enum": (0, False),
+    "boolean": (1, False),
     "number": (2, False),
-    "fixed": (2, False),
-    "listed": (2, True),
+    "const": (2, False),
+    "array": (2, True),
     "record": (3, True),
-    "patterned": (4, False),
-    "row": (5, True),
-    "either": (5, True),
-    "formatted": (6, False),
-    "one": (7, False),
+    "string_with_pattern": (4, False),
+    "prefix_items": (5, True),
+    "any_of": (5, True),
+    "string_with_format": (6, False),
+    "one_of": (7, False),
     "tree": (8, False),
 }
-_MAKERS: Mapping[str, Callable[[Maker, int], Schema]] = {
-    name: getattr(Maker, name) for name in _KINDS
+_MAKERS: Mapping[str, Callable[[SchemaMaker, int], Schema]] = {
+    name: getattr(SchemaMaker, name) for name in _KINDS
 }
 
 
-def made(number: int, *, seed: int = 0) -> Schema:
-    """The schema of that number: the same for the same seed, harder the more often LEVELS goes into it without a rest left over."""
-    maker = Maker(random.Random(f"{seed}/{number}"), number % LEVELS)
-    return maker.whole_schema()
+def make_schema(number: int, *, seed: int = 0) -> Schema:
+    """Return the schema of that number and seed; its level is number % LEVELS."""
+    return SchemaMaker(random.Random(f"{seed}/{number}"), number % LEVELS).schema()

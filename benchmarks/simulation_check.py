@@ -1,4 +1,7 @@
-"""The simulation against what it simulates: passes, acceptance and overheads are taken from some runs, and others are foretold."""
+"""The simulation beside the devices that it simulates.
+
+Passes, acceptance and overheads are fitted to some runs, and the rates of others are predicted.
+"""
 
 from __future__ import annotations
 
@@ -11,172 +14,206 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
-from benchmarks.rig import Rig, Run, trace_of
-from specserve.config.tree import parse
+from benchmarks.rig import LoopRun, Rig, trace_of
+from specserve.config.tree import config_from_keys
 from specserve.engine.trace import Round
-from specserve.tools.simulate.acceptance_model import Acceptance
-from specserve.tools.simulate.devices import Host
-from specserve.tools.simulate.fit import from_trace
+from specserve.tools.simulate.acceptance_model import AcceptanceConfig
+from specserve.tools.simulate.devices import HostConfig
+from specserve.tools.simulate.fit import pass_time_from_trace
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.run import simulate
-from specserve.tools.simulate.scenario import Mode, Scenario, Worker
+from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
 from specserve.types import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """What was learnt from runs in lockstep."""
+class FittedDevices:
+    """Parameters of the simulation, fitted to runs in lockstep."""
 
-    target: Worker
-    draft: Worker
-    host: Host
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    target: DeviceGroup
+    draft: DeviceGroup
+    host: HostConfig
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
 
-async def check(
-    lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: int, turns: int
+async def check_simulation(
+    lockstep: Rig, anticipating: Rig, requests: Sequence[Request], *, gamma: int, turns: int
 ) -> list[str]:
-    """Passes and overheads are fitted to lockstep with one stream and eight; four streams, plain decoding and anticipation are foretold.
+    """Return a table of measured and simulated rates.
 
-    Each turn is fitted and foretold by itself, since machines drift. Acceptance and hit rate are each run's own: texts differ, and the
-    simulation does not claim to know them.
+    Passes and overheads are fitted to lockstep with one stream and eight; four streams, plain
+    decoding and anticipation are predicted. Each turn is fitted and predicted by itself, since
+    machines drift. Acceptance and hit rate are each run's own: texts differ, and the simulation
+    does not claim to know them.
     """
-    found: dict[str, list[tuple[float, float]]] = {}
+    rates: dict[str, list[tuple[float, float]]] = {}
     for turn in range(-1, turns):
-        cases = await _turn(lockstep, ahead, [*asked[turn:], *asked[:turn]], gamma=gamma)
-        for name, (run, what) in cases.items() if turn >= 0 else ():
-            foretold = await asyncio.to_thread(simulate, what)  # which has a loop of its own
-            found.setdefault(name, []).append((decoding_rate(run), foretold.tokens_per_second))
+        cases = await _run_turn(
+            lockstep, anticipating, [*requests[turn:], *requests[:turn]], gamma=gamma
+        )
+        for name, (run, scenario) in cases.items() if turn >= 0 else ():
+            # In a thread, since the simulation has an event loop of its own.
+            predicted = await asyncio.to_thread(simulate, scenario)
+            rates.setdefault(name, []).append((decode_rate(run), predicted.tokens_per_second))
     lines = [
         "| | measured, tokens/s | simulated | simulated / measured, turn by turn |",
         "|---|---|---|---|",
     ]
-    for name, pairs in found.items():
+    for name, pairs in rates.items():
         measured, simulated = zip(*pairs, strict=True)
-        ratios = [mine / real for real, mine in pairs]
+        ratios = [predicted / real for real, predicted in pairs]
         spread = f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
         lines.append(f"| {name} | {median(measured):.1f} | {median(simulated):.1f} | {spread} |")
     return lines
 
 
-async def _turn(
-    lockstep: Rig, ahead: Rig, asked: Sequence[Request], *, gamma: int
-) -> dict[str, tuple[Run, Scenario]]:
-    runs = {batch: await lockstep.complete(asked[:batch], gamma=gamma) for batch in (1, 8, 4)}
-    fitted = fit(runs[1], runs[8])
+async def _run_turn(
+    lockstep: Rig, anticipating: Rig, requests: Sequence[Request], *, gamma: int
+) -> dict[str, tuple[LoopRun, Scenario]]:
+    runs = {
+        batch: await lockstep.run_closed_loop(requests[:batch], gamma=gamma) for batch in (1, 8, 4)
+    }
+    fitted = fit_devices(runs[1], runs[8])
     plain, anticipated = (
-        await ahead.complete(asked[:1], gamma=0),
-        await ahead.complete(asked[:1], gamma=gamma),
+        await anticipating.run_closed_loop(requests[:1], gamma=0),
+        await anticipating.run_closed_loop(requests[:1], gamma=gamma),
     )
     cases = {
         f"lockstep, {batch} stream{'s' if batch > 1 else ''}": (
             run,
-            scenario(known(fitted, run), Mode.LOCKSTEP, gamma, batch),
+            make_scenario(with_measured_acceptance(fitted, run), Mode.LOCKSTEP, gamma, batch),
         )
         for batch, run in sorted(runs.items())
     }
-    cases["plain, 1 stream"] = plain, scenario(fitted, Mode.PLAIN, 0, 1)
+    cases["plain, 1 stream"] = plain, make_scenario(fitted, Mode.PLAIN, 0, 1)
     cases["anticipation, 1 stream"] = (
         anticipated,
-        scenario(known(fitted, anticipated), Mode.ANTICIPATED, gamma, 1),
+        make_scenario(with_measured_acceptance(fitted, anticipated), Mode.ANTICIPATED, gamma, 1),
     )
     return cases
 
 
-def fit(one: Run, many: Run) -> Fitted:
-    """Passes by least squares over both runs; what an exchange takes beside its work is the link's, and what is left of a round the host's."""
+def fit_devices(one: LoopRun, many: LoopRun) -> FittedDevices:
+    """Fit devices to a run of one stream and a run of many.
+
+    Passes are fitted by least squares over both runs. The time of an exchange outside its work is
+    the link's; the rest of a round is the host's.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "trace.json"
         events = [event for run in (one, many) for event in trace_of(run)["traceEvents"]]
         file.write_text(json.dumps({"traceEvents": events}))
         target, draft = (
-            Worker(from_trace(file, role), link_s=link(one, role)) for role in ("target", "draft")
+            DeviceGroup(pass_time_from_trace(file, role), link_s=link_seconds(one, role))
+            for role in ("target", "draft")
         )
     links = 2 * (target.link_s + draft.link_s)
-    alone, together = overhead(one) - links, overhead(many) - links
-    each = max(0.0, (together - alone) / (len(many.texts) - 1))
-    return Fitted(target, draft, Host(per_round=max(0.0, alone - each), per_sequence=each))
+    host_one, host_many = idle_seconds(one) - links, idle_seconds(many) - links
+    per_sequence = max(0.0, (host_many - host_one) / (len(many.output_ids) - 1))
+    host = HostConfig(per_round=max(0.0, host_one - per_sequence), per_sequence=per_sequence)
+    return FittedDevices(target, draft, host)
 
 
-def link(run: Run, role: str) -> float:
-    """Seconds of one way, of the exchanges while it decoded."""
-    since, until = run.decoding[0].begun, run.decoding[-1].ended
-    exchanges = [done for done in run.exchanges if done.role == role and since <= done.sent < until]
+def link_seconds(run: LoopRun, role: str) -> float:
+    """Return the seconds of one way of an exchange during the decode rounds."""
+    since, until = run.decode_rounds[0].start, run.decode_rounds[-1].end
+    exchanges = [
+        exchange
+        for exchange in run.exchanges
+        if exchange.role == role and since <= exchange.sent_at < until
+    ]
     return max(
         0.0,
         median(
-            done.answered - done.sent - sum(span.ended - span.begun for span in done.spans)
-            for done in exchanges
+            exchange.answered_at
+            - exchange.sent_at
+            - sum(span.end - span.start for span in exchange.spans)
+            for exchange in exchanges
         )
         / 2,
     )
 
 
-def overhead(run: Run) -> float:
-    """Seconds of a round that neither device works."""
+def idle_seconds(run: LoopRun) -> float:
+    """Return the seconds of a round in which neither device works."""
     rounds = [
-        later.begun - earlier.begun
-        for earlier, later in zip(run.decoding, run.decoding[1:], strict=False)
+        later.start - earlier.start
+        for earlier, later in zip(run.decode_rounds, run.decode_rounds[1:], strict=False)
     ]
     return max(
-        0.0, mean(rounds) - mean(run.spans("target", "verify")) - mean(run.spans("draft", "draft"))
+        0.0,
+        mean(rounds)
+        - mean(run.span_seconds("target", "verify"))
+        - mean(run.span_seconds("draft", "draft")),
     )
 
 
-def acceptance(runs: Sequence[Run], *, hit_rate: float = 1.0) -> Acceptance:
-    """By place in the proposal."""
-    outcomes = [outcome for run in runs for done in full(run) for outcome in done.outcomes]
-    deepest = max(outcome.proposed for outcome in outcomes)
-    reached = [
-        sum(outcome.accepted >= place and outcome.proposed > place for outcome in outcomes)
-        for place in range(deepest)
+def measured_acceptance(runs: Sequence[LoopRun], *, hit_rate: float = 1.0) -> AcceptanceConfig:
+    """Return the acceptance of the runs by position in the proposal."""
+    outcomes = [
+        outcome for run in runs for round_ in full_rounds(run) for outcome in round_.outcomes
     ]
-    passed = [sum(outcome.accepted > place for outcome in outcomes) for place in range(deepest)]
-    places = tuple(
-        passing / reaching for passing, reaching in zip(passed, reached, strict=True) if reaching
+    longest = max(outcome.proposed for outcome in outcomes)
+    verified = [
+        sum(outcome.accepted >= position and outcome.proposed > position for outcome in outcomes)
+        for position in range(longest)
+    ]
+    accepted = [
+        sum(outcome.accepted > position for outcome in outcomes) for position in range(longest)
+    ]
+    by_position = tuple(
+        hits / tries for hits, tries in zip(accepted, verified, strict=True) if tries
     )
-    return Acceptance(by_position=places, ranks=(hit_rate,))
+    return AcceptanceConfig(by_position=by_position, ranks=(hit_rate,))
 
 
-def known(fitted: Fitted, run: Run) -> Fitted:
-    """With the run's own acceptance, and the share of verdicts that it had prepared for."""
+def with_measured_acceptance(fitted: FittedDevices, run: LoopRun) -> FittedDevices:
+    """Return the devices with the acceptance of a run, and with its anticipation hit rate."""
     hits = [
         outcome.anticipated
-        for done in run.decoding
-        for outcome in done.outcomes
+        for round_ in run.decode_rounds
+        for outcome in round_.outcomes
         if outcome.anticipated is not None
     ]
-    if not any(done.outcomes for done in run.decoding):
+    if not any(round_.outcomes for round_ in run.decode_rounds):
         return fitted
-    return replace(fitted, acceptance=acceptance([run], hit_rate=mean(hits) if hits else 1.0))
+    return replace(
+        fitted, acceptance=measured_acceptance([run], hit_rate=mean(hits) if hits else 1.0)
+    )
 
 
-def scenario(fitted: Fitted, mode: Mode, gamma: int, streams: int) -> Scenario:
-    """Long texts, so that chance evens out; prompts of a token, since only decoding is compared."""
+def make_scenario(fitted: FittedDevices, mode: Mode, gamma: int, streams: int) -> Scenario:
+    """Return a load of long texts, so that chance evens out.
+
+    Prompts have one token, since only decoding is compared.
+    """
     return Scenario(
         target=fitted.target,
         draft=fitted.draft,
         arrivals=(Arrival(0.0, 1, 4000),) * streams,
         concurrency=streams,
         mode=mode,
-        config=parse({"speculation.gamma": gamma}),
+        config=config_from_keys({"speculation.gamma": gamma}),
         acceptance=fitted.acceptance,
         host=fitted.host,
     )
 
 
-def decoding_rate(run: Run) -> float:
-    """Tokens a second over the rounds in which all streams were running."""
-    rounds = full(run)
+def decode_rate(run: LoopRun) -> float:
+    """Return the tokens per second of the rounds in which all streams ran."""
+    rounds = full_rounds(run)
     seconds = mean(
-        later.begun - earlier.begun
+        later.start - earlier.start
         for earlier, later in pairwise(rounds)
         if later.number == earlier.number + 1
     )
-    return mean(done.num_committed for done in rounds) / seconds
+    return mean(round_.num_committed for round_ in rounds) / seconds
 
 
-def full(run: Run) -> list[Round]:
-    """The rounds in which all streams were running. Those whose drafts are refused most run on alone, and say nothing about the others."""
-    most = max(done.num_sequences for done in run.decoding)
-    return [done for done in run.decoding if done.num_sequences == most]
+def full_rounds(run: LoopRun) -> list[Round]:
+    """Return the rounds in which all streams ran.
+
+    In the end the streams with most rejections run alone, and do not represent the others.
+    """
+    most = max(round_.num_sequences for round_ in run.decode_rounds)
+    return [round_ for round_ in run.decode_rounds if round_.num_sequences == most]

@@ -1,6 +1,7 @@
-"""Do texts that finish under a JSON schema validate, and what does speculation bring? Schemas of rising difficulty, sampled at T = 1.
+"""Validity of texts generated under JSON schemas, and speed with and without speculation.
 
-`make structured` runs 300 of them, with speculation and without in turns; tests/benchmarks/test_structured.py takes 30.
+`make structured` samples 300 schemas of rising difficulty at T = 1, with and without speculation in
+turns; tests/benchmarks/test_structured.py takes 30.
 """
 
 from __future__ import annotations
@@ -15,33 +16,34 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-from benchmarks.schemas import LEVELS, Schema, made
+from benchmarks.schemas import LEVELS, Schema, make_schema
 from specserve import LLM
 from specserve.errors import BadValue
-from specserve.grammar.validate import check
+from specserve.grammar.validate import validate_grammar
 from specserve.llm import Output
 from specserve.sampling_params import Sampling
-from specserve.types import Finish, Grammar
+from specserve.types import FinishReason, Grammar
 
 PROMPT = "# A record as JSON, for schema {number}\nrecord = "
-AT_ONCE, MAX_TOKENS = 32, 256
+BATCH = 32
+MAX_TOKENS = 256
 
 
-def under(schema: Schema, **sampling: Any) -> Sampling:
+def schema_sampling(schema: Schema, **sampling: Any) -> Sampling:
     return Sampling(guided={"json": schema}, **sampling)
 
 
-def of(schema: Schema) -> Grammar:
+def schema_grammar(schema: Schema) -> Grammar:
     return Grammar("json_schema", json.dumps(schema))
 
 
 @dataclass(slots=True)
-class Tally:
-    """What became of the texts of some schemas."""
+class TextCounts:
+    """Counts of the texts of some schemas, by outcome."""
 
     validated: int = 0
     cut: int = 0  # at max_tokens, before the text had ended
-    wrong: list[str] = field(default_factory=list)  # finished, and no such thing as the schema says
+    wrong: list[str] = field(default_factory=list)  # finished and invalid
     failed: list[str] = field(default_factory=list)
     tokens: int = 0
     seconds: float = 0.0
@@ -53,7 +55,7 @@ class Tally:
     def finished(self) -> int:
         return self.validated + len(self.wrong)
 
-    def take(self, number: int, schema: Schema, output: Output) -> None:
+    def add(self, number: int, schema: Schema, output: Output) -> None:
         if output.error is not None:
             self.failed.append(f"{number}: {output.error}")
             return
@@ -64,7 +66,7 @@ class Tally:
             self.accepted + output.stats.accepted,
         )
         self.rounds += output.stats.rounds
-        if output.finish_reason == Finish.LENGTH:
+        if output.finish_reason == FinishReason.LENGTH:
             self.cut += 1
         elif problem := _problem(schema, output.text):
             self.wrong.append(f"{number}: {problem}: {output.text[:200]}")
@@ -81,41 +83,44 @@ def _problem(schema: Schema, text: str) -> str | None:
     return next((error.message for error in validator.iter_errors(value)), None)
 
 
-def schemas(count: int) -> list[tuple[int, Schema]]:
-    """Those that can be followed; what is refused is refused by name, and left out."""
-    found = []
+def accepted_schemas(count: int) -> list[tuple[int, Schema]]:
+    """Return the schemas that the library accepts, with their numbers.
+
+    A refused one is printed with the reason.
+    """
+    accepted = []
     for number in range(count):
-        schema = made(number)
+        schema = make_schema(number)
         try:
-            check(of(schema))
+            validate_grammar(schema_grammar(schema))
         except BadValue as error:
             print(f"schema {number} is refused: {error}")
             continue
-        found.append((number, schema))
-    return found
+        accepted.append((number, schema))
+    return accepted
 
 
-def run(
+def generate_texts(
     llm: LLM,
     numbered: Sequence[tuple[int, Schema]],
     *,
     gamma: int | None,
     max_tokens: int = MAX_TOKENS,
-) -> Tally:
-    """One text for each schema, at T = 1."""
-    tally, began = Tally(), time.perf_counter()
+) -> TextCounts:
+    """Generate one text for each schema, at T = 1."""
+    counts, begin = TextCounts(), time.perf_counter()
     speculation = None if gamma is None else {"gamma": gamma}
-    for start in range(0, len(numbered), AT_ONCE):
-        part = numbered[start : start + AT_ONCE]
+    for start in range(0, len(numbered), BATCH):
+        batch = numbered[start : start + BATCH]
         samplings = [
-            under(schema, max_tokens=max_tokens, seed=number, speculation=speculation)
-            for number, schema in part
+            schema_sampling(schema, max_tokens=max_tokens, seed=number, speculation=speculation)
+            for number, schema in batch
         ]
-        outputs = llm.generate([PROMPT.format(number=number) for number, _ in part], samplings)
-        for (number, schema), output in zip(part, outputs, strict=True):
-            tally.take(number, schema, output)
-    tally.seconds = time.perf_counter() - began
-    return tally
+        outputs = llm.generate([PROMPT.format(number=number) for number, _ in batch], samplings)
+        for (number, schema), output in zip(batch, outputs, strict=True):
+            counts.add(number, schema, output)
+    counts.seconds = time.perf_counter() - begin
+    return counts
 
 
 def main() -> int:
@@ -128,31 +133,39 @@ def main() -> int:
     )
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     options = parser.parse_args()
-    numbered = schemas(options.count)
+    numbered = accepted_schemas(options.count)
     print(f"{len(numbered)} schemas of {LEVELS} levels, T = 1, at most {options.max_tokens} tokens")
     print(
-        "| speculation | validated | wrong | cut | failed | tokens | tokens/s | drafts accepted | tokens a round |"
+        "| speculation | validated | wrong | cut | failed | tokens | tokens/s "
+        "| drafts accepted | tokens a round |"
     )
     print(f"|{'---|' * 9}")
-    faults = 0
+    num_faults = 0
     with LLM() as llm:
-        run(llm, numbered[:AT_ONCE], gamma=None, max_tokens=options.max_tokens)  # warm
+        generate_texts(llm, numbered[:BATCH], gamma=None, max_tokens=options.max_tokens)  # warm-up
         for gamma in [None, 0] * options.turns:
-            tally = run(llm, numbered, gamma=gamma, max_tokens=options.max_tokens)
-            print(_row("off" if gamma == 0 else "auto", tally), flush=True)
-            for line in tally.wrong + tally.failed:
+            counts = generate_texts(llm, numbered, gamma=gamma, max_tokens=options.max_tokens)
+            print(_row("off" if gamma == 0 else "auto", counts), flush=True)
+            for line in counts.wrong + counts.failed:
                 print(line)
-            faults += len(tally.wrong) + len(tally.failed)
-    return 1 if faults else 0
+            num_faults += len(counts.wrong) + len(counts.failed)
+    return 1 if num_faults else 0
 
 
-def _row(name: str, tally: Tally) -> str:
-    accepted = f"{tally.accepted / tally.drafted:.2f}" if tally.drafted else ""
-    cells = [name, tally.validated, len(tally.wrong), tally.cut, len(tally.failed), tally.tokens]
+def _row(name: str, counts: TextCounts) -> str:
+    accepted = f"{counts.accepted / counts.drafted:.2f}" if counts.drafted else ""
+    cells = [
+        name,
+        counts.validated,
+        len(counts.wrong),
+        counts.cut,
+        len(counts.failed),
+        counts.tokens,
+    ]
     cells += [
-        f"{tally.tokens / tally.seconds:.0f}",
+        f"{counts.tokens / counts.seconds:.0f}",
         accepted,
-        f"{tally.tokens / max(tally.rounds, 1):.2f}",
+        f"{counts.tokens / max(counts.rounds, 1):.2f}",
     ]
     return f"| {' | '.join(map(str, cells))} |"
 

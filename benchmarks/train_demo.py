@@ -1,7 +1,8 @@
-"""Trains the demo family on Python's own standard library: `python -m benchmarks.train_demo --out DIR`.
+"""Training of the demo models on Python's standard library.
 
-A byte-level BPE, a target by next-token loss, and a draft (or a smaller one) distilled from that target. One file in fifty is held out, and
-what the model card states is measured there.
+`python -m benchmarks.train_demo --out DIR` trains a byte-level BPE, a target by next-token loss,
+and a draft (or a smaller one) distilled from that target. One file in fifty is held out; the
+figures of the model card are measured on these files.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specserve.demo.corpus import standard_library
-from specserve.progress import Bar, Tell
+from specserve.progress import ProgressBar, ReportProgress
 
 END = "<|endoftext|>"
-VOCAB, CONTEXT, BATCH = 4096, 1024, 2
+VOCAB = 4096
+CONTEXT = 1024
+BATCH = 2
 TARGET = {
     "hidden_size": 256,
     "num_hidden_layers": 8,
@@ -88,13 +91,13 @@ def new_model(sizes: dict[str, Any], end: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def small_brother(target: Any, sizes: dict[str, Any]) -> Any:
-    """A draft whose embedding starts as the target's, seen along its widest directions."""
+def new_draft(target: Any, sizes: dict[str, Any]) -> Any:
+    """Return a draft whose embedding starts as the target's, projected on its main directions."""
     draft: Any = new_model(sizes, target.config.eos_token_id)
     width = sizes["hidden_size"]
     embedding = target.get_input_embeddings().weight.detach()
-    left, spread, _ = torch.linalg.svd(embedding, full_matrices=False)
-    draft.get_input_embeddings().weight.data.copy_(left[:, :width] * spread[:width])
+    left, singular_values, _ = torch.linalg.svd(embedding, full_matrices=False)
+    draft.get_input_embeddings().weight.data.copy_(left[:, :width] * singular_values[:width])
     return draft
 
 
@@ -102,18 +105,17 @@ def windows(tokens: torch.Tensor, seed: int) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(tokens) - CONTEXT - 1, (BATCH,), generator=generator)
-        yield torch.stack(
-            [tokens[start : start + CONTEXT + 1] for start in starts.tolist()]
-        )  # [batch, context + 1]
+        # [batch, context + 1]
+        yield torch.stack([tokens[start : start + CONTEXT + 1] for start in starts.tolist()])
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """How long to train, and how hard."""
+class TrainingSchedule:
+    """Duration and learning rates of one training run."""
 
     name: str
     minutes: float
-    peak: float  # of the rates, as a share of the usual ones
+    peak: float  # peak learning rates, as a share of the usual ones
     compile: bool
     seed: int  # of the windows
 
@@ -122,12 +124,15 @@ def train(
     model: Any,
     text: torch.Tensor,
     loss_of: Callable[..., torch.Tensor],
-    course: Course,
+    schedule: TrainingSchedule,
     *,
     save: Callable[[], None],
-    tell: Tell,
+    report_progress: ReportProgress,
 ) -> None:
-    """Muon for the matrices inside the layers, AdamW for the rest; the rates follow the elapsed share of the time."""
+    """Train with Muon for the matrices inside the layers and AdamW for the rest.
+
+    The learning rates follow the elapsed share of the time.
+    """
     inside = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
     ids = {id(p) for p in inside}
     rest = [p for p in model.parameters() if id(p) not in ids]
@@ -138,13 +143,13 @@ def train(
         torch.optim.AdamW(rest, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
-    running = torch.compile(model) if course.compile else model
-    batches = windows(text, seed=course.seed)
-    begun = saved = time.monotonic()
+    running = torch.compile(model) if schedule.compile else model
+    batches = windows(text, seed=schedule.seed)
+    start = last_save = time.monotonic()
     step = 0
-    while (progress := (time.monotonic() - begun) / (60 * course.minutes)) < 1:
+    while (progress := (time.monotonic() - start) / (60 * schedule.minutes)) < 1:
         rate = (
-            course.peak
+            schedule.peak
             * min(1.0, (step + 1) / 100)
             * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
         )
@@ -158,11 +163,13 @@ def train(
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0:
-            pace = (step + 1) * BATCH * CONTEXT / (time.monotonic() - begun)
-            tell(course.name, progress, f"step {step}, loss {loss.item():.3f}, {pace:.0f} tokens/s")
-        if time.monotonic() - saved > 300:
+            pace = (step + 1) * BATCH * CONTEXT / (time.monotonic() - start)
+            report_progress(
+                schedule.name, progress, f"step {step}, loss {loss.item():.3f}, {pace:.0f} tokens/s"
+            )
+        if time.monotonic() - last_save > 300:
             save()
-            saved = time.monotonic()
+            last_save = time.monotonic()
         step += 1
     save()
 
@@ -172,62 +179,69 @@ def next_token_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
-def distilled_from(
-    target: Any, measure: Callable[..., torch.Tensor], *, faster: bool
+def distillation_loss(
+    target: Any, distance: Callable[..., torch.Tensor], *, compile_teacher: bool
 ) -> Callable[..., torch.Tensor]:
-    """The draft learns the target's distribution, not the text: what counts for acceptance is how much the two overlap."""
+    """Return a loss by which the draft learns the target's distribution instead of the text.
+
+    Acceptance depends on how much the two distributions overlap.
+    """
     teacher = copy.deepcopy(target).eval().to(torch.bfloat16)
-    teacher = torch.compile(teacher) if faster else teacher
+    teacher = torch.compile(teacher) if compile_teacher else teacher
 
     def loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             log_p = F.log_softmax(teacher(input_ids=batch[:, :-1]).logits.float(), dim=-1)
-        return measure(log_p, F.log_softmax(model(input_ids=batch[:, :-1]).logits.float(), dim=-1))
+        return distance(log_p, F.log_softmax(model(input_ids=batch[:, :-1]).logits.float(), dim=-1))
 
     return loss
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p, q), whose gradient is strong from far away."""
+    """Return KL(p, q), whose gradient is strong while p and q are far apart."""
     return F.kl_div(
         log_q.flatten(0, 1), log_p.flatten(0, 1), reduction="batchmean", log_target=True
     )
 
 
-def refusal(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """1 - alpha, what the draft is for, once the two are near."""
+def rejection_rate(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Return 1 - alpha, the aim of the draft; useful once p and q are near each other."""
     return 1 - torch.minimum(log_p, log_q).exp().sum(-1).mean()
 
 
 @torch.no_grad()
 def held_out_figures(target: Any, draft: Any, tokens: torch.Tensor) -> dict[str, float]:
-    """Over held-out text: the target's loss, alpha = E[sum min(p, q)] at T = 1, and how often both would write the same token."""
-    loss = alpha = same = count = 0.0
+    """Measure the models on held-out text.
+
+    These are the target's loss, alpha = E[sum min(p, q)] at T = 1, and the share of positions where
+    both have the same likeliest token.
+    """
+    loss = alpha = agreement = count = 0.0
     for start in range(0, len(tokens) - CONTEXT - 1, CONTEXT):
         window = tokens[start : start + CONTEXT + 1]
         p = target(input_ids=window[None, :-1]).logits[0].float().softmax(-1)
         q = draft(input_ids=window[None, :-1]).logits[0].float().softmax(-1)
         loss += -p.gather(1, window[1:, None]).log().sum().item()
         alpha += torch.minimum(p, q).sum().item()
-        same += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        agreement += (p.argmax(-1) == q.argmax(-1)).sum().item()
         count += CONTEXT
     return {
         "loss": loss / count,
         "alpha": alpha / count,
-        "agreement": same / count,
+        "agreement": agreement / count,
         "tokens": count,
     }
 
 
-def save(model: Any, tokenizer: PreTrainedTokenizerFast, where: Path) -> None:
+def save(model: Any, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     shipped = copy.deepcopy(model).to(torch.bfloat16)
-    shipped.save_pretrained(where)
-    tokenizer.save_pretrained(where)
+    shipped.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """What a draft learns from, for which share of the target's minutes."""
+class DraftLesson:
+    """One stage of the draft's training, for a share of the target's minutes."""
 
     loss_of: Callable[..., torch.Tensor]
     share: float
@@ -273,68 +287,72 @@ def main() -> None:
     torch.manual_seed(0)
     corpus = standard_library()
     target_dir, draft_dir = args.out / "target", args.out / args.draft
-    there = args.resume or args.only == "draft"
+    has_target = args.resume or args.only == "draft"
     tokenizer = (
         PreTrainedTokenizerFast.from_pretrained(target_dir)
-        if there
+        if has_target
         else train_tokenizer(corpus.train)
     )
     text, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
     print(f"{len(text)} tokens to learn from, {len(held_out)} held out", flush=True)
     target: Any = (
         LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
-        if there
+        if has_target
         else new_model(TARGET, tokenizer.eos_token_id)
     )
     if args.only != "draft":
-        course = Course(
+        schedule = TrainingSchedule(
             "target",
             args.minutes,
             peak=0.5 if args.resume else 1.0,
             compile=args.compile,
             seed=3 if args.resume else 1,
         )
-        with Bar(sys.stderr) as bar:
+        with ProgressBar(sys.stderr) as bar:
             train(
                 target,
                 text,
                 next_token_loss,
-                course,
+                schedule,
                 save=lambda: save(target, tokenizer, target_dir),
-                tell=bar,
+                report_progress=bar,
             )
     if args.only != "target":
         draft: Any = (
             LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32)
             if args.lesson
-            else small_brother(target, DRAFTS[args.draft])
+            else new_draft(target, DRAFTS[args.draft])
         )
         lessons = {
-            "text": Lesson(next_token_loss, share=1 / 12, peak=1.0),
-            "divergence": Lesson(
-                distilled_from(target, divergence, faster=args.compile), share=1 / 4, peak=1.0
+            "text": DraftLesson(next_token_loss, share=1 / 12, peak=1.0),
+            "divergence": DraftLesson(
+                distillation_loss(target, divergence, compile_teacher=args.compile),
+                share=1 / 4,
+                peak=1.0,
             ),
-            "refusal": Lesson(
-                distilled_from(target, refusal, faster=args.compile), share=1 / 8, peak=0.3
+            "refusal": DraftLesson(
+                distillation_loss(target, rejection_rate, compile_teacher=args.compile),
+                share=1 / 8,
+                peak=0.3,
             ),
         }
         for seed, (name, lesson) in enumerate(lessons.items(), start=4):
             if args.lesson in (None, name):
-                course = Course(
+                schedule = TrainingSchedule(
                     f"{args.draft}, {name}",
                     args.minutes * lesson.share,
                     peak=lesson.peak,
                     compile=args.compile,
                     seed=seed,
                 )
-                with Bar(sys.stderr) as bar:
+                with ProgressBar(sys.stderr) as bar:
                     train(
                         draft,
                         text,
                         lesson.loss_of,
-                        course,
+                        schedule,
                         save=lambda: save(draft, tokenizer, draft_dir),
-                        tell=bar,
+                        report_progress=bar,
                     )
         print(held_out_figures(target.eval(), draft.eval(), held_out))
 

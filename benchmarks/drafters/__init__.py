@@ -1,1 +1,1 @@
-"""What each kind of drafter is worth: alpha beside what p and q say, a rewriting task by the clock, and what proposals take."""
+"""Measure each kind of drafter: alpha against p and q, a rewriting task, and proposal times."""

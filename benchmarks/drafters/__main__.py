@@ -1,4 +1,7 @@
-"""What each kind of drafter is worth, measured and written into one page. `python -m benchmarks.drafters --out docs/drafters.md`"""
+"""Measure each kind of drafter and write the results into one page.
+
+`python -m benchmarks.drafters --out docs/measurements/drafters.md`
+"""
 
 from __future__ import annotations
 
@@ -11,62 +14,67 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.drafters import options, page, report
-from benchmarks.drafters.copy_model import Copyist, Course
+from benchmarks.drafters import options, report
+from benchmarks.drafters.copy_model import CopyModel, TrainingBudget
 from benchmarks.drafters.options import Budget
-from benchmarks.drafters.rewriting import Rewriting
-from specserve.tools.reproduce.family import Family
+from benchmarks.drafters.rewriting import RewritingCorpus
+from specserve.tools.reproduce.family import DemoFamily
 from specserve.tools.reproduce.page import Section
 
 
-class Workshop:
-    """Opens what the sections need when the first of them asks for it."""
+class SectionInputs:
+    """Models that the sections measure, each opened when the first section needs it."""
 
     def __init__(self, budget: Budget, stack: ExitStack, *, cache: Path | None) -> None:
         self.budget, self._stack, self._cache = budget, stack, cache
 
     @cached_property
-    def family(self) -> Family:
-        return self._stack.enter_context(Family.widened(self.budget.params))
+    def family(self) -> DemoFamily:
+        return self._stack.enter_context(DemoFamily.widened(self.budget.params))
 
     @cached_property
-    def copyist(self) -> Copyist:
-        cache = self.directory() if self._cache is None else self._cache
-        return Copyist.found(cache, Rewriting.of_library(), Course(self.budget.minutes))
+    def copy_model(self) -> CopyModel:
+        cache = self.new_directory() if self._cache is None else self._cache
+        corpus = RewritingCorpus.from_standard_library()
+        return CopyModel.load_or_train(cache, corpus, TrainingBudget(self.budget.minutes))
 
-    def directory(self) -> Path:
-        """A new one, which ends with the command."""
+    def new_directory(self) -> Path:
+        """Create a directory that is deleted when the command ends."""
         return Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
 
 
-SECTIONS: Mapping[str, Callable[[Workshop], Sequence[Section]]] = {
-    "alpha": lambda shop: report.alphas(shop.family, shop.budget),
-    "copy": lambda shop: (report.copy(shop.copyist, shop.directory() / "widened", shop.budget),),
-    "speed": lambda shop: (report.proposals(shop.directory(), shop.budget),),
-    "heads": lambda shop: (report.heads(shop.family, shop.budget),),
+SECTIONS: Mapping[str, Callable[[SectionInputs], Sequence[Section]]] = {
+    "alpha": lambda inputs: report.measure_alphas(inputs.family, inputs.budget),
+    "copy": lambda inputs: (
+        report.measure_copying(
+            inputs.copy_model, inputs.new_directory() / "widened", inputs.budget
+        ),
+    ),
+    "speed": lambda inputs: (report.measure_proposals(inputs.new_directory(), inputs.budget),),
+    "heads": lambda inputs: (report.measure_heads(inputs.family, inputs.budget),),
 }
 
 
 def run(names: Sequence[str], budget: Budget, *, out: Path | None, cache: Path | None) -> None:
     with ExitStack() as stack:
-        shop = Workshop(budget, stack, cache=cache)
+        inputs = SectionInputs(budget, stack, cache=cache)
         for name in names:
-            torch.set_num_threads(budget.threads)  # engines have set their own
-            sections = SECTIONS[name](shop)
+            torch.set_num_threads(budget.threads)  # engines of the section before set their own
+            sections = SECTIONS[name](inputs)
             print("\n\n".join(section.markdown() for section in sections), end="\n\n", flush=True)
             if out is not None:
-                page.write(out, sections, report.TITLES)
+                report.write_page(out, sections, report.TITLES)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    asked = options.parser(__doc__).parse_args(arguments)
+    args = options.parser(__doc__).parse_args(arguments)
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("specserve.tools.bench").setLevel(logging.INFO)
+    logging.getLogger("benchmarks").setLevel(logging.INFO)
     run(
-        [name for name in SECTIONS if name in asked.only],
-        options.budget(asked),
-        out=asked.out,
-        cache=asked.cache,
+        [name for name in SECTIONS if name in args.only],
+        options.budget(args),
+        out=args.out,
+        cache=args.cache,
     )
 
 

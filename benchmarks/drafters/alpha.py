@@ -1,156 +1,193 @@
-"""alpha as measured beside sum min(p, q), for any drafter. Knows no kinds.
+"""Compare measured alpha with sum min(p, q), for any drafter. Knows no kinds of drafters.
 
-Texts are written at temperature 1 under `speculative`; the drafter's proposals are noted on the way. A place counts if it was judged. There q is
-what its token was drawn from, and p what the library says the target's distribution is behind the very text that was written.
+Texts are generated at temperature 1 under `speculative`, and the drafter's proposals are recorded.
+Every verified draft token counts. Its q is the draft distribution that it was drawn from; its p is
+the library's target distribution after the text as it was generated.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.drafters.recording_drafter import Noting
-from specserve.config.tree import parse
+from specserve.config.tree import config_from_keys
 from specserve.inprocess import open_parts
 from specserve.llm import LLM, Output
 from specserve.sampling_params import Sampling
-from specserve.types import Proposal
+from specserve.types import Drafter, DraftStep, Proposal
 
-GAMMA = 4  # tokens drafted
+GAMMA = 4
 PAGES = 2048
 Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A draft token that the target looked at."""
+class VerifiedToken:
+    """Draft token that the target verified."""
 
-    place: int  # in its proposal
-    beta: float  # sum min(p, q): the acceptance that p and q promise
+    position: int
+    """Index in its proposal."""
+    beta: float
+    """Expected acceptance, sum min(p, q)."""
     accepted: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Of judged drafts: how many were accepted, and how many should have been."""
+class AlphaEstimate:
+    """Number of verified draft tokens, how many were accepted, and how many p and q predict."""
 
-    judged: int
+    verified: int
     accepted: int
     expected: float
-    error: float  # of `accepted`, one standard deviation
+    error: float
+    """Standard deviation of `accepted`."""
 
     @classmethod
-    def of(cls, drafts: Iterable[Judged]) -> Share:
-        found = list(drafts)
-        betas = [draft.beta for draft in found]
+    def from_tokens(cls, tokens: Iterable[VerifiedToken]) -> AlphaEstimate:
+        verified = list(tokens)
+        betas = [token.beta for token in verified]
         return cls(
-            len(found),
-            sum(draft.accepted for draft in found),
+            len(verified),
+            sum(token.accepted for token in verified),
             sum(betas),
             math.sqrt(sum(beta * (1 - beta) for beta in betas)),
         )
 
     @property
     def alpha(self) -> float:
-        return self.accepted / self.judged
+        return self.accepted / self.verified
 
     @property
     def overlap(self) -> float:
-        return self.expected / self.judged
+        return self.expected / self.verified
 
     @property
-    def errors_off(self) -> float:
+    def standard_errors_off(self) -> float:
         return (self.accepted - self.expected) / self.error if self.error else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What became of one drafter's proposals."""
+class DrafterMeasurement:
+    """Rounds and verified draft tokens of one drafter."""
 
-    rounds: int  # that asked for drafts
-    proposed: int  # rounds that got some
-    drafts: tuple[Judged, ...]
+    rounds: int
+    """Rounds in which the drafter was called with a gamma above 0."""
+    rounds_with_drafts: int
+    """Rounds in which it proposed at least one token."""
+    tokens: tuple[VerifiedToken, ...]
 
     @property
-    def share(self) -> Share:
-        return Share.of(self.drafts)
+    def estimate(self) -> AlphaEstimate:
+        return AlphaEstimate.from_tokens(self.tokens)
 
-    def at(self, place: int) -> Share:
-        return Share.of(draft for draft in self.drafts if draft.place == place)
+    def estimate_at(self, position: int) -> AlphaEstimate:
+        return AlphaEstimate.from_tokens(
+            token for token in self.tokens if token.position == position
+        )
 
     @property
     def tokens_per_round(self) -> float:
-        return 1 + self.share.accepted / self.rounds
+        return 1 + self.estimate.accepted / self.rounds
 
 
-def measured(keys: Mapping[str, object], prompts: Prompts, module: Any, *, tokens: int) -> Found:
-    """Of a drafter by its keys; `module` is the target as the library has it."""
-    outputs, proposals = written(keys, prompts, tokens=tokens)
-    return Found(
+@dataclass(slots=True)
+class RecordingDrafter:
+    """Drafter that passes every call on and keeps the proposals of rounds with a gamma, in order.
+
+    It lifts the deadline, so that proposals are complete.
+    """
+
+    drafter: Drafter
+    proposals: list[Proposal] = field(default_factory=list)
+
+    async def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+        proposals = await self.drafter.propose(steps, math.inf)
+        self.proposals += [
+            proposal for step, proposal in zip(steps, proposals, strict=True) if step.gamma
+        ]
+        return proposals
+
+    async def release(self, seq_ids: Sequence[int]) -> None:
+        await self.drafter.release(seq_ids)
+
+
+def measure_drafter(
+    keys: Mapping[str, object], prompts: Prompts, module: Any, *, tokens: int
+) -> DrafterMeasurement:
+    """Measure the drafter that config `keys` describe; `module` is the library's target."""
+    outputs, proposals = generate_and_record(keys, prompts, tokens=tokens)
+    return DrafterMeasurement(
         len(proposals),
-        sum(bool(one.tokens) for one in proposals),
-        tuple(judged(outputs, proposals, module)),
+        sum(bool(proposal.tokens) for proposal in proposals),
+        tuple(verified_tokens(outputs, proposals, module)),
     )
 
 
-def written(
+def generate_and_record(
     keys: Mapping[str, object], prompts: Prompts, *, tokens: int
 ) -> tuple[list[Output], list[Proposal]]:
-    own: dict[str, object] = {
+    defaults: dict[str, object] = {
         "target.dtype": "float32",
         "target.threads": 1,
         "draft.threads": 1,
         "cache.pages": PAGES,
         "speculation.gamma": GAMMA,
     }
-    config = parse(own | dict(keys))
+    config = config_from_keys(defaults | dict(keys))
     parts = open_parts(config)
     assert parts.drafter is not None
-    noting = Noting(parts.drafter)
-    wanted = [
+    recorder = RecordingDrafter(parts.drafter)
+    sampling = [
         Sampling(
             max_tokens=tokens, seed=i, ignore_eos=True, speculation={"verifier": "speculative"}
         )
         for i in range(len(prompts))
     ]
-    with LLM.over(replace(parts, drafter=noting), config) as llm:
-        return llm.generate(prompts, wanted), noting.proposals
+    with LLM.from_parts(replace(parts, drafter=recorder), config) as llm:
+        return llm.generate(prompts, sampling), recorder.proposals
 
 
-def judged(
+def verified_tokens(
     outputs: Sequence[Output], proposals: Sequence[Proposal], module: Any
-) -> Iterator[Judged]:
-    """The sequences of an engine are numbered in the order of their prompts."""
+) -> Iterator[VerifiedToken]:
+    """Yield the draft tokens that were verified, by output.
+
+    An engine numbers its sequences in the order of their prompts.
+    """
     for seq_id, output in enumerate(outputs):
         text = (*output.prompt_token_ids, *output.token_ids)
         with torch.inference_mode():
-            p: Tensor = (
-                module(input_ids=torch.tensor([text])).logits[0].softmax(-1)
-            )  # [tokens, vocab]
+            # [tokens, vocab]
+            p: Tensor = module(input_ids=torch.tensor([text])).logits[0].softmax(-1)
         for proposal in (one for one in proposals if one.seq_id == seq_id):
-            yield from _looked_at(proposal, text, p)
+            yield from _verified_in(proposal, text, p)
 
 
-def _looked_at(proposal: Proposal, text: Sequence[int], p: Tensor) -> Iterator[Judged]:
-    """Up to the first refusal, or the end of the text. A token that was refused is never drawn anew, so one that agrees was accepted."""
-    for place, token in enumerate(proposal.tokens):
-        at = proposal.start + place
-        if at >= len(text):
+def _verified_in(proposal: Proposal, text: Sequence[int], p: Tensor) -> Iterator[VerifiedToken]:
+    """Yield the proposal's tokens up to the first rejection, or up to the end of the text.
+
+    A rejected token is never drawn again as its own correction, so a token that agrees with the
+    text was accepted.
+    """
+    for position, token in enumerate(proposal.tokens):
+        index = proposal.start + position
+        if index >= len(text):
             return
-        accepted = token == text[at]
-        yield Judged(place, _overlap(proposal, place, p[at - 1]), accepted)
+        accepted = token == text[index]
+        yield VerifiedToken(position, _overlap(proposal, position, p[index - 1]), accepted)
         if not accepted:
             return
 
 
-def _overlap(proposal: Proposal, place: int, p: Tensor) -> float:
-    """A draft that was certain has a one-hot q, whose overlap is p of its token."""
+def _overlap(proposal: Proposal, position: int, p: Tensor) -> float:
+    """Return sum min(p, q). A proposal without q is one-hot: its overlap is p of the token."""
     if proposal.q is None:
-        return float(p[proposal.tokens[place]])
-    ids, q = torch.from_numpy(proposal.q.ids[place]), torch.from_numpy(proposal.q.probs[place])
+        return float(p[proposal.tokens[position]])
+    ids = torch.from_numpy(proposal.q.ids[position])
+    q = torch.from_numpy(proposal.q.probs[position])
     return float(torch.minimum(p[ids], q).sum())

@@ -1,4 +1,4 @@
-"""The kinds of drafters over the demo target, as keys of a config."""
+"""Configs of every kind of drafter over the demo target."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 from specserve.config.tree import DEMO
 
 DRAFT, SMALL = str(DEMO / "draft"), str(DEMO / "small")
-CHAIN = ((5, 3, 2), (0, 4, 2), (0, 0, 4))  # k of the whole cascade
+CASCADE_K = ((5, 3, 2), (0, 4, 2), (0, 0, 4))
 Keys = Mapping[str, object]
 
 
-def ways(tables: Path) -> dict[str, Keys]:
-    """By name. The tables stay as they were counted, so that q does not change on the way."""
+def drafter_configs(tables: Path) -> dict[str, Keys]:
+    """Return config keys by the drafter's name.
+
+    The tables keep their counts (`learn` is off), so that q does not change during a measurement.
+    """
     counted = {"path": str(tables), "learn": False}
     neural = {
         "draft": {"kind": "neural", "path": DRAFT},
@@ -32,7 +35,11 @@ def ways(tables: Path) -> dict[str, Keys]:
             {"kind": "horizontal", "stages": [neural["draft"], bigram], "k": [[2, 4]]}
         ),
         "cascade, draft > small > bigram": _dotted(
-            {"kind": "cascade", "stages": [neural["draft"], neural["small"], bigram], "k": CHAIN}
+            {
+                "kind": "cascade",
+                "stages": [neural["draft"], neural["small"], bigram],
+                "k": CASCADE_K,
+            }
         ),
         "layer_skip": _dotted({"kind": "layer_skip"}),
         "layer_skip, without 3": _dotted({"kind": "layer_skip", "skip": [3]}),

@@ -1,7 +1,9 @@
 """A small Llama that learns to rewrite, in minutes on one core. Knows nothing of drafting.
 
-Induction heads are most of what it needs: find where what was just written stands in the source, and go on as it does there. They grow sharp sooner
-on short texts, so lengths grow; and sooner where nothing else helps, so texts are names in no order at first, and some of them later.
+Induction heads do most of the work: they find where the tokens just written stand in the source,
+and continue as the source does there. They sharpen sooner on short texts, so lengths grow during
+training; and sooner where no other cue helps, so all texts are shuffled names at first, and some of
+them later.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.drafters.induction import induce
-from benchmarks.drafters.rewriting import Rewriting, Task
+from benchmarks.drafters.induction import add_induction_heads
+from benchmarks.drafters.rewriting import RewritingCorpus, RewritingTask
 from benchmarks.train_demo import new_model
 from specserve.config.tree import DEMO
-from specserve.models.checkpoints.describe import describe
+from specserve.models.checkpoints.find import describe
 from specserve.models.checkpoints.load import load_model
 
 log = logging.getLogger(__name__)
@@ -37,137 +39,158 @@ SIZES: dict[str, Any] = {
     "attention_bias": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-SHORTEST, LONGEST = 32, 200  # tokens of a text
-TOKENS = 1024  # of a batch
-GROWN = 0.3  # of the lessons, after which all lengths are met
-SHUFFLED, THEN = (
-    0.15,
-    4,
-)  # of the lessons, in which all texts are names in no order; after which every fourth is
-MATRICES, REST = 0.002, 0.0005  # rates of Muon and AdamW
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+MIN_LENGTH, MAX_LENGTH = 32, 200
+"""Tokens of a text."""
+BATCH_TOKENS = 1024
+LENGTH_GROWTH = 0.3
+"""Share of the training after which all lengths occur."""
+SHUFFLED_SHARE = 0.15
+"""Share of the training in which all texts are shuffled names."""
+SHUFFLED_EVERY = 4
+"""One text in so many is shuffled names afterwards."""
+MUON_RATE, ADAMW_RATE = 0.002, 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class Copyist:
-    """A trained model on disk, and the tasks that it was trained on."""
+class CopyModel:
+    """Trained model on disk, and the corpus that it was trained on."""
 
     directory: Path
-    rewriting: Rewriting
+    corpus: RewritingCorpus
 
     @classmethod
-    def found(cls, directory: Path, rewriting: Rewriting, course: Course) -> Copyist:
-        """In the directory, or else trained and kept there."""
+    def load_or_train(
+        cls, directory: Path, corpus: RewritingCorpus, budget: TrainingBudget
+    ) -> CopyModel:
+        """Return the model in `directory`; if there is none, train one and save it there."""
         if not (directory / "config.json").is_file():
-            keep(train(rewriting, course), directory)
-        return cls(directory, rewriting)
+            save(train(corpus, budget), directory)
+        return cls(directory, corpus)
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         spec = describe(self.directory)
-        return f"{spec.spec.num_layers} layers and {spec.num_parameters / 1e6:.1f}M parameters that was trained for this alone"
+        return (
+            f"{spec.spec.num_layers} layers and {spec.num_parameters / 1e6:.1f}M parameters"
+            " that was trained for this alone"
+        )
 
-    def right(self, tasks: Sequence[Task]) -> tuple[float, float]:
-        """As `agreement` has it."""
-        return agreement(
+    def accuracy(self, tasks: Sequence[RewritingTask]) -> tuple[float, float]:
+        """Return `greedy_accuracy` of the stored model."""
+        return greedy_accuracy(
             load_model(self.directory, dtype=torch.float32, device="cpu").module, tasks
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """Ends by whichever comes first."""
+class TrainingBudget:
+    """Limits of a training run, which ends at the first that is reached."""
 
     minutes: float
     steps: int = 10**9
 
 
-def train(rewriting: Rewriting, course: Course) -> Any:
-    """The rates follow the elapsed share of the course, so another run gives another model of the same kind."""
+def train(corpus: RewritingCorpus, budget: TrainingBudget) -> Any:
+    """Train a model within the budget.
+
+    The rates follow the elapsed share of the budget, so another run gives another model of the same
+    kind.
+    """
     torch.manual_seed(0)
-    model: Any = new_model(SIZES, rewriting.end)
-    chance = random.Random(0)
-    induce(model, rewriting.end)
+    model: Any = new_model(SIZES, corpus.end)
+    rng = random.Random(0)
+    add_induction_heads(model, corpus.end)
     optimizers = _optimizers(model)
-    begun, step = time.monotonic(), 0
+    started, step = time.monotonic(), 0
     while (
-        progress := max((time.monotonic() - begun) / (60 * course.minutes), step / course.steps)
+        progress := max((time.monotonic() - started) / (60 * budget.minutes), step / budget.steps)
     ) < 1:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = lesson(model, drawn(rewriting, progress, chance))
+            loss = answer_loss(model, sample_batch(corpus, progress, rng))
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        _advance(
+        _step(
             optimizers,
             min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))),
         )
         if step % 50 == 0:
-            log.info("%.1f%% of the lessons, step %d: loss %.4f", 100 * progress, step, loss.item())
+            log.info(
+                "%.1f%% of the training, step %d: loss %.4f", 100 * progress, step, loss.item()
+            )
         step += 1
     return model.eval()
 
 
-def drawn(rewriting: Rewriting, progress: float, chance: random.Random) -> list[Task]:
-    """A batch of texts of one length, so that nothing is padded."""
-    longest = SHORTEST + (LONGEST - SHORTEST) * min(1.0, progress / GROWN)
-    length = chance.randint(SHORTEST, round(longest))
+def sample_batch(
+    corpus: RewritingCorpus, progress: float, rng: random.Random
+) -> list[RewritingTask]:
+    """Sample a batch of texts of equal length, so that no padding is needed."""
+    longest = MIN_LENGTH + (MAX_LENGTH - MIN_LENGTH) * min(1.0, progress / LENGTH_GROWTH)
+    length = rng.randint(MIN_LENGTH, round(longest))
     return [
-        rewriting.drawn(length, chance, shuffled=progress < SHUFFLED or i % THEN == 0)
-        for i in range(max(2, TOKENS // (2 * length)))
+        corpus.sample_task(
+            length, rng, shuffled=progress < SHUFFLED_SHARE or i % SHUFFLED_EVERY == 0
+        )
+        for i in range(max(2, BATCH_TOKENS // (2 * length)))
     ]
 
 
-def lesson(model: Any, tasks: Sequence[Task]) -> Tensor:
-    """The loss of the answers alone."""
+def answer_loss(model: Any, tasks: Sequence[RewritingTask]) -> Tensor:
+    """Return the cross entropy of the answers; prompts do not count."""
     tokens = torch.tensor([task.prompt + task.answer for task in tasks])  # [batch, prompt + answer]
-    wanted = len(tasks[0].answer)
-    logits = model(input_ids=tokens[:, :-1], logits_to_keep=wanted).logits  # [batch, answer, vocab]
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, -wanted:].flatten())
+    length = len(tasks[0].answer)
+    logits = model(input_ids=tokens[:, :-1], logits_to_keep=length).logits  # [batch, answer, vocab]
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, -length:].flatten())
 
 
 @torch.inference_mode()
-def agreement(model: Any, tasks: Sequence[Task]) -> tuple[float, float]:
-    """Of tokens that are likeliest behind the right text, and of texts in which all are: those that greedy decoding would get right."""
-    right = [_right(model, task) for task in tasks]
-    return float(torch.cat(right).float().mean()), sum(bool(one.all()) for one in right) / len(
-        right
+def greedy_accuracy(model: Any, tasks: Sequence[RewritingTask]) -> tuple[float, float]:
+    """Return the share of tokens, and of texts, that greedy decoding would get right.
+
+    A token counts if it is the likeliest one after the right text, a text if all its tokens are.
+    """
+    correct = [_correct_tokens(model, task) for task in tasks]
+    return float(torch.cat(correct).float().mean()), sum(bool(one.all()) for one in correct) / len(
+        correct
     )
 
 
-def keep(model: Any, directory: Path) -> None:
-    """In bf16, with the demo tokenizer."""
+def save(model: Any, directory: Path) -> None:
+    """Save the model in bf16, with the demo tokenizer."""
     model.to(torch.bfloat16).save_pretrained(directory)
-    for file in TOKENIZER:
+    for file in TOKENIZER_FILES:
         shutil.copyfile(DEMO / "target" / file, directory / file)
 
 
-def _right(model: Any, task: Task) -> Tensor:  # [answer]
+def _correct_tokens(model: Any, task: RewritingTask) -> Tensor:  # [answer]
     logits = model(
         input_ids=torch.tensor([task.prompt + task.answer[:-1]]), logits_to_keep=len(task.answer)
     ).logits[0]
-    right: Tensor = logits.argmax(-1) == torch.tensor(task.answer)
-    return right
+    correct: Tensor = logits.argmax(-1) == torch.tensor(task.answer)
+    return correct
 
 
 def _optimizers(model: Any) -> list[tuple[torch.optim.Optimizer, float]]:
-    """With the usual rates: Muon for the matrices inside the layers, AdamW for the rest."""
+    """Return Muon for the matrices inside the layers and AdamW for the rest, with their rates."""
     named = list(model.named_parameters())
     inside = [parameter for name, parameter in named if parameter.ndim == 2 and "layers" in name]
     rest = [
         parameter for name, parameter in named if not (parameter.ndim == 2 and "layers" in name)
     ]
     muon = torch.optim.Muon(
-        inside, lr=MATRICES, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"
+        inside, lr=MUON_RATE, momentum=0.95, weight_decay=0.0, adjust_lr_fn="original"
     )
     return [
-        (muon, MATRICES),
-        (torch.optim.AdamW(rest, lr=REST, betas=(0.9, 0.95), weight_decay=0.0), REST),
+        (muon, MUON_RATE),
+        (torch.optim.AdamW(rest, lr=ADAMW_RATE, betas=(0.9, 0.95), weight_decay=0.0), ADAMW_RATE),
     ]
 
 
-def _advance(optimizers: Sequence[tuple[torch.optim.Optimizer, float]], share: float) -> None:
-    for optimizer, usual in optimizers:
+def _step(optimizers: Sequence[tuple[torch.optim.Optimizer, float]], scale: float) -> None:
+    """Apply and clear the gradients, at rates scaled by `scale`."""
+    for optimizer, rate in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = share * usual
+            group["lr"] = scale * rate
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""The copying model by the clock: plain decoding and `prompt_copy` in turns, on held-out texts. Knows no training."""
+"""Time plain decoding against `prompt_copy` on held-out rewriting tasks. Knows no training."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.drafters.rewriting import Rewriting, Task
-from benchmarks.engine import Sample, in_turns
+from benchmarks.drafters.rewriting import RewritingCorpus, RewritingTask
+from benchmarks.engine import ThroughputSample, run_in_turns
 from specserve.llm import LLM
 from specserve.sampling_params import Sampling
 
 GAMMA, PAGES = 15, 256
-WAYS = {"plain": ("none", 0), "prompt_copy": ("prompt_copy", GAMMA)}
+DRAFTERS = {"plain": ("none", 0), "prompt_copy": ("prompt_copy", GAMMA)}
+"""Kind of drafter and gamma, by the name in the table."""
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
-    """What a way wrote, and how fast."""
+class CopyResult:
+    """Answers of one engine, and its throughput."""
 
-    sample: Sample
-    passes: float  # of the target for a text, the prompt's left out
+    sample: ThroughputSample
+    rounds_per_text: float
+    """Passes of the target for one text, without those for the prompt."""
     answers: tuple[tuple[int, ...], ...]
 
 
-class Writer:
-    """One engine that is asked for one text after the other, the same in every turn."""
+class CopyEngine:
+    """Engine that generates one text after the other, the same texts in every turn."""
 
-    def __init__(self, target: Path, way: str, tasks: Sequence[Task], *, threads: int) -> None:
-        kind, gamma = WAYS[way]
+    def __init__(
+        self, target: Path, name: str, tasks: Sequence[RewritingTask], *, threads: int
+    ) -> None:
+        kind, gamma = DRAFTERS[name]
         keys = {
             "draft.kind": kind,
             "speculation.gamma": gamma,
@@ -41,10 +45,10 @@ class Writer:
         )
         self._tasks = tasks
         self.answers: tuple[tuple[int, ...], ...] = ()
-        self.passes = 0.0
+        self.rounds_per_text = 0.0
 
-    def write(self, _turn: int) -> int:
-        """The number of tokens that were written, prompts read on the way."""
+    def run(self, _turn: int) -> int:
+        """Answer all tasks, prefill included, and return the number of generated tokens."""
         outputs = [
             self._llm.generate(
                 [task.prompt], Sampling(temperature=0.0, max_tokens=len(task.answer))
@@ -52,30 +56,35 @@ class Writer:
             for task in self._tasks
         ]
         self.answers = tuple(output.token_ids for output in outputs)
-        self.passes = sum(
+        self.rounds_per_text = sum(
             output.stats.rounds for output in outputs if output.stats is not None
         ) / len(outputs)
         return sum(map(len, self.answers))
 
 
-def copied(target: Path, tasks: Sequence[Task], *, turns: int, threads: int) -> dict[str, Copied]:
-    """Of each way. All write the same, or something is broken."""
-    writers = {way: Writer(target, way, tasks, threads=threads) for way in WAYS}
-    samples = in_turns({way: writer.write for way, writer in writers.items()}, turns=turns)
-    found = {
-        way: Copied(samples[way], writer.passes, writer.answers) for way, writer in writers.items()
+def compare_copying(
+    target: Path, tasks: Sequence[RewritingTask], *, turns: int, threads: int
+) -> dict[str, CopyResult]:
+    """Run an engine for each of DRAFTERS in turns. Their answers must be equal."""
+    engines = {name: CopyEngine(target, name, tasks, threads=threads) for name in DRAFTERS}
+    samples = run_in_turns({name: engine.run for name, engine in engines.items()}, turns=turns)
+    results = {
+        name: CopyResult(samples[name], engine.rounds_per_text, engine.answers)
+        for name, engine in engines.items()
     }
-    assert len({one.answers for one in found.values()}) == 1, "drafts have changed a text"
-    return found
+    assert len({one.answers for one in results.values()}) == 1, "drafts have changed a text"
+    return results
 
 
-def tasks(rewriting: Rewriting, *, count: int, length: int, seed: int = 1) -> list[Task]:
-    """Of files that nobody was trained on."""
-    chance = random.Random(seed)
-    return [rewriting.drawn(length, chance, held_out=True) for _ in range(count)]
+def held_out_tasks(
+    corpus: RewritingCorpus, *, count: int, length: int, seed: int = 1
+) -> list[RewritingTask]:
+    """Sample tasks from files that are not trained on."""
+    rng = random.Random(seed)
+    return [corpus.sample_task(length, rng, held_out=True) for _ in range(count)]
 
 
-def share_right(answers: Sequence[Sequence[int]], wanted: Sequence[Task]) -> float:
+def share_correct(answers: Sequence[Sequence[int]], tasks: Sequence[RewritingTask]) -> float:
     return sum(
-        tuple(answer) == task.answer for answer, task in zip(answers, wanted, strict=True)
-    ) / len(wanted)
+        tuple(answer) == task.answer for answer, task in zip(answers, tasks, strict=True)
+    ) / len(tasks)

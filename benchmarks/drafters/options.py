@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.drafters` can be asked."""
+"""Command line of `python -m benchmarks.drafters`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECTIONS = ("alpha", "copy", "speed", "heads")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much is measured."""
+    """Amount of work of each section."""
 
     prompts: int = 16
     tokens: int = 200

@@ -1,9 +1,10 @@
-"""The task of repeating a text with one name changed, in tokens of the demo tokenizer. Knows no model.
+"""Tasks of repeating a text with one name changed, in tokens of the demo tokenizer.
 
     END old new SOURCE text COPY text, with old replaced by new, END
 
-A name is a token that is a word. Both names come first, so that whoever reads the text knows already what will become of each token. No four tokens
-of a text come twice in the same order: where they do, only counting tells which of the places comes next.
+A name is a token that is a word. Both names come first, so that a reader of the text already knows
+what each token becomes. No four tokens of a text occur twice in the same order: where they do, only
+counting shows which of the positions comes next. Knows no model.
 """
 
 from __future__ import annotations
@@ -14,27 +15,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from specserve.api.tokenizer import Text
+from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import standard_library
 from specserve.models.checkpoints.load import read_config
 
-SOURCE, COPY = "\x1d", "\x1e"  # one token each, and in no Python file
-MOST = 4  # times that a name occurs in a text of SHORT tokens; in longer ones as much more
-SHORT = 64
-TRIES = 100_000  # one stretch in forty of 200 tokens will do
-ALIKE = 4
+SOURCE, COPY = "\x1d", "\x1e"
+"""Marks of one token each, which occur in no Python file."""
+MAX_OCCURRENCES = 4
+"""Occurrences of a name in a text of SHORT_TEXT tokens; longer texts allow proportionally more."""
+SHORT_TEXT = 64
+MAX_TRIES = 100_000
+"""Tries per task; one slice in forty of 200 tokens is suitable."""
+REPEAT_LENGTH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RewritingTask:
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]  # the end included
+    answer: tuple[int, ...]
+    """Tokens to generate, the end token included."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rewriting:
-    """Tasks over Python's standard library."""
+class RewritingCorpus:
+    """Texts of Python's standard library, from which tasks are sampled."""
 
     train: tuple[int, ...]
     held_out: tuple[int, ...]
@@ -44,65 +49,68 @@ class Rewriting:
     copy: int
 
     @classmethod
-    def of_library(cls) -> Rewriting:
-        text, config, corpus = (
-            Text.load(DEMO / "target"),
+    def from_standard_library(cls) -> RewritingCorpus:
+        tokenizer, config, corpus = (
+            Tokenizer.load(DEMO / "target"),
             read_config(DEMO / "target"),
             standard_library(),
         )
-        words = {token: text.decode([token]) for token in range(config.vocab_size)}
+        words = {token: tokenizer.decode([token]) for token in range(config.vocab_size)}
         names = {token: word for token, word in words.items() if is_name(word)}
-        (source,), (copy,) = (text.encode(mark, special=False) for mark in (SOURCE, COPY))
+        (source,), (copy,) = (tokenizer.encode(mark, special=False) for mark in (SOURCE, COPY))
         train, held_out = (
-            tuple(chain.from_iterable(text.encode(one, special=False) for one in texts))
+            tuple(chain.from_iterable(tokenizer.encode(text, special=False) for text in texts))
             for texts in (corpus.train, corpus.held_out)
         )
         return cls(train, held_out, names, config.eos_token_id, source, copy)
 
-    def drawn(
-        self, length: int, chance: random.Random, *, held_out: bool = False, shuffled: bool = False
-    ) -> Task:
-        """A stretch of the text, or as many of its names in no order, where nothing can be guessed from what usually follows."""
-        for _ in range(TRIES):
+    def sample_task(
+        self, length: int, rng: random.Random, *, held_out: bool = False, shuffled: bool = False
+    ) -> RewritingTask:
+        """Sample a slice of the text, or as many names in random order.
+
+        In shuffled names nothing can be predicted from what usually follows.
+        """
+        for _ in range(MAX_TRIES):
             tokens = (
-                self._shuffled(length, chance)
+                self._shuffled_names(length, rng)
                 if shuffled
-                else self._stretch(length, chance, held_out=held_out)
+                else self._slice(length, rng, held_out=held_out)
             )
-            old = None if repeats(tokens) else self._recurring(tokens, chance)
+            old = None if has_repeats(tokens) else self._recurring_name(tokens, rng)
             if old is not None:
-                return self.task(
-                    tokens, old, chance.choice([name for name in self.names if name not in tokens])
+                return self.make_task(
+                    tokens, old, rng.choice([name for name in self.names if name not in tokens])
                 )
         raise AssertionError("among so many texts one will do")
 
-    def task(self, tokens: Sequence[int], old: int, new: int) -> Task:
+    def make_task(self, tokens: Sequence[int], old: int, new: int) -> RewritingTask:
         answer = tuple(new if token == old else token for token in tokens)
-        return Task((self.end, old, new, self.source, *tokens, self.copy), (*answer, self.end))
-
-    def _stretch(self, length: int, chance: random.Random, *, held_out: bool) -> tuple[int, ...]:
-        text = self.held_out if held_out else self.train
-        start = chance.randrange(len(text) - length)
-        return text[start : start + length]
-
-    def _shuffled(self, length: int, chance: random.Random) -> tuple[int, ...]:
-        tokens = chance.choices(list(self.names), k=length)
-        old = chance.choice(tokens)
-        for place in chance.sample(range(length), k=max(2, length // 32)):
-            tokens[place] = old
-        return tuple(tokens)
-
-    def _recurring(self, tokens: Sequence[int], chance: random.Random) -> int | None:
-        most = MOST * max(1, len(tokens) // SHORT)
-        counted = Counter(token for token in tokens if token in self.names)
-        return chance.choice(
-            [name for name, times in counted.items() if 2 <= times <= most] or [None]
+        return RewritingTask(
+            (self.end, old, new, self.source, *tokens, self.copy), (*answer, self.end)
         )
 
+    def _slice(self, length: int, rng: random.Random, *, held_out: bool) -> tuple[int, ...]:
+        text = self.held_out if held_out else self.train
+        start = rng.randrange(len(text) - length)
+        return text[start : start + length]
 
-def repeats(tokens: Sequence[int]) -> bool:
-    """Some tokens in a row."""
-    rows = [tuple(tokens[i : i + ALIKE]) for i in range(len(tokens) - ALIKE + 1)]
+    def _shuffled_names(self, length: int, rng: random.Random) -> tuple[int, ...]:
+        tokens = rng.choices(list(self.names), k=length)
+        old = rng.choice(tokens)
+        for position in rng.sample(range(length), k=max(2, length // 32)):
+            tokens[position] = old
+        return tuple(tokens)
+
+    def _recurring_name(self, tokens: Sequence[int], rng: random.Random) -> int | None:
+        most = MAX_OCCURRENCES * max(1, len(tokens) // SHORT_TEXT)
+        counted = Counter(token for token in tokens if token in self.names)
+        return rng.choice([name for name, times in counted.items() if 2 <= times <= most] or [None])
+
+
+def has_repeats(tokens: Sequence[int]) -> bool:
+    """Return whether REPEAT_LENGTH consecutive tokens occur twice."""
+    rows = [tuple(tokens[i : i + REPEAT_LENGTH]) for i in range(len(tokens) - REPEAT_LENGTH + 1)]
     return len(set(rows)) < len(rows)
 
 

@@ -1,4 +1,5 @@
-"""specserve beside what a user would pick instead, on one machine and in turns: `make bench-peers`.
+"""Compare specserve with what a user would pick instead, on one machine: `make bench-peers`.
 
-Each system runs in a process of its own (`ours`, `transformers`, `openvino`) and gets its turns over `turn`'s lines.
+Each system runs in its own process (`specserve`, `transformers`, `openvino`), which gets its turns
+as lines of JSON (`turn`).
 """

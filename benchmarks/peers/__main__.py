@@ -1,4 +1,4 @@
-"""Runs the contest and writes the report: `python -m benchmarks.peers`."""
+"""Compare the systems and write the report: `python -m benchmarks.peers`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.peers.comparison import OURS, Contest, Plan
-from benchmarks.peers.process import ROOT, PeerFailed, Process
-from benchmarks.peers.report import About, as_json, page
+from benchmarks.peers.comparison import OURS, ComparisonPlan, PeerComparison
+from benchmarks.peers.process import ROOT, PeerFailed, SystemProcess
+from benchmarks.peers.report import RunDescription, as_json, page
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.tools.inflate import inflate
@@ -31,14 +31,14 @@ IDLE_S = 5.0
 def commands(
     target: Path, work: Path, *, python: Path, keys: Sequence[str]
 ) -> Mapping[str, Sequence[str]]:
-    """How each system is started; `python` is the one of the peers' environment."""
+    """Return the command of each system; `python` is the interpreter of the peers' environment."""
     models = ["--target", str(target), "--draft", str(DEMO / "draft")]
     module = f"{__package__}."
     return {
         OURS: [
             sys.executable,
             "-m",
-            f"{module}ours",
+            f"{module}specserve",
             *models,
             *(part for key in keys for part in ("--set", key)),
         ],
@@ -47,8 +47,8 @@ def commands(
     }
 
 
-def why_not_installed(python: Path) -> str | None:
-    """The last error of an installation that the Makefile began and did not finish."""
+def installation_error(python: Path) -> str | None:
+    """Return the last error of an installation that the Makefile did not finish, or None."""
     home = python.parent.parent
     log = home / "install.log"
     if (home / "installed").exists() or not log.exists():
@@ -61,34 +61,39 @@ def why_not_installed(python: Path) -> str | None:
     return errors[-1] if errors else None
 
 
-def run(plan: Plan, target: Path, work: Path, args: argparse.Namespace) -> tuple[str, str]:
-    """The page and the JSON."""
-    processes: dict[str, Process] = {}
+def run(
+    plan: ComparisonPlan, target: Path, work: Path, args: argparse.Namespace
+) -> tuple[str, str]:
+    """Run the comparison and return the page and the JSON."""
+    processes: dict[str, SystemProcess] = {}
     systems: dict[str, Mapping[str, str]] = {}
     absent: dict[str, str] = {}
     with ExitStack() as stack:
         for name, command in commands(target, work, python=args.python, keys=args.set).items():
             _log.info("starting %s", name)
             try:
-                processes[name] = stack.enter_context(Process(command))
+                processes[name] = stack.enter_context(SystemProcess(command))
                 systems[name] = processes[name].about()
             except PeerFailed as error:
-                absent[name] = why_not_installed(ROOT / command[0]) or str(error)
-        rows = Contest(processes, absent, plan).run()
-        idle = psutil.cpu_percent(IDLE_S) / 100
+                absent[name] = installation_error(ROOT / command[0]) or str(error)
+        rows = PeerComparison(processes, absent, plan).run()
+        busy_when_idle = psutil.cpu_percent(IDLE_S) / 100
     machine = f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores"
-    about = About(machine, _work(plan, args), idle, systems, absent)
-    return page(rows, about), as_json(rows, about)
+    description = RunDescription(
+        machine, _describe_work(plan, args), busy_when_idle, systems, absent
+    )
+    return page(rows, description), as_json(rows, description)
 
 
-def _work(plan: Plan, args: argparse.Namespace) -> str:
-    ours = f" specserve is told {', '.join(args.set)}." if args.set else ""
+def _describe_work(plan: ComparisonPlan, args: argparse.Namespace) -> str:
+    overrides = f" specserve runs with {', '.join(args.set)}." if args.set else ""
     return (
-        f"demo target widened to {args.params / 1e6:.0f}M with the demo draft, greedy, {len(plan.prompts)} prompts of {PROMPT_TOKENS} tokens, "
-        f"{plan.max_tokens} new ones each; {plan.alone} of them one after the other, or all at once. "
-        f"Turns: {plan.turns}, all systems once in each, alone on the machine; "
-        "no prefix is cached. specserve is asked over HTTP, the others in their own process. "
-        f"Each takes the best of its gammas in a short sweep before.{ours}"
+        f"demo target widened to {args.params / 1e6:.0f}M with the demo draft, greedy, "
+        f"{len(plan.prompts)} prompts of {PROMPT_TOKENS} tokens, {plan.max_tokens} new ones each; "
+        f"{plan.num_serial} of them one after the other, or all at once. Turns: {plan.turns}, all "
+        "systems once in each, alone on the machine; no prefix is cached. specserve is asked over "
+        "HTTP, the others in their own process. Each takes the best of its gammas in a short sweep "
+        f"before.{overrides}"
     )
 
 
@@ -125,8 +130,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     prompts = held_out_prompts(count=PROMPTS, length=PROMPT_TOKENS)
     full, quick = (
-        Plan(prompts, args.alone, NEW_TOKENS, turns=args.turns, sweeps=2),
-        Plan(prompts, 2, 32, turns=1, sweeps=1),
+        ComparisonPlan(prompts, args.alone, NEW_TOKENS, turns=args.turns, sweeps=2),
+        ComparisonPlan(prompts, 2, 32, turns=1, sweeps=1),
     )
     plan = quick if args.quick else full
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,7 @@
-"""The contest: every entry warmed up, let choose its gamma in a short sweep, then measured in turns. Knows no system."""
+"""Compare systems: warm up every entry, choose its gamma in a short sweep, measure in turns.
+
+Knows processes and rates; no particular system.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
-from benchmarks.peers.process import PeerFailed, Process
-from benchmarks.peers.turn import Ask
+from benchmarks.peers.process import PeerFailed, SystemProcess
+from benchmarks.peers.turn import TurnRequest
 
 OURS = "specserve"
 ONE, MANY = 1, 8
@@ -21,14 +24,13 @@ Prompts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A way of running a system."""
+    """System with the mode that it runs in."""
 
     system: str
     name: str
     mode: str
-    gammas: tuple[int | None, ...] = (
-        None,
-    )  # it may take the best of them; None: what it does by itself
+    gammas: tuple[int | None, ...] = (None,)
+    """Gammas of which the entry uses the best; None is the system's own choice."""
     streams: tuple[int, ...] = (ONE, MANY)
 
 
@@ -37,8 +39,9 @@ ENTRIES = (
     Entry(OURS, "gamma auto", "auto"),
     Entry(OURS, "fixed gamma", "draft", GAMMAS),
     Entry("transformers", "plain", "plain"),
-    Entry("transformers", "assisted", "draft", (None, *GAMMAS), (ONE,)),  # it refuses a batch
-    Entry("transformers", "prompt lookup", "lookup", GAMMAS, (ONE,)),  # likewise
+    # transformers refuses a batch with assisted generation and with prompt lookup
+    Entry("transformers", "assisted", "draft", (None, *GAMMAS), (ONE,)),
+    Entry("transformers", "prompt lookup", "lookup", GAMMAS, (ONE,)),
     Entry("openvino-genai", "plain", "plain"),
     Entry("openvino-genai", "draft model", "draft", GAMMAS),
     Entry("openvino-genai", "prompt lookup", "lookup", GAMMAS),
@@ -46,49 +49,52 @@ ENTRIES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How much is run. The prompts are equally long."""
+class ComparisonPlan:
+    """Amount of work. All prompts have the same length."""
 
     prompts: Prompts
-    alone: int  # how many of them come at one stream, one after the other; half of those for the choice of gamma
+    num_serial: int
+    """Prompts that one stream runs one after the other; half of them for the choice of gamma."""
     max_tokens: int
     turns: int
     sweeps: int
 
-    def ask(self, row: Row, *, gamma: int | None, short: bool = False) -> Ask:
+    def request(self, row: ComparisonRow, *, gamma: int | None, short: bool = False) -> TurnRequest:
         together = row.streams == MANY
-        alone = -(-self.alone // 2) if short else self.alone
-        return Ask(
+        num_serial = -(-self.num_serial // 2) if short else self.num_serial
+        return TurnRequest(
             row.entry.mode,
             gamma,
-            self.prompts if together else self.prompts[:alone],
+            self.prompts if together else self.prompts[:num_serial],
             self.max_tokens,
             together,
         )
 
 
 @dataclass(slots=True)
-class Row:
-    """What came of an entry at some number of streams."""
+class ComparisonRow:
+    """Results of an entry at one number of streams."""
 
     entry: Entry
     streams: int
     gamma: int | None = None
-    rates: list[float] = field(default_factory=list)  # output tokens a second, turn by turn
+    rates: list[float] = field(default_factory=list)
+    """Output tokens per second, by turn."""
     texts: tuple[str, ...] = ()
-    error: str | None = None  # it takes part no more
+    error: str | None = None
+    """Failure after which the entry is skipped."""
 
     @property
-    def middle(self) -> float:
+    def median_rate(self) -> float:
         return median(self.rates)
 
-    def against(self, other: Row) -> float:
-        """The ratio, turn by turn."""
+    def ratio_to(self, other: ComparisonRow) -> float:
+        """Return the median of the turns' ratios."""
         return median(mine / theirs for mine, theirs in zip(self.rates, other.rates, strict=True))
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
-        """What fails here leaves the others be."""
+    def record_failure(self) -> Iterator[None]:
+        """Keep a PeerFailed as this row's error, so that the other rows continue."""
         try:
             yield
         except PeerFailed as error:
@@ -96,33 +102,38 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
-    """Systems that are up, and why others are not."""
+class PeerComparison:
+    """Running systems, and the reasons why others are absent."""
 
-    processes: Mapping[str, Process]
+    processes: Mapping[str, SystemProcess]
     absent: Mapping[str, str]
-    plan: Plan
+    plan: ComparisonPlan
 
-    def run(self, entries: Sequence[Entry] = ENTRIES) -> list[Row]:
-        """A row for each entry and number of streams; one of a system that is absent says why."""
+    def run(self, entries: Sequence[Entry] = ENTRIES) -> list[ComparisonRow]:
+        """Return a row for each entry and number of streams.
+
+        The row of an absent system has the reason as its error.
+        """
         rows = [
-            Row(entry, streams, gamma=entry.gammas[0], error=self.absent.get(entry.system))
+            ComparisonRow(
+                entry, streams, gamma=entry.gammas[0], error=self.absent.get(entry.system)
+            )
             for streams in (ONE, MANY)
             for entry in entries
             if streams in entry.streams
         ]
         _each(rows, self._warm_up, phase="warm-up")
-        _each(rows, self._choose, phase="choice of gamma")
+        _each(rows, self._choose_gamma, phase="choice of gamma")
         for turn in range(self.plan.turns):
             _each(rows, self._measure, phase=f"turn {turn + 1} of {self.plan.turns}")
-        _each(rows, self._read, phase="texts")
+        _each(rows, self._fetch_texts, phase="texts")
         return rows
 
-    def _warm_up(self, row: Row) -> None:
+    def _warm_up(self, row: ComparisonRow) -> None:
         self._short_rate(row, row.gamma)
 
-    def _choose(self, row: Row) -> None:
-        """The fastest gamma by the median of the sweeps, in which they take turns as well."""
+    def _choose_gamma(self, row: ComparisonRow) -> None:
+        """Choose the gamma with the best median of the sweeps, in which gammas take turns."""
         gammas = row.entry.gammas
         if len(gammas) == 1:
             return
@@ -132,22 +143,25 @@ class Contest:
                 swept[gamma].append(self._short_rate(row, gamma))
         row.gamma = max(gammas, key=lambda gamma: median(swept[gamma]))
 
-    def _measure(self, row: Row) -> None:
-        row.rates.append(self._process(row).rate(self.plan.ask(row, gamma=row.gamma)))
+    def _measure(self, row: ComparisonRow) -> None:
+        row.rates.append(self._process(row).rate(self.plan.request(row, gamma=row.gamma)))
 
-    def _read(self, row: Row) -> None:
-        row.texts = self._process(row).texts(self.plan.ask(row, gamma=row.gamma))
+    def _fetch_texts(self, row: ComparisonRow) -> None:
+        row.texts = self._process(row).texts(self.plan.request(row, gamma=row.gamma))
 
-    def _short_rate(self, row: Row, gamma: int | None) -> float:
-        return self._process(row).rate(self.plan.ask(row, gamma=gamma, short=True))
+    def _short_rate(self, row: ComparisonRow, gamma: int | None) -> float:
+        return self._process(row).rate(self.plan.request(row, gamma=gamma, short=True))
 
-    def _process(self, row: Row) -> Process:
+    def _process(self, row: ComparisonRow) -> SystemProcess:
         return self.processes[row.entry.system]
 
 
-def _each(rows: Sequence[Row], step: Callable[[Row], None], *, phase: str) -> None:
+def _each(
+    rows: Sequence[ComparisonRow], step: Callable[[ComparisonRow], None], *, phase: str
+) -> None:
+    """Run `step` for every row that has not failed."""
     for row in rows:
         if row.error is None:
             _log.info("%s: %s, %s, %d", phase, row.entry.system, row.entry.name, row.streams)
-            with row.failing():
+            with row.record_failure():
                 step(row)

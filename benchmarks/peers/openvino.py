@@ -1,6 +1,7 @@
-"""OpenVINO GenAI as a system of the contest: plain, with a draft model, or looking up the prompt.
+"""OpenVINO GenAI as a system of the comparison: plain, with a draft model, or with prompt lookup.
 
-Runs in an environment of its own, which has none of our dependencies but numpy. Converts the checkpoints when it opens.
+Runs in its own environment, which has none of our dependencies except numpy. Converts the
+checkpoints when it opens.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from benchmarks.peers.turn import Ask, System, answer_turns
+from benchmarks.peers.turn import System, TurnRequest, serve_turns
 
 DEVICE = "CPU"
 PRECISION = {"INFERENCE_PRECISION_HINT": "bf16"}
-MAX_BATCHED = 2048  # with the default and a draft the first tokens are wrong
+MAX_BATCHED_TOKENS = 2048
+"""With the default and a draft the first tokens are wrong."""
 NGRAM = 3
 
 
-class Pipelines:
-    """One for each mode, opened when first asked for: a pipeline's kind is settled when it is built."""
+class OpenVinoSystem:
+    """Pipelines by mode, each opened at its first use: its mode is fixed when it is created."""
 
     def __init__(self, target: Path, draft: Path) -> None:
         self._target, self._draft = target, draft
         self._opened: dict[str, Any] = {}
 
     def about(self) -> Mapping[str, str]:
-        """What the target runs in is read from the compiled model; the hint alone proves nothing."""
+        """Return the precision of the compiled model; the hint alone does not prove it."""
         compiled = openvino.Core().compile_model(
             self._target / "openvino_model.xml", DEVICE, PRECISION
         )
@@ -45,35 +47,38 @@ class Pipelines:
             "precision": _precisions(compiled),
         }
 
-    def run(self, ask: Ask) -> int:
-        return sum(map(len, self._written(ask)))
+    def run(self, request: TurnRequest) -> int:
+        return sum(map(len, self._generate(request)))
 
-    def texts(self, ask: Ask) -> Sequence[str]:
-        written = self._written(ask)
-        texts: list[str] = self._pipeline(ask.mode).get_tokenizer().decode(written)
+    def texts(self, request: TurnRequest) -> Sequence[str]:
+        generated = self._generate(request)
+        texts: list[str] = self._pipeline(request.mode).get_tokenizer().decode(generated)
         return texts
 
-    def _written(self, ask: Ask) -> list[list[int]]:
-        pipeline, config = self._pipeline(ask.mode), _config(ask)
-        written: list[list[int]] = []
-        for batch in ask.batches:
-            ids = np.array(
-                batch, dtype=np.int64
-            )  # [prompts, tokens]; they are equally long, so nothing is padded
+    def _generate(self, request: TurnRequest) -> list[list[int]]:
+        pipeline, config = self._pipeline(request.mode), _generation_config(request)
+        generated: list[list[int]] = []
+        for batch in request.batches:
+            # [prompts, tokens]; prompts have the same length, so nothing is padded
+            ids = np.array(batch, dtype=np.int64)
             inputs = openvino_genai.TokenizedInputs(
                 openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
             )
-            written += pipeline.generate(inputs, config).tokens
-        return written
+            generated += pipeline.generate(inputs, config).tokens
+        return generated
 
     def _pipeline(self, mode: str) -> Any:
         if mode not in self._opened:
             self._opened[mode] = openvino_genai.LLMPipeline(
-                self._target, DEVICE, scheduler_config=_scheduler(), **PRECISION, **self._more(mode)
+                self._target,
+                DEVICE,
+                scheduler_config=_scheduler_config(),
+                **PRECISION,
+                **self._mode_options(mode),
             )
         return self._opened[mode]
 
-    def _more(self, mode: str) -> dict[str, object]:
+    def _mode_options(self, mode: str) -> dict[str, object]:
         if mode == "lookup":
             return {"prompt_lookup": True}
         return (
@@ -83,42 +88,42 @@ class Pipelines:
         )
 
 
-def _scheduler() -> Any:
-    """Nothing is kept from one turn to the next: the prompts come again."""
+def _scheduler_config() -> Any:
+    """Return a config without prefix caching, because the prompts repeat in every turn."""
     config = openvino_genai.SchedulerConfig()
-    config.max_num_batched_tokens = MAX_BATCHED
+    config.max_num_batched_tokens = MAX_BATCHED_TOKENS
     config.enable_prefix_caching = False
     return config
 
 
-def _config(ask: Ask) -> Any:
+def _generation_config(request: TurnRequest) -> Any:
     config = openvino_genai.GenerationConfig()
-    config.max_new_tokens, config.ignore_eos, config.do_sample = ask.max_tokens, True, False
-    if ask.gamma is not None:
-        config.num_assistant_tokens = ask.gamma
-    if ask.mode == "lookup":
+    config.max_new_tokens, config.ignore_eos, config.do_sample = request.max_tokens, True, False
+    if request.gamma is not None:
+        config.num_assistant_tokens = request.gamma
+    if request.mode == "lookup":
         config.max_ngram_size = NGRAM
     return config
 
 
 def _precisions(compiled: Any) -> str:
-    """In what the linear layers run, and how many of them."""
+    """Return the precisions of the linear layers, and how many run in each."""
     kinds: Counter[str] = Counter()
     for node in compiled.get_runtime_model().get_ordered_ops():
         info = node.get_rt_info()
-        if _said(info["layerType"]) == "FullyConnected":
-            kinds[_said(info["runtimePrecision"])] += 1
+        if _rt_value(info["layerType"]) == "FullyConnected":
+            kinds[_rt_value(info["runtimePrecision"])] += 1
     return ", ".join(
         f"{kind} in {count} of {kinds.total()} linear layers" for kind, count in kinds.items()
     )
 
 
-def _said(value: Any) -> str:
+def _rt_value(value: Any) -> str:
     return str(value.astype(str))
 
 
-def _converted(checkpoint: str, into: Path) -> Path:
-    """16-bit weights; what the layers compute in is for the pipeline to say."""
+def _convert(checkpoint: str, directory: Path) -> Path:
+    """Convert to 16-bit weights; the pipeline decides what the layers compute in."""
     program = Path(sys.executable).parent / "optimum-cli"
     options = [
         "--task",
@@ -129,21 +134,22 @@ def _converted(checkpoint: str, into: Path) -> Path:
         "transformers",
     ]
     done = subprocess.run(
-        [program, "export", "openvino", "-m", checkpoint, *options, into],
+        [program, "export", "openvino", "-m", checkpoint, *options, directory],
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
         raise RuntimeError(
-            f"the {into.name} was not converted: {(done.stderr.strip() or 'it does not say why').splitlines()[-1]}"
+            f"the {directory.name} was not converted: "
+            f"{(done.stderr.strip() or 'it does not say why').splitlines()[-1]}"
         )
-    return into
+    return directory
 
 
 @contextmanager
-def opened(target: str, draft: str, work: Path) -> Iterator[System]:
-    yield Pipelines(_converted(target, work / "target"), _converted(draft, work / "draft"))
+def open_system(target: str, draft: str, work: Path) -> Iterator[System]:
+    yield OpenVinoSystem(_convert(target, work / "target"), _convert(draft, work / "draft"))
 
 
 def main() -> None:
@@ -154,7 +160,7 @@ def main() -> None:
         "--work", type=Path, required=True, help="an empty directory for the converted models"
     )
     args = parser.parse_args()
-    answer_turns(lambda: opened(args.target, args.draft, args.work))
+    serve_turns(lambda: open_system(args.target, args.draft, args.work))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What a contest came to, as a page and as JSON: every system, also where it wins, and whether the goals are reached."""
+"""Report a comparison as a page and as JSON: every system, the ratios, and the goals.
+
+Systems that are faster than ours are in it like all others.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,38 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.peers.comparison import MANY, ONE, OURS, Row
+from benchmarks.peers.comparison import MANY, ONE, OURS, ComparisonRow
 
 GOALS = {ONE: 1.2, MANY: 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """What must be said beside the figures."""
+class RunDescription:
+    """Machine, work and systems, which the report states beside the figures."""
 
     machine: str
     work: str
-    idle: float  # share of the machine that was busy while all systems were loaded and nothing was asked
-    systems: Mapping[str, Mapping[str, str]]  # what each says of itself
-    absent: Mapping[str, str]  # why others are not there
+    busy_when_idle: float
+    """Share of the machine that is busy while all systems are loaded and none has a turn."""
+    systems: Mapping[str, Mapping[str, str]]
+    """Version, threads and precision that each system states."""
+    absent: Mapping[str, str]
+    """Reasons why other systems could not run."""
 
 
-def page(rows: Sequence[Row], about: About) -> str:
+def page(rows: Sequence[ComparisonRow], description: RunDescription) -> str:
     lines = [
         "# Against what a user would pick instead",
         "",
         "`make bench-peers`",
         "",
-        f"{about.machine}; {about.work}",
+        f"{description.machine}; {description.work}",
         "",
     ]
-    lines += _systems(about)
+    lines += _systems(description)
     lines += [
-        f"With all of them loaded and nothing asked, the machine was {about.idle:.1%} busy.",
+        "With all of them loaded and nothing asked, the machine was "
+        f"{description.busy_when_idle:.1%} busy.",
         "",
     ]
     for streams in (ONE, MANY):
@@ -41,7 +48,7 @@ def page(rows: Sequence[Row], about: About) -> str:
     return "\n".join([*lines, *_ratios(rows)]) + "\n"
 
 
-def as_json(rows: Sequence[Row], about: About) -> str:
+def as_json(rows: Sequence[ComparisonRow], description: RunDescription) -> str:
     figures = [
         {
             "system": row.entry.system,
@@ -53,39 +60,40 @@ def as_json(rows: Sequence[Row], about: About) -> str:
         }
         for row in rows
     ]
-    said = {
-        "machine": about.machine,
-        "work": about.work,
-        "idle": about.idle,
-        "systems": dict(about.systems),
-        "absent": dict(about.absent),
+    run = {
+        "machine": description.machine,
+        "work": description.work,
+        "idle": description.busy_when_idle,
+        "systems": dict(description.systems),
+        "absent": dict(description.absent),
     }
-    return json.dumps({**said, "rows": figures}, indent=1) + "\n"
+    return json.dumps({**run, "rows": figures}, indent=1) + "\n"
 
 
-def best_peer(rows: Sequence[Row], streams: int) -> Row | None:
-    """The fastest row that is not ours; None if no peer ran."""
+def best_peer(rows: Sequence[ComparisonRow], streams: int) -> ComparisonRow | None:
+    """Return the fastest row that is not ours, or None if no peer ran."""
     peers = [
         row
         for row in rows
         if row.streams == streams and row.entry.system != OURS and row.error is None
     ]
-    return max(peers, key=lambda row: row.middle, default=None)
+    return max(peers, key=lambda row: row.median_rate, default=None)
 
 
-def _systems(about: About) -> list[str]:
+def _systems(description: RunDescription) -> list[str]:
     lines = ["| system | version | threads (its own choice) | runs in |", "|---|---|---|---|"]
     lines += [
-        f"| {name} | {said['version']} | {said['threads']} | {said['precision']} |"
-        for name, said in about.systems.items()
+        f"| {name} | {about['version']} | {about['threads']} | {about['precision']} |"
+        for name, about in description.systems.items()
     ]
     lines += [
-        f"| {name} | could not be run: {_cell(why)} | | |" for name, why in about.absent.items()
+        f"| {name} | could not be run: {_escape_cell(why)} | | |"
+        for name, why in description.absent.items()
     ]
     return [*lines, ""]
 
 
-def _table(rows: Sequence[Row], streams: int) -> list[str]:
+def _table(rows: Sequence[ComparisonRow], streams: int) -> list[str]:
     title = f"{streams} stream{'s' if streams > 1 else ''}: output tokens a second"
     reference = next(
         (row.texts for row in rows if row.entry.system == OURS and row.error is None), ()
@@ -94,31 +102,34 @@ def _table(rows: Sequence[Row], streams: int) -> list[str]:
     return [*lines, *(_line(row, reference) for row in rows), ""]
 
 
-def _line(row: Row, reference: Sequence[str]) -> str:
+def _line(row: ComparisonRow, reference: Sequence[str]) -> str:
     name = f"{row.entry.system}, {row.entry.name}"
     if row.error is not None:
-        return f"| {name} | | could not be run: {_cell(row.error)} | | |"
+        return f"| {name} | | could not be run: {_escape_cell(row.error)} | | |"
     same = (
         f"{sum(map(_same, row.texts, reference))} of {len(row.texts)}"
         if reference
         else "ours did not run"
     )
     spread = f"{min(row.rates):.1f} to {max(row.rates):.1f}"
-    return f"| {name} | {_gamma(row)} | {row.middle:.1f} | {spread} | {same} |"
+    return f"| {name} | {_gamma(row)} | {row.median_rate:.1f} | {spread} | {same} |"
 
 
 def _same(text: str, other: str) -> bool:
-    """A character that is cut at the end is shown by some and left out by others."""
+    """Return whether the texts are equal, apart from a character that is cut at the end.
+
+    Some systems show such a character and others omit it.
+    """
     return text.rstrip("\ufffd") == other.rstrip("\ufffd")
 
 
-def _gamma(row: Row) -> str:
+def _gamma(row: ComparisonRow) -> str:
     if row.entry.mode == "plain":
         return ""
     return "its own" if row.gamma is None else str(row.gamma)
 
 
-def _ratios(rows: Sequence[Row]) -> list[str]:
+def _ratios(rows: Sequence[ComparisonRow]) -> list[str]:
     lines = [
         "| ours against the best of the others, turn by turn | ratio | goal | |",
         "|---|---|---|---|",
@@ -131,14 +142,17 @@ def _ratios(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _ratio(row: Row, best: Row | None, goal: float) -> str:
+def _ratio(row: ComparisonRow, best: ComparisonRow | None, goal: float) -> str:
     streams = f"{row.streams} stream{'s' if row.streams > 1 else ''}"
     if best is None or row.error is not None:
         return f"| {streams}, {row.entry.name} | nothing to compare | {goal} | not measured |"
-    ratio = row.against(best)
+    ratio = row.ratio_to(best)
     name = f"{best.entry.system}, {best.entry.name}"
-    return f"| {streams}, {row.entry.name}, against {name} | {ratio:.2f} | {goal} | {'reached' if ratio >= goal else 'not reached'} |"
+    return (
+        f"| {streams}, {row.entry.name}, against {name} | {ratio:.2f} | {goal} | "
+        f"{'reached' if ratio >= goal else 'not reached'} |"
+    )
 
 
-def _cell(text: str) -> str:
+def _escape_cell(text: str) -> str:
     return text.replace("|", "/")

@@ -1,4 +1,7 @@
-"""specserve as a system of the contest: Ray, Serve, proxy, gateway and engine as `specserve serve` starts them, asked over HTTP."""
+"""specserve as a system of the comparison, over HTTP.
+
+It runs Ray, Serve, proxy, gateway and engine as `specserve serve` starts them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from urllib.parse import urlsplit
 
-from benchmarks.peers.turn import Ask, System, answer_turns
+from benchmarks.peers.turn import System, TurnRequest, serve_turns
 from specserve import __version__
-from specserve.cluster.launch import deployed
-from specserve.cluster.ray_session import ray_here
-from specserve.config.tree import Config, override, parse
+from specserve.cluster.launch import deploy
+from specserve.cluster.ray_session import ray_session
+from specserve.config.tree import Config, config_from_keys, parse_override
 from specserve.tools.bench.streams import Stream, stream
 
 MODEL, PATH = "demo", "/v1/completions"
@@ -24,19 +27,20 @@ GAMMAS: Mapping[str, int | str | None] = {
     "plain": 0,
     "auto": "auto",
     "draft": None,
-}  # None: the one that is asked for
+}
+"""Gamma of each mode; None is the one of the request."""
 
 
-class Server:
-    """A running server and its client: whole streams are read, as a chat would."""
+class SpecserveSystem:
+    """Running server and its client, which receives whole streams as a chat would."""
 
     def __init__(self, url: str, config: Config) -> None:
         self._url, self._config = url, config
 
     def about(self) -> Mapping[str, str]:
         threads = (
-            f"{name} {own.threads or 'its share of the cores'}"
-            for name, own in (("target", self._config.target), ("draft", self._config.draft))
+            f"{name} {section.threads or 'its share of the cores'}"
+            for name, section in (("target", self._config.target), ("draft", self._config.draft))
         )
         return {
             "version": f"{__version__}, torch {version('torch')}, ray {version('ray')}",
@@ -44,51 +48,61 @@ class Server:
             "precision": self._config.target.dtype,
         }
 
-    def run(self, ask: Ask) -> int:
+    def run(self, request: TurnRequest) -> int:
         return sum(
             one.usage["completion_tokens"]
-            for one in asyncio.run(self._streams(ask))
+            for one in asyncio.run(self._streams(request))
             if one.usage is not None
         )
 
-    def texts(self, ask: Ask) -> Sequence[str]:
-        return [self._whole(_body(ask, prompt)) for prompt in ask.prompts]
+    def texts(self, request: TurnRequest) -> Sequence[str]:
+        return [self._complete(_body(request, prompt)) for prompt in request.prompts]
 
-    async def _streams(self, ask: Ask) -> list[Stream]:
+    async def _streams(self, request: TurnRequest) -> list[Stream]:
         done: list[Stream] = []
-        for batch in ask.batches:
-            done += await asyncio.gather(*(self._stream(_body(ask, prompt)) for prompt in batch))
+        for batch in request.batches:
+            done += await asyncio.gather(
+                *(self._stream(_body(request, prompt)) for prompt in batch)
+            )
         return done
 
     async def _stream(self, body: Mapping[str, object]) -> Stream:
-        where = urlsplit(self._url)
-        assert where.hostname is not None
-        assert where.port is not None
-        answer = await stream(where.hostname, where.port, PATH, body)
+        url = urlsplit(self._url)
+        assert url.hostname is not None
+        assert url.port is not None
+        answer = await stream(url.hostname, url.port, PATH, body)
         if answer.status != 200:
             raise ValueError(f"HTTP {answer.status}: {answer.body.decode(errors='replace')}")
         return answer
 
-    def _whole(self, body: Mapping[str, object]) -> str:
-        request = urllib.request.Request(
+    def _complete(self, body: Mapping[str, object]) -> str:
+        post = urllib.request.Request(
             self._url + PATH, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request) as answer:
+        with urllib.request.urlopen(post) as answer:
             text: str = json.load(answer)["choices"][0]["text"]
         return text
 
 
-def _body(ask: Ask, prompt: Sequence[int]) -> Mapping[str, object]:
-    own = GAMMAS[ask.mode]
-    gamma = ask.gamma if own is None else own
-    common = {"model": MODEL, "temperature": 0, "ignore_eos": True, "max_tokens": ask.max_tokens}
+def _body(request: TurnRequest, prompt: Sequence[int]) -> Mapping[str, object]:
+    fixed = GAMMAS[request.mode]
+    gamma = request.gamma if fixed is None else fixed
+    common = {
+        "model": MODEL,
+        "temperature": 0,
+        "ignore_eos": True,
+        "max_tokens": request.max_tokens,
+    }
     return {**common, "prompt": list(prompt), "speculation": {"gamma": gamma}}
 
 
 @contextmanager
-def served(keys: Mapping[str, object]) -> Iterator[System]:
-    """On a Ray of its own and a free port. Nothing is kept from one turn to the next: the prompts come again."""
-    config = parse(
+def open_system(keys: Mapping[str, object]) -> Iterator[System]:
+    """Serve on a Ray of its own and on a free port.
+
+    Prefix caching is off, because the prompts repeat in every turn.
+    """
+    config = config_from_keys(
         {
             "model": MODEL,
             "http.port": _free_port(),
@@ -98,8 +112,8 @@ def served(keys: Mapping[str, object]) -> Iterator[System]:
         },
         keys,
     )
-    with ray_here(config, _ignore, join=False), deployed(config, _ignore) as url:
-        yield Server(url, config)
+    with ray_session(config, _ignore, join=False), deploy(config, _ignore) as url:
+        yield SpecserveSystem(url, config)
 
 
 def _free_port() -> int:
@@ -117,10 +131,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
-    parser.add_argument("--set", type=override, action="append", default=[])
+    parser.add_argument("--set", type=parse_override, action="append", default=[])
     args = parser.parse_args()
-    answer_turns(
-        lambda: served({"target.path": args.target, "draft.path": args.draft, **dict(args.set)})
+    serve_turns(
+        lambda: open_system(
+            {"target.path": args.target, "draft.path": args.draft, **dict(args.set)}
+        )
     )
 
 

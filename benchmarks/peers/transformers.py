@@ -1,4 +1,7 @@
-"""transformers' own generate() as a system of the contest: plain, assisted by the draft, or looking up the prompt."""
+"""`generate()` of transformers as a system of the comparison.
+
+It decodes plainly, assisted by the draft, or with prompt lookup.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.peers.turn import Ask, System, answer_turns
+from benchmarks.peers.turn import System, TurnRequest, serve_turns
 
 
-class Library:
-    """Both models in bf16; torch chooses the threads."""
+class TransformersSystem:
+    """Target and draft in bf16; torch chooses the number of threads."""
 
     def __init__(self, target: str, draft: str) -> None:
         load: Any = transformers.AutoModelForCausalLM.from_pretrained
@@ -30,39 +33,38 @@ class Library:
             "precision": str(self._target.dtype).removeprefix("torch."),
         }
 
-    def run(self, ask: Ask) -> int:
-        return sum(map(len, self._written(ask)))
+    def run(self, request: TurnRequest) -> int:
+        return sum(map(len, self._generate(request)))
 
-    def texts(self, ask: Ask) -> Sequence[str]:
-        return [self._tokenizer.decode(ids) for ids in self._written(ask)]
+    def texts(self, request: TurnRequest) -> Sequence[str]:
+        return [self._tokenizer.decode(ids) for ids in self._generate(request)]
 
-    def _written(self, ask: Ask) -> list[list[int]]:
-        options = self._options(ask)
-        written: list[list[int]] = []
-        for batch in ask.batches:
-            ids = torch.tensor(
-                batch
-            )  # [prompts, tokens]; they are equally long, so nothing is padded
+    def _generate(self, request: TurnRequest) -> list[list[int]]:
+        options = self._options(request)
+        generated: list[list[int]] = []
+        for batch in request.batches:
+            # [prompts, tokens]; prompts have the same length, so nothing is padded
+            ids = torch.tensor(batch)
             out = self._target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            written += out[:, ids.shape[1] :].tolist()
-        return written
+            generated += out[:, ids.shape[1] :].tolist()
+        return generated
 
-    def _options(self, ask: Ask) -> dict[str, Any]:
+    def _options(self, request: TurnRequest) -> dict[str, Any]:
         common = {
-            "max_new_tokens": ask.max_tokens,
-            "min_new_tokens": ask.max_tokens,
+            "max_new_tokens": request.max_tokens,
+            "min_new_tokens": request.max_tokens,
             "do_sample": False,
             "pad_token_id": 0,
         }
-        if ask.mode == "lookup":
-            return {**common, "prompt_lookup_num_tokens": ask.gamma}
-        if ask.mode == "draft":
-            self._let_draft(ask.gamma)
+        if request.mode == "lookup":
+            return {**common, "prompt_lookup_num_tokens": request.gamma}
+        if request.mode == "draft":
+            self._set_gamma(request.gamma)
             return {**common, "assistant_model": self._draft}
         return common
 
-    def _let_draft(self, gamma: int | None) -> None:
-        """So many each time, or, for None, as the library would by itself."""
+    def _set_gamma(self, gamma: int | None) -> None:
+        """Draft `gamma` tokens each time; None restores the library's own schedule."""
         config = self._draft.generation_config
         config.num_assistant_tokens = gamma
         config.num_assistant_tokens_schedule = None if gamma is None else "constant"
@@ -70,11 +72,11 @@ class Library:
 
 
 @contextmanager
-def opened(target: str, draft: str) -> Iterator[System]:
+def open_system(target: str, draft: str) -> Iterator[System]:
     library: Any = transformers.utils.logging
     library.set_verbosity_error()
     library.disable_progress_bar()
-    yield Library(target, draft)
+    yield TransformersSystem(target, draft)
 
 
 def main() -> None:
@@ -82,7 +84,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--draft", required=True)
     args = parser.parse_args()
-    answer_turns(lambda: opened(args.target, args.draft))
+    serve_turns(lambda: open_system(args.target, args.draft))
 
 
 if __name__ == "__main__":

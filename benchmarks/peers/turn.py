@@ -1,6 +1,6 @@
-"""What passes between a contest and a system in a process of its own: a line of JSON each way.
+"""Protocol between the comparison and a system's process: a line of JSON each way.
 
-Knows the standard library alone: some systems live in an environment that has none of our dependencies.
+Knows only the standard library: some systems live in an environment without our dependencies.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from typing import IO, Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """Continue the prompts greedily, by `max_tokens` each, whatever the end token says: together, or one after the other."""
+class TurnRequest:
+    """Prompts to continue greedily by `max_tokens` each, past end tokens.
+
+    They run together in one batch, or one after the other.
+    """
 
     mode: str
-    gamma: int | None  # None: the system's own choice
+    gamma: int | None
+    """None is the system's own choice."""
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
     together: bool
@@ -31,71 +35,75 @@ class Ask:
 
 
 class System(Protocol):
-    """One that writes text, in the process that it was opened in."""
+    """System that generates text in the process that opened it."""
 
     def about(self) -> Mapping[str, str]:
-        """Versions, threads, precision: what the report must say of it."""
+        """Return the version, threads and precision for the report."""
 
-    def run(self, ask: Ask) -> int:
-        """How many tokens it wrote; this is what is timed."""
+    def run(self, request: TurnRequest) -> int:
+        """Generate, and return the number of tokens; this is what is timed."""
 
-    def texts(self, ask: Ask) -> Sequence[str]: ...
-
-
-def question(verb: str, ask: Ask | None = None) -> str:
-    return json.dumps({"verb": verb, "ask": None if ask is None else asdict(ask)}) + "\n"
+    def texts(self, request: TurnRequest) -> Sequence[str]: ...
 
 
-def answer_turns(open_system: Callable[[], AbstractContextManager[System]]) -> None:
-    """The life of a system's process: opens it, answers each line of stdin, and closes it when stdin ends."""
-    answers = _own_stdout()
+def encode_question(verb: str, request: TurnRequest | None = None) -> str:
+    fields = None if request is None else asdict(request)
+    return json.dumps({"verb": verb, "request": fields}) + "\n"
+
+
+def serve_turns(open_system: Callable[[], AbstractContextManager[System]]) -> None:
+    """Run a system's process: answer each line of stdin, and close the system when stdin ends."""
+    answers = _take_stdout()
     try:
         with open_system() as system:
-            _answer(system, sys.stdin, answers)
-    except Exception as error:  # it did not open: the first question is answered with why
-        _send(answers, {"error": described(error)})
+            _serve(system, sys.stdin, answers)
+    except Exception as error:  # the first question is answered with the reason
+        _send(answers, {"error": describe_error(error)})
         raise
 
 
-def described(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'it does not say why'}"
 
 
-def _answer(system: System, questions: Iterable[str], answers: IO[str]) -> None:
+def _serve(system: System, questions: Iterable[str], answers: IO[str]) -> None:
     verbs: Mapping[str, Callable[..., Mapping[str, object]]] = {
         "about": lambda _: {"about": dict(system.about())},
-        "run": lambda ask: _timed(system, ask),
-        "texts": lambda ask: {"texts": list(system.texts(ask))},
+        "run": lambda request: _timed_run(system, request),
+        "texts": lambda request: {"texts": list(system.texts(request))},
     }
     for line in questions:
-        asked = json.loads(line)
+        question = json.loads(line)
         try:
-            answer = verbs[asked["verb"]](_ask(asked["ask"]))
-        except Exception as error:  # this mode fails, the system stays
-            answer = {"error": described(error)}
+            answer = verbs[question["verb"]](_parse_request(question["request"]))
+        except Exception as error:  # this mode fails; the system continues
+            answer = {"error": describe_error(error)}
         _send(answers, answer)
 
 
-def _timed(system: System, ask: Ask) -> Mapping[str, object]:
-    begun = time.perf_counter()
-    tokens = system.run(ask)
-    seconds = time.perf_counter() - begun
-    if tokens != (wanted := len(ask.prompts) * ask.max_tokens):
-        raise ValueError(f"{tokens} tokens came of {wanted}")
+def _timed_run(system: System, request: TurnRequest) -> Mapping[str, object]:
+    started = time.perf_counter()
+    tokens = system.run(request)
+    seconds = time.perf_counter() - started
+    if tokens != (expected := len(request.prompts) * request.max_tokens):
+        raise ValueError(f"{tokens} tokens came of {expected}")
     return {"seconds": seconds, "tokens": tokens}
 
 
-def _ask(fields: dict[str, Any] | None) -> Ask | None:
+def _parse_request(fields: dict[str, Any] | None) -> TurnRequest | None:
     return (
         None
         if fields is None
-        else Ask(**{**fields, "prompts": tuple(map(tuple, fields["prompts"]))})
+        else TurnRequest(**{**fields, "prompts": tuple(map(tuple, fields["prompts"]))})
     )
 
 
-def _own_stdout() -> IO[str]:
-    """Our answers alone go where stdout went; what libraries print joins stderr."""
+def _take_stdout() -> IO[str]:
+    """Return a file for our answers at the old stdout, and send all other output to stderr.
+
+    Libraries may thus print without disturbing the answers.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return answers

@@ -1,46 +1,51 @@
-"""What the pipeline's benchmark makes of rounds and spans, on rounds whose figures are known."""
+"""Figures of the pipeline benchmark, computed from rounds and spans whose figures are known."""
 
 from __future__ import annotations
 
 import pytest
 
 from benchmarks.gamma_plot import plot
-from benchmarks.pipeline import Decoding
-from benchmarks.rig import Run, trace_of
-from benchmarks.simulation_check import acceptance, decoding_rate, fit, overhead
+from benchmarks.pipeline import DecodeFigures
+from benchmarks.rig import LoopRun, trace_of
+from benchmarks.simulation_check import decode_rate, fit_devices, idle_seconds, measured_acceptance
 from specserve.engine.batch import Outcome
 from specserve.engine.pacer import Pacer
 from specserve.engine.trace import Exchange, Round
-from specserve.tools.timeline import draw, read
+from specserve.tools.timeline import draw, select_rounds
 from specserve.types import Span
 
 
-def run(
+def make_run(
     *,
     verify: float,
     draft: float,
     accepted: tuple[int, ...],
     streams: int = 1,
     gamma: int = 4,
-    beside: float = 0.001,
+    host: float = 0.001,
     link: float = 0.0,
-) -> Run:
-    """A prompt, then rounds that draft, verify, each a way there and a way back, and spend `beside` on everything else."""
-    done, at = Run(0.0), 0.0
+) -> LoopRun:
+    """Return a run of a prompt and rounds that take `draft` and `verify` seconds.
+
+    Each of the two takes `link` seconds each way, and everything else in a round takes `host`.
+    """
+    run, start = LoopRun(0.0), 0.0
     decision = Pacer(gamma, max_gamma=8).decision
-    for number, stand in enumerate((0, *accepted)):
+    for number, num_accepted in enumerate((0, *accepted)):
         prompt = 100 if number == 0 else 0
-        drafted, verified = at + draft + 2 * link, at + draft + verify + 4 * link
+        drafted, verified = start + draft + 2 * link, start + draft + verify + 4 * link
         outcomes = (
             ()
             if prompt
-            else tuple(Outcome(i, gamma, stand, stand % 2 == 0) for i in range(streams))
+            else tuple(
+                Outcome(i, gamma, num_accepted, num_accepted % 2 == 0) for i in range(streams)
+            )
         )
         rows = streams * (gamma + 1)
-        done.rounds.append(
+        run.rounds.append(
             Round(
                 number,
-                at,
+                start,
                 drafted,
                 verified,
                 verified,
@@ -48,83 +53,82 @@ def run(
                 rows,
                 prompt,
                 outcomes,
-                streams * (stand + 1),
+                streams * (num_accepted + 1),
                 decision,
             )
         )
-        done.exchanges.append(
-            Exchange("draft", at, drafted, (Span("draft", at + link, drafted - link),))
+        run.exchanges.append(
+            Exchange("draft", start, drafted, (Span("draft", start + link, drafted - link),))
         )
-        done.exchanges.append(
+        run.exchanges.append(
             Exchange(
                 "target", drafted, verified, (Span("verify", drafted + link, verified - link),)
             )
         )
-        at = verified + beside
-    done.texts, done.ended = (
-        {i: [0] * sum(stand + 1 for stand in accepted) for i in range(streams)},
-        at,
+        start = verified + host
+    num_tokens = sum(num_accepted + 1 for num_accepted in accepted)
+    run.output_ids, run.end = {i: [0] * num_tokens for i in range(streams)}, start
+    return run
+
+
+def test_busy_share_and_round_times_are_taken_over_decode_rounds_alone() -> None:
+    figures = DecodeFigures((make_run(verify=0.008, draft=0.001, accepted=(3, 1, 2, 2, 0, 4)),))
+    assert figures.round_seconds == pytest.approx([0.010] * 4)
+    assert figures.busy_share == pytest.approx(5 * 0.008 / 0.049)
+    assert figures.committed_per_round == pytest.approx((2 + 3 + 3 + 1 + 5) / 5), (
+        "the first round, whose drafts could not be prepared, is left out"
     )
-    return done
+    assert figures.hit_rate == pytest.approx(4 / 5)
 
 
-def test_the_target_s_share_of_the_time_and_the_round_are_taken_over_decoding_alone() -> None:
-    one = Decoding((run(verify=0.008, draft=0.001, accepted=(3, 1, 2, 2, 0, 4)),))
-    assert one.rounds == pytest.approx([0.010] * 4)
-    assert one.busy == pytest.approx(5 * 0.008 / 0.049)
-    assert one.committed == pytest.approx((2 + 3 + 3 + 1 + 5) / 5), (
-        "the first round, whose drafts nobody could prepare, is left out"
-    )
-    assert one.hit_rate == pytest.approx(4 / 5)
-
-
-def test_what_there_is_to_gain_is_measured_by_passes_and_not_by_rounds() -> None:
+def test_ideal_ratio_is_computed_from_passes_and_not_from_rounds() -> None:
     fast, plain = (
-        Decoding((run(verify=v, draft=0.001, accepted=a),))
-        for v, a in ((0.010, (2,) * 8), (0.008, (0,) * 8))
+        DecodeFigures((make_run(verify=verify, draft=0.001, accepted=accepted),))
+        for verify, accepted in ((0.010, (2,) * 8), (0.008, (0,) * 8))
     )
-    assert fast.ideal_against(plain) == pytest.approx(3 * 0.8)
+    assert fast.ideal_ratio_to(plain) == pytest.approx(3 * 0.8)
 
 
-def test_a_simulation_is_fitted_by_passes_acceptance_and_what_lies_between() -> None:
+def test_simulation_is_fitted_to_passes_acceptance_and_host_time() -> None:
     one, many = (
-        run(
+        make_run(
             verify=0.006 + 0.001 * n,
             draft=0.002,
             accepted=(3, 1, 2, 2, 0, 4) * 4,
             streams=n,
-            beside=0.001 + 0.0001 * n,
+            host=0.001 + 0.0001 * n,
         )
         for n in (1, 8)
     )
-    fitted = fit(one, many)
+    fitted = fit_devices(one, many)
     assert fitted.target.pass_time.seconds(5, 1, 0) == pytest.approx(0.007, rel=0.02)
     assert fitted.target.pass_time.seconds(40, 8, 0) == pytest.approx(0.014, rel=0.02)
     assert fitted.host.per_round == pytest.approx(0.001, rel=0.05)
     assert fitted.host.per_sequence == pytest.approx(0.0001, rel=0.05)
-    assert overhead(one) == pytest.approx(0.0011)
-    assert decoding_rate(one) == pytest.approx(3 / 0.0101, rel=0.05)
+    assert idle_seconds(one) == pytest.approx(0.0011)
+    assert decode_rate(one) == pytest.approx(3 / 0.0101, rel=0.05)
 
 
-def test_a_way_is_what_an_exchange_takes_beside_its_work_and_none_of_the_hosts() -> None:
+def test_link_time_is_the_part_of_an_exchange_outside_its_work_and_not_the_host_s() -> None:
     one, many = (
-        run(verify=0.006, draft=0.002, accepted=(3, 1, 2) * 4, streams=n, beside=0.001, link=0.0005)
+        make_run(
+            verify=0.006, draft=0.002, accepted=(3, 1, 2) * 4, streams=n, host=0.001, link=0.0005
+        )
         for n in (1, 8)
     )
-    fitted = fit(one, many)
+    fitted = fit_devices(one, many)
     assert fitted.target.link_s == pytest.approx(0.0005)
     assert fitted.draft.link_s == pytest.approx(0.0005)
     assert fitted.host.per_round == pytest.approx(0.001, rel=0.05)
 
 
-def test_acceptance_at_a_place_counts_those_that_got_there() -> None:
-    by_place = acceptance([run(verify=0.01, draft=0.001, accepted=(4, 4, 0, 2))]).by_position
-    assert by_place == pytest.approx((2 / 3, 1.0, 1 / 2, 1.0))
+def test_acceptance_at_a_position_counts_the_tokens_verified_there() -> None:
+    run = make_run(verify=0.01, draft=0.001, accepted=(4, 4, 0, 2))
+    assert measured_acceptance([run]).by_position == pytest.approx((2 / 3, 1.0, 1 / 2, 1.0))
 
 
-def test_the_plot_and_the_picture_show_what_was_measured() -> None:
-    picture = plot({1: {"0": [100.0, 110.0], "auto": [210.0, 220.0]}})
-    assert ">2.05<" in picture
-    assert "+4" in draw(
-        read(trace_of(run(verify=0.01, draft=0.001, accepted=(3,) * 20)), first=None, count=6)
-    )
+def test_plot_and_timeline_show_the_measured_figures() -> None:
+    bars = plot({1: {"0": [100.0, 110.0], "auto": [210.0, 220.0]}})
+    assert ">2.05<" in bars
+    trace = trace_of(make_run(verify=0.01, draft=0.001, accepted=(3,) * 20))
+    assert "+4" in draw(select_rounds(trace, first=None, count=6))
