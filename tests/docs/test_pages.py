@@ -1,7 +1,8 @@
-"""The guide: every command on its pages runs, or says why not and is checked; links lead somewhere, and options and keys that are named exist.
+"""The pages run and name only what exists.
 
-A block runs unless the comment above it says `not run: why`. Commands run in this process, against one server for all that ask one. What starts a
-server is checked and not started, for the tests have theirs: `specserve serve` is parsed, and the config that it would serve is read.
+A block runs unless the comment above it says `not run: why`. Commands run in this process, against
+one server for all that ask one. What starts a server is parsed and not started (other tests start
+one): of `specserve serve` the config is read.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import openai
 import pytest
 import yaml
 
-from docs._build.commands import command_line, commands
+from docs._build.commands import commands
 from docs._build.configuration import all_keys
 from specserve.cli import arguments
 from specserve.cli import main as cli
-from specserve.config.tree import parse
+from specserve.config.tree import config_from_keys
 from tests.support import pages as guide
 from tests.support.pages import DOCS, ROOT, Block, Command
 from tests.support.ray_server import served
@@ -53,14 +54,19 @@ OTHERS = {
     "--labels",
     "--help",
     "--device-draft",
-}  # options of Ray and of others
-SERVE_FILE = {"applications", "http_options", "proxy_location"}  # of `serve deploy`
-named = {"ids": lambda block: block.name}
+}
+"""Options of Ray and of others."""
+SERVE_FILE = {"applications", "http_options", "proxy_location"}
+"""Keys of a file for `serve deploy`."""
+
+
+def block_name(block: Block) -> str:
+    return block.name
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a reader sits: at the top of the repository, with a text and a config of theirs."""
+    """Make a reader's working directory: the repository, with a text and a config of theirs."""
     for name in ("specserve", "deploy", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "my-text.txt").write_text(
@@ -77,10 +83,10 @@ def url() -> Iterator[str]:
         yield url
 
 
-# What runs
+# Blocks that run
 
 
-@pytest.mark.parametrize("block", [block for block in RUN if not block.asks_server], **named)
+@pytest.mark.parametrize("block", [block for block in RUN if not block.asks_server], ids=block_name)
 def test_it_does_what_it_says(
     block: Block, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +95,7 @@ def test_it_does_what_it_says(
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in RUN if block.asks_server], **named)
+@pytest.mark.parametrize("block", [block for block in RUN if block.asks_server], ids=block_name)
 def test_it_does_what_it_says_to_a_server(
     block: Block, url: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +108,8 @@ def run(block: Block, url: str, capsys: pytest.CaptureFixture[str]) -> None:
         return
     for command in guide.commands(block.filled(url) if block.language == "sh" else typed(block)):
         assert command.program in PROGRAMS, (
-            f"{block.name}: {command.program} is not run here; say why above the block: <!-- not run: ... -->"
+            f"{block.name}: {command.program} is not run here; "
+            "say why above the block: <!-- not run: ... -->"
         )
         PROGRAMS[command.program](command)
         printed = capsys.readouterr().out
@@ -115,7 +122,7 @@ def run(block: Block, url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def typed(block: Block) -> str:
-    """What is typed in a block that shows its output too."""
+    """Return the command of a block that shows its output too."""
     assert block.text.startswith("$ ")
     return block.text.partition("\n")[0]
 
@@ -142,7 +149,7 @@ def run_python_module(command: Command) -> None:
 
 
 def run_curl(command: Command) -> None:
-    """As far as the guide uses it, for it may not be installed. Anything but 200 is an error."""
+    """Do what the pages use of curl, which may not be installed. Any status but 200 raises."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("-d", dest="body")
@@ -166,7 +173,7 @@ PROGRAMS: Mapping[str, Callable[[Command], None]] = {
 }
 
 
-# What is checked without running
+# Blocks that are checked without running
 
 
 def test_every_block_is_of_a_kind_that_is_run_or_checked() -> None:
@@ -180,13 +187,13 @@ def test_every_block_is_of_a_kind_that_is_run_or_checked() -> None:
     }
 
 
-@pytest.mark.parametrize("block", SHELL, **named)
+@pytest.mark.parametrize("block", SHELL, ids=block_name)
 def test_every_command_takes_these_options_and_files(block: Block, folder: Path) -> None:
     for command in guide.commands(
         block.filled(guide.URL) if block.language == "sh" else typed(block)
     ):
         if command.program == "specserve":
-            command_line().parse_args(command.words[1:])
+            arguments.build_parser().parse_args(command.words[1:])
         if (
             command.program == "specserve"
             and command.words[1] == "serve"
@@ -205,10 +212,12 @@ def test_every_command_takes_these_options_and_files(block: Block, folder: Path)
 
 
 def read_config(command: Command) -> None:
-    arguments.config(command_line().parse_args(command.words[1:]))
+    arguments.config_from_options(arguments.build_parser().parse_args(command.words[1:]))
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], **named)
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "yaml"], ids=block_name
+)
 def test_yaml_is_what_it_is_for(block: Block) -> None:
     tree = yaml.safe_load(block.text)
     if SERVE_FILE & set(tree):
@@ -217,15 +226,17 @@ def test_yaml_is_what_it_is_for(block: Block) -> None:
         (application,) = ServeDeploySchema.model_validate(tree).applications
         assert set(tree) <= set(ServeDeploySchema.model_fields)
         tree = application.args
-    parse(tree)
+    config_from_keys(tree)
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "json"], **named)
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "json"], ids=block_name
+)
 def test_json_is_json(block: Block) -> None:
     json.loads(block.text)
 
 
-def test_a_block_that_nobody_runs_would_be_noticed(
+def test_a_block_that_is_never_run_would_be_noticed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (block,) = guide.blocks_of(DOCS / "new.md", "text\n\n```sh\nkubectl get pods\n```\n")
@@ -237,7 +248,7 @@ def test_a_block_that_nobody_runs_would_be_noticed(
     assert excused.excuse == "no cluster"
 
 
-# What is named exists
+# Named things exist
 
 
 every_page = pytest.mark.parametrize("page", guide.NAMES)
@@ -288,8 +299,10 @@ def test_every_page_has_its_place_in_the_navigation() -> None:
     tree = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     listed = list(_leaves(tree["nav"]))
     assert len(set(listed)) == len(listed)
-    assert {f"docs/{name}" for name in listed} == set(guide.NAMES) - {"README.md"} | {
-        "docs/CHANGELOG.md"
+    at_the_top = {"README.md", "CONTRIBUTING.md"}
+    assert {f"docs/{name}" for name in listed} == set(guide.NAMES) - at_the_top | {
+        "docs/CHANGELOG.md",
+        "docs/CONTRIBUTING.md",
     }
 
 
@@ -302,13 +315,113 @@ def _leaves(tree: Any) -> Iterator[str]:
 
 
 def test_figures_on_the_overview_are_those_of_the_page_that_they_are_from() -> None:
-    sections = re.split(r"^## ", guide.page("docs/performance.md"), flags=re.MULTILINE)[1:]
+    page = guide.page("docs/measurements/performance.md")
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
     checked = 0
     for section in sections:
         rows = [line for line in section.splitlines() if line.startswith("|")]
-        if rows:
+        if rows and not section.startswith("Beside other engines, by their documentation"):
             (source,) = guide.links(section.splitlines()[0])
-            missing = [row for row in rows if row not in guide.page(f"docs/{source}").splitlines()]
-            assert not missing, f"docs/{source} has other figures now: {missing}"
+            lines = guide.page(f"docs/measurements/{source}").splitlines()
+            missing = [row for row in rows if row not in lines]
+            assert not missing, f"docs/measurements/{source} has other figures now: {missing}"
             checked += len(rows)
     assert checked > 50
+
+
+CODE = [
+    file.relative_to(ROOT)
+    for folder in ("specserve", "benchmarks", "tests", "docs")
+    for file in (ROOT / folder).rglob("*.py")
+]
+PUBLIC = ("specserve/", "benchmarks/", "tests/", "docs/", "deploy/")
+
+
+@every_page
+def test_every_file_that_is_named_exists(page: str) -> None:
+    """Python files are named from the top, from `specserve/`, or by their name alone."""
+    text = guide.page(page)
+    names = {str(file) for file in CODE}
+    names |= {name.removeprefix("specserve/") for name in names} | {file.name for file in CODE}
+    for name in re.findall(r"(?<![\w/.*-])((?:[a-z_0-9]+/)*[a-z_0-9]+\.py)\b", text):
+        assert name in names, f"{page} names {name}"
+    for span in guide.spans(text):
+        for name in re.findall(r"(?<![\w/.-])[\w./-]+", span):
+            if name.startswith(PUBLIC) and "*" not in span:
+                assert (ROOT / name.rstrip(".")).exists(), f"{page} names {name}"
+
+
+@every_page
+def test_every_module_that_is_run_by_name_exists(page: str) -> None:
+    for module in re.findall(
+        r"python -m ((?:specserve|benchmarks|tests)\b[\w.]*)", guide.page(page)
+    ):
+        path = ROOT / module.rstrip(".").replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), (
+            f"{page} runs {module}"
+        )
+
+
+@every_page
+def test_every_make_target_that_is_named_exists(page: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for span in guide.spans(guide.page(page)):
+        for target in re.findall(r"^make ([a-z-]+)(?![\w*-])", span):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page} names make {target}"
+
+
+OUTSIDE_CLASSES = {"PrometheusRule"}
+
+
+@every_page
+def test_every_class_that_is_named_exists(page: str) -> None:
+    classes = {
+        found
+        for file in CODE
+        for found in re.findall(r"^class (\w+)", (ROOT / file).read_text("utf-8"), re.MULTILINE)
+    }
+    for span in guide.spans(guide.page(page)):
+        if re.fullmatch(r"(?:[A-Z][a-z]+){2,}", span):
+            assert span in classes | OUTSIDE_CLASSES, f"{page} names {span}"
+
+
+def test_every_word_of_the_glossary_is_used_by_the_file_it_names() -> None:
+    placement = {"apart", "together"}  # in prose only; the code's words are in the same entries
+    pattern = r"^- \*\*(.+?)\*\*: (.+) \(`([\w/.]+)`\)$"
+    lines = [line for line in guide.page("docs/glossary.md").splitlines() if line[:2] == "- "]
+    assert len(lines) > 50
+    for line in lines:
+        entry = re.fullmatch(pattern, line)
+        assert entry is not None, line
+        text = _plain((ROOT / "specserve" / entry[3]).read_text(encoding="utf-8"))
+        for term in entry[1].split(", "):
+            found = re.search(rf"\b{re.escape(_plain(term))}", text)
+            assert found or term in placement, f"{entry[3]} does not say {term}"
+
+
+def _plain(text: str) -> str:
+    """Return lower-case words, with names in camel case or with underscores taken apart."""
+    apart = re.sub(r"([a-z])([A-Z])", r"\1 \2", text).replace("_", " ").replace("-", " ")
+    return re.sub(r"\s+", " ", apart).lower()
+
+
+def test_every_change_of_a_newcomer_has_its_files() -> None:
+    section = re.split(r"^## ", guide.page("CONTRIBUTING.md"), flags=re.MULTILINE)
+    (changes,) = (part for part in section if part.startswith("Where a change goes"))
+    found = {change: re.findall(r"`([\w/.]+)`", files) for change, files in guide.rows(changes)}
+    assert len(found) == 10
+    for change, files in found.items():
+        assert files, change
+        for file in files:
+            assert (ROOT / file).is_file(), f"{change}: {file}"
+
+
+def test_the_readme_is_short_and_its_reading_order_takes_an_evening() -> None:
+    text = guide.page("README.md")
+    assert len(text.splitlines()) <= 120
+    files = re.findall(r"^\d\. `([\w/.]+)`", text, re.MULTILINE)
+    lines = [
+        len((ROOT / "specserve" / file).read_text(encoding="utf-8").splitlines()) for file in files
+    ]
+    assert len(files) == 8
+    assert 1_500 < sum(lines) < 2_600

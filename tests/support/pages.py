@@ -1,4 +1,4 @@
-"""The pages of the guide as the tests read them: blocks of code with what is said above them, links, headings, and what the text names."""
+"""The pages as the tests see them: code blocks, links, headings, code spans, tables."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from specserve.config.tree import DEMO
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-WRITTEN = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+WRITTEN = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")))
 URL = "http://127.0.0.1:8000"
-STAND_INS = (  # for what readers put in: the pair that is shipped
+STAND_INS = (
     ("--target DIR-OR-HUB-NAME", f"--target {DEMO / 'target'}"),
     ("--tokenizer DIR-OR-HUB-NAME", f"--tokenizer {DEMO / 'target'}"),
     ("--draft DIR-OR-HUB-NAME", f"--draft {DEMO / 'draft'}"),
     ('target="dir-or-hub-name"', f"target={str(DEMO / 'target')!r}"),
     ('draft="dir-or-hub-name"', f"draft={str(DEMO / 'draft')!r}"),
 )
+"""The shipped pair, for the places where readers put their own models."""
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL
 )
@@ -33,7 +34,7 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block. `excuse`: why it is checked and not run."""
+    """A fenced block. `excuse` says why it is checked and not run."""
 
     page: Path
     line: int
@@ -50,7 +51,7 @@ class Block:
         return self.excuse is None and self.language in ("sh", "python") and URL in self.text
 
     def filled(self, url: str) -> str:
-        """With the shipped pair for the reader's models, and the address of the server that the tests have."""
+        """Return the text with the shipped pair for readers' models and the tests' server."""
         text = self.text.replace(URL, url)
         for placeholder, pair in STAND_INS:
             text = text.replace(placeholder, pair)
@@ -58,7 +59,10 @@ class Block:
 
 
 def programs(blocks: Sequence[Block]) -> list[Block]:
-    """What is run at once: each shell block, and all the Python of a page, where a block may use what those before it have made."""
+    """Return what is run as one program: each shell block, and all the Python of a page.
+
+    A Python block may use what the blocks before it have made.
+    """
     alone = [block for block in blocks if block.language != "python"]
     pages = dict.fromkeys(block.page for block in blocks if block.language == "python")
     return alone + [
@@ -68,7 +72,7 @@ def programs(blocks: Sequence[Block]) -> list[Block]:
 
 
 def _joined(blocks: Sequence[Block]) -> Block:
-    """With every line where the page has it, for the sake of tracebacks."""
+    """Join blocks with every line where the page has it, so that tracebacks are right."""
     text = ""
     for block in blocks:
         text += "\n" * (block.line - text.count("\n")) + block.text
@@ -108,7 +112,7 @@ def blocks_of(page: Path, markdown: str) -> Iterator[Block]:
 
 
 def commands(text: str) -> Iterator[Command]:
-    """Of a shell block. Variables that are set before a command belong to no program here, and are left out."""
+    """Yield the commands of a shell block, without the variables that are set before them."""
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r" && ", line.removeprefix("$ ")):
             words = shlex.split(part, comments=True)
@@ -125,12 +129,13 @@ def commands(text: str) -> Iterator[Command]:
 NAMES = (
     *(str(page.relative_to(ROOT)) for page in WRITTEN),
     *(f"docs/{name}" for name in PAGES),
-)  # from the top of the repository
+)
+"""Paths from the top of the repository."""
 
 
 @cache
 def page(name: str) -> str:
-    """The README, a page of the site, or one that is made."""
+    """Return a page that is written by hand or by a command, or one made from the program."""
     file = ROOT / name
     return (
         file.read_text(encoding="utf-8") if file in WRITTEN else PAGES[name.removeprefix("docs/")]()
@@ -138,17 +143,17 @@ def page(name: str) -> str:
 
 
 def prose(markdown: str) -> str:
-    """Without blocks of code."""
+    """Return the page without blocks of code."""
     return FENCE.sub("", markdown)
 
 
 def spans(markdown: str) -> list[str]:
-    """What stands between backticks in the text."""
+    """Return the code spans of the prose."""
     return re.findall(r"`([^`\n]+)`", prose(markdown))
 
 
 def links(markdown: str) -> list[str]:
-    """Of the text; what stands between backticks is none."""
+    """Return the links of the prose that lead to other pages or files."""
     return [
         link
         for link in LINK.findall(re.sub(r"`[^`\n]*`", "", prose(markdown)))
@@ -157,10 +162,22 @@ def links(markdown: str) -> list[str]:
 
 
 def anchors(markdown: str) -> set[str]:
-    """Where links into a page may lead, as the site names its headings."""
+    """Return the anchors of the page, as the site names its headings."""
     return {slug(heading) for heading in HEADING.findall(prose(markdown))}
 
 
 def slug(heading: str) -> str:
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).encode("ascii", "ignore").decode()
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+def rows(markdown: str) -> Iterator[list[str]]:
+    """Yield the cells of every table row that is neither a head nor a rule."""
+    lines = markdown.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if (
+            line.startswith("|")
+            and not line.startswith("|---")
+            and not following.startswith("|---")
+        ):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
