@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with Python >= 3.11: `make serve` and `make test`.
+# On a fresh machine with Python >= 3.11: `make serve` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
 ARGS ?=
 
@@ -9,90 +9,105 @@ BUILDER := .venv-build
 PEERS := .venv-peers
 PEERS_PINNED := benchmarks/peers/requirements.txt
 
-.DELETE_ON_ERROR:
-.PHONY: serve test test-browser test-fast test-gpu dist test-wheel wheel-times bench bench-drafters bench-engine bench-pipeline bench-serving bench-peers proofs fuzz chaos overload structured docs check clean
+# The commands whose results stand in docs/measurements/ are slow and not part of the tests.
+MEASURED := docs/measurements
 
-serve: $(VENV)/installed
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test test-fast test-browser test-gpu format lint check dist test-wheel wheel-times \
+	bench bench-engine bench-serving bench-pipeline bench-drafters bench-peers \
+	proofs structured fuzz chaos overload survey docs clean
+
+help:  ## List the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+serve: $(VENV)/installed  ## Serve the demo pair on http://127.0.0.1:8000; ARGS="..." are passed on
 	$(BIN)/specserve serve $(ARGS)
 
-test: check
+test: check  ## Run linter, type check, import rules and all tests that need neither GPU nor browser
 	$(BIN)/python -m pytest $(ARGS)
 
-test-fast: check
+test-fast: check  ## Run the same without the slow tests
 	$(BIN)/python -m pytest -m "not gpu and not browser and not slow" $(ARGS)
 
-test-gpu: $(VENV)/installed-for-tests
-	$(BIN)/python -m pytest -m gpu $(ARGS)
-
-# The playground in the system's Chromium. ARGS="--screenshots=docs/playground" takes the pictures of the docs anew.
-test-browser: $(VENV)/installed-for-browser
+# ARGS="--screenshots=docs/guides/playground" takes the pictures of the docs.
+test-browser: $(VENV)/installed-for-browser  ## Test the playground in the system's Chromium
 	$(BIN)/python -m pytest -m browser $(ARGS)
 
-# A wheel and an sdist, in dist/. Built from what the sdist holds, so that a stale build/ cannot slip in.
-dist: $(BUILDER)/installed
-	rm -rf dist build
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BUILDER)/bin/python -m build --outdir dist $(ARGS)
+test-gpu: $(VENV)/installed-for-tests  ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# From the wheel, in an empty folder: doctor, generate, serve and a request. With the dependencies that are here, without network.
-test-wheel: $(VENV)/installed-for-tests
-	$(BIN)/python -m tests.support.wheel --borrow $(ARGS)
+format: $(VENV)/installed-for-tests  ## Format the code and apply the linter's safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
-# The same in a fresh environment, into which all dependencies are installed: what each step takes. docs/packaging.md has figures.
-wheel-times: $(VENV)/installed-for-tests
-	$(BIN)/python -m tests.support.wheel $(ARGS)
-
-# Slow, and not part of the tests: what they print stands in docs/, with date and machine.
-bench: bench-engine bench-pipeline
-
-bench-engine: $(VENV)/installed
-	$(BIN)/python -m benchmarks.engine --out docs/engine-speed.md $(ARGS)
-
-bench-serving: $(VENV)/installed
-	$(BIN)/python -m benchmarks.link --out docs/link-speed.md
-	$(BIN)/python -m benchmarks.serving --out docs/serving-speed.md $(ARGS)
-
-bench-pipeline: $(VENV)/installed
-	$(BIN)/python -m benchmarks.pipeline --out docs/pipeline-speed.md --trace docs/trace.json --plot docs/pacer.svg $(ARGS)
-	$(BIN)/python -m specserve.tools.timeline docs/trace.json --out docs/trace.svg
-	rm docs/trace.json
-
-bench-drafters: $(VENV)/installed
-	$(BIN)/python -m benchmarks.drafters --out docs/drafters.md $(ARGS)
-
-# A peer that cannot be installed is named in the report, with why.
-bench-peers: $(VENV)/installed
-	-$(MAKE) $(PEERS)/installed
-	$(BIN)/python -m benchmarks.peers --python $(PEERS)/bin/python --out docs/peers-speed.md $(ARGS)
-
-proofs: $(VENV)/installed-for-tests
-	$(BIN)/python -m tests.proofs.distribution $(ARGS)
-
-# What it prints stands in docs/structured.md.
-structured: $(VENV)/installed-for-tests
-	$(BIN)/python -m benchmarks.structured $(ARGS)
-
-# What it prints stands in docs/reliability.md.
-fuzz: $(VENV)/installed-for-tests
-	$(BIN)/python -m tests.chaos.fuzz $(ARGS)
-
-chaos: $(VENV)/installed-for-tests
-	$(BIN)/python -m tests.chaos.table $(ARGS)
-
-overload: $(VENV)/installed-for-tests
-	$(BIN)/python -m tests.chaos.overload $(ARGS)
-
-# The guides as a site, in site/; `make docs ARGS=serve` shows it while you write. Strict: a broken link fails. Not among the tests, which do without the generator
-# and hold links, names and commands of the pages by themselves (tests/docs/test_pages.py).
-docs: $(VENV)/installed-for-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --clean --strict)
-
-check: $(VENV)/installed-for-tests
+lint: $(VENV)/installed-for-tests  ## Check formatting and lint rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+check: lint  ## Lint, check types strictly and check the import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# The stamps are older than the files that they depend on when something is to be installed anew.
+# Built from the contents of the sdist, so that a stale build/ is never included.
+dist: $(BUILDER)/installed  ## Build wheel and sdist into dist/
+	rm -rf dist build
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BUILDER)/bin/python -m build --outdir dist $(ARGS)
+
+# Uses the installed dependencies, without network: doctor, generate, serve and a request.
+test-wheel: $(VENV)/installed-for-tests  ## Try the wheel from an empty folder
+	$(BIN)/python -m tests.support.wheel --borrow $(ARGS)
+
+wheel-times: $(VENV)/installed-for-tests  ## Time the same steps in a fresh environment
+	$(BIN)/python -m tests.support.wheel $(ARGS)
+
+bench: bench-engine bench-pipeline  ## Measure the engine and the pipeline
+
+bench-engine: $(VENV)/installed  ## Measure the engine in one process against transformers
+	$(BIN)/python -m benchmarks.engine --out $(MEASURED)/engine-speed.md $(ARGS)
+
+bench-serving: $(VENV)/installed  ## Measure the links between processes and the HTTP server
+	$(BIN)/python -m benchmarks.link --out $(MEASURED)/link-speed.md
+	$(BIN)/python -m benchmarks.serving --out $(MEASURED)/serving-speed.md $(ARGS)
+
+bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
+	$(BIN)/python -m benchmarks.pipeline --out $(MEASURED)/pipeline-speed.md \
+		--trace docs/trace.json --plot $(MEASURED)/pacer.svg $(ARGS)
+	$(BIN)/python -m specserve.tools.timeline docs/trace.json --out $(MEASURED)/trace.svg
+	rm docs/trace.json
+
+bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
+	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)
+
+# The report names engines that could not be installed, and the reason.
+bench-peers: $(VENV)/installed  ## Measure other engines beside specserve
+	-$(MAKE) $(PEERS)/installed
+	$(BIN)/python -m benchmarks.peers --python $(PEERS)/bin/python \
+		--out $(MEASURED)/peers-speed.md $(ARGS)
+
+proofs: $(VENV)/installed-for-tests  ## Sample continuations and compare them with the exact distribution
+	$(BIN)/python -m tests.proofs.distribution $(ARGS)
+
+structured: $(VENV)/installed-for-tests  ## Measure structured output
+	$(BIN)/python -m benchmarks.structured $(ARGS)
+
+fuzz: $(VENV)/installed-for-tests  ## Send damaged frames and requests
+	$(BIN)/python -m tests.chaos.fuzz $(ARGS)
+
+chaos: $(VENV)/installed-for-tests  ## Kill every role of a server under load
+	$(BIN)/python -m tests.chaos.table $(ARGS)
+
+overload: $(VENV)/installed-for-tests  ## Send five times the load that the server can take
+	$(BIN)/python -m tests.chaos.overload $(ARGS)
+
+survey: $(VENV)/installed-for-tests  ## Print size, names and language of the tree in numbers
+	$(BIN)/python -m tests.support.survey $(ARGS)
+
+# Strict: a broken link fails. The tests check links, names and commands without the site generator.
+docs: $(VENV)/installed-for-docs  ## Build the site into site/; ARGS=serve shows it while you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build --clean --strict)
+
+# A stamp that is older than its files triggers a new installation.
 $(VENV)/installed: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e .
@@ -117,12 +132,12 @@ $(VENV)/installed-for-docs: $(PINNED)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
 	touch $(VENV)/installed $@
 
-# torchvision comes with the converter, which does without it, and may be built for another torch than the one that is pinned.
+# The converter depends on torchvision but works without it; its build may not fit the pinned torch.
 $(PEERS)/installed: $(PEERS_PINNED)
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --log $(PEERS)/install.log -r $(PEERS_PINNED)
 	$(PEERS)/bin/python -m pip uninstall --yes torchvision
 	touch $@
 
-clean:
+clean:  ## Remove environments, builds and caches
 	rm -rf $(VENV) $(BUILDER) $(PEERS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
