@@ -19,7 +19,7 @@ BANNED = re.compile(
     r"\b("
     r"lest|anew|whoever|whomever|whosoever|whatsoever|nobody|be it ever so|tidings|heed(s|ed|ing)?|"
     r"forg[ie]v(e|es|en|ing)|perchance|hence(forth)?|hither|thither|thereof|wherein|whereof|"
-    r"likewise|guess(es|ed|ing)?|guesser(s)?|judg(e|es|ed|ing|ment)|verdicts? of|"
+    r"likewise|guess(es|ed|ing)?|guesser(s)?|judg(e|es|ed|ing|ment)|"
     r"crew|keeper|manuscript|scribe|strands?|trunk|lawful|unlawful|suspects?|acquit(s|ted|tal)?|"
     r"metronome|siege[sd]?|blows?|victims?|stranger(s)?|misshapen|revive[sd]?|"
     r"forgets?|forgot(ten)?|forgetting|set back|copyist|outlet|tally|tallies|foreseen|"
