@@ -24,8 +24,8 @@ export function pause(seconds) {
 }
 
 export const MEANING = {
-  accepted: "drafted, and the target let it stand",
+  accepted: "drafted, and the target accepted it",
   correction: "the target's own, where it rejected a draft",
-  bonus: "the target's own, after all drafts stood",
+  bonus: "the target's own, after all drafts were accepted",
   plain: "the target's own, in a round without drafts",
 };
