@@ -633,7 +633,7 @@ def test_a_chunk_sender_never_blocks_and_logs_once_that_it_drops(
     for number in range(100):
         sender.send(chunks(0, number))
     sender.close()
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < 30, "a send that blocks would never return"
     assert len([record for record in caplog.records if "takes no messages" in record.message]) == 1
 
 

@@ -51,15 +51,22 @@ def test_a_closed_loop_keeps_its_clients_busy_and_never_has_more() -> None:
 
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
-    started: list[float] = []
+    started: list[int] = []
 
-    async def send(_: int) -> None:
-        started.append(time.monotonic())
-        await asyncio.sleep(0.3)
+    async def drive() -> None:
+        all_started = asyncio.Event()
 
-    asyncio.run(OpenLoop(rate=500, seed=1).drive(send, range(30)))
+        async def send(number: int) -> None:
+            """Answer no request before the last one was sent."""
+            started.append(number)
+            if len(started) == 30:
+                all_started.set()
+            await all_started.wait()
+
+        await asyncio.wait_for(OpenLoop(rate=500, seed=1).drive(send, range(30)), timeout=60)
+
+    asyncio.run(drive())
     assert len(started) == 30
-    assert started[-1] - started[0] < 0.3  # the last one came before the first was answered
 
 
 def test_arrivals_are_poisson_and_their_seed_repeats_them() -> None:
@@ -123,9 +130,12 @@ def test_known_times_are_measured() -> None:
     assert record.is_ok
     assert record.ttft is not None
     assert record.tpot is not None
-    assert 0.05 <= record.ttft < 0.15  # a sleep is never short, but longer on a busy machine
-    assert 0.06 / 4 <= record.tpot < 0.12 / 4
-    assert all(gap >= 0.025 for gap in record.gaps)
+    # A sleep is never short, and any event may arrive late on a busy machine: only lower bounds
+    # that start at the request hold.
+    assert record.ttft >= 0.05
+    assert record.ttft + 4 * record.tpot >= 0.11
+    assert 4 * record.tpot == pytest.approx(record.events[-1].at - record.events[0].at)
+    assert sum(record.gaps) == pytest.approx(4 * record.tpot)
     assert record.acceptance.alpha == 2 / 3
 
 
