@@ -24,6 +24,8 @@ class Stream:
     status: int = 0  # 0 without an answer
     times: list[float] = field(default_factory=list)  # of each event with text
     texts: list[str] = field(default_factory=list)  # beside `times`
+    calls: list[str] = field(default_factory=list)  # pieces of tool calls: names and arguments
+    logprobs: list[str] = field(default_factory=list)  # of each token, as JSON
     num_finals: int = 0  # events with a finish reason; one, if all is well
     # Beside `times`: origins of each event's tokens, if the server sends them.
     origins: list[Sequence[str]] = field(default_factory=list)
@@ -32,6 +34,11 @@ class Stream:
     error: Mapping[str, Any] | None = None  # a failure in mid-stream
     body: bytes = b""  # an answer that is no stream
     ended: float | None = None  # None: it broke off
+
+    @property
+    def answer(self) -> str:
+        """Everything that was generated: the text, tool calls and logprobs."""
+        return "".join((*self.texts, *self.calls, *self.logprobs))
 
     @property
     def longest_gap(self) -> float:
@@ -155,8 +162,24 @@ def _add_event(event: Mapping[str, Any], now: float, result: Stream) -> None:
     elif event.get("choices"):
         result.times.append(now)
         choice = event["choices"][0]
-        result.texts.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+        delta = choice.get("delta", {})
+        result.texts.append(choice.get("text") or delta.get("content") or "")
+        result.calls += [
+            call["function"].get("name", "") + call["function"]["arguments"]
+            for call in delta.get("tool_calls", ())
+        ]
+        if choice.get("logprobs"):
+            result.logprobs += _logprobs(choice["logprobs"])
         result.origins.append(event.get("origins", ()))
         if choice.get("finish_reason") is not None:
             result.final = event
             result.num_finals += 1
+
+
+def _logprobs(logprobs: Mapping[str, Any]) -> list[str]:
+    """Return one text for each token, of the formats of completions and of chats."""
+    tokens = logprobs.get("content") or zip(
+        *(logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")),
+        strict=True,
+    )
+    return [json.dumps(token) for token in tokens]

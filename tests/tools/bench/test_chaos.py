@@ -12,6 +12,7 @@ from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.chaos.check import ChaosRequest, CheckCounts, check_text, pauses_at
 from specserve.tools.bench.chaos.faults import KILLED, Fault
 from specserve.tools.bench.chaos.report import ChaosOutcome, lines, table_row
+from specserve.tools.bench.chaos.requests import KIND_NAMES, KINDS, kind_of, path_and_body
 from specserve.tools.bench.chaos.run import ChaosRun
 from specserve.tools.bench.streams import Stream
 from tests.support.http_server import TEXT, FakeService, serving
@@ -33,6 +34,8 @@ def request(
         (request("ab"), "different"),
         (request("ab", "ab", "c"), "different"),
         (request("ab", "d"), "different"),
+        (request("ab", "c", logprobs=["[0.5]"]), "different"),
+        (request("ab", "c", calls=["edit"]), "different"),
         (request("ab", "c", num_finals=2), "truncated"),
         (request("ab", "c", num_finals=0), "truncated"),
         (request("ab", "c", ended=None), "truncated"),
@@ -46,6 +49,14 @@ def test_a_text_without_one_end_or_with_other_tokens_is_found(
     one: ChaosRequest, expected: str
 ) -> None:
     assert check_text(one, "abc") == expected
+
+
+def test_every_kind_of_request_comes_up_and_has_a_single_right_answer() -> None:
+    for number in range(len(KIND_NAMES)):
+        path, body = path_and_body(number, max_tokens=9)
+        assert path == KINDS[kind_of(number)].path
+        assert body["temperature"] == 0 or "seed" in body
+    assert {kind_of(number) for number in range(16)} == set(KIND_NAMES)
 
 
 def test_failed_texts_are_counted_by_kind_and_resumed_ones_beside_them() -> None:

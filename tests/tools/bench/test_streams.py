@@ -10,6 +10,7 @@ import pytest
 from specserve.errors import BadValue
 from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.streams import Stream, fetch, stream
+from tests.support.http_server import FakeService, serving
 from tests.support.scripted_server import Script, scripted_server
 
 EVENTS = ((0.0, ("plain",)), (0.0, ("accepted", "accepted", "bonus")), (0.0, ("correction",)))
@@ -31,6 +32,37 @@ def test_a_stream_reads_the_same_however_a_proxy_cuts_it(piece: int | None) -> N
     assert result.final["specserve"] == {"rounds": 3}
     assert result.ended is not None
     assert result.ended >= result.times[-1] >= result.sent
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "logprobs": 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2},
+        ),
+    ],
+)
+def test_the_answer_has_the_logprobs_of_every_token(path: str, body: dict[str, object]) -> None:
+    with serving(FakeService()) as server:
+        result = Stream()
+        address = ServerAddress.from_url(server.url)
+        asyncio.run(address.post(path, {"model": "demo", **body}, into=result))
+    assert result.usage is not None
+    assert len(result.logprobs) == result.usage["completion_tokens"] > 0
+    assert result.answer == "".join(result.texts) + "".join(result.logprobs)
+
+
+def test_the_answer_has_the_names_and_arguments_of_tool_calls() -> None:
+    call = '<tool_call>\n{"name": "edit", "arguments": {"line": 3}}\n</tool_call>'
+    tool = {"type": "function", "function": {"name": "edit", "parameters": {"type": "object"}}}
+    body = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "tools": [tool]}
+    with serving(FakeService(output=call)) as server:
+        result = Stream()
+        address = ServerAddress.from_url(server.url)
+        asyncio.run(address.post("/v1/chat/completions", body, into=result))
+    assert result.answer == 'edit{"line": 3}'
 
 
 def test_a_stream_that_breaks_off_keeps_what_came_and_has_no_end() -> None:

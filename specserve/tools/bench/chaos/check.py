@@ -61,14 +61,15 @@ class CheckCounts:
 def check_text(request: ChaosRequest, reference: str) -> str:
     """Return "complete", "lost", "truncated" or "different".
 
-    A complete text has exactly one end, and every token of the reference once and in its place.
+    A complete answer has exactly one end, and every token of the reference once and in its place,
+    with the same logprobs.
     """
     stream = request.stream
     if stream.status != 200 or stream.error is not None:
         return "lost"
     if request.connection_error is not None or stream.ended is None or stream.num_finals != 1:
         return "truncated"
-    return "complete" if "".join(stream.texts) == reference else "different"
+    return "complete" if stream.answer == reference else "different"
 
 
 def pauses_at(fault: Fault, requests: Sequence[ChaosRequest]) -> list[float]:

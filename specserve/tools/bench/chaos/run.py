@@ -23,7 +23,7 @@ from specserve.tools.bench.chaos.check import (
 )
 from specserve.tools.bench.chaos.faults import KILLED, STOPPED, Fault, inject_fault
 from specserve.tools.bench.chaos.report import ChaosOutcome
-from specserve.tools.bench.prompts import CODE_PROMPTS
+from specserve.tools.bench.chaos.requests import path_and_body
 from specserve.tools.bench.streams import Stream
 
 # Between a server that is healthy again and the next fault.
@@ -62,8 +62,8 @@ def _first_failure(requests: Sequence[ChaosRequest], references: Mapping[int, st
 class ChaosRun:
     """Clients that repeat one request each, under faults.
 
-    Half of the requests are greedy, the others seeded at temperature 1. Both have exactly one
-    right text, whatever fails.
+    The requests are greedy, seeded, structured, with logprobs, and tool calls, in turns. Each has
+    exactly one right answer, whatever fails.
     """
 
     address: ServerAddress
@@ -139,30 +139,22 @@ class ChaosRun:
             requests.append(await self._send(prompt_id))
 
     async def _reference(self, prompt_id: int) -> str:
-        """Return the text of a request before any fault."""
+        """Return the answer of a request before any fault."""
         request = await self._send(prompt_id)
-        text = "".join(request.stream.texts)
-        if check_text(request, text) != "complete":
+        answer = request.stream.answer
+        if check_text(request, answer) != "complete" or not answer:
             raise SpecserveError(
                 "a request fails before any fault was injected: "
-                f"{request.connection_error or request.stream.error}"
+                f"{request.connection_error or request.stream.error or request.stream.body[:300]!r}"
             )
-        return text
+        return answer
 
     async def _send(self, prompt_id: int) -> ChaosRequest:
         stream = Stream()
+        path, body = path_and_body(prompt_id, max_tokens=self.max_tokens)
         try:
             async with asyncio.timeout(REQUEST_S):
-                await self.address.post(
-                    "/v1/completions", {"model": self.model, **self._body(prompt_id)}, into=stream
-                )
+                await self.address.post(path, {"model": self.model, **body}, into=stream)
         except (OSError, EOFError, ValueError, TimeoutError) as error:
             return ChaosRequest(prompt_id, stream, f"{type(error).__name__}: {error}")
         return ChaosRequest(prompt_id, stream)
-
-    def _body(self, prompt_id: int) -> dict[str, object]:
-        prompt = f"# {prompt_id}\n{CODE_PROMPTS[prompt_id % len(CODE_PROMPTS)]}"
-        sampling = (
-            {"temperature": 0} if prompt_id % 2 == 0 else {"temperature": 1, "seed": prompt_id}
-        )
-        return {"prompt": prompt, "max_tokens": self.max_tokens, "ignore_eos": True, **sampling}
