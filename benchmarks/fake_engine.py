@@ -56,7 +56,11 @@ class PacedEngine:
             self._senders[address] = ChunkSender(address)
         self._count = key = self._count + 1
         stream = self._streams[key] = _Stream(
-            request, number, self._senders[address], asyncio.get_running_loop().create_future()
+            request,
+            number,
+            self._senders[address],
+            asyncio.get_running_loop().create_future(),
+            len(request.generated),
         )
         try:
             await stream.ended
@@ -79,6 +83,7 @@ class PacedEngine:
                 sender.send(Chunks(tuple(chunks)))
 
     def _chunk(self, stream: _Stream) -> Chunk:
+        start = stream.num_generated
         left = stream.request.max_tokens - stream.num_generated
         tokens = tuple(
             FIRST_ID + (stream.number * 7 + stream.num_generated + i) % 1000
@@ -94,5 +99,5 @@ class PacedEngine:
             else Stats("coupled", True, stream.num_generated // TOKENS_PER_CHUNK, 0, 0, 0)
         )
         return Chunk(
-            stream.number, tokens, (Origin.PLAIN,) * len(tokens), finish=finish, stats=stats
+            stream.number, start, tokens, (Origin.PLAIN,) * len(tokens), finish=finish, stats=stats
         )

@@ -23,7 +23,8 @@ from statistics import quantiles
 import numpy as np
 import zmq
 
-from specserve.cluster.transport.link import Client, KeyPair, Server
+from specserve.cluster.transport.endpoint import KeyPair
+from specserve.cluster.transport.link import Client, Server
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -108,7 +109,7 @@ def verdicts(num_sequences: int) -> Verdicts:
 
 def chunks(num_sequences: int) -> Chunks:
     origins = (Origin.ACCEPTED,) * 3 + (Origin.BONUS,)
-    return Chunks(tuple(Chunk(i, (1, 2, 3, 4), origins) for i in range(num_sequences)))
+    return Chunks(tuple(Chunk(i, 100, (1, 2, 3, 4), origins) for i in range(num_sequences)))
 
 
 def messages_of_size(num_bytes: int) -> tuple[Verify, Proposals]:
@@ -232,7 +233,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--times", type=int, default=2000)
     parser.add_argument("--out", type=Path, help="write the report here, too")
+    parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     args = parser.parse_args()
+    if args.quick:
+        args.times = 20
     logging.basicConfig(level=logging.WARNING)
     table = report(times=args.times)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

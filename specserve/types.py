@@ -259,10 +259,12 @@ class Stats:
 class Chunk:
     """The tokens that one round committed for one request, with the statistics so far.
 
-    `finish` comes with the last chunk.
+    `start` is the number of generated tokens before these, those of earlier engines included, so
+    that a receiver notices a chunk that was lost. `finish` comes with the last chunk.
     """
 
     seq_id: int
+    start: int
     tokens: tuple[int, ...]
     origins: tuple[Origin, ...]
     logprobs: tuple[Logprobs, ...] | None = None
@@ -316,6 +318,10 @@ class Request:
     generated: tuple[int, ...] = ()
 
 
+Curve = tuple[tuple[int, float], ...]
+"""Seconds of a target pass, by its rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """Properties of the target that the coordinator needs."""
@@ -327,7 +333,8 @@ class ModelInfo:
     page_size: int
     num_pages: int
     # Seconds of a pass by the positions in it, as the warm-up measured them; () without warm-up.
-    curve: tuple[tuple[int, float], ...] = ()
+    curve: Curve = ()
+    prefix_caching: bool = False  # sequences find the full pages of others that begin equally
     # The token that every text of an encoder-decoder begins with, its prompt being the encoder
     # input; None: there is no encoder.
     decoder_start: int | None = None

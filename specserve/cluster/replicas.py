@@ -25,8 +25,9 @@ from specserve.types import Chunk, Request
 
 log = logging.getLogger(__name__)
 
-LAST_CHUNK_S = 5.0
-"""Time within which the last chunk must follow the end of its call."""
+# Time within which the last chunk must follow the end of its call; later it counts as lost. It is
+# normally there first, or comes once a broken connection is back, which takes half a second.
+LAST_CHUNK_S = 1.0
 FULL_RETRY_S = 0.5
 """Time between two attempts to resume a request while every queue is full."""
 # After an engine has refused a request, others are refused here for this long. A flood of refusals
@@ -68,8 +69,11 @@ class EngineReplicas:
             try:
                 async with aclosing(self._attempt(resumable.request)) as chunks:
                     async for chunk in chunks:
-                        yield resumable.record_chunk(chunk)
-                        if chunk.finish is not None:
+                        recorded = resumable.record_chunk(chunk)
+                        if recorded is None:
+                            continue
+                        yield recorded
+                        if recorded.finish is not None:
                             return
             except (WorkerLost, Displaced) as error:
                 backoff = resumable.on_engine_lost(error)

@@ -41,8 +41,20 @@ class ResumableRequest:
             return self._original
         return replace(self._original, generated=tuple(self._generated))
 
-    def record_chunk(self, chunk: Chunk) -> Chunk:
-        """Record the chunk's tokens, and return it with the statistics of all engines together."""
+    def record_chunk(self, chunk: Chunk) -> Chunk | None:
+        """Record the chunk's tokens, and return it with the statistics of all engines together.
+
+        Returns None for a repeat. Raises WorkerLost if tokens before the chunk have not come: the
+        next engine generates them again.
+        """
+        length = len(self._generated)
+        if chunk.start < length and chunk.start + len(chunk.tokens) <= length and not chunk.finish:
+            return None
+        if chunk.start != length:
+            raise WorkerLost(
+                f"a chunk was lost between engine and gateway: the next one starts at token "
+                f"{chunk.start}, after {length} tokens"
+            )
         if chunk.tokens:
             self._num_losses, self._last_progress = 0, self._clock()
             self._generated += chunk.tokens

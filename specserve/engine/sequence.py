@@ -80,6 +80,11 @@ class Sequence:
         return len(self.committed)
 
     @property
+    def num_generated(self) -> int:
+        """Committed tokens behind the prompt, those of earlier engines included."""
+        return len(self.committed) - self.policy.prompt_length
+
+    @property
     def num_pending(self) -> int:
         """Tokens that the target has yet to compute, encoder input included.
 
@@ -176,13 +181,23 @@ class Sequence:
         self._accepted += min(accepted, len(tokens))
         origins = _origins(proposed=len(drafts), accepted=accepted)[: len(tokens)]
         logprobs = None if verdict.logprobs is None else verdict.logprobs[: len(tokens)]
-        return Chunk(self.seq_id, tokens, origins, logprobs, self.finish, self.stats)
+        return Chunk(
+            self.seq_id,
+            self.num_generated - len(tokens),
+            tokens,
+            origins,
+            logprobs,
+            self.finish,
+            self.stats,
+        )
 
     def end(self, finish: FinishReason, *, error: str | None = None) -> Chunk:
         """End a cancelled or failed sequence and return its last chunk, which has no tokens."""
         assert self.finish is None
         self.finish = finish
-        return Chunk(self.seq_id, (), (), finish=finish, stats=self.stats, error=error)
+        return Chunk(
+            self.seq_id, self.num_generated, (), (), finish=finish, stats=self.stats, error=error
+        )
 
     def reset_caches(self) -> None:
         """Record that no worker has anything cached: the committed tokens are recomputed."""

@@ -53,6 +53,7 @@ _VERIFY_STEP = struct.Struct("<QQ??I")  # seq_id, start, needs_verdict, support
 _VERDICT = struct.Struct("<QQQ")  # seq_id, accepted, next_token
 _STATS = struct.Struct("<?QQQQQQ")  # the fields of Stats behind the verifier
 _SPAN = struct.Struct("<dd")  # start, end
+_CHUNK = struct.Struct("<QQ")  # seq_id, start
 _NUMBER = struct.Struct("<Q")
 
 
@@ -359,7 +360,7 @@ def write_chunk(chunk: Chunk, arrays: ArrayWriter) -> Row:
     origins = bytes([_ORIGIN_CODES[origin] for origin in chunk.origins])
     stats = None if chunk.stats is None else _write_stats(chunk.stats)
     return (
-        _NUMBER.pack(chunk.seq_id),
+        _CHUNK.pack(chunk.seq_id, chunk.start),
         pack_column("I", chunk.tokens),
         origins,
         _write_logprobs(chunk.logprobs),
@@ -379,10 +380,11 @@ def read_span(row: Any) -> Span:
 
 
 def read_chunk(row: Any, arrays: ArrayReader) -> Chunk:
-    number, tokens, origins, logprobs, finish, stats, error = row
-    (seq_id,) = _NUMBER.unpack(number)
+    numbers, tokens, origins, logprobs, finish, stats, error = row
+    seq_id, start = _CHUNK.unpack(numbers)
     return Chunk(
         seq_id,
+        start,
         unpack_column("I", tokens),
         tuple([_ORIGINS[code] for code in origins]),
         _read_logprobs(logprobs),

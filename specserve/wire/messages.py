@@ -41,7 +41,7 @@ from specserve.wire.codec import (
 )
 
 MAGIC = b"specserve"
-VERSION = 5
+VERSION = 6
 Frame = bytes | memoryview
 
 
@@ -112,7 +112,7 @@ class Failure:
 
     @classmethod
     def from_error(cls, number: int, error: BaseException) -> Failure:
-        return cls(number, type(error).__name__, str(error))
+        return cls(number, type(error).__name__, str(error) or type(error).__name__)
 
     def error(self) -> SpecserveError:
         """Return the worker's exception if it is a SpecserveError, and else WorkerLost.

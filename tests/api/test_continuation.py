@@ -21,6 +21,7 @@ def chunks(size: int, *, finish: FinishReason = FinishReason.LENGTH) -> list[Chu
         made.append(
             Chunk(
                 0,
+                start,
                 tokens,
                 (Origin.PLAIN,) * len(tokens),
                 logprobs,
@@ -68,7 +69,9 @@ def test_after_a_stop_string_only_the_stats_count() -> None:
     tokens = list(continuation.token_ids)
     assert (
         continuation.add_chunk(
-            Chunk(0, (1, 2), (Origin.PLAIN,) * 2, finish=FinishReason.CANCELLED, stats=STATS)
+            Chunk(
+                0, len(IDS), (1, 2), (Origin.PLAIN,) * 2, finish=FinishReason.CANCELLED, stats=STATS
+            )
         )
         == OutputDelta("")
         == last
@@ -84,6 +87,7 @@ def test_the_token_that_ends_a_text_is_counted_and_not_shown() -> None:
     continuation = Continuation(demo_tokenizer(), (5,))
     delta = continuation.add_chunk(
         Chunk(
+            0,
             0,
             (*demo_tokenizer().encode("abc"), 0),
             (Origin.PLAIN,) * 4,

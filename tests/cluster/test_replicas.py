@@ -14,9 +14,11 @@ from ray.serve.exceptions import BackPressureError
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.resume import ResumableRequest
 from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender
+from specserve.cluster.transport.endpoint import LinkTiming
 from specserve.errors import BadValue, Displaced, Overloaded, WorkerLost
 from specserve.types import Chunk, FinishReason, Origin, Request, Stats, Warp
 from specserve.wire.messages import Chunks
+from tests.support.relay import Relay
 
 REQUEST = Request((1, 2), 8, Warp(), seed=1)
 
@@ -78,8 +80,8 @@ def run(scenario: Callable[[EngineReplicas, Engine, ChunkSender], Any]) -> None:
     asyncio.run(main())
 
 
-def chunk(number: int, token: int, finish: FinishReason | None = None) -> Chunk:
-    return Chunk(number, (token,), (Origin.PLAIN,), finish=finish)
+def chunk(number: int, start: int, token: int, finish: FinishReason | None = None) -> Chunk:
+    return Chunk(number, start, (token,), (Origin.PLAIN,), finish=finish)
 
 
 def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
@@ -90,13 +92,13 @@ def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
         first, second = asyncio.create_task(tokens()), asyncio.create_task(tokens())
         await asyncio.sleep(0.05)
         one, other = engine.numbers
-        sender.send(Chunks((chunk(one, 5), chunk(other, 6))))
+        sender.send(Chunks((chunk(one, 0, 5), chunk(other, 0, 6))))
         sender.send(
             Chunks(
                 (
-                    chunk(other, 7, FinishReason.LENGTH),
-                    chunk(one, 8, FinishReason.LENGTH),
-                    chunk(99, 9),
+                    chunk(other, 1, 7, FinishReason.LENGTH),
+                    chunk(one, 1, 8, FinishReason.LENGTH),
+                    chunk(99, 0, 9),
                 )
             )
         )
@@ -155,7 +157,7 @@ def test_after_a_refusal_no_request_is_sent_to_a_full_engine_for_a_moment(
         await asyncio.sleep(0.3)
         late = asyncio.create_task(refused())
         await engine.called(2)
-        sender.send(Chunks((chunk(engine.numbers[1], 5, FinishReason.LENGTH),)))
+        sender.send(Chunks((chunk(engine.numbers[1], 0, 5, FinishReason.LENGTH),)))
         assert not await late
 
     run(scenario)
@@ -166,7 +168,7 @@ def test_closing_the_stream_cancels_the_call() -> None:
         chunks = replicas.generate(REQUEST)
         waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0.05)
-        sender.send(Chunks((chunk(engine.numbers[0], 5),)))
+        sender.send(Chunks((chunk(engine.numbers[0], 0, 5),)))
         await waiting
         await chunks.aclose()
         assert engine.calls[0].cancelled
@@ -194,12 +196,12 @@ def test_a_text_resumes_on_another_engine_where_it_was(
         listening = asyncio.create_task(listen())
         for life, tokens in enumerate(((5, 6), (), (7,))):
             await engine.called(life + 1)
-            for token in tokens:
+            for start, token in enumerate(tokens, len(engine.requests[-1].generated)):
                 sender.send(
                     Chunks(
                         (
                             replace(
-                                chunk(engine.numbers[life], token),
+                                chunk(engine.numbers[life], start, token),
                                 stats=Stats(
                                     "block", True, rounds=1, drafted=3, accepted=2, target_passes=2
                                 ),
@@ -210,10 +212,10 @@ def test_a_text_resumes_on_another_engine_where_it_was(
             await asyncio.sleep(0.05)
             ending(engine.calls[life].result)
         await engine.called(4)
-        sender.send(Chunks((chunk(engine.numbers[0], 99),)))  # an engine that was thought dead
+        sender.send(Chunks((chunk(engine.numbers[0], 3, 99),)))  # an engine that was thought dead
         stats = Stats("block", True, rounds=1, drafted=3, accepted=2, target_passes=2)
         sender.send(
-            Chunks((replace(chunk(engine.numbers[3], 8, FinishReason.LENGTH), stats=stats),))
+            Chunks((replace(chunk(engine.numbers[3], 3, 8, FinishReason.LENGTH), stats=stats),))
         )
         heard = await listening
         assert [token for one in heard for token in one.tokens] == [5, 6, 7, 8]
@@ -256,7 +258,7 @@ def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token
     )
     assert len(set(pauses[5:])) == 15, "nobody keeps step with the one that kills"
     now = 119.0
-    resumable.record_chunk(chunk(0, 4))
+    resumable.record_chunk(chunk(0, 0, 4))
     now = 238.0
     for _ in range(6):
         resumable.on_engine_lost(Displaced("gone"))
@@ -285,7 +287,155 @@ def test_a_text_that_has_begun_waits_where_every_queue_is_full(
             await engine.called(life + 1)
             engine.calls[life].result.set_exception(BackPressureError(5, 5))
         await engine.called(10)
-        sender.send(Chunks((chunk(engine.numbers[-1], 4),)))
+        sender.send(Chunks((chunk(engine.numbers[-1], 0, 4),)))
         assert (await waiting).tokens == (4,)
 
     run(scenario)
+
+
+@pytest.mark.parametrize("num_lost", [1, 3])
+def test_a_chunk_whose_predecessor_was_lost_is_dropped_and_the_text_resumes_before_it(
+    num_lost: int,
+) -> None:
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        async def listen() -> list[Chunk]:
+            return [chunk async for chunk in replicas.generate(REQUEST)]
+
+        def stats(rounds: int) -> Stats:
+            return Stats("block", True, rounds, rounds * 3, rounds * 2, rounds)
+
+        def send(life: int, start: int, rounds: int, finish: FinishReason | None = None) -> None:
+            one = replace(chunk(engine.numbers[life], start, start, finish), stats=stats(rounds))
+            sender.send(Chunks((one,)))
+
+        listening = asyncio.create_task(listen())
+        await engine.called(1)
+        send(0, 0, rounds=1)
+        send(0, 1, rounds=2)
+        send(0, 1, rounds=2)  # a repeat
+        send(0, 2 + num_lost, rounds=3 + num_lost, finish=FinishReason.LENGTH)
+        await engine.called(2)
+        assert engine.requests[1].generated == (0, 1)
+        send(1, 2, rounds=1, finish=FinishReason.LENGTH)
+        heard = await listening
+        assert [token for one in heard for token in one.tokens] == [0, 1, 2]
+        assert heard[-1].stats == replace(stats(3), resumed=1), "of the tokens that were received"
+
+    run(scenario)
+
+
+NUM_TOKENS = 40
+FAST = LinkTiming(
+    heartbeat_interval=0.05, heartbeat_timeout=0.4, handshake=0.6, connect=0.2, reconnect=0.02
+)
+
+
+class Writer(Engine):
+    """Engine that writes the tokens 0, 1, ... through a link, and pauses after half of them."""
+
+    def __init__(self, sender: ChunkSender) -> None:
+        super().__init__()
+        self._sender, self.pace_s = sender, 0.001
+        self.num_written, self.goes_on = 0, asyncio.Event()
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def remote(self, request: Request, number: int, address: object) -> Call:
+        call = super().remote(request, number, address)
+        writing = asyncio.create_task(self._write(call, number, len(request.generated)))
+        self._writing.add(writing)
+        return call
+
+    async def _write(self, call: Call, number: int, start: int) -> None:
+        for token in range(start, NUM_TOKENS):
+            finish = FinishReason.LENGTH if token == NUM_TOKENS - 1 else None
+            self._sender.send(Chunks((chunk(number, token, token, finish),)))
+            await asyncio.sleep(self.pace_s)
+            self.num_written += 1
+            if token == NUM_TOKENS // 2:
+                await self.goes_on.wait()
+        if not call.result.done():  # else the attempt has ended
+            call.result.set_result(None)
+
+
+FAULTS: dict[str, Callable[[Relay], None]] = {
+    "fin": lambda relay: relay.cut(),
+    "rst": lambda relay: relay.cut(reset=True),
+    "half-open": lambda relay: relay.half_open(),
+    "partition": lambda relay: relay.partition(),
+    "swallowed": lambda relay: relay.swallow(),
+}
+
+
+@pytest.mark.parametrize("tail_is_lost", [False, True], ids=["middle", "tail"])
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_text_is_whole_whatever_a_broken_connection_loses(
+    fault: Callable[[Relay], None], tail_is_lost: bool
+) -> None:
+    async def scenario(engine: Writer, relay: Relay, listening: asyncio.Task[list[int]]) -> None:
+        fault(relay)
+        if fault is FAULTS["half-open"]:
+            await until(lambda: relay.num_accepted > 1)
+        engine.goes_on.set()
+        await until(lambda: engine.num_written >= (NUM_TOKENS if tail_is_lost else 30))
+        relay.heal()
+        assert await listening == list(range(NUM_TOKENS))
+
+    run_with_relay(scenario)
+
+
+def test_a_text_is_whole_although_its_last_chunks_found_a_full_queue(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("specserve.cluster.transport.chunk_stream.SENDER_HIGH_WATER_MARK", 10)
+
+    async def scenario(engine: Writer, relay: Relay, listening: asyncio.Task[list[int]]) -> None:
+        relay.partition()
+        relay.cut()
+        engine.goes_on.set()
+        await until(lambda: engine.num_written == NUM_TOKENS)
+        assert "takes no messages" in caplog.text
+        engine.pace_s = 0.02  # the small queue must not fill again
+        relay.heal()
+        assert await listening == list(range(NUM_TOKENS))
+        assert engine.resumed
+
+    run_with_relay(scenario)
+
+
+def run_with_relay(
+    scenario: Callable[[Writer, Relay, asyncio.Task[list[int]]], Any],
+) -> None:
+    """Run the scenario once the first half of a text has arrived through a relay."""
+
+    async def main() -> None:
+        receiver = ChunkReceiver("127.0.0.1", timing=FAST)
+        relay = Relay.to(receiver.address.address)
+        address = replace(receiver.address, address=relay.through(receiver.address.address))
+        sender = ChunkSender(address, timing=FAST)
+        engine = Writer(sender)
+        replicas = EngineReplicas(
+            engine, None, receiver, replica_id="g", on_resume=lambda: engine.resumed.append(1)
+        )
+        tokens: list[int] = []
+
+        async def listen() -> list[int]:
+            async for each in replicas.generate(REQUEST):
+                tokens.extend(each.tokens)
+            return tokens
+
+        try:
+            async with asyncio.timeout(20):
+                listening = asyncio.create_task(listen())
+                await until(lambda: len(tokens) > NUM_TOKENS // 2)
+                await scenario(engine, relay, listening)
+        finally:
+            sender.close()
+            replicas.close()
+            relay.close()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)

@@ -65,7 +65,7 @@ class FakeService:
                     if self.error is not None:
                         raise self.error
                     chunk = Chunk(
-                        0, (), (), finish=FinishReason.ERROR, error="the target fell over"
+                        0, 0, (), (), finish=FinishReason.ERROR, error="the target fell over"
                     )
                 await asyncio.sleep(0)
                 self.num_chunks += 1
@@ -79,7 +79,7 @@ class FakeService:
         start, rounds = 0, 0
         for size in cycle(_ROUNDS):
             tokens = ids[start : start + size]
-            start, rounds = start + len(tokens), rounds + 1
+            stop, rounds = start + len(tokens), rounds + 1
             origins = (*[Origin.ACCEPTED] * (len(tokens) - 1), Origin.BONUS)
             logprobs = (
                 None
@@ -91,12 +91,14 @@ class FakeService:
                 True,
                 rounds=rounds,
                 drafted=4 * rounds,
-                accepted=start - rounds,
+                accepted=stop - rounds,
                 target_passes=rounds + 1,
             )
-            yield Chunk(0, tokens, origins, logprobs, finish if start == len(ids) else None, stats)
-            if start == len(ids):
+            is_last = stop == len(ids)
+            yield Chunk(0, start, tokens, origins, logprobs, finish if is_last else None, stats)
+            if is_last:
                 return
+            start = stop
 
     async def status(self) -> Status:
         return self.state

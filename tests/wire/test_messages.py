@@ -112,6 +112,7 @@ stats = st.builds(Stats, st.text(), st.booleans(), counts, counts, counts, count
 chunks = st.builds(
     Chunk,
     counts,
+    counts,
     many_tokens,
     st.lists(st.sampled_from(Origin), max_size=6).map(tuple),
     st.none() | all_logprobs(),
@@ -234,6 +235,7 @@ def samples() -> list[Message]:
             (
                 Chunk(
                     1,
+                    7,
                     (2,),
                     (Origin.BONUS,),
                     None,

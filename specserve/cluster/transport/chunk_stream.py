@@ -13,16 +13,17 @@ from dataclasses import dataclass
 
 import zmq
 
-from specserve.cluster.transport.curve_auth import CurveAuthenticator, drain
-from specserve.cluster.transport.link import (
+from specserve.cluster.transport.curve_auth import CurveAuthenticator
+from specserve.cluster.transport.endpoint import (
     Address,
     KeyPair,
+    LinkTiming,
     connect,
+    drain,
     listen_on,
     open_socket,
-    try_unpack,
-    unregister,
 )
+from specserve.cluster.transport.link import try_unpack, unregister
 from specserve.wire.messages import Chunks, pack
 
 log = logging.getLogger(__name__)
@@ -46,10 +47,10 @@ class ChunkReceiver:
     It works in the event loop of the first call of `receive`.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, timing: LinkTiming | None = None) -> None:
         keys, sender_keys = KeyPair.generate(), KeyPair.generate()
         self._context = zmq.Context()
-        self._socket = open_socket(self._context, zmq.PULL, keys)
+        self._socket = open_socket(self._context, zmq.PULL, keys, timing or LinkTiming())
         self._auth = CurveAuthenticator(self._context, self._socket, sender_keys.public)
         self.address = StreamAddress(listen_on(self._socket, host, keys), sender_keys)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,14 +86,17 @@ class ChunkReceiver:
 class ChunkSender:
     """Engine end of the stream, which never blocks.
 
-    Chunks for a gateway that has gone are queued up to SENDER_HIGH_WATER_MARK and then dropped.
+    Chunks are queued while there is no connection, up to SENDER_HIGH_WATER_MARK, and then dropped.
+    What is on its way when a connection breaks is lost. The gateway notices either by the next
+    chunk's position, or by the end of the request's call.
     """
 
-    def __init__(self, address: StreamAddress) -> None:
+    def __init__(self, address: StreamAddress, *, timing: LinkTiming | None = None) -> None:
+        timing = timing or LinkTiming()
         self._context = zmq.Context()
-        self._socket = open_socket(self._context, zmq.PUSH, address.keys)
+        self._socket = open_socket(self._context, zmq.PUSH, address.keys, timing)
         self._socket.set(zmq.SNDHWM, SENDER_HIGH_WATER_MARK)
-        connect(self._socket, address.address)
+        connect(self._socket, address.address, timing)
         self._gateway = f"{address.address.host}:{address.address.port}"
         self._is_full = False
 

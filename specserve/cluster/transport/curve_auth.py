@@ -1,4 +1,4 @@
-"""Authenticate the clients of a listening ZeroMQ socket by CURVE key, and bind and drain sockets.
+"""Authenticate the clients of a listening ZeroMQ socket by CURVE key.
 
 ZeroMQ itself hangs up on peers that do not speak ZeroMQ. Knows no messages.
 """
@@ -6,20 +6,23 @@ ZeroMQ itself hangs up on peers that do not speak ZeroMQ. Knows no messages.
 from __future__ import annotations
 
 import logging
-import os
-import secrets
+import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from functools import reduce
+from operator import or_
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from specserve.cluster.transport.endpoint import Socket, drain
 
 log = logging.getLogger(__name__)
 
-HANDSHAKE_FAILURES = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-
-Socket = zmq.Socket[bytes]
+HANDSHAKE_FAILURES = {
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off or silent before it showed a key",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "without a key",
+}
 
 
 class CurveAuthenticator:
@@ -40,7 +43,9 @@ class CurveAuthenticator:
         self._zap.set(zmq.LINGER, 0)
         self._zap.bind("inproc://zeromq.zap.01")
         # Clients that have shown no key cause a handshake failure instead.
-        self._handshake_failures: Socket = socket.get_monitor_socket(HANDSHAKE_FAILURES)
+        self._handshake_failures: Socket = socket.get_monitor_socket(
+            reduce(or_, HANDSHAKE_FAILURES)
+        )
         self._num_refused, self._next_log_time = 0, 0.0
 
     @property
@@ -57,8 +62,8 @@ class CurveAuthenticator:
                     [version, number, b"400", b"another key", b"", b""], zmq.NOBLOCK
                 )
                 self._log_refusal(f"from {host.decode()} with another key")
-        for _ in drain(self._handshake_failures):
-            self._log_refusal("without a key")
+        for frames in drain(self._handshake_failures):
+            self._log_refusal(HANDSHAKE_FAILURES[zmq.Event(parse_monitor_message(frames)["event"])])
 
     def _log_refusal(self, reason: str) -> None:
         """Log at most one line a second, since refused clients keep retrying."""
@@ -73,43 +78,28 @@ class CurveAuthenticator:
             socket.close(linger=0)
 
 
-def bind_tcp(socket: Socket, host: str) -> int:
-    """Bind to a free port, which the system chooses, and return the port."""
-    socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-    endpoint = socket.get(zmq.LAST_ENDPOINT)
-    assert isinstance(endpoint, bytes)
-    return int(endpoint.rstrip(b"\0").rpartition(b":")[2])
+class AuthenticatorThread:
+    """Thread that runs an authenticator, while the socket's own thread may compute for minutes."""
 
+    def __init__(self, context: zmq.Context[Socket], auth: CurveAuthenticator) -> None:
+        self._auth = auth
+        self._end, self._ended = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._ended.bind("inproc://end-of-authentication")
+        self._end.connect("inproc://end-of-authentication")
+        self._thread = threading.Thread(target=self._run, name="link-authenticator", daemon=True)
+        self._thread.start()
 
-def bind_abstract(socket: Socket) -> str:
-    """Bind to an abstract Unix socket as well, and return its name, or "" outside Linux.
+    def close(self) -> None:
+        """End the thread and close the authenticator."""
+        self._end.send(b"")
+        self._thread.join()
+        for socket in (self._end, self._ended):
+            socket.close(linger=0)
+        self._auth.close()
 
-    Processes of this machine reach the socket by that name in a third of the time that TCP takes.
-    An abstract socket leaves no file behind.
-    """
-    name = secrets.token_hex(16) if host_id() else ""
-    if name:
-        socket.bind(f"ipc://@specserve-{name}")
-    return name
-
-
-def host_id() -> str:
-    """Return an id of the kernel and network namespace, or "" where there are no abstract sockets.
-
-    Processes with the same id can reach each other's abstract sockets.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return ""
-
-
-def drain(socket: Socket) -> Iterator[list[bytes]]:
-    """Yield all messages that can be received without waiting.
-
-    A ZeroMQ descriptor becomes readable only once for several messages, so an event loop must
-    receive all of them each time.
-    """
-    while int(socket.get(zmq.EVENTS)) & zmq.POLLIN:
-        yield socket.recv_multipart(zmq.NOBLOCK)
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._ended, *self._auth.sockets):
+            poller.register(socket, zmq.POLLIN)
+        while self._ended not in dict(poller.poll()):
+            self._auth.process_events()

@@ -7,21 +7,24 @@ listening end admits a single client key (curve_auth.py); anything else is logge
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from specserve.cluster.transport.curve_auth import (
-    CurveAuthenticator,
+from specserve.cluster.transport.curve_auth import AuthenticatorThread, CurveAuthenticator
+from specserve.cluster.transport.endpoint import (
+    Address,
+    KeyPair,
+    LinkTiming,
     Socket,
-    bind_abstract,
-    bind_tcp,
+    connect,
     drain,
-    host_id,
+    listen_on,
+    open_socket,
 )
 from specserve.errors import BadFrame, WorkerLost
 from specserve.wire.messages import (
@@ -38,67 +41,43 @@ from specserve.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE = 2**28  # bytes; a peer that has not yet shown its key cannot make us allocate more
-# ZeroMQ's own thread sends and answers heartbeats however long a pass takes. Only a process that is
-# stopped or dead misses them.
-HEARTBEAT_INTERVAL_S = 0.5
-HEARTBEAT_TIMEOUT_S = 2.5
 RECONNECT_GRACE_S = 1.0
-"""Time to connect again after a connection broke, before the worker counts as lost."""
+"""Time to connect again, before a worker whose process cannot be examined counts as lost."""
+EXAMINE_INTERVAL_S = 0.5
+"""Time between two examinations of the process behind a broken connection."""
 MONITORED_EVENTS = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
 
+Answer = Proposals | Verdicts | Failure
 
-@dataclass(frozen=True, slots=True)
-class KeyPair:
-    """CURVE keys of one end of a link, in Z85."""
-
-    public: bytes
-    secret: bytes = field(repr=False)
-
-    @classmethod
-    def generate(cls) -> KeyPair:
-        return cls(*zmq.curve_keypair())
+IsRunning = Callable[[], Awaitable[bool | None]]
+"""Says whether a worker's process runs: False if it is stopped or gone, None if that is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Address of a listening socket, with the public key that identifies it."""
-
-    host: str
-    port: int
-    public: bytes
-    host_id: str = ""  # processes with this id can use `ipc_name` instead of TCP
-    ipc_name: str = ""
-
-    @property
-    def endpoint(self) -> str:
-        """ZeroMQ endpoint: the abstract socket on the same host, TCP from elsewhere."""
-        if self.ipc_name and self.host_id == host_id():
-            return f"ipc://@specserve-{self.ipc_name}"
-        return (
-            f"tcp://[{self.host}]:{self.port}"
-            if ":" in self.host
-            else f"tcp://{self.host}:{self.port}"
-        )
+async def unknown() -> bool | None:
+    """Return None: the process of this worker cannot be examined."""
+    return None
 
 
 class Server:
     """Worker end of a link: blocking, for one thread at a time.
 
-    Clients are admitted while `receive` runs.
+    A client that has reconnected sends its last message again, since it cannot know what was lost.
+    Each message is returned by `receive` once all the same: a repeat gets the same answer.
     """
 
-    def __init__(self, keys: KeyPair, host: str, client_key: bytes) -> None:
+    def __init__(
+        self, keys: KeyPair, host: str, client_key: bytes, *, timing: LinkTiming | None = None
+    ) -> None:
         self._context = zmq.Context()
-        self._socket = open_socket(self._context, zmq.ROUTER, keys)
-        self._auth = CurveAuthenticator(self._context, self._socket, client_key)
+        self._socket = open_socket(self._context, zmq.ROUTER, keys, timing or LinkTiming())
+        auth = CurveAuthenticator(self._context, self._socket, client_key)
         # Connection of the last message. A coordinator that has reconnected is answered on its new
         # connection.
         self._peer = b""
+        self._number: int | None = None  # of the last message
+        self._answer: list[bytes] | None = None  # to it, None while it is being computed
         self.address = listen_on(self._socket, host, keys)
-        self._poller = zmq.Poller()
-        for socket in (self._socket, *self._auth.sockets):
-            self._poller.register(socket, zmq.POLLIN)
+        self._auth = AuthenticatorThread(self._context, auth)
 
     def receive(self, timeout_s: float | None = None, *, spin_s: float = 0.0) -> Message | None:
         """Return the next message, or None after `timeout_s`.
@@ -115,9 +94,7 @@ class Server:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 return None
-            for socket, _ in self._poller.poll(None if left is None else int(left * 1e3) + 1):
-                if socket is not self._socket:
-                    self._auth.process_events()
+            self._socket.poll(None if left is None else int(left * 1e3) + 1)
         return message
 
     def has_message(self) -> bool:
@@ -128,9 +105,12 @@ class Server:
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def send(self, message: Message) -> None:
-        """Answer the last message. Nothing happens if its sender has gone."""
+        """Answer the last message. The answer is kept for the case that its sender has gone."""
         assert self._peer
-        self._socket.send_multipart([self._peer, *pack(message)], zmq.NOBLOCK)
+        frames = pack(message)
+        if isinstance(message, Answer) and message.number == self._number:
+            self._answer = frames
+        self._socket.send_multipart([self._peer, *frames], zmq.NOBLOCK)
 
     def close(self) -> None:
         self._auth.close()
@@ -138,64 +118,90 @@ class Server:
         self._context.term()
 
     def _next_message(self) -> Message | None:
+        """Return the next message that has not been returned before."""
         for peer, *frames in drain(self._socket):
-            if (message := try_unpack(frames)) is not None:
+            message = try_unpack(frames)
+            if isinstance(message, (Propose, Verify)) and self._is_repeat(message.number, peer):
+                continue
+            if message is not None:
                 self._peer = peer
                 return message
         return None
 
+    def _is_repeat(self, number: int, peer: bytes) -> bool:
+        """Return whether a message came before; if it was the last one, send its answer again.
+
+        An older one needs no answer: its sender has gone on without it.
+        """
+        if self._number is not None and number <= self._number:
+            if number == self._number and self._answer is not None:
+                self._peer = peer
+                self._socket.send_multipart([peer, *self._answer], zmq.NOBLOCK)
+            return True
+        self._number, self._answer = number, None
+        return False
+
 
 class Client:
-    """Coordinator end of a link, in the event loop of its first call. One call at a time."""
+    """Coordinator end of a link, in the event loop of its first call. One call at a time.
 
-    def __init__(self, keys: KeyPair, address: Address) -> None:
+    A connection that breaks is made again, and the last message sent again unless it was answered.
+    Meanwhile `is_running` examines the worker's process: one that is stopped or gone counts as
+    lost at once, and one that runs has until the deadline of its call.
+    """
+
+    def __init__(
+        self,
+        keys: KeyPair,
+        address: Address,
+        *,
+        is_running: IsRunning = unknown,
+        timing: LinkTiming | None = None,
+    ) -> None:
+        timing = timing or LinkTiming()
         self._context = zmq.Context()
-        self._socket = open_socket(self._context, zmq.DEALER, keys)
-        self._socket.set(zmq.HEARTBEAT_IVL, int(HEARTBEAT_INTERVAL_S * 1e3))
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1e3))
+        self._socket = open_socket(self._context, zmq.DEALER, keys, timing)
         self._monitor: Socket = self._socket.get_monitor_socket(MONITORED_EVENTS)
-        connect(self._socket, address)
-        self._address = address
+        connect(self._socket, address, timing)
+        self._address, self._is_running = address, is_running
         # Called with proposals that the worker sends between two answers.
         self.on_prepared: Callable[[PreparedProposals], None] | None = None
-        # Called when the worker has fallen silent, during a call or between calls.
+        # Called when the worker is found stopped or gone, during a call or between calls.
         self.on_silence: Callable[[WorkerLost], None] | None = None
-        self._silence_timer: asyncio.TimerHandle | None = None
+        self._examination: asyncio.Task[None] | None = None  # while the connection is broken
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._number: int | None = None  # round of the call under way
+        self._number: int | None = None  # round of the last call
+        self._unanswered: list[bytes] | None = None  # frames of the last call
+        self._to_resend: list[bytes] | None = None  # those sent before the connection broke
         self._answer: asyncio.Future[Message] | None = None
         self._lost: WorkerLost | None = None
         self.is_late = False  # an answer missed its deadline and none has come since
+        self.is_connected = False
 
     def call(self, message: Propose | Verify, timeout_s: float) -> Awaitable[Message]:
         """Send the message before returning; the awaitable gives the answer of the same number.
 
-        It raises the error that the worker failed with, or WorkerLost.
+        Numbers must grow. It raises the error that the worker failed with, or WorkerLost.
         """
         assert self._answer is None
         if self._lost is not None:
             raise self._lost
         loop = self.listen()
+        frames = pack(message)
+        self._send(frames)
         self._number, self._answer = message.number, loop.create_future()
-        try:
-            self.post(message)
-        except WorkerLost:
-            self._number = self._answer = None
-            raise
+        self._unanswered, self._to_resend = frames, None
         # Sending also consumes the socket's events, for which the loop would then not call us.
         self._on_readable()
         deadline = loop.call_later(timeout_s, self._on_timeout, timeout_s)
         return self._wait_for_answer(self._answer, deadline)
 
     def post(self, message: Message) -> None:
-        """Send a message that has no answer; raise WorkerLost when the send queue is full."""
-        try:
-            self._socket.send_multipart(pack(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise WorkerLost(
-                f"the worker at {self._address.host}:{self._address.port} "
-                "has long taken no messages"
-            ) from None
+        """Send a message that has no answer; raise WorkerLost when the send queue is full.
+
+        It is lost if the connection breaks.
+        """
+        self._send(pack(message))
 
     def fail(self, error: WorkerLost) -> None:
         """Make the call under way and all later ones raise `error`, since the worker is gone."""
@@ -207,8 +213,7 @@ class Client:
         self.fail(WorkerLost("the link to the worker is closed"))
         for socket in (self._socket, self._monitor):
             unregister(self._loop, socket)
-        if self._silence_timer is not None:
-            self._silence_timer.cancel()
+        self._end_examination()
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close()
@@ -230,17 +235,27 @@ class Client:
             message = await answer
         finally:
             deadline.cancel()
-            self._number = self._answer = None
+            self._answer = None
         if isinstance(message, Failure):
             raise message.error()
         return message
 
+    def _send(self, frames: list[bytes]) -> None:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            raise WorkerLost(
+                f"the worker at {self._address.host}:{self._address.port} "
+                "has long taken no messages"
+            ) from None
+
     def _on_timeout(self, timeout_s: float) -> None:
         self.is_late = True
+        broken = "" if self.is_connected else "; the connection to it is broken"
         self._fail_call(
             WorkerLost(
                 f"the worker at {self._address.host}:{self._address.port} "
-                f"has not answered within {timeout_s:g} s"
+                f"has not answered within {timeout_s:g} s{broken}"
             )
         )
 
@@ -249,19 +264,38 @@ class Client:
             self._answer.set_exception(error)
 
     def _on_monitor_event(self) -> None:
-        """Start the silence timer on a disconnect, and stop it on any later event.
-
-        A broken connection is restored at once; a stopped process does not reconnect.
-        """
-        assert self._loop is not None
         for frames in drain(self._monitor):
-            if self._silence_timer is not None:
-                self._silence_timer.cancel()
-                self._silence_timer = None
             if parse_monitor_message(frames)["event"] == zmq.Event.DISCONNECTED:
-                self._silence_timer = self._loop.call_later(RECONNECT_GRACE_S, self._on_peer_silent)
+                self._on_disconnect()
+            else:
+                self._on_connect()
 
-    def _on_peer_silent(self) -> None:
+    def _on_disconnect(self) -> None:
+        """Examine the worker until it is connected again. ZeroMQ keeps trying to connect."""
+        assert self._loop is not None
+        self.is_connected = False
+        self._to_resend = self._unanswered
+        if self._examination is None and self._lost is None:
+            self._examination = self._loop.create_task(self._examine_worker())
+
+    def _on_connect(self) -> None:
+        """Send the last message again if it or its answer may be lost."""
+        self.is_connected = True
+        self._end_examination()
+        frames, self._to_resend = self._to_resend, None
+        if frames is None or frames is not self._unanswered:
+            return
+        log.info("reconnected in round %s, whose message is sent again", self._number)
+        with contextlib.suppress(WorkerLost):  # the deadline of its call still holds
+            self._send(frames)
+        self._on_readable()
+
+    async def _examine_worker(self) -> None:
+        """Return, and report the worker, once its process is found stopped or gone."""
+        while runs := await self._is_running():
+            await asyncio.sleep(EXAMINE_INTERVAL_S)
+        if runs is None:
+            await asyncio.sleep(RECONNECT_GRACE_S)
         error = WorkerLost(
             f"the worker at {self._address.host}:{self._address.port} has fallen silent"
         )
@@ -269,42 +303,27 @@ class Client:
         if self.on_silence is not None:
             self.on_silence(error)
 
+    def _end_examination(self) -> None:
+        if self._examination is not None:
+            self._examination.cancel()
+            self._examination = None
+
     def _on_readable(self) -> None:
         for frames in drain(self._socket):
             message = try_unpack(frames)
             if isinstance(message, PreparedProposals) and self.on_prepared is not None:
                 self.on_prepared(message)
-            if not isinstance(message, (Proposals, Verdicts, Failure)):
-                continue
-            self.is_late = False
-            if (
-                self._answer is not None
-                and message.number == self._number
-                and not self._answer.done()
-            ):
+            if isinstance(message, Answer):
+                self._on_answer(message)
+
+    def _on_answer(self, message: Answer) -> None:
+        self.is_late = False
+        if message.number == self._number:
+            self._unanswered = None
+            if self._answer is not None and not self._answer.done():
                 self._answer.set_result(message)
-            else:
-                log.info("dropped a late answer to round %d", message.number)
-
-
-def open_socket(context: zmq.Context[Socket], kind: int, keys: KeyPair) -> Socket:
-    socket = context.socket(kind)
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE)
-    socket.set(zmq.IPV6, 1)
-    socket.set(zmq.CURVE_PUBLICKEY, keys.public)
-    socket.set(zmq.CURVE_SECRETKEY, keys.secret)
-    return socket
-
-
-def listen_on(socket: Socket, host: str, keys: KeyPair) -> Address:
-    """Bind the socket over TCP and, on Linux, to an abstract socket; return its address."""
-    return Address(host, bind_tcp(socket, host), keys.public, host_id(), bind_abstract(socket))
-
-
-def connect(socket: Socket, address: Address) -> None:
-    socket.set(zmq.CURVE_SERVERKEY, address.public)
-    socket.connect(address.endpoint)
+                return
+        log.info("dropped a late or repeated answer to round %d", message.number)
 
 
 def try_unpack(frames: list[bytes]) -> Message | None:

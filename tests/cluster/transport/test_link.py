@@ -24,8 +24,10 @@ import pytest
 import uvloop
 import zmq
 
+from specserve.cluster.process_state import process_runs
 from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender, StreamAddress
-from specserve.cluster.transport.link import Address, Client, KeyPair, Server
+from specserve.cluster.transport.endpoint import Address, KeyPair
+from specserve.cluster.transport.link import Client, Server
 from specserve.errors import OutOfPages, WorkerLost
 from specserve.types import (
     Chunk,
@@ -355,6 +357,45 @@ def test_a_stopped_worker_is_noticed_within_five_seconds_and_a_busy_one_is_not_l
         each.close()
 
 
+def load_for_ever(pipe: Any, client_key: bytes) -> None:
+    server = Server(KeyPair.generate(), HOST, client_key)
+    pipe.send(server.address)
+    time.sleep(3600)
+
+
+def test_a_worker_stopped_while_it_loads_is_noticed_within_five_seconds() -> None:
+    keys = KeyPair.generate()
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=load_for_ever, args=(theirs, keys.public)
+    )
+    process.start()
+    address = ours.recv()
+    assert process.pid is not None
+    pid = process.pid
+
+    async def is_running() -> bool | None:
+        return process_runs(pid)
+
+    async def main() -> None:
+        client = Client(keys, replace(address, ipc_name=""), is_running=is_running)
+        silence = asyncio.get_running_loop().create_future()
+        client.on_silence = silence.set_result
+        client.listen()
+        while not client.is_connected:
+            await asyncio.sleep(0.01)
+        os.kill(pid, signal.SIGSTOP)
+        async with asyncio.timeout(5):
+            assert "silent" in str(await silence)
+        client.close()
+
+    run(main())
+    process.kill()
+    process.join()
+    for each in (ours, theirs, process):
+        each.close()
+
+
 def test_fail_ends_the_call_under_way_and_all_later_ones() -> None:
     server, client = pair()
 
@@ -541,7 +582,7 @@ def test_a_coordinator_that_reconnects_is_answered_on_its_new_connection() -> No
 
 
 def chunks(engine: int, number: int) -> Chunks:
-    return Chunks((Chunk(engine, (number,), (Origin.PLAIN,)),))
+    return Chunks((Chunk(engine, number, (number,), (Origin.PLAIN,)),))
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
