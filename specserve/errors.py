@@ -102,6 +102,14 @@ class WorkerLost(SpecserveError):
     """A worker that died or stopped answering."""
 
 
+class TargetReplaced(WorkerLost):
+    """A target that was replaced between two rounds; the round did not run."""
+
+
+class BadAnswer(SpecserveError):
+    """An answer of a worker that does not fit what it was asked."""
+
+
 class BadFrame(SpecserveError):
     """A message in an unknown format or of another version."""
 

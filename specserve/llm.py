@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from reprlib import repr as shortened
@@ -19,7 +19,14 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import Config, config_from_keys
 from specserve.engine import Coordinator
 from specserve.engine.trace import TraceJournal
-from specserve.errors import BadRequest, BadValue, Overloaded, SpecserveError, WorkerLost
+from specserve.errors import (
+    BadRequest,
+    BadValue,
+    Displaced,
+    Overloaded,
+    SpecserveError,
+    WorkerLost,
+)
 from specserve.inprocess import EngineParts, open_parts
 from specserve.progress import ReportProgress, no_progress
 from specserve.sampling_params import Sampling
@@ -95,16 +102,21 @@ class LLM:
         self._vocab_size = parts.info.vocab_size
         self._has_encoder = parts.info.decoder_start is not None
         self._live: dict[int, _PendingOutput] = {}
-        self._coordinator: Coordinator | None = Coordinator(
-            parts.target,
-            parts.drafter,
-            info=parts.info,
-            limits=config.limits,
-            speculation=config.speculation,
-            emit=self._receive,
-            report=None if journal is None else journal.record_round,
-            draft_context=parts.draft_context,
-        )
+
+        def open_coordinator() -> Coordinator:
+            return Coordinator(
+                parts.target,
+                parts.drafter,
+                info=parts.info,
+                limits=config.limits,
+                speculation=config.speculation,
+                emit=self._receive,
+                report=None if journal is None else journal.record_round,
+                draft_context=parts.draft_context,
+            )
+
+        self._open_coordinator: Callable[[], Coordinator] | None = open_coordinator
+        self._coordinator: Coordinator | None = open_coordinator()
 
     def generate(
         self,
@@ -131,7 +143,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the models."""
-        self._coordinator = None
+        self._coordinator = self._open_coordinator = None
 
     def __enter__(self) -> LLM:
         return self
@@ -186,8 +198,10 @@ class LLM:
 
         If it is interrupted, their sequences are cancelled for the next call.
         """
-        if self._coordinator is None:
+        if self._coordinator is None or self._open_coordinator is None:
             raise Overloaded("this LLM is closed")
+        if self._coordinator.trouble is not None:  # it gave up the requests of an earlier call
+            self._coordinator = self._open_coordinator()
         waiting = deque(continuation for continuation in pending if continuation.error is None)
         try:
             while waiting or self._coordinator.has_work:
@@ -207,7 +221,7 @@ class LLM:
                 self._live[coordinator.submit(request)] = waiting[0]
             except Overloaded:
                 return
-            except BadRequest as error:
+            except (BadRequest, Displaced) as error:  # Displaced: the engine gave up meanwhile
                 waiting[0].error = error
             waiting.popleft()
 

@@ -287,6 +287,25 @@ def test_a_failure_of_the_target_is_the_error_of_its_batch_and_the_next_call_wor
     assert llm.generate("a")[0].text == "ok"
 
 
+def test_a_target_that_fails_every_pass_is_the_error_of_all_prompts_and_the_next_call_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm, target = scripted("ok", **{"limits.max_running": 2, "limits.max_queued": 2})
+    num_passes = 0
+
+    def fail(steps: Sequence[VerifyStep]) -> list[Verdict]:
+        nonlocal num_passes
+        num_passes += bool(steps)
+        raise RuntimeError("the card fell out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "verify", fail)
+        with pytest.raises(WorkerLost, match="no progress in 3 rounds: the card fell out"):
+            llm.generate(["a", "b", "c", "d", "e", "f"])
+    assert num_passes == 3
+    assert llm.generate("a")[0].text == "ok"
+
+
 @pytest.mark.parametrize("sampling", [5, [Sampling()], ["a", "b"], {"max_tokens": 3}])
 def test_sampling_that_does_not_fit_the_prompts_is_an_error(sampling: Any) -> None:
     llm, _ = scripted("ok")

@@ -6,44 +6,30 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray import serve
 
-from specserve.api.app import build as build_app
 from specserve.api.service import ServedModel
-from specserve.api.tokenizer import Tokenizer
 from specserve.cluster.autoscaling import autoscaling_stats
 from specserve.cluster.gauges import Gauges
-from specserve.cluster.group import TARGET, WorkerGroup
+from specserve.cluster.group import WorkerGroup
+from specserve.cluster.health import EngineHealth
 from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import Bundle
 from specserve.cluster.replicas import EngineReplicas
+from specserve.cluster.reply_streams import ReplyStreams
 from specserve.cluster.status_board import ENGINE, GATEWAY, ReplicaReport, report_forever
-from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender, StreamAddress
+from specserve.cluster.transport.chunk_stream import ChunkReceiver, StreamAddress
 from specserve.config.tree import Config
 from specserve.engine import Coordinator
 from specserve.engine.trace import TraceJournal
-from specserve.errors import Displaced, SpecserveError, WorkerLost
+from specserve.errors import SpecserveError
 from specserve.metrics import Registry
-from specserve.types import Chunk, FinishReason, ModelInfo, Request
-from specserve.wire.messages import Chunks
+from specserve.types import Chunk, ModelInfo, Request
 
 log = logging.getLogger(__name__)
-
-ROUND_SLACK_S = 5.0
-"""Time that a round may take beyond the deadlines of its two workers."""
-
-
-@dataclass(slots=True)
-class _Reply:
-    """Destination of the chunks of one sequence."""
-
-    sender: ChunkSender
-    number: int  # the gateway's own number of the request
-    ended: asyncio.Future[SpecserveError | None]  # set to an error if the text did not finish
 
 
 class Engine:
@@ -57,8 +43,7 @@ class Engine:
         self._config = config
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._registry = Registry()
-        self._replies: dict[int, _Reply] = {}
-        self._senders: dict[StreamAddress, ChunkSender] = {}
+        self._replies = ReplyStreams()
         self._journal = TraceJournal(self._registry)
         self._group = await WorkerGroup.start(config, bundles, self._journal.record_exchange)
         self._coordinator = Coordinator(
@@ -74,6 +59,12 @@ class Engine:
         )
         self._gauges = Gauges(self._registry)
         self._rounds = asyncio.create_task(self._coordinator.run())
+        self._health = EngineHealth(
+            self._coordinator,
+            self._group,
+            self._rounds,
+            round_deadline_s=config.faults.round_deadline_s,
+        )
         self._reports = asyncio.create_task(report_forever(board, self._report))
         log.info("engine %s is ready: %s", self._replica, self._group.places)
 
@@ -89,13 +80,11 @@ class Engine:
             seq_id = self._coordinator.submit(request)
         except SpecserveError as error:
             return error
-        reply = self._replies[seq_id] = _Reply(
-            self._sender(address), number, asyncio.get_running_loop().create_future()
-        )
+        reply = self._replies.open(seq_id, number, address)
         try:
             return await reply.ended
         finally:
-            if self._replies.pop(seq_id, None) is not None:  # the caller has gone
+            if self._replies.discard(seq_id):  # the caller has gone, or its chunks were not sent
                 self._coordinator.cancel(seq_id)
 
     async def info(self) -> ModelInfo:
@@ -118,9 +107,7 @@ class Engine:
 
     def check_health(self) -> None:
         """Raise WorkerLost when this replica can serve no more; Serve then replaces all of it."""
-        trouble = self._fatal_trouble()
-        if trouble is not None:
-            raise WorkerLost(trouble)
+        self._health.check()
 
     async def __del__(self) -> None:
         """Stop the workers; Serve calls this before it removes the replica."""
@@ -130,71 +117,14 @@ class Engine:
         self._coordinator.close()
         await asyncio.wait([self._rounds], timeout=5.0)
         await self._group.close()
-        for sender in self._senders.values():
-            sender.close()
-
-    def _fatal_trouble(self) -> str | None:
-        """Return why this replica cannot recover, or None.
-
-        The coordinator has ended, the target will not be restarted, or a round lasts longer than
-        its deadlines allow. Load alone is never a reason.
-        """
-        if self._group.is_lost:
-            return self._group.troubles[TARGET]
-        if self._rounds.done():
-            reason = "cancelled" if self._rounds.cancelled() else self._rounds.exception()
-            return f"the coordinator has ended: {reason}"
-        since = self._coordinator.in_round_since
-        if TARGET in self._group.troubles or since is None:
-            return None
-        longest = 2 * self._config.faults.round_deadline_s + ROUND_SLACK_S
-        return "a round does not end" if time.perf_counter() - since > longest else None
-
-    @property
-    def _trouble(self) -> str | None:
-        """Reason why this replica makes no progress at present, or None."""
-        return self._fatal_trouble() or self._group.troubles.get(TARGET)
+        self._replies.close()
 
     def _emit(self, chunks: Sequence[Chunk]) -> None:
-        """Send one message to each gateway that has chunks in this round."""
-        by_sender: dict[ChunkSender, list[Chunk]] = {}
-        for chunk in chunks:
-            reply = (
-                self._replies.get(chunk.seq_id)
-                if chunk.finish is None
-                else self._replies.pop(chunk.seq_id, None)
-            )
-            if reply is None:
-                continue
-            can_resume_elsewhere = (
-                chunk.finish is FinishReason.ERROR and self._coordinator.can_resume_elsewhere
-            )
-            if not can_resume_elsewhere:
-                by_sender.setdefault(reply.sender, []).append(replace(chunk, seq_id=reply.number))
-            if chunk.finish is not None and not reply.ended.done():
-                reply.ended.set_result(
-                    Displaced(chunk.error or "the engine ends") if can_resume_elsewhere else None
-                )
-        for sender, mine in by_sender.items():
-            sender.send(Chunks(tuple(mine)))
-
-    def _sender(self, address: StreamAddress) -> ChunkSender:
-        if address not in self._senders:
-            self._close_idle_senders()
-            self._senders[address] = ChunkSender(address)
-        return self._senders[address]
-
-    def _close_idle_senders(self) -> None:
-        """Close the senders without requests: when a new gateway appears, old ones may be gone."""
-        busy = {id(reply.sender) for reply in self._replies.values()}
-        for address, sender in list(self._senders.items()):
-            if id(sender) not in busy:
-                sender.close()
-                del self._senders[address]
+        self._replies.send(chunks, can_resume_elsewhere=self._coordinator.can_resume_elsewhere)
 
     def _report(self) -> ReplicaReport:
         self._gauges.observe(self._coordinator, self._group)
-        return ReplicaReport(self._replica, ENGINE, self._trouble, self._registry.snapshot())
+        return ReplicaReport(self._replica, ENGINE, self._health.trouble, self._registry.snapshot())
 
 
 @serve.ingress()
@@ -202,6 +132,9 @@ class Gateway:
     """HTTP server, which sends requests to the engines and receives chunks by its own link."""
 
     async def __init__(self, config: Config, engine: Any, board: Any) -> None:  # type: ignore[misc]
+        # Imported here, since engines and the command line need neither FastAPI nor transformers.
+        from specserve.api.tokenizer import Tokenizer
+
         join_serve(config)
         self._config = config
         self._tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)
@@ -228,6 +161,8 @@ class Gateway:
         self._reports = asyncio.create_task(report_forever(board, self._report))
 
     def __serve_build_asgi_app__(self) -> Any:
+        from specserve.api.app import build as build_app
+
         return build_app(self._replicas, self._tokenizer, self._model, self._config, self._registry)
 
     async def __del__(self) -> None:

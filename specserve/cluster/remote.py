@@ -9,13 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from typing import Any
 
 from specserve.cluster.clocks import ClockAlignment
+from specserve.cluster.remote_calls import (
+    are_held,
+    can_go_on,
+    expect_answer,
+    failed,
+    first_of_all,
+    reason_of,
+    send_call,
+)
 from specserve.cluster.transport.link import Client
 from specserve.engine.trace import Exchange
-from specserve.errors import Displaced, WorkerLost
+from specserve.errors import Displaced, SpecserveError, TargetReplaced, WorkerLost
 from specserve.types import (
     DraftStep,
     PreparedProposal,
@@ -25,7 +36,7 @@ from specserve.types import (
     Verdict,
     VerifyStep,
 )
-from specserve.wire.messages import Message, PreparedProposals, Proposals, Propose, Verdicts, Verify
+from specserve.wire.messages import PreparedProposals, Proposals, Propose, Verdicts, Verify
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +55,9 @@ ANSWER_BLEND = 0.1
 class RemoteTarget:
     """Target whose ranks all get the same message. Rank 0 answers with the verdicts.
 
-    The other ranks' answers only confirm that they have run the same pass.
+    The other ranks' answers only confirm that they have run the same pass. A round succeeds on all
+    ranks or loses all of them: one that fails leaves the others in the middle of a collective. Only
+    a rank without others may fail a round and go on, with a SpecserveError.
     """
 
     def __init__(self, *, deadline_s: float, report: ReportExchange | None = None) -> None:
@@ -56,6 +69,7 @@ class RemoteTarget:
         self._clocks = ClockAlignment()
         self._number = 0
         self._released: list[int] = []
+        self._held: set[int] = set()  # sequences that these ranks have in their caches
         self.on_lost: OnLost = log.error  # called with the reason when a rank is lost
         # Called with the proposals that rank 0 sends ahead, if it drafts.
         self.on_prepared: Callable[[PreparedProposals], None] | None = None
@@ -70,6 +84,7 @@ class RemoteTarget:
         self._ranks[0].on_prepared = self.on_prepared
         self._lost_prefix_counts = (self.prefix_queries, self.prefix_hits)
         self._released.clear()
+        self._held.clear()
         self._attached.set()
 
     def detach(self) -> None:
@@ -86,38 +101,37 @@ class RemoteTarget:
         """Send the steps to all ranks before returning, or once ranks are attached again."""
         if not self._ranks:
             return self._verify_once_attached(steps)
+        if not are_held(steps, self._held):
+            return failed(TargetReplaced("the target was lost between two rounds"))
+        self._held.update(step.seq_id for step in steps)
         self._number += 1
         message = Verify(self._number, tuple(steps), tuple(self._released))
         self._released.clear()
         sent = time.perf_counter()
-        return self._verdicts([rank.call(message, self._deadline_s) for rank in self._ranks], sent)
+        calls = [
+            expect_answer(Verdicts, send_call(rank, message, self._deadline_s), "the target")
+            for rank in self._ranks
+        ]
+        return self._verdicts(self._ranks, calls, sent)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         """Release the sequences with the next round's message."""
         self._released += seq_ids
+        self._held.difference_update(seq_ids)
 
     async def _verify_once_attached(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
-        """Wait for ranks, then verify steps that start at 0, or else raise WorkerLost.
-
-        Other steps build on a KV cache that was lost with the old ranks.
-        """
         await self._attached.wait()
         if self._final_error is not None:
             raise self._final_error
-        if all(step.start == 0 for step in steps):
-            return await self.verify(steps)
-        raise WorkerLost("the target was lost between two rounds")
+        return await self.verify(steps)
 
     async def _verdicts(
-        self, calls: Sequence[Awaitable[Message]], sent: float
+        self, ranks: tuple[Client, ...], calls: Sequence[Coroutine[Any, Any, Verdicts]], sent: float
     ) -> Sequence[Verdict]:
         try:
-            first = await calls[0] if len(calls) == 1 else (await asyncio.gather(*calls))[0]
-        except WorkerLost as error:
-            self.on_lost(str(error))
-            raise
-        if not isinstance(first, Verdicts):
-            raise WorkerLost(f"the target answered a round with {type(first).__name__}")
+            first = await (calls[0] if len(calls) == 1 else first_of_all(calls))
+        except Exception as error:
+            raise self._failure(ranks, error) from error
         queries, hits = self._lost_prefix_counts
         self.pages_used, self.prefix_queries, self.prefix_hits = (
             first.pages_used,
@@ -138,6 +152,15 @@ class RemoteTarget:
             )
         return first.verdicts
 
+    def _failure(self, ranks: tuple[Client, ...], error: Exception) -> SpecserveError:
+        """Return the error of a failed round; drop its ranks unless the only one can go on."""
+        if len(ranks) == 1 and can_go_on(error):
+            return error
+        if ranks is self._ranks:
+            self.detach()
+            self.on_lost(reason_of(error))
+        return error if isinstance(error, WorkerLost) else WorkerLost(reason_of(error))
+
 
 class RemoteDrafter:
     """Drafter in another process, which sends likely next proposals in advance.
@@ -153,6 +176,7 @@ class RemoteDrafter:
         self._clocks = ClockAlignment()
         self._number = 0
         self._released: list[int] = []
+        self._held: set[int] = set()  # sequences that this worker has in its cache
         # By sequence, start of the proposal, and the token before it.
         self._prepared: dict[tuple[int, int, int], Proposal] = {}
         # Answer of a round that used prepared proposals instead of waiting for it.
@@ -169,11 +193,13 @@ class RemoteDrafter:
         self._worker.on_prepared = self._on_prepared
         self._clocks, self.has_answered = ClockAlignment(), False
         self._released.clear()
+        self._held.clear()
 
     def detach(self) -> None:
         """Drop the worker; rounds go on without draft tokens."""
         self._worker, self._pending_answer, self.pages_used = None, None, 0
         self._prepared.clear()
+        self._held.clear()
 
     def give_up(self, error: Displaced) -> None:
         """Do nothing: rounds go on without draft tokens."""
@@ -185,19 +211,16 @@ class RemoteDrafter:
         is sent when that answer arrives.
         """
         worker = self._worker
-        if worker is None or worker.is_late:
-            return _completed(_no_drafts(steps, is_attached=worker is not None))
-        self._number += 1
-        message = Propose(self._number, deadline, tuple(steps), tuple(self._released))
-        self._released.clear()
+        if worker is None or worker.is_late or not are_held(steps, self._held):
+            return _completed(_no_drafts(steps, self._held))
         known = self._find_all(steps)
         self._prepared.clear()
         pending, self._pending_answer = self._pending_answer, None
         if pending is not None and not pending.done():
-            return self._ask_after(pending, worker, message)
+            return self._ask_after(pending, worker, steps, deadline)
         if pending is not None:
             pending.result()  # an exception of that answer is raised by this round
-        answer = self._ask(worker, message)
+        answer = self._ask(worker, steps, deadline)
         if known is None:
             return answer
         self._pending_answer = asyncio.ensure_future(answer)
@@ -207,6 +230,7 @@ class RemoteDrafter:
     async def release(self, seq_ids: Sequence[int]) -> None:
         """Release the sequences with the next round's message."""
         self._released += seq_ids
+        self._held.difference_update(seq_ids)
 
     def _on_prepared(self, message: PreparedProposals) -> None:
         if message.number == self._number:
@@ -243,28 +267,43 @@ class RemoteDrafter:
         )
 
     async def _ask_after(
-        self, pending: asyncio.Future[Sequence[Proposal]], worker: Client, message: Propose
+        self,
+        pending: asyncio.Future[Sequence[Proposal]],
+        worker: Client,
+        steps: Sequence[DraftStep],
+        deadline: float,
     ) -> Sequence[Proposal]:
         """Wait for the pending answer, then ask: a link carries one call at a time."""
         await pending
         if worker is not self._worker or worker.is_late:
-            return _no_drafts(message.steps, is_attached=worker is self._worker)
-        return await self._ask(worker, message)
+            return _no_drafts(steps, self._held if worker is self._worker else set())
+        return await self._ask(worker, steps, deadline)
 
-    def _ask(self, worker: Client, message: Propose) -> Awaitable[Sequence[Proposal]]:
+    def _ask(
+        self, worker: Client, steps: Sequence[DraftStep], deadline: float
+    ) -> Awaitable[Sequence[Proposal]]:
+        self._held.update(step.seq_id for step in steps)
+        self._number += 1
+        message = Propose(self._number, deadline, tuple(steps), tuple(self._released))
+        self._released.clear()
         sent = time.perf_counter()
         timeout_s = min(self._deadline_s, max(MIN_WAIT_S, WAIT_FACTOR * self._mean_answer_s))
-        return self._proposals(worker, worker.call(message, timeout_s), message, sent)
+        call = expect_answer(Proposals, send_call(worker, message, timeout_s), "the drafter")
+        return self._proposals(worker, call, steps, sent)
 
     async def _proposals(
-        self, worker: Client, call: Awaitable[Message], message: Propose, sent: float
+        self,
+        worker: Client,
+        call: Awaitable[Proposals],
+        steps: Sequence[DraftStep],
+        sent: float,
     ) -> Sequence[Proposal]:
         try:
             answer = await call
-        except WorkerLost as error:
-            return self._handle_loss(worker, message, error)
-        if not isinstance(answer, Proposals):
-            raise WorkerLost(f"the drafter answered a round with {type(answer).__name__}")
+        except Exception as error:
+            if can_go_on(error):
+                raise  # the worker goes on; the next steps start at 0
+            return self._handle_loss(worker, steps, reason_of(error))
         answered = time.perf_counter()
         self.has_answered = True
         self._mean_answer_s += ANSWER_BLEND * (answered - sent - self._mean_answer_s)
@@ -282,7 +321,7 @@ class RemoteDrafter:
         return answer.proposals
 
     def _handle_loss(
-        self, worker: Client, message: Propose, error: WorkerLost
+        self, worker: Client, steps: Sequence[DraftStep], reason: str
     ) -> Sequence[Proposal]:
         """Return empty proposals after a call failed, and report the worker if it is lost.
 
@@ -290,20 +329,26 @@ class RemoteDrafter:
         as lost if it has still not answered after the deadline.
         """
         if worker is not self._worker:
-            return _no_drafts(message.steps, is_attached=False)
+            return _no_drafts(steps, set())
         if not worker.is_late:
-            self.on_lost(str(error))
-            return _no_drafts(message.steps, is_attached=False)
-        log.warning("a round goes on without its drafts: %s", error)
+            self._report_lost(reason)
+            return _no_drafts(steps, self._held)
+        log.warning("a round goes on without its drafts: %s", reason)
         self._mean_answer_s *= 1.5
+        self._number += 1  # what it prepares after its late answer continues another text
         asyncio.get_running_loop().call_later(
-            self._deadline_s, self._report_if_late, worker, str(error)
+            self._deadline_s, self._report_if_late, worker, self._number, reason
         )
-        return _no_drafts(message.steps, is_attached=True)
+        return _no_drafts(steps, self._held)
 
-    def _report_if_late(self, worker: Client, why: str) -> None:
-        if worker is self._worker and worker.is_late:
-            self.on_lost(why)
+    def _report_if_late(self, worker: Client, number: int, reason: str) -> None:
+        """Report the worker as lost if it has not answered since; nothing was sent meanwhile."""
+        if worker is self._worker and worker.is_late and self._number == number:
+            self._report_lost(reason)
+
+    def _report_lost(self, reason: str) -> None:
+        self.detach()
+        self.on_lost(reason)
 
 
 class PushedProposals:
@@ -351,13 +396,13 @@ async def _completed(proposals: Sequence[Proposal]) -> Sequence[Proposal]:
     return proposals
 
 
-def _no_drafts(steps: Sequence[DraftStep], *, is_attached: bool) -> list[Proposal]:
+def _no_drafts(steps: Sequence[DraftStep], held: AbstractSet[int]) -> list[Proposal]:
     """Return proposals without draft tokens.
 
-    An attached worker still has the KV cache that the steps build on; a lost one has nothing.
+    The worker still has the KV cache that the steps of held sequences build on.
     """
     return [
-        Proposal(step.seq_id, step.stop, (), None, step.start if is_attached else 0)
+        Proposal(step.seq_id, step.stop, (), None, step.start if step.seq_id in held else 0)
         for step in steps
     ]
 

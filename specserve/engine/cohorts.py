@@ -94,6 +94,12 @@ class Cohorts:
             self._drafting = None
             self._waiting = drafted if verified else None
 
+    async def drop(self) -> None:
+        """Drop both cohorts, once the drafter has answered: it takes one call at a time."""
+        drafting, self._drafting, self._waiting = self._drafting, None, None
+        if drafting is not None:
+            await asyncio.wait([drafting])
+
     def _drop_ended(self, running: abc.Sequence[Sequence]) -> None:
         """Drop waiting sequences that have ended or were preempted since they were drafted for."""
         if self._waiting is None:

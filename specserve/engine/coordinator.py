@@ -22,19 +22,25 @@ from collections import abc
 from specserve.config.tree import LimitsConfig, SpeculationConfig
 from specserve.engine.admission import Admission
 from specserve.engine.batch import Batch
+from specserve.engine.budget import TokenBudget
 from specserve.engine.cohorts import Cohorts, DraftedBatch
-from specserve.engine.crash_tracker import MAX_CRASHES, CrashTracker
+from specserve.engine.crash_tracker import MAX_CRASHES, MAX_STALLED_ROUNDS, CrashTracker
 from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
 from specserve.engine.trace import Round
-from specserve.engine.workers import WorkerPair
-from specserve.errors import BadValue, Displaced, Overloaded
+from specserve.engine.workers import WorkerPair, ignore_failure
+from specserve.errors import (
+    BadValue,
+    Displaced,
+    Overloaded,
+    TargetReplaced,
+    WorkerLost,
+    first_line,
+)
 from specserve.types import Chunk, Drafter, FinishReason, ModelInfo, Request, Target, Verdict
 
 log = logging.getLogger(__name__)
-
-MAX_BATCH_TOKENS = 512
 
 
 class Coordinator:
@@ -55,7 +61,6 @@ class Coordinator:
         report: abc.Callable[[Round], None] | None = None,
         clock: abc.Callable[[], float] = time.perf_counter,
         draft_context: int | None = None,  # None: as long as the target's
-        max_batch_tokens: int = MAX_BATCH_TOKENS,
         remote_workers: bool = False,  # both can be busy while this process waits
     ) -> None:
         self._admission = Admission(info, speculation)
@@ -71,13 +76,14 @@ class Coordinator:
             info,
             max_running=limits.max_running,
             max_queued=limits.max_queued,
-            max_batch_tokens=max_batch_tokens,
+            budget=TokenBudget.from_curve(limits.max_batch_tokens, info.curve),
             max_gamma=0 if drafter is None else max_gamma,
         )
         self.pacer = Pacer(gamma, max_gamma=max_gamma, curve=info.curve)
         self.num_rounds = 0  # started so far
         self.in_round_since: float | None = None  # by the clock; None between rounds
         self.can_resume_elsewhere = False  # True if requests that end with an error may do so
+        self.trouble: str | None = None  # why this engine has given up
         self._workers = WorkerPair(target, drafter)
         self._remote_workers = remote_workers
         self._cohorts = Cohorts(clock)
@@ -97,7 +103,7 @@ class Coordinator:
         """Queue the request and return its sequence's id, or raise if it cannot be served."""
         self._admission.check(request)
         if self._closed:
-            raise Displaced("the engine is closing and takes no new requests")
+            raise Displaced(self.trouble or "the engine is closing and takes no new requests")
         if not self.scheduler.can_queue:
             raise Overloaded("the queue is full; try again later")
         sequence = Sequence(
@@ -137,13 +143,20 @@ class Coordinator:
         return bool(self._live or self.scheduler.released or self._outbox)
 
     async def run(self) -> None:
-        """Run rounds while there is work, until closed.
+        """Run rounds while there is work, until closed or until the engine gives up.
 
-        The chunks of a round are emitted while the target is busy with the next one.
+        The chunks of a round are emitted while the target is busy with the next one. An exception
+        that no worker raised ends the engine at once: what state it has left is not known.
         """
         while not self._closed or self.has_work:
             if self.has_work:
-                await self._round()
+                try:
+                    await self._round()
+                except Exception as error:
+                    await self._cohorts.drop()
+                    self._send_back(f"the coordinator failed: {first_line(error)}", error)
+                    self._emit_outbox()
+                    return
                 # Workers in this process may never yield; submit and cancel must get their turn.
                 await asyncio.sleep(0)
             else:
@@ -163,18 +176,29 @@ class Coordinator:
         if batch.entries or self._cohorts.waiting is not None:
             self.num_rounds += 1
             self.in_round_since = self._clock()
-            # With one cohort, which is the rule, this is `await self._propose(batch)`.
-            drafted = await self._cohorts.next_to_verify(batch, self._propose)
-            if drafted is not None:
-                verdicts = await self._verify(drafted)
-                if verdicts is not None:
-                    self._commit(drafted, verdicts)
-                await self._cohorts.end_turn(verified=verdicts is not None)
-            self.in_round_since = None
-        elif released:
-            await self._workers.flush_releases()
+            try:
+                await self._run_workers(batch)
+            finally:
+                self.in_round_since = None
+        else:
+            if released:
+                await self._workers.flush_releases()
+            if self._live:
+                self._crash_tracker.record_stall()
+                self._give_up_if_at_fault("nothing can be scheduled")
         if not self._live:
             self._emit_outbox()
+
+    async def _run_workers(self, batch: Batch) -> None:
+        """Propose for the batch, verify it or the half that waits, and commit the verdicts."""
+        # With one cohort, which is the rule, this is `await self._propose(batch)`.
+        drafted = await self._cohorts.next_to_verify(batch, self._propose)
+        if drafted is None:
+            return
+        verdicts = await self._verify(drafted)
+        if verdicts is not None:
+            self._commit(drafted, verdicts)
+        await self._cohorts.end_turn(verified=verdicts is not None)
 
     def _schedule(self) -> Batch:
         self.scheduler.select_running(self._cohorts.waiting)
@@ -202,19 +226,24 @@ class Coordinator:
     async def _verify(self, drafted: DraftedBatch) -> abc.Sequence[Verdict] | None:
         """Return the target's verdicts, or None if it failed; emit the last round meanwhile."""
         verifying = self._workers.verify(drafted.steps)
-        self._emit_outbox()
+        try:
+            self._emit_outbox()
+        except Exception:
+            await ignore_failure("the target to verify", verifying)  # a worker takes one call
+            raise
         try:
             return await verifying
         except Displaced as error:
-            self._outbox = self._send_back(error)
+            self._send_back(str(error), error)
         except Exception as error:  # the requests of this batch may be the cause, whatever it is
-            self._outbox = self._recover(drafted.batch, error)
+            self._recover(drafted.batch, error)
         return None
 
     def _commit(self, drafted: DraftedBatch, verdicts: abc.Sequence[Verdict]) -> None:
         verified_at = self._clock()
         batch, outcomes = drafted.batch, drafted.batch.outcomes(verdicts)
         self._outbox = self._drop_finished(batch.commit(verdicts))
+        self._crash_tracker.record_success()
         self.pacer.observe(
             batch,
             outcomes,
@@ -238,38 +267,62 @@ class Coordinator:
 
     def _emit_outbox(self) -> None:
         """Emit the chunks of the last round, and report on it."""
-        chunks, self._outbox = self._outbox, []
+        if self._outbox:
+            self._emit(self._outbox)
+            self._outbox = []
         done, self._last_round = self._last_round, None
-        if chunks:
-            self._emit(chunks)
         if done is not None and self._report is not None:
-            self._report(done)
+            try:
+                self._report(done)
+            except Exception:  # a round that is missing in the trace harms no text
+                log.exception("round %d was not reported", done.number)
 
-    def _recover(self, batch: Batch, error: Exception) -> list[Chunk]:
-        """Recompute everything that runs, and return the last chunk of a request that is given up.
+    def _recover(self, batch: Batch, error: Exception) -> None:
+        """Recompute everything that runs, and fail a request or the engine if one is the cause.
 
         The target's cache is gone, or not to be relied on. A request that the target crashed on
         MAX_CRASHES times, the last time alone, is the cause.
         """
         log.error(
-            "the target failed in a pass of %d sequences; it restarts",
+            "the target failed in a pass of %d sequences; they are recomputed",
             len(batch.entries),
             exc_info=error,
         )
         for sequence in self.scheduler.running:
             sequence.reset_caches()
-        failed = self._crash_tracker.record_crash([entry.sequence for entry in batch.entries])
-        cause = str(error) or type(error).__name__
-        message = f"the target failed {MAX_CRASHES} times over this request: {cause}"
-        return self._drop_finished(
-            [sequence.end(FinishReason.ERROR, error=message) for sequence in failed]
+        if isinstance(error, TargetReplaced):
+            return
+        cause = first_line(error)
+        culprit = self._crash_tracker.record_crash(
+            [entry.sequence for entry in batch.entries], target_lost=isinstance(error, WorkerLost)
         )
+        if not self._give_up_if_at_fault(cause, error) and culprit is not None:
+            message = f"the target failed {MAX_CRASHES} times over this request: {cause}"
+            self._outbox += self._drop_finished([culprit.end(FinishReason.ERROR, error=message)])
 
-    def _send_back(self, error: Exception) -> list[Chunk]:
-        """End all requests, since this engine cannot go on; another one may resume them."""
-        log.error("the engine ends: %s; %d requests are sent back", error, len(self._live))
+    def _give_up_if_at_fault(self, cause: str, error: Exception | None = None) -> bool:
+        """Send all requests back if rounds make no progress and no request is to blame for it."""
+        if not self._crash_tracker.is_engine_at_fault:
+            return False
+        why = f"no progress in {MAX_STALLED_ROUNDS} rounds: {cause}"
+        self._send_back(why, error)
+        return True
+
+    def _send_back(self, why: str, error: Exception | None) -> None:
+        """End all requests, since this engine cannot go on; another one may resume them.
+
+        They resume after the tokens that were received, so unsent tokens are dropped.
+        """
+        log.error(
+            "the engine gives up: %s; %d requests are sent back",
+            why,
+            len(self._live),
+            exc_info=error,
+        )
+        self.trouble = why
         self.can_resume_elsewhere = self._closed = True
-        return self._end_cancelled()
+        sent_last = [chunk for chunk in self._outbox if chunk.seq_id not in self._live]
+        self._outbox = sent_last + self._end_cancelled()
 
     async def _release(self) -> bool:
         """Let the workers free the pages of ended and preempted sequences, if there are any."""
@@ -286,7 +339,7 @@ class Coordinator:
         """
         if self._closed:
             chunks = [
-                sequence.end(FinishReason.ERROR, error="the engine was closed")
+                sequence.end(FinishReason.ERROR, error=self.trouble or "the engine was closed")
                 for sequence in self._live.values()
             ]
         else:

@@ -9,7 +9,7 @@ import logging
 import math
 from collections import abc
 
-from specserve.errors import WorkerLost
+from specserve.errors import BadAnswer
 from specserve.types import Drafter, DraftStep, Proposal, Target, Verdict, VerifyStep
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class WorkerPair:
         """Let the workers free the pages of these sequences."""
         for worker in (self.target, self.drafter):
             if worker is not None:
-                await _ignore_failure(
+                await ignore_failure(
                     f"{type(worker).__name__} to release {len(seq_ids)} sequences",
                     worker.release(seq_ids),
                 )
@@ -80,10 +80,10 @@ class WorkerPair:
         would be none.
         """
         if self.drafter is not None:
-            await _ignore_failure(
+            await ignore_failure(
                 "the drafter to flush releases", self.drafter.propose((), math.inf)
             )
-        await _ignore_failure("the target to flush releases", self.target.verify(()))
+        await ignore_failure("the target to flush releases", self.target.verify(()))
 
 
 async def _checked(
@@ -98,7 +98,7 @@ async def _failed(error: Exception) -> abc.Sequence[Verdict]:
     raise error
 
 
-async def _ignore_failure(what: str, call: abc.Awaitable[object]) -> None:
+async def ignore_failure(what: str, call: abc.Awaitable[object]) -> None:
     """Await a call whose failure does not matter here.
 
     The worker's next step fails, too, and is handled there.
@@ -111,10 +111,10 @@ async def _ignore_failure(what: str, call: abc.Awaitable[object]) -> None:
 
 def _check_proposals(steps: abc.Sequence[DraftStep], proposals: abc.Sequence[Proposal]) -> None:
     if [step.seq_id for step in steps] != [proposal.seq_id for proposal in proposals]:
-        raise WorkerLost("the drafter answered other sequences than were asked for")
+        raise BadAnswer("the drafter answered other sequences than were asked for")
     for step, proposal in zip(steps, proposals, strict=True):
         if proposal.tokens and (proposal.start != step.stop or len(proposal.tokens) > step.gamma):
-            raise WorkerLost(
+            raise BadAnswer(
                 f"the drafter's proposal for sequence {step.seq_id} does not fit its step"
             )
 
@@ -122,9 +122,7 @@ def _check_proposals(steps: abc.Sequence[DraftStep], proposals: abc.Sequence[Pro
 def _check_verdicts(steps: abc.Sequence[VerifyStep], verdicts: abc.Sequence[Verdict]) -> None:
     steps = [step for step in steps if step.needs_verdict]
     if [step.seq_id for step in steps] != [verdict.seq_id for verdict in verdicts]:
-        raise WorkerLost("the target verified other sequences than were asked for")
+        raise BadAnswer("the target verified other sequences than were asked for")
     for step, verdict in zip(steps, verdicts, strict=True):
         if not 0 <= verdict.accepted <= len(step.drafts):
-            raise WorkerLost(
-                f"the target's verdict on sequence {step.seq_id} does not fit its step"
-            )
+            raise BadAnswer(f"the target's verdict on sequence {step.seq_id} does not fit its step")

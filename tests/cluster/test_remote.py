@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specserve.cluster.remote import RemoteDrafter, RemoteTarget
-from specserve.errors import Displaced, OutOfPages, WorkerLost
+from specserve.errors import Displaced, OutOfPages, TargetReplaced, WorkerLost
 from specserve.types import (
     DraftStep,
     Policy,
@@ -50,6 +50,18 @@ class Client:
 
     def fail(self, error: Exception) -> None:
         self.lost = error
+
+
+class SlowClient(Client):
+    """Client that answers once its gate is open."""
+
+    def __init__(self, *answers: Any) -> None:
+        super().__init__(*answers)
+        self.gate = asyncio.Event()
+
+    async def call(self, message: Any, timeout_s: float) -> Any:
+        await self.gate.wait()
+        return await super().call(message, timeout_s)
 
 
 def attached(remote: Any, *clients: Client) -> Any:
@@ -101,6 +113,80 @@ def test_a_rank_that_does_not_answer_is_lost_and_one_that_raises_is_not() -> Non
     with pytest.raises(WorkerLost):
         asyncio.run(target.verify([VERIFY]))
     assert losses == ["it hangs"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        OutOfPages("no room"),
+        WorkerLost("the worker failed: KeyError: 3"),
+        TypeError("cannot be packed"),
+        Proposals(1, (), 0.0, 0),
+    ],
+    ids=lambda answer: type(answer).__name__,
+)
+def test_whatever_one_rank_answers_the_whole_group_is_lost_at_once_and_the_next_one_serves(
+    failing: int, answer: Any
+) -> None:
+    """The other rank waits in a collective for the one that failed, and never answers."""
+    verdict = Verdict(3, 0, 9, None)
+    replacement = [Client(verdicts_of(verdict)), Client(verdicts_of())]
+    ranks: list[Client] = [SlowClient(verdicts_of()), SlowClient(verdicts_of())]
+    ranks[failing] = Client(answer)
+    losses: list[str] = []
+
+    async def main() -> None:
+        target = attached(RemoteTarget(deadline_s=5), *ranks)
+        target.on_lost = losses.append
+        with pytest.raises(WorkerLost, match=f"rank {failing} of 2"):
+            await asyncio.wait_for(target.verify([VERIFY]), 1)
+        waiting = asyncio.ensure_future(target.verify([VERIFY]))
+        await asyncio.sleep(0)
+        assert not waiting.done(), "a round was sent to a group that is not in one state"
+        target.attach(replacement)
+        assert await waiting == (verdict,)
+
+    asyncio.run(main())
+    assert len(losses) == 1
+
+
+def test_a_late_failure_of_earlier_ranks_does_not_cost_the_present_ones() -> None:
+    verdict = Verdict(3, 0, 9, None)
+    old = SlowClient(WorkerLost("killed")), SlowClient(WorkerLost("killed"))
+    losses: list[str] = []
+
+    async def main() -> None:
+        target = attached(RemoteTarget(deadline_s=5), *old)
+        target.on_lost = losses.append
+        round_ = asyncio.ensure_future(target.verify([VERIFY]))
+        await asyncio.sleep(0)
+        target.detach()
+        target.attach([Client(verdicts_of(verdict))])
+        old[0].gate.set()
+        with pytest.raises(WorkerLost):
+            await round_
+        assert await target.verify([VERIFY]) == (verdict,)
+
+    asyncio.run(main())
+    assert losses == []
+
+
+def test_ranks_replaced_between_two_rounds_are_not_sent_steps_that_build_on_the_old_ones() -> None:
+    verdict = Verdict(3, 0, 9, None)
+    replacement = Client(verdicts_of(verdict))
+
+    async def main() -> None:
+        target = attached(RemoteTarget(deadline_s=5), Client(verdicts_of(verdict)))
+        await target.verify([VERIFY])
+        target.detach()
+        target.attach([replacement])
+        with pytest.raises(TargetReplaced, match="between two rounds"):
+            await target.verify([replace(VERIFY, start=2)])
+        assert replacement.asked == []
+        assert await target.verify([VERIFY]) == (verdict,)
+
+    asyncio.run(main())
 
 
 def test_a_round_waits_for_new_ranks_and_verifies_only_steps_from_the_start() -> None:
@@ -164,12 +250,17 @@ def test_a_drafter_that_is_lost_or_away_has_no_proposals_and_no_cache() -> None:
 
 def test_a_drafter_that_is_late_is_waited_for_once_and_asked_again_when_it_has_answered() -> None:
     proposal = Proposal(3, 2, (8, 9), None, 3)
-    client = Client(WorkerLost("no answer within 0.1 s"), Proposals(2, (proposal,), 0.1, 2))
+    client = Client(
+        Proposals(1, (proposal,), 0.1, 2),
+        WorkerLost("no answer within 0.1 s"),
+        Proposals(4, (proposal,), 0.1, 2),
+    )
     losses: list[str] = []
 
     async def main() -> None:
         drafter = attached(RemoteDrafter(deadline_s=0.05), client)
         drafter.on_lost = losses.append
+        await drafter.propose([DRAFT], math.inf)
         step = replace(DRAFT, start=1, tokens=(2,))
         asked = drafter.propose([step], math.inf)
         client.is_late = True
@@ -177,14 +268,89 @@ def test_a_drafter_that_is_late_is_waited_for_once_and_asked_again_when_it_has_a
             "the cache that the step builds on is kept"
         )
         assert await drafter.propose([step], math.inf) == [Proposal(3, 2, (), None, 1)]
-        assert len(client.asked) == 1
+        assert len(client.asked) == 2
         client.is_late = False
         assert await drafter.propose([step], math.inf) == (proposal,)
         client.is_late = True
         await asyncio.sleep(0.1)
+        assert losses == [], "it had answered in time, and was late again only now"
+        client.is_late = False
+        client.answers.append(WorkerLost("no answer within 0.1 s"))
+        asked = drafter.propose([step], math.inf)
+        client.is_late = True
+        await asked
+        while not losses:
+            await asyncio.sleep(0.01)
 
     asyncio.run(main())
     assert losses == ["no answer within 0.1 s"], "it never came back"
+
+
+def test_a_drafter_that_was_replaced_is_not_sent_steps_that_build_on_the_old_one() -> None:
+    """A step behind the end of its cache would make it fail and be replaced once more."""
+    proposal = Proposal(3, 2, (8, 9), None, 3)
+    replacement = Client(Proposals(2, (proposal,), 0.1, 2))
+
+    async def main() -> None:
+        drafter = attached(RemoteDrafter(deadline_s=5), Client(Proposals(1, (proposal,), 0.1, 2)))
+        await drafter.propose([DRAFT], math.inf)
+        drafter.detach()
+        drafter.attach([replacement])
+        step = replace(DRAFT, start=1, tokens=(2,))
+        assert await drafter.propose([step], math.inf) == [Proposal(3, 2, (), None, 0)]
+        assert replacement.asked == []
+        assert await drafter.propose([DRAFT], math.inf) == (proposal,)
+
+    asyncio.run(main())
+
+
+def test_a_drafter_that_answers_with_another_type_is_lost() -> None:
+    client = Client(verdicts_of())
+    losses: list[str] = []
+
+    async def main() -> None:
+        drafter = attached(RemoteDrafter(deadline_s=5), client)
+        drafter.on_lost = losses.append
+        for _ in range(2):
+            assert await drafter.propose([DRAFT], math.inf) == [Proposal(3, 2, (), None, 0)]
+
+    asyncio.run(main())
+    assert losses == ["the drafter answered a round with Verdicts"]
+
+
+def test_what_is_released_reaches_a_drafter_even_if_the_next_round_does_not_ask_it() -> None:
+    """Pages of ended sequences that it keeps would fill its cache up."""
+    client = Client(Proposals(1, (), 0.0, 0), OutOfPages("no room"), Proposals(3, (), 0.0, 0))
+
+    async def main() -> None:
+        drafter = attached(RemoteDrafter(deadline_s=5), client)
+        await drafter.propose([], 1.0)
+        client.on_prepared(prepared_message())
+        await drafter.propose([DRAFT], 1.0)  # prepared; the answer to come is an error
+        await asyncio.sleep(0)
+        await drafter.release([7])
+        with pytest.raises(OutOfPages):
+            await drafter.propose([DRAFT], 1.0)
+        await drafter.propose([DRAFT], 1.0)
+
+    asyncio.run(main())
+    assert [message.released for message in client.asked] == [(), (), (7,)]
+
+
+def test_what_a_late_drafter_prepares_is_not_used() -> None:
+    """Proposals of a late round continue drafts that the round went on without."""
+    client = Client(WorkerLost("no answer in time"), Proposals(3, (), 0.0, 0))
+
+    async def main() -> None:
+        drafter = attached(RemoteDrafter(deadline_s=5), client)
+        asked = drafter.propose([DRAFT], 1.0)
+        client.is_late = True
+        await asked
+        client.is_late = False
+        client.on_prepared(prepared_message(number=1))
+        assert await drafter.propose([DRAFT], 1.0) == ()
+
+    asyncio.run(main())
 
 
 def test_proposals_come_back_as_they_were_sent() -> None:
@@ -200,18 +366,6 @@ def test_an_answer_of_another_kind_is_no_answer() -> None:
         asyncio.run(
             attached(RemoteTarget(deadline_s=5), Client(Proposals(1, (), 0.0, 0))).verify([VERIFY])
         )
-
-
-class SlowClient(Client):
-    """Client that answers once its gate is open."""
-
-    def __init__(self, *answers: Any) -> None:
-        super().__init__(*answers)
-        self.gate = asyncio.Event()
-
-    async def call(self, message: Any, timeout_s: float) -> Any:
-        await self.gate.wait()
-        return await super().call(message, timeout_s)
 
 
 def prepared_message(

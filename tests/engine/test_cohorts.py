@@ -10,7 +10,8 @@ import pytest
 
 from specserve.engine import pacer
 from specserve.engine.cohorts import expected_speedup
-from specserve.types import Chunk, Request, Warp
+from specserve.errors import TargetReplaced, WorkerLost
+from specserve.types import Chunk, DraftStep, Proposal, Request, Verdict, VerifyStep, Warp
 from tests.support.fakes import FakeDrafter, FakeTarget, model_info, open_coordinator, text
 
 
@@ -53,6 +54,91 @@ def test_two_cohorts_take_turns_and_change_no_text(num_crashes: int) -> None:
     batches = [{step.seq_id for step in steps} for steps in target.rounds[:8]]
     assert [len(batch) for batch in batches] == [4] * 8
     assert all(not one & other for one, other in pairwise(batches)), "the halves take turns"
+
+
+@pytest.mark.parametrize("error", [WorkerLost("killed"), TargetReplaced("between two cohorts")])
+@pytest.mark.usefixtures("two_cohorts")
+def test_a_target_lost_while_the_other_half_is_drafted_for_loses_and_repeats_no_token(
+    error: WorkerLost,
+) -> None:
+    info = model_info()
+    target, drafter = FakeTarget(info), SlowDrafter(0.8)
+    texts: dict[int, tuple[int, ...]] = {}
+    losses: list[int] = []
+
+    def emit(chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            assert chunk.start == len(texts[chunk.seq_id]), "a token was lost or repeated"
+            texts[chunk.seq_id] += chunk.tokens
+
+    coordinator = open_coordinator(
+        target, drafter, info=info, emit=emit, gamma=3, remote_workers=True
+    )
+    prompts = [(i, 2, 3) for i in range(8)]
+    for prompt in prompts:
+        texts[coordinator.submit(Request(prompt, 80, Warp(), seed=1))] = ()
+    verify = target.verify
+
+    async def dying(steps: Sequence[VerifyStep]) -> list[Verdict]:
+        if drafter.is_drafting and len(target.rounds) % 7 == 3:
+            losses.append(len(steps))
+            target.caches.clear()
+            target.rounds.append(steps)
+            raise error
+        return await verify(steps)
+
+    target.verify = dying  # type: ignore[method-assign]
+
+    async def play() -> None:
+        while coordinator.has_work:
+            await coordinator.round()
+
+    asyncio.run(play())
+    assert list(texts.values()) == [text(prompt, 80) for prompt in prompts]
+    assert target.caches == drafter.caches == {}
+    assert losses.count(4) > 3, "the target was never lost between two cohorts"
+
+
+class SlowDrafter(FakeDrafter):
+    """Drafter that takes longer than the target's verification."""
+
+    is_drafting = False
+
+    async def propose(self, steps: Sequence[DraftStep], deadline: float) -> list[Proposal]:
+        self.is_drafting = True
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.is_drafting = False
+        return await super().propose(steps, deadline)
+
+
+@pytest.mark.usefixtures("two_cohorts")
+def test_an_exception_between_two_cohorts_leaves_neither_of_them_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info = model_info()
+    drafter = SlowDrafter(0.8)
+    emitted: list[Chunk] = []
+    coordinator = open_coordinator(
+        FakeTarget(info), drafter, info=info, emit=emitted.extend, gamma=3, remote_workers=True
+    )
+    for i in range(4):
+        coordinator.submit(Request((i, 2, 3), 80, Warp(), seed=1))
+
+    def broken(*args: object, **options: object) -> None:
+        assert drafter.is_drafting
+        raise ZeroDivisionError("division by zero")
+
+    async def play() -> None:
+        for _ in range(4):
+            await coordinator.round()
+        monkeypatch.setattr(coordinator.pacer, "observe", broken)
+        await asyncio.wait_for(coordinator.run(), 5)
+        assert not drafter.is_drafting
+
+    asyncio.run(play())
+    assert coordinator.trouble == "the coordinator failed: division by zero"
+    assert sum(chunk.finish is not None for chunk in emitted) == 4
 
 
 @pytest.mark.usefixtures("two_cohorts")

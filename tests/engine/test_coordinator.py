@@ -16,7 +16,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.errors import BadValue, Displaced, EmptyPrompt, Overloaded, TooLong, UnknownToken
+from specserve.engine.batch import Batch
+from specserve.engine.trace import Round
+from specserve.errors import (
+    BadValue,
+    Displaced,
+    EmptyPrompt,
+    OutOfPages,
+    Overloaded,
+    TargetReplaced,
+    TooLong,
+    UnknownToken,
+    WorkerLost,
+)
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -472,7 +484,7 @@ def test_accidental_crashes_of_a_lone_request_do_not_fail_it_before_others_had_a
     ids = [served.submit(i, 2, 3, max_tokens=40) for i in range(4)]
     served.rounds(3)
     for _ in range(5):  # as fast as the target comes back
-        served.target.errors.append(RuntimeError("killed"))
+        served.target.errors.append(WorkerLost("killed"))
         served.target.caches.clear()
         served.rounds(1)
     served.finish()
@@ -489,6 +501,147 @@ def test_an_engine_that_cannot_go_on_sends_its_requests_back_and_says_so() -> No
     assert {served.last(seq_id).finish for seq_id in ids} == {FinishReason.ERROR}
     with pytest.raises(Displaced):
         served.submit(1, 2)
+
+
+def test_a_target_that_fails_every_pass_makes_the_engine_give_up_after_three_rounds() -> None:
+    served = Served(gamma=2)
+    ids = [served.submit(i, 2, 3, max_tokens=40) for i in range(6)]
+    served.rounds(3)
+    served.target.errors += [OutOfPages(f"no page is free ({i})") for i in range(99)]
+    before = len(served.target.rounds)
+    asyncio.run(asyncio.wait_for(served.coordinator.run(), 5))
+    assert len(served.target.rounds) - before == 3
+    assert served.coordinator.trouble == "no progress in 3 rounds: no page is free (96)"
+    assert served.coordinator.can_resume_elsewhere
+    assert {served.last(seq_id).finish for seq_id in ids} == {FinishReason.ERROR}
+    with pytest.raises(Displaced, match="no progress in 3 rounds"):
+        served.submit(1, 2)
+
+
+def test_only_one_request_is_failed_by_a_target_that_fails_every_pass_of_a_lone_request() -> None:
+    served = Served(gamma=2)
+    first = served.submit(1, 2, 3, max_tokens=40)
+    served.target.errors += [RuntimeError("no kernel image")] * 99
+    served.rounds(3)
+    assert served.last(first).finish is FinishReason.ERROR
+    assert served.coordinator.trouble is None, "the request may have been the cause"
+    second = served.submit(4, 5, 6, max_tokens=40)
+    served.rounds(4)
+    assert served.last(second).finish is FinishReason.ERROR
+    assert served.coordinator.can_resume_elsewhere, "the second one is not to blame"
+    assert served.coordinator.trouble == "no progress in 3 rounds: no kernel image"
+
+
+def test_bad_requests_one_after_the_other_do_not_bring_down_an_engine_that_serves_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(gamma=2)
+    bad: set[int] = set()
+    verify = served.target.verify
+
+    async def fragile(steps: Sequence[VerifyStep]) -> list[Verdict]:
+        if any(step.seq_id in bad for step in steps):
+            raise RuntimeError("segmentation fault")
+        return await verify(steps)
+
+    monkeypatch.setattr(served.target, "verify", fragile)
+    for i in range(5):
+        bad.add(served.submit(i, 2, 3, max_tokens=20))
+        good = served.submit(i, 4, 5, max_tokens=20)
+        served.finish()
+        assert served.tokens(good) == text((i, 4, 5), 20)
+    assert all(served.last(seq_id).finish is FinishReason.ERROR for seq_id in bad)
+    assert served.coordinator.trouble is None
+
+
+def test_a_target_that_was_replaced_between_rounds_puts_no_blame_on_the_requests() -> None:
+    served = Served(gamma=2)
+    seq_id = served.submit(1, 2, 3, max_tokens=30)
+    served.rounds(3)
+    for _ in range(9):
+        served.target.errors.append(TargetReplaced("lost between two rounds"))
+        served.target.caches.clear()
+        served.rounds()
+    served.finish()
+    assert served.tokens(seq_id) == text((1, 2, 3), 30)
+
+
+def test_rounds_in_which_nothing_can_be_scheduled_are_not_repeated_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(gamma=2)
+    seq_id = served.submit(1, 2, 3, max_tokens=30)
+    served.rounds(2)
+    monkeypatch.setattr(
+        served.coordinator.scheduler, "next_batch", lambda *args, **options: Batch()
+    )
+    asyncio.run(asyncio.wait_for(served.coordinator.run(), 5))
+    assert served.coordinator.trouble == "no progress in 3 rounds: nothing can be scheduled"
+    assert served.last(seq_id).finish is FinishReason.ERROR
+    assert served.coordinator.can_resume_elsewhere
+
+
+@pytest.mark.parametrize("part", ["scheduler.select_running", "pacer.choose", "pacer.observe"])
+def test_an_exception_of_the_coordinator_itself_ends_the_engine_and_sends_its_requests_back(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(gamma=2)
+    ids = [served.submit(i, 2, 3, max_tokens=30) for i in range(3)]
+    served.rounds(3)
+
+    def broken(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    owner, name = part.split(".")
+    monkeypatch.setattr(getattr(served.coordinator, owner), name, broken)
+    asyncio.run(asyncio.wait_for(served.coordinator.run(), 5))
+    assert served.coordinator.trouble == "the coordinator failed: division by zero"
+    assert served.coordinator.can_resume_elsewhere
+    assert [served.last(seq_id).finish for seq_id in ids] == [FinishReason.ERROR] * 3
+    for i, seq_id in enumerate(ids):
+        assert served.tokens(seq_id) == text((i, 2, 3), len(served.tokens(seq_id)))
+
+
+def test_an_exception_while_chunks_are_emitted_leaves_no_call_to_the_target_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = Served(gamma=2)
+    seq_id = served.submit(1, 2, 3, max_tokens=30)
+    num_open = 0
+    verify, emit = served.target.verify, served.coordinator._emit
+
+    def counting(steps: Sequence[VerifyStep]) -> Awaitable[list[Verdict]]:
+        nonlocal num_open
+        num_open += 1
+
+        async def answer() -> list[Verdict]:
+            nonlocal num_open
+            num_open -= 1
+            return await verify(steps)
+
+        return answer()
+
+    def failing_once(chunks: Sequence[Chunk]) -> None:
+        served.coordinator._emit = emit
+        raise OSError("no such gateway")
+
+    monkeypatch.setattr(served.target, "verify", counting)
+    served.coordinator._emit = failing_once
+    asyncio.run(asyncio.wait_for(served.coordinator.run(), 5))
+    assert num_open == 0
+    assert served.coordinator.trouble == "the coordinator failed: no such gateway"
+    assert served.tokens(seq_id) == (), "a text that lacks a chunk must not go on"
+    assert served.last(seq_id).finish is FinishReason.ERROR
+
+
+def test_a_round_that_cannot_be_reported_loses_no_chunk() -> None:
+    def broken(done: Round) -> None:
+        raise OSError("disk full")
+
+    served = Served(gamma=2, report=broken)
+    seq_id = served.submit(1, 2, 3, max_tokens=30)
+    served.finish()
+    assert served.tokens(seq_id) == text((1, 2, 3), 30)
 
 
 @pytest.mark.parametrize("num_generated", [1, 7, 29])

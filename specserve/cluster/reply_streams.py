@@ -1,0 +1,98 @@
+"""Send the chunks of an engine's requests to their gateways. Knows no Ray and no workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from specserve.cluster.transport.chunk_stream import ChunkSender, StreamAddress
+from specserve.errors import Displaced, SpecserveError, WorkerLost, first_line
+from specserve.types import Chunk, FinishReason
+from specserve.wire.messages import Chunks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Destination of the chunks of one request."""
+
+    sender: ChunkSender
+    number: int  # the gateway's own number of the request
+    ended: asyncio.Future[SpecserveError | None]  # set to an error if the text did not finish
+
+    def end(self, error: SpecserveError | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
+class ReplyStreams:
+    """The open replies of an engine, by sequence, and a sender for each gateway."""
+
+    def __init__(self, open_sender: Callable[[StreamAddress], ChunkSender] = ChunkSender) -> None:
+        self._open_sender = open_sender
+        self._replies: dict[int, Reply] = {}
+        self._senders: dict[StreamAddress, ChunkSender] = {}
+
+    def open(self, seq_id: int, number: int, address: StreamAddress) -> Reply:
+        """Send the chunks of the sequence to the gateway at `address` from now on."""
+        ended = asyncio.get_running_loop().create_future()
+        reply = self._replies[seq_id] = Reply(self._sender(address), number, ended)
+        return reply
+
+    def discard(self, seq_id: int) -> bool:
+        """Send no more chunks of the sequence; return False if its last one has been sent."""
+        return self._replies.pop(seq_id, None) is not None
+
+    def send(self, chunks: Sequence[Chunk], *, can_resume_elsewhere: bool) -> None:
+        """Send one message to each gateway that has chunks in this round.
+
+        A request that fails while it can resume elsewhere ends with Displaced instead of a chunk. A
+        gateway whose message cannot be sent has its requests ended, for it to resume them; the
+        others get their chunks.
+        """
+        by_sender: dict[ChunkSender, list[tuple[Reply, Chunk]]] = {}
+        for chunk in chunks:
+            reply = self._replies.get(chunk.seq_id)
+            if reply is None:
+                continue
+            if chunk.finish is not None:
+                del self._replies[chunk.seq_id]
+            if chunk.finish is FinishReason.ERROR and can_resume_elsewhere:
+                reply.end(Displaced(chunk.error or "the engine ends"))
+            else:
+                by_sender.setdefault(reply.sender, []).append((reply, chunk))
+        for sender, mine in by_sender.items():
+            _send(sender, mine)
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+
+    def _sender(self, address: StreamAddress) -> ChunkSender:
+        if address not in self._senders:
+            self._close_idle_senders()
+            self._senders[address] = self._open_sender(address)
+        return self._senders[address]
+
+    def _close_idle_senders(self) -> None:
+        """Close the senders without requests: when a new gateway appears, old ones may be gone."""
+        busy = {id(reply.sender) for reply in self._replies.values()}
+        for address, sender in list(self._senders.items()):
+            if id(sender) not in busy:
+                sender.close()
+                del self._senders[address]
+
+
+def _send(sender: ChunkSender, mine: Sequence[tuple[Reply, Chunk]]) -> None:
+    error: SpecserveError | None = None
+    try:
+        sender.send(Chunks(tuple(replace(chunk, seq_id=reply.number) for reply, chunk in mine)))
+    except Exception as failure:
+        log.exception("chunks of %d requests were not sent", len(mine))
+        error = WorkerLost(f"the chunks of a round were not sent: {first_line(failure)}")
+    for reply, chunk in mine:
+        if error is not None or chunk.finish is not None:
+            reply.end(error)

@@ -1,0 +1,114 @@
+"""The chunks of an engine reach the gateways of their requests, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from specserve.cluster.reply_streams import ReplyStreams
+from specserve.errors import Displaced, WorkerLost
+from specserve.types import Chunk, FinishReason, Origin
+from specserve.wire.messages import Chunks
+
+
+class Sender:
+    """Sender to a gateway, which may be broken."""
+
+    def __init__(self, address: Any) -> None:
+        self.sent: list[Chunks] = []
+        self.is_broken = address == "broken"
+        self.is_closed = False
+
+    def send(self, chunks: Chunks) -> None:
+        if self.is_broken:
+            raise OSError("too many open files")
+        self.sent.append(chunks)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Streams(ReplyStreams):
+    """Streams to gateways that are known by name."""
+
+    def __init__(self) -> None:
+        self.senders: dict[str, Sender] = {}
+        open_sender: Any = self._open
+        super().__init__(open_sender)
+
+    def _open(self, address: str) -> Sender:
+        self.senders[address] = Sender(address)
+        return self.senders[address]
+
+    def begin(self, seq_id: int, number: int, gateway: str) -> Any:
+        address: Any = gateway
+        return self.open(seq_id, number, address)
+
+
+def chunk(seq_id: int, token: int, finish: FinishReason | None = None) -> Chunk:
+    return Chunk(seq_id, 0, (token,), (Origin.PLAIN,), finish=finish)
+
+
+def test_each_gateway_gets_one_message_a_round_with_its_own_numbers() -> None:
+    async def main() -> None:
+        streams = Streams()
+        for seq_id, number, gateway in ((1, 70, "a"), (2, 71, "b"), (3, 72, "a")):
+            streams.begin(seq_id, number, gateway)
+        streams.send([chunk(i, 10 + i) for i in (1, 2, 3)], can_resume_elsewhere=False)
+        assert [[c.seq_id for c in sent.chunks] for sent in streams.senders["a"].sent] == [[70, 72]]
+        assert [[c.seq_id for c in sent.chunks] for sent in streams.senders["b"].sent] == [[71]]
+
+    asyncio.run(main())
+
+
+def test_a_gateway_that_cannot_be_sent_to_loses_its_own_requests_and_no_other() -> None:
+    async def main() -> None:
+        streams = Streams()
+        lost, last = (streams.begin(i, 70 + i, "broken") for i in (1, 2))
+        kept = streams.begin(3, 73, "b")
+        streams.send(
+            [chunk(1, 11), chunk(2, 12, FinishReason.STOP), chunk(3, 13)],
+            can_resume_elsewhere=False,
+        )
+        assert [c.tokens for c in streams.senders["b"].sent[0].chunks] == [(13,)]
+        for reply in (lost, last):
+            error = reply.ended.result()
+            assert isinstance(error, WorkerLost)
+            assert "too many open files" in str(error)
+        assert streams.discard(1), "its sequence must be cancelled"
+        assert not kept.ended.done()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("can_resume_elsewhere", [False, True])
+def test_a_failed_request_ends_with_its_error_or_with_displaced_if_it_can_resume(
+    can_resume_elsewhere: bool,
+) -> None:
+    async def main() -> None:
+        streams = Streams()
+        reply = streams.begin(1, 71, "a")
+        failed = Chunk(1, 5, (), (), finish=FinishReason.ERROR, error="no progress")
+        streams.send([failed], can_resume_elsewhere=can_resume_elsewhere)
+        error = reply.ended.result()
+        assert isinstance(error, Displaced) == can_resume_elsewhere
+        assert len(streams.senders["a"].sent) == (not can_resume_elsewhere)
+        assert not streams.discard(1)
+
+    asyncio.run(main())
+
+
+def test_the_sender_of_a_gateway_without_requests_is_closed_when_another_one_comes() -> None:
+    async def main() -> None:
+        streams = Streams()
+        streams.begin(1, 71, "old")
+        streams.send([chunk(1, 11, FinishReason.STOP)], can_resume_elsewhere=False)
+        streams.begin(2, 72, "new")
+        assert streams.senders["old"].is_closed
+        assert not streams.senders["new"].is_closed
+        streams.close()
+        assert streams.senders["new"].is_closed
+
+    asyncio.run(main())
