@@ -103,11 +103,12 @@ def measure(running: int, *, gamma: int | None, rounds: int) -> RoundOverhead:
         target,
         drafter,
         info=info,
-        limits=LimitsConfig(max_running=running, max_queued=running),
+        limits=LimitsConfig(
+            max_running=running, max_queued=running, max_batch_tokens=running * 2 * PROMPT
+        ),
         speculation=SpeculationConfig(gamma=gamma),
         emit=emit,
         report=journal.record_round,
-        max_batch_tokens=running * 2 * PROMPT,
     )
     for i in range(running):
         coordinator.submit(Request((i % 90,) * PROMPT, 10**5, Warp(temperature=0.0), seed=i))

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import abc, deque
 
 from specserve.engine.batch import Batch, BatchEntry
+from specserve.engine.budget import TokenBudget
+from specserve.engine.prefill import distinct_prompts, encoder_inputs, prompt_chunks
+from specserve.engine.prefixes import IN_DRAFTER, PrefixIndex
 from specserve.engine.sequence import Sequence
 from specserve.types import ModelInfo
 
@@ -26,7 +29,7 @@ class Scheduler:
         *,
         max_running: int,
         max_queued: int,
-        max_batch_tokens: int,
+        budget: TokenBudget,
         max_gamma: int,
     ) -> None:
         self.running: list[Sequence] = []  # in order of arrival
@@ -36,10 +39,13 @@ class Scheduler:
         self.num_preempted = 0
         self._page_size = info.page_size
         self._num_pages = info.num_pages
-        self._decoder_start = info.decoder_start
+        self._has_encoder = info.decoder_start is not None
+        shares_prefixes = info.prefix_caching and not self._has_encoder
+        self._prefixes = PrefixIndex(info.page_size) if shares_prefixes else None
         self._max_running = max_running
         self._max_queued = max_queued
-        self._max_batch_tokens = max_batch_tokens
+        self._budget = budget
+        self._last_turn = -1  # id of the sequence that decoded last while they took turns
         self._headroom = max_gamma + 1  # tokens that a sequence may grow by in a round
 
     @property
@@ -70,7 +76,11 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove_finished(self) -> None:
-        self.released += [sequence.seq_id for sequence in self.running if sequence.finish]
+        finished = [sequence for sequence in self.running if sequence.finish]
+        self.released += [sequence.seq_id for sequence in finished]
+        if self._prefixes is not None:
+            for sequence in finished:
+                self._prefixes.drop_later(sequence)
         self.running = [sequence for sequence in self.running if not sequence.finish]
         if any(sequence.finish for sequence in self.waiting):
             self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish)
@@ -96,9 +106,10 @@ class Scheduler:
         """Return what fits into a round.
 
         That is a token for each decoding sequence, chunks of prompts, and draft tokens: at most
-        `gammas`, one for each running sequence. Half of the round is kept for prompts while there
-        are any. Only `members` take part, if given; the draft tokens of a `drafted` batch that
-        waits for its verification keep their pages.
+        `gammas`, one for each running sequence. Half of what decoding leaves is kept for prompts
+        while there are any, and at least a quarter of the budget. Only `members` take part, if
+        given; the draft tokens of a `drafted` batch that waits for its verification keep their
+        pages.
         """
         ids = None if members is None else {sequence.seq_id for sequence in members}
         wanted = [
@@ -107,20 +118,22 @@ class Scheduler:
             if ids is None or sequence.seq_id in ids
         ]
         decoding = [pair for pair in wanted if pair[0].num_pending == 1]
-        prompts = [pair for pair in wanted if pair[0].num_pending > 1]
-        budget = self._max_batch_tokens - len(decoding)
-        for_prompts = 0
-        if prompts:
-            pending = sum(sequence.num_pending for sequence, _ in prompts)
-            for_prompts = max(1, min(budget // 2, pending))
+        prompts = distinct_prompts(
+            [pair for pair in wanted if pair[0].num_pending > 1], self._prefixes
+        )
+        pending = sum(prompt.num_pending for prompt in prompts)
+        kept = self._budget.for_prompts(pending)
+        limit = self._budget.limit(len(decoding), prompts=kept)
+        decoding = self._take_turns(decoding, limit - kept)
+        left = limit - len(decoding)
         entries = self._decode_entries(
             decoding,
-            budget=max(0, budget - for_prompts),
+            budget=left - max(kept, min(left // 2, pending)),
             free=self._num_pages - self.num_used_pages - self._draft_pages(drafted),
         )
-        prefill = _prefill_entries if self._decoder_start is None else _encoder_entries
-        left = budget - sum(entry.gamma for entry in entries)
-        chunks = prefill(prompts, budget=max(for_prompts, left))
+        left -= sum(entry.gamma for entry in entries)
+        chunks = (encoder_inputs if self._has_encoder else prompt_chunks)(prompts, budget=left)
+        self._claim_pages(chunks)
         num_prompt_tokens = sum(
             entry.stop - entry.sequence.target_cached + len(entry.sequence.encoder_input)
             for entry in chunks
@@ -128,7 +141,7 @@ class Scheduler:
         return Batch(
             entries + chunks,
             num_prompt_tokens=num_prompt_tokens,
-            num_caught_up=self._limit_drafter(entries + chunks),
+            num_caught_up=self._limit_drafter(entries + chunks, limit),
         )
 
     def _pages(self, length: int) -> int:
@@ -152,6 +165,8 @@ class Scheduler:
         youngest = self.running.pop()
         assert self.running, "a sequence alone always fits: its context is bounded by the pages"
         youngest.reset_caches()
+        if self._prefixes is not None:
+            self._prefixes.drop(youngest)
         self.released.append(youngest.seq_id)
         self.waiting.appendleft(youngest)
         self.num_preempted += 1
@@ -169,6 +184,28 @@ class Scheduler:
             if need > self._num_pages and self.running:
                 return
             self.running.append(self.waiting.popleft())
+
+    def _take_turns(
+        self, decoding: list[tuple[Sequence, int]], count: int
+    ) -> list[tuple[Sequence, int]]:
+        """Return the decoding sequences of this round, all of them if they are not too many.
+
+        Otherwise each round goes on behind the last one of the round before.
+        """
+        if len(decoding) <= count:
+            return decoding
+        first = next(
+            (i for i, (sequence, _) in enumerate(decoding) if sequence.seq_id > self._last_turn), 0
+        )
+        turn = (decoding[first:] + decoding[:first])[:count]
+        self._last_turn = turn[-1][0].seq_id
+        return sorted(turn, key=lambda pair: pair[0].seq_id)
+
+    def _claim_pages(self, chunks: list[BatchEntry]) -> None:
+        if self._prefixes is not None:
+            for entry in chunks:
+                self._prefixes.claim(entry.sequence, entry.stop)
+            self._prefixes.drop_finished()
 
     def _decode_entries(
         self, decoding: list[tuple[Sequence, int]], *, budget: int, free: int
@@ -193,13 +230,13 @@ class Scheduler:
             )
         return entries
 
-    def _limit_drafter(self, entries: list[BatchEntry]) -> int:
+    def _limit_drafter(self, entries: list[BatchEntry], limit: int) -> int:
         """Bound what the drafter prefills, and return how many tokens it catches up on.
 
         A drafter that lacks too much (a hole of many rounds, a restart) catches up over several
         rounds, and drafts again then. The newest token of each entry does not count.
         """
-        left = self._max_batch_tokens
+        left = limit
         for entry in entries:
             sequence = entry.sequence
             if (
@@ -207,16 +244,28 @@ class Scheduler:
                 and sequence.encoder_input
                 and not sequence.draft_cached
             ):
-                left = self._take_encoder_input(entry, left)
+                left = self._take_encoder_input(entry, left, limit)
             if entry.draft_stop is not None:
-                cached = sequence.draft_cached
+                cached = sequence.draft_cached + self._num_draft_shared(entry)
                 entry.draft_stop = min(entry.draft_stop, cached + left + 1)
                 left -= entry.draft_stop - cached - 1
                 if entry.draft_stop < entry.stop:
                     entry.gamma = 0
-        return self._max_batch_tokens - left
+        return limit - left
 
-    def _take_encoder_input(self, entry: BatchEntry, left: int) -> int:
+    def _num_draft_shared(self, entry: BatchEntry) -> int:
+        """Return how many of an entry's tokens the drafter finds in its own prefix cache."""
+        sequence, stop = entry.sequence, entry.draft_stop
+        if (
+            self._prefixes is None
+            or stop is None
+            or stop - sequence.draft_cached <= self._page_size
+        ):
+            return 0
+        shared = self._prefixes.num_shared(sequence, IN_DRAFTER)
+        return min(shared, stop - sequence.draft_cached - 1)
+
+    def _take_encoder_input(self, entry: BatchEntry, left: int, limit: int) -> int:
         """Return the drafter's remaining budget after it has read the whole encoder input.
 
         An input that is too long waits for a round in which it is the first.
@@ -224,64 +273,7 @@ class Scheduler:
         length = len(entry.sequence.encoder_input)
         if length <= left:
             return left - length
-        if left == self._max_batch_tokens:
+        if left == limit:
             return 0
         entry.draft_stop, entry.gamma = None, 0
         return left
-
-
-def _prefill_entries(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[BatchEntry]:
-    """Return chunks of prompts.
-
-    They carry no draft tokens, but a drafter that will be wanted later prefills along.
-    """
-    chunks = _share([sequence.num_pending for sequence, _ in prompts], budget=budget)
-    entries = []
-    for (sequence, gamma), chunk in zip(prompts, chunks, strict=True):
-        if chunk:
-            stop = sequence.target_cached + chunk
-            entries.append(
-                BatchEntry(
-                    sequence,
-                    stop,
-                    needs_verdict=stop == sequence.length,
-                    draft_stop=stop if gamma else None,
-                )
-            )
-    return entries
-
-
-def _encoder_entries(prompts: list[tuple[Sequence, int]], *, budget: int) -> list[BatchEntry]:
-    """Return encoder inputs, each with any tokens generated before a preemption.
-
-    Encoder inputs are not chunked; the oldest is scheduled even when it exceeds the budget.
-    """
-    entries: list[BatchEntry] = []
-    for sequence, gamma in prompts:
-        if entries and sequence.num_pending > budget:
-            break
-        budget -= sequence.num_pending
-        entries.append(
-            BatchEntry(
-                sequence,
-                sequence.length,
-                needs_verdict=True,
-                draft_stop=sequence.length if gamma else None,
-            )
-        )
-    return entries
-
-
-def _share(pending: list[int], *, budget: int) -> list[int]:
-    """Split the budget: one half in equal parts, the other half in order of arrival.
-
-    A short prompt thus does not wait for a long one.
-    """
-    equal = budget // 2 // max(1, len(pending))
-    chunks = [min(tokens, equal) for tokens in pending]
-    left = budget - sum(chunks)
-    for i, tokens in enumerate(pending):
-        more = min(tokens - chunks[i], left)
-        chunks[i] += more
-        left -= more
-    return chunks

@@ -156,6 +156,14 @@ class PagedCache:
             return
         if length < sequence.reserved:
             self._shrink(sequence, length)
+        self.commit(seq_id, length)
+
+    def commit(self, seq_id: int, length: int) -> None:
+        """Record that positions below `length` are committed and computed.
+
+        Sequences that begin with the same tokens find their full pages from then on.
+        """
+        sequence = self._sequences[seq_id]
         if self.prefix_caching and length // self.page_size > len(sequence.page_hashes):
             self._register_pages(sequence, length // self.page_size)
 

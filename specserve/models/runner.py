@@ -66,9 +66,13 @@ class Runner:
         if counts == list(num_logits):
             return self._forward(ids, seq_ids, writes, None)
         rows = _last_rows(writes.counts, np.array(num_logits))
-        return self._forward(ids, seq_ids, writes, rows if len(rows) else np.zeros(1, np.int64))[
-            : len(rows)
-        ]
+        logits = self._forward(ids, seq_ids, writes, rows if len(rows) else np.zeros(1, np.int64))
+        # Prompts are committed as soon as they are computed: the next pass may attach their pages,
+        # even if the sequence itself has ended.
+        for step, keep in zip(steps, num_logits, strict=True):
+            if len(step.tokens) - keep >= self.cache.page_size:
+                self.cache.commit(step.seq_id, step.stop - max(keep, 1) + 1)
+        return logits[: len(rows)]
 
     def decode_passes(self, seq_ids: Sequence[int], counts: Sequence[int]) -> DecodePasses:
         """Prepare passes that each write one more token of these sequences.

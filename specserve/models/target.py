@@ -183,6 +183,7 @@ def open_target(
         end_ids=spec.end_ids,
         page_size=cache.page_size,
         num_pages=cache.num_pages,
+        prefix_caching=cache.prefix_caching,
         decoder_start=spec.decoder_start,
     )
     if shard is not None and shard.rank != 0:

@@ -10,6 +10,7 @@ from specserve.config.tree import SpeculationConfig
 from specserve.drafters.ngram.build import open_ngram_drafter
 from specserve.engine.admission import Admission
 from specserve.engine.batch import Batch
+from specserve.engine.budget import TokenBudget
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence as Running
 from specserve.errors import TooLong
@@ -98,7 +99,7 @@ def scheduler(**options: int) -> Scheduler:
         info(num_pages=options["num_pages"]),
         max_running=8,
         max_queued=8,
-        max_batch_tokens=options["max_batch_tokens"],
+        budget=TokenBudget(options["max_batch_tokens"]),
         max_gamma=options["max_gamma"],
     )
 

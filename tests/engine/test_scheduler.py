@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.engine.batch import Batch
-from specserve.engine.scheduler import Scheduler, _share
+from specserve.engine.budget import TokenBudget
+from specserve.engine.prefill import share
+from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
 from specserve.types import Policy, Proposal, Request, Verdict, Warp
 from tests.support.fakes import model_info
@@ -21,13 +23,15 @@ def scheduler(
     max_queued: int = 100,
     max_batch_tokens: int = 64,
     max_gamma: int = 4,
+    budget: TokenBudget | None = None,
+    prefix_caching: bool = False,
 ) -> Scheduler:
-    info = model_info(num_pages=num_pages, page_size=page_size)
+    info = model_info(num_pages=num_pages, page_size=page_size, prefix_caching=prefix_caching)
     return Scheduler(
         info,
         max_running=max_running,
         max_queued=max_queued,
-        max_batch_tokens=max_batch_tokens,
+        budget=budget or TokenBudget(max_batch_tokens),
         max_gamma=max_gamma,
     )
 
@@ -36,14 +40,16 @@ def queue(
     schedule: Scheduler, *lengths: int, max_tokens: int = 100, draft_limit: int = 10_000
 ) -> list[Sequence]:
     made = []
-    for length in lengths:
+    alive = [*schedule.running, *schedule.waiting]
+    first_id = 1 + max((sequence.seq_id for sequence in alive), default=-1)
+    for seq_id, length in enumerate(lengths, first_id):
         request, policy = (
             Request((1,) * length, max_tokens, Warp(), seed=1),
             Policy(Warp(), "block", 1, length),
         )
         made.append(
             Sequence(
-                schedule.num_sequences,
+                seq_id,
                 request,
                 policy,
                 context=10_000,
@@ -175,11 +181,75 @@ def test_prompts_of_one_length_finish_in_order_of_arrival() -> None:
     assert finished == [0, 1, 2, 3, 4, 5]
 
 
+def test_short_prompts_do_not_wait_for_a_long_one_however_many_they_are() -> None:
+    schedule = scheduler(max_batch_tokens=64, max_running=400, num_pages=100_000)
+    long, *short = queue(schedule, 10_000, *[20] * 300, max_tokens=1)
+    rounds = 0
+    while any(not sequence.finish for sequence in short):
+        play(plan(schedule))
+        schedule.remove_finished()
+        rounds += 1
+    assert rounds <= 1.1 * 300 * 20 / 32
+    assert long.target_cached >= 32 * rounds, "nor does the long one for them"
+
+
+@pytest.mark.parametrize("count", [64, 256, 600])
+@pytest.mark.parametrize(
+    ("budget", "rounds"), [(TokenBudget(512), 3), (TokenBudget(512, is_fixed=False), 2)]
+)
+def test_a_prompt_is_prefilled_soon_beside_any_number_of_running_sequences(
+    count: int, budget: TokenBudget, rounds: int
+) -> None:
+    schedule = scheduler(budget=budget, max_running=count + 1, num_pages=100_000)
+    decoding(schedule, *[3] * count)
+    (prompt,) = queue(schedule, 300)
+    for _ in range(rounds):
+        play(plan(schedule))
+    assert prompt.length > 300
+
+
+def test_decoding_sequences_beyond_a_fixed_budget_take_turns() -> None:
+    schedule = scheduler(max_batch_tokens=16, max_running=51)
+    made = decoding(schedule, *[3] * 50)
+    for count in range(1, 8):
+        for _ in range(4):
+            batch = plan(schedule, gamma=4)
+            assert len(batch.entries) == sum(tokens(batch).values()) == 16
+            assert not any(entry.gamma for entry in batch.entries)
+            assert list(tokens(batch)) == sorted(tokens(batch)), "in order of arrival"
+            play(batch)
+        assert all(sequence.length >= 3 + count for sequence in made)
+
+
+def test_turns_go_on_when_sequences_come_and_go() -> None:
+    schedule = scheduler(max_batch_tokens=8, max_running=40, num_pages=100_000)
+    made = decoding(schedule, *[3] * 20)
+    for i in range(40):
+        before = [(sequence, sequence.length) for sequence in made if not sequence.finish]
+        for _ in range(-(-40 // 6)):
+            if i % 3 == 0:
+                made += queue(schedule, 2, max_tokens=3 + i % 7)
+            play(plan(schedule))
+            schedule.remove_finished()
+        for sequence, length in before:
+            assert sequence.finish or sequence.length > length
+
+
+def test_all_decoding_sequences_take_part_in_every_round_of_the_hardware_s_budget() -> None:
+    schedule = scheduler(budget=TokenBudget(64, is_fixed=False), max_running=301, num_pages=100_000)
+    decoding(schedule, *[3] * 300)
+    assert len(plan(schedule, gamma=4).entries) == 300
+    queue(schedule, 5000)
+    batch = plan(schedule, gamma=4)
+    assert len(batch.entries) == 301
+    assert batch.num_prompt_tokens == 300, "as many positions as decoding, so at most twice as long"
+
+
 @given(st.lists(st.integers(2, 300), min_size=1, max_size=20), st.integers(1, 600))
 def test_sharing_uses_the_whole_budget_and_gives_each_its_part(
     pending: list[int], budget: int
 ) -> None:
-    chunks = _share(pending, budget=budget)
+    chunks = share(pending, budget=budget)
     assert sum(chunks) == min(budget, sum(pending))
     for chunk, tokens in zip(chunks, pending, strict=True):
         assert min(tokens, budget // (2 * len(pending))) <= chunk <= tokens

@@ -103,6 +103,27 @@ def test_chunks_of_a_prompt_get_no_verdict_and_leave_the_same_text(checkpoint: P
     assert model.verify([VerifyStep(0, 17, PROMPT[17:], (), None, policy())]) == whole
 
 
+def test_the_pages_of_a_prompt_are_found_in_the_next_pass_even_if_its_sequence_has_ended(
+    checkpoint: Path,
+) -> None:
+    model = open_target_model(checkpoint)
+    (first,) = model.verify([VerifyStep(0, 0, PROMPT, (7, 8, 9), None, policy())])
+    model.release([0])
+    (second,) = model.verify([VerifyStep(1, 0, PROMPT, (7, 8, 9), None, policy())])
+    assert model.runner.cache.prefix_hits == 32
+    assert (second.accepted, second.next_token) == (first.accepted, first.next_token)
+    model.release([1])
+    model.runner.cache.check()
+
+
+def test_draft_tokens_behind_a_prompt_are_not_found_in_the_prefix_cache(checkpoint: Path) -> None:
+    model = open_target_model(checkpoint)
+    drafts = tuple(range(8))
+    model.verify([VerifyStep(0, 0, PROMPT, drafts, None, policy())])
+    model.verify([VerifyStep(1, 0, PROMPT + drafts, (), None, policy())])
+    assert model.runner.cache.prefix_hits == 32
+
+
 def test_a_known_prompt_is_taken_from_the_prefix_cache_with_the_same_verdict(
     checkpoint: Path,
 ) -> None:

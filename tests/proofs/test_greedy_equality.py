@@ -142,14 +142,24 @@ def test_texts_are_the_library_s_when_prompts_come_in_chunks_or_out_of_the_prefi
     chunked = engine.run(requests, gamma=3, max_batch_tokens=90)
     before = cache.prefix_hits
     cached = engine.run(requests, gamma=3, max_batch_tokens=2 * sum(LENGTHS))
-    # the last page of a prompt whose text ends at once is not added to the prefix cache
-    expected = sum(
-        (n - 1) // PAGE_SIZE * PAGE_SIZE
-        for n, text in zip(LENGTHS, pair.texts, strict=True)
-        if len(text) > 1
-    )
+    expected = sum((n - 1) // PAGE_SIZE * PAGE_SIZE for n in LENGTHS)
     assert cache.prefix_hits - before >= expected
     assert chunked.texts == cached.texts == pair.texts
+
+
+@pytest.mark.parametrize(("gamma", "max_tokens"), [(0, 1), (3, 8)])
+def test_equal_prompts_at_once_are_computed_once_and_every_text_is_the_library_s(
+    pairs: Mapping[str, Pair], gamma: int, max_tokens: int
+) -> None:
+    pair, longest = pairs["qwen2"], max(LENGTHS)
+    engine = Engine(pair.target, pair.draft)
+    requests = greedy([prompts()[-1]] * 8, max_tokens=max_tokens)
+    run = engine.run(requests, gamma=gamma, max_batch_tokens=2 * longest)
+    assert run.texts == [pair.texts[-1][:max_tokens]] * 8
+    assert engine.drafter is not None
+    for model in (engine.target, engine.drafter)[: 1 + (gamma > 0)]:
+        cache = model.runner.cache
+        assert longest <= cache.prefix_queries - cache.prefix_hits <= longest + 8 * PAGE_SIZE
 
 
 @pytest.mark.parametrize("gamma", [0, 5])

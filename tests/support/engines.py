@@ -268,6 +268,7 @@ def load_target(
         spec.end_ids,
         page_size=cache.page_size,
         num_pages=cache.num_pages,
+        prefix_caching=cache.prefix_caching,
     )
     info = replace(info, decoder_start=spec.decoder_start)
     return TargetModel(opened.runner, info, network=opened.network, returns_hidden=returns_hidden)

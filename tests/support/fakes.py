@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 from specserve.config.tree import LimitsConfig, SpeculationConfig
 from specserve.engine import Coordinator
-from specserve.engine.coordinator import MAX_BATCH_TOKENS
 from specserve.engine.trace import Round
 from specserve.types import (
     Chunk,
+    Curve,
     Drafter,
     DraftStep,
     ModelInfo,
@@ -49,6 +49,8 @@ def model_info(
     page_size: int = 4,
     max_context: int = 10_000,
     end_ids: frozenset[int] = frozenset(),
+    curve: Curve = (),
+    prefix_caching: bool = False,
 ) -> ModelInfo:
     return ModelInfo(
         vocab_size=VOCAB,
@@ -56,6 +58,8 @@ def model_info(
         end_ids=end_ids,
         page_size=page_size,
         num_pages=num_pages,
+        curve=curve,
+        prefix_caching=prefix_caching,
     )
 
 
@@ -73,7 +77,7 @@ def open_coordinator(
     verifier: str | None = None,
     lenience: float = 1.0,
     draft_context: int | None = None,
-    max_batch_tokens: int = MAX_BATCH_TOKENS,
+    max_batch_tokens: int | None = None,
     remote_workers: bool = False,
     report: Callable[[Round], None] | None = None,
 ) -> Coordinator:
@@ -81,14 +85,15 @@ def open_coordinator(
         target,
         drafter,
         info=info,
-        limits=LimitsConfig(max_running=max_running, max_queued=max_queued),
+        limits=LimitsConfig(
+            max_running=max_running, max_queued=max_queued, max_batch_tokens=max_batch_tokens
+        ),
         speculation=SpeculationConfig(
             gamma=gamma, max_gamma=max_gamma, verifier=verifier, lenience=lenience
         ),
         emit=emit,
         clock=clock,
         draft_context=draft_context,
-        max_batch_tokens=max_batch_tokens,
         remote_workers=remote_workers,
         report=report,
     )

@@ -110,7 +110,6 @@ class SimulatedReplica:
             clock=clock,
             limits=config.limits,
             speculation=config.speculation,
-            max_batch_tokens=scenario.batch_tokens,
             report=self._round_totals.add,
             remote_workers=drafter is not None,
         )

@@ -12,7 +12,6 @@ from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.pass_times import PassTime
 
 DEFAULT_PAGES = 10**6
-BATCH_TOKENS = 512  # the engine's own
 
 
 class Mode(StrEnum):
@@ -48,7 +47,6 @@ class Scenario:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     host: HostConfig = field(default_factory=HostConfig)
     context: int = 32768  # used if the config has no limits.max_context
-    batch_tokens: int = BATCH_TOKENS
     startup_s: float = 0.0  # of replicas that are added later; the first ones are ready at once
     seed: int = 0
 

@@ -28,7 +28,6 @@ from specserve.tools.simulate.fit import pass_time_from_trace
 from specserve.tools.simulate.load import LoadConfig, arrivals
 from specserve.tools.simulate.pass_times import LinearPassTime, PassTime, RooflinePassTime
 from specserve.tools.simulate.scenario import (
-    BATCH_TOKENS,
     DEFAULT_PAGES,
     DeviceGroup,
     Mode,
@@ -118,8 +117,6 @@ class StudyConfig:
     load: LoadConfig = subsection(LoadConfig)
     sweep: SweepConfig = subsection(SweepConfig)
     find: FindConfig | None = setting(None, section(FindConfig))
-    # Upper limit of prompt and draft tokens in a round of the target.
-    batch_tokens: int = setting(BATCH_TOKENS, integer(1, 2**20))
     seed: int = setting(0, integer(0, 2**31))
 
 
@@ -190,7 +187,6 @@ def scenario(study: StudyConfig, *, directory: Path, split: SplitConfig | None =
         config=study.config,
         acceptance=study.acceptance,
         host=devices.host,
-        batch_tokens=study.batch_tokens,
         startup_s=devices.startup_s,
         seed=study.seed,
     )
