@@ -40,12 +40,14 @@ class Style:
     """How a module's weight and bias, or a bare parameter (`weight`), are divided.
 
     With `sums`, the ranks' outputs add up to the module's, so its bias belongs to rank 0 alone.
+    With `gathers`, each rank computes a share of the outputs from all of the ranks' inputs.
     With `once`, a bare parameter belongs to rank 0 alone.
     """
 
     weight: Cut | None = None
     bias: Cut | None = None
     sums: bool = False
+    gathers: bool = False
     once: bool = False
 
 
@@ -68,7 +70,14 @@ STYLES: Mapping[str, Style] = {
     "last": Style(Cut(-1)),
     "second_to_last": Style(Cut(-2)),
     "once": Style(once=True),
+    "gathered_rowwise": Style(Cut(-2), Cut(-1), gathers=True),
+    "transposed_gathered_rowwise": Style(Cut(-1), Cut(-1), gathers=True),
 }
+GATHERED_STYLES: Mapping[str, str] = {
+    "rowwise": "gathered_rowwise",
+    "transposed_rowwise": "transposed_gathered_rowwise",
+}
+"""Styles of layers that would sum over the ranks, and those that gather their inputs instead."""
 
 T5_PARTS = {
     "SelfAttention.q": "colwise",
@@ -177,6 +186,20 @@ def plan_for(config: Any) -> Mapping[str, str]:
         pattern: "colwise_kv" if style == "colwise" and pattern.endswith(KV_NAMES) else style
         for pattern, style in plan.items()
     }
+
+
+def gathered_plan(config: Any) -> Mapping[str, str]:
+    """Return the plan of a model whose bits do not depend on the number of ranks.
+
+    Raises NoShardingPlan for experts, which are divided inside and summed over the ranks.
+    """
+    plan = plan_for(config)
+    if "moe_tp_experts" in plan.values():
+        raise NoShardingPlan(
+            f"{config.model_type} models have experts, whose sums over the ranks depend on their "
+            "number; leave target.degree_invariant out"
+        )
+    return {pattern: GATHERED_STYLES.get(style, style) for pattern, style in plan.items()}
 
 
 def check_plan(config: Any, size: int) -> None:

@@ -1,14 +1,14 @@
 """Tensor parallelism from outside: the part of each parameter that a rank holds, and the sums.
 
-Plain tensors, one all-reduce behind each row-wise layer. Knows no files, and of architectures no
-more than their plans.
+Plain tensors, one sum over the ranks behind each row-wise layer. Knows no files, and of
+architectures no more than their plans.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,22 +27,64 @@ from specserve.models.plans import (
     HeadCounts,
     Style,
     check_plan,
+    gathered_plan,
     plan_for,
 )
+
+EXCHANGED_BYTES = 1 << 20
+"""Size from which each rank adds a share of the elements, where gathering all costs more."""
+# torch renamed it in 2.13.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class RowWiseLinear(Protocol):
+    """A linear layer whose inputs are divided among the ranks."""
+
+    def forward(self, x: Tensor) -> Tensor: ...
+    def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank of those that share a model. The group None is the default process group."""
+    """One rank of those that share a model. The group None is the default process group.
+
+    Where it `gathers`, row-wise layers gather their inputs, of which each rank computes a share of
+    the outputs: no sum depends on the number of ranks. Else each rank has a share of the inputs,
+    and their outputs are summed.
+    """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
+    gathers: bool = False
+
+    def add_to_residual(self, linear: RowWiseLinear, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the residual plus a row-wise layer's output: x is this rank's part [rows, n]."""
+        if not self.gathers:
+            return residual + self.sum(linear.forward(x))
+        own = residual.chunk(self.size, dim=-1)[self.rank].contiguous()
+        return self.join(linear.add_to_residual(self.join(x), own))
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Sum over the ranks in place (all-reduce), and return the tensor."""
-        dist.all_reduce(partial, group=self.group)
-        return partial
+        """Return the sum over the ranks, each element added in rank order; `partial` is lost.
+
+        An all-reduce of three ranks or more adds in an order that depends on the number of rows.
+        """
+        if self.size <= 2:
+            dist.all_reduce(partial, group=self.group)  # one addition, so there is no order
+            return partial
+        elements = partial.reshape(-1)
+        total = (
+            _add_in_order(self._gather_all(elements).view(self.size, -1))
+            if elements.nbytes < EXCHANGED_BYTES
+            else self._exchange_and_add(elements)
+        )
+        return total.view(partial.shape)
+
+    def join(self, part: Tensor) -> Tensor:  # [..., n] -> [..., ranks * n]
+        """Return the columns of all ranks, side by side, on every rank."""
+        parts = self._gather_all(part.reshape(-1)).view(self.size, -1, part.shape[-1])
+        return parts.transpose(0, 1).reshape(*part.shape[:-1], -1)
 
     def minimum(self, count: int, *, device: torch.device) -> int:
         """Return the smallest count of all ranks."""
@@ -55,6 +97,20 @@ class Shard:
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(part, parts, group=self.group, group_dst=0)
+        return parts
+
+    def _exchange_and_add(self, elements: Tensor) -> Tensor:
+        """Return the sum of 1-dimensional tensors, of which each rank adds a share."""
+        padded = F.pad(elements, (0, -len(elements) % self.size))
+        shares = torch.empty_like(padded)
+        dist.all_to_all_single(shares, padded, group=self.group)
+        own = _add_in_order(shares.view(self.size, -1))
+        return self._gather_all(own)[: len(elements)]
+
+    def _gather_all(self, part: Tensor) -> Tensor:
+        """Return all ranks' 1-dimensional tensors, one behind the other, on every rank."""
+        parts = part.new_empty(self.size * len(part))
+        _all_gather(parts, part, group=self.group)
         return parts
 
 
@@ -88,9 +144,8 @@ class Division:
             head,
             config.vocab_size,
         )
-        self._styles = [
-            (_regex(prefix, pattern), STYLES[style]) for pattern, style in plan_for(config).items()
-        ]
+        plan = gathered_plan(config) if shard.gathers else plan_for(config)
+        self._styles = [(_regex(prefix, pattern), STYLES[style]) for pattern, style in plan.items()]
         self._check_experts(module, config)
 
     def part(self, name: str, shape: torch.Size) -> Part | None:
@@ -121,8 +176,9 @@ class Division:
         self._resize(module)
         for name, child in list(module.named_modules()):
             style = self._style(name)
-            if style is not None and style.sums:
-                _replace(module, name, SummedModule(child, self.shard))
+            if style is not None and (style.sums or style.gathers):
+                wrapper = SummedModule if style.sums else GatheredModule
+                _replace(module, name, wrapper(child, self.shard))
         _replace(
             module, self.head, GatheredHead(module.get_submodule(self.head), self.vocab, self.shard)
         )
@@ -187,8 +243,8 @@ class Division:
             )
 
 
-class SummedModule(nn.Module):
-    """A row-wise module, whose output is summed over the ranks."""
+class RowWiseModule(nn.Module):
+    """A module whose inputs are divided among the ranks."""
 
     def __init__(self, inner: nn.Module, shard: Shard) -> None:
         super().__init__()
@@ -202,9 +258,21 @@ class SummedModule(nn.Module):
     def bias(self) -> Any:
         return self.inner.bias
 
+
+class SummedModule(RowWiseModule):
+    """A row-wise module whose output is summed over the ranks."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         partial: Tensor = self.inner(*args, **kwargs)
         return self.shard.sum(partial)
+
+
+class GatheredModule(RowWiseModule):
+    """A row-wise module of which each rank computes a share of the outputs from all inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: Tensor = self.inner(self.shard.join(x))
+        return self.shard.join(own)
 
 
 class GatheredHead(nn.Module):
@@ -225,6 +293,15 @@ class GatheredHead(nn.Module):
         if parts is None:
             return part.new_zeros(1).expand(*part.shape[:-1], self.vocab)
         return torch.cat(parts, dim=-1)[..., : self.vocab]
+
+
+def _add_in_order(parts: Tensor) -> Tensor:  # [ranks, n] -> [n]
+    """Return the sum of the parts from first to last, computed in fp32 and rounded once."""
+    first, *others = parts.unbind(0)
+    total = first.float()
+    for part in others:
+        total += part
+    return total.to(parts.dtype)
 
 
 def _local_sizes(local: HeadCounts, head_dim: int) -> dict[str, int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +29,7 @@ from specserve.errors import NoShardingPlan
 from specserve.models.checkpoints.load import LoadedModel, load_model
 from specserve.models.checkpoints.weights import Weights
 from specserve.models.plans import check_plan
-from specserve.models.shard import Shard
+from specserve.models.shard import EXCHANGED_BYTES, Shard
 from tests.support import checkpoints
 
 PROMPT_LENGTH = 20  # longer than the sliding window
@@ -40,12 +43,19 @@ class Case:
     name: str
     size: int
     dtype: torch.dtype = torch.float32
+    gathers: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}-tp{self.size}-{str(self.dtype).removeprefix('torch.')}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}-tp{self.size}-{dtype}{'-gathers' * self.gathers}"
 
 
-PAIRS = [*(Case(name, 2) for name in checkpoints.ARCHITECTURES), Case("llama", 2, torch.bfloat16)]
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+PAIRS = [
+    *(Case(name, 2) for name in checkpoints.ARCHITECTURES),
+    *(Case(name, 2, gathers=True) for name in checkpoints.ARCHITECTURES if name not in EXPERTS),
+    Case("llama", 2, torch.bfloat16),
+]
 # All but the first repeat kv heads.
 FOURS = [
     Case("llama_four_kv_heads", 4),
@@ -53,6 +63,45 @@ FOURS = [
     Case("qwen2", 4),
     Case("phi3", 4),
 ]
+
+
+# Sums over the ranks
+
+
+def sums(parts: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Return the sums of the first `counts` rows of all ranks' parts [ranks, rows, width].
+
+    The ranks are threads. All of them must arrive at the same bits.
+    """
+    size = len(parts)
+    store: Any = cast(Any, dist).HashStore()
+
+    def rank_sums(rank: int) -> list[Tensor]:
+        backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+        group: Any = dist.ProcessGroup(store, rank, size)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        shard = Shard(rank, size, group)
+        return [shard.sum(parts[rank, :count].clone()) for count in counts]
+
+    with ThreadPoolExecutor(size) as threads:
+        first, *others = threads.map(rank_sums, range(size))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    return first
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_row_s_sum_has_the_same_bits_whatever_rows_come_with_it(
+    size: int, dtype: torch.dtype
+) -> None:
+    # The last is exchanged in shares, which no number of ranks but 2 and 4 divides evenly.
+    counts, width = (1, 2, 3, 5, 8, 17, 33, 64, 580), 1000
+    assert counts[-1] * width * dtype.itemsize > EXCHANGED_BYTES
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(size, counts[-1], width, generator=generator).to(dtype)
+    whole = functools.reduce(torch.add, parts.float()).to(dtype)
+    for count, total in zip(counts, sums(parts, counts), strict=True):
+        assert torch.equal(total, whole[:count]), f"{count} rows"
 
 
 def load(root: Path, case: Case, shard: Shard | None) -> LoadedModel:
@@ -84,7 +133,7 @@ def rank_main(rank: int, root: str) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = rank // 2
     seen = {
-        str(case): logits(load(Path(root), case, Shard(rank % 2, 2, groups[pair])))
+        str(case): logits(load(Path(root), case, Shard(rank % 2, 2, groups[pair], case.gathers)))
         for case in PAIRS[pair::2]
     }
     seen |= {str(case): logits(load(Path(root), case, Shard(rank, RANKS))) for case in FOURS}
@@ -219,3 +268,11 @@ def test_a_refusal_comes_before_any_weight_is_read(tmp_path: Path) -> None:
         NoShardingPlan, match="4 attention heads cannot be shared evenly by 3 ranks"
     ):
         load_model(tmp_path, dtype=torch.float32, device="cpu", shard=Shard(0, 3))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_refused_where_bits_may_not_depend_on_the_number_of_ranks(
+    root: Path, name: str
+) -> None:
+    with pytest.raises(NoShardingPlan, match="have experts"):
+        load(root, Case(name, 2), Shard(0, 2, gathers=True))

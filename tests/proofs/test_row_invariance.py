@@ -1,17 +1,26 @@
 """Row invariance: a position's logits have the same bits whatever shares its pass.
 
-In bf16 on CPU, for every architecture that the tests make.
+In bf16 on CPU, for every architecture that the tests make, on one rank and on several.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.runner import Runner
+from specserve.models.shard import Shard
 from specserve.types import Step
 from tests.support import checkpoints
 
@@ -29,15 +38,19 @@ WIDTHS = {
 BF16 = ModelOptions(dtype="bfloat16", device="cpu", pages=160, prefix_caching=False)
 
 
+def write(name: str, widths: Mapping[str, int], root: Path) -> Path:
+    """Write a checkpoint of these widths into a directory of `root`."""
+    config = {**checkpoints.CONFIGS, **checkpoints.ENCODER_DECODERS}[name]()
+    for key, value in widths.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    return checkpoints.write(config, root / name)
+
+
 @pytest.fixture(scope="module", params=checkpoints.ARCHITECTURES)
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    config = checkpoints.CONFIGS[request.param]()
-    for name, value in WIDTHS.items():
-        if hasattr(config, name):
-            setattr(config, name, value)
-    return open_model(
-        checkpoints.write(config, tmp_path_factory.mktemp("invariance") / request.param), BF16
-    ).runner
+    root = tmp_path_factory.mktemp("invariance")
+    return open_model(write(request.param, WIDTHS, root), BF16).runner
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +64,22 @@ def feed(
 ) -> list[Tensor]:
     """Return the logits of each text, computed in random chunks of up to `largest` tokens.
 
-    Each pass has a random number of the texts.
+    Each pass has a random number of the texts. An encoder reads the text backwards.
     """
     parts: list[list[Tensor]] = [[] for _ in texts]
-    done = [0] * len(texts)
-    while any(start < LENGTH for start in done):
-        waiting = [i for i, start in enumerate(done) if start < LENGTH]
+    done, length = [0] * len(texts), len(texts[0])
+    while any(start < length for start in done):
+        waiting = [i for i, start in enumerate(done) if start < length]
         chosen = rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)].tolist()
-        counts = [min(int(rng.integers(1, largest + 1)), LENGTH - done[i]) for i in chosen]
+        counts = [min(int(rng.integers(1, largest + 1)), length - done[i]) for i in chosen]
         logits = runner.run(
             [
-                Step(i, done[i], texts[i][done[i] : done[i] + n])
+                Step(
+                    i,
+                    done[i],
+                    texts[i][done[i] : done[i] + n],
+                    () if done[i] or runner.encoder_cache is None else texts[i][::-1],
+                )
                 for i, n in zip(chosen, counts, strict=True)
             ],
             counts,
@@ -81,3 +99,126 @@ def test_bits_do_not_depend_on_chunks_or_on_other_texts(
     mixed = feed(runner, texts, np.random.default_rng(largest), largest=largest)
     differing = sum(int((a != b).any(-1).sum()) for a, b in zip(whole, mixed, strict=True))
     assert differing == 0, f"{differing} of {NUM_TEXTS * LENGTH} positions differ"
+
+
+# Several ranks
+
+RANKS = 4
+RANK_WIDTHS = {
+    "vocab_size": 384,
+    "hidden_size": 192,
+    "num_attention_heads": 12,  # as many as 2, 3 and 4 ranks can share
+    "num_key_value_heads": 12,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 768,
+    "d_ff": 768,
+    "num_local_experts": 24,
+    "num_experts": 24,
+}
+NUM_COMPANIONS, COMPANY_LENGTH, NUM_ALONE = 64, 5, 3
+SHARED: Mapping[int, tuple[str, ...]] = {
+    2: ("llama", "qwen3_moe"),
+    3: ("llama", "gpt2", "phi3", "gemma2", "qwen3_moe", "gpt_oss", "t5"),
+    4: ("llama", "gpt2", "qwen3_moe", "t5"),
+}
+"""Architectures by number of ranks.
+
+Among them are all styles of division: fused, transposed, packed, experts, an encoder.
+"""
+
+
+INVARIANT = ("llama", "gpt2", "phi3", "t5")
+"""Architectures whose bits are compared between numbers of ranks."""
+
+
+def make_company(rng: np.random.Generator) -> list[tuple[int, ...]]:
+    return [
+        tuple(rng.integers(3, checkpoints.VOCAB, COMPANY_LENGTH).tolist())
+        for _ in range(NUM_COMPANIONS)
+    ]
+
+
+def company_logits(directory: Path, shard: Shard | None) -> Tensor:  # [positions, vocab]
+    rng = np.random.default_rng(2)
+    runner = open_model(directory, BF16, shard=shard).runner
+    return torch.cat(feed(runner, make_company(rng)[:12], rng, largest=COMPANY_LENGTH))
+
+
+def num_differing(directory: Path, shard: Shard) -> int:
+    """Return how many positions have other bits in company than alone.
+
+    The texts that are looked at share their passes with up to 63 others.
+    """
+    rng = np.random.default_rng(1)
+    texts = make_company(rng)
+    runner = open_model(directory, BF16, shard=shard).runner
+    alone = [feed(runner, [text], rng, largest=1)[0] for text in texts[:NUM_ALONE]]
+    return sum(
+        int((a != b).any(-1).sum())
+        for largest in (1, COMPANY_LENGTH)
+        for a, b in zip(alone, feed(runner, texts, rng, largest=largest)[:NUM_ALONE], strict=True)
+    )
+
+
+def rank_main(rank: int, root: str) -> None:
+    """Share each model among two, three and four ranks in turn; rank 0 saves what they find."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=120),
+    )
+    differing: dict[tuple[str, int], int] = {}
+    logits: dict[tuple[str, int], Tensor] = {}
+    for size, names in SHARED.items():
+        group = dist.new_group(list(range(size)))
+        for name in names if rank < size else ():
+            differing[name, size] = num_differing(Path(root) / name, Shard(rank, size, group))
+        for name in INVARIANT if rank < size else ():
+            shard = Shard(rank, size, group, gathers=True)
+            logits[name, size] = company_logits(Path(root) / name, shard)
+    if rank == 0:
+        torch.save((differing, logits), f"{root}/found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of the shared models and of what the ranks found."""
+    root = tmp_path_factory.mktemp("ranks")
+    for name in sorted({*INVARIANT, *(name for names in SHARED.values() for name in names)}):
+        write(name, RANK_WIDTHS, root)
+    # Ranks are forked from one process that has imported everything.
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    ranks: Any = mp
+    ranks.start_processes(rank_main, (str(root),), nprocs=RANKS, start_method="forkserver")
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(ranks_root: Path) -> tuple[dict[tuple[str, int], int], dict[tuple[str, int], Tensor]]:
+    """Return the number of positions that differ, and logits, by architecture and ranks."""
+    return torch.load(ranks_root / "found.pt")  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, size) for size, names in SHARED.items() for name in names]
+)
+def test_bits_on_several_ranks_do_not_depend_on_other_texts(
+    found: tuple[dict[tuple[str, int], int], Any], name: str, size: int
+) -> None:
+    differing = found[0][name, size]
+    assert differing == 0, f"{differing} of {2 * NUM_ALONE * COMPANY_LENGTH} positions differ"
+
+
+@pytest.mark.parametrize("size", SHARED)
+@pytest.mark.parametrize("name", INVARIANT)
+def test_ranks_that_gather_have_the_bits_of_one_rank(
+    ranks_root: Path, found: tuple[Any, dict[tuple[str, int], Tensor]], name: str, size: int
+) -> None:
+    whole = company_logits(ranks_root / name, None)
+    differing = int((found[1][name, size] != whole).any(-1).sum())
+    assert differing == 0, f"{differing} of {len(whole)} positions differ"
