@@ -6,8 +6,11 @@ speed of memory; elsewhere layers are plain.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,59 @@ LONG_INNER = 1024
 """Inner size from about which oneDNN sums a single row in another order."""
 
 
+class LinearWeights(Protocol):
+    """The memory of linear layers' weights, which they ask for in the order of construction."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Return a weight [out, in] in the processor's own layout."""
+        ...
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a bias, or a weight that is not packed."""
+        ...
+
+
+class PrivateWeights:
+    """Weights in this process's own memory."""
+
+    def pack(self, weight: Tensor) -> Tensor:
+        packed: Tensor = pack_weight(weight)
+        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), weight.numel() * weight.element_size())
+        return packed
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+
+PRIVATE_WEIGHTS = PrivateWeights()
+# The choice is the same for all layers of a network, whose constructors would only hand it on.
+_linear_weights: ContextVar[LinearWeights] = ContextVar("weights", default=PRIVATE_WEIGHTS)
+
+
+@contextmanager
+def linear_weights(weights: LinearWeights) -> Iterator[None]:
+    """Take the weights of the linear layers that are made meanwhile from `weights`."""
+    token = _linear_weights.set(weights)
+    try:
+        yield
+    finally:
+        _linear_weights.reset(token)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
+    return packed
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Return whether a weight is packed; one on the meta device stands for one on the CPU."""
+    return (
+        weight.device.type in ("cpu", "meta")
+        and weight.dtype == torch.bfloat16
+        and torch._C._has_mkldnn
+    )
+
+
 class PackedLinear(nn.Module):
     """The product x W^T + b with a packed weight.
 
@@ -29,13 +85,11 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.bias = None if bias is None else bias.detach()
+        weights = _linear_weights.get()
+        self.weight = weights.pack(weight)
+        self.bias = None if bias is None else weights.keep(bias)
         self.pads_single_row = self.in_features >= LONG_INNER
         self._product = torch.ops.mkldnn._linear_pointwise
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
-        use_huge_pages(
-            torch.ops.mkldnn.data_ptr(self.weight), weight.numel() * weight.element_size()
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
@@ -70,7 +124,9 @@ class PlainLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        weights = _linear_weights.get()
+        self.weight = weights.keep(weight)
+        self.bias = None if bias is None else weights.keep(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -80,8 +136,7 @@ class PlainLinear(nn.Module):
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:
-    packs = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch._C._has_mkldnn
-    return PackedLinear(weight, bias) if packs else PlainLinear(weight, bias)
+    return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
 
 
 def join_linears(parent: Any, *names: str) -> PackedLinear | PlainLinear:
@@ -115,9 +170,8 @@ def pack_linears(module: nn.Module) -> None:
         if weight is None:
             pack_linears(child)
             continue
-        packed = make_linear(weight, child.bias)
-        if isinstance(packed, PackedLinear):
-            setattr(module, name, packed)
+        if can_pack(weight):
+            setattr(module, name, PackedLinear(weight, child.bias))
 
 
 def _linear_weight(module: Any) -> Tensor | None:  # [out, in]

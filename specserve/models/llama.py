@@ -19,7 +19,6 @@ from specserve.models.layers import (
     PlainLinear,
     RMSNorm,
     join_linears,
-    make_linear,
     pack_linears,
     take_linear,
 )
@@ -64,7 +63,7 @@ class FusedNetwork:
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps)
         pack_linears(module.lm_head)  # a rank's share is nested; the whole head is a plain linear
         self._head = (
-            make_linear(module.lm_head.weight, module.lm_head.bias)
+            take_linear(module, "lm_head")
             if isinstance(module.lm_head, nn.Linear)
             else module.lm_head
         )
@@ -163,11 +162,11 @@ class FusedLayer:
     def _add_to_residual(
         self, linear: PackedLinear | PlainLinear, x: Tensor, residual: Tensor
     ) -> Tensor:
-        """Add a row-wise layer's output, summed over the ranks, to the residual."""
+        """Add a row-wise layer's output, of all ranks, to the residual."""
         return (
             linear.add_to_residual(x, residual)
             if self.shard is None
-            else residual + self.shard.sum(linear.forward(x))
+            else self.shard.add_to_residual(linear, x, residual)
         )
 
 

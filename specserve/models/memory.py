@@ -36,6 +36,17 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
+def release_freed_memory() -> None:
+    """Give freed memory back to the system once, after work that will not come again."""
+    malloc_trim = (
+        getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if sys.platform.startswith("linux")
+        else None
+    )
+    if malloc_trim is not None:
+        malloc_trim(ctypes.c_size_t(0))
+
+
 def use_huge_pages(address: int, num_bytes: int) -> None:
     """Ask Linux to put this memory into huge pages, as far as it consists of whole ones.
 

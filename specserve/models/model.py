@@ -23,12 +23,20 @@ from specserve.models.attention import (
     sdpa_kernel,
 )
 from specserve.models.cache import PagedCache
-from specserve.models.checkpoints.load import Architecture, load_model, register_attention
+from specserve.models.checkpoints.load import (
+    Architecture,
+    LoadedModel,
+    load_model,
+    register_attention,
+)
+from specserve.models.checkpoints.packed import PackedCheckpoint
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
+from specserve.models.layers import PRIVATE_WEIGHTS, linear_weights
 from specserve.models.memory import free_memory, keep_freed_memory, num_pages_for, require_room
 from specserve.models.network import ShareableNetwork, build_network, library_attention
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
+from specserve.models.shared_weights import open_shared_weights
 from specserve.models.t5 import T5Network
 
 ATTENTION_NAME = "specserve"
@@ -53,6 +61,8 @@ class ModelOptions:
     prefix_caching: bool = True
     max_context: int | None = None
     max_sequences: int = 64  # no more pages than that many full contexts
+    shares_weights: bool = False  # with other processes of the node, on CPUs
+    weights_directory: Path | None = None  # None: in memory
 
     @classmethod
     def from_config(cls, own: TargetConfig | DraftConfig, config: Config) -> ModelOptions:
@@ -67,6 +77,10 @@ class ModelOptions:
             prefix_caching=config.cache.prefix_caching,
             max_context=config.limits.max_context,
             max_sequences=config.limits.max_running,
+            shares_weights=config.weights.shared is True,
+            weights_directory=None
+            if config.weights.directory is None
+            else Path(config.weights.directory),
         )
 
 
@@ -96,40 +110,72 @@ def open_model(
     device = torch.device(_resolve_device(options.device))
     dtype = resolve_dtype(options.dtype, device)
     kernel, page_size = _resolve_kernel(options, device)
+    ranks = 1 if shard is None else shard.size
     if device.type == "cpu":
         keep_freed_memory()
     register_attention(ATTENTION_NAME, library_attention)
-    if not skip:
-        require_room(
-            directory, dtype=dtype, device=device, ranks=1 if shard is None else shard.size
+
+    def load(packed: PackedCheckpoint | None = None) -> LoadedModel:
+        return load_model(
+            directory,
+            dtype=dtype,
+            device=device,
+            shard=shard,
+            attention=ATTENTION_NAME,
+            skip=skip,
+            packed=packed,
         )
-    loaded = load_model(
-        directory, dtype=dtype, device=device, shard=shard, attention=ATTENTION_NAME, skip=skip
-    )
+
+    def build(loaded: LoadedModel, cache: PagedCache) -> ShareableNetwork | T5Network:
+        if loaded.spec.is_encoder_decoder:
+            return T5Network(loaded, cache, shard=shard)
+        return build_network(
+            loaded, cache, kernel=kernel, shard=shard, returns_hidden=returns_hidden
+        )
+
+    def make_cache(spec: Architecture, num_pages: int) -> PagedCache:
+        return PagedCache(
+            num_layers=spec.num_layers,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            # With an encoder, the keys of a text depend on its encoder input, too.
+            prefix_caching=options.prefix_caching and not spec.is_encoder_decoder,
+        )
+
+    packed = None
+    if options.shares_weights and device.type == "cpu":
+        packed = open_shared_weights(
+            directory,
+            options.weights_directory,
+            dtype=dtype,
+            ranks=ranks,
+            part=(None if shard is None else (shard.rank, shard.size, shard.gathers), tuple(skip)),
+            load=load,
+            build=lambda loaded: build(loaded, make_cache(loaded.spec, 1)),
+        )
+    if packed is None and not skip:
+        require_room(directory, dtype=dtype, device=device, ranks=ranks)
+    loaded = load(packed)
     spec = loaded.spec
     context = _context(spec, options)
-    cache = PagedCache(
-        num_layers=spec.num_layers,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        num_pages=options.pages
+    cache = make_cache(
+        spec,
+        options.pages
         or _num_pages(
             options, spec, shard, context=context, page_size=page_size, dtype=dtype, device=device
         ),
-        page_size=page_size,
-        dtype=dtype,
-        device=device,
-        # With an encoder, the keys of a text depend on its encoder input, too.
-        prefix_caching=options.prefix_caching and not spec.is_encoder_decoder,
     )
-    with torch.inference_mode():
-        if spec.is_encoder_decoder:
-            t5 = T5Network(loaded, cache, shard=shard)
-            return Model(Runner(t5, cache, device=device, encoder=t5), spec, context)
-        net = build_network(
-            loaded, cache, kernel=kernel, shard=shard, returns_hidden=returns_hidden
-        )
+    with torch.inference_mode(), linear_weights(packed or PRIVATE_WEIGHTS):
+        net = build(loaded, cache)
+    if packed is not None:
+        packed.check_finished()
+    if isinstance(net, T5Network):
+        return Model(Runner(net, cache, device=device, encoder=net), spec, context)
     if device.type != "cuda" or shard is not None:
         return Model(Runner(net, cache, device=device), spec, context, net)
     graphed = GraphedNetwork(net)

@@ -23,7 +23,6 @@ from specserve.models.layers import (
     PlainLinear,
     RMSNorm,
     join_linears,
-    make_linear,
     pack_linears,
     take_linear,
 )
@@ -61,7 +60,7 @@ class T5Network:
         )  # where the head is the embedding
         pack_linears(module.lm_head)  # a rank's share is nested; the whole head is a plain linear
         self.head = (
-            make_linear(module.lm_head.weight)
+            take_linear(module, "lm_head")
             if isinstance(module.lm_head, nn.Linear)
             else module.lm_head
         )
@@ -220,10 +219,10 @@ def _attend_all(
 def _add_to_residual(
     out: PackedLinear | PlainLinear, x: Tensor, residual: Tensor, shard: Shard | None
 ) -> Tensor:
-    """Add a row-wise layer's output, summed over the ranks, to the residual."""
+    """Add a row-wise layer's output, of all ranks, to the residual."""
     if shard is None:
         return out.add_to_residual(x, residual)
-    return residual + shard.sum(out.forward(x))
+    return shard.add_to_residual(out, x, residual)
 
 
 def _norm(norm: Any) -> RMSNorm:

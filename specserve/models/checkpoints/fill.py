@@ -34,8 +34,17 @@ def fill(
         key = stored[name] if division is None or division.part(name, empty.shape) is None else name
         if key not in read:
             read[key] = _read_part(weights, stored[name], division, name, empty)
-        _set_tensor(module, name, read[key])
+        set_tensor(module, name, read[key])
     check_complete(weights.directory, unexpected=_unexpected(module, weights, ignored))
+
+
+def fill_shapes(module: Any, division: Division) -> None:
+    """Give the parameters of an empty module the shapes of a rank's part."""
+    wanted: dict[str, Tensor] = module.state_dict()
+    for name, empty in wanted.items():
+        part = division.part(name, empty.shape)
+        if part is not None:
+            set_tensor(module, name, empty.new_empty(part.shape(empty.shape)))
 
 
 def _stored_name(name: str, weights: Weights, tied: dict[str, str]) -> str:
@@ -65,7 +74,8 @@ def _read_part(
     return (torch.zeros_like(tensor) if is_zero else tensor).to(empty.dtype)
 
 
-def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
+    """Replace a parameter or buffer."""
     owner, _, leaf = name.rpartition(".")
     parent = module.get_submodule(owner)
     setattr(

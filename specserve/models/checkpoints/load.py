@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as library_logging
 
 from specserve.errors import ModelError, UnsupportedModel, first_line
-from specserve.models.checkpoints.fill import check_complete, fill
+from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes
 from specserve.models.checkpoints.weights import Weights
 from specserve.models.plans import HeadCounts, check_plan
 from specserve.models.shard import Division, Shard
@@ -78,6 +78,12 @@ class LoadedModel:
     config: Any  # the checkpoint's own, whatever the shard
     spec: Architecture
     layers: tuple[int, ...]  # numbers of the layers that are there
+
+
+class PackedState(Protocol):
+    """The state of a module whose linear layers have their weights elsewhere."""
+
+    def fill(self, module: nn.Module) -> None: ...
 
 
 @contextmanager
@@ -192,11 +198,12 @@ def load_model(
     shard: Shard | None = None,
     attention: str = "sdpa",
     skip: Collection[int] = (),
+    packed: PackedState | None = None,
 ) -> LoadedModel:
     """Load the model of a checkpoint for inference, without the layers to `skip`.
 
-    With layers to skip, or with a shard of several ranks, what is left out is never read. Raises
-    ModelError.
+    With layers to skip, or with a shard of several ranks, what is left out is never read. With
+    packed weights nothing is: they are taken from there. Raises ModelError.
     """
     config = read_config(directory)
     size = 1 if shard is None else shard.size
@@ -210,13 +217,18 @@ def load_model(
     elif attention not in LIBRARY_ATTENTION:
         _check_attention(config)
     with quiet_library(), library_errors(directory):
-        if skip:
+        if packed is not None:
+            module = _empty_part(config, shard, skip, dtype=dtype, attention=attention)
+            packed.fill(module)
+        elif skip:
             module = _load_partial(directory, config, skip, dtype=dtype, attention=attention)
         elif shard is None or size == 1:
             module = _load_whole(directory, config, dtype=dtype, attention=attention)
         else:
             module = _load_share(directory, config, shard, dtype=dtype, attention=attention)
-        module.to(device).eval().requires_grad_(False)
+        if packed is None:
+            module.to(device)
+        module.eval().requires_grad_(False)
         spec = architecture(directory, config, size)
         layers = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
         return LoadedModel(module, config, replace(spec, num_layers=len(layers)), layers)
@@ -333,6 +345,20 @@ def _load_share(
     division = make_division(module, shard)
     fill(module, Weights(directory, prefix=_prefix(module)), division)
     division.narrow(module)
+    return module
+
+
+def _empty_part(
+    config: Any, shard: Shard | None, skip: Collection[int], *, dtype: torch.dtype, attention: str
+) -> Any:
+    """Return the module that loading would return, with shapes instead of weights."""
+    module = empty_module(config, dtype=dtype, attention=attention)
+    if skip:
+        return without_layers(module, skip)
+    if shard is not None and shard.size > 1:
+        division = make_division(module, shard)
+        fill_shapes(module, division)
+        division.narrow(module)
     return module
 
 
