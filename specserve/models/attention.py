@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.models.layout import AttentionGroup, Layout
+from specserve.models.shape_buckets import BATCH_PIECES, QUERY_PIECES, pieces
 
 FLASH_PAGE_MULTIPLE = 256
 """FlashAttention's paged kernels need page sizes that are a multiple of this."""
@@ -96,43 +97,63 @@ def invariant_kernel(
     """Compute two batched products with an fp32 softmax between them.
 
     The second product sums over blocks of keys, which are added up in order. A product's bits
-    depend on the length that it sums over, and on nothing else once oneDNN computes it.
+    depend on the length that it sums over, and on nothing else once oneDNN computes it. So its
+    shape may be any: queries and batches are cut into pieces of few sizes.
     """
-    kv_heads, heads = keys.shape[1], q.shape[1]
+    n, t, heads = group.seqs, group.queries, q.shape[1]
+    k, v, bias = _gather(group, keys), _gather(group, values), group.bias(variant.window)
+    q = q.view(n, t, heads, -1)
+    parts = pieces(t, QUERY_PIECES) if q.is_cpu else ()
+    if len(parts) < 2:
+        return _attend_queries(group, k, v, q, bias, variant).flatten(0, 1)
+    attended = [
+        _attend_queries(group, k, v, q[:, start:stop], bias[:, :, start:stop], variant)
+        for start, stop in parts
+    ]
+    return torch.cat(attended, dim=1).flatten(0, 1)
+
+
+def _attend_queries(
+    group: AttentionGroup,
+    k: Tensor,  # [seqs * kv_heads, context, dim], and v
+    v: Tensor,
+    q: Tensor,  # [seqs, queries, heads, dim]
+    bias: Tensor,  # [seqs, kv_heads or 1, queries, 1, context]
+    variant: AttentionVariant,
+) -> Tensor:  # [seqs, queries, heads, dim]
+    n, t, heads, _ = q.shape
+    kv_heads, c = len(k) // n, group.context
     shared = heads // kv_heads  # query heads that share a key head
-    n, t, c = group.seqs, group.queries, group.context
-    k, v = _gather(group, keys), _gather(group, values)
-    scores = torch.bmm(_by_head(q, n, t, kv_heads), k.transpose(1, 2)).view(
+    scores = _dot(_by_head(q, kv_heads), k, kv_heads, block=group.key_block).view(
         n, kv_heads, t, shared, c
     )
-    scores = _scale_and_mask(scores, group.bias(variant.window), variant).view(
-        n * kv_heads, t * shared, c
-    )
+    scores = _scale_and_mask(scores, bias, variant).view(n * kv_heads, t * shared, c)
     weights = (
         _softmax_with_sinks(scores, variant.sinks, kv_heads, t)
         if variant.sinks is not None
         else scores.softmax(-1)
     )
     out = _weighted_sum(
-        weights.to(v.dtype), v, block=group.key_block
+        weights.to(v.dtype), v, kv_heads, block=group.key_block
     )  # [n * kv_heads, t * shared, dim]
     if t == 1:
-        return out.reshape(n, heads, -1)
-    return out.view(n, kv_heads, t, shared, -1).transpose(1, 2).reshape(n * t, heads, -1)
+        return out.reshape(n, 1, heads, -1)
+    return out.view(n, kv_heads, t, shared, -1).transpose(1, 2).reshape(n, t, heads, -1)
 
 
-def _by_head(q: Tensor, seqs: int, queries: int, kv_heads: int) -> Tensor:
-    """Return q [seqs * queries, heads, dim] as [seqs * kv_heads, queries * shared, dim].
+def _by_head(q: Tensor, kv_heads: int) -> Tensor:
+    """Return q [seqs, queries, heads, dim] as [seqs * kv_heads, queries * shared, dim].
 
     `shared` is the number of query heads that share a key head. Single queries are in this order
     already.
     """
+    seqs, queries, _, dim = q.shape
     if queries == 1:
-        return q.reshape(seqs * kv_heads, -1, q.shape[2])
+        return q.reshape(seqs * kv_heads, -1, dim)
     return (
-        q.view(seqs, queries, kv_heads, -1, q.shape[2])
+        q.reshape(seqs, queries, kv_heads, -1, dim)
         .transpose(1, 2)
-        .reshape(seqs * kv_heads, -1, q.shape[2])
+        .reshape(seqs * kv_heads, -1, dim)
     )
 
 
@@ -152,16 +173,42 @@ def _scale_and_mask(scores: Tensor, bias: Tensor, variant: AttentionVariant) -> 
     )
 
 
-def _weighted_sum(weights: Tensor, values: Tensor, *, block: int) -> Tensor:
+def _dot(q: Tensor, k: Tensor, unit: int, *, block: int) -> Tensor:
+    """Return the product of q [n, rows, dim] with each of k [n, keys, dim]: [n, rows, keys].
+
+    Each block of keys is a product of its own.
+    """
+    n, rows, dim = q.shape
+    num_blocks = k.shape[1] // block
+    if num_blocks == 1:
+        return _product(q, k.transpose(1, 2), unit)
+    q = q.unsqueeze(1).expand(n, num_blocks, rows, dim).reshape(-1, rows, dim)
+    parts = _product(q, k.view(-1, block, dim).transpose(1, 2), unit)
+    return parts.view(n, num_blocks, rows, block).transpose(1, 2).reshape(n, rows, -1)
+
+
+def _product(a: Tensor, b: Tensor, unit: int) -> Tensor:
+    """Return a @ b for batches of matrices, in pieces of few sizes times `unit`."""
+    parts = pieces(len(a) // unit, BATCH_PIECES) if a.is_cpu else ()
+    if len(parts) < 2:
+        return torch.bmm(a, b)
+    out = a.new_empty(len(a), a.shape[1], b.shape[2])
+    for start, stop in parts:
+        piece = slice(start * unit, stop * unit)
+        torch.bmm(a[piece], b[piece], out=out[piece])
+    return out
+
+
+def _weighted_sum(weights: Tensor, values: Tensor, unit: int, *, block: int) -> Tensor:
     """Return the product [n, rows, keys] @ [n, keys, dim], summed block by block.
 
     Padding blocks add zeros and change no bit.
     """
     n, rows, keys = weights.shape
     if keys == block:
-        return torch.bmm(weights, values)
+        return _product(weights, values, unit)
     blocks = weights.view(n, rows, -1, block).transpose(1, 2).reshape(-1, rows, block)
-    parts = torch.bmm(blocks, values.view(-1, block, values.shape[2])).view(
+    parts = _product(blocks, values.view(-1, block, values.shape[2]), unit).view(
         n, -1, rows, values.shape[2]
     )
     # A running sum adds in order, which `sum` does not promise.

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from specserve.models.attention import AttentionVariant, invariant_kernel
 from specserve.models.layout import Geometry, Writes
 from specserve.models.planner import Planner
-from specserve.models.shape_buckets import bucket_size
+from specserve.models.shape_buckets import BATCH_PIECES, QUERY_PIECES, bucket_size, pieces
 
 # Prompts of forty lengths, one after the other and batched with the rounds of others.
 PROGRAM = """
@@ -81,6 +82,55 @@ def test_mixed_groups_have_few_shapes_and_each_row_once() -> None:
     assert {queries for _, queries in shapes} <= {
         bucket_size(queries, exact=4) for queries in range(1, 33)
     } | {bucket_size(n) for n in range(33, 81)}
+
+
+def test_a_size_is_cut_into_few_pieces_of_known_sizes() -> None:
+    assert pieces(8, BATCH_PIECES) == ((0, 8),)
+    assert pieces(13, BATCH_PIECES) == ((0, 12), (12, 13))
+    for sizes in (BATCH_PIECES, QUERY_PIECES):
+        for size in range(1, 600):
+            ranges = pieces(size, sizes)
+            assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+            assert ranges[-1][1] == size
+            assert {stop - start for start, stop in ranges} <= set(sizes)
+    assert max(len(pieces(size, BATCH_PIECES)) for size in range(1, 65)) == 3
+
+
+def test_attention_gives_its_kernels_shapes_that_are_known_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Random rounds meet no shape outside a set that does not grow with the contexts."""
+    kv_heads, shared, dim, block = 2, 2, 32, 256
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    product = torch.bmm
+
+    def record(a: torch.Tensor, b: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
+        seen.add((tuple(a.shape), tuple(b.shape)))
+        return product(a, b, **out)
+
+    monkeypatch.setattr(torch, "bmm", record)
+    rng = random.Random(1)
+    planner = Planner(Geometry(16, kv_heads, block, torch.device("cpu")))
+    pool = torch.zeros(64 * 16, kv_heads, dim, dtype=torch.bfloat16)
+    for _ in range(60):
+        counts = np.array(
+            [rng.choice((1, 2, 5, rng.randint(1, 600))) for _ in range(rng.randint(1, 30))]
+        )
+        if rng.random() < 0.5:
+            counts[:] = rng.randint(1, 9)
+        starts = np.array([rng.randrange(420) for _ in counts])
+        block_table = np.zeros((len(counts), 64), dtype=np.int64)
+        for group in planner.lay_out(Writes(starts, counts, block_table)).groups:
+            q = torch.zeros(group.seqs * group.queries, kv_heads * shared, dim, dtype=pool.dtype)
+            invariant_kernel(group, pool, pool, q, AttentionVariant(1.0))
+    known = {
+        ((kv_heads * batch, shared * queries, *inner), (kv_heads * batch, *inner, *outer))
+        for batch in BATCH_PIECES
+        for queries in QUERY_PIECES
+        for inner, outer in (((dim,), (block,)), ((block,), (dim,)))
+    }
+    assert len(seen) > 60
+    assert seen <= known
 
 
 @pytest.mark.slow
