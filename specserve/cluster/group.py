@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -14,23 +15,31 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specserve.cluster.placement import FIRST_RANK, Bundle
+from specserve.cluster.process_state import process_runs_on
 from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarget, ReportExchange
 from specserve.cluster.supervisor import Worker, Workers, WorkerSupervisor, kill_process
-from specserve.cluster.transport.link import Client, KeyPair
-from specserve.cluster.workers import (
-    DraftWorker,
-    TargetWorker,
-    WorkerHello,
-    WorkerPlace,
-    WorkerReady,
-)
+from specserve.cluster.transport.endpoint import KeyPair
+from specserve.cluster.transport.link import Client
+from specserve.cluster.worker_host import WorkerHello, WorkerHost, WorkerPlace, WorkerReady
 from specserve.config.tree import KINDS_WITHOUT_WORKER, Config
 from specserve.errors import ModelError, SpecserveError, WorkerLost
-from specserve.types import ModelInfo
+from specserve.types import Curve, ModelInfo
 
+T = TypeVar("T")
 TARGET, DRAFT = "target", "draft"
-# Created once, so that the classes are sent to the cluster once and not at each start.
-_ACTORS: dict[type[Any], Any] = {kind: ray.remote(kind) for kind in (TargetWorker, DraftWorker)}
+HOST_TIMEOUT_S = 10.0
+"""Time for a host that has lost its worker to start another one, before it is replaced too."""
+# Created once, so that the class is sent to the cluster once and not at each start.
+_HOST: Any = ray.remote(WorkerHost)
+
+
+@dataclass(frozen=True, slots=True)
+class _StartedWorker:
+    """A worker that has not loaded its model yet."""
+
+    role: str
+    host: Any
+    hello: WorkerHello
 
 
 class WorkerGroup:
@@ -54,6 +63,8 @@ class WorkerGroup:
         self.supervisors: tuple[WorkerSupervisor, ...] = ()
         self.draft_context: int | None = None
         self.info: ModelInfo
+        self._curve: Curve | None = None  # measured by the first ranks
+        self._hosts: dict[int, Any] = {}  # actors, by the number of their bundle
 
     @classmethod
     async def start(
@@ -65,15 +76,20 @@ class WorkerGroup:
         """
         group = cls(config, wanted, KeyPair.generate(), report)
         # The drafter's process starts while the ranks load their weights.
-        drafter = group._create_drafter() if isinstance(group.drafter, RemoteDrafter) else None
-        with _kill_on_failure([] if drafter is None else [drafter]):
-            ranks = await group._start_ranks()
-            group.info = _model_info(ranks)
+        drafter = None
+        if isinstance(group.drafter, RemoteDrafter):
+            drafter = asyncio.create_task(group._start_drafter())
+        ranks: Workers = ()
         try:
-            drafters = () if drafter is None else await group._open_drafter(drafter)
+            ranks = await group._open_ranks()
+            group.info = _model_info(ranks)
+            drafters = () if drafter is None else await group._open_drafter(await drafter)
         except BaseException:
+            if drafter is not None:
+                drafter.cancel()
             for rank in ranks:
                 rank.kill()
+            group._kill_hosts()
             raise
         group._supervise(ranks, drafters)
         return group
@@ -118,6 +134,7 @@ class WorkerGroup:
     async def close(self) -> None:
         """Stop the workers and close their links."""
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
+        self._kill_hosts()
 
     def _supervise(self, ranks: Workers, drafters: Workers) -> None:
         """Create the supervisors.
@@ -130,58 +147,61 @@ class WorkerGroup:
         self._config = replace(
             self._config, cache=replace(self._config.cache, pages=self.info.num_pages)
         )
+        self._curve = self.info.curve
         restarts = self._config.faults.max_restarts
         self.supervisors = (
-            WorkerSupervisor(TARGET, ranks, self.target, self._start_ranks, max_restarts=restarts),
+            WorkerSupervisor(TARGET, ranks, self.target, self._open_ranks, max_restarts=restarts),
         )
         self.draft_context = drafters[0].ready.context if drafters else None
         if isinstance(self.drafter, RemoteDrafter):
             self.supervisors += (
                 WorkerSupervisor(
-                    DRAFT, drafters, self.drafter, self._start_drafter, max_restarts=None
+                    DRAFT, drafters, self.drafter, self._restart_drafter, max_restarts=None
                 ),
             )
 
-    async def _start_ranks(self) -> Workers:
-        config, client_key = self._config, self._keys.public
-        bundles = self._wanted[FIRST_RANK : FIRST_RANK + config.target.tensor_parallel]
-        actors = [
-            _create_actor(TargetWorker, bundle, FIRST_RANK + rank, config, rank, client_key)
-            for rank, bundle in enumerate(bundles)
-        ]
-        with _kill_on_failure(actors):
-            rendezvous = None
-            if len(actors) > 1:
-                rendezvous = await _result(actors[0].open_rendezvous.remote())
-            return tuple(
-                await asyncio.gather(
-                    *(_open_worker(TARGET, actor, self._keys, rendezvous) for actor in actors)
-                )
-            )
-
-    async def _start_drafter(self) -> Workers:
-        return await self._open_drafter(self._create_drafter())
-
-    def _create_drafter(self) -> Any:
-        last = len(self._wanted) - 1
-        return _create_actor(
-            DraftWorker, self._wanted[last], last, self._draft_config, self._keys.public
+    async def _open_ranks(self) -> Workers:
+        started = await _all_or_none(
+            self._start_rank(rank) for rank in range(self._config.target.tensor_parallel)
+        )
+        rendezvous = None
+        if len(started) > 1:
+            rendezvous = await _result(started[0].host.open_rendezvous.remote())
+        return await _all_or_none(
+            _open_worker(rank, self._keys, rendezvous, self._curve) for rank in started
         )
 
-    async def _open_drafter(self, actor: Any) -> Workers:
-        with _kill_on_failure([actor]):
-            return (await _open_worker(DRAFT, actor, self._keys, self.info),)
+    async def _open_drafter(self, started: _StartedWorker) -> Workers:
+        return (await _open_worker(started, self._keys, self.info),)
 
+    async def _restart_drafter(self) -> Workers:
+        return await self._open_drafter(await self._start_drafter())
 
-@contextlib.contextmanager
-def _kill_on_failure(actors: Sequence[Any]) -> Iterator[None]:
-    """Kill the actors if the block raises."""
-    try:
-        yield
-    except BaseException:
-        for actor in actors:
-            ray.kill(actor)
-        raise
+    async def _start_rank(self, rank: int) -> _StartedWorker:
+        call = ("TargetWorker", self._config, self._keys.public, rank)
+        return await self._start_worker(TARGET, FIRST_RANK + rank, call)
+
+    async def _start_drafter(self) -> _StartedWorker:
+        call = ("DraftWorker", self._draft_config, self._keys.public)
+        return await self._start_worker(DRAFT, len(self._wanted) - 1, call)
+
+    async def _start_worker(
+        self, role: str, number: int, call: tuple[object, ...]
+    ) -> _StartedWorker:
+        """Start a worker in the host of its bundle, or in a new one if that does not answer."""
+        host = self._hosts.get(number)
+        if host is not None:
+            with contextlib.suppress(WorkerLost, TimeoutError):
+                hello = await asyncio.wait_for(_result(host.start.remote(*call)), HOST_TIMEOUT_S)
+                return _StartedWorker(role, host, hello)
+            ray.kill(host)
+        host = self._hosts[number] = _create_host(self._wanted[number], number)
+        return _StartedWorker(role, host, await _result(host.start.remote(*call)))
+
+    def _kill_hosts(self) -> None:
+        for host in self._hosts.values():
+            ray.kill(host)
+        self._hosts.clear()
 
 
 def _model_info(ranks: Workers) -> ModelInfo:
@@ -190,8 +210,8 @@ def _model_info(ranks: Workers) -> ModelInfo:
     return info
 
 
-def _create_actor(kind: type[Any], bundle: Bundle, number: int, *arguments: object) -> Any:
-    """Create an actor in the replica's placement group, or, outside of Serve, on any node."""
+def _create_host(bundle: Bundle, number: int) -> Any:
+    """Create a host in the replica's placement group, or, outside of Serve, on any node."""
     group = get_current_placement_group()
     strategy = (
         None
@@ -209,24 +229,37 @@ def _create_actor(kind: type[Any], bundle: Bundle, number: int, *arguments: obje
         options["label_selector"] = dict(bundle.labels)
     else:
         options["scheduling_strategy"] = strategy
-    return _ACTORS[kind].options(**options).remote(*arguments)
+    return _HOST.options(**options).remote()
 
 
-async def _open_worker(role: str, actor: Any, keys: KeyPair, argument: object) -> Worker:
+async def _open_worker(started: _StartedWorker, keys: KeyPair, *arguments: object) -> Worker:
     """Link a worker, have it load its model, and start its `run` call.
 
     The link comes before the weights, so that its heartbeat covers loading. A worker that was
     stopped while loading would otherwise be waited for as long as the largest weights may take.
     """
-    hello: WorkerHello = await _result(actor.hello.remote())
-    client = Client(keys, hello.address)
+    hello, host = started.hello, started.host
+    is_running = partial(process_runs_on, hello.node, hello.pid)
+    client = Client(keys, hello.address, is_running=is_running)
     try:
-        ready = await _wait_unless_silent(client, _result(actor.open.remote(argument)))
+        ready = await _wait_unless_silent(client, _result(host.open.remote(*arguments)))
     except BaseException:
         client.close()
         kill_process(hello.node, hello.pid)
         raise
-    return Worker(role, actor, client, ready, asyncio.wrap_future(actor.run.remote().future()))
+    return Worker(started.role, client, ready, asyncio.wrap_future(host.run.remote().future()))
+
+
+async def _all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> tuple[T, ...]:
+    """Return all results, or raise the first error once the others have been cancelled."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return tuple(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
 
 
 async def _wait_unless_silent(

@@ -12,14 +12,14 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from specserve.cluster.transport.link import Client
-from specserve.cluster.workers import WorkerReady
+from specserve.cluster.worker_host import WorkerReady
 from specserve.errors import Displaced, WorkerLost, first_line
 from specserve.wire.messages import Stop
 
@@ -33,22 +33,17 @@ START_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Ray actor, its link, and the call of `run` that lasts as long as the actor lives."""
+    """A worker's process, its link, and the call of its host that lasts as long as it lives."""
 
     role: str  # target or draft
-    actor: Any
     client: Client
     ready: WorkerReady
     run_call: Awaitable[None]
 
     def kill(self) -> None:
-        """Close the link and kill the process by SIGKILL, even if it is dead or stopped.
-
-        `ray.kill` alone asks the process to exit first, and waits 40 s for a stopped one.
-        """
+        """Close the link and kill the process by SIGKILL, even if it is dead or stopped."""
         self.client.close()
         kill_process(self.ready.place.node, self.ready.place.pid)
-        ray.kill(self.actor)
 
 
 def kill_process(node: str, pid: int) -> None:

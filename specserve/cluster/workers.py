@@ -1,6 +1,7 @@
-"""Actors that hold the models: a rank of the target, or the drafter.
+"""Workers, which hold the models: a rank of the target, or the drafter.
 
-Each answers one coordinator, over a link of its own.
+Each lives in a process of its own (forked_worker.py) and answers one coordinator, over a link of
+its own.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import ray
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from specserve.cluster.transport.link import Address, KeyPair, Server
+from specserve.cluster.transport.endpoint import KeyPair
+from specserve.cluster.transport.link import Server
+from specserve.cluster.worker_host import WorkerHello, WorkerPlace, WorkerReady, WorkerSite
 from specserve.config.tree import KINDS_WITHOUT_WORKER, Config
 from specserve.drafters.heads import HeadsAfterVerify, HeadsDrafter
 from specserve.drafters.registry import open_drafter
@@ -28,8 +30,8 @@ from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, 
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel, open_target
-from specserve.models.warmup import WARMUP_SEQ_ID, warm_up
-from specserve.types import DraftStep, ModelInfo, Policy, Span, Verdict, Warp
+from specserve.models.warmup import WARMUP_SEQ_ID, warm_up, warm_up_briefly
+from specserve.types import Curve, DraftStep, ModelInfo, Policy, Span, Verdict, Warp
 from specserve.wire.messages import (
     Failure,
     Message,
@@ -59,59 +61,32 @@ WARM_UP_LENGTHS = (64, 8, 1)
 """Prompt lengths of a drafter's first passes."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """Place where a worker runs."""
-
-    node: str  # Ray's id of the node
-    pid: int
-    device: str
-    accelerators: tuple[str, ...]  # Ray's ids of the worker's own GPUs
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerHello:
-    """First message of a worker, before it loads its weights; from then on silence is noticed."""
-
-    address: Address
-    node: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerReady:
-    """Properties of a worker that has loaded its model and can answer rounds."""
-
-    address: Address
-    place: WorkerPlace
-    context: int  # most positions of one sequence
-    num_pages: int
-    info: ModelInfo | None = None  # set by a target rank
-
-
 class TargetWorker:
     """One rank of the target. Call `open`, then `run`, which lasts for the rest of its life."""
 
-    def __init__(self, config: Config, rank: int, client_key: bytes) -> None:
-        self._config, self._rank = config, rank
-        self._server = Server(KeyPair.generate(), ray.util.get_node_ip_address(), client_key)
+    def __init__(self, site: WorkerSite, config: Config, client_key: bytes, rank: int) -> None:
+        self._site, self._config, self._rank = site, config, rank
+        self._server = Server(KeyPair.generate(), site.address, client_key)
         self._store: TCPStore | None = None
         self._model: TargetModel | TargetFollower | None = None
         self._heads: HeadsAfterVerify | None = None
 
     def hello(self) -> WorkerHello:
-        return _hello(self._server)
+        return WorkerHello(self._server.address, self._site.node, os.getpid())
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Start the store where the ranks find one another, on rank 0; return its host and port."""
-        host = ray.util.get_node_ip_address()
+        host = self._site.address
         self._store = TCPStore(
             host, 0, self._size, is_master=True, wait_for_workers=False, timeout=RENDEZVOUS_TIMEOUT
         )
         return host, self._store.port
 
-    def open(self, rendezvous: tuple[str, int] | None) -> WorkerReady:
-        """Load this rank's share of the weights and warm up. Call it on all ranks concurrently."""
+    def open(self, rendezvous: tuple[str, int] | None, curve: Curve | None) -> WorkerReady:
+        """Load this rank's share of the weights and warm up. Call it on all ranks concurrently.
+
+        A rank that replaces a lost one is given the `curve` of the first one, and warms up briefly.
+        """
         target = self._config.target
         _set_num_threads(
             target.threads,
@@ -122,7 +97,11 @@ class TargetWorker:
             self._config,
             shard=self._join_ranks(rendezvous),
         )
-        info = replace(self._model.info, curve=warm_up(self._model, timed=self._size == 1))
+        if curve is None:
+            curve = warm_up(self._model, timed=self._size == 1)
+        else:
+            warm_up_briefly(self._model)
+        info = replace(self._model.info, curve=curve)
         if self._config.draft.kind == "heads":
             assert isinstance(self._model, TargetModel), "heads need a target of a single rank"
             self._heads = HeadsAfterVerify(HeadsDrafter.from_config(self._config, self._model))
@@ -131,7 +110,7 @@ class TargetWorker:
         _freeze_objects()
         return WorkerReady(
             self._server.address,
-            _worker_place(self._model.runner.device),
+            _worker_place(self._site, self._model.runner.device),
             info.max_context,
             info.num_pages,
             info,
@@ -155,7 +134,8 @@ class TargetWorker:
         dist.init_process_group(
             "nccl" if on_cuda else "gloo", store=store, rank=self._rank, world_size=self._size
         )
-        return Shard(self._rank, self._size)
+        gathers = self._config.target.degree_invariant
+        return Shard(self._rank, self._size, gathers=gathers)
 
     def _answer(self, message: Message) -> Message:
         assert self._model is not None
@@ -193,15 +173,15 @@ class TargetWorker:
 class DraftWorker:
     """Drafter on a device of its own. Between two messages it prepares likely next proposals."""
 
-    def __init__(self, config: Config, client_key: bytes) -> None:
-        self._config = config
-        self._server = Server(KeyPair.generate(), ray.util.get_node_ip_address(), client_key)
+    def __init__(self, site: WorkerSite, config: Config, client_key: bytes) -> None:
+        self._site, self._config = site, config
+        self._server = Server(KeyPair.generate(), site.address, client_key)
         self._drafter: OpenDrafter | None = None
         self._idle_spans: tuple[Span, ...] = ()  # work done since the last answer
         self._number = 0  # of the last round
 
     def hello(self) -> WorkerHello:
-        return _hello(self._server)
+        return WorkerHello(self._server.address, self._site.node, os.getpid())
 
     def open(self, target: ModelInfo) -> WorkerReady:
         """Load the weights and warm up."""
@@ -227,7 +207,7 @@ class DraftWorker:
             os.nice(NICENESS)
         return WorkerReady(
             self._server.address,
-            _worker_place(self._drafter.device),
+            _worker_place(self._site, self._drafter.device),
             self._drafter.context,
             self._drafter.num_pages,
         )
@@ -264,10 +244,6 @@ class DraftWorker:
         self._idle_spans = (Span("anticipate", start, time.perf_counter()),)
 
 
-def _hello(server: Server) -> WorkerHello:
-    return WorkerHello(server.address, ray.get_runtime_context().get_node_id(), os.getpid())
-
-
 def _serve(
     server: Server,
     answer: Callable[[Message], Message],
@@ -277,19 +253,19 @@ def _serve(
 ) -> None:
     """Answer each message, then call `idle`, until `Stop`.
 
-    An exception is answered with a `Failure` of the round that raised it.
+    An exception is answered with a `Failure` of its round. One of `idle` has no round: it ends the
+    worker, which is then replaced.
     """
     while not isinstance(message := server.receive(None, spin_s=spin_s), Stop):
         if not isinstance(message, (Propose, Verify)):
             continue
         try:
             server.send(answer(message))
-            idle()
         except Exception as error:
             log.exception("round %d failed", message.number)
-            server.send(
-                Failure(message.number, type(error).__name__, str(error) or type(error).__name__)
-            )
+            server.send(Failure.from_error(message.number, error))
+        else:
+            idle()
     server.close()
 
 
@@ -311,14 +287,8 @@ def _set_num_threads(num_threads: int | None, *, sharers: int) -> None:
     torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // sharers))
 
 
-def _worker_place(device: torch.device) -> WorkerPlace:
-    context = ray.get_runtime_context()
-    return WorkerPlace(
-        context.get_node_id(),
-        os.getpid(),
-        str(device),
-        tuple(context.get_accelerator_ids().get("GPU", ())),
-    )
+def _worker_place(site: WorkerSite, device: torch.device) -> WorkerPlace:
+    return WorkerPlace(site.node, os.getpid(), str(device), site.accelerators)
 
 
 def _draft_step(length: int, encoder_input: tuple[int, ...]) -> DraftStep:

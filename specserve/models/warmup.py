@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specserve.progress import ReportProgress, no_progress
-from specserve.types import ModelInfo, Policy, Verdict, VerifyStep, Warp
+from specserve.types import Curve, ModelInfo, Policy, Verdict, VerifyStep, Warp
 
 WARMUP_SEQ_ID = 2**62
 """Sequence id that no request ever has."""
@@ -27,6 +27,7 @@ class WarmupTarget(Protocol):
     def release(self, seq_ids: Sequence[int]) -> None: ...
 
 
+BRIEF_ROWS = (1, 8)
 POLICY = Policy(Warp(temperature=0.0), "speculative", seed=0, prompt_length=1)
 
 
@@ -36,15 +37,13 @@ def warm_up(
     clock: Callable[[], float] = time.perf_counter,
     timed: bool = True,
     report_progress: ReportProgress = no_progress,
-) -> tuple[tuple[int, float], ...]:
+) -> Curve:
     """Return the seconds of a pass by its rows.
 
     Every rank of a target must warm up at the same time. Where there are several, no rank may stop
     early: `timed` False.
     """
-    start, curve = clock(), []
-    has_encoder = model.info.decoder_start is not None
-    room = min(model.info.max_context, (model.info.num_pages - has_encoder) * model.info.page_size)
+    start, curve, room = clock(), [], _max_rows(model.info)
     for number, rows in enumerate(WARMUP_ROWS):
         report_progress("warming the target up", number / len(WARMUP_ROWS))
         if rows <= room and (not timed or clock() - start < MAX_TIMED_S):
@@ -52,6 +51,19 @@ def warm_up(
             curve.append((rows, min(_seconds(model, rows, clock) for _ in range(repeats))))
     model.release([WARMUP_SEQ_ID])
     return tuple(curve)
+
+
+def warm_up_briefly(model: WarmupTarget) -> None:
+    """Run the passes without which the first round would be much slower than later ones."""
+    for rows in BRIEF_ROWS:
+        if rows <= _max_rows(model.info):
+            _seconds(model, rows, time.perf_counter)
+    model.release([WARMUP_SEQ_ID])
+
+
+def _max_rows(info: ModelInfo) -> int:
+    has_encoder = info.decoder_start is not None
+    return min(info.max_context, (info.num_pages - has_encoder) * info.page_size)
 
 
 def _seconds(model: WarmupTarget, rows: int, clock: Callable[[], float]) -> float:

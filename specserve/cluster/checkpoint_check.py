@@ -1,0 +1,43 @@
+"""Check the files that a config names in a forked process, while this one starts Ray.
+
+This process imports neither torch nor transformers, and the workers need the same fork server soon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable, Iterator
+
+from specserve.cluster import fork_server
+from specserve.cluster.worker_host import modelling_modules
+from specserve.config.tree import Config
+from specserve.errors import Unavailable
+
+
+@contextlib.contextmanager
+def checkpoint_check(config: Config) -> Iterator[Callable[[], None]]:
+    """Begin the check, and yield a function that waits for it and raises what it has found.
+
+    A Ray that is started meanwhile hands the key of the fork server on to its processes.
+    """
+    key = os.environ[fork_server.KEY_VARIABLE] = uuid.uuid4().hex
+    connection = fork_server.fork(key, list(modelling_modules(config)), parent_pid=os.getpid())
+    connection.send(("find_checkpoints", (config,)))
+
+    def wait() -> None:
+        try:
+            found = connection.recv()
+        except (EOFError, OSError) as error:
+            raise Unavailable(
+                "the models' files could not be checked; see the lines above"
+            ) from error
+        if isinstance(found, Exception):
+            raise found
+
+    try:
+        yield wait
+    finally:
+        connection.close()
+        del os.environ[fork_server.KEY_VARIABLE]
