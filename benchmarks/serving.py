@@ -52,7 +52,7 @@ def measure_overhead(port: int) -> ServingOverhead:
     """Serve a fake engine and load it, first with one client at a time, then with many."""
     config = config_from_keys({"http.port": port})
     with (
-        ray_session(config, _ignore, join=False),
+        ray_session(config, _ignore),
         deploy(config, _ignore, engine=PacedEngine) as url,
     ):
         asyncio.run(_load(url, clients=4, chunks=5, seed=10**6))
@@ -63,7 +63,9 @@ def measure_overhead(port: int) -> ServingOverhead:
         assert chunks == NUM_CLIENTS * NUM_CHUNKS, (
             f"{chunks} chunks arrived of {NUM_CLIENTS * NUM_CHUNKS}"
         )
-        emitted_at: Mapping[int, float] = handle("Engine").first_token_times.remote().result()
+        emitted_at: Mapping[int, float] = (
+            handle(config, "Engine").first_token_times.remote().result()
+        )
     delays_one = [
         answer.times[0] - emitted_at[seed] for seed, (answer,) in enumerate(single, start=1)
     ]
@@ -108,7 +110,7 @@ def compare_throughput(port: int, target: Path) -> list[HttpThroughput]:
     config = config_from_keys({**keys, "http.port": port})
     with (
         LLM.from_config(config) as llm,
-        ray_session(config, _ignore, join=False),
+        ray_session(config, _ignore),
         deploy(config, _ignore) as url,
     ):
         return [_compare_at(llm, url, gamma) for gamma in (0, 5)]

@@ -112,7 +112,7 @@ def open_system(keys: Mapping[str, object]) -> Iterator[System]:
         },
         keys,
     )
-    with ray_session(config, _ignore, join=False), deploy(config, _ignore) as url:
+    with ray_session(config, _ignore), deploy(config, _ignore) as url:
         yield SpecserveSystem(url, config)
 
 

@@ -86,10 +86,14 @@ def _default(value: object) -> str:
 
 MEANINGS: Mapping[str, str] = {
     "model": "Name shown to clients. The default is the last part of `target.path`.",
+    "name": "Name of the application in Ray, for `specserve serve`; files of `serve deploy` say it "
+    "themselves. The default is `specserve-<model>-<port>`.",
     "target.path": "Target model: a directory or a hub name. The default is the demo pair.",
     "target.revision": "Revision of a hub name.",
     "target.dtype": "`auto` is bfloat16 where the processor has it, else float32.",
     "target.tensor_parallel": "Number of ranks, each on a device of its own.",
+    "target.degree_invariant": "Gives the bits of one rank at every `tensor_parallel`, on CPUs in "
+    "bfloat16. Ranks exchange more; models with experts are refused.",
     "target.device": "`auto` is a GPU where there is one.",
     "target.threads": "CPU threads of a rank; the default is torch's.",
     "target.attention": "`invariant` gives the same bits whatever shares the pass. `auto` is "
@@ -136,9 +140,16 @@ MEANINGS: Mapping[str, str] = {
     "The default is half.",
     "cache.pages": "Number of pages, instead of a share of memory.",
     "cache.prefix_caching": "Whether prompts with the same prefix share pages.",
+    "weights.shared": "Whether the processes of a node share packed weights in memory, on CPUs "
+    "([operating](../guides/operating.md#shared-weights)). `auto` is yes in servers, no in `LLM`.",
+    "weights.directory": "Private directory for their files; they then stay until removed. The "
+    "default is in `/dev/shm`, which is memory.",
     "limits.max_context": "Prompt and continuation together. The default is the model's own.",
     "limits.max_running": "Sequences in a round, per engine.",
     "limits.max_queued": "Requests that wait beyond those, per engine; more get 429.",
+    "limits.max_batch_tokens": "Positions in a pass of the target: decoding sequences, draft "
+    "tokens and prompts together ([limits](../guides/limits.md#a-round)). `auto` takes what the "
+    "hardware computes in 0.2 s.",
     "limits.request_timeout_s": "Time after which a request is answered with 408, or its stream "
     "ends with an error.",
     "limits.max_body_bytes": "Largest request body; a larger one gets 413.",
@@ -156,7 +167,8 @@ MEANINGS: Mapping[str, str] = {
     "Without it, every client is served.",
     "http.open_paths": "Paths that need no key.",
     "http.cors_origins": "Other origins whose pages may send requests from a browser.",
-    "http.root_path": "Path under which a proxy in front exposes the server.",
+    "http.root_path": "Path under which the server answers, such as `/my-model`. On a Ray cluster "
+    "that several applications share, each has its own; elsewhere a proxy in front may strip it.",
     "http.label_selector": "Labels of the nodes that gateways may run on. Clients' connections "
     "end with the node.",
     "http.tls_cert": "Certificate as a PEM file. With certificate and key, only https is served.",

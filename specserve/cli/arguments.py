@@ -28,6 +28,7 @@ SHORT_NAMES = {
     "tp": "target.tensor_parallel",
     "host": "http.host",
     "port": "http.port",
+    "name": "name",
 }
 
 
@@ -112,9 +113,39 @@ def _commands() -> dict[str, tuple[AddArguments, str]]:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
+    _add_server(parser)
+    parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="with --join: replace the application of that name, which is refused otherwise",
+    )
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="with --join: wait for nodes instead of ending with an error when there is no room",
+    )
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel degree of the target")
     parser.add_argument("--host", metavar="H", help="address to listen on; 127.0.0.1 by default")
     parser.add_argument("--port", type=int, metavar="P", help="8000 by default")
+    parser.add_argument(
+        "--name",
+        metavar="NAME",
+        help="of the application in Ray; specserve-MODEL-PORT by default",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--own-ray",
+        action="store_true",
+        help="start a Ray for this server alone; the default unless RAY_ADDRESS is set",
+    )
+    which.add_argument(
+        "--join",
+        metavar="ADDRESS",
+        help="deploy on the Ray cluster at HOST:PORT, or on the one of this machine (auto)",
+    )
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +178,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
+    _add_server(parser)
     parser.add_argument("--json", action="store_true", help="print the findings for programs")
 
 

@@ -50,7 +50,7 @@ _COMPLETERS = {
     "M": "directory",
     "a.b=c": _COMPLETE_KEYS,
 }
-_CHOICES = {"D": DRAFT_KINDS, "V": VERIFIERS, "TABLE": tuple(TABLES)}
+_CHOICES = {"D": DRAFT_KINDS, "V": VERIFIERS, "TABLE": tuple(TABLES), "ADDRESS": ("auto",)}
 
 # shtab collects a completer's words in a subshell, where `compopt` has no effect: a key of the
 # config would be followed by a space.

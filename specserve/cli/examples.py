@@ -7,6 +7,7 @@ EXAMPLES = {
 specserve serve
 specserve serve --target meta-llama/Llama-3.1-8B --draft meta-llama/Llama-3.2-1B --tp 2 --port 9000
 specserve serve --config my.yaml --set limits.max_running=32 --set speculation.gamma=5
+specserve serve --join 10.0.0.1:6379 --name second --set http.root_path=/second
 """,
     "generate": """
 specserve generate --prompt 'def add(a, b):' --max-tokens 64 --temperature 0

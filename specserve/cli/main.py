@@ -68,17 +68,33 @@ def generate(options: argparse.Namespace) -> None:
 def serve(options: argparse.Namespace) -> None:
     """Deploy on Ray and serve until interrupted."""
     config = config_from_options(options)
-    from specserve.cluster.launch import serve_until_ended  # late, as below
+    # Late, as below.
+    from specserve.cluster.cluster_address import address_to_join
+    from specserve.cluster.launch import serve_until_ended
 
-    serve_until_ended(config, lambda line: print(line, flush=True), _console())
+    join = address_to_join(options.join, own_ray=options.own_ray)
+    if join is None and (options.replace or options.wait):
+        flag = "--replace" if options.replace else "--wait"
+        raise BadUsage(f"{flag} is for a Ray cluster that runs; say which with --join ADDRESS")
+    serve_until_ended(
+        config,
+        lambda line: print(line, flush=True),
+        _console(),
+        join=join,
+        replace=options.replace,
+        may_wait=options.wait,
+    )
 
 
 def doctor(options: argparse.Namespace) -> int:
     """Check everything that a server needs. Return 1 if something is bad."""
-    from specserve.tools.doctor.command import examine  # late, as below
+    # Late, as below.
+    from specserve.cluster.cluster_address import address_to_join
+    from specserve.tools.doctor.command import examine
 
+    join = address_to_join(options.join, own_ray=options.own_ray)
     with ProgressBar(sys.stderr) as bar:
-        report = examine(lambda: config_from_options(options), bar)
+        report = examine(lambda: config_from_options(options), bar, join=join)
     if options.json:
         print(json.dumps(report.json(), indent=2))
     else:

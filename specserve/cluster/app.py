@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -20,7 +21,6 @@ from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
 from specserve.cluster.status_board import Board
 from specserve.config.tree import Config, ReplicasConfig, config_from_keys
 
-APP_NAME = "specserve"
 GATEWAY_STREAMS = 4096
 """Most streams of one gateway; the engines refuse requests long before."""
 GATEWAY_TARGET = 256
@@ -29,6 +29,8 @@ DEFAULT_SURGE_PERCENT = 25
 BURST = 64
 """Requests on their way to an engine that it does not count yet."""
 LOOK_BACK_S = 30.0
+REPORTS_PER_LOOK_BACK = 4
+"""Reports of its load that a replica or gateway sends to the autoscaler during the look-back."""
 
 
 def build(args: Mapping[str, object]) -> Application:
@@ -41,6 +43,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
 
     `engine` may be another class with the methods of Engine.
     """
+    config = _with_shared_weights(config)
     wanted = bundles(
         config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     )
@@ -62,6 +65,12 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     )(Gateway)
     application: Application = gateway.bind(config, engines, board)
     return application
+
+
+def _with_shared_weights(config: Config) -> Config:
+    """Return the config with weights shared unless it says no: a server restarts its workers."""
+    shared = config.weights.shared is not False
+    return replace(config, weights=replace(config.weights, shared=shared))
 
 
 def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any]:
@@ -126,6 +135,9 @@ def _gateway_options(config: Config) -> dict[str, Any]:
 def _scaling_options(replicas: ReplicasConfig) -> dict[str, Any]:
     if replicas.min == replicas.max:
         return {"num_replicas": replicas.min}
+    # With a look-back longer than the delays the autoscaler oscillates: it would react
+    # again to load that it has already scaled for.
+    look_back_s = max(1.0, min(LOOK_BACK_S, replicas.upscale_delay_s, replicas.downscale_delay_s))
     return {
         "autoscaling_config": {
             "policy": {"policy_function": f"{policy.__module__}:{policy.__name__}"},
@@ -134,11 +146,9 @@ def _scaling_options(replicas: ReplicasConfig) -> dict[str, Any]:
             "target_ongoing_requests": replicas.target_ongoing_requests,
             "upscale_delay_s": replicas.upscale_delay_s,
             "downscale_delay_s": replicas.downscale_delay_s,
-            # With a look-back longer than the delays the autoscaler oscillates: it would react
-            # again to load that it has already scaled for.
-            "look_back_period_s": max(
-                1.0, min(LOOK_BACK_S, replicas.upscale_delay_s, replicas.downscale_delay_s)
-            ),
+            "look_back_period_s": look_back_s,
+            # Serve's 10 s would be longer than a short look-back, and delay each decision.
+            "metrics_interval_s": look_back_s / REPORTS_PER_LOOK_BACK,
         }
     }
 

@@ -1,4 +1,4 @@
-"""Inspect Ray and Serve for `specserve doctor`: version, running cluster, HAProxy and its ports.
+"""Inspect Ray and Serve for `specserve doctor`: version, cluster, HAProxy and its ports.
 
 Starts nothing.
 """
@@ -10,15 +10,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specserve.cluster.placement import bundles, check_fits
+from specserve.cluster.cluster_address import running_clusters
+from specserve.cluster.placement import NodeResources, bundles, check_fits, gateway_bundle
 from specserve.cluster.ray_session import (
     HA_PROXY,
+    PROXY_PORTS,
     default_resources,
-    is_serve_running,
     join_cluster,
 )
+from specserve.cluster.serve_instance import ServeInstance
 from specserve.config.tree import Config
-from specserve.errors import ConfigError, first_line
+from specserve.errors import ConfigError, Unavailable, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,47 +28,74 @@ class Checkup:
     """State of Ray and Serve on this machine."""
 
     version: str
-    joins: bool  # a cluster runs here, which serving would join
-    serves: bool  # Serve runs on it
+    joins: str | None  # address of the cluster that serving would join
+    running: tuple[str, ...]  # clusters of this machine
+    serves: bool  # Serve runs on the cluster that would be joined
     resources: Mapping[str, float]  # of that cluster, or of the one that serving would start
-    refusal: str | None  # why the config does not fit on it
+    refusal: str | None  # why it cannot be joined, or the config finds no place on it
     proxy: str | None  # path of HAProxy
     proxy_trouble: str  # why it cannot be used
-    proxy_ports: Mapping[str, int]  # by the environment variables that change them
+    proxy_ports: Mapping[str, int]  # that the environment sets, by its variables
+    uses_proxy: bool = True
 
 
-def check(config: Config, *, num_gpus: int) -> Checkup:
-    """Inspect Ray and Serve; joins a running cluster meanwhile."""
+def check(config: Config, *, num_gpus: int, join: str | None) -> Checkup:
+    """Inspect Ray and Serve; joins the cluster at that address meanwhile."""
     import ray
 
-    joins = join_cluster()
-    try:
-        resources = (
-            dict(ray.cluster_resources()) if joins else default_resources(config, num_gpus=num_gpus)
-        )
-        serves = joins and is_serve_running()
-    finally:
-        if joins:
-            ray.shutdown()
+    serves, resources, refusal = (
+        _inspect_own(config, num_gpus) if join is None else _inspect_joined(config, join)
+    )
     proxy, trouble = _proxy()
+    uses_proxy = config.http.tls_cert is None and os.environ.get(HA_PROXY) != "0"
     return Checkup(
         ray.__version__,
-        joins,
+        join,
+        running_clusters(),
         serves,
         resources,
-        _refusal(config, resources),
+        refusal,
         proxy,
         trouble,
-        _proxy_ports(config),
+        {name: int(os.environ[name]) for name in PROXY_PORTS if name in os.environ},
+        uses_proxy,
     )
 
 
-def _refusal(config: Config, resources: Mapping[str, float]) -> str | None:
+def _inspect_own(config: Config, num_gpus: int) -> tuple[bool, Mapping[str, float], str | None]:
+    resources = default_resources(config, num_gpus=num_gpus)
+    node = NodeResources("this machine", resources, resources, {})
+    return False, resources, _refusal(config, (node,), None)
+
+
+def _inspect_joined(config: Config, address: str) -> tuple[bool, Mapping[str, float], str | None]:
+    import ray
+
+    from specserve.cluster.node_resources import cluster_resources
+
     try:
+        join_cluster(address)
+    except (ConfigError, Unavailable) as error:
+        return False, {}, str(error)
+    try:
+        found = ServeInstance.find()
+        refusal = _refusal(config, cluster_resources().nodes, found)
+        return found is not None, dict(ray.cluster_resources()), refusal
+    finally:
+        ray.shutdown()
+
+
+def _refusal(
+    config: Config, nodes: tuple[NodeResources, ...], serve: ServeInstance | None
+) -> str | None:
+    try:
+        if serve is not None:
+            serve.require_place(config, replace=False)
         check_fits(
-            bundles(config, has_gpus=resources.get("GPU", 0) > 0),
-            resources,
+            bundles(config, has_gpus=any(node.total.get("GPU") for node in nodes)),
+            nodes,
             replicas=max(1, config.replicas.min),
+            gateway=gateway_bundle(config),
         )
     except ConfigError as error:
         return str(error)
@@ -82,13 +111,3 @@ def _proxy() -> tuple[str | None, str]:
         return str(get_haproxy_binary()), ""
     except (ImportError, OSError) as error:
         return None, first_line(error)
-
-
-def _proxy_ports(config: Config) -> Mapping[str, int]:
-    """Return HAProxy's ports, or none if HAProxy is not used because of TLS or the environment."""
-    if config.http.tls_cert is not None or os.environ.get(HA_PROXY) == "0":
-        return {}
-    from ray.serve._private import constants
-
-    names = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
-    return {name: int(getattr(constants, name)) for name in names}

@@ -13,11 +13,19 @@ from typing import Any
 from rich.console import Console
 
 from specserve import errors
-from specserve.checkpoint_files import find_checkpoints
+from specserve.cluster.checkpoint_check import checkpoint_check
 from specserve.cluster.logs import logging_config
-from specserve.cluster.ray_session import is_serve_running, ray_session, require_free_port
+from specserve.cluster.ray_session import ray_session, require_free_port
+from specserve.cluster.serve_instance import (
+    ServeInstance,
+    application_ownership,
+    path_prefix,
+    shut_down_if_empty,
+)
+from specserve.cluster.status_display import draw_status, print_status
 from specserve.config.tree import Config
-from specserve.errors import SpecserveError, Unavailable
+from specserve.errors import ConfigError, SpecserveError, Unavailable
+from specserve.models.checkpoints.store import remove_unused_weights
 from specserve.progress import ProgressBar
 
 Say = Callable[[str], None]
@@ -25,39 +33,65 @@ Say = Callable[[str], None]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 START_TIMEOUT_S = 1800.0
 POLL_EVERY_S = 0.5
-STATUS_EVERY_S = 10.0
-REDRAW_EVERY_S = 1.0
+JOIN_TIMEOUT_S = 10.0
+HEALTHY = "healthy"  # state of a deployment whose replicas all run
+INDENT = "  "  # of lines about one deployment
 
 
-def serve_until_ended(config: Config, say: Say, console: Console) -> None:
+def serve_until_ended(
+    config: Config,
+    say: Say,
+    console: Console,
+    *,
+    join: str | None = None,
+    replace: bool = False,
+    may_wait: bool = False,
+) -> None:
     """Serve until Ctrl-C or SIGTERM, then remove everything that was started.
 
-    On a terminal it draws a page of status; elsewhere it prints a line now and then.
+    `join` is the address of a Ray cluster; without it a Ray of our own starts. On a terminal it
+    draws a page of status; elsewhere it prints a line now and then.
     """
-    find_checkpoints(config)  # mistakes in the paths should not wait for Ray
     with contextlib.ExitStack() as stack:
+        require_checkpoints = stack.enter_context(checkpoint_check(config))
+        stack.callback(remove_unused_weights)
         with _start_progress(say, console) as report:
-            owns_ray = stack.enter_context(ray_session(config, report))
+            owns_ray = stack.enter_context(
+                ray_session(config, report, join=join, may_wait=may_wait)
+            )
             stack.enter_context(_signals_as_interrupts())
-            url = stack.enter_context(deploy(config, report, owns_ray=owns_ray))
-        example = _example(url, config.model)
+            url = stack.enter_context(
+                deploy(
+                    config,
+                    report,
+                    owns_ray=owns_ray,
+                    replace=replace,
+                    may_wait=may_wait,
+                    require=require_checkpoints,
+                )
+            )
+        board, example = handle(config, "Board"), _example(url, config.model)
         say(f"ready {url}")
         say(example)
         with contextlib.suppress(KeyboardInterrupt):
             if console.is_interactive:
-                _draw_status(
+                draw_status(
+                    board,
                     console,
                     title=f"specserve   {config.model}   {url}",
                     hints=(example, "Ctrl-C ends it"),
                 )
             else:
-                _print_status(say)
+                print_status(board, say)
         say("stopping")
 
 
 @contextlib.contextmanager
 def _start_progress(say: Say, console: Console) -> Iterator[Say]:
-    """Yield a function that reports progress: on a terminal in one line, with the seconds."""
+    """Yield a function that reports progress.
+
+    On a terminal the states of deployments, which are indented, share one line with the seconds.
+    """
     if not console.is_interactive:
         yield say
         return
@@ -65,43 +99,74 @@ def _start_progress(say: Say, console: Console) -> Iterator[Say]:
     with ProgressBar(console.file) as bar:
 
         def report(line: str) -> None:
+            if not line.startswith(INDENT):
+                say(line)
+                bar(line)
+                return
             name, _, state = line.strip().partition(": ")
-            states.update({name: state} if state else {})
-            bar(", ".join(f"{name} {state}" for name, state in states.items()) or line)
+            states[name] = state
+            bar(", ".join(f"{name} {state}" for name, state in states.items()))
 
         yield report
 
 
 @contextlib.contextmanager
 def deploy(
-    config: Config, say: Say, *, owns_ray: bool = True, engine: type[Any] | None = None
+    config: Config,
+    say: Say,
+    *,
+    owns_ray: bool = True,
+    replace: bool = False,
+    may_wait: bool = False,
+    engine: type[Any] | None = None,
+    require: Callable[[], None] | None = None,
 ) -> Iterator[str]:
     """Deploy the application on the Ray that was joined, yield its URL, and delete it at the end.
 
-    Serve is shut down too if it was started here, except on a Ray that we own, which ends as a
-    whole. `engine` replaces the Engine class.
+    Other applications stay as they are. Serve is shut down too if it was started here and has no
+    application left, except on a Ray that we own, which ends as a whole. `engine` replaces the
+    Engine class. `require` is called once Serve runs, and raises to prevent the deployment.
     """
-    from ray import serve
+    import ray.serve  # which sets the level of its logger
 
-    from specserve.cluster.app import APP_NAME, application
-
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # we report what matters
+    logging.getLogger(ray.serve.__name__).setLevel(logging.ERROR)  # we report what matters
     with contextlib.ExitStack() as stack:
-        if not is_serve_running():
+        found = ServeInstance.find()
+        if found is None:
             require_free_port(config)
             _start_serve(config)
             if not owns_ray:
-                stack.callback(serve.shutdown)
-        stack.callback(serve.delete, APP_NAME)
-        _run_and_report(
-            lambda: serve.run(
-                application(config, engine=engine),
-                name=APP_NAME,
-                logging_config=logging_config(config),
-            ),
-            say,
+                stack.callback(shut_down_if_empty)
+        else:
+            found.require_place(config, replace=replace)
+        url = _url(config)
+        if not owns_ray:
+            say(_announcement(config, found, url))
+        if require is not None:
+            require()
+        failures: list[BaseException] = []
+        thread = threading.Thread(
+            target=_collect_failure,
+            args=(lambda: _run_application(config, engine, owns_ray=owns_ray), failures),
+            name="deploy",
+            daemon=True,
         )
-        yield _url()
+        # It ends once its application is deleted. Without Ray its next call would start another.
+        stack.callback(_join_if_started, thread)
+        stack.enter_context(application_ownership(config.name, say))
+        thread.start()
+        _report_until_done(thread, say, config, may_wait=may_wait)
+        if failures:
+            raise _first_error([*_messages(config.name), str(failures[0])])
+        yield url
+
+
+def _announcement(config: Config, found: ServeInstance | None, url: str) -> str:
+    """Say what will be done to the cluster that was joined."""
+    paths = {} if found is None else found.paths
+    others = ", ".join(sorted(set(paths) - {config.name}))
+    verb = "replacing" if config.name in paths else "deploying"
+    return f"{verb} the application {config.name} at {url}{f', beside {others}' if others else ''}"
 
 
 def _start_serve(config: Config) -> None:
@@ -123,24 +188,17 @@ def _start_serve(config: Config) -> None:
         ) from error
 
 
-def _url() -> str:
-    """Return the URL of Serve; one that ran before us keeps the host and port of its start."""
-    from ray.serve.context import _get_global_client
-
-    client = _get_global_client()
-    assert client is not None
-    options = client.http_config
-    scheme = "https" if options.ssl_certfile else "http"
-    return f"{scheme}://{options.host}:{options.port}{options.root_path}"
+def _url(config: Config) -> str:
+    found = ServeInstance.find()
+    assert found is not None, "it has been started"
+    return found.url + config.http.root_path
 
 
-def handle(deployment: str) -> Any:
+def handle(config: Config, deployment: str) -> Any:
     """Return the handle of a deployment of the running application."""
     from ray import serve
 
-    from specserve.cluster.app import APP_NAME
-
-    return serve.get_deployment_handle(deployment, APP_NAME)
+    return serve.get_deployment_handle(deployment, config.name)
 
 
 @contextlib.contextmanager
@@ -164,58 +222,79 @@ def _signals_as_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run_and_report(run: Callable[[], object], say: Say) -> None:
-    """Call `run` in a thread and report the states of the deployments meanwhile.
+def _run_application(config: Config, engine: type[Any] | None, *, owns_ray: bool) -> None:
+    from ray import serve
 
-    Raises the first error as one line.
+    from specserve.cluster.app import application
+
+    serve.run(
+        application(config, engine=engine),
+        name=config.name,
+        # On a Serve of our own every path is ours, with or without http.root_path.
+        route_prefix="/" if owns_ray else path_prefix(config),
+        logging_config=logging_config(config),
+    )
+
+
+def _collect_failure(run: Callable[[], object], failures: list[BaseException]) -> None:
+    try:
+        run()
+    except BaseException as error:
+        failures.append(error)
+
+
+def _join_if_started(thread: threading.Thread) -> None:
+    if thread.ident is not None:
+        thread.join(JOIN_TIMEOUT_S)
+
+
+def _report_until_done(
+    thread: threading.Thread, say: Say, config: Config, *, may_wait: bool
+) -> None:
+    """Report the states of the deployments until the thread has ended.
+
+    Raises ConfigError if a bundle finds no node, which is only reported if it `may_wait`.
     """
-    failures: list[BaseException] = []
+    from specserve.cluster.placement_watch import PlacementWatch
 
-    def attempt() -> None:
-        try:
-            run()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=attempt, name="deploy", daemon=True)
-    thread.start()
+    watch, reported = PlacementWatch(config), ""
     states: dict[str, str] = {}
     begun = time.monotonic()
     while thread.is_alive():
         thread.join(POLL_EVERY_S)
-        _report_states(states, say)
+        _report_states(config.name, states, say)
+        why = watch.check(gateway_runs=states.get("Gateway") == HEALTHY)
+        if why is not None and not may_wait:
+            raise ConfigError(why)
+        if why is not None and why != reported:
+            say(f"waiting for nodes: {why}")
+            reported = why
         if time.monotonic() - begun > START_TIMEOUT_S:
             raise Unavailable(f"the deployment was not ready within {START_TIMEOUT_S:g} s")
-    if failures:
-        raise _first_error([*_messages(), str(failures[0])])
 
 
-def _messages() -> list[str]:
+def _messages(app_name: str) -> list[str]:
     """Return Serve's messages about the deployments, which include tracebacks of ours."""
     from ray import serve
 
-    from specserve.cluster.app import APP_NAME
-
     with contextlib.suppress(Exception):  # the messages only improve the error
-        app = serve.status().applications[APP_NAME]
+        app = serve.status().applications[app_name]
         return [deployment.message for deployment in app.deployments.values()]
     return []
 
 
-def _report_states(states: dict[str, str], say: Say) -> None:
+def _report_states(app_name: str, states: dict[str, str], say: Say) -> None:
     """Print a line for each deployment whose state has changed."""
     from ray import serve
 
-    from specserve.cluster.app import APP_NAME
-
     # The controller may still be starting, or be away for a moment.
     with contextlib.suppress(Exception):
-        app = serve.status().applications.get(APP_NAME)
+        app = serve.status().applications.get(app_name)
         for name, deployment in sorted(app.deployments.items()) if app else ():
             state = deployment.status.value.lower().replace("_", " ")
             if states.get(name) != state:
                 states[name] = state
-                say(f"  {name.lower()}: {state}")
+                say(f"{INDENT}{name.lower()}: {state}")
 
 
 def _first_error(messages: Sequence[str]) -> SpecserveError:
@@ -232,37 +311,6 @@ def _first_error(messages: Sequence[str]) -> SpecserveError:
     return Unavailable(f"the deployment failed: {lines[-1] if lines else 'Serve does not say why'}")
 
 
-def _print_status(say: Say) -> None:
-    """Print a line of status now and then, when it has something new."""
-    from specserve.cluster.console import StatusLine
-
-    board, status_line = handle("Board"), StatusLine()
-    while True:
-        time.sleep(STATUS_EVERY_S)
-        try:
-            line = status_line.next(board.status.remote().result(timeout_s=5.0), time.monotonic())
-        except Exception as error:  # the error is the status then
-            line = f"no status: {type(error).__name__}"
-        if line is not None:
-            say(line)
-
-
-def _draw_status(console: Console, *, title: str, hints: Sequence[str]) -> None:
-    from rich.live import Live
-
-    from specserve.cluster.console import StatusScreen
-
-    board, screen = handle("Board"), StatusScreen(title=title, hints=hints)
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            try:
-                page = screen.render(board.status.remote().result(timeout_s=5.0))
-            except Exception as error:  # the error is the status then
-                page = screen.render(None, missing=type(error).__name__)
-            live.update(page, refresh=True)
-            time.sleep(REDRAW_EVERY_S)
-
-
 def _http_options(config: Config) -> dict[str, Any]:
     """Return Serve's HTTP options. The key precedes the certificate, as Serve's check demands."""
     tls = (
@@ -273,7 +321,6 @@ def _http_options(config: Config) -> dict[str, Any]:
     return {
         "host": config.http.host,
         "port": config.http.port,
-        "root_path": config.http.root_path,
         **tls,
     }
 

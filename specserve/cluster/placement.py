@@ -1,9 +1,13 @@
-"""Resources of an engine replica: bundles for the coordinator, the target ranks and the drafter."""
+"""Resources of an engine replica: bundles for the coordinator, the target ranks and the drafter.
+
+Says which of them fits no node. Knows nodes as numbers and labels, no Ray.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import KINDS_WITHOUT_WORKER, Config, DraftConfig
@@ -12,14 +16,52 @@ from specserve.errors import ConfigError
 FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too
 GATEWAY_CPUS = 1.0
 COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
+COUNTED = ("GPU", "CPU")
+REMEDY = {
+    "CPU": "lower target.threads, draft.threads or replicas.min, end what holds them, or add nodes",
+    "GPU": "lower target.tensor_parallel, draft.num_gpus or replicas.min, set device: cpu, "
+    "end what holds them, or add nodes",
+}
+SET_CONDITION = re.compile(r"(!?)in\((.*)\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """Resources and node labels of one process, as a bundle of the replica's placement group."""
 
+    name: str
     resources: Mapping[str, float]
     labels: Mapping[str, str]  # that a node must have
+
+    def __str__(self) -> str:
+        amounts = " and ".join(
+            _amount(kind, self.resources.get(kind, 0.0))
+            for kind in COUNTED
+            if self.resources.get(kind)
+        )
+        labels = ", ".join(f"{key}: {value}" for key, value in self.labels.items())
+        return f"{self.name} ({amounts}{f'; {labels}' if labels else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeResources:
+    """Resources and labels of one node of the cluster."""
+
+    address: str
+    total: Mapping[str, float]
+    available: Mapping[str, float]
+    labels: Mapping[str, str]
+
+    def has_labels(self, wanted: Mapping[str, str]) -> bool:
+        return all(_satisfies(self.labels.get(key), value) for key, value in wanted.items())
+
+    def without(self, bundle: Bundle) -> NodeResources:
+        """Return the node with the bundle placed on it."""
+        available = {
+            kind: amount - bundle.resources.get(kind, 0.0)
+            for kind, amount in self.available.items()
+        }
+        return replace(self, available=available)
 
 
 def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
@@ -28,35 +70,77 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     A device `auto` is a GPU if the cluster has any.
     """
     target, draft = config.target, config.draft
-    rank = Bundle(
-        _resources(1.0 if _on_gpu(target.device, has_gpus) else 0.0, target.threads),
-        target.label_selector,
+    rank = _resources(1.0 if _on_gpu(target.device, has_gpus) else 0.0, target.threads)
+    wanted = (
+        Bundle("coordinator", {"CPU": 1.0}, {}),
+        *(
+            Bundle(f"target-{number}", rank, target.label_selector)
+            for number in range(target.tensor_parallel)
+        ),
     )
-    wanted = (Bundle({"CPU": 1.0}, {}), *[rank] * target.tensor_parallel)
     if draft.kind in KINDS_WITHOUT_WORKER:
         return wanted
     share = draft.num_gpus if draft.num_gpus is not None else _num_gpus(draft, has_gpus)
-    return (*wanted, Bundle(_resources(share, draft.threads), draft.label_selector))
+    return (*wanted, Bundle("draft", _resources(share, draft.threads), draft.label_selector))
+
+
+def gateway_bundle(config: Config) -> Bundle:
+    """Return what the first gateway needs."""
+    return Bundle("gateway", {"CPU": GATEWAY_CPUS}, config.http.label_selector)
 
 
 def check_fits(
-    wanted: tuple[Bundle, ...], available: Mapping[str, float], *, replicas: int
+    wanted: tuple[Bundle, ...],
+    nodes: Sequence[NodeResources],
+    *,
+    replicas: int,
+    gateway: Bundle,
 ) -> None:
-    """Raise ConfigError if the cluster could not hold that many replicas even when empty.
+    """Raise ConfigError if the nodes cannot hold that many replicas and a gateway.
 
-    The message says how much is asked for and how much there is.
+    The message says how much is needed and how much is free. Bundles that fit together, but on
+    no single node, are found once they wait (`explain_waiting`).
     """
-    for kind in ("GPU", "CPU"):
-        needed = replicas * sum(bundle.resources.get(kind, 0.0) for bundle in wanted)
-        present = available.get(kind, 0.0)
-        if needed > present:
-            each = " + ".join(f"{bundle.resources.get(kind, 0.0):g}" for bundle in wanted)
-            raise ConfigError(
-                f"{needed:g} {kind}s are asked for "
-                f"({replicas} x ({each}): coordinator, target ranks, draft), "
-                f"and the cluster has {present:g}; ask for less (target.tensor_parallel, "
-                "draft.num_gpus, replicas.min, device: cpu), or add nodes"
+    for kind in COUNTED:
+        each = sum(bundle.resources.get(kind, 0.0) for bundle in wanted)
+        needed = replicas * each + gateway.resources.get(kind, 0.0)
+        free = sum(node.available.get(kind, 0.0) for node in nodes)
+        if needed > free:
+            total = sum(node.total.get(kind, 0.0) for node in nodes)
+            parts = " + ".join(
+                f"{bundle.name} {bundle.resources[kind]:g}"
+                for bundle in wanted
+                if bundle.resources.get(kind)
             )
+            times = f"{replicas} x ({parts})" if replicas > 1 else parts
+            plus = f" + gateway {gateway.resources[kind]:g}" if gateway.resources.get(kind) else ""
+            rest = "" if free == total else f" free of {total:g}"
+            raise ConfigError(
+                f"needs {_amount(kind, needed)} ({times}{plus}), the cluster has {free:g}{rest}; "
+                f"{REMEDY[kind]}"
+            )
+    for bundle in (*wanted, gateway):
+        if not any(_could_hold(node, bundle) for node in nodes):
+            raise ConfigError(_no_node_for(bundle, nodes))
+
+
+def explain_waiting(waiting: Sequence[Bundle], nodes: Sequence[NodeResources]) -> str | None:
+    """Return which of the waiting bundles fits on no node beside the others, and why.
+
+    Returns None if all fit, as when they are about to be placed.
+    """
+    left, placed = list(nodes), list[str]()
+    for bundle in sorted(waiting, key=_size, reverse=True):
+        fitting = [
+            number
+            for number, node in enumerate(left)
+            if node.has_labels(bundle.labels) and _holds(node.available, bundle)
+        ]
+        if not fitting:
+            return _no_node_for(bundle, left, beside=placed)
+        left[fitting[0]] = left[fitting[0]].without(bundle)
+        placed.append(bundle.name)
+    return None
 
 
 def has_room(wanted: tuple[Bundle, ...], available: Mapping[str, float]) -> bool:
@@ -89,3 +173,60 @@ def _num_gpus(draft: DraftConfig, has_gpus: bool) -> float:
 
 def _on_gpu(device: str, has_gpus: bool) -> bool:
     return device.startswith("cuda") or (device == "auto" and has_gpus)
+
+
+def _could_hold(node: NodeResources, bundle: Bundle) -> bool:
+    """Return whether the node, if it were empty, could hold the bundle."""
+    return node.has_labels(bundle.labels) and _holds(node.total, bundle)
+
+
+def _holds(resources: Mapping[str, float], bundle: Bundle) -> bool:
+    return all(resources.get(kind, 0.0) >= amount for kind, amount in bundle.resources.items())
+
+
+def _size(bundle: Bundle) -> tuple[float, ...]:
+    return (len(bundle.labels), *(bundle.resources.get(kind, 0.0) for kind in COUNTED))
+
+
+def _no_node_for(
+    bundle: Bundle, nodes: Sequence[NodeResources], *, beside: Sequence[str] = ()
+) -> str:
+    """Say what each node lacks for the bundle, and what to do."""
+    lacks = ", ".join(f"{node.address} {_lack(node, bundle)}" for node in nodes) or "there is none"
+    if not any(node.has_labels(bundle.labels) for node in nodes):
+        remedy = "start a node with these labels (`ray start --labels`), or change label_selector"
+    else:
+        kind = next((kind for kind in COUNTED if _is_short(nodes, bundle, kind)), "CPU")
+        remedy = REMEDY[kind]
+    others = f" beside {', '.join(beside)}" if beside else ""
+    return f"no node has room for {bundle}{others}: {lacks}; {remedy}"
+
+
+def _is_short(nodes: Sequence[NodeResources], bundle: Bundle, kind: str) -> bool:
+    needed = bundle.resources.get(kind, 0.0)
+    return all(
+        node.available.get(kind, 0.0) < needed for node in nodes if node.has_labels(bundle.labels)
+    )
+
+
+def _lack(node: NodeResources, bundle: Bundle) -> str:
+    if not node.has_labels(bundle.labels):
+        return "lacks the labels"
+    return "has " + " and ".join(
+        f"{node.available.get(kind, 0.0):g} of {_amount(kind, node.total.get(kind, 0.0))} free"
+        for kind in COUNTED
+        if bundle.resources.get(kind)
+    )
+
+
+def _amount(kind: str, number: float) -> str:
+    return f"{number:g} {kind}{'' if number == 1 else 's'}"
+
+
+def _satisfies(value: str | None, condition: str) -> bool:
+    """Return whether a node's label meets a condition of Ray: a value, !value, in() or !in()."""
+    if match := SET_CONDITION.fullmatch(condition):
+        return (value in [one.strip() for one in match[2].split(",")]) is not bool(match[1])
+    if condition.startswith("!"):
+        return value != condition[1:]
+    return value == condition

@@ -1,18 +1,21 @@
-"""Join the Ray cluster that runs here or start a local one, and check that the config fits."""
+"""Join a Ray cluster or start a local one, and check that the config fits."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import random
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from specserve.cluster.placement import bundles, check_fits
+from specserve.cluster.cluster_address import WAYS, require_answer, resolve, running_clusters
+from specserve.cluster.placement import GATEWAY_CPUS, bundles, check_fits, gateway_bundle
 from specserve.config.tree import Config
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, Unavailable, first_line
 
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 SERVE_SETTINGS = {
@@ -26,14 +29,25 @@ SERVE_SETTINGS = {
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 # Used even if TMPDIR is set, because the path of a socket must be short.
 SHORT_TMP = "/tmp" if os.path.isdir("/tmp") else None
-GATEWAY_CPUS = 1.0
+PROXY_PORTS = (
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+)
+# Between the ports of Ray's workers and those that Serve gives to gateways; the system itself
+# hands out none of them.
+PROXY_PORT_RANGE = range(20000, 30000)
+RELEASE_S = 3.0
 
 
 @contextlib.contextmanager
-def ray_session(config: Config, say: Callable[[str], None], *, join: bool = True) -> Iterator[bool]:
+def ray_session(
+    config: Config, say: Callable[[str], None], *, join: str | None = None, may_wait: bool = False
+) -> Iterator[bool]:
     """Join or start Ray, yield whether it was started here, and leave or stop it at the end.
 
-    Raises ConfigError when the cluster is too small for the config, or its port is taken.
+    Raises ConfigError when the cluster is too small for the config, unless it `may_wait` for
+    nodes, or when a port is taken.
     """
     # Serve reads the settings when it is imported and when it starts.
     for name, value in _serve_settings(config).items():
@@ -41,24 +55,75 @@ def ray_session(config: Config, say: Callable[[str], None], *, join: bool = True
     import ray
 
     with contextlib.ExitStack() as stack:
-        is_local = not (join and join_cluster())
-        if is_local:
-            require_free_port(config)
-            say("starting Ray")
-            _set_proxy_directory(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT_TMP))
-            )
-            ray.init(address="local", num_cpus=_num_cpus(config), include_dashboard=False, **QUIET)
+        if join is None:
+            _start_ray(config, say, stack)
         else:
-            say("joined the Ray cluster that runs here")
+            join_cluster(join)
         stack.callback(ray.shutdown)
-        resources = ray.cluster_resources()
-        check_fits(
-            bundles(config, has_gpus=resources.get("GPU", 0) > 0),
-            resources,
-            replicas=max(1, config.replicas.min),
-        )
-        yield is_local
+        if join is not None:
+            say(_joined())
+        if not may_wait:
+            _require_room(config)
+        yield join is None
+
+
+def _start_ray(config: Config, say: Callable[[str], None], stack: contextlib.ExitStack) -> None:
+    import ray
+
+    require_free_port(config)
+    beside = "".join(
+        f", beside the cluster at {address} (--join {address} would join it)"
+        for address in running_clusters()[:1]
+    )
+    say(f"starting a Ray of its own{beside}")
+    stack.enter_context(_environment(proxy_ports(excluded=config.http.port)))
+    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT_TMP))
+    stack.enter_context(_environment(_proxy_files(directory)))
+    ray.init(address="local", num_cpus=_num_cpus(config), include_dashboard=False, **QUIET)
+
+
+def _joined() -> str:
+    """Say which cluster was joined, and what is free on it."""
+    import ray
+
+    free, total = ray.available_resources(), ray.cluster_resources()
+    num_nodes = sum(node["Alive"] for node in ray.nodes())
+    counts = ", ".join(
+        f"{free.get(kind, 0):g} of {total[kind]:g} {kind}s"
+        for kind in ("CPU", "GPU")
+        if kind in total
+    )
+    return (
+        f"joined the Ray cluster at {ray.get_runtime_context().gcs_address} "
+        f"({num_nodes} node{'' if num_nodes == 1 else 's'}; {counts or 'no CPUs'} free)"
+    )
+
+
+def _require_room(config: Config) -> None:
+    """Raise ConfigError if the config does not fit beside what runs.
+
+    A cluster that is large enough when empty is asked again, since Ray takes a moment to count
+    what others have just released.
+    """
+    from specserve.cluster.node_resources import cluster_resources
+
+    until = time.monotonic() + RELEASE_S
+    while True:
+        nodes = cluster_resources().nodes
+        wanted = bundles(config, has_gpus=any(node.total.get("GPU") for node in nodes))
+        try:
+            check_fits(
+                wanted,
+                nodes,
+                replicas=max(1, config.replicas.min),
+                gateway=gateway_bundle(config),
+            )
+        except ConfigError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+        else:
+            return
 
 
 @contextlib.contextmanager
@@ -74,18 +139,6 @@ def local_ray(*, num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def is_serve_running() -> bool:
-    """Return whether Serve runs on the cluster, started here or elsewhere."""
-    import ray
-    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-
-    try:
-        ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    except ValueError:
-        return False
-    return True
 
 
 def require_free_port(config: Config) -> None:
@@ -124,24 +177,79 @@ def _serve_settings(config: Config) -> dict[str, str]:
     return SERVE_SETTINGS | {HA_PROXY: "0"}
 
 
-def join_cluster() -> bool:
-    """Join the cluster that runs on this machine; return False if there is none."""
+def join_cluster(address: str) -> None:
+    """Join the cluster there. Raises Unavailable when none answers, instead of waiting for it."""
     import ray
+    from ray.exceptions import RayError
 
+    resolved = resolve(address)
+    require_answer(resolved)
     try:
-        ray.init(address="auto", **QUIET)
-    except ConnectionError:
-        return False
+        ray.init(address=resolved, **QUIET)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        raise Unavailable(f"cannot join {resolved}: {first_line(error)}; {WAYS}") from error
+
+
+def proxy_ports(*, excluded: int) -> dict[str, str]:
+    """Return free ports for Serve's proxies, by the variables that set them.
+
+    Their defaults are the same for every Serve of the machine. Those that the environment sets
+    are kept. Raises ConfigError when one of these is taken.
+    """
+    chosen: dict[str, str] = {}
+    taken = {str(excluded)}
+    for variable in PROXY_PORTS:
+        if (given := os.environ.get(variable)) is not None:
+            if not _is_free(int(given)):
+                raise ConfigError(
+                    f"{variable} is {given}, and that port is taken; set it to another, or leave "
+                    "it out and a free one is chosen"
+                )
+            continue
+        port = next(
+            port
+            for port in random.sample(PROXY_PORT_RANGE, len(PROXY_PORT_RANGE))
+            if str(port) not in taken and _is_free(port)
+        )
+        chosen[variable] = str(port)
+        taken.add(str(port))
+    return chosen
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))  # as HAProxy does with its metrics and statistics
+        except OSError:
+            return False
     return True
 
 
-def _set_proxy_directory(directory: str) -> None:
-    """Keep HAProxy's socket and files in `directory`; Serve would leave them behind under /tmp."""
-    os.environ["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"] = f"{directory}/haproxy.cfg"
-    os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"] = f"{directory}/admin.sock"
-    os.environ["RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"] = f"{directory}/metrics.sock"
-    os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_BASE"] = directory
-    os.environ["RAY_SERVE_HAPROXY_SERVER_STATE_FILE"] = f"{directory}/server-state"
+def _proxy_files(directory: str) -> dict[str, str]:
+    """Return HAProxy's files and sockets in `directory`; Serve would leave them under /tmp."""
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{directory}/admin.sock",
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{directory}/metrics.sock",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": directory,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{directory}/server-state",
+    }
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables, which a Ray that starts hands to its processes, and restore them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def default_resources(config: Config, *, num_gpus: int) -> dict[str, float]:

@@ -5,6 +5,7 @@ An unknown key is an error. It knows the keys and what they may hold, no models 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +59,8 @@ SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own 
 KINDS_WITHOUT_WORKER = ("heads", "none")  # heads draft in the target's worker
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it is part of names of files and sockets
+ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class TargetConfig:
     # auto: bfloat16 where the processor has it, else float32
     dtype: str = setting("auto", choice(*DTYPES))
     tensor_parallel: int = setting(1, integer(1, 64))
+    # the bits of one rank at every tensor_parallel, on CPUs in bfloat16; ranks exchange more
+    degree_invariant: bool = setting(False, boolean())
     device: str = setting("auto", device_name())
     threads: int | None = setting(None, integer(1, 1024))  # of a CPU; None: torch's own choice
     attention: str = setting("auto", choice(*ATTENTION))
@@ -151,10 +156,23 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsConfig:
+    """Weights on CPUs in memory that all processes of a node share."""
+
+    # None: in servers, but not in LLM and generate
+    shared: bool | None = setting(None, none_as("auto", boolean()))
+    # of their files; None: in memory. In one that is named, files stay until they are removed
+    directory: str | None = setting(None, text())
+
+
+@dataclass(frozen=True, slots=True)
 class LimitsConfig:
     max_context: int | None = setting(None, integer(2, 2**31))  # None: the model's
     max_running: int = setting(64, integer(1, 65536))
     max_queued: int = setting(1024, integer(0, 2**31))
+    # positions in a pass of the target: decoding sequences, draft tokens and prompts together;
+    # None: what it computes in 0.2 s, and as many as decode and again as many for prompts
+    max_batch_tokens: int | None = setting(None, none_as("auto", integer(2, 2**20)))
     request_timeout_s: float = setting(600.0, number(0, 1e6, above=True))
     max_body_bytes: int = setting(4 * 2**20, integer(1, 2**31))
 
@@ -206,10 +224,13 @@ class Config:
     """The whole tree. Its keys are those of the YAML file, `--set` and `LLM(**overrides)`."""
 
     model: str = setting("", text())  # left out: the last part of the target's path
+    # of the application in Ray, which may hold several; left out: specserve-<model>-<port>
+    name: str = setting("", text())
     target: TargetConfig = subsection(TargetConfig)
     draft: DraftConfig = subsection(DraftConfig)
     speculation: SpeculationConfig = subsection(SpeculationConfig)
     cache: CacheConfig = subsection(CacheConfig)
+    weights: WeightsConfig = subsection(WeightsConfig)
     limits: LimitsConfig = subsection(LimitsConfig)
     replicas: ReplicasConfig = subsection(ReplicasConfig)
     http: HttpConfig = subsection(HttpConfig)
@@ -314,7 +335,13 @@ def _fill_in(config: Config) -> Config:
         draft = replace(draft, path=str(DEMO / "heads"))
     if not draft.kind:
         draft = replace(draft, kind="neural" if draft.path else "none")
-    return replace(config, target=target, draft=draft, model=model or Path(target.path).name)
+    model = model or Path(target.path).name
+    name = config.name or _default_name(model, config.http.port)
+    return replace(config, target=target, draft=draft, model=model, name=name)
+
+
+def _default_name(model: str, port: int) -> str:
+    return f"specserve-{re.sub('[^A-Za-z0-9._-]+', '-', model).strip('-')[:80]}-{port}"
 
 
 def _validate(config: Config) -> Config:
@@ -325,6 +352,15 @@ def _validate(config: Config) -> Config:
         config.cache,
         config.replicas,
     )
+    if not NAME.fullmatch(config.name):
+        raise ConfigError(
+            f"name {config.name!r} must begin with a letter or a digit and have nothing but "
+            "letters, digits, '-', '_' and '.', such as my-model-8000"
+        )
+    if (root := config.http.root_path) and not ROOT_PATH.fullmatch(root):
+        raise ConfigError(
+            f"http.root_path {root!r} must begin with / and not end with it, such as /my-model"
+        )
     check_stages(draft.kind, draft.stages, draft.k, draft.lenience)
     if draft.kind in CASCADE_KINDS and draft.path is not None:
         raise ConfigError(

@@ -53,6 +53,8 @@ def test_the_script_registers_the_completion() -> None:
         (["generate", "--verifier", "sp"], ["speculative"]),
         (["generate", "--json", "--tr"], ["--trace"]),
         (["generate", "--prompt", "a", "--json", ""], []),
+        (["serve", "--j"], ["--join"]),
+        (["serve", "--join", ""], ["auto"]),
         (["serve", "--set", "speculation.max"], ["speculation.max_gamma="]),
         (["serve", "--set", "speculation.max_gamma", "="], []),
         (["serve", "--set", "speculation.max_gamma", "=", "3"], []),

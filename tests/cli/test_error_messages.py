@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specserve.cli.main import main
-from specserve.cluster.placement import Bundle, check_fits
+from specserve.cluster.placement import Bundle, NodeResources, check_fits
 from specserve.cluster.ray_session import require_free_port
 from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError, TooLittleMemory
@@ -209,9 +209,15 @@ def test_a_port_in_use_is_named_with_its_key() -> None:
 
 def test_a_cluster_that_is_too_small_is_an_error_that_names_the_key_to_lower() -> None:
     with pytest.raises(
-        ConfigError, match=r"2 GPUs are asked for .* has 1; ask for less \(target.tensor_parallel"
+        ConfigError,
+        match=r"needs 2 GPUs \(target-0 2\), the cluster has 1; lower target.tensor_parallel",
     ):
-        check_fits((Bundle({"GPU": 2.0}, {}),), {"GPU": 1.0}, replicas=1)
+        check_fits(
+            (Bundle("target-0", {"GPU": 2.0}, {}),),
+            [NodeResources("one", {"GPU": 1.0}, {"GPU": 1.0}, {})],
+            replicas=1,
+            gateway=Bundle("gateway", {"CPU": 1.0}, {}),
+        )
 
 
 def test_a_model_that_is_too_big_is_refused_before_it_is_loaded(

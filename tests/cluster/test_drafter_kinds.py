@@ -41,7 +41,7 @@ def test_only_drafters_with_a_device_of_their_own_get_a_bundle() -> None:
 def ray_with_a_port() -> Iterator[int]:
     """Start one Ray and one Serve for all kinds, which are deployed on it in turn."""
     port = free_port()
-    with ray_session(config_from_keys({"http.port": port}), lambda line: None, join=False):
+    with ray_session(config_from_keys({"http.port": port}), lambda line: None):
         yield port
 
 
@@ -64,7 +64,7 @@ def answers(
             client.completions.create(model="it", prompt=prompt, max_tokens=TOKENS, temperature=0)
             for prompt in PROMPTS
         ]
-        places = set(handle("Engine").places.remote().result())
+        places = set(handle(config, "Engine").places.remote().result())
     return (
         [one.choices[0].text for one in given],
         [(one.model_extra or {})["specserve"] for one in given],

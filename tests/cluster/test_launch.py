@@ -52,8 +52,41 @@ def own_files() -> set[Path]:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
+    """Return the processes below this one, and its fork server with the workers."""
     children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or [""]
+        if any("fork_server" in part for part in command) and command[-1] == str(pid):
+            children += [process, *process.children(recursive=True)]
     return children
+
+
+def models(port: int) -> list[str]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as answer:
+        return [model["id"] for model in json.load(answer)["data"]]
+
+
+def test_a_signal_ends_one_of_two_servers_and_the_other_when_it_gets_one() -> None:
+    """Start two servers without engines at the same time, each on a Ray of its own."""
+    ports, before = (free_port(), free_port()), own_files()
+    # An engine would be started by the first request.
+    empty = ("--set", "replicas.min=0", "--set", "replicas.upscale_delay_s=20")
+    first, second = (serve("--port", str(port), *empty) for port in ports)
+    try:
+        for process in (first, second):
+            lines_until(process, "curl ")
+        first.send_signal(signal.SIGINT)
+        _, errors = first.communicate(timeout=40)
+        assert (first.returncode, "Traceback" in errors) == (0, False)
+        assert models(ports[1]) == ["demo"]
+        second.send_signal(signal.SIGTERM)
+        second.communicate(timeout=40)
+        assert second.returncode == 0
+        assert own_files() <= before
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
 
 
 def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
@@ -94,7 +127,7 @@ def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
     ("arguments", "message"),
     [
         (["--target", "missing/entirely/model"], "missing/entirely/model does not exist"),
-        (["--set", "target.device=cuda"], "1 GPUs are asked for"),
+        (["--set", "target.device=cuda"], "needs 1 GPU (target-0 1), the cluster has 0"),
         (
             ["--set", "speculation.gama=3"],
             "unknown key speculation.gama; did you mean speculation.gamma?",

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 SELECTOR = re.compile(r"# (label_selector: .*)")
 GATEWAY_CPUS = 1
+APP_NAME = "specserve"  # which every file gives to its application
 
 
 def _text(name: str) -> str:
@@ -97,7 +98,7 @@ def _deployments(args: Mapping[str, Any]) -> dict[str, Any]:
     """
     from ray.serve._private.build_app import build_app
 
-    from specserve.cluster.app import APP_NAME, build
+    from specserve.cluster.app import build
 
     return {
         deployment.name: deployment
@@ -119,7 +120,7 @@ serve_configs = pytest.mark.parametrize(
 
 @serve_configs
 def test_serve_takes_the_file(serve_config: dict[str, Any]) -> None:
-    from specserve.cluster.app import APP_NAME, build
+    from specserve.cluster.app import build
 
     schema = _schema(serve_config)
     (application,) = schema.applications

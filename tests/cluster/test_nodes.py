@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from specserve import LLM, Sampling
 from specserve.cluster.launch import handle
-from specserve.cluster.workers import WorkerPlace
+from specserve.cluster.process_state import process_runs_on
+from specserve.cluster.worker_host import WorkerPlace
 from specserve.config.tree import config_from_keys
 from tests.support.checkpoints import add_tokenizer, make, perturb
 from tests.support.ray_server import served
@@ -84,8 +88,8 @@ def test_each_worker_is_on_the_device_and_node_that_the_config_asks_for_and_the_
         "speculation": {"gamma": 3},
         "cache": {"pages": 256},
     }
-    with served(keys, join=True) as (url, _):
-        places: dict[str, WorkerPlace] = handle("Engine").places.remote().result()
+    with served(keys, join=True) as (url, config):
+        places: dict[str, WorkerPlace] = handle(config, "Engine").places.remote().result()
         written = texts(url)
     assert {name: place.node for name, place in places.items()} == {
         **{f"target-{rank}": cluster["targets"] for rank in range(ranks)},
@@ -101,3 +105,17 @@ def test_each_worker_is_on_the_device_and_node_that_the_config_asks_for_and_the_
     with LLM.from_config(config_from_keys(alone)) as llm:
         outputs = llm.generate(PROMPTS, Sampling(max_tokens=24, temperature=0, ignore_eos=True))
     assert written == [output.text for output in outputs]
+
+
+def test_a_process_is_examined_on_its_own_node(cluster: dict[str, str]) -> None:
+    ray.init()
+    try:
+        nodes = cluster["drafts"], ray.get_runtime_context().get_node_id()
+        with subprocess.Popen(["sleep", "60"]) as process:
+            assert all(asyncio.run(process_runs_on(node, process.pid)) for node in nodes)
+            process.kill()
+            process.wait()
+            for node in nodes:
+                assert asyncio.run(process_runs_on(node, process.pid)) is False
+    finally:
+        ray.shutdown()

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from specserve.cluster.placement import Bundle, bundles, check_fits, has_room
+from specserve.cluster.placement import (
+    Bundle,
+    NodeResources,
+    bundles,
+    check_fits,
+    explain_waiting,
+    gateway_bundle,
+    has_room,
+)
 from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError
 
@@ -44,18 +52,93 @@ def test_each_bundle_has_the_labels_of_its_worker() -> None:
     assert [dict(bundle.labels) for bundle in asked] == [{}, {"pool": "big"}, {"pool": "small"}]
 
 
-def test_too_small_a_cluster_is_refused_with_what_is_asked_for_and_available() -> None:
-    asked = bundles(
-        config_from_keys(
-            {"target.tensor_parallel": 4, "target.device": "cuda", "draft.device": "cuda"}
-        ),
-        has_gpus=True,
+def node(
+    cpus: float, *, free: float | None = None, gpus: float = 0, **labels: str
+) -> NodeResources:
+    total = {"CPU": cpus, "GPU": float(gpus)}
+    available = {**total, "CPU": cpus if free is None else free}
+    return NodeResources(f"node-{cpus:g}", total, available, labels)
+
+
+def check(keys: dict[str, object], *nodes: NodeResources, replicas: int = 1) -> None:
+    config = config_from_keys(keys)
+    has_gpus = any(node.total["GPU"] for node in nodes)
+    check_fits(
+        bundles(config, has_gpus=has_gpus),
+        nodes,
+        replicas=replicas,
+        gateway=gateway_bundle(config),
     )
+
+
+def test_too_small_a_cluster_is_refused_with_what_is_needed_and_available() -> None:
+    keys: dict[str, object] = {
+        "target.tensor_parallel": 4,
+        "target.device": "cuda",
+        "draft.device": "cuda",
+    }
     with pytest.raises(
-        ConfigError, match=r"10 GPUs are asked for \(2 x \(0 \+ 1 \+ 1 \+ 1 \+ 1 \+ 1\).*has 8"
+        ConfigError,
+        match=r"needs 10 GPUs \(2 x \(target-0 1 \+ .* \+ draft 1\)\), the cluster has 8; lower",
     ):
-        check_fits(asked, {"GPU": 8, "CPU": 64}, replicas=2)
-    check_fits(asked, {"GPU": 10, "CPU": 64}, replicas=2)
+        check(keys, node(64, gpus=8), replicas=2)
+    check(keys, node(64, gpus=10), replicas=2)
+
+
+def test_what_others_hold_is_not_available() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"needs 4 CPUs \(coordinator 1 \+ target-0 1 \+ draft 1 \+ gateway 1\), "
+        r"the cluster has 3 free of 8; lower target.threads",
+    ):
+        check({"target.threads": 1}, node(8, free=3))
+    check({"target.threads": 1}, node(8, free=4))
+
+
+def test_a_rank_that_no_single_node_could_hold_is_refused() -> None:
+    keys: dict[str, object] = {"target.threads": 6}
+    with pytest.raises(
+        ConfigError, match=r"no node has room for target-0 \(6 CPUs\): node-5 has 5 of 5 CPUs free"
+    ):
+        check(keys, node(5), node(5))
+    check(keys, node(6), node(5))
+
+
+def test_a_selector_that_no_node_satisfies_is_refused_with_the_labels() -> None:
+    keys: dict[str, object] = {"target.threads": 1, "draft.label_selector": {"pool": "drafts"}}
+    with pytest.raises(
+        ConfigError, match=r"draft \(1 CPU; pool: drafts\): node-8 lacks the labels; start a node"
+    ):
+        check(keys, node(8, pool="targets"))
+    check(keys, node(8, pool="drafts"))
+
+
+@pytest.mark.parametrize(
+    ("condition", "satisfied"),
+    [("a", True), ("b", False), ("!b", True), ("!a", False), ("in(a, b)", True), ("!in(a)", False)],
+)
+def test_conditions_of_labels_are_read_as_ray_reads_them(condition: str, satisfied: bool) -> None:
+    assert node(1, pool="a").has_labels({"pool": condition}) is satisfied
+
+
+def test_waiting_bundles_are_explained_by_the_largest_that_fits_nowhere() -> None:
+    wanted = bundles(config_from_keys({"target.threads": 4, "draft.threads": 3}), has_gpus=False)
+    assert explain_waiting(wanted, [node(4), node(4)]) is None
+    assert explain_waiting(wanted, [node(4, free=3), node(4, free=3)]) == (
+        "no node has room for target-0 (4 CPUs): node-4 has 3 of 4 CPUs free, "
+        "node-4 has 3 of 4 CPUs free; lower target.threads, draft.threads or replicas.min, "
+        "end what holds them, or add nodes"
+    )
+
+
+def test_a_bundle_that_the_others_leave_no_room_for_is_explained_beside_them() -> None:
+    wanted = bundles(config_from_keys({"target.threads": 2, "draft.threads": 2}), has_gpus=False)
+    why = explain_waiting(wanted, [node(4)])
+    assert why is not None
+    assert why.startswith(
+        "no node has room for coordinator (1 CPU) beside target-0, draft: "
+        "node-4 has 0 of 4 CPUs free"
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,8 +148,8 @@ def test_an_update_brings_a_new_replica_first_only_where_it_has_room(
     cpus: float, gpus: float, room: bool
 ) -> None:
     wanted = (
-        Bundle({"CPU": 3.0}, {}),
-        Bundle({"CPU": 1.0, "GPU": 2.0}, {}),
-        Bundle({"CPU": 2.0, "GPU": 1.0}, {}),
+        Bundle("coordinator", {"CPU": 3.0}, {}),
+        Bundle("target-0", {"CPU": 1.0, "GPU": 2.0}, {}),
+        Bundle("draft", {"CPU": 2.0, "GPU": 1.0}, {}),
     )
     assert has_room(wanted, {"CPU": cpus, "GPU": gpus}) is room

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,11 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
+from specserve.cluster.deployments import Engine
 from specserve.cluster.launch import deploy, handle
 from specserve.config.tree import config_from_keys
+from specserve.errors import OutOfPages
+from specserve.types import Verdict, VerifyStep
 from tests.support.ray_server import served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -37,6 +40,22 @@ PROMPTS = [
     "def main():\n    ",
     "try:\n",
 ]
+
+
+class BreakableEngine(Engine):
+    """Engine whose target can be made to fail every pass while its workers live on."""
+
+    async def break_target(self) -> str:
+        """Break the target of this replica, and return the replica's id."""
+
+        async def fail(steps: Sequence[VerifyStep]) -> list[Verdict]:
+            raise OutOfPages("no page is free")
+
+        self._group.target.verify = fail  # type: ignore[method-assign]
+        return self._replica
+
+    async def replica(self) -> str:
+        return self._replica
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     keys.write_text(f"# for the tests\n{KEY}\n")
     config = {"http.api_keys_file": str(keys), "target.threads": 1, "draft.threads": 1}
     with (
-        served(config) as (url, parsed),
+        served(config, engine=BreakableEngine) as (url, parsed),
         openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120) as client,
     ):
         yield Server(url, parsed.http.port, client)
@@ -278,8 +297,10 @@ def test_a_client_that_leaves_frees_its_pages_within_half_a_second(
     report that the client has left.
     """
 
+    config = config_from_keys({"http.port": server.port})
+
     def used() -> int:
-        pages: int = handle("Engine").pages_used.remote().result()
+        pages: int = handle(config, "Engine").pages_used.remote().result()
         return pages
 
     freed = []
@@ -434,11 +455,24 @@ def test_a_killed_or_stopped_worker_costs_its_streams_a_pause_and_nothing_else(
 
 
 def test_a_draft_that_is_stopped_while_it_loads_its_weights_is_replaced_too(server: Server) -> None:
-    worker("DraftWorker.run").kill()
-    until(lambda: count("DraftWorker.open") == 1, 60)
-    process = worker("DraftWorker.open")
-    process.suspend()
-    until(lambda: count("DraftWorker.run") == 1 and not process.is_running(), 120)
+    stopped: list[psutil.Process] = []
+
+    def stop_while_it_loads() -> bool:
+        """Stop a draft that loads; kill those that run already, which are then loaded again."""
+        for process in psutil.process_iter(["cmdline"]):
+            title = " ".join(process.info["cmdline"] or ())
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "DraftWorker.open" in title:
+                    process.suspend()
+                    if "DraftWorker.open" in " ".join(process.cmdline()):
+                        stopped.append(process)
+                        return True
+                if "DraftWorker.open" in title or "DraftWorker.run" in title:
+                    process.kill()
+        return False
+
+    until(stop_while_it_loads, 120)
+    until(lambda: count("DraftWorker.run") == 1 and not stopped[0].is_running(), 120)
     assert "draft" not in server.get("/health")[1].decode()
 
 
@@ -457,12 +491,39 @@ def test_the_streams_of_a_killed_coordinator_resume_on_the_next_one(server: Serv
         PROMPTS[2], max_tokens=400, ignore_eos=True, temperature=0, stream=True
     )
     text = next(iter(stream)).choices[0].text
-    worker("specserve:Engine").kill()
+    worker(":Engine").kill()
     *chunks, last = stream
     assert text + "".join(chunk.choices[0].text for chunk in (*chunks, last)) == expected
     assert last.model_extra["specserve"]["resumed"] == 1
     until(lambda: server.status("/health") == 200, 120)
     assert server.metrics()["specserve_requests_resumed_total", ()] >= 1
+
+
+def test_a_replica_that_makes_no_progress_is_replaced_and_its_streams_go_on(
+    server: Server,
+) -> None:
+    samplings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 5}]
+    options: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+    expected = [
+        server.complete(PROMPTS[i], **options, **sampling).choices[0].text
+        for i, sampling in enumerate(samplings)
+    ]
+    streams = [
+        server.complete(PROMPTS[i], stream=True, **options, **sampling)
+        for i, sampling in enumerate(samplings)
+    ]
+    texts = [next(iter(stream)).choices[0].text for stream in streams]
+    engine = handle(config_from_keys({"http.port": server.port}), "Engine")
+    broken = engine.break_target.remote().result()
+    resumed = []
+    for i, stream in enumerate(streams):
+        *chunks, last = stream
+        texts[i] += "".join(chunk.choices[0].text for chunk in (*chunks, last))
+        resumed.append(last.model_extra["specserve"]["resumed"])
+    assert texts == expected
+    assert min(resumed) >= 1, "the engine was broken too late"
+    until(lambda: server.status("/health") == 200, 120)
+    assert engine.replica.remote().result() != broken
 
 
 def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
@@ -478,7 +539,7 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
         }
     )
     with contextlib.ExitStack() as stack:
-        url = stack.enter_context(deploy(config, lambda line: None))
+        url = stack.enter_context(deploy(config, lambda line: None, replace=True))
         client = stack.enter_context(
             openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         )

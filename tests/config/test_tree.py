@@ -21,11 +21,13 @@ from specserve.errors import ConfigError
 
 CONTRACT = {
     "model": None,
+    "name": None,
     "target": {
         "path",
         "revision",
         "dtype",
         "tensor_parallel",
+        "degree_invariant",  # beyond the first contract
         "device",
         "threads",
         "attention",
@@ -48,7 +50,15 @@ CONTRACT = {
     },
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
-    "limits": {"max_context", "max_running", "max_queued", "request_timeout_s", "max_body_bytes"},
+    "weights": {"shared", "directory"},  # beyond the first contract
+    "limits": {
+        "max_context",
+        "max_running",
+        "max_queued",
+        "max_batch_tokens",
+        "request_timeout_s",
+        "max_body_bytes",
+    },
     "replicas": {
         "min",
         "max",
@@ -84,6 +94,31 @@ def test_the_keys_are_those_of_the_contract() -> None:
         "enabled",
         "fanout",
     }
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({}, "specserve-demo-8000"),
+        ({"http.port": 9000, "target.path": "org/My Model"}, "specserve-My-Model-9000"),
+        ({"model": "m" * 200}, f"specserve-{'m' * 80}-8000"),
+        ({"name": "mine"}, "mine"),
+    ],
+)
+def test_an_application_is_named_after_model_and_port(keys: dict[str, object], name: str) -> None:
+    assert config_from_keys(keys).name == name
+
+
+@pytest.mark.parametrize("name", ["a b", "a/b", "a#b", "-a", "a" * 101])
+def test_a_name_that_could_not_be_part_of_a_file_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"name .*such as my-model-8000"):
+        config_from_keys({"name": name})
+
+
+@pytest.mark.parametrize("path", ["models", "/models/", "/", "//models"])
+def test_a_root_path_that_serve_would_not_take_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"http.root_path .*such as /my-model"):
+        config_from_keys({"http.root_path": path})
 
 
 def test_without_keys_the_demo_pair_is_served() -> None:
@@ -200,6 +235,7 @@ def test_a_key_unlike_any_other_is_refused_listing_all() -> None:
         ("cache.memory_fraction", 0, "above 0 and up to 1"),
         ("cache.prefix_caching", "yes please", "true or false"),
         ("limits.max_running", 10**400, "from 1 to 65536"),
+        ("limits.max_batch_tokens", 1, "from 2 to 1048576"),
         ("http.port", 70000, "from 0 to 65535"),
         ("http.cors_origins", "http://a", "a list"),
         ("http", 8000, "a group of keys"),

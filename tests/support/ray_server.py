@@ -5,7 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+from specserve.cluster.cluster_address import ANY_RUNNING
 from specserve.cluster.launch import deploy
 from specserve.cluster.ray_session import ray_session
 from specserve.config.tree import Config, config_from_keys
@@ -20,13 +22,19 @@ def free_port() -> int:
 
 @contextmanager
 def served(
-    keys: Mapping[str, object] | None = None, *, join: bool = False
+    keys: Mapping[str, object] | None = None,
+    *,
+    join: bool = False,
+    engine: type[Any] | None = None,
 ) -> Iterator[tuple[str, Config]]:
-    """Serve on a Ray of its own or on the running one, and yield the URL and the config."""
+    """Serve on a Ray of its own or on the running one, and yield the URL and the config.
+
+    `engine` replaces the Engine class.
+    """
     config = config_from_keys({"http.port": free_port(), **(keys or {})})
     said: list[str] = []
     with (
-        ray_session(config, said.append, join=join) as owns_ray,
-        deploy(config, said.append, owns_ray=owns_ray) as url,
+        ray_session(config, said.append, join=ANY_RUNNING if join else None) as owns_ray,
+        deploy(config, said.append, owns_ray=owns_ray, engine=engine) as url,
     ):
         yield url, config

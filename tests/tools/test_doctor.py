@@ -22,7 +22,7 @@ from specserve.tools.doctor.report import DoctorReport
 from specserve.tools.doctor.room import MemoryNeed
 from tests.support.checkpoints import add_tokenizer, make
 
-WELL = Checkup("2.60.0", False, False, {"CPU": 5.0}, None, "/bin/haproxy", "", {})
+WELL = Checkup("2.60.0", None, (), False, {"CPU": 5.0}, None, "/bin/haproxy", "", {})
 
 
 def only(findings: Iterable[Finding], grade: Grade = Grade.BAD) -> Finding:
@@ -39,7 +39,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specserve.cluster.checkup.check", lambda config, *, num_gpus: WELL)
+    monkeypatch.setattr("specserve.cluster.checkup.check", lambda config, *, num_gpus, join: WELL)
 
 
 def test_the_demo_pair_is_well(no_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,19 +273,20 @@ def test_the_room_of_the_demo_pair_is_the_weights_of_both() -> None:
 def test_what_ray_says_becomes_findings() -> None:
     refused = Checkup(
         "2.60.0",
-        True,
+        "10.0.0.1:6379",
+        ("10.0.0.1:6379",),
         True,
         {"CPU": 2.0},
-        "10 GPUs are asked for",
+        "needs 10 GPUs",
         None,
         "no haproxy",
         {"RAY_PORT": 1},
     )
     found = [*cluster.ray(refused), *cluster.proxy(refused)]
-    assert [finding.grade for finding in found] == [Grade.OK, Grade.BAD, Grade.WARN, Grade.BAD]
+    assert [finding.grade for finding in found] == [Grade.OK, Grade.BAD, Grade.BAD]
     assert (
         found[0].found
-        == "2.60.0; `specserve serve` joins the cluster that runs here (2 CPUs, 0 GPUs)"
+        == "2.60.0; `specserve serve` joins the Ray cluster at 10.0.0.1:6379 (2 CPUs, 0 GPUs)"
     )
     assert {finding.grade for finding in [*cluster.ray(WELL), *cluster.proxy(WELL)]} == {Grade.OK}
 

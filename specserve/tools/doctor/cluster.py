@@ -5,37 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from specserve.cluster.checkup import Checkup
-from specserve.tools.doctor.findings import Finding, bad, ok, warn
+from specserve.tools.doctor.findings import Finding, bad, ok
 
 
 def ray(found: Checkup) -> Iterator[Finding]:
-    """Check which Ray would serve, and whether the config fits its resources."""
+    """Check which Ray would serve, and whether the config finds a place on it."""
     there = ", ".join(f"{found.resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
     where = (
-        f"joins the cluster that runs here ({there})"
-        if found.joins
-        else f"starts a cluster of its own ({there})"
+        f"starts a Ray of its own ({there})"
+        if found.joins is None
+        else f"joins the Ray cluster at {found.joins} ({there})"
     )
+    if found.joins is None and found.running:
+        where += f", beside {', '.join(found.running)}; --join would join one of them"
     yield ok("ray", f"{found.version}; `specserve serve` {where}")
     if found.refusal is not None:
-        remedy = (
-            "add nodes, or ask for less: target.tensor_parallel, draft.num_gpus, replicas.min, "
-            "threads, or a device of cpu"
-        )
-        yield bad("ray, resources", found.refusal, remedy)
+        remedy = "change what the sentence names, or take a Ray of its own (--own-ray)"
+        yield bad("ray, place", found.refusal, remedy)
     else:
-        yield ok("ray, resources", "the config finds a place")
-    if found.serves:
-        yield warn(
-            "ray, serve",
-            "Serve runs on it already",
-            "http.host and http.port are those that it was started with; `serve shutdown` ends it",
-        )
+        yield ok("ray, place", "the config finds a place")
 
 
 def proxy(found: Checkup) -> Iterator[Finding]:
     """Check whether Serve can put HAProxy in front."""
-    if not found.proxy_ports:
+    if not found.uses_proxy:
         yield ok(
             "HAProxy",
             "is not used: TLS, or RAY_SERVE_ENABLE_HA_PROXY=0; Serve's own proxy takes more CPU "

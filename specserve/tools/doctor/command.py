@@ -19,14 +19,20 @@ from specserve.tools.doctor.report import DoctorReport
 
 
 def examine(
-    read_config: Callable[[], Config], report_progress: ReportProgress = no_progress
+    read_config: Callable[[], Config],
+    report_progress: ReportProgress = no_progress,
+    *,
+    join: str | None = None,
 ) -> DoctorReport:
-    """Return the findings. Checks that need no config run even if `read_config` raises."""
-    return DoctorReport(tuple(_findings(read_config, report_progress)))
+    """Return the findings. Checks that need no config run even if `read_config` raises.
+
+    `join` is the address of the Ray cluster that would be joined.
+    """
+    return DoctorReport(tuple(_findings(read_config, report_progress, join)))
 
 
 def _findings(
-    read_config: Callable[[], Config], report_progress: ReportProgress
+    read_config: Callable[[], Config], report_progress: ReportProgress, join: str | None
 ) -> Iterator[Finding]:
     report_progress("looking at the machine")
     yield from guarded("python", machine.python)
@@ -46,7 +52,7 @@ def _findings(
     yield from guarded("API keys", lambda: secrets.keys(config.http))
     yield from guarded("TLS", lambda: secrets.tls(config.http))
     report_progress("looking for a Ray cluster")
-    yield from guarded("ray", lambda: _ray(config))
+    yield from guarded("ray", lambda: _ray(config, join))
 
 
 def _room(config: Config) -> Iterator[Finding]:
@@ -57,13 +63,13 @@ def _room(config: Config) -> Iterator[Finding]:
     )
 
 
-def _ray(config: Config) -> Iterator[Finding]:
+def _ray(config: Config, join: str | None) -> Iterator[Finding]:
     # Imported late: Ray takes a second to import.
     from specserve.cluster.checkup import check
 
-    found = check(config, num_gpus=torch.cuda.device_count())
+    found = check(config, num_gpus=torch.cuda.device_count(), join=join)
     yield from cluster.ray(found)
     yield from cluster.proxy(found)
     if not found.serves:  # otherwise the ports belong to the Serve that would be joined
         yield from ports.http(config.http)
-        yield from ports.proxy(found.proxy_ports if not found.joins else {})
+        yield from ports.proxy(found.proxy_ports if found.joins is None else {})

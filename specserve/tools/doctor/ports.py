@@ -37,16 +37,16 @@ def http(config: HttpConfig) -> Iterator[Finding]:
 
 
 def proxy(ports: Mapping[str, int]) -> Iterator[Finding]:
-    """Check HAProxy's ports, by the variables that set them; it listens on all interfaces."""
+    """Check the ports of Serve's proxies that variables set; the others are chosen free."""
     for variable, port in ports.items():
         error = bind_error("0.0.0.0", port)
         if error is None:
-            yield ok("HAProxy's port", f"{port} is free")
+            yield ok(variable, f"{port} is free")
         else:
             yield bad(
-                "HAProxy's port",
+                variable,
                 f"{port}: {error.strerror}",
-                f"end what listens there, or set {variable} to another before Ray starts",
+                f"leave {variable} out, and a free port is chosen; or set it to another",
             )
 
 

@@ -1,0 +1,48 @@
+"""Ports of Serve's proxies, which several servers of one machine must not share."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from specserve.cluster.ray_session import PROXY_PORT_RANGE, PROXY_PORTS, _environment, proxy_ports
+from specserve.errors import ConfigError
+
+
+def test_each_proxy_gets_a_free_port_that_is_not_the_servers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in PROXY_PORTS:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("specserve.cluster.ray_session.PROXY_PORT_RANGE", range(20000, 20005))
+    monkeypatch.setattr("specserve.cluster.ray_session._is_free", lambda port: port != 20001)
+    chosen = proxy_ports(excluded=20003)
+    assert set(chosen) == set(PROXY_PORTS)
+    assert set(chosen.values()) == {"20000", "20002", "20004"}
+
+
+def test_a_port_that_the_environment_sets_is_kept_or_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv(PROXY_PORTS[0], str(port))
+        with pytest.raises(ConfigError, match=rf"{PROXY_PORTS[0]} is {port}, .* leave it out"):
+            proxy_ports(excluded=1)
+    assert PROXY_PORTS[0] not in proxy_ports(excluded=1)
+
+
+def test_the_system_and_ray_hand_out_none_of_these_ports() -> None:
+    workers, gateways, system = 19999, 30000, 32768
+    assert workers < PROXY_PORT_RANGE.start < PROXY_PORT_RANGE.stop <= gateways < system
+
+
+def test_the_environment_is_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSERVE_A", "before")
+    monkeypatch.delenv("SPECSERVE_B", raising=False)
+    with _environment({"SPECSERVE_A": "1", "SPECSERVE_B": "2"}):
+        assert (os.environ["SPECSERVE_A"], os.environ["SPECSERVE_B"]) == ("1", "2")
+    assert os.environ["SPECSERVE_A"] == "before"
+    assert "SPECSERVE_B" not in os.environ
