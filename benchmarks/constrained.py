@@ -128,7 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--params", default=200_000_000, type=int, help="of the widened target")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--gamma", type=int, default=GAMMA)
+    parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.params, options.turns = 8_000_000, 1
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with tempfile.TemporaryDirectory() as scratch, local_ray(num_cpus=16):
         lines = run_with_uvloop(

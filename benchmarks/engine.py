@@ -31,6 +31,7 @@ from benchmarks.meters import (
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.llm import LLM
+from specserve.models.checkpoints.weights import num_stored_parameters
 from specserve.sampling_params import Sampling
 from specserve.theory import tokens_per_round
 from specserve.tools.inflate import inflate
@@ -280,7 +281,8 @@ def measure(
     turns: int,
     weights: int,
 ) -> EngineFigures:
-    prompts = held_out_prompts(count=BATCH, length=TOKENS)
+    prompts = held_out_prompts(count=max(BATCH, turns), length=TOKENS)
+    batch = prompts[:BATCH]
     samples = run_in_turns(
         {
             "specserve, plain, batch 1": lambda turn: plain.generate([prompts[turn]]),
@@ -291,7 +293,7 @@ def measure(
             f"transformers, assisted by {GAMMA}, batch 1": lambda turn: peer.generate(
                 prompts[turn], assisted=True
             ),
-            f"specserve, plain, batch {BATCH}": lambda _: plain.generate(prompts),
+            f"specserve, plain, batch {BATCH}": lambda _: plain.generate(batch),
         },
         turns=turns,
     )
@@ -303,8 +305,7 @@ def measure(
             num_bytes=weights,
         ),
         median(
-            decode_rate(plain, prompts) / decode_rate(plain, [prompts[turn]])
-            for turn in range(turns)
+            decode_rate(plain, batch) / decode_rate(plain, [prompts[turn]]) for turn in range(turns)
         ),
         measure_lockstep(drafting, prompts[:turns]),
         time_demo_steps(prompts[0]),
@@ -352,11 +353,19 @@ def main() -> None:
         "--params", type=int, default=200_000_000, help="parameters of the widened target"
     )
     parser.add_argument("--out", type=Path, help="write the report here, too")
+    parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     args = parser.parse_args()
+    if args.quick:
+        args.turns = args.threads = 1
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        params = inflate(DEMO / "target", args.params, directory / "target")
-        table = report(directory / "target", DEMO / "draft", turns=args.turns, threads=args.threads)
+        target = DEMO / "target" if args.quick else directory / "target"
+        params = (
+            num_stored_parameters(target)
+            if args.quick
+            else inflate(DEMO / "target", args.params, target)
+        )
+        table = report(target, DEMO / "draft", turns=args.turns, threads=args.threads)
     machine = (
         f"{date.today()}, {platform.machine()}, {args.threads} threads, torch {torch.__version__}"
     )

@@ -187,7 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--schemas", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=100, help="of each text at most")
+    parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.schemas, options.tokens = 2, 10
     config = read_config(DEMO / "target")
     tokenizer, vocab, end = load_tokenizer(DEMO / "target"), config.vocab_size, config.eos_token_id
     schemas = [json.dumps(make_schema(number)) for number in range(options.schemas)]

@@ -410,11 +410,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--gamma", type=int, default=GAMMA)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.turns = 1
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with tempfile.TemporaryDirectory() as scratch, local_ray(num_cpus=16):
         wide = (
-            widen_demo_target(200_000_000, Path(scratch) / "200M")
+            widen_demo_target(8_000_000 if options.quick else 200_000_000, Path(scratch) / "wide")
             if set(options.only) - {"weighs", "host"}
             else Path()
         )

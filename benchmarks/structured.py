@@ -132,7 +132,10 @@ def main() -> int:
         "--turns", type=int, default=2, help="of each, with speculation and without"
     )
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     options = parser.parse_args()
+    if options.quick:
+        options.count, options.turns, options.max_tokens = 3, 1, 60
     numbered = accepted_schemas(options.count)
     print(f"{len(numbered)} schemas of {LEVELS} levels, T = 1, at most {options.max_tokens} tokens")
     print(

@@ -86,8 +86,25 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         help="of the target with and without heads, in a turn",
     )
     parser.add_argument("--threads", type=positive, default=usual.threads)
+    parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     return parser
 
 
+QUICK = Budget(
+    prompts=1,
+    tokens=8,
+    minutes=0.01,
+    params=7_000_000,
+    texts=1,
+    length=64,
+    turns=1,
+    context=512,
+    rounds=3,
+    passes=3,
+)
+
+
 def budget(options: argparse.Namespace) -> Budget:
+    if options.quick:
+        return QUICK
     return Budget(**{name: getattr(options, name) for name in Budget.__dataclass_fields__})

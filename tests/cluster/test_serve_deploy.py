@@ -1,0 +1,135 @@
+"""`serve deploy deploy/demo.yaml` on a real Ray: deployed, updated under load, and deleted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+from ray.cluster_utils import Cluster
+
+from specserve.cluster.ray_session import SERVE_SETTINGS, proxy_ports
+from tests.support.ray_server import free_port
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+DEMO_FILE = Path(__file__).parents[2] / "deploy" / "demo.yaml"
+LIMIT_S = 240.0
+NAME = "specserve"
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Iterator[str]:
+    """Start a Ray with a dashboard, which takes what `serve deploy` sends, and yield its URL."""
+    port = free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**SERVE_SETTINGS, **proxy_ports(excluded=port)}.items():
+            patch.setenv(name, value)
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 12,
+                "num_gpus": 0,
+                "include_dashboard": True,
+                "dashboard_port": port,
+            },
+        )
+        yield f"http://127.0.0.1:{port}"
+        cluster.shutdown()
+
+
+def serve(command: str, dashboard: str, *arguments: str) -> str:
+    """Run the command line of Ray Serve and return what it prints."""
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "serve"), command, *arguments, "-a", dashboard],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def status(dashboard: str) -> dict[str, Any]:
+    """Return the status of our application, empty if there is none."""
+    applications = yaml.safe_load(serve("status", dashboard))["applications"]
+    found: dict[str, Any] = applications.get(NAME, {})
+    assert found.get("status") != "DEPLOY_FAILED", found
+    return found
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.3)
+
+
+def answer(url: str) -> str:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        done = client.completions.create(
+            model="demo", prompt="def f(x):", max_tokens=8, temperature=0
+        )
+        return done.choices[0].text
+
+
+def test_the_demo_file_is_deployed_updated_under_load_and_deleted(
+    dashboard: str, tmp_path: Path
+) -> None:
+    tree = yaml.safe_load(DEMO_FILE.read_text(encoding="utf-8"))
+    tree["http_options"]["port"] = free_port()
+    url, file = f"http://127.0.0.1:{tree['http_options']['port']}", tmp_path / "demo.yaml"
+
+    def deploy() -> None:
+        file.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        serve("deploy", dashboard, str(file))
+
+    deploy()
+    wait_until(lambda: status(dashboard).get("status") == "RUNNING")
+    text, deployed = answer(url), status(dashboard)["last_deployed_time_s"]
+    assert text
+
+    # An update in place: the engine is replaced, and nobody is refused meanwhile.
+    texts: list[str] = []
+    updated = threading.Event()
+
+    def ask() -> None:
+        while not updated.is_set():
+            try:
+                texts.append(answer(url))
+            except openai.OpenAIError as error:
+                texts.append(f"{type(error).__name__}: {error}")
+
+    client = threading.Thread(target=ask)
+    client.start()
+    try:
+        tree["applications"][0]["args"]["limits"]["max_running"] = 8
+        deploy()
+        wait_until(
+            lambda: (
+                (now := status(dashboard)).get("status") == "RUNNING"
+                and now["last_deployed_time_s"] != deployed
+            )
+        )
+        num_before = len(texts)
+        wait_until(lambda: len(texts) > num_before)
+    finally:
+        updated.set()
+        client.join()
+    assert set(texts) == {text}
+
+    # A file without it deletes the application; Serve itself stays.
+    tree["applications"] = []
+    deploy()
+    wait_until(lambda: not status(dashboard))
+    with pytest.raises(openai.NotFoundError):
+        answer(url)
+    serve("shutdown", dashboard, "-y")
