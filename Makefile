@@ -16,7 +16,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-fast test-browser test-gpu format lint check dist test-wheel wheel-times \
 	bench bench-engine bench-serving bench-pipeline bench-drafters bench-peers \
-	proofs structured fuzz chaos overload survey docs clean
+	proofs structured fuzz chaos chaos-network overload survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -86,7 +86,7 @@ bench-peers: $(VENV)/installed  ## Measure other engines beside specserve
 		--out $(MEASURED)/peers-speed.md $(ARGS)
 
 proofs: $(VENV)/installed-for-tests  ## Sample continuations and compare them with the exact distribution
-	$(BIN)/python -m tests.proofs.distribution $(ARGS)
+	$(BIN)/python -m tests.proofs.distribution --out $(MEASURED)/proofs.md $(ARGS)
 
 structured: $(VENV)/installed-for-tests  ## Measure structured output
 	$(BIN)/python -m benchmarks.structured $(ARGS)
@@ -96,6 +96,9 @@ fuzz: $(VENV)/installed-for-tests  ## Send damaged frames and requests
 
 chaos: $(VENV)/installed-for-tests  ## Kill every role of a server under load
 	$(BIN)/python -m tests.chaos.table $(ARGS)
+
+chaos-network: $(VENV)/installed-for-tests  ## Break every link of a server under load
+	$(BIN)/python -m tests.chaos.network $(ARGS)
 
 overload: $(VENV)/installed-for-tests  ## Send five times the load that the server can take
 	$(BIN)/python -m tests.chaos.overload $(ARGS)

@@ -6,16 +6,16 @@ requests' seeds, so these tests give the same figures every time.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
-from specserve.sampling import Purpose, exponential, row_keys, verify
-from specserve.sampling import sample as draw
+from specserve.sampling import verify
 from specserve.sampling.drafts import DraftBatch
 from specserve.types import VERIFIERS, Warp
-from tests.proofs.distribution import Proof, all_cases, page, prove
+from tests.proofs.distribution import CONTROL_FACTOR, Proof, all_cases, page, prove
 from tests.support.cascade_engines import CASCADES
 from tests.support.chi_square import Fit
 from tests.support.continuations import (
@@ -27,9 +27,10 @@ from tests.support.continuations import (
     Case,
     Group,
     Pairs,
+    coupled_texts,
     sample,
 )
-from tests.support.exact_distribution import Floats, Ints, agreement, overlap
+from tests.support.exact_distribution import Floats, agreement, overlap
 from tests.support.self_speculative_engines import SELF_SPECULATIVE
 
 SAMPLES = 1500  # of each case
@@ -103,21 +104,30 @@ def test_a_coupled_text_is_a_function_of_its_seed_and_the_target(pairs: Pairs) -
     assert fit.p_value > 1e-3
 
 
-def coupled_texts(pairs: Pairs, group: Group, seeds: Ints) -> Ints:
-    """Return each seed's continuation, as its lexicographic number among all of them."""
-    texts = np.zeros(len(seeds), dtype=np.int64)
-    for depth, rows in enumerate(pairs.p(group).rows):
-        keys = row_keys(seeds.astype(np.uint64), [0], [len(group.prompt) + depth], Purpose.COUPLED)
-        tokens = draw(torch.from_numpy(rows[texts]).float(), exponential(keys, torch.arange(VOCAB)))
-        texts = texts * VOCAB + tokens.numpy()
-    return texts
-
-
 def test_a_lossy_rule_is_caught(pairs: Pairs) -> None:
     result = sample(
         pairs, Case("lenient", "full", 4, lenience=2.0), samples=SAMPLES, first_seed=SEED
     )
     assert pairs.fit(result).p_value < 1e-10
+
+
+def test_few_samples_distinguish_a_lenience_of_2_from_1(pairs: Pairs) -> None:
+    """Check the control itself, which 280 continuations failed when chi-square alone looked."""
+    exact, lossy = (Case("lenient", "full", COUNTED, lenience=lenience) for lenience in (1.0, 2.0))
+    (right,) = prove(pairs, [(1, exact)], 280)
+    (wrong,) = prove(pairs, [(2, lossy)], 280 // CONTROL_FACTOR)
+    assert right.holds
+    assert right.score.p_value > 1e-3
+    assert wrong.result.samples == right.result.samples
+    assert wrong.holds
+    assert wrong.score.num_standard_errors > 4.5
+    assert not replace(wrong, own_fit=wrong.fit, score=right.score).holds
+
+
+def test_a_lenient_text_has_the_distribution_that_is_enumerated(pairs: Pairs) -> None:
+    (proof,) = prove(pairs, [(3, Case("lenient", "full", COUNTED, lenience=2.0))], SAMPLES // 4)
+    assert proof.own_fit.dof > 40
+    assert proof.own_fit.p_value > 1e-3
 
 
 @pytest.mark.parametrize("verifier", ["speculative", "block"])
@@ -195,7 +205,7 @@ def test_the_page_states_sizes_and_p_values(pairs: Pairs) -> None:
     chosen += [Case("each", "none", 0), Case("lenient", "full", 2, lenience=2.0)]
     proofs: list[Proof] = list(prove(pairs, enumerate(chosen), 300))
     text = page(proofs, [], jobs=1, seconds=60)
-    assert "1,800 continuations" in text
+    assert "2,700 continuations" in text
     assert text.count("\n| speculative |") == 2
     assert page(proofs, proofs[:1], jobs=1, seconds=60).count("\n| speculative |") == 3
     assert f"{proofs[0].fit.p_value:.3f}" in text

@@ -1,4 +1,4 @@
-"""Chi-square of counts, and the measured beside the expected acceptance of draft tokens.
+"""Chi-square of counts, a score test in one direction, and acceptance beside its expectation.
 
 It knows neither engines nor models.
 """
@@ -56,6 +56,35 @@ def _cells(expected: Floats) -> Ints:
         if filled >= MIN_EXPECTED:
             cell, filled = cell + 1, 0.0
     return np.minimum(cells, max(cell - 1, 0))  # what does not fill a cell joins the last
+
+
+@dataclass(slots=True)
+class ScoreTest:
+    """Sum of a score over samples beside its exact mean and variance; independent samples add up.
+
+    Where chi-square looks in all directions, a score looks in one, and sees smaller deviations.
+    """
+
+    found: float = 0.0
+    expected: float = 0.0
+    variance: float = 0.0
+
+    @property
+    def num_standard_errors(self) -> float:
+        return (self.found - self.expected) / self.variance**0.5 if self.variance else 0.0
+
+    @property
+    def p_value(self) -> float:
+        """Probability of a deviation as large, in either direction."""
+        return float(2 * stats.norm.sf(abs(self.num_standard_errors)))
+
+    def add(self, counts: Ints, joint: Floats, score: Floats) -> None:
+        """Add counts of continuations, each with its probability and its score."""
+        samples = counts.sum()
+        mean = joint @ score
+        self.found += float(counts @ score)
+        self.expected += float(samples * mean)
+        self.variance += float(samples * (joint @ (score - mean) ** 2))
 
 
 @dataclass(slots=True)

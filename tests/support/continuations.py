@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedConfig
 
+from specserve.sampling import Purpose, exponential, row_keys
+from specserve.sampling import sample as draw
 from specserve.types import VERIFIERS, Origin, Request, Speculation, Warp
 from tests.support import checkpoints
-from tests.support.chi_square import Acceptance, Fit
+from tests.support.chi_square import Acceptance, Fit, ScoreTest
 from tests.support.engines import PAGE_SIZE, Answer, Engine, RandomPacer
 from tests.support.exact_distribution import (
     Conditionals,
@@ -28,6 +31,7 @@ from tests.support.exact_distribution import (
     Ints,
     LibraryModel,
     agreement,
+    lenient,
     on_support,
     overlap,
 )
@@ -39,6 +43,8 @@ PROMPTS = (  # the pages that admission reserves just suffice at first
     (4, 6, 1, 0, 2, 3, 3, 5, 2, 7, 6),
     (*range(8), *range(7, -1, -1), 2, 7, 1, 0, 2, 6, 1, 5, 3, 4, 0),
 )
+DIRECTION = 1.2
+"""Lenience of the alternative whose direction the score test looks in."""
 TAIL = 2
 """Tokens generated beyond those counted and gamma.
 
@@ -127,6 +133,8 @@ class Result:
     case: Case
     # of each continuation, [VOCAB**COUNTED]
     counts: dict[Group, Ints] = field(default_factory=dict)
+    # of each verified token given its prefix, by depth: [VOCAB**depth, VOCAB]
+    verified: dict[Group, list[Ints]] = field(default_factory=dict)
     acceptance: Acceptance | None = None  # None: theory has no closed form for it
     drafted: int = 0
     accepted: int = 0
@@ -172,7 +180,12 @@ class Pairs:
         self.engines["none"] = Engine(target, pages=pages, page_size=page_size)
         self._target = LibraryModel(target, vocab=VOCAB)
         self._drafts = {vocab: LibraryModel(draft, vocab=VOCAB) for vocab, draft in drafts.items()}
+        self.cache_distributions()
+
+    def cache_distributions(self) -> None:
+        """Compute each distribution once."""
         self.p, self.q, self.joint = cache(self._p), cache(self._q), cache(self._joint)
+        self.lenient, self.score = cache(self._lenient), cache(self._score)
 
     def _p(self, group: Group) -> Conditionals:
         return self._target.conditionals(group.prompt, COUNTED, group.warp)
@@ -195,6 +208,13 @@ class Pairs:
         """
         return "full" if drafter in DRAFTERS and DRAFTERS[drafter].vocab == VOCAB else drafter
 
+    def _lenient(self, group: Group, drafter: str, lenience: float) -> Conditionals:
+        q = self.q(group, "full" if drafter == "none" else drafter)
+        return lenient(self.p(group), q, lenience)
+
+    def _score(self, group: Group, drafter: str) -> Floats:
+        return self.p(group).score_towards(self.lenient(group, drafter, DIRECTION))
+
     def fit(self, *results: Result) -> Fit:
         """Compare the results with the exact distributions, adding up the counts of a group."""
         fit, total = Fit(), dict[Group, Ints]()
@@ -204,6 +224,32 @@ class Pairs:
         for group, counts in total.items():
             fit.add(counts, self.joint(group))
         return fit
+
+    def fit_lenient(self, result: Result) -> Fit:
+        """Compare the verified tokens of a `lenient` result with their own exact distribution.
+
+        Each is compared given its prefix, since other tokens, such as the first, have no draft.
+        """
+        fit, case = Fit(), result.case
+        for group, of_depths in result.verified.items():
+            exact = self.lenient(group, case.drafter, case.lenience)
+            for counts, rows in zip(of_depths, exact.rows, strict=True):
+                for prefix in np.flatnonzero(counts.sum(1)):
+                    fit.add(counts[prefix], rows[prefix])
+        return fit
+
+    def score_test(self, *results: Result) -> ScoreTest:
+        """Test for a deviation from p in the direction of a lenient verifier: towards q.
+
+        Only continuations at temperature 1 count.
+        """
+        test = ScoreTest()
+        for result in results:
+            for group, counts in result.counts.items():
+                if group.warp == PLAIN:
+                    score = self.score(group, result.case.drafter)
+                    test.add(counts, self.joint(group), score)
+        return test
 
 
 def rewrite_checkpoint(
@@ -281,6 +327,16 @@ def _groups(warps: str) -> list[Group]:
     return [Group(prompt, warp) for warp in WARPS[warps] for prompt in PROMPTS]
 
 
+def coupled_texts(pairs: Pairs, group: Group, seeds: Ints) -> Ints:
+    """Return each seed's continuation, as its lexicographic number among all of them."""
+    texts = np.zeros(len(seeds), dtype=np.int64)
+    for depth, rows in enumerate(pairs.p(group).rows):
+        keys = row_keys(seeds.astype(np.uint64), [0], [len(group.prompt) + depth], Purpose.COUPLED)
+        tokens = draw(torch.from_numpy(rows[texts]).float(), exponential(keys, torch.arange(VOCAB)))
+        texts = texts * VOCAB + tokens.numpy()
+    return texts
+
+
 def _count_continuations(
     pairs: Pairs, result: Result, requests: Sequence[Request], answers: Sequence[Answer]
 ) -> None:
@@ -292,8 +348,19 @@ def _count_continuations(
         codes = np.array(list(_codes(tokens[first :: len(groups)])))  # [COUNTED + 1, samples]
         counts = np.bincount(codes[COUNTED], minlength=VOCAB**COUNTED)
         result.counts[group] = result.counts.get(group, 0) + counts
+        _count_verified(result, group, codes, origins[first :: len(groups)])
         if result.acceptance is not None:
             _count_accepted(pairs, result, group, codes, origins[first :: len(groups)])
+
+
+def _count_verified(result: Result, group: Group, codes: Ints, origins: NDArray[np.str_]) -> None:
+    """Count the accepted draft tokens and the corrections, each given its prefix."""
+    verified = result.verified.setdefault(
+        group, [np.zeros((VOCAB**depth, VOCAB), dtype=np.int64) for depth in range(COUNTED)]
+    )
+    for depth, counts in enumerate(verified):
+        decided = np.isin(origins[:, depth], [Origin.ACCEPTED, Origin.CORRECTION])
+        counts += np.bincount(codes[depth + 1, decided], minlength=counts.size).reshape(-1, VOCAB)
 
 
 def _codes(tokens: Ints) -> Iterator[Ints]:

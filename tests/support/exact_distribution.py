@@ -38,6 +38,19 @@ class Conditionals:
             joint = (joint[:, None] * rows).reshape(-1)
         return joint
 
+    def score_towards(self, other: Conditionals) -> Floats:  # [vocab**length]
+        """Return each continuation's sum over its tokens of other / self - 1.
+
+        It is the derivative of the log-likelihood in the direction of `other`, so that no
+        test of a mixture with `other` against self is stronger than its mean over continuations.
+        Its expectation is 0, unless `other` gives mass to tokens that self excludes.
+        """
+        score = np.zeros(1)
+        for own, others in zip(self.rows, other.rows, strict=True):
+            ratio = np.divide(others, own, out=np.ones_like(own), where=own > 0)
+            score = (score[:, None] + ratio - 1).reshape(-1)
+        return score
+
 
 class LibraryModel:
     """A checkpoint, run by the library in float64."""
@@ -133,6 +146,29 @@ def warp_logits(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> 
     p = np.where(likelier < warp.top_p, p, 0) if warp.top_p < 1 else p
     p = np.where(p < warp.min_p * p.max(1, keepdims=True), 0, p)
     return _normalise(p)
+
+
+def lenient(p: Conditionals, q: Conditionals, lenience: float) -> Conditionals:
+    """Return the next token's distributions where each token is drafted and `lenient` verifies it.
+
+    A draft token is accepted with min(1, lenience p / q), else the correction is drawn from
+    norm(max(0, p - q)) (2211.17192, appendix A.5, whose l is our 1 / lenience).
+    """
+    return Conditionals(
+        tuple(
+            _lenient(p_rows, q_rows, lenience)
+            for p_rows, q_rows in zip(p.rows, q.rows, strict=True)
+        )
+    )
+
+
+def _lenient(p: Floats, q: Floats, lenience: float) -> Floats:  # [rows, vocab] each
+    accepted = np.minimum(q, lenience * p)
+    residual = np.maximum(p - q, 0)
+    mass = residual.sum(1, keepdims=True)
+    corrections = np.divide(residual, mass, out=p.copy(), where=mass > 0)
+    verified: Floats = accepted + (1 - accepted.sum(1, keepdims=True)) * corrections
+    return verified
 
 
 def on_support(q: Conditionals, support: int, vocab: int) -> Conditionals:

@@ -6,7 +6,6 @@ The expected q of each kind is computed by the library alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,7 @@ class SelfSpeculativePairs(Pairs):
         }
         self._target = LibraryModel(target, vocab=VOCAB)
         self._heads = {name: tensor.double() for name, tensor in load_file(heads / WEIGHTS).items()}
-        self.p, self.q, self.joint = cache(self._p), cache(self._q), cache(self._joint)
+        self.cache_distributions()
 
     def full_support_drafter(self, drafter: str) -> str:
         """Return the drafter with full support: coupled draft tokens are drawn from all ids."""
