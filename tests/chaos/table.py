@@ -22,7 +22,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from specserve.cluster.app import APP_NAME, application
+from specserve.cluster.app import application
 from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import bundles, has_room
 from specserve.config.tree import config_from_keys
@@ -34,13 +34,21 @@ from tests.support.ray_server import served
 
 CLIENTS, TOKENS = 16, 400
 NUM_FAULTS = {
-    "draft": 100,
-    "target": 100,
-    "coordinator": 100,
+    "draft": 500,
+    "target": 500,
+    "target-tp2": 500,
+    "coordinator": 300,
     "controller": 20,
     "update": 50,
-    "node": 20,
+    "node": 50,
 }
+TWO_REPLICAS: dict[str, object] = {"replicas.min": 2, "replicas.max": 2}
+PROCESSES: tuple[tuple[dict[str, object], tuple[str, ...]], ...] = (
+    ({}, ("draft", "target")),
+    ({"target.tensor_parallel": 2}, ("target-tp2",)),
+    (TWO_REPLICAS, ("coordinator", "controller")),
+)
+"""Settings of a server, and the roles whose processes get faults there."""
 STOP_SHARE = 0.2
 KEYS = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
 CPUS = {"head": 4, "node": 8}  # for Ray's scheduler; the machine may have fewer
@@ -110,9 +118,17 @@ class Updates:
         loop = asyncio.get_running_loop()
         started = loop.time()
         await asyncio.to_thread(
-            serve.run, application(config), name=APP_NAME, logging_config=logging_config(config)
+            serve.run, application(config), name=config.name, logging_config=logging_config(config)
         )
         return Fault(started, "update", "redeployed", 0, until=loop.time())
+
+
+def machine() -> str:
+    """Return the machine's description for the head of a table."""
+    return (
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}"
+    )
 
 
 def run_chaos(
@@ -131,21 +147,18 @@ def all_outcomes(
 ) -> Iterator[tuple[str, ChaosOutcome]]:
     """Yield the outcome of each role.
 
-    Processes come first, on two replicas of one node; then updates, and nodes with a replica each.
+    Processes come first, on one node; then updates, and nodes with a replica each.
     """
-    roles = {
-        role: number
-        for role, number in num_faults.items()
-        if role not in ("node", "update") and number
-    }
-    if roles:
-        with served({**KEYS, "replicas.min": 2, "replicas.max": 2}) as (url, _):
-            for role, number in roles.items():
-                inject = process_faults([role], stop_share=STOP_SHARE)
-                yield (
-                    role,
-                    run_chaos(url, inject, num_faults=number, seed=seed, seconds=seconds),
-                )
+    for keys, names in PROCESSES:
+        roles = {name: num_faults[name] for name in names if num_faults.get(name)}
+        if roles:
+            with served({**KEYS, **keys}) as (url, _):
+                for name, number in roles.items():
+                    inject = process_faults([name.partition("-")[0]], stop_share=STOP_SHARE)
+                    yield (
+                        name,
+                        run_chaos(url, inject, num_faults=number, seed=seed, seconds=seconds),
+                    )
     if number := num_faults.get("update", 0):
         # An update needs room for a second replica.
         roomy = {**KEYS, "replicas.max": 2}
@@ -161,7 +174,7 @@ def all_outcomes(
         labels = {f"{part}.label_selector": {"pool": pool} for part, pool in pools.items()}
         with (
             on_nodes() as nodes,
-            served({**KEYS, **labels, "replicas.min": 2, "replicas.max": 2}, join=True) as (url, _),
+            served({**KEYS, **labels, **TWO_REPLICAS}, join=True) as (url, _),
         ):
             yield (
                 "node",
@@ -188,17 +201,13 @@ def main() -> None:
         "--out", type=Path, help="where the table goes, after each role; the terminal by default"
     )
     options = parser.parse_args()
-    num_faults = {role: getattr(options, role) for role in NUM_FAULTS}
-    machine = (
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}"
-    )
+    num_faults = {role: getattr(options, role.replace("-", "_")) for role in NUM_FAULTS}
     rows = []
     for role, outcome in all_outcomes(num_faults, seed=options.seed, seconds=60 * options.minutes):
         print("\n".join(lines(role, outcome)), flush=True)
         rows.append(table_row(role, outcome))
         about = (
-            f"{datetime.date.today()}, {machine}; seed {options.seed}, "
+            f"{datetime.date.today()}, {machine()}; seed {options.seed}, "
             f"{CLIENTS} streams of {TOKENS} tokens."
         )
         page = "\n".join((about, "", TABLE_HEAD, *rows, ""))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from specserve.errors import BadValue
 # Ray titles a process after the method that it runs, so a worker that still loads its weights
 # does not match.
 TITLES = {
-    "draft": "ray::DraftWorker.run",
-    "target": "ray::TargetWorker.run",
-    "coordinator": "ray::ServeReplica:specserve:Engine",
-    "controller": "ray::ServeController",
+    "draft": re.compile(rb"ray::DraftWorker\.run"),
+    "target": re.compile(rb"ray::TargetWorker\.run"),
+    "coordinator": re.compile(rb"ray::ServeReplica:[^:]+:Engine\b"),  # of any application
+    "controller": re.compile(rb"ray::ServeController"),
 }
 KILLED, STOPPED = "killed", "stopped"
 SIGNALS = {KILLED: signal.SIGKILL, STOPPED: signal.SIGSTOP}
@@ -78,4 +79,4 @@ def _has_role(entry: Path, role: str) -> bool:
         state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
     except OSError:  # it has just ended
         return False
-    return title.startswith(TITLES[role].encode()) and state not in (b"T", b"Z", b"X")
+    return TITLES[role].match(title) is not None and state not in (b"T", b"Z", b"X")

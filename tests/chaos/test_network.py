@@ -1,0 +1,107 @@
+"""The relays of the network faults must break what they say, and heal it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from specserve.tools.bench.chaos.faults import Fault
+from tests.chaos import network
+from tests.chaos.relays import KINDS, PAIRS, RelayHub, _ask
+from tests.chaos.table import run_chaos
+
+
+@contextmanager
+def echo_server() -> Iterator[int]:
+    """Echo on a free port, one thread a connection; yield the port."""
+
+    def echo(connection: socket.socket) -> None:
+        with connection:
+            try:
+                while data := connection.recv(4096):
+                    connection.sendall(data)
+            except OSError:
+                return
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=echo, args=(connection,), daemon=True).start()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=accept, daemon=True).start()
+    yield listener.getsockname()[1]
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[RelayHub]:
+    hub = RelayHub()
+    yield hub
+    hub.close()
+
+
+def says(connection: socket.socket, data: bytes) -> bool:
+    """Return whether the echo of the data arrives."""
+    try:
+        connection.sendall(data)
+        return connection.recv(4096) == data
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_fault_breaks_the_links_of_its_pair_and_heals(
+    hub: RelayHub, kind: str
+) -> None:
+    with echo_server() as port:
+        pair = f"{PAIRS[0]} {kind}"
+        relay = _ask(hub.port, {"do": "open", "host": "127.0.0.1", "port": port, "pair": pair})
+        with socket.create_connection(("127.0.0.1", relay["port"])) as connection:
+            assert says(connection, b"before")
+
+            async def under_fault() -> bool:
+                breaking = asyncio.create_task(hub.inject(pair, kind, 0.5))
+                await asyncio.sleep(0.2)
+                connection.settimeout(0.1)
+                heard = await asyncio.to_thread(says, connection, b"meanwhile")
+                assert await breaking == 1
+                return heard
+
+            assert not asyncio.run(under_fault())
+        with socket.create_connection(("127.0.0.1", relay["port"])) as connection:
+            assert says(connection, b"after")
+
+
+def test_a_pair_without_links_has_no_fault(hub: RelayHub) -> None:
+    assert asyncio.run(hub.inject("nobody-nothing", "cut", 0.0)) == 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_cut_links_of_a_server_lose_nothing() -> None:
+    """Cut and delay each pair of links once."""
+    with network.relayed_server() as (url, hub):
+        faults = [(pair, kind) for pair in PAIRS for kind in ("cut", "half-open")]
+
+        async def inject(rng: object) -> Fault | None:
+            pair, kind = faults[-1]
+            loop = asyncio.get_running_loop()
+            at = loop.time()
+            assert await hub.inject(pair, kind, 0.2), f"no link of {pair} goes through a relay"
+            faults.pop()
+            return Fault(at, pair, kind, 0, until=loop.time())
+
+        outcome = run_chaos(url, inject, num_faults=len(faults), seed=1, seconds=120.0)
+    assert len(outcome.faults) == 2 * len(PAIRS)
+    assert outcome.counts.complete
+    assert outcome.counts.num_failed == 0, outcome.first_failure
