@@ -14,7 +14,7 @@ MEASURED := docs/measurements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-fast test-browser test-gpu format lint check dist test-wheel wheel-times \
+.PHONY: help serve test test-fast test-long test-browser test-gpu format lint check dist test-wheel wheel-times \
 	bench bench-engine bench-serving bench-pipeline bench-drafters bench-peers \
 	proofs structured fuzz chaos chaos-network overload survey docs clean
 
@@ -28,7 +28,10 @@ test: check  ## Run linter, type check, import rules and all tests that need nei
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: check  ## Run the same without the slow tests
-	$(BIN)/python -m pytest -m "not gpu and not browser and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not browser and not slow and not long" $(ARGS)
+
+test-long: $(VENV)/installed-for-tests  ## Run the tests that take a minute or more each
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 # ARGS="--screenshots=docs/guides/playground" takes the pictures of the docs.
 test-browser: $(VENV)/installed-for-browser  ## Test the playground in the system's Chromium

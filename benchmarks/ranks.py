@@ -51,7 +51,7 @@ SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class SumComparison:
     """Seconds of two ways to compute the same thing, measured in turn."""
 
     before: Sequence[float]
@@ -71,10 +71,10 @@ def compare(
     pairs: int,
     times: int,
     clock: Callable[[], float] = time.perf_counter,
-) -> Comparison:
+) -> SumComparison:
     """Measure two functions in turn, `times` calls each; the first pair warms up."""
     seconds = [[_seconds(function, times, clock) for function in functions] for _ in range(pairs)]
-    return Comparison(*zip(*seconds, strict=True))
+    return SumComparison(*zip(*seconds, strict=True))
 
 
 def _seconds(function: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
@@ -89,7 +89,7 @@ def _seconds(function: Callable[[], object], times: int, clock: Callable[[], flo
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What `size` ranks compare, and how often."""
+    """Task of `size` ranks: the variants to compare, and how often."""
 
     size: int
     pairs: int
@@ -98,7 +98,7 @@ class RankTask:
     model: Path | None = None
 
 
-def compare_on_ranks(task: RankTask) -> tuple[list[Comparison], list[Comparison]]:
+def compare_on_ranks(task: RankTask) -> tuple[list[SumComparison], list[SumComparison]]:
     """Compare sums by shape, then passes by rows, among processes of one thread each."""
     with TemporaryDirectory() as root:
         # Ranks are forked from one process that has imported everything.
@@ -125,7 +125,7 @@ def _rank_main(rank: int, task: RankTask, root: str) -> None:
     dist.destroy_process_group()
 
 
-def _compare_sum(shard: Shard, shape: tuple[int, int], *, pairs: int) -> Comparison:
+def _compare_sum(shard: Shard, shape: tuple[int, int], *, pairs: int) -> SumComparison:
     """Compare an all-reduce with `Shard.sum`."""
     part = torch.zeros(shape, dtype=torch.bfloat16)
     # All ranks need the same number.
@@ -135,7 +135,7 @@ def _compare_sum(shard: Shard, shape: tuple[int, int], *, pairs: int) -> Compari
     return compare(functions, pairs=pairs, times=times)
 
 
-def _compare_passes(rank: int, task: RankTask) -> list[Comparison]:
+def _compare_passes(rank: int, task: RankTask) -> list[SumComparison]:
     """Compare ranks that sum with ranks that gather."""
     assert task.model is not None
     runners = [
@@ -182,7 +182,7 @@ def take_blocked(parent: Any, name: str) -> Any:
     return BlockedLinear(weight)
 
 
-def compare_blocks(model: Path, row_counts: Sequence[int], *, pairs: int) -> list[Comparison]:
+def compare_blocks(model: Path, row_counts: Sequence[int], *, pairs: int) -> list[SumComparison]:
     """Compare passes of a Llama-shaped model, one row a sequence, by the number of rows.
 
     The seconds are of CPU time, which other work on the machine changes least.

@@ -50,7 +50,7 @@ class TwoProcesses:
 
 
 @dataclass(frozen=True, slots=True)
-class PassTimes:
+class PassTiming:
     """Median seconds of a pass in each turn, in private and in shared weights."""
 
     rows: int
@@ -106,7 +106,7 @@ def _proportional_memory() -> float:
 
 def compare_passes(
     checkpoint: Path, shared: ModelOptions, *, turns: int, rows: Sequence[int] = ROWS
-) -> list[PassTimes]:
+) -> list[PassTiming]:
     """Time passes of the same rows in private and in shared weights, in turns."""
     timers = {
         name: _timer(checkpoint, options)
@@ -115,12 +115,12 @@ def compare_passes(
     return [_compare(timers, count, turns=turns) for count in rows]
 
 
-def _compare(timers: Mapping[str, Callable[[int], float]], rows: int, *, turns: int) -> PassTimes:
+def _compare(timers: Mapping[str, Callable[[int], float]], rows: int, *, turns: int) -> PassTiming:
     taken: dict[str, list[float]] = {name: [] for name in timers}
     for turn in range(turns):
         for name in sorted(timers, reverse=bool(turn % 2)):
             taken[name].append(timers[name](rows))
-    return PassTimes(rows, tuple(taken["private"]), tuple(taken["shared"]))
+    return PassTiming(rows, tuple(taken["private"]), tuple(taken["shared"]))
 
 
 def _timer(checkpoint: Path, options: ModelOptions) -> Callable[[int], float]:

@@ -117,6 +117,10 @@ def _start(listener: socket.socket, worker_module: str, parent_pid: int) -> None
         pass_fds=[listener.fileno()],
         env=os.environ | FORK_SAFE | {"PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.DEVNULL,
+        # It may outlive us for a while, and must not hold open what reads our output. A forked
+        # process has the output of the one that asked for it.
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
         check=True,
     )
@@ -200,6 +204,10 @@ def _exit_with_owner(descriptor: int) -> None:
 
 
 def _runs(pid: int) -> bool:
+    """Return whether a process has not ended; one that was not waited for has."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0] not in "ZX"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

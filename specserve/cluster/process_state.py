@@ -28,7 +28,7 @@ def process_runs(pid: int) -> bool | None:
 
 
 async def process_runs_on(node: str, pid: int) -> bool | None:
-    """Return whether a process of this or another node runs, or None if nobody can say.
+    """Return whether a process of this or another node runs, or None if that is unknown.
 
     True if the node does not answer in time: the network between may be broken, not the process.
     """

@@ -98,13 +98,13 @@ def is_serve_running() -> bool:
 
 
 def path_prefix(config: Config) -> str:
-    """Return the path by which Serve tells the application from others."""
+    """Return the path by which Serve routes requests to the application."""
     return config.http.root_path or "/"
 
 
 @contextlib.contextmanager
 def application_ownership(name: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Take the application over from whoever deployed it, and delete it at the end.
+    """Take the application over from its last owner, and delete it at the end.
 
     It is left alone when somebody else has taken it over since.
     """

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSite:
-    """Where a worker is started."""
+    """Node, address and GPUs of a worker that is started."""
 
     node: str  # Ray's id of the node
     address: str  # of the node

@@ -14,7 +14,7 @@ from specserve.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PendingPrompt:
     """A sequence that is prefilled, with the gamma that it will draft with."""
 
     sequence: Sequence
@@ -29,23 +29,25 @@ class Prompt:
 
 def distinct_prompts(
     pairs: abc.Sequence[tuple[Sequence, int]], prefixes: PrefixIndex | None
-) -> list[Prompt]:
+) -> list[PendingPrompt]:
     """Return the prompts that are prefilled in this round, in order of arrival.
 
     Of those whose next page is the same, the one with the fewest tokens left takes part, in the
     place of the oldest. The others attach the page afterwards. Whether they wait is decided in
-    each round for itself, so that nobody waits for a sequence that has gone.
+    each round for itself, so that no sequence waits for one that has gone.
     """
     if prefixes is None:
-        return [Prompt(sequence, gamma) for sequence, gamma in pairs]
-    prompts = [Prompt(sequence, gamma, prefixes.num_shared(sequence)) for sequence, gamma in pairs]
+        return [PendingPrompt(sequence, gamma) for sequence, gamma in pairs]
+    prompts = [
+        PendingPrompt(sequence, gamma, prefixes.num_shared(sequence)) for sequence, gamma in pairs
+    ]
     # A sequence that stands inside a page can attach none, so it computes that page in any case.
     begun = {
         prefixes.page_behind(prompt.sequence, 0)
         for prompt in prompts
         if prefixes.is_inside_page(prompt.sequence)
     }
-    chosen: dict[int | Sequence, Prompt] = {}
+    chosen: dict[int | Sequence, PendingPrompt] = {}
     for prompt in prompts:
         page = prefixes.page_behind(prompt.sequence, prompt.num_shared)
         if page is None or prefixes.is_inside_page(prompt.sequence):
@@ -57,7 +59,7 @@ def distinct_prompts(
     return list(chosen.values())
 
 
-def prompt_chunks(prompts: abc.Sequence[Prompt], *, budget: int) -> list[BatchEntry]:
+def prompt_chunks(prompts: abc.Sequence[PendingPrompt], *, budget: int) -> list[BatchEntry]:
     """Return chunks of prompts.
 
     They carry no draft tokens, but a drafter that will be wanted later prefills along.
@@ -79,7 +81,7 @@ def prompt_chunks(prompts: abc.Sequence[Prompt], *, budget: int) -> list[BatchEn
     return entries
 
 
-def encoder_inputs(prompts: abc.Sequence[Prompt], *, budget: int) -> list[BatchEntry]:
+def encoder_inputs(prompts: abc.Sequence[PendingPrompt], *, budget: int) -> list[BatchEntry]:
     """Return encoder inputs, each with any tokens generated before a preemption.
 
     Encoder inputs are not chunked; the oldest is scheduled even when it exceeds the budget.

@@ -1,6 +1,6 @@
-"""Which sequence computes each page of a prompt, so that equal beginnings are prefilled once.
+"""Choice of the sequence that computes a page of a prompt, so that equal ones are computed once.
 
-Knows hashes of pages; what a worker's prefix cache holds is inferred, and a wrong guess costs time.
+Knows hashes of pages; what a worker's prefix cache holds is inferred, and a mistake costs time.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class PrefixIndex:
                 self._owners[page_hash] = sequence
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a sequence whose pages are freed."""
+        """Drop a sequence whose pages are freed."""
         for page_hash in self._hashes.pop(sequence.seq_id, ()):
             if self._owners.get(page_hash) is sequence:
                 del self._owners[page_hash]
 
     def drop_later(self, sequence: Sequence) -> None:
-        """Forget a finished sequence after the next round.
+        """Drop a finished sequence after the next round.
 
         Its pages can be found until their space is needed; those who wait for them attach them in
         that round and own them then.

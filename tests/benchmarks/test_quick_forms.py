@@ -30,6 +30,8 @@ ELSEWHERE = {
     "benchmarks.peers": "tests/benchmarks/test_peers.py: the other engines have their own Python",
     "benchmarks.ranks": "tests/benchmarks/test_ranks.py",
     "benchmarks.shared_weights": "tests/benchmarks/test_shared_weights.py",
+    "tests.chaos.link_pauses": "tests/chaos/test_link_pauses.py",
+    "tests.chaos.network": "tests/chaos/test_network.py",
 }
 """Commands whose tiny form another test runs."""
 NO_TINY_FORM = {
@@ -63,6 +65,7 @@ def test_a_command_runs_in_its_tiny_form(
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("module", WITH_RAY)
 def test_a_command_on_ray_runs_in_its_tiny_form(
     module: str,

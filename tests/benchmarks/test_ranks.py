@@ -1,4 +1,4 @@
-"""The benchmark of sums over ranks runs, and writes its tables where it is told to."""
+"""The benchmark of sums over ranks runs, and writes its tables into the file that is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Ray cluster is joined, and one line when none answers there."""
+"""The choice of the Ray cluster, and one line when none answers there."""
 
 from __future__ import annotations
 

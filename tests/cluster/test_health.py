@@ -1,4 +1,4 @@
-"""When an engine replica is unhealthy, what it says, and when Serve replaces it."""
+"""An unhealthy engine replica must say why, and be replaced by Serve if it cannot recover."""
 
 from __future__ import annotations
 

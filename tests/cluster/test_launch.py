@@ -66,6 +66,7 @@ def models(port: int) -> list[str]:
         return [model["id"] for model in json.load(answer)["data"]]
 
 
+@pytest.mark.long
 def test_a_signal_ends_one_of_two_servers_and_the_other_when_it_gets_one() -> None:
     """Start two servers without engines at the same time, each on a Ray of its own."""
     ports, before = (free_port(), free_port()), own_files()

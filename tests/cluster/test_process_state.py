@@ -1,4 +1,4 @@
-"""Whether a process runs, is stopped, or has gone, as the system sees it."""
+"""The state of a process must be found: it runs, is stopped, or has gone."""
 
 from __future__ import annotations
 

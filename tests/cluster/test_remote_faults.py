@@ -64,7 +64,7 @@ REMOTE_FAULTS = (
 
 @dataclass
 class Faults:
-    """What the next call meets; `rate` is the share of calls that meet anything."""
+    """Faults that calls meet; `rate` is the share of calls that meet one."""
 
     rng: random.Random
     rate: float
@@ -88,7 +88,8 @@ class TurnLoop(asyncio.SelectorEventLoop):
     def _run_once(self) -> None:
         self._num_turns += 1
         if not self._ready and self._scheduled:  # type: ignore[attr-defined]
-            self._num_turns = max(self._num_turns, self._scheduled[0]._when)  # type: ignore[attr-defined]
+            next_turn = self._scheduled[0]._when  # type: ignore[attr-defined]
+            self._num_turns = max(self._num_turns, next_turn)
         super()._run_once()  # type: ignore[misc]
 
 

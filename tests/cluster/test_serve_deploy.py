@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from specserve.cluster.ray_session import SERVE_SETTINGS, proxy_ports
 from tests.support.ray_server import free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
 DEMO_FILE = Path(__file__).parents[2] / "deploy" / "demo.yaml"
 LIMIT_S = 240.0
@@ -97,7 +97,7 @@ def test_the_demo_file_is_deployed_updated_under_load_and_deleted(
     text, deployed = answer(url), status(dashboard)["last_deployed_time_s"]
     assert text
 
-    # An update in place: the engine is replaced, and nobody is refused meanwhile.
+    # An update in place: the engine is replaced, and no request is refused meanwhile.
     texts: list[str] = []
     updated = threading.Event()
 

@@ -97,7 +97,7 @@ def test_the_shortest_of_those_that_wait_for_a_page_computes_it_in_the_place_of_
 
 @pytest.mark.parametrize("when", range(4))
 @pytest.mark.parametrize("loss", ["cancelled", "preempted", "crashed"])
-def test_nobody_waits_for_a_leader_that_has_gone(loss: str, when: int) -> None:
+def test_no_sequence_waits_for_a_leader_that_has_gone(loss: str, when: int) -> None:
     schedule = scheduler(max_batch_tokens=16, num_pages=200, prefix_caching=True)
     leader, *others = queue(schedule, *[50] * 4)
     for _ in range(when):
@@ -161,7 +161,7 @@ class Served:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_request_ends_with_its_own_text_whatever_it_shares_and_whoever_goes(
+def test_every_request_ends_with_its_own_text_whatever_it_shares_or_loses(
     seed: int,
 ) -> None:
     rng = random.Random(seed)

@@ -218,7 +218,7 @@ class Relay:
                 connection.flows[direction].clear()
 
     def _partition(self) -> None:
-        """Let a connection that nobody accepts fill the backlog; Linux then ignores others."""
+        """Let a connection that is never accepted fill the backlog; Linux then ignores others."""
         self._silence(DIRECTIONS)
         if self._filler is not None:
             return

@@ -280,7 +280,7 @@ def test_a_worker_found_stopped_behind_a_broken_connection_is_lost_at_once() -> 
 
 
 def test_clients_are_admitted_while_a_worker_is_busy_longer_than_a_handshake_may_take() -> None:
-    """Weights take minutes to load: the worker must neither count as silent nor be forgotten."""
+    """Weights take minutes to load: the worker must neither count as silent nor be dropped."""
 
     async def scenario(link: Link) -> None:
         call = await lose_nothing(link)
