@@ -24,7 +24,7 @@ from specserve.engine.admission import Admission
 from specserve.engine.batch import Batch
 from specserve.engine.budget import TokenBudget
 from specserve.engine.cohorts import Cohorts, DraftedBatch
-from specserve.engine.crash_tracker import MAX_CRASHES, MAX_STALLED_ROUNDS, CrashTracker
+from specserve.engine.crash_tracker import MAX_STALLED_ROUNDS, CrashTracker
 from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
@@ -281,7 +281,7 @@ class Coordinator:
         """Recompute everything that runs, and fail a request or the engine if one is the cause.
 
         The target's cache is gone, or not to be relied on. A request that the target crashed on
-        MAX_CRASHES times, the last time alone, is the cause.
+        several times, the last time alone, is the cause.
         """
         log.error(
             "the target failed in a pass of %d sequences; they are recomputed",
@@ -297,7 +297,8 @@ class Coordinator:
             [entry.sequence for entry in batch.entries], target_lost=isinstance(error, WorkerLost)
         )
         if not self._give_up_if_at_fault(cause, error) and culprit is not None:
-            message = f"the target failed {MAX_CRASHES} times over this request: {cause}"
+            num_crashes = self._crash_tracker.num_crashes(culprit.seq_id)
+            message = f"the target failed {num_crashes} times over this request: {cause}"
             self._outbox += self._drop_finished([culprit.end(FinishReason.ERROR, error=message)])
 
     def _give_up_if_at_fault(self, cause: str, error: Exception | None = None) -> bool:

@@ -11,6 +11,8 @@ from specserve.engine.sequence import Sequence
 
 MAX_CRASHES = 3
 """Crashes in a row after which a sequence fails; all but the first happen while it runs alone."""
+MAX_LOSSES = 5
+"""The same, where the last crash ended the target's process, as faults from outside do, too."""
 MAX_STALLED_ROUNDS = 3
 """Rounds in a row without progress after which the engine is at fault."""
 MAX_CULPRITS = 1
@@ -37,11 +39,12 @@ class CrashTracker:
     def record_crash(self, batch: abc.Sequence[Sequence], *, target_lost: bool) -> Sequence | None:
         """Count a crashed pass and return the sequence to fail, if there is one.
 
-        It has reached MAX_CRASHES and ran alone.
+        It has reached MAX_CRASHES, or MAX_LOSSES if the target was lost, and ran alone.
         """
+        most = MAX_LOSSES if target_lost else MAX_CRASHES
         for sequence in batch:
             self._crashes[sequence.seq_id] = self._crashes.get(sequence.seq_id, 0) + 1
-        if len(batch) == 1 and self._crashes[batch[0].seq_id] >= MAX_CRASHES:
+        if len(batch) == 1 and self._crashes[batch[0].seq_id] >= most:
             self._num_stalled = 0
             self._num_culprits += 1
             return batch[0]
@@ -56,6 +59,10 @@ class CrashTracker:
     def record_success(self) -> None:
         """Count stalled rounds and failed sequences from 0 again: a pass succeeded."""
         self._num_stalled = self._num_culprits = 0
+
+    def num_crashes(self, seq_id: int) -> int:
+        """Return the number of crashed passes of a sequence since it last received a token."""
+        return self._crashes.get(seq_id, 0)
 
     def clear(self, seq_ids: abc.Iterable[int]) -> None:
         """Stop tracking sequences that received a token or finished."""

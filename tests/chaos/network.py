@@ -21,9 +21,9 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from specserve.tools.bench.chaos.faults import Fault
-from specserve.tools.bench.chaos.report import TABLE_HEAD, lines, table_row
+from specserve.tools.bench.chaos.report import TABLE_HEAD, lines
 from tests.chaos.relays import HUB_PORT, KINDS, PAIRS, RelayedEngine, RelayHub
-from tests.chaos.table import CLIENTS, KEYS, TOKENS, machine, run_chaos
+from tests.chaos.table import CLIENTS, KEYS, TOKENS, added, machine, run_chaos
 from tests.support.ray_server import served
 
 NUM_FAULTS = {"cut": 200, "delay": 100, "half-open": 50, "partition": 50}
@@ -84,6 +84,12 @@ def main() -> None:
         help="for each kind of fault of each pair, after which no more faults are injected",
     )
     parser.add_argument("--out", type=Path, help="where the table goes; the terminal by default")
+    parser.add_argument(
+        "--outcomes",
+        type=Path,
+        metavar="FILE",
+        help="keeps the outcomes; the table is of all that are in it, of earlier runs too",
+    )
     options = parser.parse_args()
     rows: list[str] = []
     with relayed_server() as (url, hub):
@@ -96,7 +102,7 @@ def main() -> None:
             )
             name = f"{pair}: {kind}"
             print("\n".join(lines(name, outcome)), flush=True)
-            rows.append(table_row(name, outcome))
+            rows = added(rows, name, outcome, options.outcomes)
             if options.out is not None:
                 options.out.write_text(_page(rows, options.seed), encoding="utf-8")
     if options.out is None:

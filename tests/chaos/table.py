@@ -27,9 +27,10 @@ from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import bundles, has_room
 from specserve.config.tree import config_from_keys
 from specserve.tools.bench.address import ServerAddress
-from specserve.tools.bench.chaos.faults import KILLED, Fault
+from specserve.tools.bench.chaos.faults import KILLED, Fault, find_pids
 from specserve.tools.bench.chaos.report import TABLE_HEAD, ChaosOutcome, lines, table_row
 from specserve.tools.bench.chaos.run import ChaosRun, FaultInjector, process_faults
+from tests.chaos.outcomes import OutcomeFile
 from tests.support.ray_server import served
 
 CLIENTS, TOKENS = 16, 400
@@ -38,6 +39,7 @@ NUM_FAULTS = {
     "target": 500,
     "target-tp2": 500,
     "coordinator": 300,
+    "coordinator-early": 20,
     "controller": 20,
     "update": 50,
     "node": 50,
@@ -46,9 +48,14 @@ TWO_REPLICAS: dict[str, object] = {"replicas.min": 2, "replicas.max": 2}
 PROCESSES: tuple[tuple[dict[str, object], tuple[str, ...]], ...] = (
     ({}, ("draft", "target")),
     ({"target.tensor_parallel": 2}, ("target-tp2",)),
-    (TWO_REPLICAS, ("coordinator", "controller")),
+    (TWO_REPLICAS, ("coordinator", "coordinator-early", "controller")),
 )
-"""Settings of a server, and the roles whose processes get faults there."""
+"""Settings of a server, and the roles whose processes get faults there.
+
+The next fault comes as soon as the server is healthy, with one engine of two, except at a
+coordinator or a node: there both engines must serve again, since a second fault in the meantime
+leaves none. "coordinator-early" does not wait for that.
+"""
 STOP_SHARE = 0.2
 KEYS = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
 CPUS = {"head": 4, "node": 8}  # for Ray's scheduler; the machine may have fewer
@@ -87,6 +94,30 @@ class Nodes:
 
     def shutdown(self) -> None:
         self._cluster.shutdown()
+
+
+async def whole(name: str) -> None:
+    """Wait until both engines of an application serve.
+
+    A new process carries the name of the engine later than Serve notices that the old one is lost.
+    """
+    while len(find_pids("coordinator")) < 2 or not await asyncio.to_thread(_has_both, name):
+        await asyncio.sleep(0.1)
+
+
+def _has_both(name: str) -> bool:
+    engines = serve.status().applications[name].deployments["Engine"]
+    return engines.replica_states == {"RUNNING": 2}
+
+
+def when_whole(name: str, inject: FaultInjector) -> FaultInjector:
+    """Return an injector that waits until both engines of an application serve."""
+
+    async def inject_later(rng: random.Random) -> Fault | None:
+        await whole(name)
+        return await inject(rng)
+
+    return inject_later
 
 
 @contextmanager
@@ -152,9 +183,11 @@ def all_outcomes(
     for keys, names in PROCESSES:
         roles = {name: num_faults[name] for name in names if num_faults.get(name)}
         if roles:
-            with served({**KEYS, **keys}) as (url, _):
+            with served({**KEYS, **keys}) as (url, config):
                 for name, number in roles.items():
                     inject = process_faults([name.partition("-")[0]], stop_share=STOP_SHARE)
+                    if name == "coordinator":
+                        inject = when_whole(config.name, inject)
                     yield (
                         name,
                         run_chaos(url, inject, num_faults=number, seed=seed, seconds=seconds),
@@ -174,12 +207,22 @@ def all_outcomes(
         labels = {f"{part}.label_selector": {"pool": pool} for part, pool in pools.items()}
         with (
             on_nodes() as nodes,
-            served({**KEYS, **labels, **TWO_REPLICAS}, join=True) as (url, _),
+            served({**KEYS, **labels, **TWO_REPLICAS}, join=True) as (url, config),
         ):
+            inject = when_whole(config.name, nodes.inject)
             yield (
                 "node",
-                run_chaos(url, nodes.inject, num_faults=number, seed=seed, seconds=seconds),
+                run_chaos(url, inject, num_faults=number, seed=seed, seconds=seconds),
             )
+
+
+def added(rows: list[str], name: str, outcome: ChaosOutcome, kept_in: Path | None) -> list[str]:
+    """Return the rows with one for the outcome, or those of a file with the outcome added."""
+    if kept_in is None:
+        return [*rows, table_row(name, outcome)]
+    file = OutcomeFile(kept_in)
+    file.append(name, outcome)
+    return file.rows()
 
 
 def main() -> None:
@@ -200,12 +243,18 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="where the table goes, after each role; the terminal by default"
     )
+    parser.add_argument(
+        "--outcomes",
+        type=Path,
+        metavar="FILE",
+        help="keeps the outcomes; the table is of all that are in it, of earlier runs too",
+    )
     options = parser.parse_args()
     num_faults = {role: getattr(options, role.replace("-", "_")) for role in NUM_FAULTS}
-    rows = []
+    rows: list[str] = []
     for role, outcome in all_outcomes(num_faults, seed=options.seed, seconds=60 * options.minutes):
         print("\n".join(lines(role, outcome)), flush=True)
-        rows.append(table_row(role, outcome))
+        rows = added(rows, role, outcome, options.outcomes)
         about = (
             f"{datetime.date.today()}, {machine()}; seed {options.seed}, "
             f"{CLIENTS} streams of {TOKENS} tokens."

@@ -29,6 +29,10 @@ class LinkTiming:
     heartbeat_interval: float = 0.5
     # Each end closes a connection that brings nothing for so long.
     heartbeat_timeout: float = 2.5
+    # The same two for the abstract socket of one host, which no network delays. A worker is lost
+    # only if its process is stopped or gone as well, so a false alarm costs a reconnection.
+    local_heartbeat_interval: float = 0.25
+    local_heartbeat_timeout: float = 1.0
     # Three round trips. Where connections are accepted and then silent, ZeroMQ's own limit costs
     # 30 s, and this one less than a second after the network is back.
     handshake: float = 0.75
@@ -95,7 +99,11 @@ def connect(socket: Socket, address: Address, timing: LinkTiming) -> None:
     socket.set(zmq.CONNECT_TIMEOUT, _milliseconds(timing.connect))
     socket.set(zmq.RECONNECT_IVL, _milliseconds(timing.reconnect))
     socket.set(zmq.CURVE_SERVERKEY, address.public)
-    socket.connect(address.endpoint)
+    endpoint = address.endpoint
+    if endpoint.startswith("ipc:"):
+        socket.set(zmq.HEARTBEAT_IVL, _milliseconds(timing.local_heartbeat_interval))
+        socket.set(zmq.HEARTBEAT_TIMEOUT, _milliseconds(timing.local_heartbeat_timeout))
+    socket.connect(endpoint)
 
 
 def bind_tcp(socket: Socket, host: str) -> int:
