@@ -25,7 +25,7 @@ serve: $(VENV)/installed  ## Serve the demo pair on http://127.0.0.1:8000; ARGS=
 	$(BIN)/specserve serve $(ARGS)
 
 test: check  ## Run linter, type check, import rules and all tests that need neither GPU nor browser
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m tests.support.suite $(ARGS)
 
 test-fast: check  ## Run the same without the slow tests
 	$(BIN)/python -m pytest -m "not gpu and not browser and not slow and not long" $(ARGS)

@@ -22,6 +22,7 @@ from specserve.api.middleware import (
     HeadLimit,
     InternalErrorHandler,
     KeyCheck,
+    LoadLimit,
 )
 from specserve.api.playground.page import HOME, PARTS, Page
 from specserve.api.rates import Accounts
@@ -34,6 +35,7 @@ from specserve.config.tree import Config
 from specserve.errors import SpecserveError
 from specserve.metrics import Registry
 
+COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 _EXPOSED_HEADERS = (REQUEST_ID, "Retry-After")
 
 
@@ -51,7 +53,7 @@ def build(
         redirect_slashes=False,
         docs_url=None,  # both pages would load scripts from elsewhere
         redoc_url=None,
-        middleware=_middleware(config, metrics, page),
+        middleware=_middleware(config, metrics, page, service),
         exception_handlers=dict.fromkeys(
             (SpecserveError, RequestValidationError, HTTPException), _refuse
         ),
@@ -74,8 +76,8 @@ def build(
 
 
 def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
-    app.post("/v1/completions")(endpoints.completions)
-    app.post("/v1/chat/completions")(endpoints.chat_completions)
+    app.post(COMPLETIONS)(endpoints.completions)
+    app.post(CHAT_COMPLETIONS)(endpoints.chat_completions)
     app.get("/v1/models")(endpoints.models)
     app.get("/v1/models/{name:path}")(endpoints.model)
     app.post("/tokenize")(endpoints.tokenize)
@@ -86,7 +88,9 @@ def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
     app.get("/trace")(endpoints.trace)
 
 
-def _middleware(config: Config, metrics: RequestMetrics, page: Page) -> list[Middleware]:
+def _middleware(
+    config: Config, metrics: RequestMetrics, page: Page, service: Service
+) -> list[Middleware]:
     """Return the middleware, outermost first.
 
     A refused request has an id, too, and a browser may read why it was refused.
@@ -110,6 +114,9 @@ def _middleware(config: Config, metrics: RequestMetrics, page: Page) -> list[Mid
         Middleware(InternalErrorHandler, log_prompts=config.logs.prompts),
         Middleware(HeadLimit),
         *([_key_check(Path(keys_file), config, metrics, page)] if keys_file else []),
+        Middleware(
+            LoadLimit, require_room=service.require_room, paths=(COMPLETIONS, CHAT_COMPLETIONS)
+        ),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes),
     ]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -19,7 +19,7 @@ from specserve.api.keys import KeyFile
 from specserve.api.metering import RequestMetrics
 from specserve.api.rates import Account, Accounts
 from specserve.api.refusal import BAD_KEY, CLIENT_CLOSED_REQUEST, Refusal, log_redacted
-from specserve.errors import RateLimited
+from specserve.errors import Overloaded, RateLimited
 
 log = logging.getLogger(__name__)
 
@@ -130,6 +130,30 @@ class KeyCheck:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         client = self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
         return None if client is None else self._accounts.get(client)
+
+
+class LoadLimit:
+    """Refusal of generations while every queue is full, before their bodies are read.
+
+    A flood of requests must not take the processor's time from those that are served.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, require_room: Callable[[], None], paths: Collection[str]
+    ) -> None:
+        self._app, self._require_room, self._paths = app, require_room, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] == "http"
+            and scope["path"].removeprefix(scope.get("root_path", "")) in self._paths
+        ):
+            try:
+                self._require_room()
+            except Overloaded as error:
+                await Refusal.from_error(error).response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class HeadLimit:

@@ -59,6 +59,10 @@ class Service(Protocol):
         """
         ...
 
+    def require_room(self) -> None:
+        """Raise Overloaded if no engine would take a request just now, as far as is known."""
+        ...
+
     async def status(self) -> Status: ...
 
     async def trace(self, last: int | None = None) -> Mapping[str, object]:

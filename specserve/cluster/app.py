@@ -18,6 +18,7 @@ from specserve.cluster.autoscaling import policy
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
+from specserve.cluster.placement_watch import PlacementWatch
 from specserve.cluster.status_board import Board
 from specserve.config.tree import Config, ReplicasConfig, config_from_keys
 
@@ -50,7 +51,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     logs, surge = logging_config(config), _surge_percent(config.replicas, wanted)
     board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0}, logging_config=logs)(
         Board
-    ).bind(may_sleep=config.replicas.min == 0)
+    ).bind(may_sleep=config.replicas.min == 0, watch=PlacementWatch(config))
     engines = serve.deployment(
         name="Engine",
         logging_config=logs,

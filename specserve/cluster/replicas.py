@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 LAST_CHUNK_S = 1.0
 FULL_RETRY_S = 0.5
 """Time between two attempts to resume a request while every queue is full."""
-# After an engine has refused a request, others are refused here for this long. A flood of refusals
-# must not take the engine's time from the requests that it serves.
-REFUSE_FOR_S = 0.05
+# After an engine has refused a request, others are refused here for this long, or until one of
+# those that run has ended. A flood of refusals must not take the engine's time from the requests
+# that it serves.
+REFUSE_FOR_S = 0.25
 
 ChunkQueue = asyncio.Queue[Chunk | SpecserveError]
 
@@ -57,13 +58,17 @@ class EngineReplicas:
         self._full_until, self._why_full = 0.0, ""
         self._dispatch_task = asyncio.create_task(self._dispatch())
 
+    def require_room(self) -> None:
+        """Raise Overloaded if an engine has just refused a request, and none has ended since."""
+        if time.monotonic() < self._full_until:
+            raise Overloaded(self._why_full)
+
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a request, from one engine after another if engines are lost.
 
         A full queue refuses only a request that no engine has started.
         """
-        if time.monotonic() < self._full_until:
-            raise Overloaded(self._why_full)
+        self.require_room()
         resumable = ResumableRequest(request)
         while True:
             try:
@@ -96,16 +101,18 @@ class EngineReplicas:
         self._queues[number] = queue
         call = self._engine.generate.remote(request, number, self._receiver.address)
         watcher = asyncio.create_task(_watch_call(call, queue))
-        ended = False
+        has_run = ended = False
         try:
             while not ended:
                 chunk = await queue.get()
                 if isinstance(chunk, SpecserveError):
                     raise chunk
-                ended = chunk.finish is not None
+                has_run, ended = True, chunk.finish is not None
                 yield chunk
         finally:
             del self._queues[number]
+            if has_run:
+                self._full_until = 0.0
             if not ended and not watcher.done():
                 call.cancel()
             watcher.cancel()

@@ -6,6 +6,7 @@ It is a Serve deployment of one replica.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.api.service import Status
+from specserve.cluster.placement_watch import PlacementWatch
 from specserve.metrics import Snapshot, merge
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ ENGINE, GATEWAY = "engine", "gateway"
 REPORT_EVERY_S = 1.0
 SILENT_AFTER_S = 5.0
 """Time without a report after which a replica counts as gone."""
+CHECK_PLACEMENT_EVERY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +39,20 @@ class ReplicaReport:
 class Board:
     """Reports of all replicas, with the counters of those that are gone, so that sums never fall.
 
-    If `may_sleep`, having no engine is healthy, since the next request starts one.
+    If `may_sleep`, having no engine is healthy, since the next request starts one. `watch` finds
+    engines that wait for a node.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, *, may_sleep: bool = False
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        may_sleep: bool = False,
+        watch: PlacementWatch | None = None,
     ) -> None:
-        self._clock, self._may_sleep = clock, may_sleep
+        self._clock, self._may_sleep, self._watch = clock, may_sleep, watch
+        self._waits: str | None = None  # why an engine waits for a node
+        self._watched_at = clock()
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._departed: Snapshot | None = None
 
@@ -58,6 +68,8 @@ class Board:
         engines = [report for _, report in self._reports.values() if report.role == ENGINE]
         troubles = [report.trouble for report in engines if report.trouble is not None]
         healthy = len(troubles) < len(engines) or (self._may_sleep and not engines)
+        if (waits := self._why_engine_waits()) is not None:
+            troubles.append(waits)
         why = "" if healthy else "; ".join(troubles) or "no engine replica reports"
         metrics = [
             report.metrics
@@ -74,6 +86,16 @@ class Board:
             replicas=len(engines),
             troubles=tuple(troubles),
         )
+
+    def _why_engine_waits(self) -> str | None:
+        """Return why an engine has no node, as it was found a moment ago."""
+        now = self._clock()
+        if self._watch is not None and now - self._watched_at >= CHECK_PLACEMENT_EVERY_S:
+            self._watched_at, self._waits = now, None
+            with contextlib.suppress(Exception):  # the reason only improves the message
+                why = self._watch.check(gateway_runs=True)
+                self._waits = None if why is None else f"an engine waits for a node: {why}"
+        return self._waits
 
     def _drop_silent(self) -> None:
         for replica, (when, report) in list(self._reports.items()):

@@ -13,6 +13,8 @@ MAX_CRASHES = 3
 """Crashes in a row after which a sequence fails; all but the first happen while it runs alone."""
 MAX_LOSSES = 5
 """The same, where the last crash ended the target's process, as faults from outside do, too."""
+LOSSES_TO_ISOLATE = 2
+"""Lost targets after which the sequences of the batch run alone. The first one is an accident."""
 MAX_STALLED_ROUNDS = 3
 """Rounds in a row without progress after which the engine is at fault."""
 MAX_CULPRITS = 1
@@ -29,6 +31,7 @@ class CrashTracker:
 
     def __init__(self) -> None:
         self._crashes: dict[int, int] = {}
+        self._suspects: set[int] = set()
         self._num_stalled = 0
         self._num_culprits = 0
 
@@ -43,7 +46,9 @@ class CrashTracker:
         """
         most = MAX_LOSSES if target_lost else MAX_CRASHES
         for sequence in batch:
-            self._crashes[sequence.seq_id] = self._crashes.get(sequence.seq_id, 0) + 1
+            num_crashes = self._crashes[sequence.seq_id] = self.num_crashes(sequence.seq_id) + 1
+            if not target_lost or num_crashes >= LOSSES_TO_ISOLATE:
+                self._suspects.add(sequence.seq_id)
         if len(batch) == 1 and self._crashes[batch[0].seq_id] >= most:
             self._num_stalled = 0
             self._num_culprits += 1
@@ -69,19 +74,21 @@ class CrashTracker:
         if self._crashes:
             for seq_id in seq_ids:
                 self._crashes.pop(seq_id, None)
+                self._suspects.discard(seq_id)
 
     def next_to_isolate(self, running: abc.Sequence[Sequence]) -> Sequence | None:
         """Return the next sequence to run alone: fewest crashes first, then most passes behind it.
 
-        Every sequence of a crashed batch runs alone until it receives a token. Innocent sequences
-        are thus cleared before the culprit crashes the target again, and an accidental crash hits
-        a lone sequence twice only if the accidents follow each other closely. A sequence that has
-        come far is probably innocent: if it fails, too, the engine is at fault.
+        Every sequence of a crashed batch runs alone until it receives a token; if the crash ended
+        the target's process, which most often has a cause outside, only those that met a second
+        one. Innocent sequences are thus cleared before the culprit crashes the target again, and an
+        accidental crash hits a lone sequence twice only if the accidents follow each other closely.
+        A sequence that has come far is probably innocent: if it fails, too, the engine is at fault.
         """
-        if not self._crashes:
+        if not self._suspects:
             return None
-        tracked = [sequence for sequence in running if sequence.seq_id in self._crashes]
-        return min(tracked, key=self._suspicion, default=None)
+        suspects = [sequence for sequence in running if sequence.seq_id in self._suspects]
+        return min(suspects, key=self._suspicion, default=None)
 
     def _suspicion(self, sequence: Sequence) -> tuple[int, int]:
         return self._crashes[sequence.seq_id], -sequence.stats.target_passes

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from specserve.api.middleware import MAX_HEAD
-from tests.support.http_server import RunningServer, serving
+from tests.support.http_server import FakeService, RunningServer, serving
 
 LIMIT = 10_000
 ORIGIN = "https://example.org"
@@ -217,3 +217,12 @@ def test_a_path_cannot_forge_a_line_of_the_log(
         )
     (line,) = [record.getMessage() for record in caplog.records if "forged" in record.getMessage()]
     assert line.isprintable()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_full_service_refuses_generations_unread_and_answers_the_rest(path: str) -> None:
+    with serving(FakeService(full=True)) as server:
+        reply = server.ask(path, {"not even": "a request"})
+        assert (reply.status, reply.error["code"]) == (429, "overloaded")
+        assert int(reply.headers["retry-after"]) >= 1
+        assert server.ask("/v1/models").status == server.ask("/health").status == 200

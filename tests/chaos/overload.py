@@ -24,6 +24,7 @@ from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.chaos.report import percentile_of
 from specserve.tools.bench.prompts import CODE_PROMPTS
 from specserve.tools.bench.streams import Stream
+from tests.chaos.refusing_server import refusing_server
 from tests.support.ray_server import served
 
 TOKENS, RUNNING, QUEUED, LIMIT_S = 64, 8, 8, 30.0
@@ -110,23 +111,24 @@ def counter() -> Callable[[], int]:
 
 
 async def overload(address: ServerAddress, seconds: float) -> Iterator[str]:
-    """Measure the capacity in a closed loop, then send five times as much in an open loop.
+    """Measure the capacity in closed loops, then send five times as much in an open loop.
 
-    A refused request is not sent again, and requests do not wait for one another.
+    A refused request is not sent again, and requests do not wait for one another. The clients of
+    the open loop take their share of the machine; so the capacity is measured once more beside as
+    many requests to a process that refuses all of them.
     """
-    peak, next_number = RequestLog(), counter()
+    next_number = counter()
+    alone = await capacity(address, min(60.0, seconds), next_number)
+    with refusing_server() as sink:
+        refused = RequestLog()
+        beside, (_, waiting) = await asyncio.gather(
+            capacity(address, min(60.0, seconds), next_number),
+            open_loop(sink, refused, 4 * alone, min(60.0, seconds), next_number),
+        )
+        await asyncio.gather(*waiting)
+    log, before = RequestLog(), memory()
     started = time.monotonic()
-    await for_a_while(
-        min(60.0, seconds), lambda: peak.send(address, next_number()), RUNNING + QUEUED // 2
-    )
-    best = len(peak.complete) / (time.monotonic() - started)
-    rng, log, before, tasks = random.Random(1), RequestLog(), memory(), []
-    started = due = time.monotonic()
-    while due < started + seconds:
-        due += rng.expovariate(5 * best)
-        await asyncio.sleep(due - time.monotonic())
-        tasks.append(asyncio.create_task(log.send(address, next_number())))
-    end = time.monotonic()
+    end, tasks = await open_loop(address, log, 5 * alone, seconds, next_number)
     in_time = sum(stream.ended is not None and stream.ended < end for stream in log.complete)
     goodput = in_time / (end - started)
     await asyncio.gather(*tasks)
@@ -137,16 +139,43 @@ async def overload(address: ServerAddress, seconds: float) -> Iterator[str]:
     ]
     return iter(
         (
-            f"peak, closed loop: {best:.2f} requests/s of {TOKENS} tokens",
-            f"open loop at {5 * best:.1f} requests/s for {seconds:.0f} s: "
+            f"peak, closed loop: {alone:.2f} requests/s of {TOKENS} tokens; {beside:.2f} beside "
+            f"{4 * alone:.1f} requests/s to a process that refuses them",
+            f"open loop at {5 * alone:.1f} requests/s for {seconds:.0f} s: "
             f"{len(log.streams)} requests, by status {log.by_status()}",
-            f"goodput {goodput:.2f} requests/s, {goodput / best:.2f} of the peak",
+            f"goodput {goodput:.2f} requests/s, {goodput / alone:.2f} of the peak, "
+            f"{goodput / beside:.2f} of the peak beside the refusing process",
             f"time to first token of those that were served, s: {spread(log.waits)}",
-            f"refusals, s: {spread(log.refusals)}",
+            f"refusals, s: {spread(log.refusals)}; "
+            f"by the refusing process {spread(refused.refusals)}",
             f"neither served nor refused: {len(broken)} {broken[:2]}",
             f"memory, MiB: {growth(before, memory())}",
         )
     )
+
+
+async def capacity(address: ServerAddress, seconds: float, next_number: Callable[[], int]) -> float:
+    """Return the requests that a closed loop completes per second."""
+    log, started = RequestLog(), time.monotonic()
+    await for_a_while(seconds, lambda: log.send(address, next_number()), RUNNING + QUEUED // 2)
+    return len(log.complete) / (time.monotonic() - started)
+
+
+async def open_loop(
+    address: ServerAddress,
+    log: RequestLog,
+    rate: float,
+    seconds: float,
+    next_number: Callable[[], int],
+) -> tuple[float, list[asyncio.Task[None]]]:
+    """Send requests at random times; return the end of the last interval, and what still runs."""
+    rng, tasks = random.Random(1), list[asyncio.Task[None]]()
+    started = due = time.monotonic()
+    while due < started + seconds:
+        due += rng.expovariate(rate)
+        await asyncio.sleep(due - time.monotonic())
+        tasks.append(asyncio.create_task(log.send(address, next_number())))
+    return time.monotonic(), tasks
 
 
 async def step(address: ServerAddress, seconds: float) -> Iterator[str]:

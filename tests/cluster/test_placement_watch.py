@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from specserve.cluster.node_resources import ClusterResources
 from specserve.cluster.placement import NodeResources
 from specserve.cluster.placement_watch import PATIENCE_S, PlacementWatch
+from specserve.cluster.status_board import CHECK_PLACEMENT_EVERY_S, Board
 from specserve.config.tree import config_from_keys
 
 
@@ -69,3 +70,16 @@ def test_a_gateway_that_finds_no_cpu_is_named_unless_it_runs() -> None:
     assert why is not None
     assert why.startswith("no node has room for gateway (1 CPU): one has 0 of 8 CPUs free")
     assert watch.check(gateway_runs=True) is None
+
+
+def test_health_names_what_an_engine_without_a_node_lacks() -> None:
+    cluster = FakeCluster(free=3)
+    board = Board(lambda: cluster.now, watch=cluster.watch())
+    for cluster.now in (0.0, CHECK_PLACEMENT_EVERY_S):
+        assert board.status().why == "no engine replica reports"
+    cluster.now += PATIENCE_S
+    why = board.status().why
+    assert why.startswith("an engine waits for a node: no node has room for draft (1 CPU)")
+    cluster.free = 4
+    cluster.now += CHECK_PLACEMENT_EVERY_S
+    assert board.status().why == "no engine replica reports"

@@ -163,6 +163,31 @@ def test_after_a_refusal_no_request_is_sent_to_a_full_engine_for_a_moment(
     run(scenario)
 
 
+def test_a_request_that_ends_makes_room_for_the_next_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specserve.cluster.replicas.REFUSE_FOR_S", 60.0)
+
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        async def served() -> list[Chunk]:
+            return [chunk async for chunk in replicas.generate(REQUEST)]
+
+        running = asyncio.create_task(served())
+        await engine.called(1)
+        refused = asyncio.create_task(served())
+        await engine.called(2)
+        engine.calls[1].result.set_result(Overloaded("the queue is full"))
+        with pytest.raises(Overloaded):
+            await refused
+        with pytest.raises(Overloaded):
+            replicas.require_room()
+        sender.send(Chunks((chunk(engine.numbers[0], 0, 5, FinishReason.LENGTH),)))
+        assert await running
+        replicas.require_room()
+
+    run(scenario)
+
+
 def test_closing_the_stream_cancels_the_call() -> None:
     async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
         chunks = replicas.generate(REQUEST)

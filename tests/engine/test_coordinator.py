@@ -441,9 +441,11 @@ def test_a_target_that_fails_and_comes_back_without_its_cache_changes_no_text(ga
     assert {served.last(seq_id).finish for seq_id in ids} == {FinishReason.LENGTH}
 
 
-@pytest.mark.parametrize(("failure", "times"), [(RuntimeError, 3), (WorkerLost, 5)])
+@pytest.mark.parametrize(
+    ("failure", "together", "alone"), [(RuntimeError, 1, 2), (WorkerLost, 2, 3)]
+)
 def test_a_request_that_crashes_every_batch_that_it_is_in_fails_alone(
-    failure: type[Exception], times: int, monkeypatch: pytest.MonkeyPatch
+    failure: type[Exception], together: int, alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served(gamma=2, max_running=8)
     ids = [served.submit(i, 2, 3, max_tokens=20) for i in range(6)]
@@ -462,11 +464,21 @@ def test_a_request_that_crashes_every_batch_that_it_is_in_fails_alone(
     assert served.last(poison).finish is FinishReason.ERROR
     error = served.last(poison).error
     assert error is not None
-    assert f"{times} times over this request: segmentation fault" in error
+    assert f"{together + alone} times over this request: segmentation fault" in error
     assert [served.tokens(seq_id) for seq_id in ids if seq_id != poison] == [
         text((i, 2, 3), 20) for i in range(6) if ids[i] != poison
     ]
-    assert crashes[1:] == [1] * (times - 1), "a crash of several sequences fails none of them"
+    assert [size > 1 for size in crashes] == [True] * together + [False] * alone
+
+
+def test_after_the_first_loss_of_the_target_all_sequences_go_on_together() -> None:
+    served = Served(gamma=2, max_running=8)
+    ids = [served.submit(i, 2, 3, max_tokens=40) for i in range(6)]
+    served.rounds(3)
+    served.target.errors.append(WorkerLost("killed"))
+    served.target.caches.clear()
+    served.rounds(2)
+    assert len(served.target.rounds[-1]) == len(ids)
 
 
 def test_accidental_crashes_fail_no_request_however_many_there_are() -> None:

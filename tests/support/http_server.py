@@ -21,6 +21,7 @@ from specserve.api.app import build
 from specserve.api.service import ServedModel, Status
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO, config_from_keys
+from specserve.errors import Overloaded
 from specserve.metrics import Registry
 from specserve.types import Chunk, FinishReason, Logprobs, Origin, Request, Stats
 
@@ -41,6 +42,7 @@ class FakeService:
     output: str = TEXT
     tokenizer: Tokenizer = field(default_factory=lambda: demo_tokenizer())
     refusal: Exception | None = None  # before the first chunk
+    full: bool = False  # and known to be so before a request is read
     fails_after: int | None = None  # chunks
     error: Exception | None = None  # raised then; None: a last chunk with FinishReason.ERROR
     silent_after: int | None = None  # chunks; then the request ends without a last one
@@ -49,6 +51,10 @@ class FakeService:
     requests: list[Request] = field(default_factory=list)
     num_live: int = 0
     num_chunks: int = 0
+
+    def require_room(self) -> None:
+        if self.full:
+            raise Overloaded("the queue is full")
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
