@@ -38,6 +38,7 @@ NUM_FAULTS = {
     "draft": 500,
     "target": 500,
     "target-tp2": 500,
+    "target-early": 50,
     "coordinator": 300,
     "coordinator-early": 20,
     "controller": 20,
@@ -46,16 +47,17 @@ NUM_FAULTS = {
 }
 TWO_REPLICAS: dict[str, object] = {"replicas.min": 2, "replicas.max": 2}
 PROCESSES: tuple[tuple[dict[str, object], tuple[str, ...]], ...] = (
-    ({}, ("draft", "target")),
+    ({}, ("draft", "target", "target-early")),
     ({"target.tensor_parallel": 2}, ("target-tp2",)),
     (TWO_REPLICAS, ("coordinator", "coordinator-early", "controller")),
 )
 """Settings of a server, and the roles whose processes get faults there.
 
-The next fault comes as soon as the server is healthy, with one engine of two, except at a
-coordinator or a node: there both engines must serve again, since a second fault in the meantime
-leaves none. "coordinator-early" does not wait for that.
+The next fault comes once all streams have gone on. After the loss of a coordinator or a node both
+engines must serve again, too, since a second loss in the meantime leaves none. The roles in EARLY
+wait for neither: only for a server that says that it is healthy.
 """
+EARLY = ("target-early", "coordinator-early")
 STOP_SHARE = 0.2
 KEYS = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
 CPUS = {"head": 4, "node": 8}  # for Ray's scheduler; the machine may have fewer
@@ -163,9 +165,16 @@ def machine() -> str:
 
 
 def run_chaos(
-    url: str, inject: FaultInjector, *, num_faults: int, seed: int, seconds: float
+    url: str,
+    inject: FaultInjector,
+    *,
+    num_faults: int,
+    seed: int,
+    seconds: float,
+    early: bool = False,
 ) -> ChaosOutcome:
-    chaos = ChaosRun(ServerAddress.from_url(url), "demo", CLIENTS, TOKENS, seconds)
+    address = ServerAddress.from_url(url)
+    chaos = ChaosRun(address, "demo", CLIENTS, TOKENS, seconds, waits_for_streams=not early)
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -190,7 +199,14 @@ def all_outcomes(
                         inject = when_whole(config.name, inject)
                     yield (
                         name,
-                        run_chaos(url, inject, num_faults=number, seed=seed, seconds=seconds),
+                        run_chaos(
+                            url,
+                            inject,
+                            num_faults=number,
+                            seed=seed,
+                            seconds=seconds,
+                            early=name in EARLY,
+                        ),
                     )
     if number := num_faults.get("update", 0):
         # An update needs room for a second replica.

@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specserve.errors import SpecserveError
 from specserve.tools.bench.address import ServerAddress
@@ -71,7 +71,9 @@ class ChaosRun:
     num_clients: int
     max_tokens: int
     seconds: float = math.inf  # after which no more faults are injected
+    waits_for_streams: bool = True  # to go on after a fault, before the next one
     _ended: bool = False
+    _open: list[Stream] = field(default_factory=list)  # under way
 
     async def run(
         self, inject: FaultInjector, *, num_faults: int, seed: int, say: Callable[[str], None]
@@ -114,8 +116,24 @@ class ChaosRun:
                 faults.append(fault)
                 say(f"{len(faults)}/{num_faults} {fault.role} {fault.kind}")
                 await asyncio.sleep(0.2)
+                if self.waits_for_streams:
+                    await self._wait_until_streams_go_on(max(fault.at, fault.until))
         await self._wait_until_healthy()
         return faults
+
+    async def _wait_until_streams_go_on(self, since: float) -> None:
+        """Wait until each stream that is under way has received something since the fault."""
+        started, waiting = time.monotonic(), list(self._open)
+        while waiting:
+            waiting = [
+                stream
+                for stream in waiting
+                if any(stream is other for other in self._open)
+                and not (stream.times and stream.times[-1] > since)
+            ]
+            if time.monotonic() - started > HEALTHY_WITHIN_S:
+                raise SpecserveError(f"a stream did not go on within {HEALTHY_WITHIN_S:g} s")
+            await asyncio.sleep(0.05)
 
     async def _wait_until_healthy(self) -> None:
         """Wait until /health says that the workers make progress."""
@@ -152,9 +170,12 @@ class ChaosRun:
     async def _send(self, prompt_id: int) -> ChaosRequest:
         stream = Stream()
         path, body = path_and_body(prompt_id, max_tokens=self.max_tokens)
+        self._open.append(stream)
         try:
             async with asyncio.timeout(REQUEST_S):
                 await self.address.post(path, {"model": self.model, **body}, into=stream)
         except (OSError, EOFError, ValueError, TimeoutError) as error:
             return ChaosRequest(prompt_id, stream, f"{type(error).__name__}: {error}")
+        finally:
+            self._open = [other for other in self._open if other is not stream]
         return ChaosRequest(prompt_id, stream)
