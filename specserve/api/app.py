@@ -114,9 +114,7 @@ def _middleware(
         Middleware(InternalErrorHandler, log_prompts=config.logs.prompts),
         Middleware(HeadLimit),
         *([_key_check(Path(keys_file), config, metrics, page)] if keys_file else []),
-        Middleware(
-            LoadLimit, require_room=service.require_room, paths=(COMPLETIONS, CHAT_COMPLETIONS)
-        ),
+        Middleware(LoadLimit, service=service, paths=(COMPLETIONS, CHAT_COMPLETIONS)),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes),
     ]
 

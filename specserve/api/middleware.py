@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -19,6 +19,7 @@ from specserve.api.keys import KeyFile
 from specserve.api.metering import RequestMetrics
 from specserve.api.rates import Account, Accounts
 from specserve.api.refusal import BAD_KEY, CLIENT_CLOSED_REQUEST, Refusal, log_redacted
+from specserve.api.service import Service
 from specserve.errors import Overloaded, RateLimited
 
 log = logging.getLogger(__name__)
@@ -138,10 +139,8 @@ class LoadLimit:
     A flood of requests must not take the processor's time from those that are served.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, require_room: Callable[[], None], paths: Collection[str]
-    ) -> None:
-        self._app, self._require_room, self._paths = app, require_room, paths
+    def __init__(self, app: ASGIApp, *, service: Service, paths: Collection[str]) -> None:
+        self._app, self._service, self._paths = app, service, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
@@ -149,7 +148,7 @@ class LoadLimit:
             and scope["path"].removeprefix(scope.get("root_path", "")) in self._paths
         ):
             try:
-                self._require_room()
+                self._service.require_room()
             except Overloaded as error:
                 await Refusal.from_error(error).response()(scope, receive, send)
                 return

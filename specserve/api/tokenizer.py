@@ -6,18 +6,33 @@ import hashlib
 import json
 import logging
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-from transformers.utils.logging import get_verbosity, set_verbosity
-
 from specserve.api.detokenizer import IncrementalDetokenizer
 from specserve.errors import BadValue, ModelError, ModelNotFound, TokenizerMismatch, first_line
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def hide_torch() -> None:
+    """Make transformers work as if torch were not installed, unless this process has imported it.
+
+    Its tokenizers need no torch, which would cost seconds of a gateway's start and 200 MB. Its
+    modules ask `is_torch_available` when they are imported, and do without if the answer is no.
+    """
+    if "torch" in sys.modules:
+        return
+    import transformers.utils.import_utils
+
+    def is_torch_available() -> bool:
+        return False
+
+    for module in (transformers, transformers.utils, transformers.utils.import_utils):
+        module.is_torch_available = is_torch_available  # type: ignore[attr-defined]
 
 
 class Tokenizer:
@@ -45,6 +60,10 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path, *, revision: str | None = None) -> Tokenizer:
         """Load from a local directory or a hub name; raise ModelError if there is no tokenizer."""
+        # Imported here, since `hide_torch` must come before.
+        from transformers import AutoTokenizer
+        from transformers.utils.logging import get_verbosity, set_verbosity
+
         verbosity = get_verbosity()
         set_verbosity(logging.ERROR)
         try:

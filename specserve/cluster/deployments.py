@@ -133,11 +133,9 @@ class Gateway:
 
     async def __init__(self, config: Config, engine: Any, board: Any) -> None:  # type: ignore[misc]
         # Imported here, since engines and the command line need neither FastAPI nor transformers.
-        from specserve.api.torchless import hide_torch
+        from specserve.api.tokenizer import Tokenizer, hide_torch
 
         hide_torch()
-        from specserve.api.tokenizer import Tokenizer
-
         join_serve(config)
         self._config = config
         self._tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)

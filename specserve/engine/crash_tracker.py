@@ -31,7 +31,7 @@ class CrashTracker:
 
     def __init__(self) -> None:
         self._crashes: dict[int, int] = {}
-        self._suspects: set[int] = set()
+        self._isolated_ids: set[int] = set()
         self._num_stalled = 0
         self._num_culprits = 0
 
@@ -48,7 +48,7 @@ class CrashTracker:
         for sequence in batch:
             num_crashes = self._crashes[sequence.seq_id] = self.num_crashes(sequence.seq_id) + 1
             if not target_lost or num_crashes >= LOSSES_TO_ISOLATE:
-                self._suspects.add(sequence.seq_id)
+                self._isolated_ids.add(sequence.seq_id)
         if len(batch) == 1 and self._crashes[batch[0].seq_id] >= most:
             self._num_stalled = 0
             self._num_culprits += 1
@@ -74,7 +74,7 @@ class CrashTracker:
         if self._crashes:
             for seq_id in seq_ids:
                 self._crashes.pop(seq_id, None)
-                self._suspects.discard(seq_id)
+                self._isolated_ids.discard(seq_id)
 
     def next_to_isolate(self, running: abc.Sequence[Sequence]) -> Sequence | None:
         """Return the next sequence to run alone: fewest crashes first, then most passes behind it.
@@ -85,10 +85,10 @@ class CrashTracker:
         accidental crash hits a lone sequence twice only if the accidents follow each other closely.
         A sequence that has come far is probably innocent: if it fails, too, the engine is at fault.
         """
-        if not self._suspects:
+        if not self._isolated_ids:
             return None
-        suspects = [sequence for sequence in running if sequence.seq_id in self._suspects]
-        return min(suspects, key=self._suspicion, default=None)
+        candidates = [sequence for sequence in running if sequence.seq_id in self._isolated_ids]
+        return min(candidates, key=self._suspicion, default=None)
 
     def _suspicion(self, sequence: Sequence) -> tuple[int, int]:
         return self._crashes[sequence.seq_id], -sequence.stats.target_passes
