@@ -216,7 +216,7 @@ class LogsConfig:
 @dataclass(frozen=True, slots=True)
 class FaultsConfig:
     round_deadline_s: float = setting(30.0, number(0, 1e6, above=True))
-    max_restarts: int = setting(3, integer(0, 1000))
+    max_restarts: int = setting(4, integer(0, 1000))
 
 
 @dataclass(frozen=True, slots=True)

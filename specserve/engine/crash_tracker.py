@@ -11,10 +11,10 @@ from specserve.engine.sequence import Sequence
 
 MAX_CRASHES = 3
 """Crashes in a row after which a sequence fails; all but the first happen while it runs alone."""
-MAX_LOSSES = 5
+MAX_LOSSES = 4
 """The same, where the last crash ended the target's process, as faults from outside do, too."""
 LOSSES_TO_ISOLATE = 2
-"""Lost targets after which the sequences of the batch run alone. The first one is an accident."""
+"""Lost targets in a row after which the sequences of the batch run alone, rather than after one."""
 MAX_STALLED_ROUNDS = 3
 """Rounds in a row without progress after which the engine is at fault."""
 MAX_CULPRITS = 1

@@ -25,6 +25,7 @@ IN_PROCESS = {
 WITH_RAY = {
     "benchmarks.constrained": (),
     "benchmarks.pipeline": ("--only", "sweep"),
+    "benchmarks.start": (),
 }
 ELSEWHERE = {
     "benchmarks.peers": "tests/benchmarks/test_peers.py: the other engines have their own Python",
