@@ -6,6 +6,7 @@ one alone. The output of each half is printed as a whole.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -43,4 +44,6 @@ def run(arguments: Sequence[str], halves: Sequence[str] = HALVES) -> int:
 
 
 if __name__ == "__main__":
+    # A job in the background of a shell ignores Ctrl-C, and so would what the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
