@@ -77,13 +77,13 @@ def main() -> None:
     with running_ray():
         joining = [start("--join", "auto") for _ in range(options.starts)]
     print(row("specserve serve --join auto", joining))
-    print("\n| PSS, MiB | " + " | ".join((*PARTS, "in all")) + " |")
-    print("|---" * (len(PARTS) + 2) + "|")
+    print("\n| PSS, MiB | " + " | ".join((*PARTS, "others", "in all")) + " |")
+    print("|---" * (len(PARTS) + 3) + "|")
     for replicas in (1, 2):
         scale = (f"--set=replicas.min={replicas}", f"--set=replicas.max={replicas}")
         with server(*scale, replicas=replicas) as (_, pid):
             sizes = memory(pid)
-        cells = [f"{sizes[part]:.0f}" for part in PARTS]
+        cells = [f"{sizes[part]:.0f}" for part in (*PARTS, "others")]
         print(f"| {replicas} replicas | {' | '.join(cells)} | {sum(sizes.values()):.0f} |")
 
 
@@ -170,7 +170,7 @@ def ray_command(*arguments: str) -> None:
 def memory(pid: int) -> Counter[str]:
     """Return the MiB of each part of a server, of which `pid` is the command's process.
 
-    The workers' fork server is no child of it, but has its session's name.
+    Workers and their fork server are no children of it.
     """
     own = psutil.Process(pid)
     processes = {own, *own.children(recursive=True)}
@@ -180,7 +180,8 @@ def memory(pid: int) -> Counter[str]:
     sizes = Counter[str]()
     for process in processes:
         with contextlib.suppress(psutil.Error):
-            part = next((part for part, start in PARTS.items() if re.match(start, line(process))))
+            words = line(process)
+            part = next((part for part, start in PARTS.items() if re.match(start, words)), "others")
             sizes[part] += process.memory_full_info().pss / 2**20
     return sizes
 

@@ -108,10 +108,7 @@ class KeyCheck:
         self._app, self._keys, self._accounts, self._open_paths = app, keys, accounts, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or scope["path"].removeprefix(scope.get("root_path", "")) in self._open_paths
-        ):
+        if scope["type"] != "http" or _path(scope) in self._open_paths:
             await self._app(scope, receive, send)
             return
         account = self._account(scope)
@@ -143,10 +140,7 @@ class LoadLimit:
         self._app, self._service, self._paths = app, service, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] == "http"
-            and scope["path"].removeprefix(scope.get("root_path", "")) in self._paths
-        ):
+        if scope["type"] == "http" and _path(scope) in self._paths:
             try:
                 self._service.require_room()
             except Overloaded as error:
@@ -209,6 +203,12 @@ class BodyLimit:
             f"the body is longer than the {self._limit} bytes that are allowed",
             {"Connection": "close"},
         )
+
+
+def _path(scope: Scope) -> str:
+    """Return the path below the application's own."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path
 
 
 def _head_size(scope: Scope) -> int:

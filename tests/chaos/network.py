@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,9 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from specserve.tools.bench.chaos.faults import Fault
-from specserve.tools.bench.chaos.report import TABLE_HEAD, lines
+from specserve.tools.bench.chaos.report import lines
 from tests.chaos.relays import HUB_PORT, KINDS, PAIRS, RelayedEngine, RelayHub
-from tests.chaos.table import CLIENTS, KEYS, TOKENS, added, machine, run_chaos
+from tests.chaos.table import KEYS, add_outcomes_option, added, page, run_chaos
 from tests.support.ray_server import served
 
 NUM_FAULTS = {"cut": 200, "delay": 100, "half-open": 50, "partition": 50}
@@ -84,12 +83,7 @@ def main() -> None:
         help="for each kind of fault of each pair, after which no more faults are injected",
     )
     parser.add_argument("--out", type=Path, help="where the table goes; the terminal by default")
-    parser.add_argument(
-        "--outcomes",
-        type=Path,
-        metavar="FILE",
-        help="keeps the outcomes; the table is of all that are in it, of earlier runs too",
-    )
+    add_outcomes_option(parser)
     options = parser.parse_args()
     rows: list[str] = []
     with relayed_server() as (url, hub):
@@ -104,16 +98,9 @@ def main() -> None:
             print("\n".join(lines(name, outcome)), flush=True)
             rows = added(rows, name, outcome, options.outcomes)
             if options.out is not None:
-                options.out.write_text(_page(rows, options.seed), encoding="utf-8")
+                options.out.write_text(page(rows, options.seed), encoding="utf-8")
     if options.out is None:
-        print(_page(rows, options.seed))
-
-
-def _page(rows: Sequence[str], seed: int) -> str:
-    about = (
-        f"{datetime.date.today()}, {machine()}; seed {seed}, {CLIENTS} streams of {TOKENS} tokens."
-    )
-    return "\n".join((about, "", TABLE_HEAD, *rows, ""))
+        print(page(rows, options.seed))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,15 @@ def all_outcomes(
             )
 
 
+def add_outcomes_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--outcomes",
+        type=Path,
+        metavar="FILE",
+        help="keeps the outcomes; the table is of all that are in it, of earlier runs too",
+    )
+
+
 def added(rows: list[str], name: str, outcome: ChaosOutcome, kept_in: Path | None) -> list[str]:
     """Return the rows with one for the outcome, or those of a file with the outcome added."""
     if kept_in is None:
@@ -239,6 +248,14 @@ def added(rows: list[str], name: str, outcome: ChaosOutcome, kept_in: Path | Non
     file = OutcomeFile(kept_in)
     file.append(name, outcome)
     return file.rows()
+
+
+def page(rows: Sequence[str], seed: int) -> str:
+    """Return the table, with the date, the machine and the load above it."""
+    about = (
+        f"{datetime.date.today()}, {machine()}; seed {seed}, {CLIENTS} streams of {TOKENS} tokens."
+    )
+    return "\n".join((about, "", TABLE_HEAD, *rows, ""))
 
 
 def main() -> None:
@@ -259,27 +276,17 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="where the table goes, after each role; the terminal by default"
     )
-    parser.add_argument(
-        "--outcomes",
-        type=Path,
-        metavar="FILE",
-        help="keeps the outcomes; the table is of all that are in it, of earlier runs too",
-    )
+    add_outcomes_option(parser)
     options = parser.parse_args()
     num_faults = {role: getattr(options, role.replace("-", "_")) for role in NUM_FAULTS}
     rows: list[str] = []
     for role, outcome in all_outcomes(num_faults, seed=options.seed, seconds=60 * options.minutes):
         print("\n".join(lines(role, outcome)), flush=True)
         rows = added(rows, role, outcome, options.outcomes)
-        about = (
-            f"{datetime.date.today()}, {machine()}; seed {options.seed}, "
-            f"{CLIENTS} streams of {TOKENS} tokens."
-        )
-        page = "\n".join((about, "", TABLE_HEAD, *rows, ""))
         if options.out is None:
-            print(page)
+            print(page(rows, options.seed))
         else:
-            options.out.write_text(page, encoding="utf-8")
+            options.out.write_text(page(rows, options.seed), encoding="utf-8")
 
 
 if __name__ == "__main__":

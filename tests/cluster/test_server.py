@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -396,6 +397,12 @@ def worker(kind: str) -> psutil.Process:
         if kind in " ".join(process.info["cmdline"] or ())
     ]
     return found
+
+
+def test_the_gateway_does_without_torch(server: Server) -> None:
+    maps = Path(f"/proc/{worker(':Gateway').pid}/maps").read_text(encoding="utf-8")
+    assert "tokenizers" in maps
+    assert "libtorch" not in maps
 
 
 def gateway_memory() -> int:

@@ -19,7 +19,7 @@ NO_TESTS = 5
 
 
 def run(arguments: Sequence[str], halves: Sequence[str] = HALVES) -> int:
-    """Run pytest for each half at once, print what they say, and return the exit status."""
+    """Run pytest for both halves at once, print their output, and return the exit status."""
     with tempfile.TemporaryFile() as later:
         first, second = (
             subprocess.Popen(

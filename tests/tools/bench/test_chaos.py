@@ -121,3 +121,18 @@ def test_an_extra_token_after_a_fault_is_found_and_reported() -> None:
 def test_a_chaos_run_ends_with_its_time_however_many_faults_are_left() -> None:
     outcome = run_chaos(FakeService(), lambda number: None, num_faults=1000, seconds=2.0)
     assert 1 <= len(outcome.faults) < 12
+
+
+def test_the_next_fault_waits_until_every_stream_under_way_has_gone_on() -> None:
+    async def scenario() -> None:
+        chaos = ChaosRun(ServerAddress("127.0.0.1", 1), "demo", 3, 9)
+        going, ended, silent = Stream(times=[2.0]), Stream(), Stream(times=[0.5])
+        chaos._open = [going, ended, silent]
+        waiting = asyncio.create_task(chaos._wait_until_streams_go_on(1.0))
+        await asyncio.sleep(0.2)
+        chaos._open = [going, silent]
+        assert not waiting.done()
+        silent.times.append(1.5)
+        await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(scenario())
