@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from specserve.cluster.serve_instance import (
     application_ownership,
     path_prefix,
     shut_down_if_empty,
+    wait_for_proxies,
 )
 from specserve.cluster.status_display import draw_status, print_status
 from specserve.config.tree import Config
@@ -32,9 +32,9 @@ Say = Callable[[str], None]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 START_TIMEOUT_S = 1800.0
-POLL_EVERY_S = 0.5
-JOIN_TIMEOUT_S = 10.0
+POLL_EVERY_S = 0.2
 HEALTHY = "healthy"  # state of a deployment whose replicas all run
+RUNNING, FAILED = "RUNNING", "DEPLOY_FAILED"  # Serve's names for states of an application
 INDENT = "  "  # of lines about one deployment
 
 
@@ -144,20 +144,10 @@ def deploy(
             say(_announcement(config, found, url))
         if require is not None:
             require()
-        failures: list[BaseException] = []
-        thread = threading.Thread(
-            target=_collect_failure,
-            args=(lambda: _run_application(config, engine, owns_ray=owns_ray), failures),
-            name="deploy",
-            daemon=True,
-        )
-        # It ends once its application is deleted. Without Ray its next call would start another.
-        stack.callback(_join_if_started, thread)
         stack.enter_context(application_ownership(config.name, say))
-        thread.start()
-        _report_until_done(thread, say, config, may_wait=may_wait)
-        if failures:
-            raise _first_error([*_messages(config.name), str(failures[0])])
+        _deploy_application(config, engine, owns_ray=owns_ray)
+        _report_until_running(say, config, may_wait=may_wait)
+        wait_for_proxies()
         yield url
 
 
@@ -222,47 +212,47 @@ def _signals_as_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run_application(config: Config, engine: type[Any] | None, *, owns_ray: bool) -> None:
+def _deploy_application(config: Config, engine: type[Any] | None, *, owns_ray: bool) -> None:
+    """Ask Serve for the application, without waiting until it runs.
+
+    Waiting is done here, not by Serve in a thread: a thread that outlived the connection to Ray
+    would open another with its next call.
+    """
     from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
 
     from specserve.cluster.app import application
 
-    serve.run(
+    target = serve.RunTarget(
         application(config, engine=engine),
         name=config.name,
         # On a Serve of our own every path is ours, with or without http.root_path.
         route_prefix="/" if owns_ray else path_prefix(config),
         logging_config=logging_config(config),
     )
-
-
-def _collect_failure(run: Callable[[], object], failures: list[BaseException]) -> None:
     try:
-        run()
-    except BaseException as error:
-        failures.append(error)
+        serve.run_many(
+            [target],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+    except (RayError, RayServeException, TimeoutError) as error:
+        raise _first_error(str(error).splitlines()) from error
 
 
-def _join_if_started(thread: threading.Thread) -> None:
-    if thread.ident is not None:
-        thread.join(JOIN_TIMEOUT_S)
+def _report_until_running(say: Say, config: Config, *, may_wait: bool) -> None:
+    """Report the states of the deployments until the application runs.
 
-
-def _report_until_done(
-    thread: threading.Thread, say: Say, config: Config, *, may_wait: bool
-) -> None:
-    """Report the states of the deployments until the thread has ended.
-
-    Raises ConfigError if a bundle finds no node, which is only reported if it `may_wait`.
+    Raises the error for which it failed. Raises ConfigError if a bundle finds no node, which is
+    only reported if it `may_wait`.
     """
     from specserve.cluster.placement_watch import PlacementWatch
 
     watch, reported = PlacementWatch(config), ""
     states: dict[str, str] = {}
     begun = time.monotonic()
-    while thread.is_alive():
-        thread.join(POLL_EVERY_S)
-        _report_states(config.name, states, say)
+    while not _is_running(config.name, states, say):
         why = watch.check(gateway_runs=states.get("Gateway") == HEALTHY)
         if why is not None and not may_wait:
             raise ConfigError(why)
@@ -271,30 +261,31 @@ def _report_until_done(
             reported = why
         if time.monotonic() - begun > START_TIMEOUT_S:
             raise Unavailable(f"the deployment was not ready within {START_TIMEOUT_S:g} s")
+        time.sleep(POLL_EVERY_S)
 
 
-def _messages(app_name: str) -> list[str]:
-    """Return Serve's messages about the deployments, which include tracebacks of ours."""
+def _is_running(app_name: str, states: dict[str, str], say: Say) -> bool:
+    """Return whether the application runs; print a line for each deployment that has changed.
+
+    Raises the first error in Serve's messages, which include tracebacks of ours, if it failed.
+    """
     from ray import serve
+    from ray.exceptions import RayError
 
-    with contextlib.suppress(Exception):  # the messages only improve the error
-        app = serve.status().applications[app_name]
-        return [deployment.message for deployment in app.deployments.values()]
-    return []
-
-
-def _report_states(app_name: str, states: dict[str, str], say: Say) -> None:
-    """Print a line for each deployment whose state has changed."""
-    from ray import serve
-
-    # The controller may still be starting, or be away for a moment.
-    with contextlib.suppress(Exception):
+    try:
         app = serve.status().applications.get(app_name)
-        for name, deployment in sorted(app.deployments.items()) if app else ():
-            state = deployment.status.value.lower().replace("_", " ")
-            if states.get(name) != state:
-                states[name] = state
-                say(f"{INDENT}{name.lower()}: {state}")
+    except RayError:  # the controller is away for a moment
+        return False
+    if app is None:
+        return False
+    for name, deployment in sorted(app.deployments.items()):
+        state = deployment.status.value.lower().replace("_", " ")
+        if states.get(name) != state:
+            states[name] = state
+            say(f"{INDENT}{name.lower()}: {state}")
+    if app.status == FAILED:
+        raise _first_error([*(each.message for each in app.deployments.values()), app.message])
+    return bool(app.status == RUNNING)
 
 
 def _first_error(messages: Sequence[str]) -> SpecserveError:

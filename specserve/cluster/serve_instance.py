@@ -122,6 +122,15 @@ def application_ownership(name: str, say: Callable[[str], None]) -> Iterator[Non
             say(f"{name} has been replaced by another `specserve serve`, and is left to it")
 
 
+def wait_for_proxies() -> None:
+    """Wait until the proxies know the applications that run."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    assert client is not None, "Serve runs"
+    client.wait_for_proxies_serving()
+
+
 def shut_down_if_empty() -> None:
     """Shut Serve down unless it has applications."""
     from ray import serve
