@@ -138,7 +138,7 @@ async def open_rigs(target: Path, draft: Path, prompts: Prompts) -> AsyncIterato
     def config(*, anticipates: bool) -> dict[str, object]:
         return {
             "target": {"path": str(target), "threads": 1},
-            "draft": {"path": str(draft), "threads": 1},
+            "draft": {"path": str(draft), "threads": 1, "placement": "apart"},
             "cache": {"pages": 2048, "prefix_caching": False},
             "speculation.anticipation.enabled": anticipates,
         }

@@ -149,7 +149,6 @@ class Rig:
     def _coordinator(
         self, emit: Callable[[Sequence[Chunk]], None], report: Callable[[Round], None]
     ) -> Coordinator:
-        draft = self.group.draft_worker
         return Coordinator(
             self.group.target,
             self.group.drafter,
@@ -157,7 +156,7 @@ class Rig:
             limits=self.config.limits,
             speculation=self.config.speculation,
             emit=emit,
-            draft_context=None if draft is None else draft.ready.context,
+            draft_context=self.group.draft_context,
             report=report,
             remote_workers=True,
         )

@@ -107,9 +107,9 @@ def compare_throughput(port: int, target: Path) -> list[HttpThroughput]:
         "draft.threads": 1,
         "model": "demo",
     }
-    config = config_from_keys({**keys, "http.port": port})
+    config = config_from_keys({**keys, "http.port": port, "draft.placement": "apart"})
     with (
-        LLM.from_config(config) as llm,
+        LLM.from_config(config_from_keys(keys)) as llm,
         ray_session(config, _ignore),
         deploy(config, _ignore) as url,
     ):

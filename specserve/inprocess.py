@@ -16,6 +16,7 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import find_checkpoints
 from specserve.config.tree import Config
 from specserve.drafters.registry import open_local_drafter
+from specserve.engine.draft_placement import APART
 from specserve.engine.trace import Exchange
 from specserve.errors import ConfigError
 from specserve.models.target import TargetModel, open_target
@@ -118,6 +119,11 @@ def open_parts(
         raise ConfigError(
             f"target.tensor_parallel {degree} takes {degree} processes, "
             f"and LLM and generate are one; use `specserve serve --tp {degree}`"
+        )
+    if config.draft.placement == APART:
+        raise ConfigError(
+            "draft.placement apart takes a process of its own, and LLM and generate are one; "
+            "leave it out, or use `specserve serve`"
         )
     report_progress("finding the models")
     checkpoints = find_checkpoints(config)

@@ -173,6 +173,9 @@ class VerifyStep:
     needs_verdict: bool = True
     encoder_input: tuple[int, ...] = ()  # as in Step
     grammar: Grammar | None = None  # as in DraftStep
+    # Draft tokens wanted behind the verdict, of a drafter in the target's process. It prefills a
+    # chunk of a prompt for which it is not 0.
+    gamma: int = 0
 
     @property
     def stop(self) -> int:

@@ -99,6 +99,9 @@ MEANINGS: Mapping[str, str] = {
     "target.attention": "`invariant` gives the same bits whatever shares the pass. `auto` is "
     "`invariant` on CPUs; on GPUs it is `flash` if installed, else `sdpa`.",
     "target.label_selector": "Labels that a node must have for Ray to place ranks there.",
+    "draft.placement": "`together`: in the target's process, on its device; `apart`: on one "
+    "of its own. `auto` measures both on CPUs when an engine starts, and is `apart` elsewhere "
+    "([how](../design/drafters.md#apart-or-together)).",
     "draft.kind": "Drafter ([the kinds](../guides/your-model.md)). The default is `neural` if "
     "there is a path, else `none`.",
     "draft.path": "Draft model, tables made by `specserve tables`, or heads made by "

@@ -102,7 +102,10 @@ class Endpoints:
         status = await self._status()
         if not status.healthy:
             raise Unavailable(status.why or "the workers make no progress")
-        return json_response({"status": "healthy"})
+        healthy: dict[str, object] = {"status": "healthy"}
+        if status.draft_placements:
+            healthy["draft_placement"] = "; ".join(status.draft_placements)
+        return json_response(healthy)
 
     async def ready(self) -> Response:
         """Return 200 if requests are taken."""

@@ -44,6 +44,7 @@ class Status:
     why: str = ""  # what is wrong
     replicas: int = 0
     troubles: tuple[str, ...] = ()  # of single replicas, also while others are well
+    draft_placements: tuple[str, ...] = ()  # where the drafts live, and why
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
 
 

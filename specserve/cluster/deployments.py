@@ -18,6 +18,7 @@ from specserve.cluster.group import WorkerGroup
 from specserve.cluster.health import EngineHealth
 from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import Bundle
+from specserve.cluster.remote import RemoteDrafter
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.reply_streams import ReplyStreams
 from specserve.cluster.status_board import ENGINE, GATEWAY, ReplicaReport, report_forever
@@ -55,7 +56,7 @@ class Engine:
             emit=self._emit,
             draft_context=self._group.draft_context,
             report=self._journal.record_round,
-            remote_workers=True,
+            remote_workers=isinstance(self._group.drafter, RemoteDrafter),
         )
         self._gauges = Gauges(self._registry)
         self._rounds = asyncio.create_task(self._coordinator.run())
@@ -67,6 +68,7 @@ class Engine:
         )
         self._reports = asyncio.create_task(report_forever(board, self._report))
         log.info("engine %s is ready: %s", self._replica, self._group.places)
+        log.info("draft.placement: %s", self._group.draft_placement)
 
     async def generate(
         self, request: Request, number: int, address: StreamAddress
@@ -124,7 +126,13 @@ class Engine:
 
     def _report(self) -> ReplicaReport:
         self._gauges.observe(self._coordinator, self._group)
-        return ReplicaReport(self._replica, ENGINE, self._health.trouble, self._registry.snapshot())
+        return ReplicaReport(
+            self._replica,
+            ENGINE,
+            self._health.trouble,
+            self._registry.snapshot(),
+            self._group.draft_placement,
+        )
 
 
 @serve.ingress()

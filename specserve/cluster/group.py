@@ -14,14 +14,15 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from specserve.cluster.placement import FIRST_RANK, Bundle
+from specserve.cluster.placement import FIRST_RANK, Bundle, with_draft_placement
 from specserve.cluster.process_state import process_runs_on
 from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarget, ReportExchange
 from specserve.cluster.supervisor import Worker, Workers, WorkerSupervisor, kill_process
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client
 from specserve.cluster.worker_host import WorkerHello, WorkerHost, WorkerPlace, WorkerReady
-from specserve.config.tree import KINDS_WITHOUT_WORKER, Config
+from specserve.config.tree import Config
+from specserve.engine.draft_placement import APART, TOGETHER, PlacementChoice
 from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import Curve, ModelInfo
 
@@ -52,14 +53,12 @@ class WorkerGroup:
     def __init__(
         self, config: Config, wanted: Sequence[Bundle], keys: KeyPair, report: ReportExchange | None
     ) -> None:
-        self._config, self._draft_config, self._wanted, self._keys = config, config, wanted, keys
-        deadline_s = config.faults.round_deadline_s
-        self.target = RemoteTarget(deadline_s=deadline_s, report=report)
+        self._config = with_draft_placement(config, wanted)
+        self._draft_config, self._wanted, self._keys = config, wanted, keys
+        self._report = report
+        self.target = RemoteTarget(deadline_s=config.faults.round_deadline_s, report=report)
         self.drafter: RemoteDrafter | PushedProposals | None = None
-        if config.draft.kind not in KINDS_WITHOUT_WORKER:
-            self.drafter = RemoteDrafter(deadline_s=deadline_s, report=report)
-        elif config.draft.kind != "none":
-            self.drafter = PushedProposals(self.target)
+        self.choice: PlacementChoice | None = None  # if the draft's placement was measured
         self.supervisors: tuple[WorkerSupervisor, ...] = ()
         self.draft_context: int | None = None
         self.info: ModelInfo
@@ -77,12 +76,14 @@ class WorkerGroup:
         group = cls(config, wanted, KeyPair.generate(), report)
         # The drafter's process starts while the ranks load their weights.
         drafter = None
-        if isinstance(group.drafter, RemoteDrafter):
+        if group._config.draft.placement == APART:
             drafter = asyncio.create_task(group._start_drafter())
         ranks: Workers = ()
         try:
             ranks = await group._open_ranks()
             group.info = _model_info(ranks)
+            if group._settle_placement(ranks) and drafter is None:
+                drafter = asyncio.create_task(group._start_drafter())
             drafters = () if drafter is None else await group._open_drafter(await drafter)
         except BaseException:
             if drafter is not None:
@@ -93,6 +94,34 @@ class WorkerGroup:
             raise
         group._supervise(ranks, drafters)
         return group
+
+    def _settle_placement(self, ranks: Workers) -> bool:
+        """Settle where the draft lives, for as long as the replica does; return whether apart.
+
+        Restarted ranks measure nothing.
+        """
+        draft, self.choice = self._config.draft, ranks[0].ready.choice
+        if self.choice is not None:
+            draft = replace(draft, placement=self.choice.placement)
+        elif draft.kind != "none" and not draft.may_be_apart:
+            draft = replace(draft, placement=TOGETHER)
+        self._config = replace(self._config, draft=draft)
+        if draft.kind == "none":
+            return False
+        if draft.placement == TOGETHER:
+            self.drafter = PushedProposals(self.target)
+            self.draft_context = ranks[0].ready.draft_context
+            return False
+        deadline_s = self._config.faults.round_deadline_s
+        self.drafter = RemoteDrafter(deadline_s=deadline_s, report=self._report)
+        return True
+
+    @property
+    def draft_placement(self) -> str | None:
+        """Say where the draft lives, and why if that was measured; None without a draft."""
+        if self.drafter is None:
+            return None
+        return self._config.draft.placement if self.choice is None else self.choice.reason
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -152,7 +181,8 @@ class WorkerGroup:
         self.supervisors = (
             WorkerSupervisor(TARGET, ranks, self.target, self._open_ranks, max_restarts=restarts),
         )
-        self.draft_context = drafters[0].ready.context if drafters else None
+        if drafters:
+            self.draft_context = drafters[0].ready.context
         if isinstance(self.drafter, RemoteDrafter):
             self.supervisors += (
                 WorkerSupervisor(

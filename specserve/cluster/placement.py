@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specserve.config.cascade import NGRAM_KINDS
-from specserve.config.tree import KINDS_WITHOUT_WORKER, Config, DraftConfig
+from specserve.config.tree import Config, DraftConfig
 from specserve.errors import ConfigError
 
 FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too
@@ -70,7 +70,10 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     A device `auto` is a GPU if the cluster has any.
     """
     target, draft = config.target, config.draft
-    rank = _resources(1.0 if _on_gpu(target.device, has_gpus) else 0.0, target.threads)
+    rank = _resources(
+        1.0 if _on_gpu(target.device, has_gpus) else 0.0,
+        config.rank_threads(with_draft=not draft.may_be_apart),
+    )
     wanted = (
         Bundle("coordinator", {"CPU": 1.0}, {}),
         *(
@@ -78,10 +81,27 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
             for number in range(target.tensor_parallel)
         ),
     )
-    if draft.kind in KINDS_WITHOUT_WORKER:
+    if not draft.may_be_apart:
         return wanted
     share = draft.num_gpus if draft.num_gpus is not None else _num_gpus(draft, has_gpus)
     return (*wanted, Bundle("draft", _resources(share, draft.threads), draft.label_selector))
+
+
+def with_draft_placement(config: Config, wanted: Sequence[Bundle]) -> Config:
+    """Return the config with `apart` for `auto` where there is no choice to be measured.
+
+    A draft together with the target takes over the CPUs of its own bundle, so both must be on CPUs
+    and, for all that is said of labels, on one node. Several ranks would share one draft's CPUs.
+    """
+    draft = config.draft
+    is_choice = (
+        config.target.tensor_parallel == 1
+        and not draft.label_selector
+        and not any(bundle.resources.get("GPU") for bundle in wanted)
+    )
+    if draft.placement != "auto" or not draft.may_be_apart or is_choice:
+        return config
+    return replace(config, draft=replace(draft, placement="apart"))
 
 
 def gateway_bundle(config: Config) -> Bundle:

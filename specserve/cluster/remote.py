@@ -47,6 +47,8 @@ MIN_WAIT_S = 0.1
 """Shortest time that a round waits for its drafter before it goes on without drafts."""
 WAIT_FACTOR = 4.0
 """Multiple of the drafter's mean answer time that a round waits."""
+MIN_PUSH_WAIT_S = 0.5
+"""The same for proposals that the target's worker pushes, which only a broken link delays."""
 INITIAL_ANSWER_S = 0.1
 ANSWER_BLEND = 0.1
 """Weight of the newest answer in the mean answer time."""
@@ -75,6 +77,7 @@ class RemoteTarget:
         self.on_prepared: Callable[[PreparedProposals], None] | None = None
         self.has_answered = False  # since these ranks were attached
         self.busy_seconds = 0.0  # of rank 0
+        self.pushing_round: int | None = None  # the last one that proposals follow
         self.pages_used = self.prefix_queries = self.prefix_hits = 0
         self._lost_prefix_counts = (0, 0)  # counts of ranks that are gone
 
@@ -89,7 +92,7 @@ class RemoteTarget:
 
     def detach(self) -> None:
         """Drop the ranks; rounds wait until others are attached."""
-        self._ranks, self.pages_used = (), 0
+        self._ranks, self.pages_used, self.pushing_round = (), 0, None
         self._attached.clear()
 
     def give_up(self, error: Displaced) -> None:
@@ -106,6 +109,7 @@ class RemoteTarget:
         self._held.update(step.seq_id for step in steps)
         self._number += 1
         message = Verify(self._number, tuple(steps), tuple(self._released))
+        self.pushing_round = self._number if message.wants_drafts else None
         self._released.clear()
         sent = time.perf_counter()
         calls = [
@@ -131,6 +135,7 @@ class RemoteTarget:
         try:
             first = await (calls[0] if len(calls) == 1 else first_of_all(calls))
         except Exception as error:
+            self.pushing_round = None
             raise self._failure(ranks, error) from error
         queries, hits = self._lost_prefix_counts
         self.pages_used, self.prefix_queries, self.prefix_hits = (
@@ -354,28 +359,55 @@ class RemoteDrafter:
 class PushedProposals:
     """Drafter that runs on rank 0 of the target, after each verification.
 
-    Its proposals arrive ahead of the verdicts that they continue, without a request; no round ever
-    waits for them.
+    Its proposals arrive behind the verdicts that they continue, without a request. A round waits
+    for them, but goes on without if they take unusually long or were lost.
     """
 
     def __init__(self, target: RemoteTarget) -> None:
+        self._target = target
         self._prepared: dict[int, PreparedProposal] = {}  # the latest, by sequence
+        self._arrived: int | None = None  # round of the latest
+        self._arrival: asyncio.Future[None] | None = None  # while a round waits
+        self._mean_wait_s = 0.0
         target.on_prepared = self._on_prepared
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
-        """Return the proposals that have arrived, and empty ones for the other steps."""
-        return _completed([self._find(step) for step in steps])
+        """Return the proposals that the last verdicts were followed by, and else empty ones."""
+        if self._target.pushing_round in (None, self._arrived):
+            return _completed(self._find_all(steps))
+        return self._propose_once_arrived(steps)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._prepared.pop(seq_id, None)
 
+    async def _propose_once_arrived(self, steps: Sequence[DraftStep]) -> Sequence[Proposal]:
+        began = time.perf_counter()
+        self._arrival = asyncio.get_running_loop().create_future()
+        patience = max(MIN_PUSH_WAIT_S, WAIT_FACTOR * self._mean_wait_s)
+        await asyncio.wait([self._arrival], timeout=patience)
+        self._arrival = None
+        self._mean_wait_s += ANSWER_BLEND * (time.perf_counter() - began - self._mean_wait_s)
+        return self._find_all(steps)
+
     def _on_prepared(self, message: PreparedProposals) -> None:
+        if message.number != self._target.pushing_round:
+            return  # a round has gone on without it
+        self._arrived = message.number
         self._prepared.update(
             {prepared.proposal.seq_id: prepared for prepared in message.prepared_proposals}
         )
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _find_all(self, steps: Sequence[DraftStep]) -> list[Proposal]:
+        return [self._find(step) for step in steps]
 
     def _find(self, step: DraftStep) -> Proposal:
+        """Return the proposal behind the step; the worker itself keeps count of what it has cached.
+
+        So all positions count as cached here, and no step repeats a token.
+        """
         stop, prepared = step.stop, self._prepared.get(step.seq_id)
         if (
             not step.gamma

@@ -34,6 +34,7 @@ class ReplicaReport:
     role: str
     trouble: str | None  # why an engine makes no progress
     metrics: Snapshot
+    draft_placement: str | None = None  # of an engine that drafts, and why
 
 
 class Board:
@@ -85,6 +86,9 @@ class Board:
             metrics=tuple(metrics),
             replicas=len(engines),
             troubles=tuple(troubles),
+            draft_placements=tuple(
+                sorted({report.draft_placement for report in engines if report.draft_placement})
+            ),
         )
 
     def _why_engine_waits(self) -> str | None:

@@ -19,6 +19,7 @@ import ray
 
 from specserve.cluster import fork_server
 from specserve.cluster.transport.endpoint import Address
+from specserve.engine.draft_placement import PlacementChoice
 from specserve.errors import WorkerLost
 from specserve.types import ModelInfo
 
@@ -63,6 +64,8 @@ class WorkerReady:
     context: int  # most positions of one sequence
     num_pages: int
     info: ModelInfo | None = None  # set by a target rank
+    draft_context: int | None = None  # of a drafter in the target's process
+    choice: PlacementChoice | None = None  # if the placement of the draft was measured
 
 
 class WorkerHost:

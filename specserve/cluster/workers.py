@@ -10,7 +10,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from specserve.cluster.placement_trial import try_placements, warm_drafter_up
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Server
 from specserve.cluster.worker_host import WorkerHello, WorkerPlace, WorkerReady, WorkerSite
-from specserve.config.tree import KINDS_WITHOUT_WORKER, Config
-from specserve.drafters.heads import HeadsAfterVerify, HeadsDrafter
-from specserve.drafters.registry import open_drafter
+from specserve.config.tree import Config
+from specserve.drafters.after_verify import DraftAfterVerify
+from specserve.drafters.registry import OpenDrafter, open_drafter, open_local_drafter
+from specserve.engine.draft_placement import APART, PlacementChoice
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import load_tokenizer
@@ -44,7 +46,6 @@ from specserve.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from specserve.drafters.registry import OpenDrafter
     from specserve.models.target import TargetFollower
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,9 @@ class TargetWorker:
         self._server = Server(KeyPair.generate(), site.address, client_key)
         self._store: TCPStore | None = None
         self._model: TargetModel | TargetFollower | None = None
-        self._heads: HeadsAfterVerify | None = None
+        self._drafter: DraftAfterVerify | None = None  # if the draft lives here
+        self._to_draft: tuple[Verify, tuple[Verdict, ...]] | None = None
+        self._idle_spans: tuple[Span, ...] = ()  # drafting since the last answer
 
     def hello(self) -> WorkerHello:
         return WorkerHello(self._server.address, self._site.node, os.getpid())
@@ -87,10 +90,11 @@ class TargetWorker:
 
         A rank that replaces a lost one is given the `curve` of the first one, and warms up briefly.
         """
-        target = self._config.target
+        target, draft = self._config.target, self._config.draft
+        is_tried = draft.placement == "auto" and draft.may_be_apart
+        is_apart = draft.may_be_apart and not is_tried
         _set_num_threads(
-            target.threads,
-            sharers=target.tensor_parallel + (self._config.draft.kind not in KINDS_WITHOUT_WORKER),
+            self._config.rank_threads(with_draft=not is_apart), sharers=self._size + is_apart
         )
         self._model = open_target(
             find_checkpoint(target.path, revision=target.revision),
@@ -102,10 +106,12 @@ class TargetWorker:
         else:
             warm_up_briefly(self._model)
         info = replace(self._model.info, curve=curve)
-        if self._config.draft.kind == "heads":
-            assert isinstance(self._model, TargetModel), "heads need a target of a single rank"
-            self._heads = HeadsAfterVerify(HeadsDrafter.from_config(self._config, self._model))
+        draft_context = choice = None
         if isinstance(self._model, TargetModel):
+            if draft.kind != "none" and not is_apart:
+                draft_context = self._open_drafter(self._model)
+            if is_tried:
+                choice = self._try_placements(self._model, curve)
             self._model.grammar_states.preload_tokenizer()
         _freeze_objects()
         return WorkerReady(
@@ -114,11 +120,42 @@ class TargetWorker:
             info.max_context,
             info.num_pages,
             info,
+            draft_context,
+            choice,
         )
 
     def run(self) -> None:
         """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
-        _serve(self._server, self._answer, _do_nothing, spin_s=0.0)
+        _serve(self._server, self._answer, self._draft, spin_s=0.0)
+
+    def _open_drafter(self, model: TargetModel) -> int:
+        """Open the drafter here, and return the context that it has."""
+        drafter = open_local_drafter(self._config, model)
+        self._drafter = DraftAfterVerify(drafter, model.runner.cache)
+        if self._size == 1:
+            warm_drafter_up(model, self._drafter)
+        else:  # the other ranks take no part, so without a pass of the target
+            assert isinstance(drafter, OpenDrafter), "the config has been checked"
+            _warm_up_alone(drafter, model.info)
+        return drafter.context
+
+    def _try_placements(self, model: TargetModel, curve: Curve) -> PlacementChoice:
+        """Measure both placements, and drop the drafter if it is better apart."""
+        assert self._drafter is not None
+        target, draft = self._config.target, self._config.draft
+        share = max(1, (os.cpu_count() or 1) // (self._size + 1))
+        choice = try_placements(
+            model,
+            self._drafter,
+            curve,
+            self._config,
+            target_threads=target.threads or share,
+            draft_threads=draft.threads or share,
+        )
+        if choice.placement == APART:
+            self._drafter = None
+            _set_num_threads(target.threads, sharers=self._size + 1)
+        return choice
 
     @property
     def _size(self) -> int:
@@ -141,33 +178,34 @@ class TargetWorker:
         assert self._model is not None
         assert isinstance(message, Verify)
         start = time.perf_counter()
+        if self._drafter is not None:
+            self._drafter.release(message.released)
         self._model.release(message.released)
         verdicts = tuple(self._model.verify(message.steps))
-        spans = [Span("verify", start, time.perf_counter())]
-        if self._heads is not None:
-            spans.append(self._draft(self._heads, message, verdicts))
-        cache, seconds = self._model.runner.cache, spans[-1].end - start
+        spans = (*self._idle_spans, Span("verify", start, time.perf_counter()))
+        self._to_draft, self._idle_spans = (message, verdicts), ()
+        cache = self._model.runner.cache
         return Verdicts(
             message.number,
             verdicts,
-            seconds,
+            sum(span.end - span.start for span in spans),
             cache.num_used,
             cache.prefix_queries,
             cache.prefix_hits,
-            tuple(spans),
+            spans,
         )
 
-    def _draft(self, heads: HeadsAfterVerify, message: Verify, verdicts: Sequence[Verdict]) -> Span:
-        """Draft with the heads and send the proposals, before the verdicts are sent.
-
-        The coordinator starts its next round on the verdicts, and would find no proposals if these
-        came later.
-        """
+    def _draft(self) -> None:
+        """Draft behind the verdicts that have just been sent, and push the proposals."""
+        todo, self._to_draft = self._to_draft, None
+        if self._drafter is None or todo is None:
+            return
+        message, verdicts = todo
         start = time.perf_counter()
-        heads.release(message.released)
-        if prepared := heads.draft_after(message.steps, verdicts):
+        prepared = self._drafter.draft_after(message.steps, verdicts)
+        if message.wants_drafts:
             self._server.send(PreparedProposals(message.number, prepared))
-        return Span("draft", start, time.perf_counter())
+            self._idle_spans = (Span("draft", start, time.perf_counter()),)
 
 
 class DraftWorker:
@@ -196,12 +234,7 @@ class DraftWorker:
             grammar_compiler=grammar_compiler,
             has_own_device=True,
         )
-        encoder_input = () if target.decoder_start is None else (0,)
-        for length in WARM_UP_LENGTHS:
-            step = _draft_step(min(length, self._drafter.context - 2), encoder_input)
-            self._drafter.propose([step], float("inf"))
-            self._drafter.prepare(bool)
-            self._drafter.release([WARMUP_SEQ_ID])
+        _warm_up_alone(self._drafter, target)
         _freeze_objects()
         if draft.device == "cpu" or not torch.cuda.is_available():
             os.nice(NICENESS)
@@ -269,8 +302,16 @@ def _serve(
     server.close()
 
 
-def _do_nothing() -> None:
-    """Do nothing, as a target does between two rounds."""
+def _warm_up_alone(
+    drafter: OpenDrafter | LayerSkipDrafter | HeadsDrafter, target: ModelInfo
+) -> None:
+    """Run the drafter's first passes, and those that prepare proposals if it does."""
+    encoder_input = () if target.decoder_start is None else (0,)
+    for length in WARM_UP_LENGTHS:
+        step = _draft_step(min(length, drafter.context - 2), encoder_input)
+        drafter.propose([step], float("inf"))
+        drafter.prepare(bool)
+        drafter.release([WARMUP_SEQ_ID])
 
 
 def _freeze_objects() -> None:

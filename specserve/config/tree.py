@@ -57,6 +57,7 @@ DRAFT_KINDS = (
 )
 SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own weights
 KINDS_WITHOUT_WORKER = ("heads", "none")  # heads draft in the target's worker
+PLACEMENTS = ("auto", "together", "apart")
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it is part of names of files and sockets
@@ -84,6 +85,8 @@ class TargetConfig:
 class DraftConfig:
     """The drafter."""
 
+    # together with the target in its process, or apart; auto: measured on CPUs, apart elsewhere
+    placement: str = setting("auto", choice(*PLACEMENTS))
     kind: str = setting("", choice(*DRAFT_KINDS))  # left out: neural if there is a path, else none
     # of a model, of tables that `specserve tables` made, or of heads that `specserve heads` made
     path: str | None = setting(None, text())
@@ -103,6 +106,11 @@ class DraftConfig:
     k: tuple[tuple[int, ...], ...] = setting((), token_matrix())
     # of reviews between stages: one for all, or one for each that reviews
     lenience: tuple[float, ...] = setting((1.0,), leniences())
+
+    @property
+    def may_be_apart(self) -> bool:
+        """True if the drafter needs, or may turn out to need, a worker of its own."""
+        return self.kind not in KINDS_WITHOUT_WORKER and self.placement != "together"
 
     @property
     def drafter_configs(self) -> tuple[DraftConfig, ...]:
@@ -236,6 +244,13 @@ class Config:
     http: HttpConfig = subsection(HttpConfig)
     logs: LogsConfig = subsection(LogsConfig)
     faults: FaultsConfig = subsection(FaultsConfig)
+
+    def rank_threads(self, *, with_draft: bool) -> int | None:
+        """Return the threads of a target's rank, which those of a draft beside it join."""
+        threads, draft = self.target.threads, self.draft
+        if threads is None or self.target.tensor_parallel > 1 or not with_draft:
+            return threads
+        return threads + (0 if draft.kind in KINDS_WITHOUT_WORKER else draft.threads or 1)
 
 
 def config_from_keys(
@@ -373,6 +388,7 @@ def _validate(config: Config) -> Config:
             "give --draft, or choose a draft.kind that needs none"
         )
     _check_self_speculative(draft, tensor_parallel=config.target.tensor_parallel)
+    _check_placement(draft, config.target)
     if draft.learn is not None and draft.kind not in NGRAM_KINDS:
         raise ConfigError(
             f"draft.learn belongs to the kinds {', '.join(NGRAM_KINDS)}, "
@@ -423,4 +439,29 @@ def _check_self_speculative(draft: DraftConfig, *, tensor_parallel: int) -> None
         raise ConfigError(
             "draft.kind heads needs the whole vocabulary head on one rank, "
             f"and target.tensor_parallel is {tensor_parallel}; set it to 1"
+        )
+
+
+def _check_placement(draft: DraftConfig, target: TargetConfig) -> None:
+    if draft.placement == "apart" and draft.kind == "heads":
+        raise ConfigError(
+            "draft.kind heads drafts from the target's hidden states, together with it; "
+            "leave draft.placement out"
+        )
+    if draft.placement != "together":
+        return
+    if draft.kind == "layer_skip" and target.tensor_parallel > 1:
+        raise ConfigError(
+            "draft.kind layer_skip drafts together with a target of one rank only, and "
+            f"target.tensor_parallel is {target.tensor_parallel}; choose draft.placement apart"
+        )
+    if draft.num_gpus is not None or draft.label_selector:
+        raise ConfigError(
+            "draft.num_gpus and draft.label_selector say where a draft apart lives, and "
+            "draft.placement is together; leave them out"
+        )
+    if draft.device not in ("auto", target.device):
+        raise ConfigError(
+            f"draft.placement together puts the draft on the target's device, {target.device}, "
+            f"and draft.device is {draft.device}; leave draft.device out"
         )

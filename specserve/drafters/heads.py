@@ -1,13 +1,11 @@
 """Draft by heads on the hidden state of the target's last pass, in the target's process.
 
-They draft on request, or after every pass of the target. Exact as every drafter is.
+Exact as every drafter is.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +20,7 @@ from specserve.grammar.matcher import GrammarMatcher
 from specserve.models.heads import Heads, load_heads
 from specserve.models.target import TargetModel
 from specserve.sampling.distribution import History
-from specserve.types import (
-    DraftStep,
-    PreparedProposal,
-    Proposal,
-    SparseDistribution,
-    Verdict,
-    VerifyStep,
-)
-
-MAX_SKIPPED_PASSES = 32
-"""Longest backoff of a sequence whose proposals are not used."""
+from specserve.types import DraftStep, Proposal, SparseDistribution
 
 
 class HeadsDrafter:
@@ -125,66 +113,6 @@ class HeadsDrafter:
             return None
         cached = self._target.runner.cache.tokens(step.seq_id)[: step.stop - 1]
         return History(np.append(cached, step.tokens[-1]), step.policy.prompt_length)
-
-
-@dataclass(slots=True)
-class _Usage:
-    """Recent use of a sequence's proposals."""
-
-    num_unused: int = 0
-    """Proposals in a row that were not used."""
-    num_to_skip: int = 0
-    """Passes until the next proposal is made."""
-
-
-class HeadsAfterVerify:
-    """A drafter that runs after every pass of the target, before the next step asks for it.
-
-    A sequence whose proposals are not used gets them less and less often.
-    """
-
-    def __init__(self, drafter: HeadsDrafter) -> None:
-        self._drafter = drafter
-        self._usage: dict[int, _Usage] = {}
-
-    def draft_after(
-        self, steps: Sequence[VerifyStep], verdicts: Sequence[Verdict]
-    ) -> tuple[PreparedProposal, ...]:
-        """Return as many draft tokens as there are heads, behind each verdict's tokens."""
-        verified = [step for step in steps if step.needs_verdict]
-        draft_steps = [
-            DraftStep(
-                step.seq_id,
-                step.stop + verdict.accepted,
-                (verdict.next_token,),
-                self._drafter.num_heads,
-                step.policy,
-            )
-            for step, verdict in zip(verified, verdicts, strict=True)
-            if self._should_draft(step)
-        ]
-        proposals = self._drafter.propose(draft_steps, math.inf)
-        return tuple(
-            PreparedProposal(step.tokens[-1], replace(proposal, anticipated=True))
-            for step, proposal in zip(draft_steps, proposals, strict=True)
-            if proposal.tokens
-        )
-
-    def release(self, seq_ids: Sequence[int]) -> None:
-        for seq_id in seq_ids:
-            self._usage.pop(seq_id, None)
-
-    def _should_draft(self, step: VerifyStep) -> bool:
-        usage = self._usage.setdefault(step.seq_id, _Usage())
-        if step.drafts:
-            usage.num_unused = usage.num_to_skip = 0
-            return True
-        if usage.num_to_skip:
-            usage.num_to_skip -= 1
-            return False
-        usage.num_to_skip = min(2**usage.num_unused, MAX_SKIPPED_PASSES) - 1
-        usage.num_unused += 1
-        return True
 
 
 def _mask_first_rows(matchers: Sequence[GrammarMatcher | None], depths: Sequence[int]) -> TokenMask:

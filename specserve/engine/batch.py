@@ -35,6 +35,7 @@ class BatchEntry:
     stop: int  # the target computes its committed tokens up to here
     needs_verdict: bool  # True if these are all of them, so that the round adds some
     gamma: int = 0  # draft tokens wanted behind them
+    next_gamma: int = 0  # the same behind the verdict, for the next round
     # The drafter computes its committed tokens up to here; None: it gets no step.
     draft_stop: int | None = None
     proposal: Proposal | None = None
@@ -73,7 +74,9 @@ class Batch:
         for entry in self.entries:
             entry.proposal = by_id.get(entry.sequence.seq_id)
         steps = [
-            entry.sequence.verify_step(stop=entry.stop, proposal=entry.proposal)
+            entry.sequence.verify_step(
+                stop=entry.stop, proposal=entry.proposal, next_gamma=entry.next_gamma
+            )
             for entry in self.entries
         ]
         self.num_positions = sum(len(step.tokens) + len(step.drafts) for step in steps)

@@ -61,7 +61,7 @@ class Coordinator:
         report: abc.Callable[[Round], None] | None = None,
         clock: abc.Callable[[], float] = time.perf_counter,
         draft_context: int | None = None,  # None: as long as the target's
-        remote_workers: bool = False,  # both can be busy while this process waits
+        remote_workers: bool = False,  # both can be busy at the same time
     ) -> None:
         self._admission = Admission(info, speculation)
         gamma, max_gamma = speculation.gamma, speculation.max_gamma
@@ -191,6 +191,8 @@ class Coordinator:
 
     async def _run_workers(self, batch: Batch) -> None:
         """Propose for the batch, verify it or the half that waits, and commit the verdicts."""
+        if not self._remote_workers:
+            self._emit_outbox()  # no pass of the target would hide it, but drafting may
         # With one cohort, which is the rule, this is `await self._propose(batch)`.
         drafted = await self._cohorts.next_to_verify(batch, self._propose)
         if drafted is None:

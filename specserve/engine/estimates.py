@@ -61,6 +61,10 @@ class AcceptanceEstimate:
         )
         return profile
 
+    def assume(self, alpha: float) -> None:
+        """Start from another acceptance than the usual one."""
+        self._all_accepted = self._all_trials * alpha
+
     def observe(self, outcomes: abc.Sequence[Outcome]) -> None:
         """Include the outcomes of one round."""
         if not outcomes:
@@ -152,6 +156,11 @@ class CostEstimate:
             if len(self._draft_passes) >= _MIN_WAITS
             else _PRIOR_COST * float(self.verify_seconds(self._mean_positions))
         )
+
+    def assume(self, draft_pass_seconds: float, *, hit_rate: float) -> None:
+        """Start from passes of the drafter that were measured before any round."""
+        self._draft_passes.extend([max(draft_pass_seconds, _MIN_PASS_SECONDS)] * _MIN_WAITS)
+        self.hit_rate = hit_rate
 
     def observe_verify(self, positions: int, seconds: float) -> None:
         seconds = max(seconds, 1e-9)  # a clock may stand still

@@ -80,6 +80,11 @@ class Pacer:
         """Seconds that the next round's proposals may take; later ones are cut short."""
         return math.inf if self._fixed is not None else self.decision.deadline
 
+    def expected_rate(self, num_sequences: int) -> float:
+        """Return the tokens a second of the best choice for so many sequences."""
+        self._reach = np.cumprod(self.acceptance.profile)
+        return float(self._rates(num_sequences).max())
+
     def choose(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """Return a gamma for each sequence; 0 is a choice."""
         max_age = _DECISION_ROUNDS if self._fixed is None else _FIXED_DECISION_ROUNDS

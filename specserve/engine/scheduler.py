@@ -138,6 +138,7 @@ class Scheduler:
             entry.stop - entry.sequence.target_cached + len(entry.sequence.encoder_input)
             for entry in chunks
         )
+        _set_next_gammas(entries + chunks, dict(wanted))
         return Batch(
             entries + chunks,
             num_prompt_tokens=num_prompt_tokens,
@@ -277,3 +278,10 @@ class Scheduler:
             return 0
         entry.draft_stop, entry.gamma = None, 0
         return left
+
+
+def _set_next_gammas(entries: abc.Sequence[BatchEntry], wanted: abc.Mapping[Sequence, int]) -> None:
+    """Want as many draft tokens in the next round, if they are still of use there."""
+    for entry in entries:
+        sequence = entry.sequence
+        entry.next_gamma = max(0, min(wanted[sequence], sequence.max_drafts - 1))

@@ -132,7 +132,9 @@ class Sequence:
             grammar,
         )
 
-    def verify_step(self, *, stop: int, proposal: Proposal | None) -> VerifyStep:
+    def verify_step(
+        self, *, stop: int, proposal: Proposal | None, next_gamma: int = 0
+    ) -> VerifyStep:
         """Return the step that computes committed tokens up to `stop` and verifies the proposal.
 
         It needs a verdict once all committed tokens are computed.
@@ -152,6 +154,7 @@ class Sequence:
             stop == len(self.committed),
             encoder_input,
             grammar,
+            next_gamma,
         )
 
     def advance(self, *, stop: int, proposal: Proposal | None) -> None:

@@ -98,9 +98,9 @@ class PagedCache:
         sequence = self._sequences.get(seq_id)
         return 0 if sequence is None else len(sequence.tokens)
 
-    def tokens(self, seq_id: int) -> NDArray[np.int64]:
-        """Return a copy of the cached token ids."""
-        return np.array(self._sequences[seq_id].tokens, dtype=np.int64)
+    def tokens(self, seq_id: int, start: int = 0, stop: int | None = None) -> NDArray[np.int64]:
+        """Return a copy of the cached token ids, or of those from `start` to `stop`."""
+        return np.array(self._sequences[seq_id].tokens[start:stop], dtype=np.int64)
 
     def holds(self, seq_id: int, start: int, tokens: Sequence[int]) -> bool:
         """Return whether these tokens are cached from `start` on."""

@@ -49,7 +49,7 @@ _ORIGIN_CODES = {origin: code for code, origin in enumerate(_ORIGINS)}
 _POLICY = struct.Struct("<QQ?Qd? dQddddd")
 _DRAFT_STEP = struct.Struct("<QQQ")  # seq_id, start, gamma
 _PROPOSAL = struct.Struct("<QQQB?I")  # seq_id, start, num_cached, anticipated, support
-_VERIFY_STEP = struct.Struct("<QQ??I")  # seq_id, start, needs_verdict, support
+_VERIFY_STEP = struct.Struct("<QQQ??I")  # seq_id, start, gamma, needs_verdict, support
 _VERDICT = struct.Struct("<QQQ")  # seq_id, accepted, next_token
 _STATS = struct.Struct("<?QQQQQQ")  # the fields of Stats behind the verifier
 _SPAN = struct.Struct("<dd")  # start, end
@@ -290,7 +290,11 @@ def read_prepared_proposal(row: Any, arrays: ArrayReader) -> PreparedProposal:
 
 def write_verify_step(step: VerifyStep, arrays: ArrayWriter) -> Row:
     numbers = _VERIFY_STEP.pack(
-        step.seq_id, step.start, step.needs_verdict, *arrays.put(step.q, len(step.drafts))
+        step.seq_id,
+        step.start,
+        step.gamma,
+        step.needs_verdict,
+        *arrays.put(step.q, len(step.drafts)),
     )
     tokens, drafts, source = (
         pack_column("I", step.tokens),
@@ -302,7 +306,7 @@ def write_verify_step(step: VerifyStep, arrays: ArrayWriter) -> Row:
 
 def read_verify_step(row: Any, arrays: ArrayReader) -> VerifyStep:
     numbers, tokens, drafts, policy, source, grammar = row
-    seq_id, start, needs_verdict, has_rows, support = _VERIFY_STEP.unpack(numbers)
+    seq_id, start, gamma, needs_verdict, has_rows, support = _VERIFY_STEP.unpack(numbers)
     drafts = unpack_column("I", drafts)
     q = arrays.take(len(drafts), has_rows=has_rows, support=support)
     source = unpack_column("I", source)
@@ -316,6 +320,7 @@ def read_verify_step(row: Any, arrays: ArrayReader) -> VerifyStep:
         needs_verdict,
         source,
         _read_grammar(grammar),
+        gamma,
     )
 
 

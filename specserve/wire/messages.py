@@ -41,7 +41,7 @@ from specserve.wire.codec import (
 )
 
 MAGIC = b"specserve"
-VERSION = 6
+VERSION = 7
 Frame = bytes | memoryview
 
 
@@ -71,7 +71,11 @@ class Proposals:
 
 @dataclass(frozen=True, slots=True)
 class PreparedProposals:
-    """The next proposals for the likelier verdicts, pushed after the answer of the same number."""
+    """The next proposals, pushed after the answer of the same number.
+
+    A drafter apart prepares them for the likelier verdicts; one in the target's process has seen
+    the verdicts.
+    """
 
     number: int
     prepared_proposals: tuple[PreparedProposal, ...]
@@ -84,6 +88,11 @@ class Verify:
     number: int
     steps: tuple[VerifyStep, ...]
     released: tuple[int, ...] = ()
+
+    @property
+    def wants_drafts(self) -> bool:
+        """True if a drafter in the target's process pushes proposals behind the answer."""
+        return any(step.gamma for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ IN_PROCESS = {
 WITH_RAY = {
     "benchmarks.constrained": (),
     "benchmarks.pipeline": ("--only", "sweep"),
+    "benchmarks.placements": (),
     "benchmarks.start": (),
 }
 ELSEWHERE = {

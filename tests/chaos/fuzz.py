@@ -110,7 +110,7 @@ def messages() -> list[Message]:
         Propose(1, 0.25, (DraftStep(1, 2, (3, 4), 5, policy),), (6, 7)),
         Proposals(1, (proposal,), 0.01, 12, (Span("draft", 0.1, 0.2),)),
         PreparedProposals(1, (PreparedProposal(8, proposal),)),
-        Verify(1, (VerifyStep(1, 12, (5,), (3, 4, 5), q, policy, True),), (6,)),
+        Verify(1, (VerifyStep(1, 12, (5,), (3, 4, 5), q, policy, True, gamma=2),), (6,)),
         Verdicts(1, (Verdict(1, 1, 2, logprobs),), 0.1, 3, 4, 5, (Span("verify", 0.1, 0.2),)),
         Failure(1, "OutOfPages", "no room"),
         Chunks(

@@ -17,7 +17,12 @@ from specserve.errors import NoShardingPlan
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 PATIENCE_S = 120.0
-KEYS: dict[str, object] = {"target.threads": 1, "draft.threads": 1, "cache.pages": 64}
+KEYS: dict[str, object] = {
+    "target.threads": 1,
+    "draft.threads": 1,
+    "draft.placement": "apart",
+    "cache.pages": 64,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,6 +91,35 @@ def test_a_target_comes_back_when_its_host_or_the_fork_server_is_lost_too() -> N
         host.kill()
         await until(lambda: replaced(group, "target-0", second.pid))
         await until(lambda: not second.is_running())  # a worker ends with its host
+        await group.close()
+
+    asyncio.run(main())
+
+
+def test_the_draft_lives_where_its_measurement_says_and_stays_there() -> None:
+    async def main() -> None:
+        group = await started({"draft.placement": "auto"})
+        assert group.choice is not None
+        assert group.draft_placement == group.choice.reason
+        assert all(rate > 0 for rate in (*group.choice.together, *group.choice.apart))
+        is_apart = group.choice.placement == "apart"
+        expected = {"target-0", "draft"} if is_apart else {"target-0"}
+        assert group.places.keys() == expected
+        first = process(group, "target-0")
+        first.kill()
+        await until(lambda: replaced(group, "target-0", first.pid))
+        assert group.places.keys() == expected
+        await group.close()
+
+    asyncio.run(main())
+
+
+def test_a_draft_together_with_its_target_has_no_bundle_and_no_process() -> None:
+    async def main() -> None:
+        group = await started({"draft.placement": "together"})
+        assert group.places.keys() == {"target-0"}
+        assert group.draft_placement == "together"
+        assert group.draft_context is not None
         await group.close()
 
     asyncio.run(main())

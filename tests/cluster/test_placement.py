@@ -12,6 +12,7 @@ from specserve.cluster.placement import (
     explain_waiting,
     gateway_bundle,
     has_room,
+    with_draft_placement,
 )
 from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError
@@ -36,6 +37,54 @@ def test_without_gpus_workers_get_as_many_cpus_as_they_have_threads() -> None:
 def test_a_draft_may_share_a_gpu_or_stay_on_a_cpu() -> None:
     assert resources({"draft.num_gpus": 0.25}, has_gpus=True)[-1] == {"CPU": 1, "GPU": 0.25}
     assert resources({"draft.device": "cpu"}, has_gpus=True)[-1] == {"CPU": 1}
+
+
+def test_a_draft_together_with_its_target_has_no_bundle_and_leaves_its_cpus_to_the_rank() -> None:
+    keys: dict[str, object] = {"target.threads": 3, "draft.placement": "together"}
+    assert resources(keys, has_gpus=False) == [{"CPU": 1}, {"CPU": 4}]
+    assert resources(keys | {"draft.threads": 2}, has_gpus=False)[1] == {"CPU": 5}
+    ranks = resources(keys | {"target.tensor_parallel": 2}, has_gpus=False)[1:]
+    assert ranks == [{"CPU": 3}] * 2, "one rank of several has no use for more threads"
+    assert resources(keys, has_gpus=True) == [{"CPU": 1}, {"CPU": 1, "GPU": 1}]
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_gpus", "placement"),
+    [
+        ({}, False, "auto"),
+        ({}, True, "apart"),
+        ({"target.tensor_parallel": 2}, False, "apart"),
+        ({"draft.label_selector": {"pool": "small"}}, False, "apart"),
+        ({"draft.placement": "together"}, True, "together"),
+        ({"draft.kind": "heads"}, False, "auto"),
+    ],
+    ids=["CPUs", "GPUs", "several ranks", "another node", "set", "heads"],
+)
+def test_auto_is_measured_where_both_placements_are_open_and_else_apart(
+    keys: dict[str, object], has_gpus: bool, placement: str
+) -> None:
+    config = config_from_keys(keys)
+    settled = with_draft_placement(config, bundles(config, has_gpus=has_gpus))
+    assert settled.draft.placement == placement
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"draft.num_gpus": 1}, "where a draft apart lives"),
+        ({"draft.label_selector": {"pool": "small"}}, "where a draft apart lives"),
+        ({"draft.device": "cpu", "target.device": "cuda"}, "leave draft.device out"),
+        ({"draft.kind": "layer_skip", "draft.path": None, "target.tensor_parallel": 2}, "one rank"),
+    ],
+)
+def test_what_cannot_be_together_is_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_keys({"draft.placement": "together", **keys})
+
+
+def test_heads_cannot_be_apart() -> None:
+    with pytest.raises(ConfigError, match="together with it"):
+        config_from_keys({"draft.placement": "apart", "draft.kind": "heads"})
 
 
 def test_nothing_is_asked_for_a_draft_that_there_is_not() -> None:

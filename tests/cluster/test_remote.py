@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specserve.cluster.remote import RemoteDrafter, RemoteTarget
+from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarget
 from specserve.errors import Displaced, OutOfPages, TargetReplaced, WorkerLost
 from specserve.types import (
     DraftStep,
@@ -454,3 +454,81 @@ def test_a_worker_lost_while_its_answer_is_pending_is_known_to_be_lost_in_the_ne
         assert await drafter.propose([DRAFT], 1.0) == [Proposal(3, 2, (), None, 0)]
 
     asyncio.run(rounds())
+
+
+WANTING = replace(VERIFY, gamma=2)
+ASKED = DraftStep(3, 0, (1, 2, 8), 2, POLICY)
+PUSHED = PreparedProposal(8, Proposal(3, 3, (5, 6), None, 4))
+
+
+async def round_of(remote: RemoteTarget, step: VerifyStep) -> None:
+    await remote.verify([step])
+
+
+def pushing(*answers: Any) -> tuple[RemoteTarget, PushedProposals, Client]:
+    """Return a target whose worker drafts, its drafter, and the worker's client."""
+    remote, client = RemoteTarget(deadline_s=1.0), Client(*answers)
+    pushed = PushedProposals(remote)
+    attached(remote, client)
+    return remote, pushed, client
+
+
+def test_a_round_waits_for_the_proposals_that_follow_the_verdicts() -> None:
+    async def main() -> None:
+        remote, pushed, client = pushing(verdicts_of(Verdict(3, 0, 8, None)))
+        await round_of(remote, WANTING)
+        asked = asyncio.ensure_future(_awaited(pushed.propose([ASKED], math.inf)))
+        await asyncio.sleep(0)
+        assert not asked.done()
+        client.on_prepared(PreparedProposals(1, (PUSHED,)))
+        (proposal,) = await asked
+        assert (proposal.tokens, proposal.num_cached) == ((5, 6), 5)
+        assert proposal.anticipated is None, "it was drafted when it was wanted"
+        (shorter,) = await pushed.propose([replace(ASKED, gamma=1)], math.inf)
+        assert shorter.tokens == (5,)
+
+    asyncio.run(main())
+
+
+def test_a_round_without_draft_tokens_waits_for_nothing() -> None:
+    async def main() -> None:
+        remote, pushed, _ = pushing(verdicts_of(Verdict(3, 0, 8, None)))
+        (first,) = await asyncio.wait_for(pushed.propose([ASKED], math.inf), 0.01)
+        await round_of(remote, VERIFY)
+        (second,) = await asyncio.wait_for(pushed.propose([ASKED], math.inf), 0.01)
+        assert (first.tokens, second.tokens) == ((), ())
+
+    asyncio.run(main())
+
+
+def test_proposals_that_were_lost_on_their_way_cost_a_pause_and_late_ones_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specserve.cluster.remote.MIN_PUSH_WAIT_S", 0.01)
+
+    async def main() -> None:
+        answers = [verdicts_of(Verdict(3, 0, 8, None)) for _ in range(2)]
+        remote, pushed, client = pushing(*answers)
+        await round_of(remote, WANTING)
+        (nothing,) = await pushed.propose([ASKED], math.inf)
+        assert (nothing.tokens, nothing.num_cached) == ((), 3)
+        await round_of(remote, replace(WANTING, start=2, tokens=(8,)))
+        client.on_prepared(PreparedProposals(1, (PUSHED,)))
+        (late,) = await pushed.propose([replace(ASKED, tokens=(1, 2, 8, 9))], math.inf)
+        assert not late.tokens
+
+    asyncio.run(main())
+
+
+def test_a_target_that_failed_or_is_gone_leaves_no_round_waiting_for_its_proposals() -> None:
+    async def main() -> None:
+        remote, pushed, _ = pushing(OutOfPages("no room"))
+        with pytest.raises(OutOfPages):
+            await round_of(remote, WANTING)
+        (nothing,) = await asyncio.wait_for(pushed.propose([ASKED], math.inf), 0.01)
+        assert not nothing.tokens
+        remote.pushing_round = 7
+        remote.detach()
+        await asyncio.wait_for(pushed.propose([ASKED], math.inf), 0.01)
+
+    asyncio.run(main())

@@ -480,7 +480,7 @@ def test_a_draft_that_is_stopped_while_it_loads_its_weights_is_replaced_too(serv
 
     until(stop_while_it_loads, 120)
     until(lambda: count("DraftWorker.run") == 1 and not stopped[0].is_running(), 120)
-    assert "draft" not in server.get("/health")[1].decode()
+    assert json.loads(server.get("/health")[1]) == {"status": "healthy", "draft_placement": "apart"}
 
 
 def count(kind: str) -> int:

@@ -38,6 +38,7 @@ CONTRACT = {
         "path",
         "skip",
         "learn",
+        "placement",
         "dtype",
         "device",
         "threads",

@@ -16,7 +16,8 @@ from specserve import LLM, Sampling
 from specserve.cli.main import main
 from specserve.cluster.remote import PushedProposals, RemoteTarget
 from specserve.config.tree import DEMO, config_from_keys
-from specserve.drafters.heads import MAX_SKIPPED_PASSES, HeadsAfterVerify, HeadsDrafter
+from specserve.drafters.after_verify import DraftAfterVerify
+from specserve.drafters.heads import HeadsDrafter
 from specserve.errors import ConfigError, ModelError, ModelNotFound
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.types import DraftStep, Policy, Proposal, Verdict, VerifyStep, Warp
@@ -197,13 +198,12 @@ def drafter(target: Path, heads: Path) -> HeadsDrafter:
 def test_pushed_proposals_equal_requested_ones_and_need_no_request(
     drafter: HeadsDrafter,
 ) -> None:
-    step = VerifyStep(3, 0, (7, 8, 9), (), None, POLICY)
+    step = VerifyStep(3, 0, (7, 8, 9), (), None, POLICY, gamma=2)
     verdict = verify_step(drafter, step)
-    rank = SimpleNamespace(on_prepared=None)
+    after_verify = DraftAfterVerify(drafter, drafter._target.runner.cache)
+    rank = SimpleNamespace(on_prepared=None, pushing_round=1)
     pushed = PushedProposals(cast(RemoteTarget, rank))
-    message = unpack(
-        pack(PreparedProposals(1, HeadsAfterVerify(drafter).draft_after([step], [verdict])))
-    )
+    message = unpack(pack(PreparedProposals(1, after_verify.draft_after([step], [verdict]))))
     rank.on_prepared(message)
     asked = DraftStep(3, 0, (7, 8, 9, verdict.next_token), 2, POLICY)
     (direct,) = drafter.propose([asked], math.inf)
@@ -212,7 +212,7 @@ def test_pushed_proposals_equal_requested_ones_and_need_no_request(
         direct.tokens,
         4,
         6,
-        True,
+        None,
     )
     assert known.q is not None
     assert known.q.ids.shape == (2, 8)
@@ -231,30 +231,6 @@ def result_without_waiting(call: Awaitable[Sequence[Proposal]]) -> Sequence[Prop
         next(call.__await__())
     proposals: Sequence[Proposal] = done.value.value
     return proposals
-
-
-def test_a_sequence_that_leaves_its_proposals_unused_gets_them_less_often(
-    drafter: HeadsDrafter,
-) -> None:
-    after_verify, made = HeadsAfterVerify(drafter), list[bool]()
-    tokens: tuple[int, ...] = (7, 8, 9)
-    for num_passes in range(100):
-        step = VerifyStep(
-            3,
-            0 if not num_passes else len(tokens) - 1,
-            tokens if not num_passes else tokens[-1:],
-            (),
-            None,
-            POLICY,
-        )
-        verdict = verify_step(drafter, step)
-        made.append(bool(after_verify.draft_after([step], [verdict])))
-        tokens += (verdict.next_token,)
-    assert made[:4] == [True, True, False, True]
-    assert sum(made) <= 10
-    assert any(made[-MAX_SKIPPED_PASSES:])
-    used = VerifyStep(3, len(tokens) - 1, tokens[-1:], (5,), None, POLICY)
-    assert after_verify.draft_after([used], [verify_step(drafter, used)])
 
 
 def test_hidden_states_are_kept_for_running_sequences_only_and_not_for_prompt_chunks(

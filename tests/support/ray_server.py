@@ -31,7 +31,12 @@ def served(
 
     `engine` replaces the Engine class.
     """
-    config = config_from_keys({"http.port": free_port(), **(keys or {})})
+    given = keys or {}
+    # A placement that is measured may come out either way.
+    placement = (
+        {} if {"draft.kind", "draft.placement"} & given.keys() else {"draft.placement": "apart"}
+    )
+    config = config_from_keys({"http.port": free_port(), **placement, **given})
     said: list[str] = []
     with (
         ray_session(config, said.append, join=ANY_RUNNING if join else None) as owns_ray,

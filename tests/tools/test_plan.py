@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -14,12 +17,13 @@ from specserve import theory
 from specserve.cli.main import main
 from specserve.config.tree import DEMO
 from specserve.drafters.ngram.tables import UnigramTable, count_texts
+from specserve.engine.draft_placement import PlacementCosts, choose_placement
 from specserve.models.checkpoints.find import describe
 from specserve.models.checkpoints.load import load_model
 from specserve.tools.inflate import _open
 from specserve.tools.plan.cascades import CascadeStage, best_cascades, best_matrix, cascade_factor
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
-from specserve.tools.plan.measure import TableDrafter, overlaps
+from specserve.tools.plan.measure import ModelReader, TableDrafter, overlaps
 from specserve.tools.plan.memory import (
     GIB,
     GpuGroup,
@@ -28,7 +32,9 @@ from specserve.tools.plan.memory import (
     smallest_fit,
     whole_model_share,
 )
+from specserve.tools.plan.placement import LOADS, TARGET_ROWS, measure_placement
 from specserve.tools.reproduce.family import reader
+from specserve.types import Curve
 from tests.support.checkpoints import ARCHITECTURES, add_tokenizer, make, perturb
 
 PLAN = MemoryPlan(torch.bfloat16, page_size=16, memory_fraction=0.5, context=8192)
@@ -249,6 +255,68 @@ def test_plan_measures_a_pair_and_writes_figures_and_a_picture(
     assert 0 < cold["alpha"] <= 1
     assert cold["c"] == warm["c"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("threads", "is_measured"), [("2", True), ("1", False)])
+def test_plan_measures_the_placement_of_the_draft_where_threads_can_be_divided(
+    threads: str,
+    is_measured: bool,
+    pair: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text, figures, before = tmp_path / "text.txt", tmp_path / "plan.json", torch.get_num_threads()
+    text.write_text("the quick brown fox " * 5)
+    models = ["--target", pair[0], "--draft", pair[1], "--measure", "--text", str(text)]
+    try:
+        assert main(["plan", *models, "--threads", threads, "--json", str(figures)]) == 0
+        assert torch.get_num_threads() == int(threads)
+    finally:
+        torch.set_num_threads(before)
+    placement = json.loads(figures.read_text())["placement"]
+    printed = capsys.readouterr().out
+    assert (placement is not None) is is_measured
+    assert ("draft.placement auto would take " in printed) is is_measured
+    if placement is not None:
+        assert f"auto would take {placement['placement']}, expected to reach " in printed
+        assert placement["loads"] == [1, 8]
+        assert all(rate > 0 for rate in placement["together"] + placement["apart"])
+
+
+def test_together_all_threads_take_turns_and_apart_the_draft_has_one_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class FakeReader:
+        runner = SimpleNamespace(device=torch.device("cpu"))
+
+        def __init__(self, one_thread_s: float) -> None:
+            self._one_thread_s = one_thread_s
+
+        def pass_seconds(self, rows: int, *, sequences: int = 1) -> Callable[[], float]:
+            return lambda: self._one_thread_s * (rows + sequences) / torch.get_num_threads()
+
+    def curve(one_thread_s: float, counts: Sequence[int], threads: int) -> Curve:
+        return tuple((count, one_thread_s * (count + 1) / threads) for count in counts)
+
+    threads = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    target, draft = (cast(ModelReader, FakeReader(seconds)) for seconds in (0.02, 0.004))
+    assert measure_placement(target, draft, alpha=0.8, max_gamma=8) == choose_placement(
+        PlacementCosts(curve(0.02, TARGET_ROWS, 4), curve(0.004, LOADS, 4)),
+        PlacementCosts(curve(0.02, TARGET_ROWS, 3), curve(0.004, LOADS, 1)),
+        loads=LOADS,
+        max_gamma=8,
+        alpha=0.8,
+    )
+    assert threads[-1] == 4
+
+
+def test_passes_of_several_sequences_take_turns_with_those_of_one(pair: tuple[str, str]) -> None:
+    target = reader(Path(pair[0]))
+    passes = [target.pass_seconds(4), target.pass_seconds(1, sequences=8), target.pass_seconds(1)]
+    for timed in passes * 2:
+        assert timed() > 0
 
 
 def test_plan_of_numbers_alone_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,7 +139,7 @@ def proposals(draw: st.DrawFn) -> Proposal:
 def verify_steps(draw: st.DrawFn) -> VerifyStep:
     drafts = draw(many_tokens)
     q = draw(st.none() | sparse_rows(len(drafts)))
-    more = draw(policies), draw(st.booleans()), draw(many_tokens), draw(grammars)
+    more = draw(policies), draw(st.booleans()), draw(many_tokens), draw(grammars), draw(counts)
     return VerifyStep(draw(counts), draw(counts), draw(many_tokens), drafts, q, *more)
 
 

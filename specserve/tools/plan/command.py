@@ -14,6 +14,7 @@ import torch
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_tokens
+from specserve.engine.draft_placement import PlacementChoice
 from specserve.errors import BadValue
 from specserve.models.checkpoints.find import describe, find_checkpoint, find_config
 from specserve.models.model import DEFAULT_MEMORY_FRACTION, DTYPES, ModelOptions, open_model
@@ -33,6 +34,7 @@ from specserve.tools.plan.memory import (
     whole_model_share,
 )
 from specserve.tools.plan.options import PlanOptions
+from specserve.tools.plan.placement import measure_placement
 from specserve.tools.plan.report import PlannedMemory, PlanReport
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -67,7 +69,12 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
     if options.plot is not None:
         check_drawable(options.plot)
     models = _models(options)
-    notes, pairs = _pairs(options, models, report_progress)
+    placement = None
+    if options.measure:
+        assert models is not None
+        notes, pairs, placement = _measured(options, models, report_progress)
+    else:
+        notes, pairs = _pairs(options, models)
     report = PlanReport(
         tuple(notes),
         tuple(
@@ -76,6 +83,7 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
         ),
         None if models is None else _memory(options, models),
         tuple(best_cascades(options.stages, options.max_gamma)) if options.stages else (),
+        placement,
     )
     if options.json is not None:
         options.json.write_text(json.dumps(report.json(), indent=2) + "\n", encoding="utf-8")
@@ -105,13 +113,8 @@ def _models(options: PlanOptions) -> ModelPaths | None:
     )
 
 
-def _pairs(
-    options: PlanOptions, models: ModelPaths | None, report_progress: ReportProgress
-) -> tuple[list[str], list[ModelPair]]:
+def _pairs(options: PlanOptions, models: ModelPaths | None) -> tuple[list[str], list[ModelPair]]:
     """Return notes about the origin of the numbers, and the pairs."""
-    if options.measure:
-        assert models is not None
-        return _measured(options, models, report_progress)
     if options.stages and options.alpha is None and options.cost is None:
         return [], []
     if models is None and options.cost is None:
@@ -143,7 +146,8 @@ def _ratio(models: ModelPaths) -> float:
 
 def _measured(
     options: PlanOptions, models: ModelPaths, report_progress: ReportProgress
-) -> tuple[list[str], list[ModelPair]]:
+) -> tuple[list[str], list[ModelPair], PlacementChoice | None]:
+    """Return notes, the pairs by temperature, and the placement of the draft if it was timed."""
     if models.draft is None:
         raise BadValue("--measure needs --draft, the model that drafts", param="draft")
     report_progress("reading the text")
@@ -159,14 +163,24 @@ def _measured(
     )
     c = taken["draft"] / taken["target"]
     where = f"on {target.runner.device.type}, {torch.get_num_threads()} threads"
-    note = (
+    notes = [
         f"Measured on {overlap.num_tokens:,} tokens; a pass of one token takes the target "
         f"{1e3 * taken['target']:.2f} ms, the draft {1e3 * taken['draft']:.2f} ms ({where})."
+    ]
+    placement = measure_placement(
+        target,
+        draft,
+        alpha=overlap.alphas[1.0],
+        max_gamma=options.max_gamma,
+        report_progress=report_progress,
     )
-    return [note], [
+    if placement is not None:
+        notes.append(f"draft.placement auto would take {placement.reason}.")
+    pairs = [
         ModelPair(f"T = {temperature:g}", alpha, c, _ratio(models))
         for temperature, alpha in overlap.alphas.items()
     ]
+    return notes, pairs, placement
 
 
 def _text(options: PlanOptions, models: ModelPaths) -> list[int]:

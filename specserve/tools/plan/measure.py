@@ -79,14 +79,20 @@ class ModelReader:
             for temperature, p in self.p(start, tokens).items()
         }
 
-    def pass_seconds(self, rows: int) -> Callable[[], float]:
-        """Return a function that times a pass of `rows` rows; the same step is repeated."""
-        self.runner.run([Step(SEQUENCE_ID, 0, (0,) * TIMED_CONTEXT)], [1])
-        step = Step(SEQUENCE_ID, TIMED_CONTEXT, (0,) * rows)
+    def pass_seconds(self, rows: int, *, sequences: int = 1) -> Callable[[], float]:
+        """Return a function that times a pass of `rows` rows of each of 1, 2, 4, ... sequences.
+
+        The same steps are repeated. The sequences share the timed context.
+        """
+        context = TIMED_CONTEXT // sequences
+        # No other number of sequences has the same ids, so that passes may take turns.
+        ids = [SEQUENCE_ID + i for i in range(sequences - 1, 2 * sequences - 1)]
+        self.runner.run([Step(seq_id, 0, (0,) * context) for seq_id in ids], [1] * sequences)
+        steps = [Step(seq_id, context, (0,) * rows) for seq_id in ids]
 
         def timed() -> float:
             start = time.perf_counter()
-            self.runner.run([step], [rows])
+            self.runner.run(steps, [rows] * sequences)
             return time.perf_counter() - start
 
         return timed

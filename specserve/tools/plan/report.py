@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from specserve.engine.draft_placement import PlacementChoice
 from specserve.tools.plan.cascades import CascadeChoice
 from specserve.tools.plan.gains import GammaAdvice
 from specserve.tools.plan.memory import GIB, MemoryPlan, MemoryShare, PlannedFit, smallest_fit
@@ -36,6 +37,7 @@ class PlanReport:
     advice: tuple[GammaAdvice, ...] = ()
     memory: PlannedMemory | None = None
     cascades: tuple[CascadeChoice, ...] = ()
+    placement: PlacementChoice | None = None  # None: not measured
 
     def text(self) -> str:
         parts = [
@@ -53,6 +55,7 @@ class PlanReport:
             "speculation": [_advice(one) for one in self.advice],
             "cascades": [asdict(choice) for choice in self.cascades],
             "memory": None if memory is None else _memory_json(memory),
+            "placement": None if self.placement is None else asdict(self.placement),
         }
 
 

@@ -34,9 +34,11 @@ class SimulatedTarget:
     def __init__(
         self, model: AcceptanceModel, pass_time: PassTime, *, link_s: float, host: HostConfig
     ) -> None:
-        self._model, self._pass_time, self._link_s, self._host = model, pass_time, link_s, host
-        self._free_at = 0.0
-        self.busy = 0.0
+        self._model, self._pass_time, self._host = model, pass_time, host
+        self._known: dict[int, int] = {}  # tokens of each text that the last verdicts left
+        self.link_s = link_s
+        self.free_at = 0.0
+        self.busy = 0.0  # total seconds of its own passes
         self.num_proposals = self.num_drafted = self.num_accepted = 0
 
     def verify(self, steps: Sequence[VerifyStep]) -> Awaitable[Sequence[Verdict]]:
@@ -44,18 +46,25 @@ class SimulatedTarget:
         verdicts = [self._verify(step) for step in steps if step.needs_verdict]
         if not steps:
             return _return_at(now, verdicts)
-        arrival = now + self._host.per_round + self._host.per_sequence * len(steps) + self._link_s
-        self._free_at = max(self._free_at, arrival) + self._work(steps)
-        return _return_at(self._free_at + self._link_s, verdicts)
+        arrival = now + self._host.per_round + self._host.per_sequence * len(steps) + self.link_s
+        self.free_at = max(self.free_at, arrival) + self._work(steps)
+        return _return_at(self.free_at + self.link_s, verdicts)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         self._model.release(seq_ids)
+        for seq_id in seq_ids:
+            self._known.pop(seq_id, None)
+
+    def num_known(self, seq_id: int) -> int:
+        """Return how many tokens of a text the target's worker knows after its last pass."""
+        return self._known.get(seq_id, 0)
 
     def _work(self, steps: Sequence[VerifyStep]) -> float:
         rows = sum(len(step.tokens) + len(step.drafts) for step in steps)
         seconds = self._pass_time.seconds(
             rows, len(steps), rows + sum(step.start for step in steps)
         )
+        self._known.update((step.seq_id, step.stop) for step in steps if not step.needs_verdict)
         self.busy += seconds
         return seconds
 
@@ -64,6 +73,7 @@ class SimulatedTarget:
         self.num_proposals += bool(step.drafts)
         self.num_drafted += len(step.drafts)
         self.num_accepted += accepted
+        self._known[step.seq_id] = step.stop + accepted + 1
         return Verdict(step.seq_id, accepted, token, None)
 
 
@@ -131,6 +141,47 @@ class SimulatedDrafter:
         self._drafter.release(released)
         self._model.release(released)
         return self._drafter.propose(steps, clock.now + deadline)
+
+
+class TogetherDrafter:
+    """A drafter in the target's worker, which drafts on the target's device after each pass.
+
+    Its worker knows the texts that the target has computed, so no message asks for the proposals;
+    they are pushed behind the verdicts. Later messages wait until the device is free again.
+    """
+
+    def __init__(
+        self, model: SimulatedDraftModel, clock: DeviceClock, target: SimulatedTarget
+    ) -> None:
+        self._model, self._clock, self._target = model, clock, target
+        self.failure: Exception | None = None  # as in SimulatedDrafter
+
+    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Awaitable[Sequence[Proposal]]:
+        """Return what was drafted at the end of the last pass, when it arrives.
+
+        The worker has no deadline.
+        """
+        try:
+            proposals = self._draft_after_pass(steps)
+        except Exception as failure:
+            self.failure = failure
+            raise
+        return _return_at(self._target.free_at + self._target.link_s, proposals)
+
+    async def release(self, seq_ids: Sequence[int]) -> None:
+        self._model.release(seq_ids)
+
+    def _draft_after_pass(self, steps: Sequence[DraftStep]) -> Sequence[Proposal]:
+        clock, target = self._clock, self._target
+        # A chunk of a prompt that the target has not computed yet waits for a later pass.
+        known = [step for step in steps if target.num_known(step.seq_id) >= step.stop]
+        clock.now = target.free_at
+        drafted = {one.seq_id: one for one in self._model.draft(known, lambda: False)}
+        target.free_at = clock.now
+        return [
+            drafted.get(step.seq_id) or Proposal(step.seq_id, step.stop, (), None, step.start)
+            for step in steps
+        ]
 
 
 async def _return_at(time: float, answer: T) -> T:

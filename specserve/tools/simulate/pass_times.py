@@ -79,7 +79,14 @@ class RooflinePassTime:
         reductions = 2 * self.layers * self.allreduce_us if self.devices > 1 else 0.0
         return max(traffic, arithmetic) / self.devices + (reductions + self.overhead_us) * 1e-6
 
-    def positions(self) -> int:
-        """Return the cached positions that fit beside the weights, or at most 0 if those do not."""
-        free = self.devices * self.memory_gb * 1e9 * self.memory_share - self.weight_bytes
-        return int(free / (self.kv_kb * 1e3)) if self.kv_kb else int(free)
+    def positions(self, *, beside: RooflinePassTime | None = None) -> int:
+        """Return the cached positions that fit beside the weights, or at most 0 if those do not.
+
+        `beside` is another model in the same memory that caches the same positions. Counted on
+        the fullest device, which has a share of both models.
+        """
+        models = [self] if beside is None else [self, beside]
+        weights = sum(model.weight_bytes / model.devices for model in models)
+        free = self.memory_gb * 1e9 * self.memory_share - weights
+        per_position = sum(model.kv_kb * 1e3 / model.devices for model in models)
+        return int(free / per_position) if per_position else int(free)

@@ -8,10 +8,14 @@ from collections import abc
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.branches import Fanout
 from specserve.engine import Coordinator
-from specserve.models.warmup import WARMUP_ROWS
 from specserve.tools.simulate.acceptance_model import VOCAB, AcceptanceModel
 from specserve.tools.simulate.clock import DeviceClock
-from specserve.tools.simulate.devices import LockstepDrafter, SimulatedDrafter, SimulatedTarget
+from specserve.tools.simulate.devices import (
+    LockstepDrafter,
+    SimulatedDrafter,
+    SimulatedTarget,
+    TogetherDrafter,
+)
 from specserve.tools.simulate.draft_model import SimulatedDraftModel
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
@@ -70,7 +74,7 @@ class SimulatedReplica:
         self.ended = True
         self.coordinator.close()
 
-    def _drafter(self, draft: DeviceGroup) -> SimulatedDrafter:
+    def _drafter(self, draft: DeviceGroup) -> SimulatedDrafter | TogetherDrafter:
         draft_model = SimulatedDraftModel(
             self._model,
             draft.pass_time,
@@ -78,6 +82,8 @@ class SimulatedReplica:
             pages=draft.pages,
             page_size=self._scenario.config.cache.page_size,
         )
+        if self._scenario.mode is Mode.TOGETHER:
+            return TogetherDrafter(draft_model, self.clock, self.target)
         if self._scenario.mode is Mode.LOCKSTEP:
             return SimulatedDrafter(
                 LockstepDrafter(draft_model, self.clock),
@@ -97,10 +103,7 @@ class SimulatedReplica:
             end_ids=frozenset(),
             page_size=config.cache.page_size,
             num_pages=scenario.target.pages,
-            # What a real target would measure in its warm-up.
-            curve=tuple(
-                (rows, scenario.target.pass_time.seconds(rows, 1, rows)) for rows in WARMUP_ROWS
-            ),
+            curve=scenario.target.curve,
         )
         return Coordinator(
             self.target,
@@ -111,7 +114,8 @@ class SimulatedReplica:
             limits=config.limits,
             speculation=config.speculation,
             report=self._round_totals.add,
-            remote_workers=drafter is not None,
+            # Two cohorts need two devices.
+            remote_workers=drafter is not None and scenario.mode is not Mode.TOGETHER,
         )
 
     def _emit(self, chunks: abc.Sequence[Chunk]) -> None:

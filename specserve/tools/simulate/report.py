@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from specserve.progress import ReportProgress, no_progress
+from specserve.tools.simulate.placement import SimulatedPlacements
 from specserve.tools.simulate.run import Quantiles, SimulationResult, simulate
 from specserve.tools.simulate.scenario import Mode
 from specserve.tools.simulate.search import SplitResult, search
@@ -34,17 +35,20 @@ class SimulationReport:
     splits: list[SplitResult]
 
     def text(self) -> str:
-        """Return Markdown tables, which a terminal shows as well."""
+        """Return Markdown tables, which a terminal shows as well, and the draft's placement."""
         parts = []
         if self.cases:
             rows = [_case_row(best, self._factors(best)) for best in self._best()]
             parts.append(_table(_CASE_HEAD, rows))
         if self.splits:
             parts.append(_table(_SPLIT_HEAD, [_split_row(split) for split in self.splits]))
+        if self.placements is not None:
+            parts.append(self.placements.text())
         return "\n\n".join(parts)
 
     def json(self) -> Mapping[str, object]:
         """Return all results as JSON values."""
+        placements = self.placements
         return {
             "simulated": [
                 {
@@ -59,7 +63,15 @@ class SimulationReport:
             "found": [
                 asdict(split) | {"total_devices": split.total_devices} for split in self.splits
             ],
+            "placement": None if placements is None else placements.json(),
         }
+
+    @property
+    def placements(self) -> SimulatedPlacements | None:
+        """Both placements of the draft, where the sweep has simulated both."""
+        return SimulatedPlacements.from_runs(
+            (one.case.scenario, one.result.tokens_per_second) for one in self.cases
+        )
 
     def _best(self) -> list[SimulatedCase]:
         """Return the gamma with the most tokens/s, for each load, number of replicas and mode."""

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from specserve.config.tree import Config, config_from_keys
+from specserve.models.warmup import WARMUP_ROWS
 from specserve.tools.simulate.acceptance_model import AcceptanceConfig
 from specserve.tools.simulate.devices import HostConfig
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.pass_times import PassTime
+from specserve.types import Curve
 
 DEFAULT_PAGES = 10**6
 
@@ -18,6 +20,7 @@ class Mode(StrEnum):
     PLAIN = "plain"  # without drafting
     LOCKSTEP = "lockstep"  # target and drafter take turns
     ANTICIPATED = "anticipated"  # the drafter prepares proposals in advance
+    TOGETHER = "together"  # drafting on the target's device, after each of its passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +32,22 @@ class DeviceGroup:
     pages: int = DEFAULT_PAGES
     num_devices: int = 1
 
+    @property
+    def curve(self) -> Curve:
+        """Seconds of one sequence's pass by rows, as a real target measures in its warm-up."""
+        return tuple((rows, self.pass_time.seconds(rows, 1, rows)) for rows in WARMUP_ROWS)
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """A load on the devices of a deployment.
 
     Only limits, speculation, cache and replicas of `config` are used. `mode` overrides
-    speculation.anticipation.enabled.
+    speculation.anticipation.enabled and draft.placement.
     """
 
     target: DeviceGroup
-    draft: DeviceGroup | None  # required by all modes but plain
+    draft: DeviceGroup | None  # required by all modes but plain; together: the target's devices
     arrivals: tuple[Arrival, ...]
     concurrency: int | None = None  # clients of a closed loop; None: an open loop
     mode: Mode = Mode.ANTICIPATED
@@ -53,6 +61,5 @@ class Scenario:
     @property
     def num_devices(self) -> int:
         """Number of devices of one replica."""
-        return self.target.num_devices + (
-            0 if self.draft is None or self.mode is Mode.PLAIN else self.draft.num_devices
-        )
+        draft_apart = None if self.mode in (Mode.PLAIN, Mode.TOGETHER) else self.draft
+        return self.target.num_devices + (0 if draft_apart is None else draft_apart.num_devices)

@@ -9,6 +9,7 @@ from pathlib import Path
 from specserve.errors import ConfigError
 from specserve.progress import ReportProgress
 from specserve.tools.simulate.run import SimulationResult, simulate
+from specserve.tools.simulate.scenario import Mode
 from specserve.tools.simulate.study import (
     FindConfig,
     SplitConfig,
@@ -70,11 +71,13 @@ def _search_split(
         return SplitResult(
             _split_name(split.target, split.draft),
             None,
-            split.target + split.draft,
+            split.target + (split.draft or 0),
             None,
             why=str(error),
         )
-    name = _split_name(base.target.num_devices, base.num_devices - base.target.num_devices)
+    num_target = base.target.num_devices
+    num_draft = None if base.mode is Mode.TOGETHER else base.num_devices - num_target
+    name = _split_name(num_target, num_draft)
 
     def simulate_with(replicas: int) -> SimulationResult:
         report_progress("trying how many replicas do", note=f"{name}: {replicas}")
@@ -111,5 +114,7 @@ def _fewest_replicas(
     return enough, found
 
 
-def _split_name(target: int, draft: int) -> str:
+def _split_name(target: int, draft: int | None) -> str:
+    if draft is None:
+        return f"target {target}, together"
     return f"target {target}, draft {draft}" if draft else f"target {target}, plain"

@@ -19,20 +19,13 @@ from specserve.config.fields import (
     section,
     setting,
     subsection,
-    text,
 )
+from specserve.engine.draft_placement import TOGETHER
 from specserve.errors import ConfigError
 from specserve.tools.simulate.acceptance_model import AcceptanceConfig
-from specserve.tools.simulate.devices import HostConfig
-from specserve.tools.simulate.fit import pass_time_from_trace
+from specserve.tools.simulate.device_groups import DevicesConfig, device_groups
 from specserve.tools.simulate.load import LoadConfig, arrivals
-from specserve.tools.simulate.pass_times import LinearPassTime, PassTime, RooflinePassTime
-from specserve.tools.simulate.scenario import (
-    DEFAULT_PAGES,
-    DeviceGroup,
-    Mode,
-    Scenario,
-)
+from specserve.tools.simulate.scenario import Mode, Scenario
 
 
 def _engine_config() -> FieldRule:
@@ -44,33 +37,6 @@ def _engine_config() -> FieldRule:
         raise ValueError
 
     return FieldRule("the keys of the engine's config", read)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceConfig:
-    """A group of devices: its pass times, given in one of three ways, and its link."""
-
-    seconds: LinearPassTime | None = setting(None, section(LinearPassTime))
-    roofline: RooflinePassTime | None = setting(None, section(RooflinePassTime))
-    trace: str | None = setting(None, text())  # file from GET /trace of a running engine
-    link_us: float = setting(0.0, number(0, 1e9))  # one way
-    # Pages of the KV cache; by default what a roofline's memory holds, else DEFAULT_PAGES.
-    pages: int | None = setting(None, integer(1, 2**31))
-
-    @property
-    def num_pass_times(self) -> int:
-        """Number of ways in which the pass times are given, which should be 1."""
-        return sum(way is not None for way in (self.seconds, self.roofline, self.trace))
-
-
-@dataclass(frozen=True, slots=True)
-class DevicesConfig:
-    """Devices of one replica."""
-
-    target: DeviceConfig = subsection(DeviceConfig)
-    draft: DeviceConfig | None = setting(None, section(DeviceConfig))
-    host: HostConfig = subsection(HostConfig)
-    startup_s: float = setting(60.0, number(0, 1e6))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +56,13 @@ class SweepConfig:
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """Devices of a replica for target and draft; none for the draft is plain decoding."""
+    """Devices of a replica for target and draft; none for the draft is plain decoding.
+
+    None is a draft that is together with the target on its devices.
+    """
 
     target: int = setting(1, integer(1, 4096))
-    draft: int = setting(1, integer(0, 4096))
+    draft: int | None = setting(1, none_as("together", integer(0, 4096)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +107,16 @@ def load_study(file: Path) -> StudyConfig:
 
 def cases(study: StudyConfig, *, directory: Path) -> Iterator[Case]:
     """Yield all combinations of the sweep. Relative paths in the study start from `directory`."""
-    sweep, base = study.sweep, scenario(study, directory=directory)
-    for load, replicas, mode in product(
-        _loads(study), sweep.replicas or (None,), map(Mode, sweep.modes or (_mode(study),))
-    ):
+    sweep = study.sweep
+    bases = {
+        mode: scenario(study, directory=directory, mode=mode)
+        for mode in map(Mode, sweep.modes or (_mode(study, None),))
+    }
+    for load, replicas, mode in product(_loads(study), sweep.replicas or (None,), bases):
         loaded = replace(
-            base,
+            bases[mode],
             arrivals=arrivals(load, seed=study.seed, directory=directory),
             concurrency=_clients(load),
-            mode=mode,
         )
         for gamma in (
             (0,) if mode is Mode.PLAIN else sweep.gamma or (study.config.speculation.gamma,)
@@ -157,25 +127,22 @@ def cases(study: StudyConfig, *, directory: Path) -> Iterator[Case]:
             yield Case(mode, _load_name(load), count, gamma, replace(loaded, config=config))
 
 
-def scenario(study: StudyConfig, *, directory: Path, split: SplitConfig | None = None) -> Scenario:
-    """Return the study's load on its devices, or on a split of them."""
-    devices, page_size = study.devices, study.config.cache.page_size
-    target = _device_group(
-        devices.target,
-        "target",
+def scenario(
+    study: StudyConfig,
+    *,
+    directory: Path,
+    split: SplitConfig | None = None,
+    mode: Mode | None = None,
+) -> Scenario:
+    """Return the study's load on its devices or on a split of them, by default in its own mode."""
+    mode = mode or _mode(study, split)
+    target, draft = device_groups(
+        study.devices,
+        mode,
         directory,
-        page_size=page_size,
-        num_devices=None if split is None else split.target,
+        page_size=study.config.cache.page_size,
+        num_devices=None if split is None else (split.target, split.draft),
     )
-    draft = None
-    if devices.draft is not None and (split is None or split.draft):
-        draft = _device_group(
-            devices.draft,
-            "draft",
-            directory,
-            page_size=page_size,
-            num_devices=None if split is None else split.draft,
-        )
     return Scenario(
         target=target
         if study.config.cache.pages is None
@@ -183,11 +150,11 @@ def scenario(study: StudyConfig, *, directory: Path, split: SplitConfig | None =
         draft=draft,
         arrivals=arrivals(study.load, seed=study.seed, directory=directory),
         concurrency=_clients(study.load),
-        mode=Mode.PLAIN if draft is None else _mode(study),
+        mode=mode,
         config=study.config,
         acceptance=study.acceptance,
-        host=devices.host,
-        startup_s=devices.startup_s,
+        host=study.devices.host,
+        startup_s=study.devices.startup_s,
         seed=study.seed,
     )
 
@@ -211,21 +178,18 @@ def with_replicas(config: engine.Config, replicas: int | None) -> engine.Config:
 def _checked(study: StudyConfig) -> StudyConfig:
     """Check what concerns several keys. Raises ConfigError."""
     devices, sweep = study.devices, study.sweep
-    for name, device in (("target", devices.target), ("draft", devices.draft)):
-        if device is not None and device.num_pass_times != 1:
+    for name, device in devices.by_name.items():
+        if device.num_pass_times != 1:
             raise ConfigError(
                 f"devices.{name} needs its pass times in one way: seconds, roofline or trace"
             )
-        if (
-            device is not None
-            and device.roofline is None
-            and study.find is not None
-            and study.find.splits
-        ):
+        if device.roofline is None and study.find is not None and study.find.splits:
             raise ConfigError(
                 f"find.splits needs devices.{name}.roofline; "
                 "other pass times are those of one split"
             )
+    if devices.draft is None and devices.draft_together is not None:
+        raise ConfigError("devices.draft_together stands in for devices.draft; give that as well")
     if devices.draft is None and set(sweep.modes) - {Mode.PLAIN}:
         raise ConfigError("sweep.modes other than plain need devices.draft")
     if study.load.kind == "recorded" and (sweep.concurrency or sweep.rate):
@@ -240,9 +204,12 @@ def _checked(study: StudyConfig) -> StudyConfig:
     return study
 
 
-def _mode(study: StudyConfig) -> Mode:
-    if study.devices.draft is None or study.config.speculation.gamma == 0:
+def _mode(study: StudyConfig, split: SplitConfig | None) -> Mode:
+    config, num_draft = study.config, 1 if split is None else split.draft
+    if study.devices.draft is None or config.speculation.gamma == 0 or num_draft == 0:
         return Mode.PLAIN
+    if num_draft is None or (split is None and config.draft.placement == TOGETHER):
+        return Mode.TOGETHER
     return Mode.ANTICIPATED if study.config.speculation.anticipation.enabled else Mode.LOCKSTEP
 
 
@@ -264,32 +231,3 @@ def _load_name(load: LoadConfig) -> str:
     if load.kind == "closed":
         return f"{load.concurrency} client" + "s" * (load.concurrency > 1)
     return "recorded" if load.kind == "recorded" else f"{load.rate:g}/s"
-
-
-def _device_group(
-    device: DeviceConfig, name: str, directory: Path, *, page_size: int, num_devices: int | None
-) -> DeviceGroup:
-    roofline = device.roofline
-    if roofline is not None and num_devices is not None:
-        roofline = replace(roofline, devices=num_devices)
-    pages = (
-        DEFAULT_PAGES if roofline is None else min(DEFAULT_PAGES, roofline.positions() // page_size)
-    )
-    if roofline is not None and pages < 1:
-        raise ConfigError(
-            f"devices.{name}: the memory ({roofline.devices} x {roofline.memory_gb:g} GB) "
-            "does not hold the weights and a cache"
-        )
-    return DeviceGroup(
-        pass_time=roofline or _pass_time(device, name, directory),
-        link_s=device.link_us * 1e-6,
-        pages=device.pages or pages,
-        num_devices=roofline.devices if roofline else 1,
-    )
-
-
-def _pass_time(device: DeviceConfig, name: str, directory: Path) -> PassTime:
-    if device.trace is not None:
-        return pass_time_from_trace(directory / device.trace, name)
-    assert device.seconds is not None, "_checked requires one of the three"
-    return device.seconds

@@ -222,6 +222,59 @@ def test_links_and_the_hosts_own_work_lengthen_the_round() -> None:
     )
 
 
+def test_together_takes_turns_on_one_device_and_pays_one_link_a_round() -> None:
+    """The draft's own link of 5 ms takes no time, and the device idles during the host's work."""
+    base = scenario(
+        Mode.TOGETHER,
+        4,
+        tokens=8000,
+        acceptance=AcceptanceConfig(alpha=0.75),
+        host=HostConfig(per_round=0.001),
+    )
+    assert base.draft is not None
+    base = replace(
+        base,
+        target=replace(base.target, link_s=0.0002),
+        draft=replace(base.draft, link_s=0.005),
+    )
+    result, seconds = simulate(base), 4 * DRAFT + VERIFY + 0.001 + 2 * 0.0002
+    assert result.round_seconds == pytest.approx(seconds, rel=0.01)
+    assert result.tokens_per_round == pytest.approx(tokens_per_round(0.75, 4), rel=0.03)
+    assert result.tokens_per_second == pytest.approx(result.tokens_per_round / seconds, rel=0.01)
+    assert result.target_busy + result.draft_busy == pytest.approx(
+        (4 * DRAFT + VERIFY) / seconds, rel=0.01
+    )
+    assert result.hit_rate is None
+    assert base.num_devices == 1
+
+
+def test_together_a_later_prompt_waits_until_the_draft_has_prefilled_an_earlier_one() -> None:
+    """The draft's prefill takes 0.5 s behind the pass of 10 ms, when the first token is sent.
+
+    The second request comes when all is idle. The third comes 50 ms later and waits for 463 ms,
+    and for a round of the second.
+    """
+    base = scenario(Mode.TOGETHER, 3, tokens=1)
+    prompts = tuple(Arrival(time, 500, 40) for time in (0.0, 30.0, 30.05))
+    base = replace(
+        base, draft=DeviceGroup(LinearPassTime(per_row=0.001)), arrivals=prompts, concurrency=None
+    )
+    result = simulate(base)
+    assert all_finished(result, 3)
+    assert result.time_to_first is not None
+    alone = VERIFY
+    assert result.time_to_first.p50 == pytest.approx(alone)
+    assert result.time_to_first.p99 - alone == pytest.approx(0.463 + VERIFY, abs=0.01)
+
+
+def test_together_a_prompt_of_several_chunks_is_drafted_for_in_the_end() -> None:
+    base = scenario(Mode.TOGETHER, 3, clients=2)
+    config = config_from_keys({"speculation.gamma": 3, "limits.max_batch_tokens": 64})
+    result = simulate(replace(base, arrivals=(Arrival(0.0, 500, 200),) * 4, config=config))
+    assert all_finished(result, 4)
+    assert result.tokens_per_round == pytest.approx(tokens_per_round(0.75, 3), rel=0.1)
+
+
 def test_a_draft_without_room_for_branches_still_drafts() -> None:
     base_scenario = scenario(Mode.ANTICIPATED, 3, tokens=300)
     pages = -(-(1 + 300 + 8) // base_scenario.config.cache.page_size)
@@ -231,8 +284,9 @@ def test_a_draft_without_room_for_branches_still_drafts() -> None:
     assert all_finished(few, 1)
 
 
-def test_a_target_with_few_pages_preempts_requests_and_answers_them_all() -> None:
-    base_scenario = scenario(Mode.ANTICIPATED, 4, clients=6, requests=12, tokens=200)
+@pytest.mark.parametrize("mode", [Mode.ANTICIPATED, Mode.TOGETHER])
+def test_a_target_with_few_pages_preempts_requests_and_answers_them_all(mode: Mode) -> None:
+    base_scenario = scenario(mode, 4, clients=6, requests=12, tokens=200)
     result = simulate(replace(base_scenario, target=replace(base_scenario.target, pages=30)))
     assert all_finished(result, 12)
     assert result.tokens == 12 * 200
@@ -297,12 +351,13 @@ def test_the_autoscaler_acts_after_an_unbroken_delay_of_its_direction() -> None:
     assert seen[-1] == 1
 
 
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.TOGETHER])
 def test_a_drafter_that_breaks_breaks_the_simulation(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mode: Mode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(AcceptanceModel, "draft_tokens", lambda *_, **__: 1 / 0)
     with pytest.raises(ExceptionGroup) as broken:
-        simulate(scenario(Mode.LOCKSTEP, 2, tokens=20))
+        simulate(scenario(mode, 2, tokens=20))
     assert broken.group_contains(ZeroDivisionError)
 
 
@@ -326,6 +381,17 @@ def test_two_cohorts_take_turns_where_a_pass_for_half_costs_less_and_one_where_i
     assert two.target_busy > 0.85
     assert flat.tokens_per_second == flat_one.tokens_per_second
     assert all_finished(two, 16)
+
+
+def test_together_there_is_one_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = replace(
+        scenario(Mode.TOGETHER, 4, clients=8, tokens=300, requests=16),
+        draft=DeviceGroup(LinearPassTime(fixed=0.004)),
+        target=DeviceGroup(LinearPassTime(fixed=0.002, per_row=0.001)),
+    )
+    result = simulate(base)
+    monkeypatch.setattr("specserve.engine.pacer._MIN_COHORTS_GAIN", 1e9)
+    assert simulate(base) == result
 
 
 def test_two_cohorts_that_run_out_of_pages_lose_nothing() -> None:
