@@ -302,10 +302,8 @@ def _serve(
     server.close()
 
 
-def _warm_up_alone(
-    drafter: OpenDrafter | LayerSkipDrafter | HeadsDrafter, target: ModelInfo
-) -> None:
-    """Run the drafter's first passes, and those that prepare proposals if it does."""
+def _warm_up_alone(drafter: OpenDrafter, target: ModelInfo) -> None:
+    """Run the drafter's first passes, and those that prepare proposals if it anticipates."""
     encoder_input = () if target.decoder_start is None else (0,)
     for length in WARM_UP_LENGTHS:
         step = _draft_step(min(length, drafter.context - 2), encoder_input)
