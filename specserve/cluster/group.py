@@ -22,7 +22,7 @@ from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client
 from specserve.cluster.worker_host import WorkerHello, WorkerHost, WorkerPlace, WorkerReady
 from specserve.config.tree import Config
-from specserve.engine.draft_placement import APART, TOGETHER, PlacementChoice
+from specserve.engine.draft_placement import TOGETHER, PlacementChoice
 from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import Curve, ModelInfo
 
@@ -76,15 +76,17 @@ class WorkerGroup:
         group = cls(config, wanted, KeyPair.generate(), report)
         # The drafter's process starts while the ranks load their weights.
         drafter = None
-        if group._config.draft.placement == APART:
+        if group._config.draft.may_be_apart:
             drafter = asyncio.create_task(group._start_drafter())
         ranks: Workers = ()
         try:
             ranks = await group._open_ranks()
             group.info = _model_info(ranks)
-            if group._settle_placement(ranks) and drafter is None:
-                drafter = asyncio.create_task(group._start_drafter())
-            drafters = () if drafter is None else await group._open_drafter(await drafter)
+            drafters: Workers = ()
+            if group._settle_placement(ranks) and drafter is not None:
+                drafters = await group._open_drafter(await drafter)
+            elif drafter is not None:
+                group._kill_host(await drafter)
         except BaseException:
             if drafter is not None:
                 drafter.cancel()
@@ -98,7 +100,7 @@ class WorkerGroup:
     def _settle_placement(self, ranks: Workers) -> bool:
         """Settle where the draft lives, for as long as the replica does; return whether apart.
 
-        Restarted ranks measure nothing.
+        Ranks that are restarted later measure nothing.
         """
         draft, self.choice = self._config.draft, ranks[0].ready.choice
         if self.choice is not None:
@@ -227,6 +229,11 @@ class WorkerGroup:
             ray.kill(host)
         host = self._hosts[number] = _create_host(self._wanted[number], number)
         return _StartedWorker(role, host, await _result(host.start.remote(*call)))
+
+    def _kill_host(self, worker: _StartedWorker) -> None:
+        """End a worker that is not needed, with its host."""
+        self._hosts = {n: host for n, host in self._hosts.items() if host is not worker.host}
+        ray.kill(worker.host)
 
     def _kill_hosts(self) -> None:
         for host in self._hosts.values():
