@@ -122,6 +122,8 @@ class StatusScreen:
     def _lines(self, status: Status | None, missing: str, now: float) -> Iterator[Text]:
         yield Text(f"{self._title}   up {_duration(now - self._start)}", "bold")
         yield _health(status, missing)
+        if status is not None:
+            yield from (Text(f"draft {where}", "dim") for where in status.draft_placements)
         yield Text()
         if self._figures is not None:
             yield from map(Text, _rows(self._figures))
@@ -140,6 +142,7 @@ class StatusLine:
         self._before: Snapshot | None = None
         self._when = 0.0
         self._line: str | None = None
+        self._placements: tuple[str, ...] = ()
 
     def next(self, status: Status, now: float) -> str | None:
         """Return the line, or None if it is the same as the last one."""
@@ -147,6 +150,9 @@ class StatusLine:
         if line == self._line:
             return None
         self._line = line
+        if status.draft_placements != self._placements:
+            self._placements = status.draft_placements
+            return f"{line}; draft {'; '.join(self._placements)}"
         return line
 
     def _work(self, status: Status, now: float) -> str:

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from specserve.api.service import Status
-from specserve.cluster.console import WINDOW_S, StatusScreen, StatusWindow
+from specserve.cluster.console import WINDOW_S, StatusLine, StatusScreen, StatusWindow
 from specserve.metrics import Registry, Snapshot
 
 # A process of its own, as `specserve serve` is one: Ctrl-C reaches it through the terminal.
@@ -75,7 +75,12 @@ def snapshot(
     return registry.snapshot()
 
 
-def status(*metrics: Snapshot, why: str = "", troubles: tuple[str, ...] = ()) -> Status:
+def status(
+    *metrics: Snapshot,
+    why: str = "",
+    troubles: tuple[str, ...] = (),
+    draft_placements: tuple[str, ...] = (),
+) -> Status:
     return Status(
         ready=not why,
         healthy=not why,
@@ -83,6 +88,7 @@ def status(*metrics: Snapshot, why: str = "", troubles: tuple[str, ...] = ()) ->
         replicas=len(metrics),
         metrics=metrics,
         troubles=troubles,
+        draft_placements=draft_placements,
     )
 
 
@@ -127,9 +133,11 @@ def test_the_page_has_what_runs_and_what_went_wrong() -> None:
     screen = StatusScreen(title=title, hints=("curl it",))
     screen.render(status(snapshot()))
     served = snapshot(drafts=10, accepted=(8, 5), hits=9, misses=1)
-    lines = page(screen, status(served, troubles=("the draft is\nbeing restarted",)))
+    trouble, apart = ("the draft is\nbeing restarted",), ("apart, expected to reach 9 tokens/s",)
+    lines = page(screen, status(served, troubles=trouble, draft_placements=apart))
     assert lines[0].startswith(f"{title}   up 0:00:0")
     assert lines[1] == "healthy, one engine or more in trouble"
+    assert lines[2] == "draft apart, expected to reach 9 tokens/s"
     rows = {line[:16].strip(): line[16:] for line in lines}
     assert rows["requests"] == "2 running, 0 waiting, 0 done, 3 failed (429: 3)"
     assert rows["accepted"] == "32% of drafts, 1.30 a proposal (gamma 0.0)"
@@ -139,6 +147,14 @@ def test_the_page_has_what_runs_and_what_went_wrong() -> None:
     assert rows["restarts"] == "draft: 2"
     assert [line for line in lines if line.endswith("  the draft is being restarted")]
     assert lines[-1] == "curl it"
+
+
+def test_a_line_says_once_where_the_draft_lives() -> None:
+    line, where = StatusLine(), ("together",)
+    first = line.next(status(snapshot(), draft_placements=where), 0.0)
+    assert first == "2 running, 0 waiting on 1 engines; draft together"
+    second = line.next(status(snapshot(generated=5), draft_placements=where), 1.0)
+    assert second == "2 running, 0 waiting on 1 engines, 5 tokens/s"
 
 
 def test_an_error_is_kept_after_its_end_and_listed_once_while_it_lasts() -> None:

@@ -86,3 +86,10 @@ def test_a_line_of_status_is_printed_when_there_is_something_new() -> None:
     assert status_line.next(board.status(), 4.0) == "2 running, 0 waiting on 1 engines, 15 tokens/s"
     board.report(ReplicaReport("a", ENGINE, "a round does not end", snapshot(30)))
     assert status_line.next(board.status(), 5.0) == "not healthy: a round does not end"
+
+
+def test_the_board_names_each_placement_of_the_drafts_once() -> None:
+    board = Board()
+    for replica, placement in (("a", "apart"), ("b", "together"), ("c", "apart"), ("d", None)):
+        board.report(ReplicaReport(replica, ENGINE, None, Snapshot({}), placement))
+    assert board.status().draft_placements == ("apart", "together")
