@@ -13,7 +13,12 @@ import torch
 
 from specserve.config.tree import Config
 from specserve.drafters.after_verify import DraftAfterVerify
-from specserve.engine.draft_placement import PlacementChoice, PlacementCosts, choose_placement
+from specserve.engine.draft_placement import (
+    APART,
+    PlacementChoice,
+    PlacementCosts,
+    choose_placement,
+)
 from specserve.models.target import TargetModel
 from specserve.models.warmup import POLICY, WARMUP_SEQ_ID, warm_up
 from specserve.types import Curve, VerifyStep
@@ -32,10 +37,11 @@ def try_placements(
     *,
     target_threads: int,
     draft_threads: int,
-) -> PlacementChoice:
-    """Return the placement that promises more at one stream and at the load of the config.
+) -> tuple[PlacementChoice, Curve]:
+    """Return the placement that promises more, and the seconds of the target's passes there.
 
-    `curve` was measured with the threads that are set now, which are those of both together.
+    The loads are one stream and that of the config. `curve` was measured with the threads that are
+    set now, those of both together.
     """
     team = torch.get_num_threads()
     load = min(config.limits.max_running, round(config.replicas.target_ongoing_requests))
@@ -49,9 +55,10 @@ def try_placements(
     finally:
         torch.set_num_threads(team)
     speculation = config.speculation
-    return choose_placement(
+    choice = choose_placement(
         together, apart, loads=loads, max_gamma=speculation.gamma or speculation.max_gamma or 1
     )
+    return choice, (apart if choice.placement == APART else together).target
 
 
 def warm_drafter_up(target: TargetModel, drafter: DraftAfterVerify) -> None:

@@ -105,15 +105,15 @@ class TargetWorker:
             curve = warm_up(self._model, timed=self._size == 1)
         else:
             warm_up_briefly(self._model)
-        info = replace(self._model.info, curve=curve)
         draft_context = choice = None
         if isinstance(self._model, TargetModel):
             if draft.kind != "none" and not is_apart:
                 draft_context = self._open_drafter(self._model)
             if is_tried:
-                choice = self._try_placements(self._model, curve)
+                choice, curve = self._try_placements(self._model, curve)
             self._model.grammar_states.preload_tokenizer()
         _freeze_objects()
+        info = replace(self._model.info, curve=curve)
         return WorkerReady(
             self._server.address,
             _worker_place(self._site, self._model.runner.device),
@@ -139,12 +139,15 @@ class TargetWorker:
             _warm_up_alone(drafter, model.info)
         return drafter.context
 
-    def _try_placements(self, model: TargetModel, curve: Curve) -> PlacementChoice:
-        """Measure both placements, and drop the drafter if it is better apart."""
+    def _try_placements(self, model: TargetModel, curve: Curve) -> tuple[PlacementChoice, Curve]:
+        """Measure both placements, and drop the drafter if it is better apart.
+
+        Returns the choice, and the curve with the threads that the target has there.
+        """
         assert self._drafter is not None
         target, draft = self._config.target, self._config.draft
         share = max(1, (os.cpu_count() or 1) // (self._size + 1))
-        choice = try_placements(
+        choice, curve = try_placements(
             model,
             self._drafter,
             curve,
@@ -155,7 +158,7 @@ class TargetWorker:
         if choice.placement == APART:
             self._drafter = None
             _set_num_threads(target.threads, sharers=self._size + 1)
-        return choice
+        return choice, curve
 
     @property
     def _size(self) -> int:
