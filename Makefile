@@ -80,7 +80,7 @@ bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
 	rm docs/trace.json
 
 bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and together with its target
-	$(BIN)/python -m benchmarks.placements $(ARGS)
+	$(BIN)/python -m benchmarks.placements --out $(MEASURED)/placements.md $(ARGS)
 
 bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
 	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)

@@ -59,7 +59,7 @@ class Turns:
         cells = [_spread(self.rates[name], "{:.1f}") for name in self.rates]
         return (
             f"| {case.name} | {self.streams} | {' | '.join(cells)} | {_spread(ratios, '{:.2f}')} | "
-            f"{_spread(plain, '{:.2f}')} | {choice} |"
+            f"{_spread(plain, '{:.2f}')} | {choice.partition(',')[0]} |"
         )
 
     def _ratios(self, other: str) -> list[float]:
@@ -163,7 +163,9 @@ def cases(folder: Path, *, quick: bool) -> list[MeasuredPair]:
     ]
 
 
-def report(rows: Sequence[str], *, turns: int, tokens: int, busy: float) -> str:
+def report(
+    rows: Sequence[str], choices: Mapping[str, str], *, turns: int, tokens: int, busy: float
+) -> str:
     return "\n".join(
         [
             "# Where the draft lives",
@@ -180,6 +182,10 @@ def report(rows: Sequence[str], *, turns: int, tokens: int, busy: float) -> str:
             "together / plain | auto |",
             "|---|---|---|---|---|---|---|---|",
             *rows,
+            "",
+            "What `auto` expected:",
+            "",
+            *(f"- {pair}: {choice}" for pair, choice in choices.items()),
             "",
         ]
     )
@@ -206,17 +212,17 @@ def main() -> None:
     args = parser.parse_args()
     turns, tokens = (1, 8) if args.quick else (args.turns, 128)
     streams = [2] if args.quick else args.streams
-    rows, busy = [], psutil.cpu_percent(0.1 if args.quick else 5.0) / 100
+    rows, choices, busy = [], dict[str, str](), psutil.cpu_percent(0.1 if args.quick else 5.0) / 100
     with tempfile.TemporaryDirectory() as folder:
         wanted = cases(Path(folder), quick=args.quick)
         for case in wanted if args.only is None else [wanted[args.only - 1]]:
             with servers(case) as urls:
                 with urllib.request.urlopen(f"{urls['auto']}/health", timeout=60) as response:
-                    choice = json.load(response)["draft_placement"]
+                    choice = choices[case.name] = json.load(response)["draft_placement"]
                 for count in streams:
                     found = measure(urls, streams=count, turns=turns, tokens=tokens)
                     rows.append(found.row(case, choice))
-                    text = report(rows, turns=turns, tokens=tokens, busy=busy)
+                    text = report(rows, choices, turns=turns, tokens=tokens, busy=busy)
                     print(text, flush=True)
     if args.out is not None:
         args.out.write_text(text, encoding="utf-8")
