@@ -117,7 +117,9 @@ def test_constrained_texts_equal_those_of_one_process_when_workers_die() -> None
     with local_ray(num_cpus=8):
         for inject_fault in (kill_none, kill_drafter_and_target):
             texts, accepted = asyncio.run(
-                run_requests(config_from_keys(KEYS), requests, inject_fault)
+                run_requests(
+                    config_from_keys(KEYS | {"draft.placement": "apart"}), requests, inject_fault
+                )
             )
             assert texts == expected
             assert accepted > 0

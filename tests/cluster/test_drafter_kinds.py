@@ -121,7 +121,7 @@ def test_an_encoder_decoder_is_served_with_a_draft_of_its_kind(
     ray_with_a_port: int, t5_pair: tuple[Path, Path]
 ) -> None:
     target, draft = (str(path) for path in t5_pair)
-    keys = {**KEYS, **T5, "target.path": target, **APART}
-    texts, reports, _ = answers(ray_with_a_port, {**keys, "draft.path": draft})
+    keys = {**KEYS, **T5, "target.path": target}
+    texts, reports, _ = answers(ray_with_a_port, {**keys, "draft.path": draft, **APART})
     assert texts == expected(keys)
     assert all(one["lossless"] for one in reports)
