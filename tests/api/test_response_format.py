@@ -66,7 +66,7 @@ ANSWERS: list[BaseModel] = [
         final_answer="x = -15/4",
     ),
     Contact(name="Zoë", reach=Phone(kind="phone", number=5)),
-    Contact(name="Nobody", reach=None),
+    Contact(name="Outis", reach=None),
     Node(label="root", children=[Node(label="leaf", children=[])]),
 ]
 

@@ -85,7 +85,7 @@ def test_each_kind_of_fault_breaks_the_links_of_its_pair_and_heals(
 
 
 def test_a_pair_without_links_has_no_fault(hub: RelayHub) -> None:
-    assert asyncio.run(hub.inject("nobody-nothing", "cut", 0.0)) == 0
+    assert asyncio.run(hub.inject("client-server", "cut", 0.0)) == 0
 
 
 @pytest.mark.ray

@@ -281,7 +281,7 @@ def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token
         0.5 * least < pause < 1.5 * least
         for pause, least in zip(pauses[1:6], (0.1, 0.3, 0.7, 1.5, 3.0), strict=True)
     )
-    assert len(set(pauses[5:])) == 15, "nobody keeps step with the one that kills"
+    assert len(set(pauses[5:])) == 15, "the pauses are not in step with the kills"
     now = 119.0
     resumable.record_chunk(chunk(0, 0, 4))
     now = 238.0
@@ -295,7 +295,7 @@ def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token
     late = ResumableRequest(REQUEST, lambda: now)
     now = 1000.0
     assert [late.on_engine_lost(Displaced("gone")) for _ in range(5)], (
-        "a long wait for the first engine is nobody's fault"
+        "a long wait for the first engine is no loss"
     )
 
 

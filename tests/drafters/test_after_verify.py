@@ -10,7 +10,6 @@ import pytest
 from specserve.drafters.after_verify import MAX_CATCH_UP, DraftAfterVerify
 from specserve.drafters.heads import HeadsDrafter
 from specserve.drafters.layer_skip import LayerSkipDrafter
-from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.errors import OutOfPages
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, Policy, Proposal, Verdict, VerifyStep, Warp
@@ -189,7 +188,3 @@ def test_a_drafter_that_fails_is_left_alone_for_longer_and_longer(worker: Worker
         length += 1
     assert calls == [1, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0]
     assert 3 in worker.drafter.released, "what it had of the sequence is not relied on"
-
-
-def test_neural_drafters_fulfil_the_protocol(pair: tuple[Path, Path]) -> None:
-    assert isinstance(Engine(*pair).drafter, NeuralDrafter)
