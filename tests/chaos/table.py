@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -98,12 +98,17 @@ class Nodes:
         self._cluster.shutdown()
 
 
-async def whole(name: str) -> None:
-    """Wait until both engines of an application serve.
+async def whole(name: str, before: Collection[int] = ()) -> None:
+    """Wait until both engines of an application serve, one of them in a process not in `before`.
 
-    A new process carries the name of the engine later than Serve notices that the old one is lost.
+    Serve may count an engine as running for many seconds after its node is gone. It starts another
+    once it no longer does.
     """
-    while len(find_pids("coordinator")) < 2 or not await asyncio.to_thread(_has_both, name):
+    while not (
+        len(pids := find_pids("coordinator")) >= 2
+        and not set(pids) <= set(before)
+        and await asyncio.to_thread(_has_both, name)
+    ):
         await asyncio.sleep(0.1)
 
 
@@ -113,10 +118,13 @@ def _has_both(name: str) -> bool:
 
 
 def when_whole(name: str, inject: FaultInjector) -> FaultInjector:
-    """Return an injector that waits until both engines of an application serve."""
+    """Return an injector that waits until both engines of an application serve, after a loss."""
+    before: list[int] = []  # processes of the engines at the last fault
 
     async def inject_later(rng: random.Random) -> Fault | None:
-        await whole(name)
+        nonlocal before
+        await whole(name, before)
+        before = find_pids("coordinator")
         return await inject(rng)
 
     return inject_later
