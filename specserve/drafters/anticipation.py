@@ -35,6 +35,8 @@ MAX_BUSY_FRACTION = 0.75
 
 With less than all of it, the message seldom waits.
 """
+MAX_PASS_GROWTH = 1.25
+"""A pass over the branches may take so many times as long as one over the sequences alone."""
 
 
 @dataclass(slots=True)
@@ -62,17 +64,24 @@ class PreparedBranches:
 class BranchBudget:
     """The number of branches to draft at once.
 
-    It grows while there is time to spare, and shrinks when a message arrives before all is done.
+    It grows while there is time to spare. It shrinks when a message arrives before all is done, as
+    long as that makes the passes clearly shorter: where a pass over many branches takes as long as
+    one over few, fewer of them would only miss more often.
     """
 
     def __init__(self) -> None:
         self.num_branches = 16.0
+        self._are_dear = False  # True if passes over the branches take clearly longer than others
         self._answered_at: float | None = None
         # None if the work was interrupted.
         self._prepared_at: float | None = None
 
     def on_answer(self, now: float) -> None:
         self._answered_at, self._prepared_at = now, None
+
+    def on_passes(self, forecast_seconds: float, branch_seconds: float) -> None:
+        """Compare a pass over the sequences alone with one over the branches."""
+        self._are_dear = branch_seconds > MAX_PASS_GROWTH * forecast_seconds
 
     def on_prepared(self, now: float) -> None:
         self._prepared_at = now
@@ -86,7 +95,7 @@ class BranchBudget:
             if self._prepared_at is None
             else (self._prepared_at - self._answered_at) / max(now - self._answered_at, 1e-9)
         )
-        factor = 1.1 if busy_fraction < MAX_BUSY_FRACTION else 0.9
+        factor = 1.1 if busy_fraction < MAX_BUSY_FRACTION else 0.9 if self._are_dear else 1.05
         self.num_branches = min(MAX_BRANCHES, max(MIN_BRANCHES, self.num_branches * factor))
         self._answered_at = None
 
@@ -108,6 +117,7 @@ class Anticipation:
         self._answered: list[DraftStep] = []
         # Steps that only fill the cache.
         self._postponed: list[DraftStep] = []
+        self._undrafted: list[DraftStep] = []  # steps whose drafts would have come too late
         self._stale: list[int] = []
         # Outcomes that the fan-out learns from when there is time.
         self._outcomes: list[tuple[OutcomeForecast, int, int]] = []
@@ -117,21 +127,34 @@ class Anticipation:
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return one proposal for each step; past the deadline they are shorter.
 
-        A step with gamma 0 is answered at once and prefilled afterwards.
+        Prepared proposals that are shorter than wanted grow only while others are drafted for. A
+        step that would be drafted for past the deadline, or with gamma 0, gets no draft tokens and
+        is prefilled afterwards.
         """
         self._budget.on_message(self._clock())
         self._prefill_postponed()
-        hits = {step.seq_id: self._promote_match(step) for step in steps}
+        ready = {step.seq_id: self._promote_match(step) for step in steps}
         wanted = [step for step in steps if step.gamma]
-        proposals = self._draft(wanted, lambda: self._clock() > deadline)
-        self._answered = [step for step in wanted if proposals[step.seq_id].tokens]
+        if self._clock() < deadline and not all(ready[step.seq_id] for step in wanted):
+            drafting = wanted
+        else:
+            drafting = [
+                replace(step, gamma=min(step.gamma, depth))
+                for step in wanted
+                if (depth := ready[step.seq_id])
+            ]
+            self._undrafted = [step for step in wanted if not ready[step.seq_id]]
+        proposals = self._draft(drafting, lambda: self._clock() > deadline)
+        self._answered = [
+            step for step in wanted if step.seq_id in proposals and proposals[step.seq_id].tokens
+        ]
         self._postponed = [step for step in steps if not step.gamma]
-        if self._answered:
+        if self._answered or self._undrafted:
             self._budget.on_answer(self._clock())
         return [
             replace(
                 proposals.get(step.seq_id) or Proposal(step.seq_id, step.stop, (), None, step.stop),
-                anticipated=hits[step.seq_id],
+                anticipated=None if (depth := ready[step.seq_id]) is None else depth > 0,
             )
             for step in steps
         ]
@@ -141,20 +164,31 @@ class Anticipation:
 
         `has_message` is called between passes.
         """
-        self._prefill_postponed()
+        self._prefill(self._postponed)
+        self._postponed = []
         self._release_branches()
         self._update_fanout()
-        steps = {step.seq_id: step for step in self._answered}
-        self._answered = []
+        steps = {step.seq_id: step for step in (*self._answered, *self._undrafted)}
         if not steps or has_message():
             return
-        forecasts = self._drafter.forecast_outcomes(list(steps), self._fanout.width)
+        start = self._clock()
+        forecasts = self._drafter.forecast_outcomes(
+            [step.seq_id for step in self._answered], self._fanout.width, self._undrafted
+        )
+        forecast_seconds = self._clock() - start
+        self._answered, self._undrafted = [], []
         self._prepared = {forecast.seq_id: PreparedBranches(forecast) for forecast in forecasts}
         if has_message():
             return
         branches = self._fanout.choose(forecasts, self._max_branches)
-        self._draft_branches([(branch, steps[branch.seq_id]) for branch in branches], has_message)
-        self._budget.on_prepared(self._clock())
+        start = self._clock()
+        depth = self._draft_branches(
+            [(branch, steps[branch.seq_id]) for branch in branches], has_message
+        )
+        prepared_at = self._clock()
+        self._budget.on_passes(forecast_seconds, (prepared_at - start) / max(1, depth))
+        if not has_message():
+            self._budget.on_prepared(prepared_at)
 
     def prepared_proposals(self) -> tuple[PreparedProposal, ...]:
         """Return what has been prepared, for the coordinator to look up instead of asking.
@@ -172,14 +206,16 @@ class Anticipation:
     def release(self, seq_ids: Sequence[int]) -> None:
         self._postponed = [step for step in self._postponed if step.seq_id not in seq_ids]
         self._answered = [step for step in self._answered if step.seq_id not in seq_ids]
+        self._undrafted = [step for step in self._undrafted if step.seq_id not in seq_ids]
         for seq_id in seq_ids:
             self._discard(self._prepared.pop(seq_id, None))
         self._drafter.release(seq_ids)
 
-    def _promote_match(self, step: DraftStep) -> bool | None:
-        """Replace the sequence by the branch that matches the step, and return if there is one.
+    def _promote_match(self, step: DraftStep) -> int | None:
+        """Replace the sequence by the branch that matches the step.
 
-        Returns None if no outcome of the sequence was forecast.
+        Returns the draft tokens of the branch, 0 if there is none, and None if no outcome of the
+        sequence was forecast.
         """
         prepared = self._prepared.pop(step.seq_id, None)
         outcome = None if prepared is None else prepared.infer_outcome(step)
@@ -192,10 +228,10 @@ class Anticipation:
         self._discard(prepared)
         if branch is None:
             self.num_misses += 1
-            return False
+            return 0
         self._drafter.promote_branch(step.seq_id, branch.seq_id)
         self.num_hits += 1
-        return True
+        return len(branch.tokens)
 
     @property
     def _max_branches(self) -> int:
@@ -219,8 +255,11 @@ class Anticipation:
 
     def _draft_branches(
         self, branches: Sequence[tuple[Branch, DraftStep]], has_message: Callable[[], bool]
-    ) -> None:
-        """Fork the branches as far as there is room, and draft for all of them at once."""
+    ) -> int:
+        """Fork the branches as far as there is room, and draft for all of them at once.
+
+        Returns the passes that it took.
+        """
         forked: dict[int, tuple[Branch, DraftStep]] = {}
         for branch, step in branches:
             branch_id = next(self._ids)
@@ -232,18 +271,24 @@ class Anticipation:
                 DraftStep(branch_id, start, (branch.token,), step.gamma, step.policy),
             )
         if not forked:
-            return
-        for proposal in self._drafter.draft([step for _, step in forked.values()], has_message):
+            return 0
+        proposals = self._drafter.draft([step for _, step in forked.values()], has_message)
+        for proposal in proposals:
             branch, _ = forked[proposal.seq_id]
             if proposal.tokens:
                 self._prepared[branch.seq_id].branches[branch.accepted, branch.token] = proposal
             else:
                 self._stale.append(proposal.seq_id)
+        return max(len(proposal.tokens) for proposal in proposals)
 
     def _prefill_postponed(self) -> None:
-        postponed, self._postponed = self._postponed, []
-        if postponed:
-            self._drafter.draft(postponed, never)
+        """Prefill what there was no time for, before a message builds on it."""
+        self._prefill([*self._postponed, *(replace(step, gamma=0) for step in self._undrafted)])
+        self._postponed, self._undrafted = [], []
+
+    def _prefill(self, steps: Sequence[DraftStep]) -> None:
+        if steps:
+            self._drafter.draft(steps, never)
 
     def _update_fanout(self) -> None:
         outcomes, self._outcomes = self._outcomes, []

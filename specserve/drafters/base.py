@@ -63,10 +63,14 @@ class ResumableDrafter(Protocol):
 class ForkableDrafter(ResumableDrafter, Protocol):
     """A drafter that can follow several continuations of one sequence."""
 
-    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
+    def forecast_outcomes(
+        self, seq_ids: Sequence[int], width: int, undrafted: Sequence[DraftStep] = ()
+    ) -> Sequence[OutcomeForecast]:
         """Return forecasts for the last proposal of each sequence, at most `width` tokens each.
 
         It may take a pass, because the position behind the last draft token has not been computed.
+        The same pass writes the tokens of `undrafted` steps, which got no draft tokens: of their
+        outcomes only the next token is open.
         """
         ...
 

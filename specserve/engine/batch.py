@@ -101,6 +101,13 @@ class Batch:
             if entry.proposal and entry.proposal.tokens
         )
 
+    @property
+    def wanted_proposals(self) -> list[Proposal]:
+        """Proposals of the entries that wanted draft tokens, also those without any."""
+        return [
+            entry.proposal for entry in self.entries if entry.gamma and entry.proposal is not None
+        ]
+
     def commit(self, verdicts: abc.Sequence[Verdict]) -> list[Chunk]:
         """Commit the verdicts, advance the prefilled prompts, and return the chunks."""
         for entry in self.entries:
@@ -110,3 +117,13 @@ class Batch:
             entry.sequence.commit(verdict, entry.proposal)
             for entry, verdict in self.with_verdicts(verdicts)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedBatch:
+    """A batch that has its proposals and can be verified."""
+
+    batch: Batch
+    steps: abc.Sequence[VerifyStep]
+    started_at: float
+    drafted_at: float

@@ -21,9 +21,8 @@ from collections import abc
 
 from specserve.config.tree import LimitsConfig, SpeculationConfig
 from specserve.engine.admission import Admission
-from specserve.engine.batch import Batch
+from specserve.engine.batch import Batch, DraftedBatch
 from specserve.engine.budget import TokenBudget
-from specserve.engine.cohorts import Cohorts, DraftedBatch
 from specserve.engine.crash_tracker import MAX_STALLED_ROUNDS, CrashTracker
 from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
@@ -86,7 +85,6 @@ class Coordinator:
         self.trouble: str | None = None  # why this engine has given up
         self._workers = WorkerPair(target, drafter)
         self._remote_workers = remote_workers
-        self._cohorts = Cohorts(clock)
         self._crash_tracker = CrashTracker()
         self._info = info
         self._draft_limit = self._admission.context if draft_context is None else draft_context
@@ -153,7 +151,6 @@ class Coordinator:
                 try:
                     await self._round()
                 except Exception as error:
-                    await self._cohorts.drop()
                     self._send_back(f"the coordinator failed: {first_line(error)}", error)
                     self._emit_outbox()
                     return
@@ -173,7 +170,7 @@ class Coordinator:
         self._outbox += self._end_cancelled()
         batch = self._schedule()
         released = await self._release()  # before the workers need the room
-        if batch.entries or self._cohorts.waiting is not None:
+        if batch.entries:
             self.num_rounds += 1
             self.in_round_since = self._clock()
             try:
@@ -190,30 +187,20 @@ class Coordinator:
             self._emit_outbox()
 
     async def _run_workers(self, batch: Batch) -> None:
-        """Propose for the batch, verify it or the half that waits, and commit the verdicts."""
+        """Propose for the batch, verify it, and commit the verdicts."""
         if not self._remote_workers:
             self._emit_outbox()  # no pass of the target would hide it, but drafting may
-        # With one cohort, which is the rule, this is `await self._propose(batch)`.
-        drafted = await self._cohorts.next_to_verify(batch, self._propose)
-        if drafted is None:
-            return
+        drafted = await self._propose(batch)
         verdicts = await self._verify(drafted)
         if verdicts is not None:
             self._commit(drafted, verdicts)
-        await self._cohorts.end_turn(verified=verdicts is not None)
 
     def _schedule(self) -> Batch:
-        self.scheduler.select_running(self._cohorts.waiting)
+        self.scheduler.select_running()
         running = self.scheduler.running
         gammas = self.pacer.choose(running)  # what would pay
-        members = self._cohorts.select(
-            running,
-            isolated=self._crash_tracker.next_to_isolate(running),
-            two=self._remote_workers and self.pacer.decision.cohorts == 2,
-        )
-        return self.scheduler.next_batch(  # what fits
-            gammas, members=members, drafted=self._cohorts.waiting
-        )
+        isolated = self._crash_tracker.next_to_isolate(running)
+        return self.scheduler.next_batch(gammas, isolated=isolated)  # what fits
 
     async def _propose(self, batch: Batch) -> DraftedBatch:
         """Request proposals; after a failure of the drafter the batch has none."""
@@ -222,8 +209,7 @@ class Coordinator:
         if proposals is None:
             for sequence in self.scheduler.running:
                 sequence.draft_cached = 0
-        steps, drafted_at = batch.verify_steps(proposals or ()), self._clock()
-        return DraftedBatch(batch, steps, started_at, drafted_at, drafted_at - started_at)
+        return DraftedBatch(batch, batch.verify_steps(proposals or ()), started_at, self._clock())
 
     async def _verify(self, drafted: DraftedBatch) -> abc.Sequence[Verdict] | None:
         """Return the target's verdicts, or None if it failed; emit the last round meanwhile."""
@@ -249,7 +235,7 @@ class Coordinator:
         self.pacer.observe(
             batch,
             outcomes,
-            draft_seconds=drafted.draft_seconds,
+            draft_seconds=drafted.drafted_at - drafted.started_at,
             verify_seconds=verified_at - drafted.drafted_at,
         )
         if self._report is not None:

@@ -84,7 +84,7 @@ def expected_rate(
     """Return the tokens a second that the pacer expects of its best gamma."""
     pacer = Pacer(None, max_gamma=max_gamma, curve=costs.target)
     pacer.acceptance.assume(alpha)
-    pacer.costs.assume(_at(costs.draft, num_sequences), hit_rate=hit_rate)
+    pacer.costs.assume(_at(costs.draft, num_sequences), count=num_sequences, hit_rate=hit_rate)
     return pacer.expected_rate(num_sequences)
 
 

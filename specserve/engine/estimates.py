@@ -28,7 +28,7 @@ _SLOPE_BLEND = 0.005
 # Variance of (relative) position counts that must be seen before the measured slope counts as much
 # as the curve's.
 _SLOPE_PRIOR = 0.02
-_PRIOR_COST = 0.1  # one draft pass over one target pass, before anything is measured
+_PRIOR_COST = 0.1  # a draft pass over a target pass of as many rows, before it was measured
 # Seconds: drafts that came sooner than prepared ones still cost something.
 _MIN_PASS_SECONDS = 1e-5
 _MIN_WAITS = 3  # waits for drafts that must have been seen before they are used
@@ -126,8 +126,8 @@ class CostEstimate:
         self._mean_seconds: float | None = None  # until a round was seen
         # Covariance and variance, so that their ratio starts at 1.
         self._slope = np.array([_SLOPE_PRIOR, _SLOPE_PRIOR])
-        # Seconds of one pass, in the last rounds that waited for drafts.
-        self._draft_passes: deque[float] = deque(maxlen=_MAX_WAITS)
+        # Draft passes over target passes of as many rows, in the last rounds that waited.
+        self._draft_costs: deque[float] = deque(maxlen=_MAX_WAITS)
         self.hit_wait = 0.0  # seconds until prepared proposals arrive
         self.hit_rate = 0.0  # share of the proposals that were prepared in advance
 
@@ -144,22 +144,20 @@ class CostEstimate:
         )
         return seconds
 
-    @property
-    def draft_pass_seconds(self) -> float:
-        """Seconds of one more draft token for all sequences that draft: the median of those seen.
+    def draft_pass_seconds(self, count: int) -> float:
+        """Return the seconds of one more draft token for so many sequences.
 
-        A first pass of its shape can take twenty times as long, and where proposals are prepared
-        in advance there may be no second one for long.
+        It follows the target's curve, by the median of the costs seen: a first pass of its shape
+        can take twenty times as long, and where proposals are prepared in advance there may be no
+        second one for long.
         """
-        return (
-            median(self._draft_passes)
-            if len(self._draft_passes) >= _MIN_WAITS
-            else _PRIOR_COST * float(self.verify_seconds(self._mean_positions))
-        )
+        cost = median(self._draft_costs) if len(self._draft_costs) >= _MIN_WAITS else _PRIOR_COST
+        return cost * float(self.verify_seconds(max(1, count)))
 
-    def assume(self, draft_pass_seconds: float, *, hit_rate: float) -> None:
+    def assume(self, draft_pass_seconds: float, *, count: int, hit_rate: float) -> None:
         """Start from passes of the drafter that were measured before any round."""
-        self._draft_passes.extend([max(draft_pass_seconds, _MIN_PASS_SECONDS)] * _MIN_WAITS)
+        for _ in range(_MIN_WAITS):
+            self._add_draft_pass(draft_pass_seconds, count)
         self.hit_rate = hit_rate
 
     def observe_verify(self, positions: int, seconds: float) -> None:
@@ -177,23 +175,23 @@ class CostEstimate:
         self._mean_positions += _BLEND * (positions - self._mean_positions)
         self._mean_seconds += _BLEND * (seconds - self._mean_seconds)
 
-    def observe_draft(self, seconds: float, *, passes: int, hits: int, proposals: int) -> None:
-        """Include the seconds that a round waited for its proposals.
+    def observe_draft(self, seconds: float, *, passes: int, count: int) -> None:
+        """Include a round that waited for `passes` of the drafter, for `count` sequences."""
+        self._add_draft_pass((seconds - self.hit_wait) / passes, count)
 
-        The longest proposal that was not prepared took `passes`; 0 if all were prepared.
+    def observe_hits(self, hits: int, proposals: int, *, seconds: float | None) -> None:
+        """Include which proposals were prepared, and the seconds of a round that waited for none.
+
+        Even prepared proposals take a message each way, or the rest of a pass under way.
         """
         self.hit_rate += _BLEND * (hits / proposals - self.hit_rate)
-        if not passes:
+        if seconds is not None:
             self.hit_wait += _BLEND * (seconds - self.hit_wait)
-            return
-        self._draft_passes.append(max(seconds - self.hit_wait, _MIN_PASS_SECONDS) / passes)
 
-    def discard_draft_passes(self) -> None:
-        """Drop the seconds of draft passes that are out of date.
-
-        They were measured long ago, or in passes that were the first of their shapes.
-        """
-        self._draft_passes.clear()
+    def _add_draft_pass(self, seconds: float, count: int) -> None:
+        self._draft_costs.append(
+            max(seconds, _MIN_PASS_SECONDS) / float(self.verify_seconds(max(1, count)))
+        )
 
     def _curve(self, positions: float | Reals) -> Reals:
         """Return the warm-up's seconds, interpolated linearly.

@@ -10,20 +10,22 @@ from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from specserve.engine.batch import Batch, Outcome
-from specserve.engine.cohorts import expected_speedup
 from specserve.engine.estimates import AcceptanceEstimate, CostEstimate
 from specserve.engine.sequence import Sequence
+
+Table = NDArray[np.float64]
 
 _DECISION_ROUNDS = 8  # rounds between two decisions for the same number of sequences
 _FIXED_DECISION_ROUNDS = 64  # the same where gamma is fixed and there is nothing to decide
 # Gain over plain decoding that drafting must promise: its gain is less certain than its cost.
 _MIN_DRAFTING_GAIN = 1.03
 _MIN_CHANGE_GAIN = 1.01  # gain that another decision must promise over the current one
-# Gain of two cohorts over one: each token then waits for two verifications.
-_MIN_COHORTS_GAIN = 1.1
-_PATIENCE = 1.3  # times the expected seconds of drafting
+# Share of prepared proposals below which a sequence without one is always drafted for: until some
+# have come, whether any will is not known.
+_MIN_HIT_RATE = 0.05
 _ANTICIPATION_COST = 1.5  # a pass that prepares several continuations, over a pass for one
 _FIRST_BACKOFF = 64  # rounds without drafts before the first trial
 _MAX_BACKOFF = 1024
@@ -38,17 +40,15 @@ class Decision:
     """
 
     gamma: int  # for the usual sequence; 0: plain decoding
-    miss_gamma: int  # for a proposal that was not prepared: the whole batch waits for it
-    deadline: float  # seconds that a round waits for proposals
+    miss_gamma: int  # for a proposal that was not prepared; 0: the round does not wait for it
+    deadline: float  # seconds that the drafter has for proposals that were not prepared
     num_sequences: int
     alpha: float
     hit_rate: float
     verify_seconds: float  # of such a round
     plain_seconds: float  # of a round without drafts
     pass_seconds: float  # of one draft pass
-    cohorts: int  # 2: one half of the batch is drafted for while the other is verified
     gain: float  # expected tokens a second, over those of plain decoding
-    two_cohorts_gain: float  # the same, if two halves of the batch took turns
 
 
 class Pacer:
@@ -114,13 +114,18 @@ class Pacer:
         if not batch.is_steady:
             return
         self.costs.observe_verify(batch.num_positions, verify_seconds)
-        if outcomes:
-            passes = max(
-                (outcome.proposed for outcome in outcomes if not outcome.anticipated), default=0
-            )
-            hits = sum(outcome.anticipated is True for outcome in outcomes)
-            self.costs.observe_draft(
-                draft_seconds, passes=passes, hits=hits, proposals=len(outcomes)
+        proposals = batch.wanted_proposals
+        if not proposals:
+            return
+        missed = [len(proposal.tokens) for proposal in proposals if not proposal.anticipated]
+        if passes := max(missed, default=0):
+            self.costs.observe_draft(draft_seconds, passes=passes, count=len(missed))
+        # In a trial, one sequence has all branches for itself.
+        if self.decision.gamma or self._fixed is not None:
+            self.costs.observe_hits(
+                len(proposals) - len(missed),
+                len(proposals),
+                seconds=None if passes else draft_seconds,
             )
 
     def _defaults(self, sequences: abc.Sequence[Sequence]) -> list[int]:
@@ -133,15 +138,18 @@ class Pacer:
         if len(sequences) == 1:
             return [gamma]
         reach = self.acceptance.reach([sequence.seq_id for sequence in sequences])
-        # Each sequence drafts as far as its tokens are as likely to be accepted as the last one
-        # of the usual sequence.
-        bar = (
-            self._reach[gamma - 1]
-            if gamma == self._max_gamma
-            else math.sqrt(self._reach[gamma - 1] * self._reach[gamma])
-        )
-        gammas: list[int] = (reach >= bar).sum(1).tolist()
+        worth = reach - self._row_price  # [seqs, position], in tokens
+        gammas: list[int] = (worth[:, : self._depth(worth)] > 0).sum(1).tolist()
         return gammas
+
+    def _depth(self, worth: Table) -> int:
+        """Return the draft passes that pay for the sequences together, or that delay no round."""
+        hit = self.costs.hit_rate
+        gained = (1 - hit) * np.maximum(worth, 0.0).sum(0) - self._pass_price  # [pass]
+        total = np.cumsum(gained)
+        depth = int(total.argmax()) + 1 if total.max() > 0 else 1
+        hidden = self.decision.gamma if self.decision.gamma > self.decision.miss_gamma else 0
+        return max(depth, hidden)
 
     def _trial_gammas(self, num_sequences: int) -> list[int]:
         """Return the gammas while drafting does not pay: all 0, except in trials.
@@ -151,8 +159,6 @@ class Pacer:
         self._idle_rounds += 1
         if self._idle_rounds >= self._backoff + _TRIAL_ROUNDS:
             self._backoff, self._idle_rounds = min(2 * self._backoff, _MAX_BACKOFF), 0
-        if self._idle_rounds == self._backoff:
-            self.costs.discard_draft_passes()
         on_trial = self._idle_rounds >= self._backoff
         return [min(1, self._max_gamma) if on_trial and i == 0 else 0 for i in range(num_sequences)]
 
@@ -169,39 +175,55 @@ class Pacer:
         if gamma:
             self._backoff, self._idle_rounds = _FIRST_BACKOFF, 0
         gain = float(rates[gamma, miss] * _MIN_DRAFTING_GAIN / rates[0, 0]) if gamma else 1.0
+        self._set_prices(num_sequences, gamma, float(rates[gamma, miss]))
         return self._decision(num_sequences, gamma, miss, gain)
 
-    def _rates(
-        self, num_sequences: int
-    ) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:  # [gamma, miss_gamma]
+    def _set_prices(self, num_sequences: int, gamma: int, rate: float) -> None:
+        """Set what another row of the target's pass, and another draft pass, cost in tokens."""
+        count = max(1, num_sequences)
+        rows = np.array([count, count * (1 + max(1, gamma))])
+        few, many = self.costs.verify_seconds(rows)
+        self._row_price = rate * float(many - few) / (rows[1] - rows[0])
+        self._pass_price = (
+            rate
+            * (1 - self.costs.hit_rate**count)  # chance that the round waits for the pass
+            * self.costs.draft_pass_seconds(self._num_missing(count))
+        )
+
+    def _num_missing(self, count: int) -> int:
+        """Return the expected number of sequences whose proposals were not prepared."""
+        return max(1, round(count * (1 - self.costs.hit_rate)))
+
+    def _rates(self, num_sequences: int) -> Table:  # [gamma, miss_gamma]
         """Return the expected tokens a second of each pair.
 
-        A miss is drafted synchronously (at least one token) and delays the whole batch.
+        A miss is drafted for while the whole batch waits, or goes without draft tokens if its gamma
+        is 0. Prepared proposals that are shorter than wanted grow in the same passes.
         """
         hit, count = self.costs.hit_rate, max(1, num_sequences)
         gamma = np.arange(self._max_gamma + 1)
         accepted = np.append(0.0, np.cumsum(self._reach))
         miss, wanted = np.meshgrid(gamma, gamma)
-        ready = np.minimum(wanted, self._hidden_depth(num_sequences))
-        tokens = count * (1 + hit * accepted[ready] + (1 - hit) * accepted[miss])
-        positions = count * (1 + hit * ready + (1 - hit) * miss)
-        waiting = (
-            self.costs.hit_wait * (wanted > 0)
-            + (1 - hit**count) * miss * self.costs.draft_pass_seconds
-        )
-        return np.where(
-            (miss <= wanted) & ((miss > 0) | (wanted == 0)),
-            tokens / (self.costs.verify_seconds(positions) + waiting),
-            0.0,
-        )
+        ready = np.minimum(wanted, self._hidden_depth(count))
+        grown = np.minimum(wanted, ready + miss)
+        alone = hit ** (count - 1)  # chance that no other sequence misses
+        tokens = 1 + (1 - hit) * accepted[miss]
+        tokens += hit * (alone * accepted[ready] + (1 - alone) * accepted[grown])
+        rows = 1 + (1 - hit) * miss + hit * (alone * ready + (1 - alone) * grown)
+        waiting = self.costs.hit_wait * (wanted > 0) + (
+            1 - hit**count
+        ) * miss * self.costs.draft_pass_seconds(self._num_missing(count))
+        rates: Table = count * tokens / (self.costs.verify_seconds(count * rows) + waiting)
+        can_skip = (miss > 0) | (wanted == 0) | (hit > _MIN_HIT_RATE)
+        return np.where((miss <= wanted) & can_skip, rates, 0.0)
 
-    def _hidden_depth(self, num_sequences: int) -> int:
+    def _hidden_depth(self, count: int) -> int:
         """Return how many tokens can be prepared during a verification.
 
         One pass is needed to look past the last draft token.
         """
-        passes = float(self.costs.verify_seconds(max(1, num_sequences))) / (
-            _ANTICIPATION_COST * self.costs.draft_pass_seconds
+        passes = float(self.costs.verify_seconds(count)) / (
+            _ANTICIPATION_COST * self.costs.draft_pass_seconds(count)
         )
         return max(1, int(min(passes, 1e6)) - 1)
 
@@ -209,26 +231,17 @@ class Pacer:
         costs, count = self.costs, max(1, num_sequences)
         positions = count * (1 + costs.hit_rate * gamma + (1 - costs.hit_rate) * miss)
         plain = float(costs.verify_seconds(count))
-        two_cohorts = expected_speedup(
-            count,
-            gamma,
-            accepted=float(self._reach[:gamma].sum()),
-            half_verify_seconds=float(costs.verify_seconds(count / 2 * (1 + gamma))),
-            plain_seconds=plain,
-            draft_pass_seconds=costs.draft_pass_seconds,
-        )
-        miss_seconds = miss * costs.draft_pass_seconds
+        pass_seconds = costs.draft_pass_seconds(self._num_missing(count))
         return Decision(
             gamma,
             miss,
-            math.inf if miss == gamma else costs.hit_wait + _PATIENCE * miss_seconds,
+            # The drafter looks at its clock between two passes.
+            math.inf if miss == gamma else max(0.0, miss - 0.5) * pass_seconds,
             num_sequences,
             self.acceptance.alpha,
             costs.hit_rate,
             float(costs.verify_seconds(positions)),
             plain,
-            costs.draft_pass_seconds,
-            2 if two_cohorts > _MIN_COHORTS_GAIN * gain else 1,
+            pass_seconds,
             gain,
-            two_cohorts,
         )

@@ -85,37 +85,28 @@ class Scheduler:
         if any(sequence.finish for sequence in self.waiting):
             self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish)
 
-    def select_running(self, drafted: Batch | None = None) -> None:
+    def select_running(self) -> None:
         """Preempt what does not fit, youngest first, then admit what does.
 
-        What must fit are the committed tokens, and the draft tokens of a `drafted` batch that waits
-        for its verification.
+        What must fit are the committed tokens.
         """
-        while self.num_used_pages + self._draft_pages(drafted) > self._num_pages:
+        while self.num_used_pages > self._num_pages:
             self._preempt()
         if self.waiting and len(self.running) < self._max_running:
             self._admit()
 
-    def next_batch(
-        self,
-        gammas: abc.Sequence[int],
-        *,
-        members: abc.Sequence[Sequence] | None = None,
-        drafted: Batch | None = None,
-    ) -> Batch:
+    def next_batch(self, gammas: abc.Sequence[int], *, isolated: Sequence | None = None) -> Batch:
         """Return what fits into a round.
 
         That is a token for each decoding sequence, chunks of prompts, and draft tokens: at most
         `gammas`, one for each running sequence. Half of what decoding leaves is kept for prompts
-        while there are any, and at least a quarter of the budget. Only `members` take part, if
-        given; the draft tokens of a `drafted` batch that waits for its verification keep their
-        pages.
+        while there are any, and at least a quarter of the budget. An `isolated` sequence runs
+        alone.
         """
-        ids = None if members is None else {sequence.seq_id for sequence in members}
         wanted = [
             (sequence, max(0, min(gamma, sequence.max_drafts)))
             for sequence, gamma in zip(self.running, gammas, strict=True)
-            if ids is None or sequence.seq_id in ids
+            if isolated is None or sequence is isolated
         ]
         decoding = [pair for pair in wanted if pair[0].num_pending == 1]
         prompts = distinct_prompts(
@@ -129,7 +120,7 @@ class Scheduler:
         entries = self._decode_entries(
             decoding,
             budget=left - max(kept, min(left // 2, pending)),
-            free=self._num_pages - self.num_used_pages - self._draft_pages(drafted),
+            free=self._num_pages - self.num_used_pages,
         )
         left -= sum(entry.gamma for entry in entries)
         chunks = (encoder_inputs if self._has_encoder else prompt_chunks)(prompts, budget=left)
@@ -151,16 +142,6 @@ class Scheduler:
     def _need(self, sequence: Sequence, more: int = 0) -> int:
         """Return the pages of a sequence with `more` tokens; encoder input has pages of its own."""
         return self._pages(sequence.length + more) + self._pages(len(sequence.encoder_input))
-
-    def _draft_pages(self, drafted: Batch | None) -> int:
-        """Return the pages that the draft tokens of a batch will need beyond the committed ones."""
-        if drafted is None:
-            return 0
-        entries = [entry for entry in drafted.entries if entry.sequence in self.running]
-        return sum(
-            self._pages(entry.sequence.length + entry.gamma) - self._pages(entry.sequence.length)
-            for entry in entries
-        )
 
     def _preempt(self) -> None:
         youngest = self.running.pop()

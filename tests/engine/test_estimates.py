@@ -77,14 +77,11 @@ def test_the_wait_for_prepared_proposals_is_separated_from_the_cost_of_a_pass() 
     costs = CostEstimate(CURVE)
     for number in range(400):
         hit = number % 2 == 0
-        costs.observe_draft(
-            0.0003 if hit else 0.0003 + 4 * 0.0005,
-            passes=0 if hit else 4,
-            hits=int(hit),
-            proposals=1,
-        )
+        if not hit:
+            costs.observe_draft(0.0003 + 4 * 0.0005, passes=4, count=1)
+        costs.observe_hits(int(hit), 1, seconds=0.0003 if hit else None)
     assert costs.hit_wait == pytest.approx(0.0003, rel=0.01)
-    assert costs.draft_pass_seconds == pytest.approx(0.0005, rel=0.05)
+    assert costs.draft_pass_seconds(1) == pytest.approx(0.0005, rel=0.05)
     assert costs.hit_rate == pytest.approx(0.5, abs=0.06)
 
 
@@ -92,6 +89,15 @@ def test_a_clock_that_stands_still_breaks_nothing() -> None:
     costs = CostEstimate(())
     for _ in range(10):
         costs.observe_verify(4, 0.0)
-        costs.observe_draft(0.0, passes=3, hits=0, proposals=2)
+        costs.observe_draft(0.0, passes=3, count=2)
+        costs.observe_hits(0, 2, seconds=None)
     assert float(costs.verify_seconds(8)) > 0
-    assert costs.draft_pass_seconds >= 0
+    assert costs.draft_pass_seconds(2) >= 0
+
+
+def test_a_draft_pass_for_more_sequences_costs_more_as_a_target_pass_does() -> None:
+    costs = CostEstimate(CURVE)
+    for _ in range(4):
+        costs.observe_draft(0.002, passes=2, count=1)
+    assert costs.draft_pass_seconds(1) == pytest.approx(0.001)
+    assert costs.draft_pass_seconds(32) == pytest.approx(0.002)

@@ -112,7 +112,7 @@ def test_rounds_without_drafts_do_not_change_alpha() -> None:
 
 def test_rounds_with_prompts_do_not_change_the_cost_estimate() -> None:
     pacer = Pacer(None, max_gamma=4)
-    before = float(pacer.costs.verify_seconds(1)), pacer.costs.draft_pass_seconds
+    before = float(pacer.costs.verify_seconds(1)), pacer.costs.draft_pass_seconds(1)
     batch = Batch(
         [
             BatchEntry(
@@ -124,4 +124,4 @@ def test_rounds_with_prompts_do_not_change_the_cost_estimate() -> None:
     pacer.observe(
         batch, batch.outcomes([Verdict(1, 1, 6, None)]), draft_seconds=9.0, verify_seconds=9.0
     )
-    assert (float(pacer.costs.verify_seconds(1)), pacer.costs.draft_pass_seconds) == before
+    assert (float(pacer.costs.verify_seconds(1)), pacer.costs.draft_pass_seconds(1)) == before

@@ -100,12 +100,17 @@ class CascadeDrafter:
             self._sequences.pop(seq_id, None)
 
     @torch.inference_mode()
-    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
+    def forecast_outcomes(
+        self, seq_ids: Sequence[int], width: int, undrafted: Sequence[DraftStep] = ()
+    ) -> Sequence[OutcomeForecast]:
         """Return the forecasts of the largest drafter, which takes one pass for all of them."""
         drafted = [
             sequence
             for seq_id in seq_ids
             if (sequence := self._sequences.get(seq_id)) is not None and sequence.draft_probs
+        ]
+        drafted += [
+            self._commit(step) for step in undrafted if self._length(step.seq_id) >= step.start
         ]
         steps = [sequence.missing_step(0, before=sequence.start) for sequence in drafted]
         fit = self._first.which_fit(steps)

@@ -102,17 +102,20 @@ class NeuralDrafter:
             self._states.pop(seq_id, None)
 
     @torch.inference_mode()
-    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
-        """Return forecasts, after one pass that writes all last draft tokens.
+    def forecast_outcomes(
+        self, seq_ids: Sequence[int], width: int, undrafted: Sequence[DraftStep] = ()
+    ) -> Sequence[OutcomeForecast]:
+        """Return forecasts, after one pass that writes all last tokens.
 
-        A sequence that does not fit or has no draft tokens has no forecast.
+        A sequence that does not fit, or has no draft tokens and no step, has no forecast.
         """
+        tasks = self._undrafted_tasks(undrafted)
         states = {
             seq_id: self._states[seq_id]
             for seq_id in seq_ids
             if seq_id in self._states and self._states[seq_id].tokens
         }
-        tasks = [
+        tasks += [
             task
             for seq_id, state in states.items()
             if self._fits(
@@ -217,6 +220,17 @@ class NeuralDrafter:
                 free -= task.max_new_pages(page_size)
                 self._states[step.seq_id] = task.state
                 tasks.append(task)
+        return tasks
+
+    def _undrafted_tasks(self, steps: Sequence[DraftStep]) -> list[DraftTask]:
+        """Return the tasks that prefill the steps and compute what follows them."""
+        if not steps:
+            return []
+        self._make_forks()
+        self.grammar_states.register(steps)
+        steps = [replace(step, gamma=1) for step in steps]
+        tasks = self._fitting_tasks(steps)
+        self._advance_grammars(steps)
         return tasks
 
     def _task(self, step: DraftStep) -> DraftTask | None:

@@ -6,7 +6,7 @@ Knows no target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specserve.drafters.base import OutcomeForecast, never, trim_to_grammar
 from specserve.drafters.ngram.forkable_text import ForkableText, PlainText, TextBuffer
@@ -119,8 +119,15 @@ class NgramDrafter:
         for seq_id in seq_ids:
             self._drop(seq_id)
 
-    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
-        return [self._forecast(seq_id, self._sequences[seq_id], width) for seq_id in seq_ids]
+    def forecast_outcomes(
+        self, seq_ids: Sequence[int], width: int, undrafted: Sequence[DraftStep] = ()
+    ) -> Sequence[OutcomeForecast]:
+        sequences = {seq_id: self._sequences[seq_id] for seq_id in seq_ids} | {
+            step.seq_id: self._commit(replace(step, gamma=0))
+            for step in undrafted
+            if self.num_cached(step.seq_id) >= step.start
+        }
+        return [self._forecast(seq_id, sequence, width) for seq_id, sequence in sequences.items()]
 
     def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
         sequence = self._sequences[seq_id]

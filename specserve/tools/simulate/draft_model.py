@@ -6,7 +6,7 @@ Knows no queue and no messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specserve.drafters.base import OutcomeForecast
 from specserve.tools.simulate.acceptance_model import AcceptanceModel
@@ -68,7 +68,14 @@ class SimulatedDraftModel:
             if sequence is not None:
                 self._free += self._own_pages(sequence)
 
-    def forecast_outcomes(self, seq_ids: Sequence[int], width: int) -> Sequence[OutcomeForecast]:
+    def forecast_outcomes(
+        self, seq_ids: Sequence[int], width: int, undrafted: Sequence[DraftStep] = ()
+    ) -> Sequence[OutcomeForecast]:
+        tasks = [  # by sequence
+            (step.seq_id, task)
+            for step in undrafted
+            if (task := self._start_task(replace(step, gamma=0))) is not None
+        ]
         drafted = [
             (seq_id, sequence)
             for seq_id in seq_ids
@@ -79,9 +86,10 @@ class SimulatedDraftModel:
             for seq_id, sequence in drafted
             if self._extend(sequence, sequence.start + len(sequence.drafts))
         ]
-        if fitting:
-            self._pass(len(fitting), [_Task(sequence, 1, 0) for _, sequence in fitting])
-        return [self._forecast(seq_id, sequence, width) for seq_id, sequence in fitting]
+        tasks += [(seq_id, _Task(sequence, 1, 0)) for seq_id, sequence in fitting]
+        if tasks:
+            self._pass(sum(task.rows for _, task in tasks), [task for _, task in tasks])
+        return [self._forecast(seq_id, task.sequence, width) for seq_id, task in tasks]
 
     def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
         root_id = self._sequences[seq_id].root_id

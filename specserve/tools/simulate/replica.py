@@ -114,7 +114,6 @@ class SimulatedReplica:
             limits=config.limits,
             speculation=config.speculation,
             report=self._round_totals.add,
-            # Two cohorts need two devices.
             remote_workers=drafter is not None and scenario.mode is not Mode.TOGETHER,
         )
 

@@ -444,8 +444,9 @@ def test_recorded_arrivals_are_sorted_by_time(write: WriteFile) -> None:
         arrivals(LoadConfig(kind="recorded", file="log.jsonl"), seed=0, directory=file.parent)
 
 
-def test_the_shipped_example_is_valid_and_its_models_fit_their_memory() -> None:
-    file = Path(__file__).parents[3] / "deploy" / "simulate-70b.yaml"
+@pytest.mark.parametrize("name", ["simulate-70b.yaml", "simulate-70b-8b.yaml"])
+def test_a_shipped_example_is_valid_and_its_models_fit_their_memory(name: str) -> None:
+    file = Path(__file__).parents[3] / "deploy" / name
     made = list(cases(load_study(file), directory=file.parent))
     assert {case.load for case in made} == {"1 client", "8 clients", "32 clients", "128 clients"}
     assert {case.scenario.num_devices for case in made} == {4, 5}
@@ -459,15 +460,15 @@ def test_the_shipped_example_is_valid_and_its_models_fit_their_memory() -> None:
 def test_a_1b_draft_beside_a_70b_target_on_four_gpus_belongs_apart(write: WriteFile) -> None:
     """The devices of the shipped example: a pass of the target takes 18 ms, of the draft 1.2 ms.
 
-    At one stream a fifth GPU hides most drafting, for 1.38 times the tokens. At eight some sequence
-    misses in nearly every round, and the fifth GPU brings 3%: a GPU then gives more together.
+    At one stream a fifth GPU hides most drafting, for 1.40 times the tokens. At eight some sequence
+    misses in nearly every round, and the fifth GPU brings 14%: a GPU then gives more together.
     """
     shipped = (Path(__file__).parents[3] / "deploy" / "simulate-70b.yaml").read_text()
     text = (
         shipped.split("load:")[0]
         + """
 load: {requests: 2, prompt: {tokens: 128}, output: {tokens: 400}}
-sweep: {concurrency: [1, 8], modes: [anticipated, together], gamma: [4, 8]}
+sweep: {concurrency: [1, 8], modes: [anticipated, together]}
 """
     )
     placements = run_study(write(text)).placements
@@ -477,4 +478,4 @@ sweep: {concurrency: [1, 8], modes: [anticipated, together], gamma: [4, 8]}
     assert placements.choice.together == pytest.approx((139, 1109), rel=0.02)
     assert placements.choice.apart == pytest.approx((187, 1364), rel=0.02)
     assert placements.simulated["together"] == pytest.approx((139, 966), rel=0.02)
-    assert placements.simulated["apart"] == pytest.approx((192, 995), rel=0.02)
+    assert placements.simulated["apart"] == pytest.approx((195, 1100), rel=0.02)
