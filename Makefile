@@ -15,7 +15,7 @@ MEASURED := docs/measurements
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-fast test-long test-browser test-gpu format lint check dist test-wheel wheel-times \
-	bench bench-engine bench-serving bench-pipeline bench-placements bench-drafters bench-peers \
+	bench bench-engine bench-serving bench-pipeline bench-placements bench-pacer bench-drafters bench-peers \
 	proofs structured fuzz chaos chaos-network overload survey docs clean
 
 help:  ## List the commands
@@ -81,6 +81,9 @@ bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
 
 bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and together with its target
 	$(BIN)/python -m benchmarks.placements --out $(MEASURED)/placements.md $(ARGS)
+
+bench-pacer: $(VENV)/installed-for-tests  ## Measure the pacer beside fixed gammas
+	$(BIN)/python -m benchmarks.pacer --out $(MEASURED)/pacer.md $(ARGS)
 
 bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
 	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)

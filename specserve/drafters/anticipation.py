@@ -12,6 +12,7 @@ is drafted.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -127,15 +128,17 @@ class Anticipation:
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return one proposal for each step; past the deadline they are shorter.
 
-        Prepared proposals that are shorter than wanted grow only while others are drafted for. A
-        step that would be drafted for past the deadline, or with gamma 0, gets no draft tokens and
-        is prefilled afterwards.
+        Prepared proposals that are shorter than wanted grow only where there is no deadline, or
+        while others are drafted for. A step that would be drafted for past the deadline, or with
+        gamma 0, gets no draft tokens and is prefilled afterwards.
         """
         self._budget.on_message(self._clock())
         self._prefill_postponed()
         ready = {step.seq_id: self._promote_match(step) for step in steps}
         wanted = [step for step in steps if step.gamma]
-        if self._clock() < deadline and not all(ready[step.seq_id] for step in wanted):
+        if deadline == math.inf or (
+            self._clock() < deadline and not all(ready[step.seq_id] for step in wanted)
+        ):
             drafting = wanted
         else:
             drafting = [

@@ -26,6 +26,8 @@ _MIN_CHANGE_GAIN = 1.01  # gain that another decision must promise over the curr
 # Share of prepared proposals below which a sequence without one is always drafted for: until some
 # have come, whether any will is not known.
 _MIN_HIT_RATE = 0.05
+# Times the expected seconds of drafting that a round waits at most, if it waits for all of gamma.
+_PATIENCE = 4.0
 _ANTICIPATION_COST = 1.5  # a pass that prepares several continuations, over a pass for one
 _FIRST_BACKOFF = 64  # rounds without drafts before the first trial
 _MAX_BACKOFF = 1024
@@ -179,11 +181,21 @@ class Pacer:
         return self._decision(num_sequences, gamma, miss, gain)
 
     def _set_prices(self, num_sequences: int, gamma: int, rate: float) -> None:
-        """Set what another row of the target's pass, and another draft pass, cost in tokens."""
+        """Set what another row of the target's pass, and another draft pass, cost in tokens.
+
+        A row costs what it does on the way to gamma, or behind that from gamma on: the curve may
+        have a step there, which is why gamma was chosen.
+        """
         count = max(1, num_sequences)
-        rows = np.array([count, count * (1 + max(1, gamma))])
-        few, many = self.costs.verify_seconds(rows)
-        self._row_price = rate * float(many - few) / (rows[1] - rows[0])
+        depths = np.arange(self._max_gamma + 1, dtype=np.float64)
+        seconds = self.costs.verify_seconds(count * (1 + depths))
+        first, beyond = depths[1:] <= gamma, np.maximum(depths[1:] - gamma, 1)
+        per_row = np.where(
+            first,
+            (seconds[gamma] - seconds[0]) / (count * max(1, gamma)),
+            (seconds[1:] - seconds[gamma]) / (count * beyond),
+        )
+        self._row_price = rate * np.maximum.accumulate(per_row)  # [position]
         self._pass_price = (
             rate
             * (1 - self.costs.hit_rate**count)  # chance that the round waits for the pass
@@ -235,8 +247,7 @@ class Pacer:
         return Decision(
             gamma,
             miss,
-            # The drafter looks at its clock between two passes.
-            math.inf if miss == gamma else max(0.0, miss - 0.5) * pass_seconds,
+            _deadline(gamma, miss, pass_seconds),
             num_sequences,
             self.acceptance.alpha,
             costs.hit_rate,
@@ -245,3 +256,16 @@ class Pacer:
             pass_seconds,
             gain,
         )
+
+
+def _deadline(gamma: int, miss_gamma: int, pass_seconds: float) -> float:
+    """Return the seconds for proposals that were not prepared.
+
+    The drafter looks at its clock between two passes. While drafting does not pay, a trial takes
+    what it takes, and so do requests that ask for a gamma of their own.
+    """
+    if not gamma:
+        return math.inf
+    if miss_gamma == gamma:
+        return _PATIENCE * gamma * pass_seconds
+    return max(0.0, miss_gamma - 0.5) * pass_seconds

@@ -17,6 +17,7 @@ IN_PROCESS = {
     "benchmarks.engine": (),
     "benchmarks.link": (),
     "benchmarks.masks": (),
+    "benchmarks.pacer": ("--texts", "json"),
     "benchmarks.structured": (),
     "tests.chaos.fuzz": (),
     "tests.proofs.distribution": (),
