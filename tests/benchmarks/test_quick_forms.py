@@ -18,6 +18,7 @@ IN_PROCESS = {
     "benchmarks.link": (),
     "benchmarks.masks": (),
     "benchmarks.pacer": ("--texts", "json"),
+    "benchmarks.prompts": (),
     "benchmarks.structured": (),
     "tests.chaos.fuzz": (),
     "tests.proofs.distribution": (),

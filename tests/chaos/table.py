@@ -99,14 +99,14 @@ class Nodes:
 
 
 async def whole(name: str, before: Collection[int] = ()) -> None:
-    """Wait until both engines of an application serve, one of them in a process not in `before`.
+    """Wait until both engines of an application serve, as many new ones as ended since `before`.
 
     Serve may count an engine as running for many seconds after its node is gone. It starts another
-    once it no longer does.
+    once it no longer does. A node may have had no engine.
     """
     while not (
         len(pids := find_pids("coordinator")) >= 2
-        and not set(pids) <= set(before)
+        and len(set(pids) - set(before)) >= len(set(before) - set(pids))
         and await asyncio.to_thread(_has_both, name)
     ):
         await asyncio.sleep(0.1)
