@@ -56,8 +56,7 @@ RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
 # a core takes long to wake up.
 SPIN_S = 0.02
 # Niceness of a drafter on CPUs. It works all the time, whereas the processes that share its cores
-# (coordinator, gateway) have little to do, but must do it at once. One that is restarted loads and
-# warms up beside a target that goes on.
+# (coordinator, gateway) have little to do, but must do it at once.
 NICENESS = 5
 WARM_UP_LENGTHS = (64, 8, 1)
 """Prompt lengths of a drafter's first passes."""
@@ -228,8 +227,6 @@ class DraftWorker:
     def open(self, target: ModelInfo) -> WorkerReady:
         """Load the weights and warm up."""
         draft = self._config.draft
-        if draft.device == "cpu" or not torch.cuda.is_available():
-            os.nice(NICENESS)  # before torch starts its threads, which inherit it
         _set_num_threads(draft.threads, sharers=self._config.target.tensor_parallel + 1)
         grammar_compiler = GrammarCompiler.from_tokenizer(
             self._tokenizer, vocab_size=target.vocab_size, end_ids=target.end_ids
@@ -242,6 +239,8 @@ class DraftWorker:
         )
         _warm_up_alone(self._drafter, target)
         _freeze_objects()
+        if draft.device == "cpu" or not torch.cuda.is_available():
+            os.nice(NICENESS)
         return WorkerReady(
             self._server.address,
             _worker_place(self._site, self._drafter.device),
