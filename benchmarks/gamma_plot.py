@@ -1,16 +1,49 @@
-"""Plot of tokens per second by gamma, as an SVG file: bars, in one group per number of streams."""
+"""A sweep of gammas beside the pacer's choice: in which order, and as a table and an SVG plot."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from statistics import median
 
+CHOICES: dict[str, int | None] = {"0": 0, "2": 2, "4": 4, "8": 8, "auto": None}
+Rates = dict[int, dict[str, list[float]]]
+"""Tokens a second of each turn, by number of streams and gamma."""
 
-def plot(rates: dict[int, dict[str, list[float]]]) -> str:
-    """Return the plot of a sweep, each batch relative to its own plain decoding.
 
-    `rates` has the tokens per second of each turn, by number of streams and then by gamma.
-    """
-    width, height, left, base = 760, 300, 60, 250
+def in_turn(turn: int) -> Iterator[str]:
+    """Yield the choices in an order of their own each turn: the machine changes in its course."""
+    names = list(CHOICES)
+    yield from (names[(turn + position) % len(names)] for position in range(len(names)))
+
+
+def table(rates: Rates) -> Iterator[str]:
+    """Yield a line for each number of streams: medians, and the pacer beside the best gamma."""
+    names = [name for name in CHOICES if name != "auto"]
+    yield (
+        f"| streams | {' | '.join(f'gamma {name}' for name in names)} | auto (spread) "
+        "| auto / best fixed | auto / gamma 0 |"
+    )
+    yield "|---" * (len(names) + 4) + "|"
+    for count, by_gamma in rates.items():
+        medians = {name: median(values) for name, values in by_gamma.items()}
+        best = max(names, key=lambda name: medians[name])
+        auto = by_gamma["auto"]
+        cells = " | ".join(f"{medians[name]:.0f}" for name in names)
+        yield (
+            f"| {count} | {cells} | {medians['auto']:.0f} ({min(auto):.0f} to {max(auto):.0f}) "
+            f"| {_ratio(auto, by_gamma[best]):.3f} (of gamma {best}) "
+            f"| {_ratio(auto, by_gamma['0']):.3f} |"
+        )
+
+
+def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the median of the ratios of each turn."""
+    return median(a / b for a, b in zip(one, other, strict=True))
+
+
+def plot(rates: Rates) -> str:
+    """Return the plot of a sweep, in which each batch is relative to its own plain decoding."""
+    width, height, left, base = max(760, 72 + 172 * len(rates)), 300, 60, 250
     highest = max(
         median(values) / median(by_gamma["0"])
         for by_gamma in rates.values()

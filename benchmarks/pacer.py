@@ -15,7 +15,7 @@ import platform
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -23,7 +23,7 @@ from statistics import median
 from types import ModuleType
 from typing import Any
 
-from benchmarks.gamma_plot import plot
+from benchmarks.gamma_plot import CHOICES, Rates, in_turn, plot, table
 from benchmarks.pipeline import widen_demo_target
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
@@ -33,7 +33,6 @@ from specserve.sampling_params import Sampling
 log = logging.getLogger(__name__)
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
-CHOICES: dict[str, int | None] = {"0": 0, "2": 2, "4": 4, "8": 8, "auto": None}
 TOKENS = 48
 PROMPT = 128
 SCHEMA = {
@@ -48,8 +47,6 @@ SCHEMA = {
 }
 
 Prompt = str | tuple[int, ...]
-Rates = dict[int, dict[str, list[float]]]
-"""Tokens a second of each turn, by number of streams and gamma."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +96,7 @@ def sweep(target: Path, kind: TextKind, *, streams: Sequence[int], turns: int) -
         }
         with LLM(**keys) as llm:
             for turn in range(-1, turns):
-                for position in range(len(CHOICES)):
-                    # The choices change places, since the machine changes in the course of a turn.
-                    name = list(CHOICES)[(turn + position) % len(CHOICES)]
+                for name in in_turn(turn):
                     rate = _rate(llm, batch, kind.sampling, gamma=CHOICES[name])
                     if turn >= 0:
                         rates[count][name].append(rate)
@@ -117,33 +112,6 @@ def _rate(llm: LLM, batch: Sequence[Prompt], sampling: Sampling, *, gamma: int |
     outputs = llm.generate(list(batch), sampling)
     seconds = time.perf_counter() - start
     return sum(len(output.token_ids) for output in outputs) / seconds
-
-
-def table(kind: str, rates: Rates) -> Iterator[str]:
-    """Yield a section of the report."""
-    names = [name for name in CHOICES if name != "auto"]
-    yield from (
-        f"## {kind}",
-        "",
-        f"| streams | {' | '.join(f'gamma {name}' for name in names)} | auto (spread) "
-        "| auto / best fixed | auto / gamma 0 |",
-        "|---" * (len(names) + 4) + "|",
-    )
-    for count, by_gamma in rates.items():
-        medians = {name: median(values) for name, values in by_gamma.items()}
-        best = max(names, key=lambda name: medians[name])
-        auto = by_gamma["auto"]
-        cells = " | ".join(f"{medians[name]:.0f}" for name in names)
-        yield (
-            f"| {count} | {cells} | {medians['auto']:.0f} ({min(auto):.0f} to {max(auto):.0f}) "
-            f"| {_ratio(auto, by_gamma[best]):.3f} (of gamma {best}) "
-            f"| {_ratio(auto, by_gamma['0']):.3f} |"
-        )
-
-
-def _ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the median of the ratios of each turn."""
-    return median(a / b for a, b in zip(one, other, strict=True))
 
 
 def head(turns: int) -> list[str]:
@@ -180,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         target = widen_demo_target(params, Path(scratch) / "wide")
         for number, name in enumerate(options.texts):
             rates = sweep(target, KINDS[name], streams=options.streams, turns=options.turns)
-            lines += ["", *table(name, rates)]
+            lines += ["", f"## {name}", "", *table(rates)]
             if options.plot is not None and number == 0:
                 options.plot.write_text(plot(rates), encoding="utf-8")
             if options.out is not None:  # so that a later failure loses no figures

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from benchmarks.coordinator_overhead import report as overhead_table
-from benchmarks.gamma_plot import plot
+from benchmarks.gamma_plot import CHOICES, Rates, in_turn, plot, table
 from benchmarks.rig import LoopRun, Rig, run_with_uvloop, trace_of
 from benchmarks.simulation_check import check_simulation
 from specserve.cluster.ray_session import local_ray
@@ -265,44 +265,27 @@ async def compare_best_gammas(rigs: RigPair, *, turns: int) -> Iterator[str]:
 
 async def sweep_gammas(
     rigs: RigPair, *, turns: int, batches: Sequence[int] = (1, 4, 16, 32)
-) -> tuple[list[str], dict[int, dict[str, list[float]]]]:
+) -> tuple[list[str], Rates]:
     """Compare the pacer's choice with fixed gammas, in closed loops with anticipation.
 
     A finished stream is replaced by the next. Returns the lines of a table, and the tokens per
     second of each turn by number of streams and gamma.
     """
-    choices: dict[str, int | None] = {"0": 0, "2": 2, "4": 4, "8": 8, "auto": None}
-    rates: dict[int, dict[str, list[float]]] = {}
-    lines = [
-        "| streams | gamma 0 | 2 | 4 | 8 | auto | auto / best fixed | auto / gamma 0 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rates: Rates = {}
     for batch in batches:
         loop = [
             rigs.prompts[i % len(rigs.prompts)] for i in range(batch * (3 if batch < 16 else 2))
         ]
         requests = make_requests(loop, *SAMPLINGS["greedy"], tokens=LOOP_TOKENS)
-        by_gamma = rates[batch] = {name: [] for name in choices}
+        rates[batch] = {name: [] for name in CHOICES}
         for turn in range(-1, turns):
-            for position in range(len(choices)):
-                # The choices change places, since the machine changes in the course of a turn.
-                name = list(choices)[(turn + position) % len(choices)]
+            for name in in_turn(turn):
                 run = await rigs.anticipating.run_closed_loop(
-                    requests, gamma=choices[name], concurrency=batch
+                    requests, gamma=CHOICES[name], concurrency=batch
                 )
                 if turn >= 0:
-                    by_gamma[name].append(run.rate)
-        medians = {name: median(values) for name, values in by_gamma.items()}
-        best = max((name for name in choices if name != "auto"), key=lambda name: medians[name])
-        ratio_to = {
-            name: median(a / b for a, b in zip(by_gamma["auto"], by_gamma[name], strict=True))
-            for name in (best, "0")
-        }
-        cells = " | ".join(f"{medians[name]:.0f}" for name in choices)
-        lines.append(
-            f"| {batch} | {cells} | {ratio_to[best]:.3f} (of gamma {best}) | {ratio_to['0']:.3f} |"
-        )
-    return lines, rates
+                    rates[batch][name].append(run.rate)
+    return list(table(rates)), rates
 
 
 async def switch_off_and_on(rigs: RigPair, *, batch: int = 4, turns: int = 5) -> Iterator[str]:

@@ -60,7 +60,9 @@ wait for neither: only for a server that says that it is healthy.
 EARLY = ("target-early", "coordinator-early")
 STOP_SHARE = 0.2
 KEYS = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
-CPUS = {"head": 4, "node": 8}  # for Ray's scheduler; the machine may have fewer
+# For Ray's scheduler; the machine may have fewer. An engine needs three: with room for two of them
+# on a node, its loss could take both.
+CPUS = {"head": 4, "node": 4}
 
 
 class Nodes:
@@ -102,7 +104,7 @@ async def whole(name: str, before: Collection[int] = ()) -> None:
     """Wait until both engines of an application serve, as many new ones as ended since `before`.
 
     Serve may count an engine as running for many seconds after its node is gone. It starts another
-    once it no longer does. A node may have had no engine.
+    once it no longer does.
     """
     while not (
         len(pids := find_pids("coordinator")) >= 2
