@@ -6,10 +6,9 @@ Knows nothing of load.
 from __future__ import annotations
 
 from specserve.config.tree import SpeculationConfig
+from specserve.engine.verifier_choice import DEFAULT_VERIFIER
 from specserve.errors import BadValue, EmptyPrompt, TooLong, UnknownToken
 from specserve.types import VERIFIERS, ModelInfo, Policy, Request
-
-DEFAULT_VERIFIER = "block"
 
 
 class Admission:
@@ -28,6 +27,7 @@ class Admission:
         self._info = info
         self._vocab_size, self._max_gamma = info.vocab_size, speculation.max_gamma
         self._default_verifier, self._lenience = default_verifier, speculation.lenience
+        self._is_auto = speculation.verifier is None
 
     def check(self, request: Request) -> None:
         """Raise for a request that can never be served."""
@@ -85,6 +85,18 @@ class Admission:
             logprobs=request.logprobs,
             lenience=self._lenience if verifier == "lenient" else 1.0,
             constrained=request.grammar is not None,
+        )
+
+    def is_verifier_open(self, request: Request) -> bool:
+        """Return whether the engine may choose another verifier than the policy's.
+
+        Greedy requests have no use for a choice.
+        """
+        return (
+            self._is_auto
+            and request.speculation.verifier is None
+            and not request.seeded
+            and request.warp.temperature > 0
         )
 
     def _check_constrained(self, request: Request) -> None:

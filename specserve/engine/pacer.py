@@ -82,10 +82,18 @@ class Pacer:
         """Seconds that the next round's proposals may take; later ones are cut short."""
         return math.inf if self._fixed is not None else self.decision.deadline
 
-    def expected_rate(self, num_sequences: int) -> float:
-        """Return the tokens a second of the best choice for so many sequences."""
-        self._reach = np.cumprod(self.acceptance.profile)
-        return float(self._rates(num_sequences).max())
+    def expected_rate(
+        self, num_sequences: int, *, alpha: float | None = None, hit_rate: float | None = None
+    ) -> float:
+        """Return the tokens a second of the best choice for so many sequences.
+
+        `alpha` and `hit_rate` stand in for what all sequences have shown.
+        """
+        ratio = 1.0 if alpha is None else alpha / self.acceptance.alpha
+        chances: Table = np.minimum(ratio * self.acceptance.profile, 0.999)
+        hit = self.costs.hit_rate if hit_rate is None else hit_rate
+        rates = self._rates(num_sequences, chances.cumprod(), hit)
+        return float(rates.max() if self._fixed is None else rates[self._fixed, self._fixed])
 
     def choose(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """Return a gamma for each sequence; 0 is a choice."""
@@ -166,8 +174,7 @@ class Pacer:
 
     def _decide(self, num_sequences: int) -> Decision:
         """Choose the best pair: gamma for prepared proposals, miss_gamma for the others."""
-        self._reach = np.cumprod(self.acceptance.profile)  # [position]
-        rates = self._rates(num_sequences)
+        rates = self._rates(num_sequences, self.acceptance.profile.cumprod(), self.costs.hit_rate)
         rates[0, 0] *= _MIN_DRAFTING_GAIN
         if self._best is None or (
             self._fixed is None and rates.max() > _MIN_CHANGE_GAIN * rates[self._best]
@@ -199,22 +206,18 @@ class Pacer:
         self._pass_price = (
             rate
             * (1 - self.costs.hit_rate**count)  # chance that the round waits for the pass
-            * self.costs.draft_pass_seconds(self._num_missing(count))
+            * self.costs.draft_pass_seconds(_num_missing(count, self.costs.hit_rate))
         )
 
-    def _num_missing(self, count: int) -> int:
-        """Return the expected number of sequences whose proposals were not prepared."""
-        return max(1, round(count * (1 - self.costs.hit_rate)))
-
-    def _rates(self, num_sequences: int) -> Table:  # [gamma, miss_gamma]
-        """Return the expected tokens a second of each pair.
+    def _rates(self, num_sequences: int, reach: Table, hit: float) -> Table:  # [gamma, miss_gamma]
+        """Return the expected tokens a second of each pair, with `reach` [position].
 
         A miss is drafted for while the whole batch waits, or goes without draft tokens if its gamma
         is 0. Prepared proposals that are shorter than wanted grow in the same passes.
         """
-        hit, count = self.costs.hit_rate, max(1, num_sequences)
+        count = max(1, num_sequences)
         gamma = np.arange(self._max_gamma + 1)
-        accepted = np.append(0.0, np.cumsum(self._reach))
+        accepted = np.append(0.0, np.cumsum(reach))
         miss, wanted = np.meshgrid(gamma, gamma)
         ready = np.minimum(wanted, self._hidden_depth(count))
         grown = np.minimum(wanted, ready + miss)
@@ -224,7 +227,7 @@ class Pacer:
         rows = 1 + (1 - hit) * miss + hit * (alone * ready + (1 - alone) * grown)
         waiting = self.costs.hit_wait * (wanted > 0) + (
             1 - hit**count
-        ) * miss * self.costs.draft_pass_seconds(self._num_missing(count))
+        ) * miss * self.costs.draft_pass_seconds(_num_missing(count, hit))
         rates: Table = count * tokens / (self.costs.verify_seconds(count * rows) + waiting)
         can_skip = (miss > 0) | (wanted == 0) | (hit > _MIN_HIT_RATE)
         return np.where((miss <= wanted) & can_skip, rates, 0.0)
@@ -243,7 +246,7 @@ class Pacer:
         costs, count = self.costs, max(1, num_sequences)
         positions = count * (1 + costs.hit_rate * gamma + (1 - costs.hit_rate) * miss)
         plain = float(costs.verify_seconds(count))
-        pass_seconds = costs.draft_pass_seconds(self._num_missing(count))
+        pass_seconds = costs.draft_pass_seconds(_num_missing(count, costs.hit_rate))
         return Decision(
             gamma,
             miss,
@@ -256,6 +259,11 @@ class Pacer:
             pass_seconds,
             gain,
         )
+
+
+def _num_missing(count: int, hit_rate: float) -> int:
+    """Return the expected number of sequences whose proposals were not prepared."""
+    return max(1, round(count * (1 - hit_rate)))
 
 
 def _deadline(gamma: int, miss_gamma: int, pass_seconds: float) -> float:

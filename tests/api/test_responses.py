@@ -11,7 +11,9 @@ from typing import Any
 import openai
 import pytest
 
+from specserve.api.responses import _speculation_json
 from specserve.errors import Overloaded
+from specserve.types import Stats
 from tests.support.http_server import (
     CONTEXT,
     TEXT,
@@ -68,6 +70,15 @@ def test_a_completion_has_text_usage_and_what_speculation_did(client: openai.Ope
         "anticipated",
         "resumed",
     ]
+
+
+def test_the_statistics_name_the_verifier_of_every_continuation() -> None:
+    of_two = [
+        Stats(verifier, True, rounds=2, drafted=8, accepted=3, target_passes=3)
+        for verifier in ("coupled", "block")
+    ]
+    assert _speculation_json(of_two)["verifier"] == "block, coupled"
+    assert _speculation_json(of_two[:1])["verifier"] == "coupled"
 
 
 def test_a_chat_answers_as_the_assistant(client: openai.OpenAI) -> None:
