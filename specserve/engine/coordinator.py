@@ -78,6 +78,7 @@ class Coordinator:
             max_queued=limits.max_queued,
             budget=TokenBudget.from_curve(limits.max_batch_tokens, info.curve),
             max_gamma=0 if drafter is None else max_gamma,
+            drafts_prompts=remote_workers,
         )
         self.pacer = Pacer(gamma, max_gamma=max_gamma, curve=info.curve)
         self._verifier_choice = VerifierChoice()

@@ -31,6 +31,7 @@ class Scheduler:
         max_queued: int,
         budget: TokenBudget,
         max_gamma: int,
+        drafts_prompts: bool = True,  # the drafter reads them while the target does
     ) -> None:
         self.running: list[Sequence] = []  # in order of arrival
         self.waiting: deque[Sequence] = deque()  # in order of arrival; new ones and preempted ones
@@ -45,6 +46,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_queued = max_queued
         self._budget = budget
+        self._drafts_prompts = drafts_prompts
         self._last_turn = -1  # id of the sequence that decoded last while they took turns
         self._headroom = max_gamma + 1  # tokens that a sequence may grow by in a round
 
@@ -125,6 +127,9 @@ class Scheduler:
         left -= sum(entry.gamma for entry in entries)
         chunks = (encoder_inputs if self._has_encoder else prompt_chunks)(prompts, budget=left)
         self._claim_pages(chunks)
+        if not self._drafts_prompts:  # the first token would wait for both
+            for entry in chunks:
+                entry.draft_stop = None
         num_prompt_tokens = sum(
             entry.stop - entry.sequence.target_cached + len(entry.sequence.encoder_input)
             for entry in chunks

@@ -25,6 +25,7 @@ def scheduler(
     max_gamma: int = 4,
     budget: TokenBudget | None = None,
     prefix_caching: bool = False,
+    drafts_prompts: bool = True,
 ) -> Scheduler:
     info = model_info(num_pages=num_pages, page_size=page_size, prefix_caching=prefix_caching)
     return Scheduler(
@@ -33,6 +34,7 @@ def scheduler(
         max_queued=max_queued,
         budget=budget or TokenBudget(max_batch_tokens),
         max_gamma=max_gamma,
+        drafts_prompts=drafts_prompts,
     )
 
 
@@ -336,6 +338,17 @@ def test_the_drafter_prefills_the_prompt_along_with_the_target() -> None:
     queue(schedule, 40)
     batch = plan(schedule, gamma=4)
     assert [(entry.stop, entry.draft_stop, entry.gamma) for entry in batch.entries] == [(16, 16, 0)]
+
+
+def test_a_drafter_in_the_target_s_process_reads_a_prompt_after_its_first_token() -> None:
+    schedule = scheduler(max_batch_tokens=64, drafts_prompts=False)
+    (sequence,) = queue(schedule, 40)
+    first = plan(schedule, gamma=4)
+    assert [(entry.stop, entry.draft_stop) for entry in first.entries] == [(40, None)]
+    play(first)
+    (entry,) = plan(schedule, gamma=4).entries
+    assert entry.draft_stop == sequence.length == 41
+    assert entry.gamma == 4
 
 
 @pytest.mark.parametrize(("gamma", "draft_limit"), [(0, 10_000), (4, 40), (4, 0)])
