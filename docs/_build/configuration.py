@@ -129,7 +129,8 @@ MEANINGS: Mapping[str, str] = {
     f"{STAGE}.support": "The default is the draft's.",
     f"{STAGE}.learn": "As `draft.learn`.",
     "speculation.verifier": "How draft tokens are verified ([exactness](../design/exactness.md)). "
-    "`auto` is `block`, and `coupled` for requests with a seed.",
+    "`auto` is `coupled` for requests with a seed, and for others `block` or `coupled`, whichever "
+    "gives more tokens a second.",
     "speculation.gamma": "Draft tokens a round. `auto` lets the pacer choose; 0 is plain decoding.",
     "speculation.max_gamma": "Largest gamma that the pacer or a request may choose.",
     "speculation.anticipation.enabled": "Whether the draft prepares proposals while the target "
@@ -147,6 +148,9 @@ MEANINGS: Mapping[str, str] = {
     "([operating](../guides/operating.md#shared-weights)). `auto` is yes in servers, no in `LLM`.",
     "weights.directory": "Private directory for their files; they then stay until removed. The "
     "default is in `/dev/shm`, which is memory.",
+    "weights.kernel": "Linear layers on CPUs: `compiled` for the processor, which needs AVX-512 "
+    "with bf16 and `specserve[cpu]`, or oneDNN's. `auto` is `compiled` where it runs, unless the "
+    "processor has AMX.",
     "limits.max_context": "Prompt and continuation together. The default is the model's own.",
     "limits.max_running": "Sequences in a round, per engine.",
     "limits.max_queued": "Requests that wait beyond those, per engine; more get 429.",

@@ -5,6 +5,8 @@ Importing this module imports all that a worker needs.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import pickle
 from multiprocessing.connection import Connection
@@ -15,6 +17,9 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from specserve.checkpoint_files import find_checkpoints
 from specserve.cluster.workers import DraftWorker, TargetWorker
 from specserve.errors import ModelError, SpecserveError
+
+with contextlib.suppress(ImportError):  # llvmlite is an extra
+    importlib.import_module("specserve.models.product_code")
 
 log = logging.getLogger(__name__)
 

@@ -41,6 +41,7 @@ from specserve.types import VERIFIERS
 
 DEMO = Path(__file__).parents[1] / "demo"
 ATTENTION = ("auto", "invariant", "sdpa", "flash")
+LINEAR_KERNELS = ("auto", "onednn", "compiled")
 DRAFT_KINDS = (
     "neural",
     "max_gram",
@@ -165,12 +166,14 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class WeightsConfig:
-    """Weights on CPUs in memory that all processes of a node share."""
+    """Weights on CPUs, in memory that all processes of a node share."""
 
     # None: in servers, but not in LLM and generate
     shared: bool | None = setting(None, none_as("auto", boolean()))
     # of their files; None: in memory. In one that is named, files stay until they are removed
     directory: str | None = setting(None, text())
+    # of linear layers; compiled is made for the processor, if it has AVX-512 with bf16
+    kernel: str = setting("auto", choice(*LINEAR_KERNELS))
 
 
 @dataclass(frozen=True, slots=True)

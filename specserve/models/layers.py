@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specserve.models.linear_kernels import LinearKernel, linear_kernel
+from specserve.models.mapped_file import tensor_address
 from specserve.models.memory import use_huge_pages
-from specserve.models.shape_buckets import bucket_size
-
-LONG_INNER = 1024
-"""Inner size from about which oneDNN sums a single row in another order."""
 
 
 class LinearWeights(Protocol):
     """The memory of linear layers' weights, which they ask for in the order of construction."""
 
+    @property
+    def kernel(self) -> LinearKernel: ...
+
     def pack(self, weight: Tensor) -> Tensor:
-        """Return a weight [out, in] in the processor's own layout."""
+        """Return a weight [out, in] as the kernel reads it."""
         ...
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -38,9 +39,16 @@ class LinearWeights(Protocol):
 class PrivateWeights:
     """Weights in this process's own memory."""
 
+    def __init__(self, kernel: str = "auto") -> None:
+        self._kernel = kernel
+
+    @property
+    def kernel(self) -> LinearKernel:
+        return linear_kernel(self._kernel)
+
     def pack(self, weight: Tensor) -> Tensor:
-        packed: Tensor = pack_weight(weight)
-        use_huge_pages(torch.ops.mkldnn.data_ptr(packed), weight.numel() * weight.element_size())
+        packed = self.kernel.pack(weight.detach())
+        use_huge_pages(tensor_address(packed), weight.numel() * weight.element_size())
         return packed
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -62,11 +70,6 @@ def linear_weights(weights: LinearWeights) -> Iterator[None]:
         _linear_weights.reset(token)
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 16)
-    return packed
-
-
 def can_pack(weight: Tensor) -> bool:
     """Return whether a weight is packed; one on the meta device stands for one on the CPU."""
     return (
@@ -86,36 +89,18 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         weights = _linear_weights.get()
+        self.kernel = weights.kernel
         self.weight = weights.pack(weight)
         self.bias = None if bias is None else weights.keep(bias)
-        self.pads_single_row = self.in_features >= LONG_INNER
-        self._product = torch.ops.mkldnn._linear_pointwise
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        num_padding = self._num_padding(len(rows))
-        out: Tensor = self._product.default(
-            _pad(rows, num_padding), self.weight, self.bias, "none", [], ""
-        )
-        if num_padding:
-            out = out[: len(rows)]
+        out = self.kernel.product(rows, self.weight, self.out_features, self.bias, None)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return residual + x W^T + b of rows [n, in], in one operation."""
-        num_padding = self._num_padding(len(x))
-        out: Tensor = self._product.binary(
-            _pad(x, num_padding), _pad(residual, num_padding), self.weight, self.bias, "add"
-        )
-        return out[: len(x)] if num_padding else out
-
-    def _num_padding(self, rows: int) -> int:
-        """Return how many rows of zeros are added."""
-        return 1 if self.pads_single_row and rows == 1 else bucket_size(rows) - rows
-
-
-def _pad(rows: Tensor, num_padding: int) -> Tensor:
-    return F.pad(rows, (0, 0, 0, num_padding)) if num_padding else rows
+        return self.kernel.product(x, self.weight, self.out_features, self.bias, residual)
 
 
 class PlainLinear(nn.Module):
@@ -135,6 +120,32 @@ class PlainLinear(nn.Module):
         return residual + F.linear(x, self.weight, self.bias)
 
 
+class PackedGate(nn.Module):
+    """The product silu(x G^T) * (x U^T) of a gated MLP, with packed weights."""
+
+    def __init__(self, gate: Tensor, up: Tensor) -> None:
+        super().__init__()
+        self.out_features = len(gate)
+        weights = _linear_weights.get()
+        self.kernel = weights.kernel
+        self.weight = weights.pack(self.kernel.interleave(gate, up))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel.gated_product(x, self.weight, self.out_features)
+
+
+class PlainGate(nn.Module):
+    """The interface of `PackedGate` where packing does not apply, or where there is a bias."""
+
+    def __init__(self, both: PackedLinear | PlainLinear) -> None:
+        super().__init__()
+        self.both = both
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both.forward(x).chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PlainLinear:
     return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
 
@@ -150,6 +161,16 @@ def join_linears(parent: Any, *names: str) -> PackedLinear | PlainLinear:
     for name in names:
         setattr(parent, name, None)
     return make_linear(weight, bias)
+
+
+def take_gate(parent: Any, gate: str, up: str) -> PackedGate | PlainGate:
+    """Return what joins the two first linear layers of a gated MLP, which are dropped."""
+    parts = [getattr(parent, name) for name in (gate, up)]
+    if parts[0].bias is not None or not can_pack(parts[0].weight):
+        return PlainGate(join_linears(parent, gate, up))
+    for name in (gate, up):
+        setattr(parent, name, None)
+    return PackedGate(*(part.weight.detach() for part in parts))
 
 
 def take_linear(parent: Any, name: str) -> PackedLinear | PlainLinear:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from specserve.models.attention import AttentionVariant, Kernel, attend
 from specserve.models.cache import PagedCache
@@ -20,6 +19,7 @@ from specserve.models.layers import (
     RMSNorm,
     join_linears,
     pack_linears,
+    take_gate,
     take_linear,
 )
 from specserve.models.layout import Layout
@@ -97,7 +97,7 @@ class FusedNetwork:
 
 
 class FusedLayer:
-    """One decoder layer: q, k and v in one product, gate and up in another."""
+    """One decoder layer: q, k and v in one product, both halves of the gated MLP in another."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class FusedLayer:
         self.variant = AttentionVariant(scaling=heads.dim**-0.5, window=window)
         self.qkv = join_linears(attention, "q_proj", "k_proj", "v_proj")
         self.out = take_linear(attention, "o_proj")
-        self.gate_up = join_linears(mlp, "gate_proj", "up_proj")
+        self.gate = take_gate(mlp, "gate_proj", "up_proj")
         self.down = take_linear(mlp, "down_proj")
         eps = layer.input_layernorm.variance_epsilon
         self.norm_in, self.norm_mlp = (
@@ -131,8 +131,7 @@ class FusedLayer:
     ) -> Tensor:
         attended = self._attention(self.norm_in(x), cos, sin, layout, keys, values)
         x = self._add_to_residual(self.out, attended, x)
-        gate, up = self.gate_up.forward(self.norm_mlp(x)).chunk(2, dim=-1)
-        return self._add_to_residual(self.down, F.silu(gate).mul_(up), x)
+        return self._add_to_residual(self.down, self.gate.forward(self.norm_mlp(x)), x)
 
     def _attention(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, keys: Tensor, values: Tensor

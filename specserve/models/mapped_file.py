@@ -61,12 +61,17 @@ def packed_layout(packed: Tensor) -> bytes:
 
 def tensor_bytes(tensor: Tensor) -> Any:
     """Return the memory of a contiguous or packed tensor on the CPU, as a buffer."""
+    strided = tensor.layout == torch.strided
+    num_bytes = tensor.nbytes if strided else torch.ops.mkldnn._nbytes(tensor)
+    return (ctypes.c_uint8 * num_bytes).from_address(tensor_address(tensor))
+
+
+def tensor_address(tensor: Tensor) -> int:
+    """Return where the memory of a contiguous or packed tensor on the CPU begins."""
     if tensor.layout == torch.strided:
-        address, num_bytes = tensor.data_ptr(), tensor.nbytes
-    else:
-        address = torch.ops.mkldnn.data_ptr(tensor)
-        num_bytes = torch.ops.mkldnn._nbytes(tensor)
-    return (ctypes.c_uint8 * num_bytes).from_address(address)
+        return tensor.data_ptr()
+    address: int = torch.ops.mkldnn.data_ptr(tensor)
+    return address
 
 
 def can_map() -> bool:

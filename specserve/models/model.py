@@ -31,7 +31,8 @@ from specserve.models.checkpoints.load import (
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
-from specserve.models.layers import PRIVATE_WEIGHTS, linear_weights
+from specserve.models.layers import PrivateWeights, linear_weights
+from specserve.models.linear_kernels import linear_kernel
 from specserve.models.memory import free_memory, keep_freed_memory, num_pages_for, require_room
 from specserve.models.network import ShareableNetwork, build_network, library_attention
 from specserve.models.runner import Runner
@@ -63,6 +64,7 @@ class ModelOptions:
     max_sequences: int = 64  # no more pages than that many full contexts
     shares_weights: bool = False  # with other processes of the node, on CPUs
     weights_directory: Path | None = None  # None: in memory
+    kernel: str = "auto"  # of linear layers on CPUs
 
     @classmethod
     def from_config(cls, own: TargetConfig | DraftConfig, config: Config) -> ModelOptions:
@@ -81,6 +83,7 @@ class ModelOptions:
             weights_directory=None
             if config.weights.directory is None
             else Path(config.weights.directory),
+            kernel=config.weights.kernel,
         )
 
 
@@ -154,6 +157,7 @@ def open_model(
             options.weights_directory,
             dtype=dtype,
             ranks=ranks,
+            kernel=linear_kernel(options.kernel),
             part=(None if shard is None else (shard.rank, shard.size, shard.gathers), tuple(skip)),
             load=load,
             build=lambda loaded: build(loaded, make_cache(loaded.spec, 1)),
@@ -170,7 +174,7 @@ def open_model(
             options, spec, shard, context=context, page_size=page_size, dtype=dtype, device=device
         ),
     )
-    with torch.inference_mode(), linear_weights(packed or PRIVATE_WEIGHTS):
+    with torch.inference_mode(), linear_weights(packed or PrivateWeights(options.kernel)):
         net = build(loaded, cache)
     if packed is not None:
         packed.check_finished()

@@ -10,7 +10,7 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +21,7 @@ from specserve.models.checkpoints.packed import PackedCheckpoint, PackedWriter
 from specserve.models.checkpoints.store import UnsafeDirectory, WeightStore
 from specserve.models.checkpoints.weights import num_stored_parameters, weight_files
 from specserve.models.layers import linear_weights
+from specserve.models.linear_kernels import LinearKernel
 from specserve.models.mapped_file import can_map
 from specserve.models.memory import free_memory, release_freed_memory
 
@@ -36,6 +37,7 @@ def open_shared_weights(
     *,
     dtype: torch.dtype,
     ranks: int,
+    kernel: LinearKernel,
     part: object,
     load: Callable[[], LoadedModel],
     build: Callable[[LoadedModel], object],
@@ -47,7 +49,7 @@ def open_shared_weights(
     """
 
     def write(file: BinaryIO) -> None:
-        writer = PackedWriter(file)
+        writer = PackedWriter(file, kernel)
         loaded = load()
         with torch.inference_mode(), linear_weights(writer):
             build(loaded)
@@ -58,10 +60,10 @@ def open_shared_weights(
         if not can_map():
             raise OSError("this system or this build of torch cannot map them")
         store = WeightStore(directory)
-        key = weights_key(checkpoint, dtype, part)
+        key = weights_key(checkpoint, dtype, (kernel.name, part))
         if not store.has(key):
             _require_room(store, num_stored_parameters(checkpoint) * dtype.itemsize // ranks)
-        return store.get(key, PackedCheckpoint, write)
+        return store.get(key, partial(PackedCheckpoint, kernel=kernel), write)
     except (OSError, UnsafeDirectory) as error:
         log.warning("weights are not shared with other processes: %s", error)
         return None

@@ -51,7 +51,7 @@ CONTRACT = {
     },
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
-    "weights": {"shared", "directory"},  # beyond the first contract
+    "weights": {"shared", "directory", "kernel"},  # beyond the first contract
     "limits": {
         "max_context",
         "max_running",

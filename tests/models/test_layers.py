@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from specserve.models.layers import PackedLinear, PlainLinear, make_linear, pack_linears
+from specserve.models.layers import (
+    PackedGate,
+    PackedLinear,
+    PlainGate,
+    PlainLinear,
+    PrivateWeights,
+    linear_weights,
+    make_linear,
+    pack_linears,
+    take_gate,
+)
+from specserve.models.linear_kernels import missing_for_compiled
 
 ROWS = 64
+KERNELS = ["onednn"] + ["compiled"] * (missing_for_compiled() is None)
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Build layers for each kernel that runs here."""
+    with linear_weights(PrivateWeights(request.param)):
+        yield request.param
 
 
 def cancelling_products(
@@ -42,6 +63,7 @@ def num_differing(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("outer", [32, 289, 512])
 @pytest.mark.parametrize("inner", [64, 96, 128, 256, 320, 512, 640, 1024, 1536, 2048, 4096, 8192])
 def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(inner: int, outer: int) -> None:
@@ -57,6 +79,7 @@ def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(inner: int, outer: int
     assert num_differing(layer(x.repeat(8, 1)), alone.repeat(8, 1)) == 0
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("inner", [64, 1024, 8192])
 def test_these_products_would_show_another_order_of_summing(inner: int) -> None:
     x, weight = cancelling_products(ROWS, inner, 128)
@@ -67,6 +90,7 @@ def test_these_products_would_show_another_order_of_summing(inner: int) -> None:
     )
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("inner", [64, 1024, 4096])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,6 +127,7 @@ class Nested(nn.Module):
         return out
 
 
+@pytest.mark.usefixtures("kernel")
 def test_packing_a_model_replaces_all_its_linear_layers_and_keeps_what_it_computes() -> None:
     torch.manual_seed(0)
     model, ids = Nested().bfloat16().requires_grad_(False), torch.arange(16)
@@ -112,6 +137,51 @@ def test_packing_a_model_replaces_all_its_linear_layers_and_keeps_what_it_comput
     assert isinstance(model.inner[0], PackedLinear)
     assert isinstance(model.embedding, nn.Embedding)
     torch.testing.assert_close(model(ids), before, atol=1e-3, rtol=2e-2)
+
+
+class Mlp(nn.Module):
+    """The two first linear layers of a gated MLP."""
+
+    def __init__(self, inner: int, outer: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(inner, outer, bias=bias) for _ in range(2))
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(("inner", "outer"), [(64, 48), (256, 640), (1024, 90)])
+def test_a_gate_computes_what_single_operations_do(inner: int, outer: int) -> None:
+    torch.manual_seed(0)
+    mlp, x = Mlp(inner, outer).bfloat16().requires_grad_(False), torch.randn(ROWS, inner).bfloat16()
+    gate, up = F.linear(x, mlp.gate_proj.weight), F.linear(x, mlp.up_proj.weight)
+    expected = F.silu(gate) * up
+    layer = take_gate(mlp, "gate_proj", "up_proj")
+    assert isinstance(layer, PackedGate)
+    assert mlp.gate_proj is None
+    torch.testing.assert_close(layer(x), expected, atol=4e-3, rtol=2e-2)
+    assert (layer(x) == expected).float().mean() > 0.97
+    for rows in (1, 2, 13, 30):
+        assert num_differing(layer(x[:rows]), layer(x)[:rows]) == 0
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_gate_is_right_where_its_exponential_ends() -> None:
+    mlp = Mlp(2, 1).bfloat16().requires_grad_(False)
+    mlp.gate_proj.weight.copy_(torch.tensor([[1.0, 0.0]]))
+    mlp.up_proj.weight.copy_(torch.tensor([[0.0, 1.0]]))
+    values = [-3e38, -1e5, -100, -88, -87, -20, -0.0, 1e-3, 20, 88, 100, 1e5, 3e38]
+    x = torch.tensor([[value, 1.0] for value in values]).bfloat16()
+    expected = F.silu(x[:, :1])
+    layer = take_gate(mlp, "gate_proj", "up_proj")
+    torch.testing.assert_close(layer(x), expected, atol=1e-35, rtol=1e-2)
+
+
+def test_a_gate_with_a_bias_stays_as_it_is() -> None:
+    mlp = Mlp(64, 32, bias=True).bfloat16().requires_grad_(False)
+    x = torch.randn(3, 64).bfloat16()
+    expected = F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    layer = take_gate(mlp, "gate_proj", "up_proj")
+    assert isinstance(layer, PlainGate)
+    torch.testing.assert_close(layer(x), expected, atol=4e-3, rtol=2e-2)
 
 
 def test_packing_leaves_a_model_in_fp32_alone() -> None:

@@ -21,7 +21,8 @@ from specserve.models.shape_buckets import BATCH_PIECES, QUERY_PIECES, bucket_si
 PROGRAM = """
 import random
 from specserve import LLM, Sampling
-llm, rng = LLM(**{"target.dtype": "bfloat16", "cache.pages": 256}), random.Random(1)
+keys = {"target.dtype": "bfloat16", "cache.pages": 256, "weights.kernel": "onednn"}
+llm, rng = LLM(**keys), random.Random(1)
 for lengths in ([[n] for n in range(17, 57)] + [[4, 5, n] for n in range(17, 57)]):
     prompts = [[rng.randrange(3, 4000) for _ in range(n)] for n in lengths]
     llm.generate(prompts, [Sampling(max_tokens=1 + n % 3, temperature=0) for n in lengths])

@@ -111,6 +111,13 @@ def test_a_machine_that_will_be_slow_is_warned_of(monkeypatch: pytest.MonkeyPatc
     assert only(machine.open_files(-1, -1), Grade.OK).found == "no limit for each process"
 
 
+def test_linear_layers_say_what_would_make_them_faster() -> None:
+    assert only(machine.linear_layers(None), Grade.OK).found == "compiled for this processor"
+    missing = "llvmlite (pip install 'specserve[cpu]')"
+    assert "specserve[cpu]" in only(machine.linear_layers(missing), Grade.WARN).remedy
+    assert "AMX" in only(machine.linear_layers("a processor without AMX"), Grade.OK).found
+
+
 def test_a_full_disk_is_warned_of_even_where_the_folder_is_not_made_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

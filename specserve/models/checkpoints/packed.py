@@ -13,7 +13,7 @@ import os
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from specserve.models.checkpoints.fill import set_tensor
 from specserve.models.checkpoints.store import DamagedWeights
-from specserve.models.layers import pack_weight
+from specserve.models.linear_kernels import LinearKernel
 from specserve.models.mapped_file import MappedFile, packed_layout, tensor_bytes
 
 MAGIC = b"specserve packed"
@@ -37,11 +37,14 @@ class StoredTensor:
     num_bytes: int
     shape: tuple[int, ...]
     dtype: str
-    layout: str | None = None  # of a packed tensor, in base64
+    layout: str | None = None  # oneDNN's, of a packed tensor, in base64
+    stored_shape: tuple[int, ...] | None = None  # of a packed tensor without such a layout
 
     @classmethod
     def from_json(cls, fields: Any) -> StoredTensor:
-        return cls(**{**fields, "shape": tuple(fields["shape"])})
+        shape, stored = fields["shape"], fields["stored_shape"]
+        stored_shape = None if stored is None else tuple(stored)
+        return cls(**{**fields, "shape": tuple(shape), "stored_shape": stored_shape})
 
 
 class PackedWriter:
@@ -50,16 +53,21 @@ class PackedWriter:
     Layers get tensors on the meta device, so that memory does not hold the weights twice.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, kernel: LinearKernel) -> None:
+        self.kernel = kernel
         self._file, self._end = file, PREAMBLE.size
         self._linears: list[StoredTensor] = []
         self._state: dict[str, StoredTensor] = {}
         self._plain: dict[bytes, StoredTensor] = {}  # by hash: tied tensors are written once
 
     def pack(self, weight: Tensor) -> Tensor:
-        packed = pack_weight(weight)
-        layout = b64encode(packed_layout(packed)).decode()
-        self._linears.append(self._write(packed, tuple(weight.shape), layout))
+        packed, shape = self.kernel.pack(weight.detach()), tuple(weight.shape)
+        if packed.layout == torch.strided:
+            stored = replace(self._write(packed, shape), stored_shape=tuple(packed.shape))
+        else:
+            layout = b64encode(packed_layout(packed)).decode()
+            stored = replace(self._write(packed, shape), layout=layout)
+        self._linears.append(stored)
         return torch.empty_like(weight, device="meta")
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -91,22 +99,21 @@ class PackedWriter:
             self._plain[key] = self._write(tensor, shape)
         return self._plain[key]
 
-    def _write(self, tensor: Tensor, shape: tuple[int, ...], layout: str | None = None) -> Any:
+    def _write(self, tensor: Tensor, shape: tuple[int, ...]) -> StoredTensor:
         data = tensor_bytes(tensor)
         offset = -(-self._end // ALIGNMENT) * ALIGNMENT
         self._file.seek(offset)
         self._file.write(data)
         self._end = offset + len(data)
-        return StoredTensor(
-            offset, len(data), shape, str(tensor.dtype).removeprefix("torch."), layout
-        )
+        return StoredTensor(offset, len(data), shape, str(tensor.dtype).removeprefix("torch."))
 
 
 class PackedCheckpoint:
     """A file of packed weights, mapped. A network is built over it once."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, kernel: LinearKernel) -> None:
         """Take over `fd`. Raises DamagedWeights."""
+        self.kernel = kernel
         index = _read_index(fd)
         self._linears: Iterator[StoredTensor] = iter(
             [StoredTensor.from_json(stored) for stored in index["linears"]]
@@ -141,7 +148,7 @@ class PackedCheckpoint:
     def _tensor(self, stored: StoredTensor) -> Tensor:
         dtype: torch.dtype = getattr(torch, stored.dtype)
         if stored.layout is None:
-            return self._mapped.tensor(stored.offset, stored.shape, dtype)
+            return self._mapped.tensor(stored.offset, stored.stored_shape or stored.shape, dtype)
         layout = b64decode(stored.layout)
         return self._mapped.packed_tensor(stored.offset, stored.shape, dtype, layout)
 

@@ -17,6 +17,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 import specserve
 from specserve.config.tree import DEMO
+from specserve.models.linear_kernels import missing_for_compiled
 from specserve.models.memory import free_memory
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
 
@@ -98,6 +99,17 @@ def processor(flags: frozenset[str], *, bf16: bool, threads: int) -> Iterator[Fi
             "of speculation"
         )
         yield warn("torch", f"{found}; bfloat16 is not fast here", remedy)
+
+
+def linear_layers(missing: str | None) -> Iterator[Finding]:
+    """Say in what linear layers on CPUs run; `missing` is what the compiled kernel lacks."""
+    if missing is None:
+        yield ok("linear layers", "compiled for this processor")
+    elif "llvmlite" in missing:
+        remedy = "pip install 'specserve[cpu]': passes of few tokens get some 20% faster"
+        yield warn("linear layers", "oneDNN, as llvmlite is not installed", remedy)
+    else:
+        yield ok("linear layers", f"oneDNN; compiled ones need {missing}")
 
 
 def flags(file: Path = CPU_INFO) -> frozenset[str]:
@@ -206,6 +218,7 @@ def system() -> Iterator[Finding]:
         bf16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
         threads=torch.get_num_threads(),
     )
+    yield from linear_layers(missing_for_compiled())
     yield from cuda()
     yield from memory()
     yield from shared(shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None)

@@ -1,0 +1,152 @@
+"""Kernels of linear layers: which one is taken, and products that do not fit its blocks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor
+
+from specserve.errors import ConfigError
+from specserve.models import linear_kernels
+from specserve.models.linear_kernels import (
+    CompiledKernel,
+    OneDnnKernel,
+    linear_kernel,
+    missing_for_compiled,
+)
+
+needs_compiled = pytest.mark.skipif(
+    missing_for_compiled() is not None, reason=f"it needs {missing_for_compiled()}"
+)
+SHAPES = [(1, 32, 2), (14, 33, 64), (15, 31, 65), (505, 48, 34), (29, 96, 4098), (3, 4096, 256)]
+
+
+@pytest.fixture(autouse=True)
+def clear_cache() -> None:
+    linear_kernels.missing_for_compiled.cache_clear()
+
+
+def random_tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+@needs_compiled
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_of_any_shape_are_right(
+    rows: int, outputs: int, inputs: int, threads: int
+) -> None:
+    kernel = linear_kernel("compiled")
+    x, weight, bias, residual = random_tensors(
+        (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        packed = kernel.pack(weight)
+        plain = kernel.product(x, packed, outputs, None, None)
+        full = kernel.product(x, packed, outputs, bias, residual)
+    finally:
+        torch.set_num_threads(before)
+    expected = x.double() @ weight.double().T
+    for out, of in ((plain, expected), (full, expected + bias.double() + residual.double())):
+        assert out.shape == (rows, outputs)
+        assert (out.double() - of).abs().max() < 4e-3 * of.abs().max()
+
+
+@needs_compiled
+def test_a_team_and_a_single_thread_compute_the_same_bits() -> None:
+    kernel = linear_kernel("compiled")
+    x, weight = random_tensors((21, 512), (640, 512))
+    packed, found = kernel.pack(weight), []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(kernel.product(x, packed, 640, None, None))
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@needs_compiled
+def test_products_of_several_callers_at_once_are_right() -> None:
+    kernel = linear_kernel("compiled")
+    x, weight = random_tensors((9, 256), (2048, 256))
+    packed = kernel.pack(weight)
+    expected = kernel.product(x, packed, 2048, None, None)
+    wrong: list[int] = []
+
+    def multiply() -> None:
+        for i in range(50):
+            if not torch.equal(kernel.product(x, packed, 2048, None, None), expected):
+                wrong.append(i)
+
+    threads = [Thread(target=multiply) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_compiled
+def test_infinite_and_undefined_numbers_stay_what_they_are() -> None:
+    kernel = linear_kernel("compiled")
+    x = torch.tensor([[1.0, 0.0], [math.inf, 0.0], [float("nan"), 0.0], [3e38, 3e38]]).bfloat16()
+    out = kernel.product(x, kernel.pack(torch.ones(1, 2).bfloat16()), 1, None, None)[:, 0]
+    assert out[0] == 1
+    assert out[1] == math.inf
+    assert out[2].isnan()
+    assert out[3] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("flags", "found", "missing"),
+    [
+        ({"avx2"}, True, "a processor that has AVX-512 with bf16"),
+        ({"avx512_bf16", "amx_bf16"}, True, "a processor without AMX"),
+        ({"avx512_bf16"}, False, r"llvmlite \(pip install 'specserve\[cpu\]'\)"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], found: bool, missing: str
+) -> None:
+    monkeypatch.setattr(linear_kernels, "_processor_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(linear_kernels, "find_spec", lambda name: found or None)
+    assert isinstance(linear_kernel("auto"), OneDnnKernel)
+    assert isinstance(linear_kernel("onednn"), OneDnnKernel)
+    with pytest.raises(ConfigError, match=f"weights.kernel: compiled needs {missing}"):
+        linear_kernel("compiled")
+
+
+@needs_compiled
+@pytest.mark.parametrize("wrong", ["numbers", "rows"])
+def test_a_kernel_that_computes_something_else_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    right = CompiledKernel.product
+
+    def product(
+        self: CompiledKernel,
+        x: Tensor,
+        packed: Tensor,
+        outputs: int,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        out = right(self, x, packed, outputs, bias, residual)
+        return out * 1.5 if wrong == "numbers" else out * (1 + 2**-8 * (len(x) > 1))
+
+    monkeypatch.setattr(CompiledKernel, "product", product)
+    linear_kernels._compiled.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert isinstance(linear_kernel("auto"), OneDnnKernel)
+    finally:
+        linear_kernels._compiled.cache_clear()
+    assert "linear layers run in oneDNN, the compiled kernel fails: its" in caplog.text
