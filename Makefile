@@ -8,6 +8,12 @@ PINNED := pyproject.toml constraints.txt
 BUILDER := .venv-build
 PEERS := .venv-peers
 PEERS_PINNED := benchmarks/peers/requirements.txt
+VLLM := .venv-vllm
+VLLM_PINNED := benchmarks/peers/requirements-vllm.txt
+LLAMA := .venv-llama
+LLAMA_PINNED := benchmarks/peers/requirements-llama.txt
+LLAMA_BUILD := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
 # The commands whose results stand in docs/measurements/ are slow and not part of the tests.
 MEASURED := docs/measurements
@@ -15,7 +21,7 @@ MEASURED := docs/measurements
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-fast test-long test-browser test-gpu format lint check dist test-wheel wheel-times \
-	bench bench-engine bench-serving bench-pipeline bench-placements bench-pacer bench-drafters bench-peers \
+	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-pacer bench-drafters bench-peers \
 	proofs structured fuzz chaos chaos-network overload survey docs clean
 
 help:  ## List the commands
@@ -79,11 +85,16 @@ bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
 	$(BIN)/python -m specserve.tools.timeline docs/trace.json --out $(MEASURED)/trace.svg
 	rm docs/trace.json
 
+bench-linears: $(VENV)/installed  ## Measure the kernels of linear layers
+	$(BIN)/python -m benchmarks.linears --out $(MEASURED)/linears.md $(ARGS)
+
 bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and together with its target
 	$(BIN)/python -m benchmarks.placements --out $(MEASURED)/placements.md $(ARGS)
 
 bench-pacer: $(VENV)/installed-for-tests  ## Measure the pacer beside fixed gammas
 	$(BIN)/python -m benchmarks.pacer --out $(MEASURED)/pacer.md $(ARGS)
+	$(BIN)/python -m benchmarks.first_token --out $(MEASURED)/first-token.md
+	$(BIN)/python -m benchmarks.acceptance_by_position --out $(MEASURED)/acceptance-by-position.md
 
 bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
 	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)
@@ -91,8 +102,9 @@ bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
 # The report names engines that could not be installed, and the reason.
 bench-peers: $(VENV)/installed  ## Measure other engines beside specserve
 	-$(MAKE) $(PEERS)/installed
-	$(BIN)/python -m benchmarks.peers --python $(PEERS)/bin/python \
-		--out $(MEASURED)/peers-speed.md $(ARGS)
+	-$(MAKE) $(VLLM)/installed
+	-$(MAKE) $(LLAMA)/installed
+	$(BIN)/python -m benchmarks.peers --out $(MEASURED)/peers-speed.md $(ARGS)
 
 proofs: $(VENV)/installed-for-tests  ## Sample continuations and compare them with the exact distribution
 	$(BIN)/python -m tests.proofs.distribution --out $(MEASURED)/proofs.md $(ARGS)
@@ -122,16 +134,16 @@ docs: $(VENV)/installed-for-docs  ## Build the site into site/; ARGS=serve shows
 # A stamp that is older than its files triggers a new installation.
 $(VENV)/installed: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e .
+	$(BIN)/python -m pip install -c constraints.txt -e '.[cpu]'
 	touch $@
 
 $(VENV)/installed-for-tests: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[cpu,test]'
 	touch $(VENV)/installed $@
 
 $(VENV)/installed-for-browser: $(VENV)/installed-for-tests
-	$(BIN)/python -m pip install -c constraints.txt -e '.[test,browser]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[cpu,test,browser]'
 	touch $@
 
 $(BUILDER)/installed: constraints.txt
@@ -141,7 +153,7 @@ $(BUILDER)/installed: constraints.txt
 
 $(VENV)/installed-for-docs: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[cpu,docs]'
 	touch $(VENV)/installed $@
 
 # The converter depends on torchvision but works without it; its build may not fit the pinned torch.
@@ -151,5 +163,19 @@ $(PEERS)/installed: $(PEERS_PINNED)
 	$(PEERS)/bin/python -m pip uninstall --yes torchvision
 	touch $@
 
+# Its media packages do not fit its torch either.
+$(VLLM)/installed: $(VLLM_PINNED)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --log $(VLLM)/install.log -r $(VLLM_PINNED)
+	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Compiles llama.cpp for this processor: a quarter of an hour on two cores.
+$(LLAMA)/installed: $(LLAMA_PINNED)
+	$(PYTHON) -m venv $(LLAMA)
+	CMAKE_ARGS="$(LLAMA_BUILD)" LLAMA_CPP_BUILD_JOBS=$$(nproc) $(LLAMA)/bin/python -m pip install \
+		--log $(LLAMA)/install.log -r $(LLAMA_PINNED)
+	touch $@
+
 clean:  ## Remove environments, builds and caches
-	rm -rf $(VENV) $(BUILDER) $(PEERS) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BUILDER) $(PEERS) $(VLLM) $(LLAMA) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,5 +1,5 @@
 """Compare specserve with what a user would pick instead, on one machine: `make bench-peers`.
 
-Each system runs in its own process (`specserve`, `transformers`, `openvino`), which gets its turns
-as lines of JSON (`turn`).
+In process: `llm` (ours), `transformers`, `openvino`. Over HTTP: `specserve` (ours), `vllm`,
+`llama`. Each system runs in its own process, which gets its turns as lines of JSON (`turn`).
 """

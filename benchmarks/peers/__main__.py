@@ -6,45 +6,61 @@ import argparse
 import logging
 import os
 import platform
+import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from benchmarks.peers.comparison import OURS, ComparisonPlan, PeerComparison
+from benchmarks.peers.entries import (
+    ENVIRONMENTS,
+    FORCED_ALPHA,
+    HTTP,
+    IN_PROCESS,
+    ComparedPair,
+    full_loads,
+    python_of,
+    quick_loads,
+)
+from benchmarks.peers.plot import plot
 from benchmarks.peers.process import ROOT, PeerFailed, SystemProcess
 from benchmarks.peers.report import RunDescription, as_json, page
+from benchmarks.peers.section import ComparisonSection, SystemState
+from benchmarks.shapes import PROPORTIONAL, PROPORTIONAL_DRAFT, LlamaShape, write_random
 from specserve.config.tree import DEMO
-from specserve.demo.corpus import held_out_prompts
 from specserve.tools.inflate import inflate
 
 _log = logging.getLogger(__name__)
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 128, 128
 IDLE_S = 5.0
+INTERFACES = {"process": IN_PROCESS, "http": HTTP}
+WIDENED, RANDOM = "widened", "proportional"
+TINY = LlamaShape(2, 64, 192, 4, 2, vocab_size=5000)
 
 
-def commands(
-    target: Path, work: Path, *, python: Path, keys: Sequence[str]
-) -> Mapping[str, Sequence[str]]:
-    """Return the command of each system; `python` is the interpreter of the peers' environment."""
-    models = ["--target", str(target), "--draft", str(DEMO / "draft")]
-    module = f"{__package__}."
-    return {
-        OURS: [
-            sys.executable,
-            "-m",
-            f"{module}specserve",
-            *models,
-            *(part for key in keys for part in ("--set", key)),
-        ],
-        "transformers": [sys.executable, "-m", f"{module}transformers", *models],
-        "openvino-genai": [str(python), "-m", f"{module}openvino", *models, "--work", str(work)],
-    }
+def make_pair(kind: str, params: int, folder: Path, *, quick: bool) -> ComparedPair:
+    """Return the checkpoints of a shape; what does not ship with the package is written first."""
+    if kind == WIDENED:
+        if quick:
+            return ComparedPair("demo pair", DEMO / "target", DEMO / "draft", is_trained=True)
+        reached = inflate(DEMO / "target", params, folder / "target")
+        name = f"demo target widened to {reached / 1e6:.0f}M, demo draft"
+        return ComparedPair(name, folder / "target", DEMO / "draft", is_trained=True)
+    shape, draft = (TINY, TINY) if quick else (PROPORTIONAL, PROPORTIONAL_DRAFT)
+    reached = write_random(shape, folder / "target")
+    write_random(draft, folder / "draft")
+    name = (
+        f"{shape.num_layers} layers of {shape.hidden:,} x {shape.mlp:,}, {reached / 1e6:.0f}M, "
+        "random weights"
+    )
+    return ComparedPair(name, folder / "target", folder / "draft", is_trained=False)
 
 
 def installation_error(python: Path) -> str | None:
@@ -61,88 +77,194 @@ def installation_error(python: Path) -> str | None:
     return errors[-1] if errors else None
 
 
-def run(
-    plan: ComparisonPlan, target: Path, work: Path, args: argparse.Namespace
-) -> tuple[str, str]:
-    """Run the comparison and return the page and the JSON."""
-    processes: dict[str, SystemProcess] = {}
-    systems: dict[str, Mapping[str, str]] = {}
-    absent: dict[str, str] = {}
+def absence(system: str, environments: Path) -> str | None:
+    """Return the reason why a system cannot run before it is started, or None."""
+    if system not in ENVIRONMENTS:
+        return None
+    python = python_of(system, environments)
+    if error := installation_error(python):
+        return error
+    return None if python.exists() else f"{ENVIRONMENTS[system]} is not installed"
+
+
+@dataclass(slots=True)
+class StartedSystems:
+    """Systems that have started and rest, and the reasons why others are absent."""
+
+    processes: dict[str, SystemProcess] = field(default_factory=dict)
+    states: dict[str, SystemState] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def observe(self, name: str, *, seconds: float) -> None:
+        """Measure the memory of a system, and how busy the machine is while it idles."""
+        self.states[name].memory = self.processes[name].memory()
+        self.states[name].busy_when_idle = psutil.cpu_percent(seconds) / 100
+
+
+def compare(
+    pair: ComparedPair, interface: str, plan: ComparisonPlan, args: argparse.Namespace, work: Path
+) -> ComparisonSection:
+    """Start the systems of one interface, compare them, and end them."""
+    commands = pair.commands(interface, work, environments=args.environments, keys=args.set)
     with ExitStack() as stack:
-        for name, command in commands(target, work, python=args.python, keys=args.set).items():
-            _log.info("starting %s", name)
-            try:
-                processes[name] = stack.enter_context(SystemProcess(command))
-                systems[name] = processes[name].about()
-            except PeerFailed as error:
-                absent[name] = installation_error(ROOT / command[0]) or str(error)
-        rows = PeerComparison(processes, absent, plan).run()
-        busy_when_idle = psutil.cpu_percent(IDLE_S) / 100
+        started = StartedSystems()
+        for name, command in commands.items():
+            if _is_chosen(name, args) and name != taken_by_auto(started.states):
+                _log.info("starting %s, %s, %s", name, interface, pair.name)
+                start(started, name, command, stack, args, rest_ends=interface == HTTP)
+        known = {**started.states, **started.absent}
+        entries = [
+            replace(entry, gammas=entry.gammas[:1]) if args.quick else entry
+            for entry in pair.entries(interface)
+            if entry.system in known
+        ]
+        observe = partial(started.observe, seconds=0.1 if args.quick else IDLE_S)
+        rows = PeerComparison(started.processes, started.absent, plan, observe).run(entries)
+    return ComparisonSection(
+        pair.name, interface, rows, started.states, started.absent, _weights(pair)
+    )
+
+
+def start(
+    started: StartedSystems,
+    name: str,
+    command: Sequence[str],
+    stack: ExitStack,
+    args: argparse.Namespace,
+    *,
+    rest_ends: bool,
+) -> None:
+    """Start a system, or record why it is absent. Rest ends our servers only."""
+    if reason := absence(name, args.environments):
+        started.absent[name] = reason
+        return
+    try:
+        process = SystemProcess(command, rest_ends=rest_ends and name.startswith(OURS))
+        stack.enter_context(process)
+        started.states[name] = SystemState(process.about())
+        process.rest()
+    except PeerFailed as error:
+        started.absent[name] = str(error)
+    else:
+        started.processes[name] = process
+
+
+def taken_by_auto(states: Mapping[str, SystemState]) -> str | None:
+    """Return the name of the server whose placement the one with `auto` has taken, too."""
+    if OURS not in states:
+        return None
+    return next(
+        (
+            f"{OURS} {placement}"
+            for placement in ("together", "apart")
+            if states[OURS].about.get("settings", "").startswith(f"draft {placement}")
+        ),
+        None,
+    )
+
+
+def _is_chosen(name: str, args: argparse.Namespace) -> bool:
+    return not args.systems or any(name.startswith(wanted) for wanted in args.systems)
+
+
+def _weights(pair: ComparedPair) -> int:
+    return sum(file.stat().st_size for file in pair.target.glob("*.safetensors"))
+
+
+def sections(plan: ComparisonPlan, args: argparse.Namespace) -> Iterator[ComparisonSection]:
+    """Yield the results of each shape and interface; only one interface is started at a time."""
+    for kind in args.shapes:
+        with tempfile.TemporaryDirectory() as directory:
+            pair = make_pair(kind, args.params, Path(directory), quick=args.quick)
+            for interface in args.interfaces:
+                work = Path(directory) / interface
+                yield compare(pair, INTERFACES[interface], plan, args, work)
+
+
+def describe(plan: ComparisonPlan, args: argparse.Namespace) -> RunDescription:
     machine = f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores"
-    description = RunDescription(
-        machine, _describe_work(plan, args), busy_when_idle, systems, absent
+    loads = "; ".join(
+        f"{load.name}: {len(load.prompts)} prompts of {len(load.prompts[0]):,} tokens "
+        f"{'at once' if load.together else 'one after the other'}, {load.max_tokens} new each"
+        for load in plan.loads
     )
-    return page(rows, description), as_json(rows, description)
-
-
-def _describe_work(plan: ComparisonPlan, args: argparse.Namespace) -> str:
     overrides = f" specserve runs with {', '.join(args.set)}." if args.set else ""
-    return (
-        f"demo target widened to {args.params / 1e6:.0f}M with the demo draft, greedy, "
-        f"{len(plan.prompts)} prompts of {PROMPT_TOKENS} tokens, {plan.max_tokens} new ones each; "
-        f"{plan.num_serial} of them one after the other, or all at once. Turns: {plan.turns}, all "
-        "systems once in each, alone on the machine; no prefix is cached. specserve is asked over "
-        "HTTP, the others in their own process. Each takes the best of its gammas in a short sweep "
-        f"before.{overrides}"
+    work = (
+        f"Greedy, bfloat16. {loads}. Turns: {plan.turns}, all systems once in each. In its turn a "
+        "system runs alone: the others are stopped by a signal, and specserve's servers, whose Ray "
+        "does not survive that, are restarted and warmed up. No prefix is cached. Each takes "
+        "the best of its gammas in a short sweep before. *Accepted* means that our draft is right "
+        f"in {FORCED_ALPHA:.0%} of its tokens, whatever the weights.{overrides}"
     )
+    return RunDescription(machine, work)
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument(
         "--params", type=int, default=200_000_000, help="parameters of the widened target"
     )
     parser.add_argument(
-        "--python",
+        "--environments",
         type=Path,
-        default=Path(".venv-peers/bin/python"),
-        help="of the peers' environment, seen from the repository",
+        default=ROOT,
+        help="where the peers' environments lie: " + ", ".join(ENVIRONMENTS.values()),
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=c", help="any key of specserve's config"
     )
     parser.add_argument(
-        "--alone",
-        type=int,
-        default=PROMPTS,
-        help="prompts that are asked one after the other, in each turn",
+        "--alone", type=int, default=1, help="prompts that one stream runs in each turn"
     )
+    parser.add_argument("--shapes", nargs="+", choices=(WIDENED, RANDOM), default=[WIDENED, RANDOM])
+    parser.add_argument(
+        "--interfaces", nargs="+", choices=tuple(INTERFACES), default=list(INTERFACES)
+    )
+    parser.add_argument("--systems", nargs="+", default=[], help="beginnings of names; all if none")
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one turn of 32 tokens: shows that all of it runs, and measures nothing",
+        help="one turn of a few tokens: shows that all of it runs, and measures nothing",
     )
     parser.add_argument(
-        "--out", type=Path, help="write the report here, and its figures beside it as JSON"
+        "--out", type=Path, help="write the report here, its figures and plots beside it"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    args.environments = args.environments.absolute()  # systems start elsewhere
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    prompts = held_out_prompts(count=PROMPTS, length=PROMPT_TOKENS)
-    full, quick = (
-        ComparisonPlan(prompts, args.alone, NEW_TOKENS, turns=args.turns, sweeps=2),
-        ComparisonPlan(prompts, 2, 32, turns=1, sweeps=1),
+    plan = (
+        ComparisonPlan(quick_loads(), turns=1, sweeps=1)
+        if args.quick
+        else ComparisonPlan(full_loads(serial=args.alone), turns=args.turns, sweeps=1)
     )
-    plan = quick if args.quick else full
-    with tempfile.TemporaryDirectory() as directory:
-        target, work = Path(directory) / "target", Path(directory) / "openvino"
-        inflate(DEMO / "target", args.params, target)
-        text, figures = run(plan, target, work, args)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text, encoding="utf-8")
-        args.out.with_suffix(".json").write_text(figures, encoding="utf-8")
+    description = describe(plan, args)
+    done: list[ComparisonSection] = []
+    for section in sections(plan, args):
+        done.append(section)
+        if args.out is not None:  # after each section, so that a later failure loses no figures
+            _write(args.out, done, description)
+    print(page(done, description, stem=None if args.out is None else args.out.stem))
+
+
+def _exit(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def _write(out: Path, done: Sequence[ComparisonSection], description: RunDescription) -> None:
+    out.write_text(page(done, description, stem=out.stem), encoding="utf-8")
+    out.with_suffix(".json").write_text(as_json(done, description), encoding="utf-8")
+    for number, section in enumerate(done, 1):
+        svg = out.with_name(f"{out.stem}-{number}.svg")
+        svg.write_text(plot(section), encoding="utf-8")
 
 
 if __name__ == "__main__":
+    # systems at rest are stopped, and could not end by themselves
+    signal.signal(signal.SIGTERM, _exit)
     main()

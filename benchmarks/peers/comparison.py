@@ -1,6 +1,6 @@
 """Compare systems: warm up every entry, choose its gamma in a short sweep, measure in turns.
 
-Knows processes and rates; no particular system.
+Knows processes, loads and rates; no particular system.
 """
 
 from __future__ import annotations
@@ -15,11 +15,34 @@ from benchmarks.peers.process import PeerFailed, SystemProcess
 from benchmarks.peers.turn import TurnRequest
 
 OURS = "specserve"
-ONE, MANY = 1, 8
+"""Beginning of the names of our systems."""
 GAMMAS = (2, 3, 5, 7)
+WARMING_LOADS = 2
 _log = logging.getLogger(__name__)
 
 Prompts = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Prompts of one length, all of them at once or one after the other.
+
+    With one new token each, the rate is that of the prompts' tokens.
+    """
+
+    name: str
+    prompts: Prompts
+    max_tokens: int
+    together: bool
+
+    @property
+    def unit(self) -> str:
+        return "prompt tokens a second" if self.max_tokens == 1 else "output tokens a second"
+
+    def request(self, mode: str, gamma: int | None, *, short: bool = False) -> TurnRequest:
+        """Return the request for one turn, or for one of half the tokens that chooses a gamma."""
+        max_tokens = -(-self.max_tokens // 2) if short else self.max_tokens
+        return TurnRequest(mode, gamma, self.prompts, max_tokens, self.together)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,55 +54,32 @@ class Entry:
     mode: str
     gammas: tuple[int | None, ...] = (None,)
     """Gammas of which the entry uses the best; None is the system's own choice."""
-    streams: tuple[int, ...] = (ONE, MANY)
+    loads: tuple[str, ...] = ()
+    """Names of the loads that it is measured under."""
 
-
-ENTRIES = (
-    Entry(OURS, "plain", "plain"),
-    Entry(OURS, "gamma auto", "auto"),
-    Entry(OURS, "fixed gamma", "draft", GAMMAS),
-    Entry("transformers", "plain", "plain"),
-    # transformers refuses a batch with assisted generation and with prompt lookup
-    Entry("transformers", "assisted", "draft", (None, *GAMMAS), (ONE,)),
-    Entry("transformers", "prompt lookup", "lookup", GAMMAS, (ONE,)),
-    Entry("openvino-genai", "plain", "plain"),
-    Entry("openvino-genai", "draft model", "draft", GAMMAS),
-    Entry("openvino-genai", "prompt lookup", "lookup", GAMMAS),
-)
+    @property
+    def is_ours(self) -> bool:
+        return self.system.startswith(OURS)
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonPlan:
-    """Amount of work. All prompts have the same length."""
+    """Amount of work."""
 
-    prompts: Prompts
-    num_serial: int
-    """Prompts that one stream runs one after the other; half of them for the choice of gamma."""
-    max_tokens: int
+    loads: tuple[Load, ...]
     turns: int
     sweeps: int
-
-    def request(self, row: ComparisonRow, *, gamma: int | None, short: bool = False) -> TurnRequest:
-        together = row.streams == MANY
-        num_serial = -(-self.num_serial // 2) if short else self.num_serial
-        return TurnRequest(
-            row.entry.mode,
-            gamma,
-            self.prompts if together else self.prompts[:num_serial],
-            self.max_tokens,
-            together,
-        )
 
 
 @dataclass(slots=True)
 class ComparisonRow:
-    """Results of an entry at one number of streams."""
+    """Results of an entry under one load."""
 
     entry: Entry
-    streams: int
+    load: str
     gamma: int | None = None
     rates: list[float] = field(default_factory=list)
-    """Output tokens per second, by turn."""
+    """Tokens per second, by turn."""
     texts: tuple[str, ...] = ()
     error: str | None = None
     """Failure after which the entry is skipped."""
@@ -88,9 +88,9 @@ class ComparisonRow:
     def median_rate(self) -> float:
         return median(self.rates)
 
-    def ratio_to(self, other: ComparisonRow) -> float:
-        """Return the median of the turns' ratios."""
-        return median(mine / theirs for mine, theirs in zip(self.rates, other.rates, strict=True))
+    def ratios_to(self, other: ComparisonRow) -> list[float]:
+        """Return the ratio of each turn."""
+        return [mine / theirs for mine, theirs in zip(self.rates, other.rates, strict=True)]
 
     @contextmanager
     def record_failure(self) -> Iterator[None]:
@@ -108,49 +108,90 @@ class PeerComparison:
     processes: Mapping[str, SystemProcess]
     absent: Mapping[str, str]
     plan: ComparisonPlan
+    observe: Callable[[str], None] | None = None
+    """Called for each system after its last answer, while it is awake."""
 
-    def run(self, entries: Sequence[Entry] = ENTRIES) -> list[ComparisonRow]:
-        """Return a row for each entry and number of streams.
+    def run(self, entries: Sequence[Entry]) -> list[ComparisonRow]:
+        """Return a row for each load and each entry that is measured under it.
 
         The row of an absent system has the reason as its error.
         """
         rows = [
             ComparisonRow(
-                entry, streams, gamma=entry.gammas[0], error=self.absent.get(entry.system)
+                entry, load.name, gamma=entry.gammas[0], error=self.absent.get(entry.system)
             )
-            for streams in (ONE, MANY)
+            for load in self.plan.loads
             for entry in entries
-            if streams in entry.streams
+            if load.name in entry.loads
         ]
-        _each(rows, self._warm_up, phase="warm-up")
-        _each(rows, self._choose_gamma, phase="choice of gamma")
+        # an entry's loads one after the other: some systems start a server for each gamma
+        by_entry = [row for entry in entries for row in rows if row.entry == entry]
+        self._blocks(by_entry, self._choose_gamma, phase="warm-up and choice of gamma")
         for turn in range(self.plan.turns):
-            _each(rows, self._measure, phase=f"turn {turn + 1} of {self.plan.turns}")
-        _each(rows, self._fetch_texts, phase="texts")
+            phase = f"turn {turn + 1} of {self.plan.turns}"
+            self._blocks(by_entry, self._measure, phase=phase, needs_warmth=True)
+        self._blocks(by_entry, self._fetch_texts, phase="texts", at_end=self.observe)
         return rows
 
-    def _warm_up(self, row: ComparisonRow) -> None:
-        self._short_rate(row, row.gamma)
+    def _blocks(
+        self,
+        rows: Sequence[ComparisonRow],
+        step: Callable[[ComparisonRow], None],
+        *,
+        phase: str,
+        needs_warmth: bool = False,
+        at_end: Callable[[str], None] | None = None,
+    ) -> None:
+        """Run `step` for every row that has not failed, one system after the other.
+
+        The other systems rest. A system that was restarted runs the first loads once before.
+        """
+        for name, process in self.processes.items():
+            block = [row for row in rows if row.entry.system == name and row.error is None]
+            if not block:
+                continue
+            if process.wake() and needs_warmth:
+                warming = [load.name for load in self.plan.loads[:WARMING_LOADS]]
+                _each([row for row in block if row.load in warming], self._warm_up, phase="warm-up")
+            _each(block, step, phase=phase)
+            if at_end is not None:
+                at_end(name)
+            process.rest()
 
     def _choose_gamma(self, row: ComparisonRow) -> None:
-        """Choose the gamma with the best median of the sweeps, in which gammas take turns."""
+        """Warm up, and choose the gamma with the best median of sweeps, in which gammas alternate.
+
+        The first run of a gamma is the warm-up; that of the whole load is the first one's.
+        """
         gammas = row.entry.gammas
+        self._rate(row, gammas[0])
         if len(gammas) == 1:
             return
         swept: dict[int | None, list[float]] = {gamma: [] for gamma in gammas}
-        for _ in range(self.plan.sweeps):
+        for sweep in range(-1, self.plan.sweeps):
             for gamma in gammas:
-                swept[gamma].append(self._short_rate(row, gamma))
+                rate = self._rate(row, gamma, short=True)
+                if sweep >= 0:
+                    swept[gamma].append(rate)
         row.gamma = max(gammas, key=lambda gamma: median(swept[gamma]))
 
+    def _warm_up(self, row: ComparisonRow) -> None:
+        self._rate(row, row.gamma, short=True)
+
     def _measure(self, row: ComparisonRow) -> None:
-        row.rates.append(self._process(row).rate(self.plan.request(row, gamma=row.gamma)))
+        row.rates.append(self._rate(row, row.gamma))
 
     def _fetch_texts(self, row: ComparisonRow) -> None:
-        row.texts = self._process(row).texts(self.plan.request(row, gamma=row.gamma))
+        row.texts = self._process(row).texts(self._request(row, row.gamma))
 
-    def _short_rate(self, row: ComparisonRow, gamma: int | None) -> float:
-        return self._process(row).rate(self.plan.request(row, gamma=gamma, short=True))
+    def _rate(self, row: ComparisonRow, gamma: int | None, *, short: bool = False) -> float:
+        return self._process(row).rate(self._request(row, gamma, short=short))
+
+    def _request(
+        self, row: ComparisonRow, gamma: int | None, *, short: bool = False
+    ) -> TurnRequest:
+        load = next(load for load in self.plan.loads if load.name == row.load)
+        return load.request(row.entry.mode, gamma, short=short)
 
     def _process(self, row: ComparisonRow) -> SystemProcess:
         return self.processes[row.entry.system]
@@ -162,6 +203,6 @@ def _each(
     """Run `step` for every row that has not failed."""
     for row in rows:
         if row.error is None:
-            _log.info("%s: %s, %s, %d", phase, row.entry.system, row.entry.name, row.streams)
+            _log.info("%s: %s, %s, %s", phase, row.entry.system, row.entry.name, row.load)
             with row.record_failure():
                 step(row)

@@ -6,98 +6,126 @@ Systems that are faster than ours are in it like all others.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from benchmarks.peers.comparison import MANY, ONE, OURS, ComparisonRow
+from benchmarks.peers.comparison import ComparisonRow
+from benchmarks.peers.entries import EIGHT, HTTP, IN_PROCESS, ONE, PREFILL, WIDE
+from benchmarks.peers.section import ComparisonSection, SystemState
 
-GOALS = {ONE: 1.2, MANY: 1.0}
+GOALS: Mapping[str, Mapping[str, float]] = {
+    IN_PROCESS: {ONE: 1.0, EIGHT: 1.2, WIDE: 1.0, PREFILL: 1.0},
+    HTTP: {ONE: 1.0, EIGHT: 1.1, WIDE: 1.0, PREFILL: 1.0},
+}
+UNITS = {PREFILL: "prompt tokens a second"}
+SERVERLESS = (
+    "OpenVINO is measured in process only: of its model server the package index has only a "
+    "client (`ovmsclient`)."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """Machine, work and systems, which the report states beside the figures."""
+    """Machine and work, which the report states beside the figures."""
 
     machine: str
     work: str
-    busy_when_idle: float
-    """Share of the machine that is busy while all systems are loaded and none has a turn."""
-    systems: Mapping[str, Mapping[str, str]]
-    """Version, threads and precision that each system states."""
-    absent: Mapping[str, str]
-    """Reasons why other systems could not run."""
 
 
-def page(rows: Sequence[ComparisonRow], description: RunDescription) -> str:
+def page(
+    sections: Sequence[ComparisonSection], description: RunDescription, *, stem: str | None = None
+) -> str:
+    """Return the page; with a stem it shows the plots that lie beside it."""
     lines = [
         "# Against what a user would pick instead",
         "",
         "`make bench-peers`",
         "",
-        f"{description.machine}; {description.work}",
+        f"{description.machine}. {description.work}",
+        "",
+        SERVERLESS,
         "",
     ]
-    lines += _systems(description)
-    lines += [
-        "With all of them loaded and nothing asked, the machine was "
-        f"{description.busy_when_idle:.1%} busy.",
-        "",
-    ]
-    for streams in (ONE, MANY):
-        lines += _table([row for row in rows if row.streams == streams], streams)
-    return "\n".join([*lines, *_ratios(rows)]) + "\n"
+    lines += _ratios(sections)
+    for number, section in enumerate(sections, 1):
+        lines += ["", f"## {section.pair}: {section.interface}", ""]
+        if stem is not None:
+            title = f"Medians by load: {section.pair}, {section.interface}"
+            lines += [f"![{title}]({stem}-{number}.svg)", ""]
+        lines += _systems(section)
+        for load in section.loads:
+            lines += _table(section.rows_of(load), load)
+        lines += _forced(section)
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def as_json(rows: Sequence[ComparisonRow], description: RunDescription) -> str:
-    figures = [
-        {
-            "system": row.entry.system,
-            "entry": row.entry.name,
-            "streams": row.streams,
-            "gamma": row.gamma,
-            "rates": row.rates,
-            "error": row.error,
-        }
-        for row in rows
-    ]
+def as_json(sections: Sequence[ComparisonSection], description: RunDescription) -> str:
     run = {
         "machine": description.machine,
         "work": description.work,
-        "idle": description.busy_when_idle,
-        "systems": dict(description.systems),
-        "absent": dict(description.absent),
+        "sections": [_section_figures(section) for section in sections],
     }
-    return json.dumps({**run, "rows": figures}, indent=1) + "\n"
+    return json.dumps(run, indent=1) + "\n"
 
 
-def best_peer(rows: Sequence[ComparisonRow], streams: int) -> ComparisonRow | None:
-    """Return the fastest row that is not ours, or None if no peer ran."""
-    peers = [
-        row
-        for row in rows
-        if row.streams == streams and row.entry.system != OURS and row.error is None
+def _section_figures(section: ComparisonSection) -> Mapping[str, object]:
+    return {
+        "pair": section.pair,
+        "interface": section.interface,
+        "weight_bytes": section.weight_bytes,
+        "systems": {
+            name: {
+                **state.about,
+                "memory": state.memory,
+                "busy_when_idle": state.busy_when_idle,
+            }
+            for name, state in section.systems.items()
+        },
+        "absent": dict(section.absent),
+        "rows": [
+            {
+                "system": row.entry.system,
+                "entry": row.entry.name,
+                "load": row.load,
+                "gamma": row.gamma,
+                "rates": row.rates,
+                "error": row.error,
+            }
+            for row in section.rows
+        ],
+    }
+
+
+def _systems(section: ComparisonSection) -> list[str]:
+    lines = [
+        f"The target's weights take {section.weight_bytes / 2**20:,.0f} MiB. *Busy* is the share "
+        "of the machine while that system alone is awake and has nothing to do.",
+        "",
+        "| system | version | threads | runs in | memory | busy |",
+        "|---|---|---|---|---|---|",
     ]
-    return max(peers, key=lambda row: row.median_rate, default=None)
-
-
-def _systems(description: RunDescription) -> list[str]:
-    lines = ["| system | version | threads (its own choice) | runs in |", "|---|---|---|---|"]
+    lines += [_system(name, state) for name, state in section.systems.items()]
     lines += [
-        f"| {name} | {about['version']} | {about['threads']} | {about['precision']} |"
-        for name, about in description.systems.items()
-    ]
-    lines += [
-        f"| {name} | could not be run: {_escape_cell(why)} | | |"
-        for name, why in description.absent.items()
+        f"| {name} | could not be run: {_escape_cell(why)} | | | | |"
+        for name, why in section.absent.items()
     ]
     return [*lines, ""]
 
 
-def _table(rows: Sequence[ComparisonRow], streams: int) -> list[str]:
-    title = f"{streams} stream{'s' if streams > 1 else ''}: output tokens a second"
-    reference = next(
-        (row.texts for row in rows if row.entry.system == OURS and row.error is None), ()
+def _system(name: str, state: SystemState) -> str:
+    about = state.about
+    settings = f"; {about['settings']}" if "settings" in about else ""
+    return (
+        f"| {name} | {about['version']} | {about['threads']} | "
+        f"{about['precision']}{_escape_cell(settings)} | {state.memory / 2**20:,.0f} MiB | "
+        f"{state.busy_when_idle:.1%} |"
     )
+
+
+def _table(rows: Sequence[ComparisonRow], load: str) -> list[str]:
+    title = f"{load}: {UNITS.get(load, 'output tokens a second')}"
+    reference = next((row.texts for row in rows if row.entry.is_ours and row.error is None), ())
     lines = [f"| {title} | gamma | median | spread | same text as ours |", "|---|---|---|---|---|"]
     return [*lines, *(_line(row, reference) for row in rows), ""]
 
@@ -129,29 +157,51 @@ def _gamma(row: ComparisonRow) -> str:
     return "its own" if row.gamma is None else str(row.gamma)
 
 
-def _ratios(rows: Sequence[ComparisonRow]) -> list[str]:
+def _ratios(sections: Sequence[ComparisonSection]) -> list[str]:
     lines = [
-        "| ours against the best of the others, turn by turn | ratio | goal | |",
-        "|---|---|---|---|",
+        "| ours against the best of the others, turn by turn | ratio | spread | goal | |",
+        "|---|---|---|---|---|",
     ]
-    for streams, goal in GOALS.items():
-        best = best_peer(rows, streams)
-        for row in rows:
-            if row.streams == streams and row.entry.system == OURS and row.entry.mode != "plain":
-                lines.append(_ratio(row, best, goal))
+    for section in sections:
+        for load in section.loads:
+            best, goal = section.best_peer(load), GOALS[section.interface][load]
+            lines += [
+                _ratio(f"{section.pair}, {section.interface}", row, best, goal)
+                for row in section.compared_rows(load)
+            ]
     return lines
 
 
-def _ratio(row: ComparisonRow, best: ComparisonRow | None, goal: float) -> str:
-    streams = f"{row.streams} stream{'s' if row.streams > 1 else ''}"
+def _ratio(where: str, row: ComparisonRow, best: ComparisonRow | None, goal: float) -> str:
+    name = f"{where}: {row.load}, {row.entry.system}, {row.entry.name}"
     if best is None or row.error is not None:
-        return f"| {streams}, {row.entry.name} | nothing to compare | {goal} | not measured |"
-    ratio = row.ratio_to(best)
-    name = f"{best.entry.system}, {best.entry.name}"
+        return f"| {name} | nothing to compare | | {goal} | not measured |"
+    ratios = row.ratios_to(best)
+    reached = "reached" if median(ratios) >= goal else "not reached"
     return (
-        f"| {streams}, {row.entry.name}, against {name} | {ratio:.2f} | {goal} | "
-        f"{'reached' if ratio >= goal else 'not reached'} |"
+        f"| {name}, against {best.entry.system}, {best.entry.name} | {median(ratios):.2f} | "
+        f"{min(ratios):.2f} to {max(ratios):.2f} | {goal} | {reached} |"
     )
+
+
+def _forced(section: ComparisonSection) -> Iterator[str]:
+    """Yield a table of our forced acceptance over our plain decoding, if it was measured."""
+    pairs = [
+        (row, plain)
+        for load in section.loads
+        if (plain := section.own_plain(load))
+        for row in section.forced_rows(load)
+        if row.error is None
+    ]
+    if pairs:
+        yield "| forced acceptance over our plain decoding | ratio | spread |"
+        yield "|---|---|---|"
+    for row, plain in pairs:
+        ratios = row.ratios_to(plain)
+        yield (
+            f"| {row.load}, {row.entry.name} | {median(ratios):.2f} | "
+            f"{min(ratios):.2f} to {max(ratios):.2f} |"
+        )
 
 
 def _escape_cell(text: str) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,13 @@ class TurnRequest:
     together: bool
 
     @property
+    def num_counted(self) -> int:
+        """Number of tokens that make the rate: of the prompts, if each gets one token only."""
+        if self.max_tokens == 1:
+            return sum(map(len, self.prompts))
+        return len(self.prompts) * self.max_tokens
+
+    @property
     def batches(self) -> Sequence[tuple[tuple[int, ...], ...]]:
         return [self.prompts] if self.together else [(prompt,) for prompt in self.prompts]
 
@@ -41,9 +48,16 @@ class System(Protocol):
         """Return the version, threads and precision for the report."""
 
     def run(self, request: TurnRequest) -> int:
-        """Generate, and return the number of tokens; this is what is timed."""
+        """Generate, and return the number of new tokens; this is what is timed."""
 
     def texts(self, request: TurnRequest) -> Sequence[str]: ...
+
+
+@runtime_checkable
+class PreparedSystem(System, Protocol):
+    """System that may have something to do before a request, which is not timed."""
+
+    def prepare(self, request: TurnRequest) -> None: ...
 
 
 def encode_question(verb: str, request: TurnRequest | None = None) -> str:
@@ -83,12 +97,14 @@ def _serve(system: System, questions: Iterable[str], answers: IO[str]) -> None:
 
 
 def _timed_run(system: System, request: TurnRequest) -> Mapping[str, object]:
+    if isinstance(system, PreparedSystem):
+        system.prepare(request)
     started = time.perf_counter()
     tokens = system.run(request)
     seconds = time.perf_counter() - started
     if tokens != (expected := len(request.prompts) * request.max_tokens):
         raise ValueError(f"{tokens} tokens came of {expected}")
-    return {"seconds": seconds, "tokens": tokens}
+    return {"seconds": seconds, "tokens": request.num_counted}
 
 
 def _parse_request(fields: dict[str, Any] | None) -> TurnRequest | None:

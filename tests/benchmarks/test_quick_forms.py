@@ -13,8 +13,11 @@ ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "docs" / "measurements"
 
 IN_PROCESS = {
+    "benchmarks.acceptance_by_position": (),
     "benchmarks.drafters": ("--only", "alpha", "heads"),
     "benchmarks.engine": (),
+    "benchmarks.first_token": (),
+    "benchmarks.linears": (),
     "benchmarks.link": (),
     "benchmarks.masks": (),
     "benchmarks.pacer": ("--texts", "json"),
