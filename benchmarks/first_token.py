@@ -87,6 +87,7 @@ class FirstTokenMeter:
             speculation=config.speculation,
             emit=self._note,
             draft_context=parts.draft_context,
+            drafts_prompts=False,
         )
 
     def measure(self, prompts: Sequence[Sequence[int]], *, gamma: int | None) -> list[float]:

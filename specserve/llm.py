@@ -113,6 +113,7 @@ class LLM:
                 emit=self._receive,
                 report=None if journal is None else journal.record_round,
                 draft_context=parts.draft_context,
+                drafts_prompts=False,  # the first token would wait for both
             )
 
         self._open_coordinator: Callable[[], Coordinator] | None = open_coordinator

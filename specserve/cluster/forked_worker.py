@@ -36,7 +36,10 @@ def work(connection: Connection) -> None:
     worker: Any = None
     kind = ""
     while True:
-        method, arguments = connection.recv()
+        try:
+            method, arguments = connection.recv()
+        except ConnectionError:  # the host has gone, with a result that it did not read
+            raise EOFError from None
         kind = method if method in KINDS else kind
         setproctitle(f"ray::{kind}.{method}")
         if method == "run":

@@ -62,6 +62,7 @@ class Coordinator:
         clock: abc.Callable[[], float] = time.perf_counter,
         draft_context: int | None = None,  # None: as long as the target's
         remote_workers: bool = False,  # both can be busy at the same time
+        drafts_prompts: bool = True,  # the drafter reads them while the target does
     ) -> None:
         self._admission = Admission(info, speculation)
         gamma, max_gamma = speculation.gamma, speculation.max_gamma
@@ -78,7 +79,7 @@ class Coordinator:
             max_queued=limits.max_queued,
             budget=TokenBudget.from_curve(limits.max_batch_tokens, info.curve),
             max_gamma=0 if drafter is None else max_gamma,
-            drafts_prompts=remote_workers,
+            drafts_prompts=drafts_prompts,
         )
         self.pacer = Pacer(gamma, max_gamma=max_gamma, curve=info.curve)
         self._verifier_choice = VerifierChoice()

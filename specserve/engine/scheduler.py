@@ -127,7 +127,7 @@ class Scheduler:
         left -= sum(entry.gamma for entry in entries)
         chunks = (encoder_inputs if self._has_encoder else prompt_chunks)(prompts, budget=left)
         self._claim_pages(chunks)
-        if not self._drafts_prompts:  # the first token would wait for both
+        if not self._drafts_prompts:
             for entry in chunks:
                 entry.draft_stop = None
         num_prompt_tokens = sum(

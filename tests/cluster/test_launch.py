@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -57,8 +58,18 @@ def descendants(pid: int) -> list[psutil.Process]:
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or [""]
         if any("fork_server" in part for part in command) and command[-1] == str(pid):
-            children += [process, *process.children(recursive=True)]
+            with suppress(psutil.NoSuchProcess):
+                children += [process, *process.children(recursive=True)]
     return children
+
+
+def titles(processes: list[psutil.Process]) -> list[str]:
+    """Return names and command lines of those that still run."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found.append(f"{process.name()} {' '.join(process.cmdline())}")
+    return found
 
 
 def models(port: int) -> list[str]:
@@ -105,10 +116,7 @@ def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
         with urllib.request.urlopen(request) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
         started = descendants(process.pid)
-        assert any(
-            "TargetWorker" in child.name() or "TargetWorker" in " ".join(child.cmdline())
-            for child in started
-        )
+        assert any("TargetWorker" in title for title in titles(started))
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=40)
         assert process.returncode == 0
