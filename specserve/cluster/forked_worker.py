@@ -19,7 +19,7 @@ from specserve.cluster.workers import DraftWorker, TargetWorker
 from specserve.errors import ModelError, SpecserveError
 
 with contextlib.suppress(ImportError):  # llvmlite is an extra
-    importlib.import_module("specserve.models.product_code")
+    importlib.import_module("specserve.models.compiled.functions")
 
 log = logging.getLogger(__name__)
 

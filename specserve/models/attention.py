@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -47,24 +48,74 @@ class Kernel(Protocol):
         ...
 
 
-def attend(
-    layout: Layout,
-    keys: Tensor,
-    values: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    variant: AttentionVariant,
-    kernel: Kernel,
-) -> Tensor:
-    """Write k and v [rows, kv_heads, dim] of this pass into the KV cache, then attend.
+class Rotation:
+    """The rotary angles of a pass's rows."""
 
-    Returns [rows, heads, dim].
-    """
-    keys.index_copy_(0, layout.slots, k)
-    values.index_copy_(0, layout.slots, v)
-    return attend_cached(layout.groups, keys, values, q, variant=variant, kernel=kernel)
+    def __init__(self, table: Tensor, positions: Tensor) -> None:
+        self.table = table  # [all positions, 2, 1, dim] cosines, and sines as `apply` takes them
+        self._positions = positions
+
+    @cached_property
+    def _angles(self) -> tuple[Tensor, ...]:  # [rows, 1, dim] both
+        return self.table.index_select(0, self._positions).unbind(1)
+
+    def apply(self, x: Tensor) -> Tensor:  # [rows, heads, dim]
+        """Return the heads rotated: sines carry the sign of the rotated half."""
+        cosines, sines = self._angles
+        return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), sines)
+
+
+class Attention(Protocol):
+    """A way to attend over the KV cache."""
+
+    @property
+    def rotates(self) -> bool:
+        """Queries and keys are rotated by itself, so that `attend` takes a rotation."""
+        ...
+
+    @property
+    def run_rows(self) -> int | None:
+        """Rows of a run of the layout; None: it attends in groups."""
+        ...
+
+    def attend(
+        self,
+        layout: Layout,
+        keys: Tensor,
+        values: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variant: AttentionVariant,
+        rotation: Rotation | None = None,
+    ) -> Tensor:  # [rows, heads, dim]
+        """Write k and v [rows, kv_heads, dim] of this pass into the KV cache, then attend."""
+        ...
+
+
+class GroupedAttention:
+    """Attention of groups of sequences, by a kernel."""
+
+    rotates, run_rows = False, None
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def attend(
+        self,
+        layout: Layout,
+        keys: Tensor,
+        values: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variant: AttentionVariant,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        assert rotation is None
+        keys.index_copy_(0, layout.slots, k)
+        values.index_copy_(0, layout.slots, v)
+        return attend_cached(layout.groups, keys, values, q, variant=variant, kernel=self.kernel)
 
 
 def attend_cached(

@@ -59,7 +59,7 @@ class GraphedNetwork:
     """A network that replays a captured graph of a pass where one fits, and else runs the pass."""
 
     def __init__(self, network: ShareableNetwork) -> None:
-        self.network = network
+        self.network, self.run_rows = network, None
         self.captured: dict[GraphShape, CapturedGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
 

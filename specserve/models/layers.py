@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specserve.models.linear_kernels import LinearKernel, linear_kernel
+from specserve.models.linear_kernels import CompiledKernel, LinearKernel, linear_kernel
 from specserve.models.mapped_file import tensor_address
 from specserve.models.memory import use_huge_pages
 
@@ -205,17 +205,21 @@ def _linear_weight(module: Any) -> Tensor | None:  # [out, in]
 class RMSNorm:
     """The norm x / sqrt(mean(x^2) + eps) * weight.
 
-    On CPU it is computed by `layer_norm`: beside its own negative x has mean 0, so that its
-    variance there is its mean square. That takes one kernel, not six.
+    Where nothing is compiled for the CPU, it is computed by `layer_norm`: beside its own negative x
+    has mean 0, so that its variance there is its mean square. That takes one kernel, not six.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps, self.width = weight.detach(), eps, weight.shape[0]
+        kernel = _linear_weights.get().kernel if can_pack(weight) else None
+        self.compiled = kernel if isinstance(kernel, CompiledKernel) else None
         self.mirrored = (
             torch.cat([self.weight, self.weight]) if weight.device.type == "cpu" else None
         )
 
     def __call__(self, x: Tensor) -> Tensor:  # [..., width]
+        if self.compiled is not None:
+            return self.compiled.rms_norm(x, self.weight, self.eps)
         if self.mirrored is None:
             return F.rms_norm(x, (self.width,), self.weight, self.eps)
         both = torch.layer_norm(

@@ -23,6 +23,8 @@ class Geometry:
     kv_heads: int
     key_block: int  # keys that one product sums over; contexts are padded to whole blocks
     device: torch.device
+    # Rows of a run, where attention reads pages in place; None: it attends in groups.
+    run_rows: int | None = None
 
     def context(self, length: int) -> int:
         return -(-length // self.key_block) * self.key_block
@@ -131,11 +133,20 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of a pass's rows, each of one sequence, for attention that reads pages in place."""
+
+    runs: Tensor  # [n, 4] first row, rows, position of the first, row of the block table
+    block_table: Tensor  # [seqs, pages]
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """The rows of one pass, and the groups in which they attend."""
+    """The rows of one pass, and the groups or the runs in which they attend."""
 
     positions: Tensor  # [rows]
     slots: Tensor  # [rows]
     groups: tuple[AttentionGroup, ...]
     # The same rows over the encoder inputs of their sequences, in an encoder-decoder.
     cross_groups: tuple[AttentionGroup, ...] = ()
+    runs: Runs | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specserve.models.attention import AttentionVariant, Kernel, attend
+from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.layers import (
@@ -37,13 +37,13 @@ class FusedNetwork:
         loaded: LoadedModel,
         cache: PagedCache,
         *,
-        kernel: Kernel,
+        attention: Attention,
         shard: Shard | None,
         returns_hidden: bool = False,
     ) -> None:
         module: Any = loaded.module
         config, spec, body = loaded.config, loaded.spec, module.model
-        self.returns_hidden = returns_hidden
+        self.returns_hidden, self.run_rows = returns_hidden, attention.run_rows
         self.embedding: Tensor = body.embed_tokens.weight.detach()
         windows = [
             config.sliding_window if kind == "sliding_attention" else None
@@ -54,7 +54,7 @@ class FusedNetwork:
                 body.layers[i],
                 HeadShape(spec.num_heads, spec.kv_heads, spec.head_dim),
                 window=windows[i],
-                kernel=kernel,
+                attention=attention,
                 shard=shard,
             )
             for i in loaded.layers
@@ -71,11 +71,9 @@ class FusedNetwork:
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         x = self.embed(ids)  # [rows, hidden]
-        cos, sin = self.rotary.index_select(0, layout.positions).unbind(
-            1
-        )  # [rows, 1, head_dim] both
+        rotation = Rotation(self.rotary, layout.positions)
         for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
-            x = layer.forward(x, cos, sin, layout, keys, values)
+            x = layer.forward(x, rotation, layout, keys, values)
         if rows is not None:
             x = x.index_select(0, rows)
         x = self.norm(x)
@@ -105,14 +103,14 @@ class FusedLayer:
         heads: HeadShape,
         *,
         window: int | None,
-        kernel: Kernel,
+        attention: Attention,
         shard: Shard | None,
     ) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.heads, self.kernel, self.shard = heads, kernel, shard
+        own, mlp = layer.self_attn, layer.mlp
+        self.heads, self.attention, self.shard = heads, attention, shard
         self.variant = AttentionVariant(scaling=heads.dim**-0.5, window=window)
-        self.qkv = join_linears(attention, "q_proj", "k_proj", "v_proj")
-        self.out = take_linear(attention, "o_proj")
+        self.qkv = join_linears(own, "q_proj", "k_proj", "v_proj")
+        self.out = take_linear(own, "o_proj")
         self.gate = take_gate(mlp, "gate_proj", "up_proj")
         self.down = take_linear(mlp, "down_proj")
         eps = layer.input_layernorm.variance_epsilon
@@ -121,20 +119,20 @@ class FusedLayer:
             RMSNorm(layer.post_attention_layernorm.weight, eps),
         )
         self.norms_qk = (
-            (RMSNorm(attention.q_norm.weight, eps), RMSNorm(attention.k_norm.weight, eps))
-            if hasattr(attention, "q_norm")
+            (RMSNorm(own.q_norm.weight, eps), RMSNorm(own.k_norm.weight, eps))
+            if hasattr(own, "q_norm")
             else None
         )
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, keys: Tensor, values: Tensor
+        self, x: Tensor, rotation: Rotation, layout: Layout, keys: Tensor, values: Tensor
     ) -> Tensor:
-        attended = self._attention(self.norm_in(x), cos, sin, layout, keys, values)
+        attended = self._attention(self.norm_in(x), rotation, layout, keys, values)
         x = self._add_to_residual(self.out, attended, x)
         return self._add_to_residual(self.down, self.gate.forward(self.norm_mlp(x)), x)
 
     def _attention(
-        self, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, keys: Tensor, values: Tensor
+        self, x: Tensor, rotation: Rotation, layout: Layout, keys: Tensor, values: Tensor
     ) -> Tensor:
         query, kv, dim = self.heads.query, self.heads.kv, self.heads.dim
         qkv = self.qkv.forward(x).view(-1, query + 2 * kv, dim)
@@ -143,17 +141,17 @@ class FusedLayer:
             qk = torch.cat(
                 [self.norms_qk[0](qk[:, :query]), self.norms_qk[1](qk[:, query:])], dim=1
             )
-        # sin carries the sign of the rotated half
-        qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)
-        out = attend(
+        rotates = self.attention.rotates
+        qk = qk if rotates else rotation.apply(qk)
+        out = self.attention.attend(
             layout,
             keys,
             values,
             qk[:, :query],
             qk[:, query:],
             v,
-            variant=self.variant,
-            kernel=self.kernel,
+            self.variant,
+            rotation if rotates else None,
         )
         # Where every query head has its own keys, one sequence alone comes out transposed.
         return out.reshape(-1, query * dim)

@@ -16,6 +16,8 @@ from specserve.config.tree import Config, DraftConfig, TargetConfig
 from specserve.errors import ConfigError
 from specserve.models.attention import (
     FLASH_PAGE_MULTIPLE,
+    Attention,
+    GroupedAttention,
     Kernel,
     flash_kernel,
     has_flash_attention,
@@ -32,7 +34,7 @@ from specserve.models.checkpoints.load import (
 from specserve.models.checkpoints.packed import PackedCheckpoint
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
 from specserve.models.layers import PrivateWeights, linear_weights
-from specserve.models.linear_kernels import linear_kernel
+from specserve.models.linear_kernels import CompiledKernel, linear_kernel
 from specserve.models.memory import free_memory, keep_freed_memory, num_pages_for, require_room
 from specserve.models.network import ShareableNetwork, build_network, library_attention
 from specserve.models.runner import Runner
@@ -112,7 +114,10 @@ def open_model(
     """
     device = torch.device(_resolve_device(options.device))
     dtype = resolve_dtype(options.dtype, device)
-    kernel, page_size = _resolve_kernel(options, device)
+    attention = _attention_name(options, device, dtype)
+    # FlashAttention's page size is rounded up to what it needs.
+    unit = FLASH_PAGE_MULTIPLE if attention == "flash" else 1
+    page_size = -(-options.page_size // unit) * unit
     ranks = 1 if shard is None else shard.size
     if device.type == "cpu":
         keep_freed_memory()
@@ -133,7 +138,11 @@ def open_model(
         if loaded.spec.is_encoder_decoder:
             return T5Network(loaded, cache, shard=shard)
         return build_network(
-            loaded, cache, kernel=kernel, shard=shard, returns_hidden=returns_hidden
+            loaded,
+            cache,
+            attention=_attention(attention, options, loaded.spec, page_size),
+            shard=shard,
+            returns_hidden=returns_hidden,
         )
 
     def make_cache(spec: Architecture, num_pages: int) -> PagedCache:
@@ -216,25 +225,40 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _resolve_kernel(options: ModelOptions, device: torch.device) -> tuple[Kernel, int]:
-    """Return the attention kernel, and the page size that it needs.
+def _attention_name(options: ModelOptions, device: torch.device, dtype: torch.dtype) -> str:
+    """Return which attention is used: `auto` is row-invariant on CPUs, and the fastest on GPUs.
 
-    `auto` is the invariant kernel on CPU, and the fastest installed on CUDA.
+    Raises ConfigError for one that does not run here.
     """
     name = options.attention
-    if name == "auto":
-        name = "invariant" if device.type == "cpu" else "flash" if has_flash_attention() else "sdpa"
-    if name == "flash":
-        if device.type != "cuda" or not has_flash_attention():
-            raise ConfigError(
-                "attention: flash needs a CUDA device and the flash-attn package; "
-                "use attention: auto."
-            )
-        page_size = -(-options.page_size // FLASH_PAGE_MULTIPLE) * FLASH_PAGE_MULTIPLE
-        return flash_kernel(page_size), page_size
-    if name not in KERNELS:
+    if name not in ("auto", "flash", *KERNELS):
         raise ConfigError(f"attention: {name} is none of {', '.join(('auto', 'flash', *KERNELS))}.")
-    return KERNELS[name], options.page_size
+    if name == "flash" and (device.type != "cuda" or not has_flash_attention()):
+        raise ConfigError(
+            "attention: flash needs a CUDA device and the flash-attn package; use attention: auto."
+        )
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "flash" if has_flash_attention() else "sdpa"
+    compiled = isinstance(linear_kernel(options.kernel), CompiledKernel)
+    return "compiled" if compiled and dtype == torch.bfloat16 else "invariant"
+
+
+def _attention(name: str, options: ModelOptions, spec: Architecture, page_size: int) -> Attention:
+    kernel = linear_kernel(options.kernel)
+    if name == "compiled" and isinstance(kernel, CompiledKernel):
+        from specserve.models.compiled_attention import CompiledAttention, fits
+
+        if fits(spec):
+            return CompiledAttention(
+                kernel.functions.attention,
+                shared=spec.num_heads // spec.kv_heads,
+                page_size=page_size,
+            )
+    return GroupedAttention(
+        flash_kernel(page_size) if name == "flash" else KERNELS.get(name, invariant_kernel)
+    )
 
 
 def _num_pages(

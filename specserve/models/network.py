@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from specserve.models.attention import AttentionVariant, Kernel, attend
+from specserve.models.attention import Attention, AttentionVariant
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.layers import pack_linears
@@ -28,6 +28,11 @@ STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
 class Network(Protocol):
     """A model's forward pass, which writes the keys and values of all rows into the KV cache."""
+
+    @property
+    def run_rows(self) -> int | None:
+        """Rows of a run, if its layers attend in runs; None: they attend in groups."""
+        ...
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:  # [rows, vocab]
         """Return the logits of these rows of the pass; None: of all rows."""
@@ -53,15 +58,15 @@ def build_network(
     loaded: LoadedModel,
     cache: PagedCache,
     *,
-    kernel: Kernel,
+    attention: Attention,
     shard: Shard | None,
     returns_hidden: bool = False,
 ) -> ShareableNetwork:
     if can_fuse(loaded):
         return FusedNetwork(
-            loaded, cache, kernel=kernel, shard=shard, returns_hidden=returns_hidden
+            loaded, cache, attention=attention, shard=shard, returns_hidden=returns_hidden
         )
-    return LibraryNetwork(loaded, cache, kernel=kernel, returns_hidden=returns_hidden)
+    return LibraryNetwork(loaded, cache, attention=attention, returns_hidden=returns_hidden)
 
 
 def can_fuse(loaded: LoadedModel) -> bool:
@@ -83,12 +88,12 @@ class LibraryNetwork:
         loaded: LoadedModel,
         cache: PagedCache,
         *,
-        kernel: Kernel,
+        attention: Attention,
         returns_hidden: bool = False,
     ) -> None:
         module: Any = loaded.module
-        self.module = module
-        self.attention = PagedAttention(cache, kernel, loaded.layers)
+        self.module, self.run_rows = module, attention.run_rows
+        self.attention = PagedAttention(cache, attention, loaded.layers)
         self._hidden: list[Tensor] = []  # what the head was given in the pass under way
         for part in module.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
@@ -128,8 +133,8 @@ class LibraryNetwork:
 class PagedAttention:
     """The shared state of one model's attention modules: KV cache and layout of the pass."""
 
-    def __init__(self, cache: PagedCache, kernel: Kernel, layers: Sequence[int]) -> None:
-        self.kernel = kernel
+    def __init__(self, cache: PagedCache, attention: Attention, layers: Sequence[int]) -> None:
+        self.attention = attention
         self.keys, self.values = (
             dict(zip(layers, pools, strict=True)) for pools in (cache.keys, cache.values)
         )  # by layer
@@ -139,15 +144,8 @@ class PagedAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant
     ) -> Tensor:
         assert self.layout is not None
-        return attend(
-            self.layout,
-            self.keys[layer],
-            self.values[layer],
-            q,
-            k,
-            v,
-            variant=variant,
-            kernel=self.kernel,
+        return self.attention.attend(
+            self.layout, self.keys[layer], self.values[layer], q, k, v, variant
         )
 
 

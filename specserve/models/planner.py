@@ -5,6 +5,8 @@ Plain arithmetic on arrays, the same for every model. Knows no attention and no 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from specserve.models.layout import (
     GroupPages,
     Ints,
     Layout,
+    Runs,
     Writes,
 )
 from specserve.models.shape_buckets import bucket_size
@@ -31,6 +34,15 @@ MIXED_EXACT = 4
 """Query counts up to which short runs in a mixed group are not rounded up."""
 SMALL_CONTEXT_LOG2 = 8
 """Contexts up to 2**8 keys are grouped together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a pass, one sequence after the other."""
+
+    firsts: Ints  # [seqs] the first row of each
+    positions: Ints  # [passes, rows]
+    slots: Ints  # [passes, rows]
 
 
 class Planner:
@@ -52,6 +64,8 @@ class Planner:
 
         `writes` is that of the last pass; all passes gather as many keys as that one.
         """
+        if self.geometry.run_rows is not None:
+            return self._in_runs(writes, passes, self.geometry.run_rows)
         is_bucket = self._is_bucket(int(writes.counts[0]))
         if len(writes.counts) == 1 and writes.encoder_lengths is None and is_bucket:
             layouts = self._single_sequence(writes, passes)
@@ -67,6 +81,40 @@ class Planner:
             )
         self._last = tuple(group.pages for group in layouts[0].groups)
         return layouts
+
+    def _in_runs(self, writes: Writes, passes: int, run_rows: int) -> list[Layout]:
+        """Lay out any sequences for attention that reads pages in place."""
+        rows = self._rows(writes, passes)
+        run_counts = -(-writes.counts // run_rows)  # [seqs]
+        owner = np.repeat(np.arange(len(run_counts)), run_counts)  # [runs]
+        skipped = (np.arange(len(owner)) - (np.cumsum(run_counts) - run_counts)[owner]) * run_rows
+        first = rows.firsts[owner] + skipped
+        counts = np.minimum(writes.counts[owner] - skipped, run_rows)
+        positions = rows.positions[:, first]  # [passes, runs]
+        runs = np.empty((passes, len(owner), 4), np.int64)
+        runs[:, :, 0], runs[:, :, 1], runs[:, :, 2], runs[:, :, 3] = first, counts, positions, owner
+        block_table = self._tensor(np.ascontiguousarray(writes.block_table))
+        of_passes = zip(
+            self._tensor(rows.positions).unbind(0),
+            self._tensor(rows.slots).unbind(0),
+            self._tensor(runs).unbind(0),
+            strict=True,
+        )
+        return [
+            Layout(own, slots, (), runs=Runs(of_pass, block_table))
+            for own, slots, of_pass in of_passes
+        ]
+
+    def _rows(self, writes: Writes, passes: int) -> Rows:
+        """Return the rows of any sequences, in consecutive passes."""
+        counts = writes.counts
+        owner = np.repeat(np.arange(len(counts)), counts)  # [rows]
+        firsts = np.cumsum(counts) - counts
+        # [passes, seqs] relative to the starts of the last pass
+        offsets = np.arange(1 - passes, 1)[:, None] * counts
+        # [passes, rows], taken, not indexed, which would leave rows of a pass apart in memory
+        positions = np.arange(len(owner)) + np.take(writes.starts - firsts + offsets, owner, axis=1)
+        return Rows(firsts, positions, self._slots(writes.block_table, owner, positions))
 
     def _single_sequence(self, writes: Writes, passes: int) -> list[Layout]:
         """Lay out one sequence, whose positions and slots are ranges of those of its group."""
@@ -108,15 +156,8 @@ class Planner:
 
     def _mixed(self, writes: Writes, group_ids: Ints | None, passes: int) -> list[Layout]:
         """Lay out any sequences, each group padded to its longest run of queries."""
-        counts = writes.counts
-        owner = np.repeat(np.arange(len(counts)), counts)  # [rows]
-        firsts = np.cumsum(counts) - counts
-        # [passes, seqs] relative to the starts of the last pass
-        offsets = np.arange(1 - passes, 1)[:, None] * counts
-        positions = (
-            np.arange(len(owner)) + (writes.starts - firsts + offsets)[:, owner]
-        )  # [passes, rows]
-        slots = self._slots(writes.block_table, owner, positions)
+        counts, pass_rows = writes.counts, self._rows(writes, passes)
+        firsts, positions, slots = pass_rows.firsts, pass_rows.positions, pass_rows.slots
         members_of_groups = (
             [np.arange(len(counts))]
             if group_ids is None

@@ -39,7 +39,9 @@ class Runner:
         self.network, self.cache, self.device = network, cache, device
         self.pad_to_bucket = pad_to_bucket
         width = cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2])
-        geometry = Geometry(cache.page_size, cache.kv_heads, key_block_size(width), device)
+        geometry = Geometry(
+            cache.page_size, cache.kv_heads, key_block_size(width), device, network.run_rows
+        )
         self.planner = Planner(geometry)
         self.encoder_cache = None if encoder is None else EncoderCache(encoder, cache, geometry)
 

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specserve.models.attention import AttentionVariant, attend, attend_cached, invariant_kernel
+from specserve.models.attention import (
+    AttentionVariant,
+    GroupedAttention,
+    attend_cached,
+    invariant_kernel,
+)
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.layers import (
@@ -29,6 +34,7 @@ from specserve.models.layers import (
 from specserve.models.layout import AttentionGroup, Layout
 from specserve.models.shard import Shard
 
+ATTENTION = GroupedAttention(invariant_kernel)
 UNSCALED = AttentionVariant(scaling=1.0)  # the weights include 1/sqrt(dim)
 
 
@@ -43,7 +49,7 @@ class T5Network:
         module: Any = loaded.module
         spec = loaded.spec
         heads = HeadShape(spec.num_heads, spec.kv_heads, spec.head_dim)
-        self.cache = cache
+        self.cache, self.run_rows = cache, None
         self.embedding = module.shared.weight.detach()
         self.encoder_bias = RelativePositionBias(module.encoder, causal=False)
         self.decoder_bias = RelativePositionBias(module.decoder, causal=True)
@@ -178,11 +184,11 @@ class DecoderLayer:
     def forward(self, x: Tensor, layout: Layout, keys: Tensor, values: Tensor) -> Tensor:
         heads, dim = self.heads.query, self.heads.dim
         q, k, v = self.qkv.forward(self.norm(x)).view(-1, 3, heads, dim).unbind(1)
-        attended = attend(layout, keys, values, q, k, v, variant=UNSCALED, kernel=invariant_kernel)
+        attended = ATTENTION.attend(layout, keys, values, q, k, v, UNSCALED)
         x = _add_to_residual(self.out, attended.reshape(-1, heads * dim), x, self.shard)
         q = self.q_cross.forward(self.norm_cross(x)).view(-1, heads, dim)
         attended = attend_cached(
-            layout.cross_groups, keys, values, q, variant=UNSCALED, kernel=invariant_kernel
+            layout.cross_groups, keys, values, q, variant=UNSCALED, kernel=ATTENTION.kernel
         )
         x = _add_to_residual(self.out_cross, attended.reshape(-1, heads * dim), x, self.shard)
         return self.mlp.forward(x)

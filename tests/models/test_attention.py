@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from specserve.models.attention import (
+    Attention,
     AttentionVariant,
-    Kernel,
-    attend,
+    GroupedAttention,
+    Rotation,
     invariant_kernel,
     sdpa_kernel,
 )
 from specserve.models.layout import Geometry, Writes
+from specserve.models.linear_kernels import CompiledKernel, linear_kernel, missing_for_compiled
 from specserve.models.planner import MAX_BATCHED_QUERIES, Planner, key_block_size
 
 PAGE_SIZE = 16
@@ -109,6 +111,22 @@ def cancel_scores(text: Text) -> Text:
 SCORES = 1e6
 
 
+def make_attention(name: str, shared: int) -> Attention:
+    if name != "compiled":
+        return GroupedAttention({"invariant": invariant_kernel, "sdpa": sdpa_kernel}[name])
+    from specserve.models.compiled_attention import CompiledAttention  # an optional dependency
+
+    kernel = linear_kernel("compiled")
+    assert isinstance(kernel, CompiledKernel)
+    return CompiledAttention(kernel.functions.attention, shared=shared, page_size=PAGE_SIZE)
+
+
+needs_compiled = pytest.mark.skipif(
+    missing_for_compiled() is not None, reason=f"it needs {missing_for_compiled()}"
+)
+INVARIANT = ["invariant", pytest.param("compiled", marks=needs_compiled)]
+
+
 class Paged:
     """Texts in pages in random order, every position written already."""
 
@@ -126,9 +144,8 @@ class Paged:
             torch.zeros(self.block_table.size * PAGE_SIZE, kv_heads, width, dtype=dtype)
             for width in (dim, v_dim)
         )
-        self.geometry = Geometry(
-            PAGE_SIZE, kv_heads, key_block_size(kv_heads * min(dim, v_dim)), torch.device("cpu")
-        )
+        self.shared = texts[0].q.shape[1] // kv_heads
+        self.key_block = key_block_size(kv_heads * min(dim, v_dim))
         for text, own in zip(self.texts, self.block_table, strict=True):
             positions = np.arange(text.length)
             slots = own[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
@@ -139,19 +156,27 @@ class Paged:
         parts: Sequence[tuple[int, int, int]],
         variant: AttentionVariant,
         *,
-        kernel: Kernel = invariant_kernel,
+        kernel: str = "invariant",
         context: int | None = None,
     ) -> list[Tensor]:
         """Return what the queries of each part (text, start, stop) get, all in one pass."""
         which, starts, stops = (np.array(column) for column in zip(*parts, strict=True))
-        layout = Planner(self.geometry).lay_out(
+        attention = make_attention(kernel, self.shared)
+        geometry = Geometry(
+            PAGE_SIZE,
+            self.keys.shape[1],
+            self.key_block,
+            torch.device("cpu"),
+            attention.run_rows,
+        )
+        layout = Planner(geometry).lay_out(
             Writes(starts, stops - starts, self.block_table[which], context)
         )
         q, k, v = (
             torch.cat([getattr(self.texts[i], name)[start:stop] for i, start, stop in parts])
             for name in "qkv"
         )
-        out = attend(layout, self.keys, self.values, q, k, v, variant=variant, kernel=kernel)
+        out = attention.attend(layout, self.keys, self.values, q, k, v, variant)
         return list(torch.split(out, (stops - starts).tolist()))
 
 
@@ -189,7 +214,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("kernel", [invariant_kernel, sdpa_kernel])
+@pytest.mark.parametrize("kernel", ["invariant", "sdpa"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize(
     "shape",
@@ -202,7 +227,7 @@ VARIANTS = {
     ids=str,
 )
 def test_the_numbers_are_those_of_the_formula(
-    shape: HeadSizes, variant: AttentionVariant, kernel: Kernel
+    shape: HeadSizes, variant: AttentionVariant, kernel: str
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     texts = [random_text(shape, length, generator) for length in (45, 1, 150)]
@@ -216,6 +241,84 @@ def test_the_numbers_are_those_of_the_formula(
         *zip(last, [expected[0][42:], expected[1], expected[2][145:]], strict=True),
     ]:
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@needs_compiled
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        HeadSizes(16),
+        HeadSizes(24, kv_heads=4, shared=1),
+        HeadSizes(80, kv_heads=1, shared=4),
+        HeadSizes(34, v_dim=18),
+        HeadSizes(256, kv_heads=1, shared=71),
+    ],
+    ids=str,
+)
+def test_compiled_attention_computes_the_formula_of_bf16_numbers(
+    shape: HeadSizes, variant: AttentionVariant
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    texts = [random_text(shape, length, generator) for length in (45, 1, 150)]
+    paged = Paged(texts, torch.bfloat16)
+    if variant.sinks is not None:
+        variant = replace(variant, sinks=torch.linspace(-1, 3, shape.heads))
+    expected = [formula(text, variant) for text in paged.texts]
+    parts = [(0, 0, 45), (1, 0, 1), (2, 0, 150), (0, 42, 45), (2, 145, 150)]
+    outs = paged.attend(parts, variant, kernel="compiled")
+    for (which, start, stop), out in zip(parts, outs, strict=True):
+        # Weights and the result are rounded to 8 bits each.
+        bound = 2**-7 * paged.texts[which].v.abs().max()
+        assert (out.double() - expected[which][start:stop]).abs().max() < bound
+
+
+@needs_compiled
+@pytest.mark.parametrize("dim", [6, 32, 80])
+def test_compiled_attention_rotates_queries_and_keys(dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    paged = Paged([random_text(HeadSizes(dim), 40, generator)], torch.bfloat16)
+    text = paged.texts[0]
+    angles = torch.rand(40, dim // 2, generator=generator).mul(6).repeat(1, 2)
+    sines = angles.sin()
+    sines[:, : dim // 2].neg_()
+    table = torch.stack([angles.cos(), sines], dim=1).unsqueeze(2).bfloat16()
+    attention = make_attention("compiled", 2)
+    geometry = Geometry(PAGE_SIZE, 2, 256, torch.device("cpu"), attention.run_rows)
+    layout = Planner(geometry).lay_out(
+        Writes(np.array([0]), np.array([40]), paged.block_table[:, :16])
+    )
+    rotation = Rotation(table, layout.positions)
+    variant = AttentionVariant(0.2)
+    out = attention.attend(
+        layout, paged.keys, paged.values, text.q, text.k, text.v, variant, rotation
+    )
+    rotated = Text(rotation.apply(text.q.double()), rotation.apply(text.k.double()), text.v)
+    assert (out.double() - formula(rotated, variant)).abs().max() < 2**-6 * text.v.abs().max()
+
+
+@needs_compiled
+def test_threads_do_not_change_the_bits_of_compiled_attention() -> None:
+    paged, variant = cancelling_texts(HeadSizes(64), "values")
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(paged.attend([(2, 0, 1500), (1, 300, 330)], variant, kernel="compiled"))
+    torch.set_num_threads(before)
+    assert all(
+        torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True)
+    )
+
+
+@needs_compiled
+def test_a_number_that_is_not_one_shows_in_compiled_attention() -> None:
+    paged = Paged(
+        [random_text(HeadSizes(16), 20, torch.Generator().manual_seed(0))], torch.bfloat16
+    )
+    paged.texts[0].k[5, 0, 3] = float("nan")
+    out = paged.attend([(0, 0, 20)], AttentionVariant(0.2), kernel="compiled")[0]
+    assert out[5:, :2].isnan().all()
+    assert not out[:, 2:].isnan().any()  # of the other key head
 
 
 def test_a_query_sees_what_its_own_pass_writes_and_nothing_past_itself() -> None:
@@ -274,65 +377,67 @@ def cancelling_texts(shape: HeadSizes, kind: str) -> tuple[Paged, AttentionVaria
     ), AttentionVariant(plain, SPAN + TAIL, softcap=3.0, sinks=sinks)
 
 
-def one_by_one(paged: Paged, variant: AttentionVariant, which: int) -> Tensor:  # [TAIL, heads, dim]
+def one_by_one(
+    paged: Paged, variant: AttentionVariant, which: int, kernel: str
+) -> Tensor:  # [TAIL, heads, dim]
     """Return what the last queries of a text get, each in a pass of its own."""
     stop = paged.texts[which].length
     return torch.cat(
         [
-            paged.attend([(which, position, position + 1)], variant)[0]
+            paged.attend([(which, position, position + 1)], variant, kernel=kernel)[0]
             for position in range(stop - TAIL, stop)
         ]
     )
 
 
+@pytest.mark.parametrize("kernel", INVARIANT)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_query_s_bits_do_not_depend_on_what_is_attended_beside_it(
-    shape: HeadSizes, kind: str
+    shape: HeadSizes, kind: str, kernel: str
 ) -> None:
     paged, variant = cancelling_texts(shape, kind)
     for which, length in enumerate(TESTED):
-        alone, start = one_by_one(paged, variant, which), length - TAIL
+        alone, start = one_by_one(paged, variant, which, kernel), length - TAIL
         for name, others in OTHERS.items():
             # Before and behind the others.
             for queries, index in itertools.product((1, 2, 5, TAIL), (0, len(others))):
                 parts = [*others[:index], (which, start, start + queries), *others[index:]]
-                out = paged.attend(parts, variant)[index]
+                out = paged.attend(parts, variant, kernel=kernel)[index]
                 assert torch.equal(out, alone[:queries]), (
                     f"length {length}, {queries} queries, others: {name}, index {index}"
                 )
 
 
+@pytest.mark.parametrize("kernel", INVARIANT)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_query_s_bits_do_not_depend_on_the_chunk_or_on_padding(
-    shape: HeadSizes, kind: str
+    shape: HeadSizes, kind: str, kernel: str
 ) -> None:
     paged, variant = cancelling_texts(shape, kind)
     for which, length in enumerate(TESTED):
-        alone = one_by_one(paged, variant, which)
+        alone = one_by_one(paged, variant, which, kernel)
         for queries in (2, 5, TAIL, MAX_BATCHED_QUERIES, MAX_BATCHED_QUERIES + 1, 100):
-            out = paged.attend([(which, length - queries, length)], variant)[0][-TAIL:]
+            part = (which, length - queries, length)
+            out = paged.attend([part], variant, kernel=kernel)[0][-TAIL:]
             assert torch.equal(out, alone[-len(out) :]), f"length {length}, {queries} queries"
         for context in (2048, MAX_LENGTH):
-            out = paged.attend([(which, length - TAIL, length)], variant, context=context)[0]
+            part = (which, length - TAIL, length)
+            out = paged.attend([part], variant, kernel=kernel, context=context)[0]
             assert torch.equal(out, alone), f"length {length}, padded to {context}"
 
 
+@pytest.mark.parametrize("kernel", INVARIANT)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [16, 64, 256])
-def test_these_texts_would_show_another_order_of_summing(dim: int, kind: str) -> None:
+def test_these_texts_would_show_another_order_of_summing(dim: int, kind: str, kernel: str) -> None:
     paged, variant = cancelling_texts(HeadSizes(dim), kind)
     shuffled = shuffle(paged, kind)
     for which in range(len(TESTED)):
-        assert (
-            float(
-                (one_by_one(shuffled, variant, which) != one_by_one(paged, variant, which))
-                .float()
-                .mean()
-            )
-            > 0.5
-        )
+        ours, others = (one_by_one(one, variant, which, kernel) for one in (paged, shuffled))
+        # Compiled sums are rounded less, so that more of them come out the same.
+        assert float((ours != others).float().mean()) > (0.5 if kernel == "invariant" else 0.3)
 
 
 def shuffle(paged: Paged, kind: str) -> Paged:

@@ -10,7 +10,7 @@ import torch
 from transformers import Phi3Config
 
 from specserve.errors import ConfigError, NoShardingPlan, TooLittleMemory
-from specserve.models.attention import invariant_kernel, sdpa_kernel
+from specserve.models.attention import GroupedAttention, invariant_kernel, sdpa_kernel
 from specserve.models.llama import FusedNetwork
 from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.network import LLAMA_SHAPED, LibraryNetwork
@@ -114,9 +114,12 @@ def test_the_context_ends_where_a_long_text_would_change_the_rotary_frequencies_
 def test_on_cpu_attention_is_invariant_unless_another_is_chosen(
     llama: Path, name: str, kernel: object
 ) -> None:
-    network = open_quickly(llama, device="auto", attention=name).runner.network
+    options = {"device": "auto", "attention": name, "kernel": "onednn"}
+    network = open_quickly(llama, **options).runner.network
     assert isinstance(network, FusedNetwork)
-    assert {layer.kernel for layer in network.layers} == {kernel}
+    attention = network.layers[0].attention
+    assert isinstance(attention, GroupedAttention)
+    assert attention.kernel is kernel
 
 
 @pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])

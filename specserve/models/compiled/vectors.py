@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -15,11 +16,13 @@ from llvmlite import ir
 LANES = 16  # fp32 numbers in a register of AVX-512
 LN2_HIGH = 355 / 512
 SMALLEST, LARGEST = -87.0, 88.0
-"""Powers of e between which the results are normal numbers; below, they are as small as can be."""
+"""Powers of e between which the results are normal numbers; below, they are 0."""
 
 BYTE, INT, LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+FLOAT = ir.FloatType()
 BF16 = ir.VectorType(ir.IntType(16), LANES)  # as bits
-FP32 = ir.VectorType(ir.FloatType(), LANES)
+WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)  # a register of them
+FP32 = ir.VectorType(FLOAT, LANES)
 BITS = ir.VectorType(INT, LANES)
 MASK = ir.VectorType(ir.IntType(1), LANES)
 POINTER, NOTHING = ir.PointerType(), ir.VoidType()
@@ -50,7 +53,51 @@ def exp(module: ir.Module, code: Any, value: Any) -> Any:
     exponent = code.shl(code.fptosi(n, BITS), BITS([23] * LANES))
     power_of_e = code.bitcast(code.add(code.bitcast(series, BITS), exponent), FP32)
     overflows = code.fcmp_ordered(">", value, constant(LARGEST))
-    return code.select(overflows, constant(math.inf), power_of_e)
+    vanishes = code.fcmp_ordered("<", value, constant(SMALLEST))
+    undefined = code.fcmp_unordered("uno", value, value)
+    for applies, result in ((overflows, math.inf), (vanishes, 0.0), (undefined, math.nan)):
+        power_of_e = code.select(applies, constant(result), power_of_e)
+    return power_of_e
+
+
+def lane_sum(code: Any, value: Any) -> Any:
+    """Build the sum of a vector's lanes, in all lanes, always in the same order."""
+    return _over_lanes(code, value, code.fadd)
+
+
+def lane_max(module: ir.Module, code: Any, value: Any) -> Any:
+    """Build the largest of a vector's lanes, in all lanes. Undefined ones do not count."""
+    return _over_lanes(code, value, partial(largest, module, code))
+
+
+def largest(module: ir.Module, code: Any, a: Any, b: Any) -> Any:
+    return code.call(intrinsic(module, "llvm.maxnum.v16f32", FP32, [FP32, FP32]), [a, b])
+
+
+def _over_lanes(code: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+    for distance in (8, 4, 2, 1):
+        order = BITS([lane ^ distance for lane in range(LANES)])
+        value = combine(value, code.shuffle_vector(value, FP32(ir.Undefined), order))
+    return value
+
+
+def transposed(code: Any, rows: Sequence[Any]) -> list[Any]:
+    """Build the columns of 16 vectors of 32 bits."""
+    for distance in (8, 4, 2, 1):
+        own = [lane if not lane & distance else lane ^ distance | LANES for lane in range(LANES)]
+        other = [lane ^ distance if not lane & distance else lane | LANES for lane in range(LANES)]
+        rows = [
+            code.shuffle_vector(rows[i & ~distance], rows[i | distance], BITS(order))
+            for i in range(LANES)
+            for order in (other if i & distance else own,)
+        ]
+    return list(rows)
+
+
+def splat(code: Any, value: Any) -> Any:
+    """Build a vector of equal fp32 numbers."""
+    one = code.insert_element(FP32(ir.Undefined), value, INT(0))
+    return code.shuffle_vector(one, FP32(ir.Undefined), BITS(None))
 
 
 def load_bf16(module: ir.Module, code: Any, pointer: Any, mask: Any) -> Any:
@@ -58,12 +105,19 @@ def load_bf16(module: ir.Module, code: Any, pointer: Any, mask: Any) -> Any:
 
     Processors take very long over masked loads from null.
     """
-    kinds = [POINTER, INT, MASK, BF16]
-    masked_load = intrinsic(module, "llvm.masked.load.v16i16.p0", BF16, kinds)
     present = code.icmp_unsigned("!=", pointer, POINTER(None))
     source = code.select(present, pointer, _zeros(module))
-    bits = code.call(masked_load, [source, INT(2), mask, BF16(None)])
+    bits = load_masked(module, code, BF16, source, mask)
     return code.bitcast(code.shl(code.zext(bits, BITS), BITS([16] * LANES)), FP32)
+
+
+def load_masked(module: ir.Module, code: Any, kind: Any, pointer: Any, mask: Any) -> Any:
+    """Build the load of a vector of whole numbers; zeros where it is masked out."""
+    width = kind.element.width
+    kinds = [POINTER, INT, ir.VectorType(ir.IntType(1), kind.count), kind]
+    name = f"llvm.masked.load.v{kind.count}i{width}.p0"
+    function = intrinsic(module, name, kind, kinds)
+    return code.call(function, [pointer, INT(width // 8), mask, kind(None)])
 
 
 def _zeros(module: ir.Module) -> Any:
@@ -91,12 +145,13 @@ def _rounded_bits(code: Any, value: Any) -> Any:
     return code.add(bits, code.add(even, BITS([0x7FFF] * LANES)))
 
 
-def first_lanes(code: Any, count: Any) -> Any:
-    """Build the mask of the first lanes of a vector."""
-    longs = ir.VectorType(LONG, LANES)
-    one = code.insert_element(longs(ir.Undefined), count, INT(0))
-    counts = code.shuffle_vector(one, longs(ir.Undefined), BITS(None))
-    return code.icmp_signed(">", counts, longs(list(range(LANES))))
+def first_lanes(code: Any, count: Any, lanes: int = LANES) -> Any:
+    """Build the mask of the first `count` lanes of a vector; there may be any number."""
+    kind = ir.VectorType(INT, lanes)
+    within = larger(code, LONG(0), smaller(code, count, LONG(lanes)))
+    one = code.insert_element(kind(ir.Undefined), code.trunc(within, INT), INT(0))
+    counts = code.shuffle_vector(one, kind(ir.Undefined), kind(None))
+    return code.icmp_signed(">", counts, kind(list(range(lanes))))
 
 
 def new_function(
@@ -130,8 +185,15 @@ def counting(code: Any, start: Any, stop: Any, step: Any) -> Iterator[Any]:
     code.position_at_end(end)
 
 
-def new_memory(code: Any, kind: Any) -> Any:
+def memset_zero(module: ir.Module, code: Any, memory: Any, num_bytes: Any) -> None:
+    kinds = [POINTER, BYTE, LONG, ir.IntType(1)]
+    memset = intrinsic(module, "llvm.memset.p0.i64", NOTHING, kinds)
+    code.call(memset, [memory, BYTE(0), num_bytes, ir.IntType(1)(0)])
+
+
+def new_memory(code: Any, kind: Any, *, align: int | None = None) -> Any:
     memory = code.alloca(kind)
+    memory.align = align
     memory.type = POINTER  # not one to its kind, which LLVM does not know any more
     return memory
 

@@ -1,0 +1,1 @@
+"""Machine code for CPUs, generated for the processor at hand: linear layers, attention, norms."""

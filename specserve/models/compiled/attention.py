@@ -1,0 +1,543 @@
+"""Attention over the pages of the KV cache, which are read in place.
+
+The rows of a pass come in *runs*, each of one sequence. A thread takes a run and a key head at a
+time, and goes through the keys in blocks that begin at multiples of 64. It lays a block's keys and
+values out as panels, so that the products are those of tiles, and keeps a running softmax: the
+largest score, the sum of the weights, and the weighted sum of the values, which shrink as the
+largest score grows. Blocks depend on positions alone, so that a row's bits do, too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from specserve.models.compiled.teams import Record, Team, taking
+from specserve.models.compiled.tiles import (
+    PAIR_BYTES,
+    PANEL,
+    SUMS_BYTES,
+    Tiles,
+    clear_sums,
+    places_of_sums,
+    row_sums,
+    tile_height,
+)
+from specserve.models.compiled.vectors import (
+    BITS,
+    BYTE,
+    FLOAT,
+    FP32,
+    INT,
+    LANES,
+    LONG,
+    POINTER,
+    WORDS,
+    at,
+    counting,
+    exp,
+    first_lanes,
+    lane_max,
+    lane_sum,
+    larger,
+    largest,
+    load_bf16,
+    load_masked,
+    new_function,
+    new_memory,
+    smaller,
+    splat,
+    store_bf16,
+    transposed,
+)
+
+BLOCK = 2 * PANEL
+"""Keys of a block."""
+MAX_DIM = 256
+MAX_SHARED = 128
+"""Query heads that share a key head."""
+RUN_ROWS = 56
+"""Queries of a run and a key head, if a row does not have more: four tiles."""
+HIDDEN = -1e30
+"""Score of a hidden key. It weighs 0 beside any that is seen."""
+RUN_FIELDS = ("row", "count", "position", "sequence")
+"""A run, as whole numbers: first row, rows, position of the first, row of the block table."""
+
+POINTERS = (
+    *("q", "k", "v"),  # rows of this pass
+    *("keys", "values"),  # [slots, kv_heads, dim]
+    "slots",  # [rows] where k and v go
+    "out",  # [rows, heads, v_dim]
+    "runs",  # [num_runs, 4]
+    "block_table",  # [sequences, table_width]
+    "rotary",  # [positions, 2, dim] cosines and signed sines, or null
+    "sinks",  # [heads] fp32, or null
+)
+NUMBERS = (
+    *("rows", "num_runs", "table_width", "page_size"),
+    *("q_stride", "k_stride", "v_stride"),  # bytes of a row
+    *("kv_heads", "shared", "dim", "v_dim", "window"),
+)
+FACTORS = ("scaling", "softcap")  # the latter may be 0
+ARGUMENTS = (*POINTERS, *NUMBERS, *FACTORS)
+"""A team's size follows."""
+ATTENTION = Record(
+    dict.fromkeys(POINTERS, POINTER)
+    | dict.fromkeys(NUMBERS, LONG)
+    | dict.fromkeys(FACTORS, FLOAT)
+    | {"next": LONG}
+)
+
+
+def add_attention(module: ir.Module, tiles: Tiles, team: Team) -> None:
+    """Build `attention`, which writes k and v into the pages and then attends."""
+    kinds = [*(ATTENTION.kind_of(name) for name in ARGUMENTS), INT]
+    function, code = new_function(module, "attention", kinds, linkage="external")
+    *given, threads = function.args
+    field = dict(zip(ARGUMENTS, given, strict=True))
+    copy_head = _copy_head(module)
+    work = _work(module, tiles, copy_head)
+    memory = ATTENTION.new(code, field | {"next": LONG(0)})
+    _write(code, field, copy_head)
+    team.run(code, work, memory, threads)
+    code.ret_void()
+
+
+def _write(code: Any, field: dict[str, Any], copy_head: ir.Function) -> None:
+    """Build the loop that writes k, rotated, and v into their slots."""
+    with counting(code, LONG(0), field["num_runs"], LONG(1)) as index:
+        run = _run(code, field, index)
+        with (
+            counting(code, LONG(0), run["count"], LONG(1)) as i,
+            counting(code, LONG(0), field["kv_heads"], LONG(1)) as head,
+        ):
+            row = code.add(run["row"], i)
+            slot = _load_long(code, field["slots"], row)
+            place = code.add(code.mul(slot, field["kv_heads"]), head)
+            angles = _angles(code, field, code.add(run["position"], i))
+            for name, pool, dim, rotates in (
+                ("k", "keys", field["dim"], angles),
+                ("v", "values", field["v_dim"], POINTER(None)),
+            ):
+                num_bytes = code.mul(dim, LONG(2))
+                own = at(code, field[name], code.mul(row, field[f"{name}_stride"]))
+                own = at(code, own, code.mul(head, num_bytes))
+                to = at(code, field[pool], code.mul(place, num_bytes))
+                code.call(copy_head, [own, to, dim, rotates])
+
+
+def _copy_head(module: ir.Module) -> ir.Function:
+    """Build a function that copies a head, rotated by angles if there are any.
+
+    Each half of it, times cosines, is added to the other, times sines.
+    """
+    function, code = new_function(module, "copy_head", [POINTER, POINTER, LONG, POINTER])
+    own, to, dim, angles = function.args
+    load = partial(load_bf16, module, code)
+    half = code.lshr(dim, LONG(1))
+    half_bytes, dim_bytes = code.mul(half, LONG(2)), code.mul(dim, LONG(2))
+    with code.if_else(code.icmp_unsigned("!=", angles, POINTER(None))) as (rotated, plain):
+        with rotated, counting(code, LONG(0), half, LONG(LANES)) as start:
+            mask = first_lanes(code, code.sub(half, start))
+            first = code.mul(start, LONG(2))
+            places = [first, code.add(first, half_bytes)]
+            halves = [load(at(code, own, place), mask) for place in places]
+            for i, place in enumerate(places):
+                cosines = load(at(code, angles, place), mask)
+                sines = load(at(code, angles, code.add(place, dim_bytes)), mask)
+                value = code.fadd(code.fmul(halves[i], cosines), code.fmul(halves[1 - i], sines))
+                store_bf16(module, code, value, at(code, to, place), mask)
+        with plain, counting(code, LONG(0), dim, LONG(LANES)) as start:
+            mask = first_lanes(code, code.sub(dim, start))
+            place = code.mul(start, LONG(2))
+            store_bf16(module, code, load(at(code, own, place), mask), at(code, to, place), mask)
+    code.ret_void()
+    return function
+
+
+def _work(module: ir.Module, tiles: Tiles, copy_head: ir.Function) -> ir.Function:
+    """Build what a thread does: take a run and a key head as long as there are any."""
+    function, code = new_function(module, "work_on_attention", [POINTER])
+    memory = function.args[0]
+    field = ATTENTION.load(code, memory)
+    scratch = _scratch(code)
+    shared, dim, v_dim = field["shared"], field["dim"], field["v_dim"]
+    pairs, dim_bytes = code.lshr(dim, LONG(1)), code.mul(dim, LONG(2))
+    v_panels = code.sdiv(code.add(v_dim, LONG(PANEL - 1)), LONG(PANEL))
+    slot_bytes = {
+        "keys": code.mul(field["kv_heads"], dim_bytes),
+        "values": code.mul(field["kv_heads"], code.mul(v_dim, LONG(2))),
+    }
+    find_slots = _find_slots(module)
+    pack_keys, pack_values = _pack_keys(module), _pack_values(module)
+    start_rows, weigh, finish = _start_rows(module), _weigh(module), _finish(module)
+    num_tasks = code.mul(field["num_runs"], field["kv_heads"])
+    with taking(code, ATTENTION.place(code, memory, "next"), LONG(1), num_tasks) as task:
+        run = _run(code, field, code.sdiv(task, field["kv_heads"]))
+        head = code.srem(task, field["kv_heads"])
+        rows = code.mul(run["count"], shared)
+        height = tile_height(code, rows)
+        stop = code.add(run["position"], run["count"])  # of the keys that the last row sees
+        with (
+            counting(code, LONG(0), run["count"], LONG(1)) as i,
+            counting(code, LONG(0), shared, LONG(1)) as j,
+        ):
+            own = at(code, field["q"], code.mul(code.add(run["row"], i), field["q_stride"]))
+            own_head = code.add(code.mul(head, shared), j)
+            query = code.add(code.mul(i, shared), j)
+            given = [
+                at(code, own, code.mul(own_head, dim_bytes)),
+                at(code, scratch["q"], code.mul(query, dim_bytes)),
+                dim,
+                _angles(code, field, code.add(run["position"], i)),
+            ]
+            code.call(copy_head, given)
+        of_rows = [scratch["largest"], scratch["weights"], scratch["out"]]
+        sinks = _sinks(code, field, head)
+        code.call(start_rows, [*of_rows, rows, v_panels, shared, sinks])
+        seen_from = code.sub(code.add(run["position"], LONG(1)), field["window"])
+        first_block = code.and_(larger(code, seen_from, LONG(0)), LONG(-BLOCK))
+        table = at(
+            code,
+            field["block_table"],
+            code.mul(run["sequence"], code.mul(field["table_width"], LONG(8))),
+        )
+        with counting(code, first_block, stop, LONG(BLOCK)) as block:
+            keys = smaller(code, LONG(BLOCK), code.sub(stop, block))
+            panels = code.sdiv(code.add(keys, LONG(PANEL - 1)), LONG(PANEL))
+            code.call(
+                find_slots, [table, field["page_size"], block, keys, panels, scratch["slots"]]
+            )
+            pools = {
+                name: at(code, field[name], code.mul(head, code.mul(width, LONG(2))))
+                for name, width in (("keys", dim), ("values", v_dim))
+            }
+            code.call(
+                pack_keys,
+                [pools["keys"], slot_bytes["keys"], scratch["slots"], panels, pairs, scratch["k"]],
+            )
+            with counting(code, LONG(0), panels, LONG(1)) as panel:
+                sums = at(code, scratch["scores"], code.mul(panel, LONG(PANEL_SUMS)))
+                clear_sums(module, code, sums, rows)
+                tiles.add_products(
+                    code,
+                    x=scratch["q"],
+                    stride=dim_bytes,
+                    rows=rows,
+                    height=height,
+                    panel=at(code, scratch["k"], code.mul(panel, LONG(KEY_PANEL))),
+                    pairs=pairs,
+                    sums=sums,
+                )
+            code.call(
+                weigh,
+                [
+                    *of_rows,
+                    scratch["scores"],
+                    scratch["p"],
+                    *(run["count"], shared, panels, v_panels),
+                    code.sub(run["position"], block),
+                    *(field["window"], field["scaling"], field["softcap"]),
+                ],
+            )
+            code.call(
+                pack_values,
+                [
+                    *(pools["values"], slot_bytes["values"], scratch["slots"]),
+                    *(panels, v_dim, scratch["v"]),
+                ],
+            )
+            with counting(code, LONG(0), v_panels, LONG(1)) as panel:
+                tiles.add_products(
+                    code,
+                    x=scratch["p"],
+                    stride=LONG(2 * BLOCK),
+                    rows=rows,
+                    height=height,
+                    panel=at(code, scratch["v"], code.mul(panel, LONG(VALUE_PANEL))),
+                    pairs=code.mul(panels, LONG(PANEL // 2)),
+                    sums=at(code, scratch["out"], code.mul(panel, LONG(PANEL_SUMS))),
+                )
+        v_bytes = code.mul(v_dim, LONG(2))
+        row_bytes = code.mul(v_bytes, code.mul(field["kv_heads"], shared))
+        out = at(code, field["out"], code.mul(run["row"], row_bytes))
+        out = at(code, out, code.mul(head, code.mul(shared, v_bytes)))
+        code.call(
+            finish,
+            [
+                *(scratch["weights"], scratch["out"], run["count"], shared, v_dim),
+                *(out, row_bytes),
+            ],
+        )
+    code.ret_void()
+    return function
+
+
+KEY_PANEL = MAX_DIM // 2 * PAIR_BYTES
+VALUE_PANEL = BLOCK // 2 * PAIR_BYTES
+PANEL_SUMS = MAX_SHARED * SUMS_BYTES
+"""Bytes of a panel's keys and values, and of the sums of all rows with a panel."""
+SCRATCH = {
+    "q": MAX_SHARED * MAX_DIM * 2,
+    "k": BLOCK // PANEL * KEY_PANEL,
+    "v": MAX_DIM // PANEL * VALUE_PANEL,
+    "slots": BLOCK * 8,
+    "scores": BLOCK // PANEL * PANEL_SUMS,
+    "p": MAX_SHARED * BLOCK * 2,  # weights of a block's keys
+    "largest": MAX_SHARED * 4 * LANES,  # of each row, in all lanes
+    "weights": MAX_SHARED * 4 * LANES,  # their sum so far
+    "out": MAX_DIM // PANEL * PANEL_SUMS,
+}
+
+
+def _scratch(code: Any) -> dict[str, Any]:
+    return {
+        name: new_memory(code, ir.ArrayType(BYTE, size), align=64) for name, size in SCRATCH.items()
+    }
+
+
+def _run(code: Any, field: dict[str, Any], index: Any) -> dict[str, Any]:
+    first = code.mul(index, LONG(len(RUN_FIELDS)))
+    return {
+        name: _load_long(code, field["runs"], code.add(first, LONG(i)))
+        for i, name in enumerate(RUN_FIELDS)
+    }
+
+
+def _load_long(code: Any, array: Any, index: Any) -> Any:
+    return code.load(at(code, array, code.mul(index, LONG(8))), typ=LONG)
+
+
+def _angles(code: Any, field: dict[str, Any], position: Any) -> Any:
+    """Build the place of a position's angles, or null."""
+    present = code.icmp_unsigned("!=", field["rotary"], POINTER(None))
+    place = at(code, field["rotary"], code.mul(position, code.mul(field["dim"], LONG(4))))
+    return code.select(present, place, POINTER(None))
+
+
+def _sinks(code: Any, field: dict[str, Any], head: Any) -> Any:
+    present = code.icmp_unsigned("!=", field["sinks"], POINTER(None))
+    first = code.mul(code.mul(head, field["shared"]), LONG(4))
+    return code.select(present, at(code, field["sinks"], first), POINTER(None))
+
+
+def _start_rows(module: ir.Module) -> ir.Function:
+    """Build the start of the running softmax.
+
+    A sink is a score without a value, which a row has seen before any key.
+    """
+    kinds = [POINTER, POINTER, POINTER, LONG, LONG, LONG, POINTER]
+    function, code = new_function(module, "start_rows", kinds)
+    tops, weights, out, rows, v_panels, shared, sinks = function.args
+    with counting(code, LONG(0), rows, LONG(1)) as row:
+        _store_lanes(code, FP32([HIDDEN] * LANES), tops, row)
+        _store_lanes(code, FP32([0.0] * LANES), weights, row)
+        with code.if_then(code.icmp_unsigned("!=", sinks, POINTER(None))):
+            offset = code.mul(code.srem(row, shared), LONG(4))
+            sink = code.load(at(code, sinks, offset), typ=FLOAT)
+            _store_lanes(code, splat(code, sink), tops, row)
+            _store_lanes(code, FP32([1.0] * LANES), weights, row)
+    with counting(code, LONG(0), v_panels, LONG(1)) as panel:
+        clear_sums(module, code, at(code, out, code.mul(panel, LONG(PANEL_SUMS))), rows)
+    code.ret_void()
+    return function
+
+
+def _find_slots(module: ir.Module) -> ir.Function:
+    """Build the search for the slots of a block's keys; those past the last are like the last."""
+    kinds = [POINTER, LONG, LONG, LONG, LONG, POINTER]
+    function, code = new_function(module, "find_slots", kinds)
+    table, page_size, block, keys, panels, slots = function.args
+    page, offset = new_memory(code, LONG), new_memory(code, LONG)
+    code.store(code.sdiv(block, page_size), page)
+    code.store(code.srem(block, page_size), offset)
+    last = code.sub(keys, LONG(1))
+    with counting(code, LONG(0), code.mul(panels, LONG(PANEL)), LONG(1)) as key:
+        own, within = code.load(page, typ=LONG), code.load(offset, typ=LONG)
+        slot = code.add(code.mul(_load_long(code, table, own), page_size), within)
+        code.store(slot, at(code, slots, code.mul(key, LONG(8))))
+        next_one = code.add(within, LONG(1))
+        turns = code.icmp_signed("==", next_one, page_size)
+        goes_on = code.icmp_signed("<", key, last)
+        following = code.select(turns, LONG(0), next_one)
+        code.store(code.select(goes_on, following, within), offset)
+        both = code.and_(turns, goes_on)
+        code.store(code.add(own, code.zext(both, LONG)), page)
+    code.ret_void()
+    return function
+
+
+def _pack_keys(module: ir.Module) -> ir.Function:
+    """Build the transposition of a block's keys into panels [pairs, 32, 2]."""
+    kinds = [POINTER, LONG, POINTER, LONG, LONG, POINTER]
+    function, code = new_function(module, "pack_keys", kinds)
+    pool, slot_bytes, slots, panels, pairs, packed = function.args
+    with counting(code, LONG(0), code.mul(panels, LONG(2)), LONG(1)) as half:
+        first_key = code.mul(half, LONG(LANES))
+        own = [
+            at(
+                code,
+                pool,
+                code.mul(slot_bytes, _load_long(code, slots, code.add(first_key, LONG(i)))),
+            )
+            for i in range(LANES)
+        ]
+        to = at(code, packed, code.mul(code.lshr(half, LONG(1)), LONG(KEY_PANEL)))
+        to = at(code, to, code.mul(code.and_(half, LONG(1)), LONG(4 * LANES)))
+        with counting(code, LONG(0), pairs, LONG(LANES)) as pair:
+            mask = first_lanes(code, code.sub(pairs, pair))
+            place = code.mul(pair, LONG(4))
+            rows = [load_masked(module, code, BITS, at(code, key, place), mask) for key in own]
+            chunk = at(code, to, code.mul(pair, LONG(PAIR_BYTES)))
+            for i, column in enumerate(transposed(code, rows)):
+                code.store(column, at(code, chunk, LONG(i * PAIR_BYTES)), align=64)
+    code.ret_void()
+    return function
+
+
+def _pack_values(module: ir.Module) -> ir.Function:
+    """Build the layout of a block's values as panels [pairs of keys, 32, 2]."""
+    kinds = [POINTER, LONG, POINTER, LONG, LONG, POINTER]
+    function, code = new_function(module, "pack_values", kinds)
+    pool, slot_bytes, slots, panels, v_dim, packed = function.args
+    orders = [
+        [half * LANES + lane // 2 + PANEL * (lane % 2) for lane in range(PANEL)] for half in (0, 1)
+    ]
+    with counting(code, LONG(0), code.mul(panels, LONG(PANEL // 2)), LONG(1)) as pair:
+        own = [
+            at(
+                code,
+                pool,
+                code.mul(
+                    slot_bytes,
+                    _load_long(code, slots, code.add(code.mul(pair, LONG(2)), LONG(i))),
+                ),
+            )
+            for i in range(2)
+        ]
+        to = at(code, packed, code.mul(pair, LONG(PAIR_BYTES)))
+        with counting(code, LONG(0), v_dim, LONG(PANEL)) as first:
+            mask = first_lanes(code, code.sub(v_dim, first), PANEL)
+            place = code.mul(first, LONG(2))
+            one, other = (
+                load_masked(module, code, WORDS, at(code, key, place), mask) for key in own
+            )
+            panel = at(code, to, code.mul(first, LONG(VALUE_PANEL // PANEL)))
+            for i, order in enumerate(orders):
+                mixed = code.shuffle_vector(one, other, ir.VectorType(INT, PANEL)(order))
+                code.store(mixed, at(code, panel, LONG(4 * LANES * i)), align=64)
+    code.ret_void()
+    return function
+
+
+def _weigh(module: ir.Module) -> ir.Function:
+    """Build a block's part of the running softmax: from scores to weights in bf16."""
+    kinds = [*[POINTER] * 5, *[LONG] * 6, FLOAT, FLOAT]
+    function, code = new_function(module, "weigh", kinds)
+    tops, weights, out, scores, p, count, shared, panels, v_panels, *rest = function.args
+    position, window, scaling, softcap = rest  # the position is relative to the block
+    scale, cap = splat(code, scaling), splat(code, softcap)
+    is_capped = code.fcmp_ordered("!=", softcap, FLOAT(0.0))
+    top, total = new_memory(code, FP32), new_memory(code, FP32)
+    with (
+        counting(code, LONG(0), count, LONG(1)) as i,
+        counting(code, LONG(0), shared, LONG(1)) as j,
+    ):
+        row = code.add(code.mul(i, shared), j)
+        stop = code.add(code.add(position, i), LONG(1))
+        old = _load_lanes(code, tops, row)
+        code.store(old, top)
+        with counting(code, LONG(0), panels, LONG(1)) as panel:
+            sums = at(code, scores, code.mul(panel, LONG(PANEL_SUMS)))
+            for half, place in enumerate(places_of_sums(code, sums, row)):
+                first = code.add(code.mul(panel, LONG(PANEL)), LONG(half * LANES))
+                own = code.fmul(code.load(place, typ=FP32, align=4), scale)
+                code.store(own, place, align=4)
+                with code.if_then(is_capped):
+                    code.store(_capped(module, code, own, cap), place, align=4)
+                own = code.load(place, typ=FP32, align=4)
+                is_seen = code.and_(
+                    first_lanes(code, code.sub(stop, first)),
+                    code.not_(first_lanes(code, code.sub(code.sub(stop, window), first))),
+                )
+                own = code.select(is_seen, own, FP32([HIDDEN] * LANES))
+                code.store(own, place, align=4)
+                code.store(largest(module, code, code.load(top, typ=FP32), own), top)
+        new = lane_max(module, code, code.load(top, typ=FP32))
+        _store_lanes(code, new, tops, row)
+        code.store(FP32([0.0] * LANES), total)
+        with counting(code, LONG(0), panels, LONG(1)) as panel:
+            sums = at(code, scores, code.mul(panel, LONG(PANEL_SUMS)))
+            to = at(code, p, code.mul(row, LONG(2 * BLOCK)))
+            to = at(code, to, code.mul(panel, LONG(2 * PANEL)))
+            for half, own in enumerate(row_sums(code, sums, row)):
+                weight = exp(module, code, code.fsub(own, new))
+                code.store(code.fadd(code.load(total, typ=FP32), weight), total)
+                all_lanes = ir.VectorType(ir.IntType(1), LANES)([1] * LANES)
+                store_bf16(module, code, weight, at(code, to, LONG(2 * LANES * half)), all_lanes)
+        shrinks = exp(module, code, code.fsub(old, new))
+        before = code.fmul(_load_lanes(code, weights, row), shrinks)
+        _store_lanes(
+            code, code.fadd(before, lane_sum(code, code.load(total, typ=FP32))), weights, row
+        )
+        factor = code.extract_element(shrinks, INT(0))
+        with (
+            code.if_then(code.fcmp_unordered("!=", factor, FLOAT(1.0))),
+            counting(code, LONG(0), v_panels, LONG(1)) as panel,
+        ):
+            sums = at(code, out, code.mul(panel, LONG(PANEL_SUMS)))
+            for place in places_of_sums(code, sums, row):
+                own = code.fmul(code.load(place, typ=FP32, align=4), shrinks)
+                code.store(own, place, align=4)
+    code.ret_void()
+    return function
+
+
+def _capped(module: ir.Module, code: Any, value: Any, cap: Any) -> Any:
+    """Build cap * tanh(value / cap), where tanh x = 1 - 2 / (1 + e^2x)."""
+    one, two = FP32([1.0] * LANES), FP32([2.0] * LANES)
+    power = exp(module, code, code.fdiv(code.fmul(value, two), cap))
+    return code.fmul(code.fsub(one, code.fdiv(two, code.fadd(one, power))), cap)
+
+
+def _finish(module: ir.Module) -> ir.Function:
+    """Build the division by the sum of the weights, and the rounding to bf16."""
+    kinds = [POINTER, POINTER, LONG, LONG, LONG, POINTER, LONG]
+    function, code = new_function(module, "finish_attention", kinds)
+    weights, sums, count, shared, v_dim, out, row_bytes = function.args
+    with (
+        counting(code, LONG(0), count, LONG(1)) as i,
+        counting(code, LONG(0), shared, LONG(1)) as j,
+    ):
+        row = code.add(code.mul(i, shared), j)
+        total = _load_lanes(code, weights, row)
+        to = at(code, out, code.mul(i, row_bytes))
+        to = at(code, to, code.mul(j, code.mul(v_dim, LONG(2))))
+        with counting(code, LONG(0), v_dim, LONG(PANEL)) as first:
+            panel = at(code, sums, code.mul(first, LONG(PANEL_SUMS // PANEL)))
+            for half, own in enumerate(row_sums(code, panel, row)):
+                start = code.add(first, LONG(half * LANES))
+                mask = first_lanes(code, code.sub(v_dim, start))
+                place = at(code, to, code.mul(start, LONG(2)))
+                store_bf16(module, code, code.fdiv(own, total), place, mask)
+    code.ret_void()
+    return function
+
+
+def _load_lanes(code: Any, array: Any, row: Any) -> Any:
+    return code.load(at(code, array, code.mul(row, LONG(4 * LANES))), typ=FP32, align=64)
+
+
+def _store_lanes(code: Any, value: Any, array: Any, row: Any) -> None:
+    code.store(value, at(code, array, code.mul(row, LONG(4 * LANES))), align=64)
+
+
+def rows_of_a_run(shared: int) -> int:
+    """Return the rows that a run may have, with so many query heads to a key head."""
+    return max(1, RUN_ROWS // shared)
+
+
+NO_WINDOW = 1 << 40
+"""More keys than there are."""

@@ -1,0 +1,76 @@
+"""Compile all functions for this processor, which has AVX-512 with bf16."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import binding, ir
+
+from specserve.models.compiled import attention, norms, products
+from specserve.models.compiled.teams import Team
+from specserve.models.compiled.tiles import Tiles
+from specserve.models.compiled.vectors import FLOAT, LONG, POINTER
+
+Function = Callable[..., None]
+C_KINDS: Mapping[Any, Any] = {
+    POINTER: ctypes.c_void_p,
+    LONG: ctypes.c_int64,
+    FLOAT: ctypes.c_float,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """Compiled functions. They take addresses and numbers, and at last the size of the team."""
+
+    product: Function
+    gated_product: Function
+    attention: Function
+    rms_norm: Function
+    engine: Any  # which owns the code
+
+
+def compile_functions() -> Functions:
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    binding.initialize_native_asmparser()
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        codemodel="jitdefault",
+    )
+    module = binding.parse_assembly(str(_module()))
+    module.verify()
+    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(2))
+    passes.getModulePassManager().run(module, passes)
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+
+    def function(name: str, kinds: list[Any]) -> Function:
+        kind = ctypes.CFUNCTYPE(None, *(C_KINDS[one] for one in kinds), ctypes.c_int32)
+        return kind(engine.get_function_address(name))
+
+    def kinds_of(record: Any, arguments: tuple[str, ...]) -> list[Any]:
+        return [record.kind_of(name) for name in arguments]
+
+    of_product = kinds_of(products.PRODUCT, products.ARGUMENTS)
+    return Functions(
+        product=function("product", of_product),
+        gated_product=function("gated_product", of_product),
+        attention=function("attention", kinds_of(attention.ATTENTION, attention.ARGUMENTS)),
+        rms_norm=function("rms_norm", kinds_of(norms.NORM, norms.ARGUMENTS)),
+        engine=engine,
+    )
+
+
+def _module() -> ir.Module:
+    module = ir.Module("specserve")
+    module.triple = binding.get_default_triple()
+    tiles, team = Tiles(module), Team(module)
+    products.add_products(module, tiles, team)
+    attention.add_attention(module, tiles, team)
+    norms.add_norm(module, team)
+    return module

@@ -1,0 +1,191 @@
+"""Products of bf16 rows with a packed weight.
+
+A weight [out, in] is packed into panels of 32 outputs, [panels, in / 2, 32, 2], so that a product
+reads it once and in order. A row's bits do not depend on the rows beside it, nor on the thread that
+computes them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from llvmlite import ir
+
+from specserve.models.compiled.teams import Record, Team, taking
+from specserve.models.compiled.tiles import (
+    PAIR_BYTES,
+    PANEL,
+    TILE_ROWS,
+    Tiles,
+    clear_sums,
+    row_sums,
+    tile_height,
+)
+from specserve.models.compiled.vectors import (
+    FP32,
+    INT,
+    LANES,
+    LONG,
+    POINTER,
+    at,
+    at_if_any,
+    counting,
+    exp,
+    first_lanes,
+    larger,
+    load_bf16,
+    new_function,
+    new_memory,
+    rounded,
+    smaller,
+    store_bf16,
+)
+
+MAX_ROWS = 36 * TILE_ROWS
+"""Rows of one product; each thread has their sums over a panel on its stack."""
+BLOCK_PAIRS = 1024
+"""Pairs of inputs after which the next tile has its turn, so that the panel stays in the cache."""
+CHUNK_BYTES = 1 << 18
+"""Bytes of panels that a thread takes at a time, if that leaves each of four two turns or more.
+
+They fit into the cache beside a core. A thread that is held up takes fewer of them.
+"""
+GROUP_TILES = 4
+"""Tiles that all panels of such a chunk are multiplied with before the next ones have their turn.
+
+Their results lie in so many places of memory that the processor knows the addresses of all.
+"""
+PREFETCH_BYTES = 4096
+"""Distance of the weights that are fetched ahead."""
+
+OUTPUTS = {"product": PANEL, "gated_product": LANES}
+"""Functions, and how many outputs each makes of a panel."""
+ARGUMENTS = ("x", "weight", "out", "residual", "bias", "rows", "pairs", "columns")
+"""Five pointers, of which the last two may be null, and three numbers. A team's size follows."""
+PRODUCT = Record(
+    dict.fromkeys(ARGUMENTS[:5], POINTER)
+    | dict.fromkeys(ARGUMENTS[5:], LONG)
+    | dict.fromkeys(("panels", "chunk", "block", "tile", "group", "next"), LONG)
+)
+
+
+def add_products(module: ir.Module, tiles: Tiles, team: Team) -> None:
+    """Build `product`, and `gated_product`, which makes silu(gate) * up of its own result.
+
+    Panels of the second have 16 rows of the gate's weight and the same 16 of the other; it takes
+    neither bias nor residual.
+    """
+    for name, finish in (("product", _finish(module)), ("gated_product", _finish_gated(module))):
+        _product(module, name, _work(module, name, tiles, finish), team)
+
+
+def _product(module: ir.Module, name: str, work: ir.Function, team: Team) -> None:
+    """Build a function on which a team of threads works."""
+    kinds = [*(PRODUCT.kind_of(name) for name in ARGUMENTS), INT]
+    function, code = new_function(module, name, kinds, linkage="external")
+    *given, threads = function.args
+    rows, pairs, columns = given[5:]
+    panels = code.sdiv(code.add(columns, LONG(OUTPUTS[name] - 1)), LONG(OUTPUTS[name]))
+    fitting = code.sdiv(LONG(CHUNK_BYTES), code.mul(pairs, LONG(PAIR_BYTES)))
+    fair = code.sdiv(panels, LONG(8))
+    tile = tile_height(code, rows)
+    has_one_tile = code.icmp_signed("==", tile, rows)
+    fits = code.icmp_signed(">", fitting, LONG(0))
+    memory = PRODUCT.new(
+        code,
+        dict(zip(ARGUMENTS, given, strict=True))
+        | {
+            "panels": panels,
+            "chunk": larger(code, LONG(1), smaller(code, fitting, fair)),
+            "block": code.select(has_one_tile, pairs, LONG(BLOCK_PAIRS)),
+            "tile": tile,
+            "group": code.select(fits, code.mul(tile, LONG(GROUP_TILES)), rows),
+            "next": LONG(0),
+        },
+    )
+    team.run(code, work, memory, threads)
+    code.ret_void()
+
+
+def _work(module: ir.Module, name: str, tiles: Tiles, finish: ir.Function) -> ir.Function:
+    """Build what a thread does: take panels as long as there are any."""
+    function, code = new_function(module, f"work_on_{name}", [POINTER])
+    memory = function.args[0]
+    field = PRODUCT.load(code, memory)
+    rows, pairs, columns = field["rows"], field["pairs"], field["columns"]
+    in_bytes, out_bytes = code.mul(pairs, LONG(4)), code.mul(columns, LONG(2))  # of a row
+    sums = new_memory(code, ir.ArrayType(FP32, MAX_ROWS * PANEL // LANES))
+    counter = PRODUCT.place(code, memory, "next")
+    with taking(code, counter, field["chunk"], field["panels"]) as first:
+        stop = smaller(code, code.add(first, field["chunk"]), field["panels"])
+        with (
+            counting(code, LONG(0), rows, field["group"]) as group,
+            counting(code, first, stop, LONG(1)) as panel,
+        ):
+            weight = at(code, field["weight"], code.mul(panel, code.mul(pairs, LONG(PAIR_BYTES))))
+            group_rows = smaller(code, field["group"], code.sub(rows, group))
+            group_x = at(code, field["x"], code.mul(group, in_bytes))
+            # The first tile brings the panel into the cache.
+            is_first = code.icmp_signed("==", group, LONG(0))
+            clear_sums(module, code, sums, group_rows)
+            with counting(code, LONG(0), pairs, field["block"]) as pair:
+                tiles.add_products(
+                    code,
+                    x=at(code, group_x, code.mul(pair, LONG(4))),
+                    stride=in_bytes,
+                    rows=group_rows,
+                    height=field["tile"],
+                    panel=at(code, weight, code.mul(pair, LONG(PAIR_BYTES))),
+                    pairs=smaller(code, field["block"], code.sub(pairs, pair)),
+                    sums=sums,
+                    fetches=code.select(is_first, LONG(PREFETCH_BYTES), LONG(0)),
+                )
+            column = code.mul(panel, LONG(OUTPUTS[name]))
+            bias = at_if_any(code, field["bias"], code.mul(column, LONG(2)))
+            offset = code.add(code.mul(column, LONG(2)), code.mul(group, out_bytes))
+            residual = at_if_any(code, field["residual"], offset)
+            out = at(code, field["out"], offset)
+            columns_left = code.sub(columns, column)
+            code.call(finish, [sums, group_rows, out, out_bytes, residual, bias, columns_left])
+    code.ret_void()
+    return function
+
+
+FINISH_ARGUMENTS = [POINTER, LONG, POINTER, LONG, POINTER, POINTER, LONG]
+"""Sums, rows, out, bytes of a row of out and of residual, residual, bias, columns that are left."""
+
+
+def _finish(module: ir.Module) -> ir.Function:
+    """Build the function that adds bias and residual to a panel's sums, and rounds to bf16."""
+    function, code = new_function(module, "finish", FINISH_ARGUMENTS)
+    sums, rows, out, stride, residual, bias, columns = function.args
+    load = partial(load_bf16, module, code)
+    masks = [first_lanes(code, code.sub(columns, LONG(LANES * i))) for i in range(2)]
+    biases = [load(at_if_any(code, bias, LONG(2 * LANES * i)), masks[i]) for i in range(2)]
+    with counting(code, LONG(0), rows, LONG(1)) as row:
+        offset = code.mul(row, stride)
+        for i, own in enumerate(row_sums(code, sums, row)):
+            place = code.add(offset, LONG(2 * LANES * i))
+            more = load(at_if_any(code, residual, place), masks[i])
+            value = code.fadd(code.fadd(own, biases[i]), more)
+            store_bf16(module, code, value, at(code, out, place), masks[i])
+    code.ret_void()
+    return function
+
+
+def _finish_gated(module: ir.Module) -> ir.Function:
+    """Build the function that makes silu(gate) * up of a panel's sums.
+
+    It rounds to bf16 wherever a network of single operations does.
+    """
+    function, code = new_function(module, "finish_gated", FINISH_ARGUMENTS)
+    sums, rows, out, stride, _, _, columns = function.args
+    mask = first_lanes(code, columns)
+    with counting(code, LONG(0), rows, LONG(1)) as row:
+        gate, up = (rounded(code, value) for value in row_sums(code, sums, row))
+        one = FP32([1.0] * LANES)
+        silu = code.fdiv(gate, code.fadd(one, exp(module, code, code.fneg(gate))))
+        value = code.fmul(rounded(code, silu), up)
+        store_bf16(module, code, value, at(code, out, code.mul(row, stride)), mask)
+    code.ret_void()
+    return function

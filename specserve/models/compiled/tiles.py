@@ -1,0 +1,159 @@
+"""Tiles: the innermost loops of products, in assembler.
+
+A tile multiplies up to 14 rows of bf16 numbers with a panel of 32 outputs, [pairs, 32, 2]. The sums
+stay in registers, and each pair of inputs is added to them in order, so that a row's bits do not
+depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from specserve.models.compiled.vectors import (
+    FP32,
+    LANES,
+    LONG,
+    POINTER,
+    at,
+    counting,
+    memset_zero,
+    new_function,
+    smaller,
+)
+
+PANEL = 2 * LANES
+PAIR_BYTES = PANEL * 4
+"""Bytes of a panel for one pair of inputs."""
+SUMS_BYTES = PANEL * 4
+"""Bytes of a row's sums."""
+TILE_ROWS = 14
+"""Rows of a tile: 28 registers hold sums, two hold weights, and two a pair of inputs each."""
+
+
+class Tiles:
+    """The tiles of a module, for each number of rows."""
+
+    def __init__(self, module: ir.Module) -> None:
+        self._functions = [_tile(module, rows) for rows in range(1, TILE_ROWS + 1)]
+
+    def add_products(
+        self,
+        code: Any,
+        *,
+        x: Any,
+        stride: Any,
+        rows: Any,
+        height: Any,
+        panel: Any,
+        pairs: Any,
+        sums: Any,
+        fetches: Any = None,
+    ) -> None:
+        """Build the products of `rows` rows with a panel, `height` of them at a time.
+
+        The rows lie `stride` bytes apart. `fetches` is how far ahead the first tile fetches.
+        """
+        with counting(code, LONG(0), rows, height) as row:
+            num_rows = smaller(code, height, code.sub(rows, row))
+            is_first = code.icmp_signed("==", row, LONG(0))
+            given = [
+                at(code, x, code.mul(row, stride)),
+                stride,
+                panel,
+                pairs,
+                at(code, sums, code.mul(row, LONG(SUMS_BYTES))),
+                LONG(0) if fetches is None else code.select(is_first, fetches, LONG(0)),
+            ]
+            _call_one_of(code, num_rows, self._functions, given)
+
+
+def tile_height(code: Any, rows: Any) -> Any:
+    """Build the rows of a tile, if `rows` are divided evenly among as few as possible."""
+    num_tiles = code.sdiv(code.add(rows, LONG(TILE_ROWS - 1)), LONG(TILE_ROWS))
+    return code.sdiv(code.sub(code.add(rows, num_tiles), LONG(1)), num_tiles)
+
+
+def clear_sums(module: ir.Module, code: Any, sums: Any, rows: Any) -> None:
+    memset_zero(module, code, sums, code.mul(rows, LONG(SUMS_BYTES)))
+
+
+def row_sums(code: Any, sums: Any, row: Any) -> list[Any]:
+    """Build the loads of a row's two vectors of sums."""
+    return [code.load(place, typ=FP32, align=4) for place in places_of_sums(code, sums, row)]
+
+
+def places_of_sums(code: Any, sums: Any, row: Any) -> list[Any]:
+    first = at(code, sums, code.mul(row, LONG(SUMS_BYTES)))
+    return [at(code, first, LONG(4 * LANES * i)) for i in range(2)]
+
+
+def _tile(module: ir.Module, rows: int) -> ir.Function:
+    """Build a function that adds products to the sums.
+
+    Its arguments are x, bytes of a row, panel, pairs, sums, and how far ahead to fetch. Addresses
+    of x86 are a base plus 0, 1 or 2 times an index, so that a pointer serves three rows.
+    """
+    kinds = [POINTER, LONG, POINTER, LONG, POINTER, LONG]
+    function, code = new_function(module, f"tile{rows}", kinds)
+    function.attributes.add("noinline")
+    x, stride, panel, pairs, sums, distance = function.args
+    num_pointers = -(-rows // 3)
+    starts = [at(code, x, code.mul(stride, LONG(3 * i))) for i in range(num_pointers)]
+    changed, unchanged = [pairs, panel, *starts], [sums, stride, distance]
+    places = [f"${i}" for i in (*range(len(changed)), *(2 * len(changed) + j for j in range(3)))]
+    assembler = _tile_assembler(rows, places)
+    constraints = [
+        *["=&r"] * len(changed),
+        *map(str, range(len(changed))),
+        *["r"] * len(unchanged),
+        *(f"~{{zmm{i}}}" for i in range(32)),
+        *("~{memory}", "~{flags}"),
+    ]
+    results = ir.LiteralStructType([value.type for value in changed])
+    given = [*changed, *unchanged]
+    kind = ir.FunctionType(results, [value.type for value in given])
+    code.asm(kind, "\\0A".join(assembler), ",".join(constraints), given, True)
+    code.ret_void()
+    return function
+
+
+def _tile_assembler(rows: int, operands: Sequence[str]) -> list[str]:
+    pairs, panel, *pointers, sums, stride, distance = operands
+    stored = [(f"%zmm{i}", f"{64 * i}({sums})") for i in range(2 * rows)]
+    weights = [(f"%zmm{30 + i}", 64 * i) for i in range(2)]
+    body = []
+    for row in range(rows):
+        index = ("", f",{stride}", f",{stride},2")[row % 3]
+        pair = f"%zmm{28 + row % 2}"
+        body.append(f"vbroadcastss ({pointers[row // 3]}{index}), {pair}")
+        body += [
+            f"vdpbf16ps {weight}, {pair}, %zmm{2 * row + i}"
+            for i, (weight, _) in enumerate(weights)
+        ]
+    return [
+        *(f"vmovups {memory}, {register}" for register, memory in stored),
+        *(".p2align 5", "1:"),
+        *(f"vmovups {offset}({panel}), {weight}" for weight, offset in weights),
+        *(f"prefetcht0 {offset}({panel},{distance})" for _, offset in weights),
+        *body,
+        f"addq $${PAIR_BYTES}, {panel}",
+        *(f"addq $$4, {pointer}" for pointer in pointers),
+        *(f"decq {pairs}", "jne 1b"),
+        *(f"vmovups {register}, {memory}" for register, memory in stored),
+    ]
+
+
+def _call_one_of(code: Any, number: Any, functions: Sequence[Any], given: Sequence[Any]) -> None:
+    """Build a call of the function `number`, counted from 1."""
+    after = code.append_basic_block("called")
+    switch = code.switch(number, after)
+    for i, function in enumerate(functions, start=1):
+        block = code.append_basic_block(function.name)
+        switch.add_case(LONG(i), block)
+        code.position_at_end(block)
+        code.call(function, given)
+        code.branch(after)
+    code.position_at_end(after)

@@ -1,0 +1,91 @@
+"""Attention of runs of rows by compiled code, which reads the pages of the KV cache in place.
+
+Row-invariant, like `attention.invariant_kernel`, whose numbers it computes in fewer roundings.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specserve.models.attention import AttentionVariant, Rotation
+from specserve.models.checkpoints.load import Architecture
+from specserve.models.compiled.attention import MAX_DIM, MAX_SHARED, NO_WINDOW, rows_of_a_run
+from specserve.models.compiled.functions import Function
+from specserve.models.layout import Layout
+
+
+class CompiledAttention:
+    """The function `attention` of the compiled code."""
+
+    rotates = True
+
+    def __init__(self, function: Function, *, shared: int, page_size: int) -> None:
+        self._function, self._page_size = function, page_size
+        self.run_rows = rows_of_a_run(shared)
+
+    def attend(
+        self,
+        layout: Layout,
+        keys: Tensor,
+        values: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variant: AttentionVariant,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Write k and v of this pass, rotated, into the KV cache, then attend."""
+        assert layout.runs is not None
+        assert layout.slots.is_contiguous()
+        runs, block_table = layout.runs.runs, layout.runs.block_table
+        q, k, v = (_with_whole_rows(x) for x in (q, k, v))
+        rows, heads, dim = q.shape
+        kv_heads, v_dim = v.shape[1:]
+        out = q.new_empty(rows, heads, v_dim)
+        sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
+        self._function(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            layout.slots.data_ptr(),
+            out.data_ptr(),
+            runs.data_ptr(),
+            block_table.data_ptr(),
+            0 if rotation is None else rotation.table.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            rows,
+            len(runs),
+            block_table.shape[1],
+            self._page_size,
+            2 * q.stride(0),
+            2 * k.stride(0),
+            2 * v.stride(0),
+            kv_heads,
+            heads // kv_heads,
+            dim,
+            v_dim,
+            variant.window or NO_WINDOW,
+            variant.scaling,
+            variant.softcap or 0.0,
+            1 if len(runs) * kv_heads == 1 else torch.get_num_threads(),
+        )
+        return out
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:  # [rows, heads, dim]
+    """Return the tensor with the heads of each row in order; rows may lie apart."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def fits(spec: Architecture) -> bool:
+    """Return whether a model's heads are such as the compiled code takes."""
+    shared = spec.num_heads // spec.kv_heads
+    return (
+        spec.head_dim % 2 == 0
+        and max(spec.head_dim, spec.v_head_dim) <= MAX_DIM
+        and shared <= MAX_SHARED
+        and not spec.is_encoder_decoder
+    )
