@@ -13,6 +13,7 @@ from specserve.cluster.placement import bundles
 from specserve.cluster.ray_session import local_ray
 from specserve.config.tree import config_from_keys
 from specserve.errors import NoShardingPlan
+from tests.support.processes import own_processes_named
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -70,7 +71,7 @@ def test_lost_workers_are_forked_again_by_the_same_server_and_nothing_remains_at
         assert {process(group, name).ppid() for name in first} == servers
 
         last = [process(group, name) for name in first]
-        hosts = [host for host in psutil.process_iter(["cmdline"]) if is_host(host)]
+        hosts = own_processes_named("ray::WorkerHost")
         assert len(hosts) == len(first)
         await group.close()
         await until(lambda: not any(one.is_running() for one in (*last, *hosts)))
@@ -87,7 +88,7 @@ def test_a_target_comes_back_when_its_host_or_the_fork_server_is_lost_too() -> N
         await until(lambda: replaced(group, "target-0", first.pid))
 
         second = process(group, "target-0")
-        (host,) = [host for host in psutil.process_iter(["cmdline"]) if is_host(host)]
+        (host,) = own_processes_named("ray::WorkerHost")
         host.kill()
         await until(lambda: replaced(group, "target-0", second.pid))
         await until(lambda: not second.is_running())  # a worker ends with its host
@@ -128,7 +129,3 @@ def test_a_draft_together_with_its_target_has_no_bundle_and_no_process() -> None
 def test_the_error_of_ranks_that_cannot_share_their_model_is_their_own() -> None:
     with pytest.raises(NoShardingPlan, match="3 ranks"):
         asyncio.run(started({"target.tensor_parallel": 3}))
-
-
-def is_host(one: psutil.Process) -> bool:
-    return "ray::WorkerHost" in " ".join(one.info["cmdline"] or ())

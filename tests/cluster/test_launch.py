@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.processes import own_processes
 from tests.support.ray_server import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -50,17 +51,6 @@ def lines_until(process: subprocess.Popen[str], beginning: str) -> list[str]:
 
 def own_files() -> set[Path]:
     return set(Path("/tmp").glob("specserve-*"))
-
-
-def descendants(pid: int) -> list[psutil.Process]:
-    """Return the processes below this one, and its fork server with the workers."""
-    children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or [""]
-        if any("fork_server" in part for part in command) and command[-1] == str(pid):
-            with suppress(psutil.NoSuchProcess):
-                children += [process, *process.children(recursive=True)]
-    return children
 
 
 def titles(processes: list[psutil.Process]) -> list[str]:
@@ -115,7 +105,7 @@ def test_it_says_when_it_is_ready_and_a_signal_leaves_nothing_behind() -> None:
         )
         with urllib.request.urlopen(request) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 4
-        started = descendants(process.pid)
+        started = own_processes(process.pid)
         assert any("TargetWorker" in title for title in titles(started))
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=40)

@@ -26,6 +26,7 @@ from specserve.cluster.launch import deploy, handle
 from specserve.config.tree import config_from_keys
 from specserve.errors import OutOfPages
 from specserve.types import Verdict, VerifyStep
+from tests.support.processes import command_of, own_processes_named
 from tests.support.ray_server import served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -391,11 +392,7 @@ def post(server: Server, body: Any, path: str = "/v1/completions") -> int:
 
 
 def worker(kind: str) -> psutil.Process:
-    (found,) = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if kind in " ".join(process.info["cmdline"] or ())
-    ]
+    (found,) = own_processes_named(kind)
     return found
 
 
@@ -466,12 +463,12 @@ def test_a_draft_that_is_stopped_while_it_loads_its_weights_is_replaced_too(serv
 
     def stop_while_it_loads() -> bool:
         """Stop a draft that loads; kill those that run already, which are then loaded again."""
-        for process in psutil.process_iter(["cmdline"]):
-            title = " ".join(process.info["cmdline"] or ())
+        for process in own_processes_named("DraftWorker"):
+            title = command_of(process)
             with contextlib.suppress(psutil.NoSuchProcess):
                 if "DraftWorker.open" in title:
                     process.suspend()
-                    if "DraftWorker.open" in " ".join(process.cmdline()):
+                    if "DraftWorker.open" in command_of(process):
                         stopped.append(process)
                         return True
                 if "DraftWorker.open" in title or "DraftWorker.run" in title:
@@ -484,10 +481,7 @@ def test_a_draft_that_is_stopped_while_it_loads_its_weights_is_replaced_too(serv
 
 
 def count(kind: str) -> int:
-    return sum(
-        kind in " ".join(process.info["cmdline"] or ())
-        for process in psutil.process_iter(["cmdline"])
-    )
+    return len(own_processes_named(kind))
 
 
 def test_the_streams_of_a_killed_coordinator_resume_on_the_next_one(server: Server) -> None:
