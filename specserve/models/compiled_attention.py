@@ -21,7 +21,7 @@ class CompiledAttention:
     rotates = True
 
     def __init__(self, function: Function, *, shared: int, page_size: int) -> None:
-        self._function, self._page_size = function, page_size
+        self._function, self.page_size = function, page_size
         self.run_rows = rows_of_a_run(shared)
 
     def attend(
@@ -59,10 +59,11 @@ class CompiledAttention:
             rows,
             len(runs),
             block_table.shape[1],
-            self._page_size,
+            self.page_size,
             2 * q.stride(0),
             2 * k.stride(0),
             2 * v.stride(0),
+            2 * heads * v_dim,
             kv_heads,
             heads // kv_heads,
             dim,

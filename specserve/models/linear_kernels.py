@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 LONG_INNER = 1024
 """Inner size from about which oneDNN sums a single row in another order."""
+CACHE_LINE = 64
 MAX_SERIAL = 1 << 18
 """Multiplications up to which one thread is done before a team of them has begun."""
 
@@ -130,7 +131,7 @@ class CompiledKernel:
         rows = x.numel() // width
         threads = 1 if x.numel() <= MAX_SERIAL else torch.get_num_threads()
         self.functions.rms_norm(
-            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, eps, threads
+            x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, 2 * width, eps, threads
         )
         return out
 
@@ -146,13 +147,15 @@ class CompiledKernel:
         from specserve.models.compiled.products import MAX_ROWS
 
         rows, inputs = x.shape
-        x = F.pad(x, (0, 1)) if inputs % 2 else x.contiguous()
+        width = inputs + inputs % 2
+        stride = row_stride(width)
+        x = F.pad(x, (0, stride // 2 - inputs)) if stride != 2 * inputs else x.contiguous()
         out = x.new_empty(rows, outputs)
         pairs, more = packed.shape[1], None if residual is None else residual.contiguous()
         threads = 1 if rows * packed.numel() <= MAX_SERIAL else torch.get_num_threads()
         for start in range(0, rows, MAX_ROWS):
             function(
-                x.data_ptr() + start * 4 * pairs,
+                x.data_ptr() + start * stride,
                 packed.data_ptr(),
                 out.data_ptr() + start * 2 * outputs,
                 0 if more is None else more.data_ptr() + start * 2 * outputs,
@@ -160,9 +163,20 @@ class CompiledKernel:
                 min(MAX_ROWS, rows - start),
                 pairs,
                 outputs,
+                stride,
+                2 * outputs,
                 threads,
             )
         return out
+
+
+def row_stride(width: int) -> int:
+    """Return the bytes from one row of a product's input to the next.
+
+    Rows of a tile that lie a multiple of 1 kB apart would push one another out of the cache.
+    """
+    stride = 2 * width
+    return stride + CACHE_LINE if stride % 1024 == 0 else stride
 
 
 def linear_kernel(name: str = "auto") -> LinearKernel:

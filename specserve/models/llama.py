@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from specserve.models.layers import (
 )
 from specserve.models.layout import Layout
 from specserve.models.shard import Shard
+
+if TYPE_CHECKING:
+    from specserve.models.compiled_layers import CompiledLayers
 
 
 class FusedNetwork:
@@ -67,21 +70,31 @@ class FusedNetwork:
             if isinstance(module.lm_head, nn.Linear)
             else module.lm_head
         )
+        self._compiled: CompiledLayers | Literal[False] | None = None  # None: not yet known
         self.rotary = _rotary_table(body.rotary_emb, self.embedding, spec.max_context)
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         x = self.embed(ids)  # [rows, hidden]
         rotation = Rotation(self.rotary, layout.positions)
-        for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
-            x = layer.forward(x, rotation, layout, keys, values)
+        x = self._through_layers(x, rotation, layout)
         if rows is not None:
             x = x.index_select(0, rows)
         x = self.norm(x)
         logits = self.head(x)
         return torch.cat([logits, x], dim=-1) if self.returns_hidden else logits
 
+    def _through_layers(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
+        if self._compiled is None:  # not before, since the weights of a plan have no address
+            self._compiled = _compile(self.layers, self.keys, self.values)
+        if self._compiled and len(x) <= self._compiled.max_rows:
+            return self._compiled.forward(x, layout, rotation)
+        for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
+            x = layer.forward(x, rotation, layout, keys, values)
+        return x
+
     def without_layers(self, skip: Collection[int]) -> FusedNetwork:
-        other, kept = copy.copy(self), [i for i in range(len(self.layers)) if i not in skip]
+        other, other._compiled = copy.copy(self), None
+        kept = [i for i in range(len(self.layers)) if i not in skip]
         other.layers = [self.layers[i] for i in kept]
         other.keys, other.values = [self.keys[i] for i in kept], [self.values[i] for i in kept]
         return other
@@ -165,6 +178,17 @@ class FusedLayer:
             if self.shard is None
             else self.shard.add_to_residual(linear, x, residual)
         )
+
+
+def _compile(
+    layers: Sequence[FusedLayer], keys: Sequence[Tensor], values: Sequence[Tensor]
+) -> CompiledLayers | Literal[False]:
+    """Return these layers as compiled code; False if they are none that it takes."""
+    if not layers or layers[0].attention.run_rows is None:
+        return False
+    from specserve.models.compiled_layers import CompiledLayers, can_compile
+
+    return CompiledLayers(layers, keys, values) if can_compile(layers) else False
 
 
 def _layer_types(config: Any) -> list[str]:

@@ -28,6 +28,8 @@ TOKENS = 40
 STAGES = [{"path": str(DEMO / "draft")}, {"path": str(DEMO / "small")}, {"kind": "max_gram"}]
 APART, TOGETHER = {"draft.placement": "apart"}, {"draft.placement": "together"}
 RANKS = {"target-0", "target-1"}
+# They compute the bits of one rank, which the texts are compared with.
+TWO_RANKS: dict[str, object] = {"target.tensor_parallel": 2, "target.degree_invariant": True}
 T5: dict[str, Any] = {"target.dtype": "float32", "draft.dtype": "float32"}
 
 
@@ -93,7 +95,7 @@ def expected(keys: dict[str, Any]) -> list[str]:
         ({"draft.kind": "cascade", "draft.stages": STAGES, **APART}, {"target-0", "draft"}),
         ({"draft.kind": "cascade", "draft.stages": STAGES, **TOGETHER}, {"target-0"}),
         ({"draft.kind": "max_gram", **TOGETHER}, {"target-0"}),
-        ({"draft.kind": "neural", "target.tensor_parallel": 2, **TOGETHER}, RANKS),
+        ({"draft.kind": "neural", **TWO_RANKS, **TOGETHER}, RANKS),
     ],
     ids=[
         "heads",

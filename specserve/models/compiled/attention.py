@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.compiled.teams import Record, Team, taking
+from specserve.models.compiled.teams import Record, Stage, Team, taking
 from specserve.models.compiled.tiles import (
     PAIR_BYTES,
     PANEL,
@@ -32,6 +32,7 @@ from specserve.models.compiled.vectors import (
     FP32,
     INT,
     LANES,
+    LINE,
     LONG,
     POINTER,
     WORDS,
@@ -47,6 +48,7 @@ from specserve.models.compiled.vectors import (
     load_masked,
     new_function,
     new_memory,
+    prefetch,
     smaller,
     splat,
     store_bf16,
@@ -58,6 +60,9 @@ BLOCK = 2 * PANEL
 MAX_DIM = 256
 MAX_SHARED = 128
 """Query heads that share a key head."""
+MIN_TURNS = 8
+"""Turns in which threads take tasks at least; otherwise they take all key heads of a run, whose
+keys and values are neighbours in memory."""
 RUN_ROWS = 56
 """Queries of a run and a key head, if a row does not have more: four tiles."""
 HIDDEN = -1e30
@@ -77,7 +82,7 @@ POINTERS = (
 )
 NUMBERS = (
     *("rows", "num_runs", "table_width", "page_size"),
-    *("q_stride", "k_stride", "v_stride"),  # bytes of a row
+    *("q_stride", "k_stride", "v_stride", "out_stride"),  # bytes of a row
     *("kv_heads", "shared", "dim", "v_dim", "window"),
 )
 FACTORS = ("scaling", "softcap")  # the latter may be 0
@@ -87,45 +92,57 @@ ATTENTION = Record(
     dict.fromkeys(POINTERS, POINTER)
     | dict.fromkeys(NUMBERS, LONG)
     | dict.fromkeys(FACTORS, FLOAT)
-    | {"next": LONG}
+    | {"next": POINTER}  # the number of tasks that are taken: each is a run and a key head
 )
 
 
-def add_attention(module: ir.Module, tiles: Tiles, team: Team) -> None:
-    """Build `attention`, which writes k and v into the pages and then attends."""
-    kinds = [*(ATTENTION.kind_of(name) for name in ARGUMENTS), INT]
-    function, code = new_function(module, "attention", kinds, linkage="external")
-    *given, threads = function.args
-    field = dict(zip(ARGUMENTS, given, strict=True))
-    copy_head = _copy_head(module)
-    work = _work(module, tiles, copy_head)
-    memory = ATTENTION.new(code, field | {"next": LONG(0)})
-    _write(code, field, copy_head)
-    team.run(code, work, memory, threads)
-    code.ret_void()
+class AttentionCode:
+    """The attention of a module."""
+
+    def __init__(self, module: ir.Module, tiles: Tiles, team: Team) -> None:
+        """Build `attention`, which writes k and v into the pages and then attends."""
+        copy_head = _copy_head(module)
+        self._write = _write(module, copy_head)
+        self.stage = Stage(_work(module, tiles, copy_head), ATTENTION.new)
+        kinds = [*(ATTENTION.kind_of(name) for name in ARGUMENTS), INT]
+        function, code = new_function(module, "attention", kinds, linkage="external")
+        *given, threads = function.args
+        values = dict(zip(ARGUMENTS, given, strict=True))
+        record = ATTENTION.new(code, values)
+        with counting(code, LONG(0), values["num_runs"], LONG(1)) as index:
+            self.add_write(code, record, index)
+        self.stage.run_alone(code, team, values, threads)
+        code.ret_void()
+
+    def add_write(self, code: Any, record: Any, index: Any) -> None:
+        """Build what writes a run's k, rotated, and v into their slots."""
+        code.call(self._write, [record, index])
 
 
-def _write(code: Any, field: dict[str, Any], copy_head: ir.Function) -> None:
-    """Build the loop that writes k, rotated, and v into their slots."""
-    with counting(code, LONG(0), field["num_runs"], LONG(1)) as index:
-        run = _run(code, field, index)
-        with (
-            counting(code, LONG(0), run["count"], LONG(1)) as i,
-            counting(code, LONG(0), field["kv_heads"], LONG(1)) as head,
+def _write(module: ir.Module, copy_head: ir.Function) -> ir.Function:
+    function, code = new_function(module, "write_run", [POINTER, LONG])
+    memory, index = function.args
+    field = ATTENTION.load(code, memory)
+    run = _run(code, field, index)
+    with (
+        counting(code, LONG(0), run["count"], LONG(1)) as i,
+        counting(code, LONG(0), field["kv_heads"], LONG(1)) as head,
+    ):
+        row = code.add(run["row"], i)
+        slot = _load_long(code, field["slots"], row)
+        place = code.add(code.mul(slot, field["kv_heads"]), head)
+        angles = _angles(code, field, code.add(run["position"], i))
+        for name, pool, dim, rotates in (
+            ("k", "keys", field["dim"], angles),
+            ("v", "values", field["v_dim"], POINTER(None)),
         ):
-            row = code.add(run["row"], i)
-            slot = _load_long(code, field["slots"], row)
-            place = code.add(code.mul(slot, field["kv_heads"]), head)
-            angles = _angles(code, field, code.add(run["position"], i))
-            for name, pool, dim, rotates in (
-                ("k", "keys", field["dim"], angles),
-                ("v", "values", field["v_dim"], POINTER(None)),
-            ):
-                num_bytes = code.mul(dim, LONG(2))
-                own = at(code, field[name], code.mul(row, field[f"{name}_stride"]))
-                own = at(code, own, code.mul(head, num_bytes))
-                to = at(code, field[pool], code.mul(place, num_bytes))
-                code.call(copy_head, [own, to, dim, rotates])
+            num_bytes = code.mul(dim, LONG(2))
+            own = at(code, field[name], code.mul(row, field[f"{name}_stride"]))
+            own = at(code, own, code.mul(head, num_bytes))
+            to = at(code, field[pool], code.mul(place, num_bytes))
+            code.call(copy_head, [own, to, dim, rotates])
+    code.ret_void()
+    return function
 
 
 def _copy_head(module: ir.Module) -> ir.Function:
@@ -173,8 +190,19 @@ def _work(module: ir.Module, tiles: Tiles, copy_head: ir.Function) -> ir.Functio
     find_slots = _find_slots(module)
     pack_keys, pack_values = _pack_keys(module), _pack_values(module)
     start_rows, weigh, finish = _start_rows(module), _weigh(module), _finish(module)
+
+    def slots_of(block: Any) -> Any:
+        """Build the place of a block's slots; two blocks in a row have their own."""
+        turn = code.and_(code.lshr(block, LONG(BLOCK.bit_length() - 1)), LONG(1))
+        return at(code, scratch["slots"], code.mul(turn, LONG(8 * BLOCK)))
+
     num_tasks = code.mul(field["num_runs"], field["kv_heads"])
-    with taking(code, ATTENTION.place(code, memory, "next"), LONG(1), num_tasks) as task:
+    fair = code.sdiv(num_tasks, LONG(MIN_TURNS))
+    step = larger(code, LONG(1), smaller(code, fair, field["kv_heads"]))
+    with (
+        taking(code, field["next"], step, num_tasks) as first,
+        counting(code, first, smaller(code, code.add(first, step), num_tasks), LONG(1)) as task,
+    ):
         run = _run(code, field, code.sdiv(task, field["kv_heads"]))
         head = code.srem(task, field["kv_heads"])
         rows = code.mul(run["count"], shared)
@@ -204,19 +232,31 @@ def _work(module: ir.Module, tiles: Tiles, copy_head: ir.Function) -> ir.Functio
             field["block_table"],
             code.mul(run["sequence"], code.mul(field["table_width"], LONG(8))),
         )
+        pools = {
+            name: at(code, field[name], code.mul(head, code.mul(width, LONG(2))))
+            for name, width in (("keys", dim), ("values", v_dim))
+        }
+
+        def find(block: Any, slots: Any) -> None:
+            """Build the search for a block's slots, which fetches its keys and values ahead."""
+            given = [table, field["page_size"], block, smaller(code, LONG(BLOCK), left(block))]
+            for name, width in (("keys", dim), ("values", v_dim)):
+                given += [pools[name], slot_bytes[name], code.mul(width, LONG(2))]
+            code.call(find_slots, [*given, slots])
+
+        def left(block: Any) -> Any:
+            return code.sub(stop, block)
+
+        find(first_block, slots_of(first_block))
         with counting(code, first_block, stop, LONG(BLOCK)) as block:
-            keys = smaller(code, LONG(BLOCK), code.sub(stop, block))
+            keys = smaller(code, LONG(BLOCK), left(block))
             panels = code.sdiv(code.add(keys, LONG(PANEL - 1)), LONG(PANEL))
-            code.call(
-                find_slots, [table, field["page_size"], block, keys, panels, scratch["slots"]]
-            )
-            pools = {
-                name: at(code, field[name], code.mul(head, code.mul(width, LONG(2))))
-                for name, width in (("keys", dim), ("values", v_dim))
-            }
+            following, slots = code.add(block, LONG(BLOCK)), slots_of(block)
+            with code.if_then(code.icmp_signed("<", following, stop)):
+                find(following, slots_of(following))
             code.call(
                 pack_keys,
-                [pools["keys"], slot_bytes["keys"], scratch["slots"], panels, pairs, scratch["k"]],
+                [pools["keys"], slot_bytes["keys"], slots, panels, pairs, scratch["k"]],
             )
             with counting(code, LONG(0), panels, LONG(1)) as panel:
                 sums = at(code, scratch["scores"], code.mul(panel, LONG(PANEL_SUMS)))
@@ -245,7 +285,7 @@ def _work(module: ir.Module, tiles: Tiles, copy_head: ir.Function) -> ir.Functio
             code.call(
                 pack_values,
                 [
-                    *(pools["values"], slot_bytes["values"], scratch["slots"]),
+                    *(pools["values"], slot_bytes["values"], slots),
                     *(panels, v_dim, scratch["v"]),
                 ],
             )
@@ -261,7 +301,7 @@ def _work(module: ir.Module, tiles: Tiles, copy_head: ir.Function) -> ir.Functio
                     sums=at(code, scratch["out"], code.mul(panel, LONG(PANEL_SUMS))),
                 )
         v_bytes = code.mul(v_dim, LONG(2))
-        row_bytes = code.mul(v_bytes, code.mul(field["kv_heads"], shared))
+        row_bytes = field["out_stride"]
         out = at(code, field["out"], code.mul(run["row"], row_bytes))
         out = at(code, out, code.mul(head, code.mul(shared, v_bytes)))
         code.call(
@@ -283,7 +323,7 @@ SCRATCH = {
     "q": MAX_SHARED * MAX_DIM * 2,
     "k": BLOCK // PANEL * KEY_PANEL,
     "v": MAX_DIM // PANEL * VALUE_PANEL,
-    "slots": BLOCK * 8,
+    "slots": 2 * BLOCK * 8,
     "scores": BLOCK // PANEL * PANEL_SUMS,
     "p": MAX_SHARED * BLOCK * 2,  # weights of a block's keys
     "largest": MAX_SHARED * 4 * LANES,  # of each row, in all lanes
@@ -346,21 +386,30 @@ def _start_rows(module: ir.Module) -> ir.Function:
 
 
 def _find_slots(module: ir.Module) -> ir.Function:
-    """Build the search for the slots of a block's keys; those past the last are like the last."""
-    kinds = [POINTER, LONG, LONG, LONG, LONG, POINTER]
+    """Build the search for the slots of a block's keys; those past the last are like the last.
+
+    Their keys and values lie in many places of memory, and are fetched ahead.
+    """
+    of_pool = [POINTER, LONG, LONG]
+    kinds = [POINTER, LONG, LONG, LONG, *of_pool, *of_pool, POINTER]
     function, code = new_function(module, "find_slots", kinds)
-    table, page_size, block, keys, panels, slots = function.args
+    table, page_size, block, keys, *pools, slots = function.args
     page, offset = new_memory(code, LONG), new_memory(code, LONG)
     code.store(code.sdiv(block, page_size), page)
     code.store(code.srem(block, page_size), offset)
     last = code.sub(keys, LONG(1))
-    with counting(code, LONG(0), code.mul(panels, LONG(PANEL)), LONG(1)) as key:
+    with counting(code, LONG(0), LONG(BLOCK), LONG(1)) as key:
         own, within = code.load(page, typ=LONG), code.load(offset, typ=LONG)
         slot = code.add(code.mul(_load_long(code, table, own), page_size), within)
         code.store(slot, at(code, slots, code.mul(key, LONG(8))))
+        goes_on = code.icmp_signed("<", key, last)
+        with code.if_then(code.icmp_signed("<=", key, last)):
+            for pool, slot_bytes, num_bytes in (pools[:3], pools[3:]):
+                place = at(code, pool, code.mul(slot, slot_bytes))
+                with counting(code, LONG(0), num_bytes, LONG(LINE)) as line:
+                    prefetch(module, code, at(code, place, line))
         next_one = code.add(within, LONG(1))
         turns = code.icmp_signed("==", next_one, page_size)
-        goes_on = code.icmp_signed("<", key, last)
         following = code.select(turns, LONG(0), next_one)
         code.store(code.select(goes_on, following, within), offset)
         both = code.and_(turns, goes_on)

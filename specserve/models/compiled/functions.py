@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import binding, ir
 
-from specserve.models.compiled import attention, norms, products
-from specserve.models.compiled.teams import Team
+from specserve.models.compiled import attention, layers, norms, products
+from specserve.models.compiled.teams import C_KINDS, Team
 from specserve.models.compiled.tiles import Tiles
-from specserve.models.compiled.vectors import FLOAT, LONG, POINTER
+from specserve.models.compiled.vectors import POINTER
 
 Function = Callable[..., None]
-C_KINDS: Mapping[Any, Any] = {
-    POINTER: ctypes.c_void_p,
-    LONG: ctypes.c_int64,
-    FLOAT: ctypes.c_float,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +25,7 @@ class Functions:
     gated_product: Function
     attention: Function
     rms_norm: Function
+    layers: Function
     engine: Any  # which owns the code
 
 
@@ -62,6 +58,7 @@ def compile_functions() -> Functions:
         gated_product=function("gated_product", of_product),
         attention=function("attention", kinds_of(attention.ATTENTION, attention.ARGUMENTS)),
         rms_norm=function("rms_norm", kinds_of(norms.NORM, norms.ARGUMENTS)),
+        layers=function("layers", [POINTER]),
         engine=engine,
     )
 
@@ -70,7 +67,11 @@ def _module() -> ir.Module:
     module = ir.Module("specserve")
     module.triple = binding.get_default_triple()
     tiles, team = Tiles(module), Team(module)
-    products.add_products(module, tiles, team)
-    attention.add_attention(module, tiles, team)
-    norms.add_norm(module, team)
+    layers.add_layers(
+        module,
+        team,
+        products=products.add_products(module, tiles, team),
+        attention=attention.AttentionCode(module, tiles, team),
+        norms=norms.Norms(module, team),
+    )
     return module

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.compiled.teams import Record, Team, taking
+from specserve.models.compiled.teams import Record, Stage, Team, taking
 from specserve.models.compiled.vectors import (
     FLOAT,
     FP32,
@@ -29,50 +30,71 @@ from specserve.models.compiled.vectors import (
 
 STEP = 8
 """Rows that a thread takes at a time."""
-ARGUMENTS = ("x", "weight", "out", "rows", "width", "eps")
+ARGUMENTS = ("x", "weight", "out", "rows", "width", "out_stride", "eps")
 """A team's size follows."""
 NORM = Record(
     dict.fromkeys(ARGUMENTS[:3], POINTER)
-    | dict.fromkeys(ARGUMENTS[3:5], LONG)
-    | {"eps": FLOAT, "next": LONG}
+    | dict.fromkeys(ARGUMENTS[3:6], LONG)
+    | {"eps": FLOAT}
+    | {"next": POINTER}  # the number of rows that are taken
 )
 
 
-def add_norm(module: ir.Module, team: Team) -> None:
-    """Build `rms_norm`: x / sqrt(mean(x^2) + eps) * weight of rows [rows, width]."""
-    kinds = [*(NORM.kind_of(name) for name in ARGUMENTS), INT]
-    function, code = new_function(module, "rms_norm", kinds, linkage="external")
-    *given, threads = function.args
-    memory = NORM.new(code, dict(zip(ARGUMENTS, given, strict=True)) | {"next": LONG(0)})
-    team.run(code, _work(module), memory, threads)
-    code.ret_void()
+class Norms:
+    """The norm of a module."""
+
+    def __init__(self, module: ir.Module, team: Team) -> None:
+        """Build `rms_norm`: x / sqrt(mean(x^2) + eps) * weight of rows [rows, width]."""
+        self._norm = _norm(module)
+        self.stage = Stage(self._work(module), NORM.new)
+        kinds = [*(NORM.kind_of(name) for name in ARGUMENTS), INT]
+        function, code = new_function(module, "rms_norm", kinds, linkage="external")
+        *given, threads = function.args
+        self.stage.run_alone(code, team, dict(zip(ARGUMENTS, given, strict=True)), threads)
+        code.ret_void()
+
+    def add_norm(self, code: Any, *, x: Any, weight: Any, out: Any, width: Any, eps: Any) -> None:
+        """Build the norm of one row."""
+        code.call(self._norm, [x, weight, out, width, eps])
+
+    def _work(self, module: ir.Module) -> ir.Function:
+        function, code = new_function(module, "work_on_norm", [POINTER])
+        field = NORM.load(code, function.args[0])
+        row_bytes = code.mul(field["width"], LONG(2))
+        with taking(code, field["next"], LONG(STEP), field["rows"]) as first:
+            stop = smaller(code, code.add(first, LONG(STEP)), field["rows"])
+            with counting(code, first, stop, LONG(1)) as row:
+                self.add_norm(
+                    code,
+                    x=at(code, field["x"], code.mul(row, row_bytes)),
+                    weight=field["weight"],
+                    out=at(code, field["out"], code.mul(row, field["out_stride"])),
+                    width=field["width"],
+                    eps=field["eps"],
+                )
+        code.ret_void()
+        return function
 
 
-def _work(module: ir.Module) -> ir.Function:
-    function, code = new_function(module, "work_on_norm", [POINTER])
-    memory = function.args[0]
-    field = NORM.load(code, memory)
-    width, row_bytes = field["width"], code.mul(field["width"], LONG(2))
+def _norm(module: ir.Module) -> ir.Function:
+    kinds = [POINTER, POINTER, POINTER, LONG, FLOAT]
+    function, code = new_function(module, "norm", kinds)
+    x, weight, out, width, eps = function.args
     load = partial(load_bf16, module, code)
     root = intrinsic(module, "llvm.sqrt.v16f32", FP32, [FP32])
     total = new_memory(code, FP32)
+    code.store(FP32([0.0] * LANES), total)
+    with counting(code, LONG(0), width, LONG(LANES)) as start:
+        mask, place = first_lanes(code, code.sub(width, start)), code.mul(start, LONG(2))
+        own = load(at(code, x, place), mask)
+        code.store(code.fadd(code.load(total, typ=FP32), code.fmul(own, own)), total)
     number = splat(code, code.sitofp(width, FLOAT))
-    with taking(code, NORM.place(code, memory, "next"), LONG(STEP), field["rows"]) as first:
-        stop = smaller(code, code.add(first, LONG(STEP)), field["rows"])
-        with counting(code, first, stop, LONG(1)) as row:
-            x, out = (at(code, field[name], code.mul(row, row_bytes)) for name in ("x", "out"))
-            code.store(FP32([0.0] * LANES), total)
-            with counting(code, LONG(0), width, LONG(LANES)) as start:
-                mask, place = first_lanes(code, code.sub(width, start)), code.mul(start, LONG(2))
-                own = load(at(code, x, place), mask)
-                code.store(code.fadd(code.load(total, typ=FP32), code.fmul(own, own)), total)
-            mean = code.fdiv(lane_sum(code, code.load(total, typ=FP32)), number)
-            size = code.call(root, [code.fadd(mean, splat(code, field["eps"]))])
-            with counting(code, LONG(0), width, LONG(LANES)) as start:
-                mask, place = first_lanes(code, code.sub(width, start)), code.mul(start, LONG(2))
-                own = load(at(code, x, place), mask)
-                weight = load(at(code, field["weight"], place), mask)
-                value = code.fmul(code.fdiv(own, size), weight)
-                store_bf16(module, code, value, at(code, out, place), mask)
+    mean = code.fdiv(lane_sum(code, code.load(total, typ=FP32)), number)
+    size = code.call(root, [code.fadd(mean, splat(code, eps))])
+    with counting(code, LONG(0), width, LONG(LANES)) as start:
+        mask, place = first_lanes(code, code.sub(width, start)), code.mul(start, LONG(2))
+        own = load(at(code, x, place), mask)
+        value = code.fmul(code.fdiv(own, size), load(at(code, weight, place), mask))
+        store_bf16(module, code, value, at(code, out, place), mask)
     code.ret_void()
     return function

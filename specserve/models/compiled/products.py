@@ -7,11 +7,13 @@ computes them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.compiled.teams import Record, Team, taking
+from specserve.models.compiled.teams import Record, Stage, Team, taking
 from specserve.models.compiled.tiles import (
     PAIR_BYTES,
     PANEL,
@@ -41,7 +43,7 @@ from specserve.models.compiled.vectors import (
     store_bf16,
 )
 
-MAX_ROWS = 36 * TILE_ROWS
+MAX_ROWS = 74 * TILE_ROWS
 """Rows of one product; each thread has their sums over a panel on its stack."""
 BLOCK_PAIRS = 1024
 """Pairs of inputs after which the next tile has its turn, so that the panel stays in the cache."""
@@ -60,51 +62,58 @@ PREFETCH_BYTES = 4096
 
 OUTPUTS = {"product": PANEL, "gated_product": LANES}
 """Functions, and how many outputs each makes of a panel."""
-ARGUMENTS = ("x", "weight", "out", "residual", "bias", "rows", "pairs", "columns")
-"""Five pointers, of which the last two may be null, and three numbers. A team's size follows."""
+ARGUMENTS = (
+    *("x", "weight", "out", "residual", "bias"),  # pointers; the last two may be null
+    *("rows", "pairs", "columns"),
+    *("x_stride", "out_stride"),  # bytes of a row; the residual's is that of the result
+)
+"""A team's size follows."""
 PRODUCT = Record(
     dict.fromkeys(ARGUMENTS[:5], POINTER)
     | dict.fromkeys(ARGUMENTS[5:], LONG)
-    | dict.fromkeys(("panels", "chunk", "block", "tile", "group", "next"), LONG)
+    | dict.fromkeys(("panels", "chunk", "block", "tile", "group"), LONG)
+    | {"next": POINTER}  # the number of panels that are taken
 )
 
 
-def add_products(module: ir.Module, tiles: Tiles, team: Team) -> None:
+def add_products(module: ir.Module, tiles: Tiles, team: Team) -> dict[str, Stage]:
     """Build `product`, and `gated_product`, which makes silu(gate) * up of its own result.
 
     Panels of the second have 16 rows of the gate's weight and the same 16 of the other; it takes
     neither bias nor residual.
     """
+    stages = {}
     for name, finish in (("product", _finish(module)), ("gated_product", _finish_gated(module))):
-        _product(module, name, _work(module, name, tiles, finish), team)
+        work = _work(module, name, tiles, finish)
+        stages[name] = Stage(work, partial(_new_record, OUTPUTS[name]))
+        kinds = [*(PRODUCT.kind_of(name) for name in ARGUMENTS), INT]
+        function, code = new_function(module, name, kinds, linkage="external")
+        *given, threads = function.args
+        stages[name].run_alone(code, team, dict(zip(ARGUMENTS, given, strict=True)), threads)
+        code.ret_void()
+    return stages
 
 
-def _product(module: ir.Module, name: str, work: ir.Function, team: Team) -> None:
-    """Build a function on which a team of threads works."""
-    kinds = [*(PRODUCT.kind_of(name) for name in ARGUMENTS), INT]
-    function, code = new_function(module, name, kinds, linkage="external")
-    *given, threads = function.args
-    rows, pairs, columns = given[5:]
-    panels = code.sdiv(code.add(columns, LONG(OUTPUTS[name] - 1)), LONG(OUTPUTS[name]))
+def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
+    """Build the record of a product that makes so many outputs of a panel."""
+    rows, pairs = values["rows"], values["pairs"]
+    panels = code.sdiv(code.add(values["columns"], LONG(outputs - 1)), LONG(outputs))
     fitting = code.sdiv(LONG(CHUNK_BYTES), code.mul(pairs, LONG(PAIR_BYTES)))
     fair = code.sdiv(panels, LONG(8))
     tile = tile_height(code, rows)
     has_one_tile = code.icmp_signed("==", tile, rows)
     fits = code.icmp_signed(">", fitting, LONG(0))
-    memory = PRODUCT.new(
+    return PRODUCT.new(
         code,
-        dict(zip(ARGUMENTS, given, strict=True))
-        | {
+        {
+            **values,
             "panels": panels,
             "chunk": larger(code, LONG(1), smaller(code, fitting, fair)),
             "block": code.select(has_one_tile, pairs, LONG(BLOCK_PAIRS)),
             "tile": tile,
             "group": code.select(fits, code.mul(tile, LONG(GROUP_TILES)), rows),
-            "next": LONG(0),
         },
     )
-    team.run(code, work, memory, threads)
-    code.ret_void()
 
 
 def _work(module: ir.Module, name: str, tiles: Tiles, finish: ir.Function) -> ir.Function:
@@ -113,10 +122,9 @@ def _work(module: ir.Module, name: str, tiles: Tiles, finish: ir.Function) -> ir
     memory = function.args[0]
     field = PRODUCT.load(code, memory)
     rows, pairs, columns = field["rows"], field["pairs"], field["columns"]
-    in_bytes, out_bytes = code.mul(pairs, LONG(4)), code.mul(columns, LONG(2))  # of a row
+    in_bytes, out_bytes = field["x_stride"], field["out_stride"]
     sums = new_memory(code, ir.ArrayType(FP32, MAX_ROWS * PANEL // LANES))
-    counter = PRODUCT.place(code, memory, "next")
-    with taking(code, counter, field["chunk"], field["panels"]) as first:
+    with taking(code, field["next"], field["chunk"], field["panels"]) as first:
         stop = smaller(code, code.add(first, field["chunk"]), field["panels"])
         with (
             counting(code, LONG(0), rows, field["group"]) as group,

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llvmlite import binding, ir
 
-from specserve.models.compiled.vectors import INT, NOTHING, POINTER, new_memory
+from specserve.models.compiled.vectors import FLOAT, INT, LONG, NOTHING, POINTER, new_memory
+
+C_KINDS: Mapping[Any, Any] = {
+    POINTER: ctypes.c_void_p,
+    LONG: ctypes.c_int64,
+    INT: ctypes.c_int32,
+    FLOAT: ctypes.c_float,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A function that every thread of a team calls, and what makes the record that it is given."""
+
+    work: ir.Function
+    new_record: Callable[[Any, Mapping[str, Any]], Any]
+
+    def run_alone(self, code: Any, team: Team, values: Mapping[str, Any], threads: Any) -> None:
+        """Build the work of a team that does nothing else."""
+        counter = new_memory(code, LONG)
+        code.store(LONG(0), counter)
+        team.run(code, self.work, self.new_record(code, {**values, "next": counter}), threads)
 
 
 class Record:
@@ -24,9 +46,15 @@ class Record:
     def kind_of(self, name: str) -> Any:
         return self._kind.elements[self._names.index(name)]
 
+    def structure(self) -> type[ctypes.Structure]:
+        """Return the record as Python fills it in."""
+        fields = [(name, C_KINDS[self.kind_of(name)]) for name in self._names]
+        return type("Filled", (ctypes.Structure,), {"_fields_": fields})
+
     def new(self, code: Any, values: Mapping[str, Any]) -> Any:
-        """Build a record on the stack with these values."""
-        memory = new_memory(code, self._kind)
+        """Build a record on the stack with these values; those without a value are undefined."""
+        with code.goto_entry_block():
+            memory = new_memory(code, self._kind)
         for name, value in values.items():
             code.store(value, self.place(code, memory, name))
         return memory
@@ -46,9 +74,19 @@ class Team:
     """Torch's own team of threads."""
 
     def __init__(self, module: ir.Module) -> None:
-        binding.add_symbol("GOMP_parallel", _address_of_gomp_parallel())
+        library = _openmp()
+        for name in ("GOMP_parallel", "GOMP_barrier"):
+            address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+            assert address is not None
+            binding.add_symbol(name, address)
         kind = ir.FunctionType(NOTHING, [POINTER, POINTER, INT, INT])
         self._parallel = ir.Function(module, kind, "GOMP_parallel")
+        self._barrier = ir.Function(module, ir.FunctionType(NOTHING, []), "GOMP_barrier")
+
+    def wait(self, code: Any, threads: Any) -> None:
+        """Build the wait of each thread until all have come as far."""
+        with code.if_then(code.icmp_signed("!=", threads, INT(1))):
+            code.call(self._barrier, [])
 
     def run(self, code: Any, work: ir.Function, memory: Any, threads: Any) -> None:
         """Build a call of `work` by each of so many threads."""
@@ -77,13 +115,10 @@ def taking(code: Any, counter: Any, step: Any, total: Any) -> Iterator[Any]:
     code.position_at_end(end)
 
 
-def _address_of_gomp_parallel() -> int:
-    """Return the function that starts the team, from the library in use."""
+def _openmp() -> ctypes.CDLL:
+    """Return the library that torch's team is from."""
     maps = Path("/proc/self/maps").read_text()
     library = re.search(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", maps)
     if library is None:
         raise OSError("torch has no OpenMP")
-    function = ctypes.CDLL(library[0]).GOMP_parallel
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return address
+    return ctypes.CDLL(library[0])

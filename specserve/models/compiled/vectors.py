@@ -14,6 +14,7 @@ from typing import Any
 from llvmlite import ir
 
 LANES = 16  # fp32 numbers in a register of AVX-512
+LINE = 64  # bytes that come from memory at once
 LN2_HIGH = 355 / 512
 SMALLEST, LARGEST = -87.0, 88.0
 """Powers of e between which the results are normal numbers; below, they are 0."""
@@ -38,14 +39,11 @@ def exp(module: ir.Module, code: Any, value: Any) -> Any:
     def constant(number: float) -> Any:
         return FP32([number] * LANES)
 
-    low = intrinsic(module, "llvm.maxnum.v16f32", FP32, [FP32, FP32])
-    high = intrinsic(module, "llvm.minnum.v16f32", FP32, [FP32, FP32])
     nearest = intrinsic(module, "llvm.rint.v16f32", FP32, [FP32])
     fused = intrinsic(module, "llvm.fma.v16f32", FP32, [FP32, FP32, FP32])
-    x = code.call(high, [code.call(low, [value, constant(SMALLEST)]), constant(LARGEST)])
-    n = code.call(nearest, [code.fmul(x, constant(1 / math.log(2)))])
+    n = code.call(nearest, [code.fmul(value, constant(1 / math.log(2)))])
     # ln 2 in two parts, of which the first has few bits, so that its product with n is exact.
-    r = code.call(fused, [n, constant(-LN2_HIGH), x])
+    r = code.call(fused, [n, constant(-LN2_HIGH), value])
     r = code.call(fused, [n, constant(LN2_HIGH - math.log(2)), r])
     series = constant(1 / math.factorial(7))
     for power in range(6, -1, -1):
@@ -108,7 +106,7 @@ def load_bf16(module: ir.Module, code: Any, pointer: Any, mask: Any) -> Any:
     present = code.icmp_unsigned("!=", pointer, POINTER(None))
     source = code.select(present, pointer, _zeros(module))
     bits = load_masked(module, code, BF16, source, mask)
-    return code.bitcast(code.shl(code.zext(bits, BITS), BITS([16] * LANES)), FP32)
+    return _from_bf16(code, bits)
 
 
 def load_masked(module: ir.Module, code: Any, kind: Any, pointer: Any, mask: Any) -> Any:
@@ -129,20 +127,22 @@ def _zeros(module: ir.Module) -> Any:
 def store_bf16(module: ir.Module, code: Any, value: Any, pointer: Any, mask: Any) -> None:
     kinds = [BF16, POINTER, INT, MASK]
     masked_store = intrinsic(module, "llvm.masked.store.v16i16.p0", NOTHING, kinds)
-    bits = code.trunc(code.lshr(_rounded_bits(code, value), BITS([16] * LANES)), BF16)
-    code.call(masked_store, [bits, pointer, INT(2), mask])
+    code.call(masked_store, [_to_bf16(code, value), pointer, INT(2), mask])
 
 
 def rounded(code: Any, value: Any) -> Any:
     """Build the rounding of fp32 to a bf16 number, kept as fp32."""
-    return code.bitcast(code.and_(_rounded_bits(code, value), BITS([-(1 << 16)] * LANES)), FP32)
+    return _from_bf16(code, _to_bf16(code, value))
 
 
-def _rounded_bits(code: Any, value: Any) -> Any:
-    """Build bits of which the upper half is the nearest bf16, the even one of two as near."""
-    bits = code.bitcast(value, BITS)
-    even = code.and_(code.lshr(bits, BITS([16] * LANES)), BITS([1] * LANES))
-    return code.add(bits, code.add(even, BITS([0x7FFF] * LANES)))
+def _to_bf16(code: Any, value: Any) -> Any:
+    """Build bits of the nearest bf16 number, the even one of two as near."""
+    kind = ir.FunctionType(BF16, [FP32])
+    return code.asm(kind, "vcvtneps2bf16 $1, $0", "=v,v", [value], False)
+
+
+def _from_bf16(code: Any, bits: Any) -> Any:
+    return code.bitcast(code.shl(code.zext(bits, BITS), BITS([16] * LANES)), FP32)
 
 
 def first_lanes(code: Any, count: Any, lanes: int = LANES) -> Any:
@@ -183,6 +183,12 @@ def counting(code: Any, start: Any, stop: Any, step: Any) -> Iterator[Any]:
     code.store(code.add(number, step), counter)
     code.branch(head)
     code.position_at_end(end)
+
+
+def prefetch(module: ir.Module, code: Any, pointer: Any) -> None:
+    """Build a hint that this memory is read soon."""
+    function = intrinsic(module, "llvm.prefetch.p0", NOTHING, [POINTER, INT, INT, INT])
+    code.call(function, [pointer, INT(0), INT(3), INT(1)])
 
 
 def memset_zero(module: ir.Module, code: Any, memory: Any, num_bytes: Any) -> None:
