@@ -17,9 +17,12 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from specserve.checkpoint_files import find_checkpoints
 from specserve.cluster.workers import DraftWorker, TargetWorker
 from specserve.errors import ModelError, SpecserveError
+from specserve.models.linear_kernels import missing_for_compiled
 
-with contextlib.suppress(ImportError):  # llvmlite is an extra
-    importlib.import_module("specserve.models.compiled.functions")
+if missing_for_compiled() is None:
+    # Half a second that workers need not spend; one that meets the error again says so.
+    with contextlib.suppress(ImportError, OSError, RuntimeError, ValueError, AttributeError):
+        importlib.import_module("specserve.models.compiled.functions").compile_functions()
 
 log = logging.getLogger(__name__)
 

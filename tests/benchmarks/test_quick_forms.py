@@ -23,6 +23,7 @@ IN_PROCESS = {
     "benchmarks.pacer": ("--texts", "json"),
     "benchmarks.prompts": (),
     "benchmarks.structured": (),
+    "benchmarks.twelve_bits": (),
     "tests.chaos.fuzz": (),
     "tests.proofs.distribution": (),
 }

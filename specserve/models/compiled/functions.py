@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from llvmlite import binding, ir
@@ -29,21 +30,10 @@ class Functions:
     engine: Any  # which owns the code
 
 
+@cache
 def compile_functions() -> Functions:
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    binding.initialize_native_asmparser()
-    machine = binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(),
-        features=binding.get_host_cpu_features().flatten(),
-        codemodel="jitdefault",
-    )
-    module = binding.parse_assembly(str(_module()))
-    module.verify()
-    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(2))
-    passes.getModulePassManager().run(module, passes)
-    engine = binding.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
+    """Compile once a process; one that is forked later has the code."""
+    engine = compile_module(_module())
 
     def function(name: str, kinds: list[Any]) -> Function:
         kind = ctypes.CFUNCTYPE(None, *(C_KINDS[one] for one in kinds), ctypes.c_int32)
@@ -61,6 +51,25 @@ def compile_functions() -> Functions:
         layers=function("layers", [POINTER]),
         engine=engine,
     )
+
+
+def compile_module(module: ir.Module) -> Any:
+    """Return the engine that owns a module's compiled functions."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    binding.initialize_native_asmparser()
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        codemodel="jitdefault",
+    )
+    parsed = binding.parse_assembly(str(module))
+    parsed.verify()
+    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(2))
+    passes.getModulePassManager().run(parsed, passes)
+    engine = binding.create_mcjit_compiler(parsed, machine)
+    engine.finalize_object()
+    return engine
 
 
 def _module() -> ir.Module:
