@@ -17,6 +17,7 @@ from specserve.cluster.gauges import Gauges
 from specserve.cluster.group import WorkerGroup
 from specserve.cluster.health import EngineHealth
 from specserve.cluster.logs import join_serve
+from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement import Bundle
 from specserve.cluster.remote import RemoteDrafter
 from specserve.cluster.replicas import EngineReplicas
@@ -67,6 +68,7 @@ class Engine:
             round_deadline_s=config.faults.round_deadline_s,
         )
         self._reports = asyncio.create_task(report_forever(board, self._report))
+        freeze_objects()
         log.info("engine %s is ready: %s", self._replica, self._group.places)
         log.info("draft.placement: %s", self._group.draft_placement)
 
@@ -172,7 +174,9 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> Any:
         from specserve.api.app import build as build_app
 
-        return build_app(self._replicas, self._tokenizer, self._model, self._config, self._registry)
+        app = build_app(self._replicas, self._tokenizer, self._model, self._config, self._registry)
+        freeze_objects()
+        return app
 
     async def __del__(self) -> None:
         if hasattr(self, "_reports"):

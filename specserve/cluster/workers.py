@@ -6,7 +6,6 @@ its own.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement_trial import try_placements, warm_drafter_up
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Server
@@ -112,7 +112,7 @@ class TargetWorker:
             if is_tried:
                 choice, curve = self._try_placements(self._model, curve)
             self._model.grammar_states.preload_tokenizer()
-        _freeze_objects()
+        freeze_objects()
         info = replace(self._model.info, curve=curve)
         return WorkerReady(
             self._server.address,
@@ -238,7 +238,7 @@ class DraftWorker:
             has_own_device=True,
         )
         _warm_up_alone(self._drafter, target)
-        _freeze_objects()
+        freeze_objects()
         if draft.device == "cpu" or not torch.cuda.is_available():
             os.nice(NICENESS)
         return WorkerReady(
@@ -313,12 +313,6 @@ def _warm_up_alone(drafter: OpenDrafter, target: ModelInfo) -> None:
         drafter.propose([step], float("inf"))
         drafter.prepare(bool)
         drafter.release([WARMUP_SEQ_ID])
-
-
-def _freeze_objects() -> None:
-    """Exempt the objects made so far from garbage collection, since they live as long as we do."""
-    gc.collect()
-    gc.freeze()
 
 
 def _set_num_threads(num_threads: int | None, *, sharers: int) -> None:
