@@ -96,8 +96,9 @@ MEANINGS: Mapping[str, str] = {
     "bfloat16. Ranks exchange more; models with experts are refused.",
     "target.device": "`auto` is a GPU where there is one.",
     "target.threads": "CPU threads of a rank; the default is torch's.",
-    "target.attention": "`invariant` gives the same bits whatever shares the pass. `auto` is "
-    "`invariant` on CPUs; on GPUs it is `flash` if installed, else `sdpa`.",
+    "target.attention": "`invariant` gives the same bits whatever shares the pass, by torch's "
+    "products. `auto` is as invariant on CPUs: compiled where linear layers are, else `invariant`; "
+    "on GPUs it is `flash` if installed, else `sdpa`.",
     "target.label_selector": "Labels that a node must have for Ray to place ranks there.",
     "draft.placement": "`together`: in the target's process, on its device; `apart`: on one "
     "of its own. `auto` measures both on CPUs when an engine starts, and is `apart` elsewhere "
@@ -148,9 +149,9 @@ MEANINGS: Mapping[str, str] = {
     "([operating](../guides/operating.md#shared-weights)). `auto` is yes in servers, no in `LLM`.",
     "weights.directory": "Private directory for their files; they then stay until removed. The "
     "default is in `/dev/shm`, which is memory.",
-    "weights.kernel": "Linear layers on CPUs: `compiled` for the processor, which needs AVX-512 "
-    "with bf16 and `specserve[cpu]`, or oneDNN's. `auto` is `compiled` where it runs, unless the "
-    "processor has AMX.",
+    "weights.kernel": "Linear layers on CPUs, and attention with them: `compiled` for the "
+    "processor, which needs AVX-512 with bf16 and `specserve[cpu]`, or oneDNN's. `auto` is "
+    "`compiled` where it runs, unless the processor has AMX.",
     "limits.max_context": "Prompt and continuation together. The default is the model's own.",
     "limits.max_running": "Sequences in a round, per engine.",
     "limits.max_queued": "Requests that wait beyond those, per engine; more get 429.",

@@ -5,14 +5,18 @@ Row-invariant, like `attention.invariant_kernel`, whose numbers it computes in f
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from specserve.models.attention import AttentionVariant, Rotation
-from specserve.models.checkpoints.load import Architecture
 from specserve.models.compiled.attention import MAX_DIM, MAX_SHARED, NO_WINDOW, rows_of_a_run
 from specserve.models.compiled.functions import Function
-from specserve.models.layout import Layout
+from specserve.models.layout import Layout, Runs
+
+if TYPE_CHECKING:
+    from specserve.models.checkpoints.load import Architecture
 
 
 class CompiledAttention:
@@ -90,3 +94,31 @@ def fits(spec: Architecture) -> bool:
         and shared <= MAX_SHARED
         and not spec.is_encoder_decoder
     )
+
+
+def check_attention(function: Function) -> None:
+    """Raise ValueError for wrong numbers, or for rows that depend on one another."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values, q = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((80, 1, 32), (80, 1, 32), (3, 2, 32))
+    )
+    attention = CompiledAttention(function, shared=2, page_size=16)
+
+    def attend(first: int, count: int) -> Tensor:
+        """Attend with queries at positions from 70 + first on."""
+        rows, slots = slice(first, first + count), torch.arange(70 + first, 70 + first + count)
+        runs = Runs(torch.tensor([[0, count, 70 + first, 0]]), torch.arange(5)[None])
+        layout = Layout(slots, slots, (), runs=runs)
+        k, v = keys[slots], values[slots]
+        return attention.attend(layout, keys, values, q[rows], k, v, AttentionVariant(0.25))
+
+    found = attend(0, 3)
+    scores = torch.einsum("qhd,kd->qhk", q.double(), keys[:73, 0].double()) / 4
+    hidden = torch.arange(73) > 70 + torch.arange(3)[:, None]
+    weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
+    expected = weights @ values[:73, 0].double()
+    if (found.double() - expected).abs().max() > 2**-7 * expected.abs().max():
+        raise ValueError("its attention is wrong")
+    if not torch.equal(attend(1, 1), found[1:2]):
+        raise ValueError("its attention depends on what shares a pass")

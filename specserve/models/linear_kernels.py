@@ -222,9 +222,11 @@ def _compiled() -> CompiledKernel | None:
     """Compile, and try on a small product; None if anything is wrong."""
     try:
         from specserve.models.compiled.functions import compile_functions
+        from specserve.models.compiled_attention import check_attention
 
         kernel = CompiledKernel(compile_functions())
         _check(kernel)
+        check_attention(kernel.functions.attention)
     except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
         log.warning("linear layers run in oneDNN, the compiled kernel fails: %s", error)
         return None

@@ -85,11 +85,13 @@ class Planner:
     def _in_runs(self, writes: Writes, passes: int, run_rows: int) -> list[Layout]:
         """Lay out any sequences for attention that reads pages in place."""
         rows = self._rows(writes, passes)
-        run_counts = -(-writes.counts // run_rows)  # [seqs]
-        owner = np.repeat(np.arange(len(run_counts)), run_counts)  # [runs]
-        skipped = (np.arange(len(owner)) - (np.cumsum(run_counts) - run_counts)[owner]) * run_rows
-        first = rows.firsts[owner] + skipped
-        counts = np.minimum(writes.counts[owner] - skipped, run_rows)
+        owner, first, counts = np.arange(len(writes.counts)), rows.firsts, writes.counts
+        if (counts > run_rows).any():
+            num_runs = -(-counts // run_rows)  # [seqs]
+            owner = np.repeat(owner, num_runs)  # [runs]
+            skipped = (np.arange(len(owner)) - (np.cumsum(num_runs) - num_runs)[owner]) * run_rows
+            first = first[owner] + skipped
+            counts = np.minimum(counts[owner] - skipped, run_rows)
         positions = rows.positions[:, first]  # [passes, runs]
         runs = np.empty((passes, len(owner), 4), np.int64)
         runs[:, :, 0], runs[:, :, 1], runs[:, :, 2], runs[:, :, 3] = first, counts, positions, owner

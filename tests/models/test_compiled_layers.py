@@ -74,6 +74,24 @@ def test_the_bits_are_those_of_single_operations(
         assert torch.equal(ours, theirs)
 
 
+def test_threads_wait_for_one_another_between_stages(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    config = LlamaConfig(**{**checkpoints.GROUPED, **sizes, "head_dim": 32})
+    whole, single = (open_fused(checkpoints.write(config, tmp_path)) for _ in range(2))
+    assert isinstance(single.network, FusedNetwork)
+    single.network._compiled = False
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        steps = [Step(i, 0, TEXT[i : i + 30]) for i in range(8)]
+        expected = single.run(steps, [1] * 8)
+        for _ in range(30):
+            whole.release(range(8))
+            assert torch.equal(whole.run(steps, [1] * 8), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_pass_of_too_many_rows_runs_one_by_one_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

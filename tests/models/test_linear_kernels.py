@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from specserve.errors import ConfigError
 from specserve.models import linear_kernels
+from specserve.models.compiled_attention import CompiledAttention
+from specserve.models.layout import Layout
 from specserve.models.linear_kernels import (
     CompiledKernel,
     OneDnnKernel,
@@ -150,3 +153,24 @@ def test_a_kernel_that_computes_something_else_is_not_taken(
     finally:
         linear_kernels._compiled.cache_clear()
     assert "linear layers run in oneDNN, the compiled kernel fails: its" in caplog.text
+
+
+@needs_compiled
+@pytest.mark.parametrize("wrong", ["is wrong", "depends on what shares a pass"])
+def test_attention_that_computes_something_else_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: str
+) -> None:
+    right = CompiledAttention.attend
+
+    def attend(self: CompiledAttention, layout: Layout, *given: Any) -> Tensor:
+        out = right(self, layout, *given)
+        return out * 1.5 if wrong == "is wrong" else out * (1 + 2**-7 * (len(out) == 1))
+
+    monkeypatch.setattr(CompiledAttention, "attend", attend)
+    linear_kernels._compiled.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert isinstance(linear_kernel("auto"), OneDnnKernel)
+    finally:
+        linear_kernels._compiled.cache_clear()
+    assert f"the compiled kernel fails: its attention {wrong}" in caplog.text
