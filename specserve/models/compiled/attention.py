@@ -103,7 +103,7 @@ class AttentionCode:
         """Build `attention`, which writes k and v into the pages and then attends."""
         copy_head = _copy_head(module)
         self._write = _write(module, copy_head)
-        self.stage = Stage(_work(module, tiles, copy_head), ATTENTION.new)
+        self.stage = Stage(_Work(module, tiles, copy_head).function, ATTENTION.new)
         kinds = [*(ATTENTION.kind_of(name) for name in ARGUMENTS), INT]
         function, code = new_function(module, "attention", kinds, linkage="external")
         *given, threads = function.args
@@ -174,145 +174,144 @@ def _copy_head(module: ir.Module) -> ir.Function:
     return function
 
 
-def _work(module: ir.Module, tiles: Tiles, copy_head: ir.Function) -> ir.Function:
-    """Build what a thread does: take a run and a key head as long as there are any."""
-    function, code = new_function(module, "work_on_attention", [POINTER])
-    memory = function.args[0]
-    field = ATTENTION.load(code, memory)
-    scratch = _scratch(code)
-    shared, dim, v_dim = field["shared"], field["dim"], field["v_dim"]
-    pairs, dim_bytes = code.lshr(dim, LONG(1)), code.mul(dim, LONG(2))
-    v_panels = code.sdiv(code.add(v_dim, LONG(PANEL - 1)), LONG(PANEL))
-    slot_bytes = {
-        "keys": code.mul(field["kv_heads"], dim_bytes),
-        "values": code.mul(field["kv_heads"], code.mul(v_dim, LONG(2))),
-    }
-    find_slots = _find_slots(module)
-    pack_keys, pack_values = _pack_keys(module), _pack_values(module)
-    start_rows, weigh, finish = _start_rows(module), _weigh(module), _finish(module)
+class _Work:
+    """The work of a thread: it takes a run and a key head as long as there are any."""
 
-    def slots_of(block: Any) -> Any:
-        """Build the place of a block's slots; two blocks in a row have their own."""
-        turn = code.and_(code.lshr(block, LONG(BLOCK.bit_length() - 1)), LONG(1))
-        return at(code, scratch["slots"], code.mul(turn, LONG(8 * BLOCK)))
+    def __init__(self, module: ir.Module, tiles: Tiles, copy_head: ir.Function) -> None:
+        self._module, self._tiles, self._copy_head = module, tiles, copy_head
+        self._find_slots = _find_slots(module)
+        self._pack_keys, self._pack_values = _pack_keys(module), _pack_values(module)
+        self._start_rows, self._weigh = _start_rows(module), _weigh(module)
+        self._finish = _finish(module)
+        self.function, self._code = new_function(module, "work_on_attention", [POINTER])
+        code = self._code
+        self._field = ATTENTION.load(code, self.function.args[0])
+        self._scratch = {
+            name: new_memory(code, ir.ArrayType(BYTE, size), align=64)
+            for name, size in SCRATCH.items()
+        }
+        self._dims = {"keys": self._field["dim"], "values": self._field["v_dim"]}
+        self._v_panels = code.sdiv(code.add(self._dims["values"], LONG(PANEL - 1)), LONG(PANEL))
+        self._take_all()
+        code.ret_void()
 
-    num_tasks = code.mul(field["num_runs"], field["kv_heads"])
-    fair = code.sdiv(num_tasks, LONG(MIN_TURNS))
-    step = larger(code, LONG(1), smaller(code, fair, field["kv_heads"]))
-    with (
-        taking(code, field["next"], step, num_tasks) as first,
-        counting(code, first, smaller(code, code.add(first, step), num_tasks), LONG(1)) as task,
-    ):
-        run = _run(code, field, code.sdiv(task, field["kv_heads"]))
-        head = code.srem(task, field["kv_heads"])
-        rows = code.mul(run["count"], shared)
-        height = tile_height(code, rows)
+    def _take_all(self) -> None:
+        code, kv_heads = self._code, self._field["kv_heads"]
+        num_tasks = code.mul(self._field["num_runs"], kv_heads)
+        fair = code.sdiv(num_tasks, LONG(MIN_TURNS))
+        step = larger(code, LONG(1), smaller(code, fair, kv_heads))
+        with taking(code, self._field["next"], step, num_tasks) as first:
+            stop = smaller(code, code.add(first, step), num_tasks)
+            with counting(code, first, stop, LONG(1)) as task:
+                run = _run(code, self._field, code.sdiv(task, kv_heads))
+                self._attend(run, code.srem(task, kv_heads))
+
+    def _attend(self, run: dict[str, Any], head: Any) -> None:
+        """Build the attention of a run's rows to the keys of a head."""
+        code, field, scratch = self._code, self._field, self._scratch
+        rows = code.mul(run["count"], field["shared"])
+        self._load_queries(run, head)
+        state = [scratch["largest"], scratch["weights"], scratch["out"]]
+        given = [rows, self._v_panels, field["shared"], _sinks(code, field, head)]
+        code.call(self._start_rows, [*state, *given])
         stop = code.add(run["position"], run["count"])  # of the keys that the last row sees
+        seen_from = code.sub(code.add(run["position"], LONG(1)), field["window"])
+        first = code.and_(larger(code, seen_from, LONG(0)), LONG(-BLOCK))
+        self._find(run, head, first, stop)
+        with counting(code, first, stop, LONG(BLOCK)) as block:
+            following = code.add(block, LONG(BLOCK))
+            with code.if_then(code.icmp_signed("<", following, stop)):
+                self._find(run, head, following, stop)
+            keys = smaller(code, LONG(BLOCK), code.sub(stop, block))
+            panels = code.sdiv(code.add(keys, LONG(PANEL - 1)), LONG(PANEL))
+            self._add_scores(rows, head, block, panels)
+            given = [scratch["scores"], scratch["p"], run["count"], field["shared"], panels]
+            given += [self._v_panels, code.sub(run["position"], block)]
+            given += [field[name] for name in ("window", "scaling", "softcap")]
+            code.call(self._weigh, [*state, *given])
+            self._add_values(rows, head, block, panels)
+        shared_bytes = code.mul(field["shared"], code.mul(field["v_dim"], LONG(2)))
+        out = at(code, field["out"], code.mul(run["row"], field["out_stride"]))
+        out = at(code, out, code.mul(head, shared_bytes))
+        given = [run["count"], field["shared"], field["v_dim"], out, field["out_stride"]]
+        code.call(self._finish, [scratch["weights"], scratch["out"], *given])
+
+    def _load_queries(self, run: dict[str, Any], head: Any) -> None:
+        """Build the copy of a run's queries, rotated, in rows that lie side by side."""
+        code, field = self._code, self._field
+        head_bytes = code.mul(field["dim"], LONG(2))
         with (
             counting(code, LONG(0), run["count"], LONG(1)) as i,
-            counting(code, LONG(0), shared, LONG(1)) as j,
+            counting(code, LONG(0), field["shared"], LONG(1)) as j,
         ):
-            own = at(code, field["q"], code.mul(code.add(run["row"], i), field["q_stride"]))
-            own_head = code.add(code.mul(head, shared), j)
-            query = code.add(code.mul(i, shared), j)
-            given = [
-                at(code, own, code.mul(own_head, dim_bytes)),
-                at(code, scratch["q"], code.mul(query, dim_bytes)),
-                dim,
-                _angles(code, field, code.add(run["position"], i)),
-            ]
-            code.call(copy_head, given)
-        of_rows = [scratch["largest"], scratch["weights"], scratch["out"]]
-        sinks = _sinks(code, field, head)
-        code.call(start_rows, [*of_rows, rows, v_panels, shared, sinks])
-        seen_from = code.sub(code.add(run["position"], LONG(1)), field["window"])
-        first_block = code.and_(larger(code, seen_from, LONG(0)), LONG(-BLOCK))
-        table = at(
-            code,
-            field["block_table"],
-            code.mul(run["sequence"], code.mul(field["table_width"], LONG(8))),
-        )
-        pools = {
-            name: at(code, field[name], code.mul(head, code.mul(width, LONG(2))))
-            for name, width in (("keys", dim), ("values", v_dim))
-        }
+            row = at(code, field["q"], code.mul(code.add(run["row"], i), field["q_stride"]))
+            own = code.mul(code.add(code.mul(head, field["shared"]), j), head_bytes)
+            to = code.mul(code.add(code.mul(i, field["shared"]), j), head_bytes)
+            angles = _angles(code, field, code.add(run["position"], i))
+            given = [at(code, row, own), at(code, self._scratch["q"], to), field["dim"], angles]
+            code.call(self._copy_head, given)
 
-        def find(block: Any, slots: Any) -> None:
-            """Build the search for a block's slots, which fetches its keys and values ahead."""
-            given = [table, field["page_size"], block, smaller(code, LONG(BLOCK), left(block))]
-            for name, width in (("keys", dim), ("values", v_dim)):
-                given += [pools[name], slot_bytes[name], code.mul(width, LONG(2))]
-            code.call(find_slots, [*given, slots])
+    def _find(self, run: dict[str, Any], head: Any, block: Any, stop: Any) -> None:
+        """Build the search for a block's slots, which fetches its keys and values ahead."""
+        code, field = self._code, self._field
+        table_bytes = code.mul(field["table_width"], LONG(8))
+        table = at(code, field["block_table"], code.mul(run["sequence"], table_bytes))
+        keys = smaller(code, LONG(BLOCK), code.sub(stop, block))
+        given = [table, field["page_size"], block, keys]
+        for name in ("keys", "values"):
+            pool, slot_bytes = self._pool(name, head)
+            given += [pool, slot_bytes, code.mul(self._dims[name], LONG(2))]
+        code.call(self._find_slots, [*given, self._slots(block)])
 
-        def left(block: Any) -> Any:
-            return code.sub(stop, block)
+    def _add_scores(self, rows: Any, head: Any, block: Any, panels: Any) -> None:
+        """Build the products of the queries with a block's keys."""
+        code, pairs = self._code, self._code.lshr(self._field["dim"], LONG(1))
+        packed = self._scratch["k"]
+        given = [*self._pool("keys", head), self._slots(block), panels, pairs, packed]
+        code.call(self._pack_keys, given)
+        with counting(code, LONG(0), panels, LONG(1)) as panel:
+            sums = at(code, self._scratch["scores"], code.mul(panel, LONG(PANEL_SUMS)))
+            clear_sums(self._module, code, sums, rows)
+            self._tiles.add_products(
+                code,
+                x=self._scratch["q"],
+                stride=code.mul(self._field["dim"], LONG(2)),
+                rows=rows,
+                height=tile_height(code, rows),
+                panel=at(code, packed, code.mul(panel, LONG(KEY_PANEL))),
+                pairs=pairs,
+                sums=sums,
+            )
 
-        find(first_block, slots_of(first_block))
-        with counting(code, first_block, stop, LONG(BLOCK)) as block:
-            keys = smaller(code, LONG(BLOCK), left(block))
-            panels = code.sdiv(code.add(keys, LONG(PANEL - 1)), LONG(PANEL))
-            following, slots = code.add(block, LONG(BLOCK)), slots_of(block)
-            with code.if_then(code.icmp_signed("<", following, stop)):
-                find(following, slots_of(following))
-            code.call(
-                pack_keys,
-                [pools["keys"], slot_bytes["keys"], slots, panels, pairs, scratch["k"]],
+    def _add_values(self, rows: Any, head: Any, block: Any, panels: Any) -> None:
+        """Build the sum of a block's values times their weights."""
+        code, packed = self._code, self._scratch["v"]
+        given = [*self._pool("values", head), self._slots(block), panels, self._dims["values"]]
+        code.call(self._pack_values, [*given, packed])
+        with counting(code, LONG(0), self._v_panels, LONG(1)) as panel:
+            self._tiles.add_products(
+                code,
+                x=self._scratch["p"],
+                stride=LONG(2 * BLOCK),
+                rows=rows,
+                height=tile_height(code, rows),
+                panel=at(code, packed, code.mul(panel, LONG(VALUE_PANEL))),
+                pairs=code.mul(panels, LONG(PANEL // 2)),
+                sums=at(code, self._scratch["out"], code.mul(panel, LONG(PANEL_SUMS))),
             )
-            with counting(code, LONG(0), panels, LONG(1)) as panel:
-                sums = at(code, scratch["scores"], code.mul(panel, LONG(PANEL_SUMS)))
-                clear_sums(module, code, sums, rows)
-                tiles.add_products(
-                    code,
-                    x=scratch["q"],
-                    stride=dim_bytes,
-                    rows=rows,
-                    height=height,
-                    panel=at(code, scratch["k"], code.mul(panel, LONG(KEY_PANEL))),
-                    pairs=pairs,
-                    sums=sums,
-                )
-            code.call(
-                weigh,
-                [
-                    *of_rows,
-                    scratch["scores"],
-                    scratch["p"],
-                    *(run["count"], shared, panels, v_panels),
-                    code.sub(run["position"], block),
-                    *(field["window"], field["scaling"], field["softcap"]),
-                ],
-            )
-            code.call(
-                pack_values,
-                [
-                    *(pools["values"], slot_bytes["values"], slots),
-                    *(panels, v_dim, scratch["v"]),
-                ],
-            )
-            with counting(code, LONG(0), v_panels, LONG(1)) as panel:
-                tiles.add_products(
-                    code,
-                    x=scratch["p"],
-                    stride=LONG(2 * BLOCK),
-                    rows=rows,
-                    height=height,
-                    panel=at(code, scratch["v"], code.mul(panel, LONG(VALUE_PANEL))),
-                    pairs=code.mul(panels, LONG(PANEL // 2)),
-                    sums=at(code, scratch["out"], code.mul(panel, LONG(PANEL_SUMS))),
-                )
-        v_bytes = code.mul(v_dim, LONG(2))
-        row_bytes = field["out_stride"]
-        out = at(code, field["out"], code.mul(run["row"], row_bytes))
-        out = at(code, out, code.mul(head, code.mul(shared, v_bytes)))
-        code.call(
-            finish,
-            [
-                *(scratch["weights"], scratch["out"], run["count"], shared, v_dim),
-                *(out, row_bytes),
-            ],
-        )
-    code.ret_void()
-    return function
+
+    def _pool(self, name: str, head: Any) -> list[Any]:
+        """Build the place of a head in slot 0 of the keys or values, and the bytes of a slot."""
+        code = self._code
+        head_bytes = code.mul(self._dims[name], LONG(2))
+        slot_bytes = code.mul(self._field["kv_heads"], head_bytes)
+        return [at(code, self._field[name], code.mul(head, head_bytes)), slot_bytes]
+
+    def _slots(self, block: Any) -> Any:
+        """Build the place of a block's slots; two blocks in a row have their own."""
+        code = self._code
+        turn = code.and_(code.lshr(block, LONG(BLOCK.bit_length() - 1)), LONG(1))
+        return at(code, self._scratch["slots"], code.mul(turn, LONG(8 * BLOCK)))
 
 
 KEY_PANEL = MAX_DIM // 2 * PAIR_BYTES
@@ -330,12 +329,6 @@ SCRATCH = {
     "weights": MAX_SHARED * 4 * LANES,  # their sum so far
     "out": MAX_DIM // PANEL * PANEL_SUMS,
 }
-
-
-def _scratch(code: Any) -> dict[str, Any]:
-    return {
-        name: new_memory(code, ir.ArrayType(BYTE, size), align=64) for name, size in SCRATCH.items()
-    }
 
 
 def _run(code: Any, field: dict[str, Any], index: Any) -> dict[str, Any]:
