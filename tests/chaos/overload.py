@@ -25,6 +25,7 @@ from specserve.tools.bench.chaos.report import percentile_of
 from specserve.tools.bench.prompts import CODE_PROMPTS
 from specserve.tools.bench.streams import Stream
 from tests.chaos.refusing_server import refusing_server
+from tests.support.processes import command_of, own_processes, own_processes_named
 from tests.support.ray_server import served
 
 TOKENS, RUNNING, QUEUED, LIMIT_S = 64, 8, 8, 30.0
@@ -96,8 +97,8 @@ async def for_a_while(seconds: float, client: Callable[[], Awaitable[None]], cli
 
 def processes() -> dict[str, psutil.Process]:
     found: dict[str, psutil.Process] = {}
-    for process in psutil.process_iter(["cmdline"]):
-        title = " ".join(process.info["cmdline"] or ())
+    for process in own_processes():
+        title = command_of(process)
         found |= {name: process for name in ACTORS if title.startswith("ray::") and name in title}
     return found
 
@@ -274,18 +275,7 @@ def footprint() -> dict[str, float]:
     handles |= {
         f"{name} sockets": float(len(process.net_connections())) for name, process in found.items()
     }
-    return (
-        sizes
-        | handles
-        | {
-            "processes": float(
-                sum(
-                    "ray::" in " ".join(p.info["cmdline"] or ())
-                    for p in psutil.process_iter(["cmdline"])
-                )
-            )
-        }
-    )
+    return sizes | handles | {"processes": float(len(own_processes_named("ray::")))}
 
 
 def slope(series: list[float]) -> float:
