@@ -87,6 +87,7 @@ bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
 
 bench-linears: $(VENV)/installed  ## Measure the kernels of linear layers
 	$(BIN)/python -m benchmarks.linears --out $(MEASURED)/linears.md $(ARGS)
+	$(BIN)/python -m benchmarks.twelve_bits --out $(MEASURED)/twelve-bits.md
 
 bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and together with its target
 	$(BIN)/python -m benchmarks.placements --out $(MEASURED)/placements.md $(ARGS)

@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.registry import OpenDrafter
@@ -110,34 +109,6 @@ def _record_verdicts(model: Any, meter: PassMeter) -> None:
         return verdicts
 
     model.verify = recorded
-
-
-OPERATIONS = {
-    "mkldnn::_linear_pointwise": "linear layers",
-    "aten::bmm": "attention's products",
-    "aten::index_select": "gathering keys, values, rows",
-    "aten::index_copy_": "writing keys and values",
-}
-
-
-def time_shares(run: Callable[[], object]) -> dict[str, float]:
-    """Return where the time of a run goes, as shares of its wall time.
-
-    The part that no operation accounts for counts as Python's.
-    """
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        start = time.perf_counter()
-        run()
-        wall = time.perf_counter() - start
-    seconds: dict[str, float] = dict.fromkeys(
-        (*OPERATIONS.values(), "other tensor operations"), 0.0
-    )
-    for event in profiler.key_averages():
-        seconds[OPERATIONS.get(event.key, "other tensor operations")] += (
-            event.self_cpu_time_total / 1e6
-        )
-    seconds["Python between them"] = wall - sum(seconds.values())
-    return {kind: spent / wall for kind, spent in seconds.items()}
 
 
 @dataclass(frozen=True, slots=True)

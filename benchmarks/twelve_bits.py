@@ -9,11 +9,11 @@ stored as they are. Both tiles multiply the same numbers, in turns.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,16 +22,23 @@ import torch
 from llvmlite import binding, ir
 from torch import Tensor
 
-from specserve.models.compiled.functions import compile_module
-from specserve.models.compiled.teams import C_KINDS, Record, Team, taking
-from specserve.models.compiled.tiles import PAIR_BYTES, PANEL, SUMS_BYTES, Tiles, clear_sums
+from specserve.models.compiled.functions import compile_module, function_of
+from specserve.models.compiled.teams import Record, Stage, Team, new_entry, taking
+from specserve.models.compiled.tiles import (
+    PAIR_BYTES,
+    PANEL,
+    SUMS_BYTES,
+    Tiles,
+    add_assembler,
+    clear_sums,
+    row_products,
+    starts_of_rows,
+)
 from specserve.models.compiled.vectors import (
-    INT,
     LONG,
     POINTER,
     at,
     new_function,
-    new_memory,
 )
 from specserve.models.linear_kernels import missing_for_compiled
 from specserve.models.memory import keep_freed_memory, use_huge_pages
@@ -43,11 +50,10 @@ LOW_BYTES, CODE_BYTES = STEP, STEP // 2
 NUM_CODES = 16
 FETCHED = 64
 """Steps of the tile that are fetched ahead."""
-ARGUMENTS = ("x", "weight", "codes", "table", "out")
+POINTERS, NUMBERS = ("x", "weight", "codes", "table", "out"), ("stride", "pairs", "panels")
+ARGUMENTS = (*POINTERS, *NUMBERS)
 PRODUCT = Record(
-    dict.fromkeys(ARGUMENTS, POINTER)
-    | dict.fromkeys(("stride", "pairs", "panels"), LONG)
-    | {"next": POINTER}
+    dict.fromkeys(POINTERS, POINTER) | dict.fromkeys(NUMBERS, LONG) | {"next": POINTER}
 )
 
 
@@ -98,47 +104,33 @@ def decoding_tile(module: ir.Module, rows: int) -> ir.Function:
     kinds = [POINTER, LONG, POINTER, POINTER, LONG, POINTER, POINTER]
     function, code = new_function(module, f"decoding_tile{rows}", kinds)
     x, stride, low, codes, pairs, sums, table = function.args
-    starts = [at(code, x, code.mul(stride, LONG(3 * i))) for i in range(-(-rows // 3))]
-    changed, unchanged = [pairs, low, codes, *starts], [sums, stride, table]
-    places = [f"${i}" for i in (*range(len(changed)), *(2 * len(changed) + j for j in range(3)))]
-    count, lower, coded, *pointers, stored_at, row_bytes, tables = places
-    stored = [(f"%zmm{i}", f"{64 * i}({stored_at})") for i in range(2 * rows)]
-    products = []
-    for row in range(rows):
-        index = ("", f",{row_bytes}", f",{row_bytes},2")[row % 3]
-        products.append(f"vbroadcastss ({pointers[row // 3]}{index}), %zmm28")
-        products += [f"vdpbf16ps %zmm{29 + i}, %zmm28, %zmm{2 * row + i}" for i in range(2)]
-    assembler = [
+    changed = [pairs, low, codes, *starts_of_rows(code, x, stride, rows)]
+    add_assembler(code, changed, [sums, stride, table], partial(_decoding_assembler, rows))
+    code.ret_void()
+    return function
+
+
+def _decoding_assembler(rows: int, operands: Sequence[str]) -> list[str]:
+    count, low, codes, *pointers, sums, stride, table = operands
+    stored = [(f"%zmm{i}", f"{64 * i}({sums})") for i in range(2 * rows)]
+    return [
         *(f"vmovups {memory}, {register}" for register, memory in stored),
-        *(f"vmovups {64 * i}({tables}), %zmm{26 + i}" for i in range(2)),
+        *(f"vmovups {64 * i}({table}), %zmm{26 + i}" for i in range(2)),
         *(".p2align 5", "1:"),
-        f"vmovups ({lower}), %zmm30",
-        f"vbroadcasti64x4 ({coded}), %zmm31",
-        f"prefetcht0 {FETCHED * LOW_BYTES}({lower})",
-        f"prefetcht0 {FETCHED * CODE_BYTES}({coded})",
+        f"vmovups ({low}), %zmm30",
+        f"vbroadcasti64x4 ({codes}), %zmm31",
+        f"prefetcht0 {FETCHED * LOW_BYTES}({low})",
+        f"prefetcht0 {FETCHED * CODE_BYTES}({codes})",
         "vpmultishiftqb %zmm31, %zmm27, %zmm31",
         "vpermb %zmm26, %zmm31, %zmm31",
         "vpunpcklbw %zmm31, %zmm30, %zmm29",
         "vpunpckhbw %zmm31, %zmm30, %zmm30",
-        *products,
-        *(f"addq $${LOW_BYTES}, {lower}", f"addq $${CODE_BYTES}, {coded}"),
+        *row_products(rows, pointers, stride, weights=(29, 30), inputs=(28,)),
+        *(f"addq $${LOW_BYTES}, {low}", f"addq $${CODE_BYTES}, {codes}"),
         *(f"addq $$4, {pointer}" for pointer in pointers),
         *(f"decq {count}", "jne 1b"),
         *(f"vmovups {register}, {memory}" for register, memory in stored),
     ]
-    constraints = [
-        *["=&r"] * len(changed),
-        *map(str, range(len(changed))),
-        *["r"] * len(unchanged),
-        *(f"~{{zmm{i}}}" for i in range(32)),
-        *("~{memory}", "~{flags}"),
-    ]
-    given = [*changed, *unchanged]
-    results = ir.LiteralStructType([value.type for value in changed])
-    kind = ir.FunctionType(results, [value.type for value in given])
-    code.asm(kind, "\\0A".join(assembler), ",".join(constraints), given, True)
-    code.ret_void()
-    return function
 
 
 def build(rows: Sequence[int]) -> tuple[Mapping[tuple[str, int], Callable[..., None]], Any]:
@@ -150,22 +142,13 @@ def build(rows: Sequence[int]) -> tuple[Mapping[tuple[str, int], Callable[..., N
     for kind, count in names:
         decodes = decoding_tile(module, count) if kind == "decoded" else None
         work = _work(module, f"work_{kind}{count}", tiles, decodes, count)
-        kinds = [*[POINTER] * len(ARGUMENTS), LONG, LONG, LONG, INT]
-        function, code = new_function(module, f"{kind}{count}", kinds, linkage="external")
-        *given, threads = function.args
-        counter = new_memory(code, LONG)
-        code.store(LONG(0), counter)
-        fields = (*ARGUMENTS, "stride", "pairs", "panels", "next")
-        record = PRODUCT.new(code, dict(zip(fields, [*given, counter], strict=True)))
-        team.run(code, work, record, threads)
+        code, values, threads = new_entry(module, f"{kind}{count}", PRODUCT, ARGUMENTS)
+        Stage(work, PRODUCT.new).run_alone(code, team, values, threads)
         code.ret_void()
     engine = compile_module(module)
-    kind_in_c = ctypes.CFUNCTYPE(
-        None, *[C_KINDS[POINTER]] * len(ARGUMENTS), *[C_KINDS[LONG]] * 3, C_KINDS[INT]
-    )
+    kinds = [PRODUCT.kind_of(name) for name in ARGUMENTS]
     functions = {
-        (kind, count): kind_in_c(engine.get_function_address(f"{kind}{count}"))
-        for kind, count in names
+        (kind, count): function_of(engine, f"{kind}{count}", kinds) for kind, count in names
     }
     return functions, engine
 

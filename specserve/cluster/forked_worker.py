@@ -5,8 +5,6 @@ Importing this module imports all that a worker needs.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import logging
 import pickle
 from multiprocessing.connection import Connection
@@ -17,12 +15,9 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from specserve.checkpoint_files import find_checkpoints
 from specserve.cluster.workers import DraftWorker, TargetWorker
 from specserve.errors import ModelError, SpecserveError
-from specserve.models.linear_kernels import missing_for_compiled
+from specserve.models.linear_kernels import compile_ahead
 
-if missing_for_compiled() is None:
-    # Half a second that workers need not spend; one that meets the error again says so.
-    with contextlib.suppress(ImportError, OSError, RuntimeError, ValueError, AttributeError):
-        importlib.import_module("specserve.models.compiled.functions").compile_functions()
+compile_ahead()  # half a second that workers need not spend
 
 log = logging.getLogger(__name__)
 

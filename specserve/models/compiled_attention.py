@@ -44,9 +44,9 @@ class CompiledAttention:
         assert layout.slots.is_contiguous()
         runs, block_table = layout.runs.runs, layout.runs.block_table
         q, k, v = (_with_whole_rows(x) for x in (q, k, v))
-        rows, heads, dim = q.shape
+        _, heads, dim = q.shape
         kv_heads, v_dim = v.shape[1:]
-        out = q.new_empty(rows, heads, v_dim)
+        out = q.new_empty(len(q), heads, v_dim)
         sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
         self._function(
             q.data_ptr(),
@@ -60,7 +60,6 @@ class CompiledAttention:
             block_table.data_ptr(),
             0 if rotation is None else rotation.table.data_ptr(),
             0 if sinks is None else sinks.data_ptr(),
-            rows,
             len(runs),
             block_table.shape[1],
             self.page_size,

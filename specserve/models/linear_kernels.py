@@ -6,6 +6,7 @@ All are row-invariant: a row's result has the same bits whatever shares its pass
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 LONG_INNER = 1024
 """Inner size from about which oneDNN sums a single row in another order."""
 CACHE_LINE = 64
+COMPILING_FAILS = (ImportError, OSError, RuntimeError, ValueError, AttributeError)
+"""Errors of compiling, and of trying what was compiled."""
 MAX_SERIAL = 1 << 18
 """Multiplications up to which one thread is done before a team of them has begun."""
 
@@ -148,7 +151,7 @@ class CompiledKernel:
 
         rows, inputs = x.shape
         width = inputs + inputs % 2
-        stride = row_stride(width)
+        stride = row_stride(width) if rows > 1 else 2 * width
         x = F.pad(x, (0, stride // 2 - inputs)) if stride != 2 * inputs else x.contiguous()
         out = x.new_empty(rows, outputs)
         pairs, more = packed.shape[1], None if residual is None else residual.contiguous()
@@ -204,6 +207,15 @@ def missing_for_compiled() -> str | None:
     return None if find_spec("llvmlite") else "llvmlite (pip install 'specserve[cpu]')"
 
 
+def compile_ahead() -> None:
+    """Compile, for processes that are forked from this one; one that cannot do so says it there."""
+    if missing_for_compiled() is None:
+        with suppress(*COMPILING_FAILS):
+            from specserve.models.compiled.functions import compile_functions
+
+            compile_functions()
+
+
 def _processor_flags() -> frozenset[str]:
     path = Path("/proc/cpuinfo")
     if not path.exists():
@@ -227,7 +239,7 @@ def _compiled() -> CompiledKernel | None:
         kernel = CompiledKernel(compile_functions())
         _check(kernel)
         check_attention(kernel.functions.attention)
-    except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
+    except COMPILING_FAILS as error:
         log.warning("linear layers run in oneDNN, the compiled kernel fails: %s", error)
         return None
     return kernel

@@ -246,19 +246,19 @@ def _attention_name(options: ModelOptions, device: torch.device, dtype: torch.dt
 
 
 def _attention(name: str, options: ModelOptions, spec: Architecture, page_size: int) -> Attention:
-    kernel = linear_kernel(options.kernel)
-    if name == "compiled" and isinstance(kernel, CompiledKernel):
-        from specserve.models.compiled_attention import CompiledAttention, fits
+    """Return the attention of that name; heads that compiled code cannot take get `invariant`."""
+    if name == "flash":
+        return GroupedAttention(flash_kernel(page_size))
+    if name != "compiled":
+        return GroupedAttention(KERNELS[name])
+    from specserve.models.compiled_attention import CompiledAttention, fits
 
-        if fits(spec):
-            return CompiledAttention(
-                kernel.functions.attention,
-                shared=spec.num_heads // spec.kv_heads,
-                page_size=page_size,
-            )
-    return GroupedAttention(
-        flash_kernel(page_size) if name == "flash" else KERNELS.get(name, invariant_kernel)
-    )
+    kernel = linear_kernel(options.kernel)
+    assert isinstance(kernel, CompiledKernel)
+    if not fits(spec):
+        return GroupedAttention(invariant_kernel)
+    shared = spec.num_heads // spec.kv_heads
+    return CompiledAttention(kernel.functions.attention, shared=shared, page_size=page_size)
 
 
 def _num_pages(

@@ -146,13 +146,7 @@ def test_a_kernel_that_computes_something_else_is_not_taken(
         return out * 1.5 if wrong == "numbers" else out * (1 + 2**-8 * (len(x) > 1))
 
     monkeypatch.setattr(CompiledKernel, "product", product)
-    linear_kernels._compiled.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            assert isinstance(linear_kernel("auto"), OneDnnKernel)
-    finally:
-        linear_kernels._compiled.cache_clear()
-    assert "linear layers run in oneDNN, the compiled kernel fails: its" in caplog.text
+    assert "linear layers run in oneDNN, the compiled kernel fails: its" in refusal(caplog)
 
 
 @needs_compiled
@@ -167,10 +161,15 @@ def test_attention_that_computes_something_else_is_not_taken(
         return out * 1.5 if wrong == "is wrong" else out * (1 + 2**-7 * (len(out) == 1))
 
     monkeypatch.setattr(CompiledAttention, "attend", attend)
+    assert f"the compiled kernel fails: its attention {wrong}" in refusal(caplog)
+
+
+def refusal(caplog: pytest.LogCaptureFixture) -> str:
+    """Ask for a kernel again, which must be oneDNN's, and return what the log says."""
     linear_kernels._compiled.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             assert isinstance(linear_kernel("auto"), OneDnnKernel)
     finally:
         linear_kernels._compiled.cache_clear()
-    assert f"the compiled kernel fails: its attention {wrong}" in caplog.text
+    return caplog.text

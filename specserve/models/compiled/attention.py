@@ -14,7 +14,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.compiled.teams import Record, Stage, Team, taking
+from specserve.models.compiled.teams import Record, Stage, Team, new_entry, taking
 from specserve.models.compiled.tiles import (
     PAIR_BYTES,
     PANEL,
@@ -67,6 +67,8 @@ RUN_ROWS = 56
 """Queries of a run and a key head, if a row does not have more: four tiles."""
 HIDDEN = -1e30
 """Score of a hidden key. It weighs 0 beside any that is seen."""
+NO_WINDOW = 1 << 40
+"""More keys than there are."""
 RUN_FIELDS = ("row", "count", "position", "sequence")
 """A run, as whole numbers: first row, rows, position of the first, row of the block table."""
 
@@ -81,7 +83,7 @@ POINTERS = (
     "sinks",  # [heads] fp32, or null
 )
 NUMBERS = (
-    *("rows", "num_runs", "table_width", "page_size"),
+    *("num_runs", "table_width", "page_size"),
     *("q_stride", "k_stride", "v_stride", "out_stride"),  # bytes of a row
     *("kv_heads", "shared", "dim", "v_dim", "window"),
 )
@@ -104,10 +106,7 @@ class AttentionCode:
         copy_head = _copy_head(module)
         self._write = _write(module, copy_head)
         self.stage = Stage(_Work(module, tiles, copy_head).function, ATTENTION.new)
-        kinds = [*(ATTENTION.kind_of(name) for name in ARGUMENTS), INT]
-        function, code = new_function(module, "attention", kinds, linkage="external")
-        *given, threads = function.args
-        values = dict(zip(ARGUMENTS, given, strict=True))
+        code, values, threads = new_entry(module, "attention", ATTENTION, ARGUMENTS)
         record = ATTENTION.new(code, values)
         with counting(code, LONG(0), values["num_runs"], LONG(1)) as index:
             self.add_write(code, record, index)
@@ -418,14 +417,7 @@ def _pack_keys(module: ir.Module) -> ir.Function:
     pool, slot_bytes, slots, panels, pairs, packed = function.args
     with counting(code, LONG(0), code.mul(panels, LONG(2)), LONG(1)) as half:
         first_key = code.mul(half, LONG(LANES))
-        own = [
-            at(
-                code,
-                pool,
-                code.mul(slot_bytes, _load_long(code, slots, code.add(first_key, LONG(i)))),
-            )
-            for i in range(LANES)
-        ]
+        own = _places_of_keys(code, pool, slot_bytes, slots, first_key, LANES)
         to = at(code, packed, code.mul(code.lshr(half, LONG(1)), LONG(KEY_PANEL)))
         to = at(code, to, code.mul(code.and_(half, LONG(1)), LONG(4 * LANES)))
         with counting(code, LONG(0), pairs, LONG(LANES)) as pair:
@@ -448,17 +440,7 @@ def _pack_values(module: ir.Module) -> ir.Function:
         [half * LANES + lane // 2 + PANEL * (lane % 2) for lane in range(PANEL)] for half in (0, 1)
     ]
     with counting(code, LONG(0), code.mul(panels, LONG(PANEL // 2)), LONG(1)) as pair:
-        own = [
-            at(
-                code,
-                pool,
-                code.mul(
-                    slot_bytes,
-                    _load_long(code, slots, code.add(code.mul(pair, LONG(2)), LONG(i))),
-                ),
-            )
-            for i in range(2)
-        ]
+        own = _places_of_keys(code, pool, slot_bytes, slots, code.mul(pair, LONG(2)), 2)
         to = at(code, packed, code.mul(pair, LONG(PAIR_BYTES)))
         with counting(code, LONG(0), v_dim, LONG(PANEL)) as first:
             mask = first_lanes(code, code.sub(v_dim, first), PANEL)
@@ -472,6 +454,14 @@ def _pack_values(module: ir.Module) -> ir.Function:
                 code.store(mixed, at(code, panel, LONG(4 * LANES * i)), align=64)
     code.ret_void()
     return function
+
+
+def _places_of_keys(
+    code: Any, pool: Any, slot_bytes: Any, slots: Any, first: Any, count: int
+) -> list[Any]:
+    """Build the places in a pool of `count` of a block's keys or values, from `first` on."""
+    found = [_load_long(code, slots, code.add(first, LONG(i))) for i in range(count)]
+    return [at(code, pool, code.mul(slot_bytes, slot)) for slot in found]
 
 
 def _weigh(module: ir.Module) -> ir.Function:
@@ -579,7 +569,3 @@ def _store_lanes(code: Any, value: Any, array: Any, row: Any) -> None:
 def rows_of_a_run(shared: int) -> int:
     """Return the rows that a run may have, with so many query heads to a key head."""
     return max(1, RUN_ROWS // shared)
-
-
-NO_WINDOW = 1 << 40
-"""More keys than there are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from llvmlite import binding, ir
 from specserve.models.compiled import attention, layers, norms, products
 from specserve.models.compiled.teams import C_KINDS, Team
 from specserve.models.compiled.tiles import Tiles
-from specserve.models.compiled.vectors import POINTER
+from specserve.models.compiled.vectors import INT, POINTER
 
 Function = Callable[..., None]
 
@@ -34,23 +34,23 @@ class Functions:
 def compile_functions() -> Functions:
     """Compile once a process; one that is forked later has the code."""
     engine = compile_module(_module())
-
-    def function(name: str, kinds: list[Any]) -> Function:
-        kind = ctypes.CFUNCTYPE(None, *(C_KINDS[one] for one in kinds), ctypes.c_int32)
-        return kind(engine.get_function_address(name))
-
-    def kinds_of(record: Any, arguments: tuple[str, ...]) -> list[Any]:
-        return [record.kind_of(name) for name in arguments]
-
-    of_product = kinds_of(products.PRODUCT, products.ARGUMENTS)
+    of_product = [products.PRODUCT.kind_of(name) for name in products.ARGUMENTS]
+    of_attention = [attention.ATTENTION.kind_of(name) for name in attention.ARGUMENTS]
+    of_norm = [norms.NORM.kind_of(name) for name in norms.ARGUMENTS]
     return Functions(
-        product=function("product", of_product),
-        gated_product=function("gated_product", of_product),
-        attention=function("attention", kinds_of(attention.ATTENTION, attention.ARGUMENTS)),
-        rms_norm=function("rms_norm", kinds_of(norms.NORM, norms.ARGUMENTS)),
-        layers=function("layers", [POINTER]),
+        product=function_of(engine, "product", of_product),
+        gated_product=function_of(engine, "gated_product", of_product),
+        attention=function_of(engine, "attention", of_attention),
+        rms_norm=function_of(engine, "rms_norm", of_norm),
+        layers=function_of(engine, "layers", [POINTER]),
         engine=engine,
     )
+
+
+def function_of(engine: Any, name: str, kinds: Sequence[Any]) -> Function:
+    """Return a compiled function that takes arguments of these kinds and the size of a team."""
+    kind = ctypes.CFUNCTYPE(None, *(C_KINDS[one] for one in kinds), C_KINDS[INT])
+    return kind(engine.get_function_address(name))
 
 
 def compile_module(module: ir.Module) -> Any:

@@ -53,7 +53,6 @@ PASS = Record(
 )
 """What belongs to a pass."""
 NUM_STAGES = 9
-LAYER_BYTES = 8 * (len(LAYER_POINTERS) + 1)
 
 
 def add_layers(
@@ -68,7 +67,9 @@ def add_layers(
     work, code = new_function(module, "work_on_layers", [POINTER])
     of_pass = PASS.load(code, work.args[0])
     with counting(code, LONG(0), of_pass["num_layers"], LONG(1)) as index:
-        layer = LAYER.load(code, at(code, of_pass["layers"], code.mul(index, LONG(LAYER_BYTES))))
+        layer = LAYER.load(
+            code, at(code, of_pass["layers"], code.mul(index, LONG(LAYER.num_bytes)))
+        )
         first = at(code, of_pass["counters"], code.mul(index, LONG(NUM_STAGES * LINE)))
         counters = iter([at(code, first, LONG(i * LINE)) for i in range(NUM_STAGES)])
         _add_layer(code, _Stages(code, team, of_pass, counters), layer, products, attention, norms)
@@ -111,7 +112,6 @@ def _add_layer(
     query_width = code.mul(queries, dim)
     kv_width = code.mul(of_pass["kv_heads"], dim)
     width = code.add(query_width, code.mul(kv_width, LONG(2)))
-
     row_bytes = code.mul(width, LONG(2))
     strides = {name: of_pass[f"{name}_stride"] for name in ("normed", "attended", "inner")}
     strides |= {"x": code.mul(hidden, LONG(2)), "projected": row_bytes}
@@ -155,7 +155,7 @@ def _add_layer(
         "v": at(code, k, code.mul(kv_width, LONG(2))),
         **{f"{name}_stride": row_bytes for name in "qkv"},
         **{name: layer[name] for name in ("keys", "values", "window")},
-        **{name: of_pass[name] for name in ("slots", "runs", "block_table", "rotary", "rows")},
+        **{name: of_pass[name] for name in ("slots", "runs", "block_table", "rotary")},
         **{name: of_pass[name] for name in ("num_runs", "table_width", "page_size", "kv_heads")},
         "shared": shared,
         "dim": dim,
@@ -189,9 +189,7 @@ def _norm_heads(
     """Build the norms of query and key heads, where they are, if there are any."""
     counter, head_bytes = stages.counter(), code.mul(values["dim"], LONG(2))
     with code.if_then(code.icmp_unsigned("!=", layer["norm_q"], POINTER(None))):
-        with (
-            taking(code, counter, LONG(1), values["rows"]) as row,
-        ):
+        with taking(code, counter, LONG(1), stages.of_pass["rows"]) as row:
             for name, heads in (("q", queries), ("k", values["kv_heads"])):
                 own = at(code, values[name], code.mul(row, values[f"{name}_stride"]))
                 with counting(code, LONG(0), heads, LONG(1)) as head:

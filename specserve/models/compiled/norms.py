@@ -7,11 +7,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.compiled.teams import Record, Stage, Team, taking
+from specserve.models.compiled.teams import Record, Stage, Team, new_entry, taking
 from specserve.models.compiled.vectors import (
     FLOAT,
     FP32,
-    INT,
     LANES,
     LONG,
     POINTER,
@@ -47,10 +46,8 @@ class Norms:
         """Build `rms_norm`: x / sqrt(mean(x^2) + eps) * weight of rows [rows, width]."""
         self._norm = _norm(module)
         self.stage = Stage(self._work(module), NORM.new)
-        kinds = [*(NORM.kind_of(name) for name in ARGUMENTS), INT]
-        function, code = new_function(module, "rms_norm", kinds, linkage="external")
-        *given, threads = function.args
-        self.stage.run_alone(code, team, dict(zip(ARGUMENTS, given, strict=True)), threads)
+        code, values, threads = new_entry(module, "rms_norm", NORM, ARGUMENTS)
+        self.stage.run_alone(code, team, values, threads)
         code.ret_void()
 
     def add_norm(self, code: Any, *, x: Any, weight: Any, out: Any, width: Any, eps: Any) -> None:

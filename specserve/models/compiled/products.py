@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from specserve.models.compiled.teams import Record, Stage, Team, taking
+from specserve.models.compiled.teams import Record, Stage, Team, new_entry, taking
 from specserve.models.compiled.tiles import (
     PAIR_BYTES,
     PANEL,
@@ -25,7 +25,6 @@ from specserve.models.compiled.tiles import (
 )
 from specserve.models.compiled.vectors import (
     FP32,
-    INT,
     LANES,
     LONG,
     POINTER,
@@ -86,10 +85,8 @@ def add_products(module: ir.Module, tiles: Tiles, team: Team) -> dict[str, Stage
     for name, finish in (("product", _finish(module)), ("gated_product", _finish_gated(module))):
         work = _work(module, name, tiles, finish)
         stages[name] = Stage(work, partial(_new_record, OUTPUTS[name]))
-        kinds = [*(PRODUCT.kind_of(name) for name in ARGUMENTS), INT]
-        function, code = new_function(module, name, kinds, linkage="external")
-        *given, threads = function.args
-        stages[name].run_alone(code, team, dict(zip(ARGUMENTS, given, strict=True)), threads)
+        code, values, threads = new_entry(module, name, PRODUCT, ARGUMENTS)
+        stages[name].run_alone(code, team, values, threads)
         code.ret_void()
     return stages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,15 @@ from typing import Any
 
 from llvmlite import binding, ir
 
-from specserve.models.compiled.vectors import FLOAT, INT, LONG, NOTHING, POINTER, new_memory
+from specserve.models.compiled.vectors import (
+    FLOAT,
+    INT,
+    LONG,
+    NOTHING,
+    POINTER,
+    new_function,
+    new_memory,
+)
 
 C_KINDS: Mapping[Any, Any] = {
     POINTER: ctypes.c_void_p,
@@ -46,6 +54,10 @@ class Record:
     def kind_of(self, name: str) -> Any:
         return self._kind.elements[self._names.index(name)]
 
+    @property
+    def num_bytes(self) -> int:
+        return ctypes.sizeof(self.structure())
+
     def structure(self) -> type[ctypes.Structure]:
         """Return the record as Python fills it in."""
         fields = [(name, C_KINDS[self.kind_of(name)]) for name in self._names]
@@ -68,6 +80,19 @@ class Record:
             name: code.load(self.place(code, memory, name), typ=self.kind_of(name))
             for name in self._names
         }
+
+
+def new_entry(
+    module: ir.Module, name: str, record: Record, arguments: Sequence[str]
+) -> tuple[Any, dict[str, Any], Any]:
+    """Build the head of a function that Python calls with these fields and the size of a team.
+
+    Returns where its code goes, its arguments by name, and the size.
+    """
+    kinds = [*(record.kind_of(argument) for argument in arguments), INT]
+    function, code = new_function(module, name, kinds, linkage="external")
+    *given, threads = function.args
+    return code, dict(zip(arguments, given, strict=True)), threads
 
 
 class Team:

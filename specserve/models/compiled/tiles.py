@@ -7,7 +7,8 @@ depend on the rows beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -100,22 +101,8 @@ def _tile(module: ir.Module, rows: int) -> ir.Function:
     function, code = new_function(module, f"tile{rows}", kinds)
     function.attributes.add("noinline")
     x, stride, panel, pairs, sums, distance = function.args
-    num_pointers = -(-rows // 3)
-    starts = [at(code, x, code.mul(stride, LONG(3 * i))) for i in range(num_pointers)]
-    changed, unchanged = [pairs, panel, *starts], [sums, stride, distance]
-    places = [f"${i}" for i in (*range(len(changed)), *(2 * len(changed) + j for j in range(3)))]
-    assembler = _tile_assembler(rows, places)
-    constraints = [
-        *["=&r"] * len(changed),
-        *map(str, range(len(changed))),
-        *["r"] * len(unchanged),
-        *(f"~{{zmm{i}}}" for i in range(32)),
-        *("~{memory}", "~{flags}"),
-    ]
-    results = ir.LiteralStructType([value.type for value in changed])
-    given = [*changed, *unchanged]
-    kind = ir.FunctionType(results, [value.type for value in given])
-    code.asm(kind, "\\0A".join(assembler), ",".join(constraints), given, True)
+    changed = [pairs, panel, *starts_of_rows(code, x, stride, rows)]
+    add_assembler(code, changed, [sums, stride, distance], partial(_tile_assembler, rows))
     code.ret_void()
     return function
 
@@ -124,26 +111,67 @@ def _tile_assembler(rows: int, operands: Sequence[str]) -> list[str]:
     pairs, panel, *pointers, sums, stride, distance = operands
     stored = [(f"%zmm{i}", f"{64 * i}({sums})") for i in range(2 * rows)]
     weights = [(f"%zmm{30 + i}", 64 * i) for i in range(2)]
-    body = []
-    for row in range(rows):
-        index = ("", f",{stride}", f",{stride},2")[row % 3]
-        pair = f"%zmm{28 + row % 2}"
-        body.append(f"vbroadcastss ({pointers[row // 3]}{index}), {pair}")
-        body += [
-            f"vdpbf16ps {weight}, {pair}, %zmm{2 * row + i}"
-            for i, (weight, _) in enumerate(weights)
-        ]
     return [
         *(f"vmovups {memory}, {register}" for register, memory in stored),
         *(".p2align 5", "1:"),
         *(f"vmovups {offset}({panel}), {weight}" for weight, offset in weights),
         *(f"prefetcht0 {offset}({panel},{distance})" for _, offset in weights),
-        *body,
+        *row_products(rows, pointers, stride, weights=(30, 31), inputs=(28, 29)),
         f"addq $${PAIR_BYTES}, {panel}",
         *(f"addq $$4, {pointer}" for pointer in pointers),
         *(f"decq {pairs}", "jne 1b"),
         *(f"vmovups {register}, {memory}" for register, memory in stored),
     ]
+
+
+def starts_of_rows(code: Any, x: Any, stride: Any, rows: int) -> list[Any]:
+    """Build pointers to every third row."""
+    return [at(code, x, code.mul(stride, LONG(3 * i))) for i in range(-(-rows // 3))]
+
+
+def row_products(
+    rows: int,
+    pointers: Sequence[str],
+    stride: str,
+    *,
+    weights: Sequence[int],
+    inputs: Sequence[int],
+) -> list[str]:
+    """Return assembler that adds a pair of each row, times two vectors of weights, to its sums.
+
+    Sums are in the registers from 0 on; `weights` and `inputs` are registers, too.
+    """
+    lines = []
+    for row in range(rows):
+        index = ("", f",{stride}", f",{stride},2")[row % 3]
+        pair = f"%zmm{inputs[row % len(inputs)]}"
+        lines.append(f"vbroadcastss ({pointers[row // 3]}{index}), {pair}")
+        lines += [
+            f"vdpbf16ps %zmm{weight}, {pair}, %zmm{2 * row + i}" for i, weight in enumerate(weights)
+        ]
+    return lines
+
+
+def add_assembler(
+    code: Any,
+    changed: Sequence[Any],
+    unchanged: Sequence[Any],
+    lines_of: Callable[[Sequence[str]], Sequence[str]],
+) -> None:
+    """Build assembler that may use all vectors; `lines_of` is given the names of its operands."""
+    count = len(changed)
+    places = [f"${i}" for i in (*range(count), *(2 * count + j for j in range(len(unchanged))))]
+    constraints = [
+        *["=&r"] * count,
+        *map(str, range(count)),
+        *["r"] * len(unchanged),
+        *(f"~{{zmm{i}}}" for i in range(32)),
+        *("~{memory}", "~{flags}"),
+    ]
+    given = [*changed, *unchanged]
+    results = ir.LiteralStructType([value.type for value in changed])
+    kind = ir.FunctionType(results, [value.type for value in given])
+    code.asm(kind, "\\0A".join(lines_of(places)), ",".join(constraints), given, True)
 
 
 def _call_one_of(code: Any, number: Any, functions: Sequence[Any], given: Sequence[Any]) -> None:
