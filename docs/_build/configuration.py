@@ -98,7 +98,7 @@ MEANINGS: Mapping[str, str] = {
     "target.threads": "CPU threads of a rank; the default is torch's.",
     "target.attention": "`invariant` gives the same bits whatever shares the pass, by torch's "
     "products. `auto` is as invariant on CPUs: compiled where linear layers are, else `invariant`; "
-    "on GPUs it is `flash` if installed, else `sdpa`.",
+    "on GPUs it is `flashinfer` where it is installed and right, else `sdpa`.",
     "target.label_selector": "Labels that a node must have for Ray to place ranks there.",
     "draft.placement": "`together`: in the target's process, on its device; `apart`: on one "
     "of its own. `auto` measures both on CPUs when an engine starts, and is `apart` elsewhere "

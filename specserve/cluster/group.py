@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from specserve.cluster.placement import FIRST_RANK, Bundle, with_draft_placement
+from specserve.cluster.placement import FIRST_RANK, Bundle, with_devices, with_draft_placement
 from specserve.cluster.process_state import process_runs_on
 from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarget, ReportExchange
 from specserve.cluster.supervisor import Worker, Workers, WorkerSupervisor, kill_process
@@ -25,6 +26,8 @@ from specserve.config.tree import Config
 from specserve.engine.draft_placement import TOGETHER, PlacementChoice
 from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import Curve, ModelInfo
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 TARGET, DRAFT = "target", "draft"
@@ -53,6 +56,7 @@ class WorkerGroup:
     def __init__(
         self, config: Config, wanted: Sequence[Bundle], keys: KeyPair, report: ReportExchange | None
     ) -> None:
+        config = with_devices(config, wanted)
         self._config = with_draft_placement(config, wanted)
         self._draft_config, self._wanted, self._keys = config, wanted, keys
         self._report = report
@@ -198,10 +202,14 @@ class WorkerGroup:
         )
         rendezvous = None
         if len(started) > 1:
+            # Downloads of different nodes may differ by more than ranks wait for one another.
+            await _all_or_none(_result(rank.host.find_checkpoint.remote()) for rank in started)
             rendezvous = await _result(started[0].host.open_rendezvous.remote())
-        return await _all_or_none(
+        ranks = await _all_or_none(
             _open_worker(rank, self._keys, rendezvous, self._curve) for rank in started
         )
+        _warn_of_distance(ranks)
+        return ranks
 
     async def _open_drafter(self, started: _StartedWorker) -> Workers:
         return (await _open_worker(started, self._keys, self.info),)
@@ -245,6 +253,19 @@ def _model_info(ranks: Workers) -> ModelInfo:
     info = ranks[0].ready.info
     assert info is not None
     return info
+
+
+def _warn_of_distance(ranks: Workers) -> None:
+    """Say that ranks on GPUs lie on several nodes, where every sum crosses the network."""
+    places = [rank.ready.place for rank in ranks]
+    nodes = {place.node for place in places}
+    if len(nodes) > 1 and any(place.accelerators for place in places):
+        log.warning(
+            "The %d ranks of the target lie on %d nodes, so every layer waits for the network; "
+            "free as many GPUs on one node, or keep other work away by target.label_selector.",
+            len(ranks),
+            len(nodes),
+        )
 
 
 def _create_host(bundle: Bundle, number: int) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specserve.config.cascade import NGRAM_KINDS
-from specserve.config.tree import Config, DraftConfig
+from specserve.config.tree import Config, DraftConfig, TargetConfig
 from specserve.errors import ConfigError
 
 FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too
@@ -70,6 +70,7 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     A device `auto` is a GPU if the cluster has any.
     """
     target, draft = config.target, config.draft
+    _check_devices(target, draft)
     rank = _resources(
         1.0 if _on_gpu(target.device, has_gpus) else 0.0,
         config.rank_threads(with_draft=not draft.may_be_apart),
@@ -85,6 +86,40 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
         return wanted
     share = draft.num_gpus if draft.num_gpus is not None else _num_gpus(draft, has_gpus)
     return (*wanted, Bundle("draft", _resources(share, draft.threads), draft.label_selector))
+
+
+def with_devices(config: Config, wanted: Sequence[Bundle]) -> Config:
+    """Return the config with the devices that the workers of these bundles have.
+
+    Ray shows a worker the GPUs of its own bundle, by numbers from 0 on, and hides none from a
+    worker whose bundle has no GPU.
+    """
+    target, draft = config.target, config.draft
+    of_rank = "cuda:0" if wanted[FIRST_RANK].resources.get("GPU") else "cpu"
+    if not draft.may_be_apart:
+        device = draft.device if draft.device == "cpu" else of_rank
+        draft = _with_device(draft, {part.device: device for part in draft.drafter_configs})
+    elif wanted[-1].resources.get("GPU"):
+        named = sorted(_named_gpus(draft, has_gpus=True))
+        numbers = {name: f"cuda:{number}" for number, name in enumerate(named)}
+        devices = {
+            part.device: numbers[_gpu(part.device)] if _on_gpu(part.device, True) else "cpu"
+            for part in draft.drafter_configs
+            if part is draft or part.kind not in NGRAM_KINDS
+        }
+        draft = _with_device(draft, devices)
+    else:
+        draft = _with_device(draft, {part.device: "cpu" for part in draft.drafter_configs})
+    return replace(config, target=replace(target, device=of_rank), draft=draft)
+
+
+def _with_device(draft: DraftConfig, devices: Mapping[str, str]) -> DraftConfig:
+    """Return the draft, and its stages, on the devices that are to replace those named."""
+    stages = tuple(
+        replace(stage, device=devices.get(stage.device or draft.device, "cpu"))
+        for stage in draft.stages
+    )
+    return replace(draft, device=devices.get(draft.device, "cpu"), stages=stages)
 
 
 def with_draft_placement(config: Config, wanted: Sequence[Bundle]) -> Config:
@@ -183,12 +218,33 @@ def _num_gpus(draft: DraftConfig, has_gpus: bool) -> float:
 
     Stages of a statistical kind need no device.
     """
-    named = {
-        part.device
+    return float(len(_named_gpus(draft, has_gpus=has_gpus)))
+
+
+def _named_gpus(draft: DraftConfig, *, has_gpus: bool) -> set[str]:
+    return {
+        _gpu(part.device)
         for part in draft.drafter_configs
         if _on_gpu(part.device, has_gpus) and (part is draft or part.kind not in NGRAM_KINDS)
     }
-    return float(len({FIRST_GPU if name in ("auto", "cuda") else name for name in named}))
+
+
+def _gpu(device: str) -> str:
+    return FIRST_GPU if device in ("auto", "cuda") else device
+
+
+def _check_devices(target: TargetConfig, draft: DraftConfig) -> None:
+    """Raise ConfigError for devices that Ray cannot give."""
+    if target.device.startswith("cuda:"):
+        raise ConfigError(
+            f"target.device {target.device} names one GPU of a machine, and Ray gives each rank "
+            "its own; write cuda"
+        )
+    if draft.num_gpus == 0 and _named_gpus(draft, has_gpus=False):
+        raise ConfigError(
+            f"draft.num_gpus is 0, and draft.device is {draft.device}; leave draft.num_gpus out, "
+            "or set draft.device to cpu"
+        )
 
 
 def _on_gpu(device: str, has_gpus: bool) -> bool:

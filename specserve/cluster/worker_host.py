@@ -98,6 +98,10 @@ class WorkerHost:
         hello: WorkerHello = self._call(kind, site, config, *arguments)
         return hello
 
+    def find_checkpoint(self) -> None:
+        """Have a rank's checkpoint downloaded, if its node lacks it."""
+        self._call("find_checkpoint")
+
     def open_rendezvous(self) -> tuple[str, int]:
         rendezvous: tuple[str, int] = self._call("open_rendezvous")
         return rendezvous

@@ -30,6 +30,7 @@ from specserve.engine.draft_placement import APART, PlacementChoice
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import load_tokenizer
+from specserve.models.model import resolve_device
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel, open_target
 from specserve.models.warmup import WARMUP_SEQ_ID, warm_up, warm_up_briefly
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RENDEZVOUS_TIMEOUT = timedelta(minutes=5)
-"""Time within which all ranks must have joined."""
+RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
+"""Time for which ranks wait for one another, while others load their weights."""
 # A drafter polls this long for its next message before it sleeps: the whole round waits for it, and
 # a core takes long to wake up.
 SPIN_S = 0.02
@@ -76,6 +77,10 @@ class TargetWorker:
 
     def hello(self) -> WorkerHello:
         return WorkerHello(self._server.address, self._site.node, os.getpid())
+
+    def find_checkpoint(self) -> None:
+        """Download the checkpoint, if this node lacks it."""
+        find_checkpoint(self._config.target.path, revision=self._config.target.revision)
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Start the store where the ranks find one another, on rank 0; return its host and port."""
@@ -170,9 +175,15 @@ class TargetWorker:
         store = self._store or TCPStore(
             *rendezvous, self._size, is_master=False, timeout=RENDEZVOUS_TIMEOUT
         )
-        on_cuda = self._config.target.device != "cpu" and torch.cuda.is_available()
+        # With a device, NCCL connects the ranks here, not in the first sum.
+        device = resolve_device(self._config.target.device)
         dist.init_process_group(
-            "nccl" if on_cuda else "gloo", store=store, rank=self._rank, world_size=self._size
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=self._rank,
+            world_size=self._size,
+            timeout=RENDEZVOUS_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
         )
         gathers = self._config.target.degree_invariant
         return Shard(self._rank, self._size, gathers=gathers)
@@ -239,7 +250,7 @@ class DraftWorker:
         )
         _warm_up_alone(self._drafter, target)
         freeze_objects()
-        if draft.device == "cpu" or not torch.cuda.is_available():
+        if self._drafter.device.type == "cpu":
             os.nice(NICENESS)
         return WorkerReady(
             self._server.address,

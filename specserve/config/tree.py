@@ -40,7 +40,7 @@ from specserve.errors import ConfigError
 from specserve.types import VERIFIERS
 
 DEMO = Path(__file__).parents[1] / "demo"
-ATTENTION = ("auto", "invariant", "sdpa", "flash")
+ATTENTION = ("auto", "invariant", "sdpa", "flashinfer")
 LINEAR_KERNELS = ("auto", "onednn", "compiled")
 DRAFT_KINDS = (
     "neural",

@@ -14,12 +14,13 @@ import torch
 from specserve.config.tree import Config
 from specserve.drafters.base import trim_to_grammar
 from specserve.drafters.layer_skip import cached_by_target, shareable_network
-from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws
+from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws, fetch
 from specserve.grammar.mask import TokenMask
 from specserve.grammar.matcher import GrammarMatcher
 from specserve.models.heads import Heads, load_heads
 from specserve.models.target import TargetModel
 from specserve.sampling.distribution import History
+from specserve.transfers import to_device
 from specserve.types import DraftStep, Proposal, SparseDistribution
 
 
@@ -78,14 +79,14 @@ class HeadsDrafter:
         hidden = torch.stack(
             [self._target.latest_hidden[step.seq_id].row for step in steps]
         )  # [seqs, hidden]
-        ids = torch.tensor([step.tokens[-1] for step in steps], device=hidden.device)
+        ids = to_device(np.array([step.tokens[-1] for step in steps]), hidden.device)
         predicted = (
             self._heads(hidden, self._network.embed(ids)).transpose(0, 1).flatten(0, 1)
         )  # [seqs * heads, hidden]
-        rows = torch.tensor(
-            [i * self.num_heads + depth for i, num in enumerate(depths) for depth in range(num)],
-            device=hidden.device,
-        )
+        chosen = [
+            i * self.num_heads + depth for i, num in enumerate(depths) for depth in range(num)
+        ]
+        rows = to_device(np.array(chosen), hidden.device)
         logits = self._network.head(predicted.index_select(0, rows))[
             :, : self._target.info.vocab_size
         ]
@@ -101,7 +102,7 @@ class HeadsDrafter:
         ends = np.cumsum(depths).tolist()
         sampler = DraftSampler(specs, support=self._support, device=logits.device)
         sampler.draw(_mask_first_rows(matchers, depths).apply(logits))
-        draws = sampler.draws[0].to_host()
+        draws = fetch(sampler.draws)[0]
         return [
             _proposal(step, draws, slice(end - num, end), matcher)
             for step, num, end, matcher in zip(steps, depths, ends, matchers, strict=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specserve.sampling.noise import Purpose, row_keys
 from specserve.sampling.noise import exponential as exponential_noise
+from specserve.transfers import to_device, to_host
 from specserve.types import Policy
 
 NUM_CONSIDERED = 2048
@@ -54,8 +55,9 @@ def draw_mode(policy: Policy) -> str:
 def rank_next_tokens(positions: Sequence[PositionLogits], width: int) -> list[Ranking]:
     """Return a ranking of at most `width` tokens for each position."""
     logits = torch.stack([each.logits.float() for each in positions])  # [positions, vocab]
-    temperatures = torch.tensor(
-        [each.policy.warp.temperature or 1.0 for each in positions], device=logits.device
+    temperatures = to_device(
+        np.array([each.policy.warp.temperature or 1.0 for each in positions], np.float32),
+        logits.device,
     )
     top, ids = (logits / temperatures[:, None]).topk(
         min(NUM_CONSIDERED, logits.shape[1]), dim=-1
@@ -63,19 +65,19 @@ def rank_next_tokens(positions: Sequence[PositionLogits], width: int) -> list[Ra
     coupled = [draw_mode(each.policy) == "coupled" for each in positions]
     if any(coupled):
         top = torch.where(
-            torch.tensor(coupled, device=top.device)[:, None],
+            to_device(np.array(coupled), top.device)[:, None],
             top - _noise(positions, ids).log(),
             top,
         )
     probs, order = top.softmax(-1).sort(dim=-1, descending=True)
     ids = ids.gather(1, order)
     kept = width + 1
-    # A grammar may leave fewer.
-    num_possible = (probs[:, :kept] > 0).sum(-1).tolist()
+    top_ids, top_probs = to_host(ids[:, :kept], probs[:, :kept])
+    num_possible = (top_probs > 0).sum(-1).tolist()  # a grammar may leave fewer
     return [
         _without_draft_token(each.draft_token, tokens[:num], of_tokens[:num], width)
         for each, tokens, of_tokens, num in zip(
-            positions, ids[:, :kept].tolist(), probs[:, :kept].tolist(), num_possible, strict=True
+            positions, top_ids.tolist(), top_probs.tolist(), num_possible, strict=True
         )
     ]
 

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.transfers import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class TokenMask:
@@ -42,7 +44,7 @@ class TokenMask:
         forbidden = _forbidden(self.bits, logits.shape[-1], logits.device)
         if len(self.rows) == len(logits):
             return logits.masked_fill(forbidden, -torch.inf)
-        rows = torch.from_numpy(self.rows).to(logits.device)
+        rows = to_device(self.rows, logits.device)
         return logits.index_copy(
             0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf)
         )
@@ -58,6 +60,6 @@ def _forbidden(
         return torch.from_numpy(
             np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little") == 0
         )
-    packed = torch.from_numpy(bits).to(device)  # copies an eighth of a byte for each id
+    packed = to_device(bits, device)  # copies an eighth of a byte for each id
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     return packed[:, :, None].bitwise_right_shift(shifts).bitwise_and_(1).flatten(1)[:, :vocab] == 0

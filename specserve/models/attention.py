@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -18,9 +17,6 @@ from torch.nn import functional as F
 
 from specserve.models.layout import AttentionGroup, Layout
 from specserve.models.shape_buckets import BATCH_PIECES, QUERY_PIECES, pieces
-
-FLASH_PAGE_MULTIPLE = 256
-"""FlashAttention's paged kernels need page sizes that are a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +265,7 @@ def _weighted_sum(weights: Tensor, values: Tensor, unit: int, *, block: int) -> 
 def sdpa_kernel(
     group: AttentionGroup, keys: Tensor, values: Tensor, q: Tensor, variant: AttentionVariant
 ) -> Tensor:
-    """Attend with torch's fused kernel, for CUDA without FlashAttention.
+    """Attend with torch's fused kernel, for CUDA without FlashInfer.
 
     Fast on long prompts, not row-invariant.
     """
@@ -283,40 +279,6 @@ def sdpa_kernel(
         q, k, v, attn_mask=seen, scale=variant.scaling, enable_gqa=True
     )
     return out.transpose(1, 2).reshape(n * t, heads, -1)
-
-
-def has_flash_attention() -> bool:
-    return find_spec("flash_attn") is not None
-
-
-def flash_kernel(page_size: int) -> Kernel:
-    """Return a FlashAttention kernel, which reads the pages in place, so that nothing is gathered.
-
-    CUDA only, not row-invariant.
-    """
-    from flash_attn import flash_attn_with_kvcache  # an optional dependency
-
-    def kernel(
-        group: AttentionGroup, keys: Tensor, values: Tensor, q: Tensor, variant: AttentionVariant
-    ) -> Tensor:
-        if variant.sinks is not None:
-            return invariant_kernel(group, keys, values, q, variant)
-        heads, kv_heads = q.shape[1], keys.shape[1]
-        out = flash_attn_with_kvcache(
-            q.view(group.seqs, group.queries, heads, -1),
-            keys.view(-1, page_size, kv_heads, keys.shape[2]),
-            values.view(-1, page_size, kv_heads, values.shape[2]),
-            # Padding rows come last and are dropped later.
-            cache_seqlens=(group.last_keys[:, 0] + group.queries).to(torch.int32),
-            block_table=group.pages.device_block_table.to(torch.int32),
-            softmax_scale=variant.scaling,
-            causal=True,
-            window_size=(-1, -1) if variant.window is None else (variant.window - 1, 0),
-            softcap=variant.softcap or 0.0,
-        )
-        return out.reshape(group.seqs * group.queries, heads, -1)  # type: ignore[no-any-return]
-
-    return kernel
 
 
 def _gather(group: AttentionGroup, pool: Tensor) -> Tensor:  # [seqs * kv_heads, context, dim]

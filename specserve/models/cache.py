@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specserve.errors import OutOfPages
 from specserve.models.pages import BlockTable, PageAllocator, page_hashes
+from specserve.transfers import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +234,8 @@ class PagedCache:
         sequence = self._sequences[seq_id]
         assert 0 <= start <= stop <= sequence.reserved, "slots that are not reserved"
         pages, offsets = np.divmod(np.arange(start, stop), self.page_size)
-        return torch.from_numpy(
-            self._block_table.pages[sequence.row, pages] * self.page_size + offsets
-        ).to(self.device)
+        slots = self._block_table.pages[sequence.row, pages] * self.page_size + offsets
+        return to_device(slots, self.device)
 
     def block_table(
         self, seq_ids: Sequence[int], num_pages: int
@@ -401,7 +401,7 @@ class PagedCache:
     def _copy_pages(self, pages: Sequence[tuple[int, int]]) -> None:
         """Copy the contents of pages (from, to), in all layers at once."""
         if pages:
-            sources, targets = torch.tensor(pages, device=self.device).unbind(1)
+            sources, targets = to_device(np.array(pages), self.device).unbind(1)
             for pool in self._pools:
                 pool.index_copy_(1, targets, pool.index_select(1, sources))
 

@@ -18,6 +18,7 @@ from specserve.errors import OutOfPages
 from specserve.models.cache import PagedCache
 from specserve.models.layout import AttentionGroup, Geometry, Ints, Writes
 from specserve.models.planner import Planner
+from specserve.transfers import to_device
 from specserve.types import Step
 
 Tokens = tuple[int, ...]
@@ -122,7 +123,7 @@ class EncoderCache:
             self._cache.append(one.cache_id, one.tokens)
         lengths = [len(one.tokens) for one in fresh]
         slots = torch.cat([self._cache.slots(one.cache_id, 0, len(one.tokens)) for one in fresh])
-        ids = torch.tensor(
-            [token for one in fresh for token in one.tokens], device=self._cache.device
+        ids = to_device(
+            np.array([token for one in fresh for token in one.tokens]), self._cache.device
         )
         self._encoder.encode(ids, lengths, slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -9,11 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specserve.errors import first_line
 from specserve.models.layout import AttentionMask, Geometry, Layout, Writes
 from specserve.models.network import ShareableNetwork
 from specserve.models.planner import MAX_BATCHED_QUERIES
 
+log = logging.getLogger(__name__)
+
 SMALLEST_CONTEXT = 256
+MAX_GRAPH_BYTES = 2**30
+"""Memory of the graphs' own tensors, from which on no other shape is captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +62,38 @@ def pad_to_bucket(writes: Writes, geometry: Geometry) -> Writes | None:
 
 
 class GraphedNetwork:
-    """A network that replays a captured graph of a pass where one fits, and else runs the pass."""
+    """A network that replays a captured graph of a pass where one fits, and else runs the pass.
 
-    def __init__(self, network: ShareableNetwork) -> None:
-        self.network, self.run_rows = network, None
+    A model that cannot be captured runs all its passes, and so do shapes for whose graphs there is
+    no memory left.
+    """
+
+    def __init__(self, network: ShareableNetwork, device: torch.device) -> None:
+        self.network, self.run_rows, self.device = network, None, device
         self.captured: dict[GraphShape, CapturedGraph] = {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self._num_bytes = 0  # of the tensors that belong to the graphs
+        self._is_capturable = True
+        # Without these, torch captures what runs on the current device, whatever the model's is.
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         group = layout.groups[0]
         if rows is not None or not group.is_bucketed:
             return self.network.logits(ids, layout, rows)
         key = GraphShape(group.seqs, group.queries, group.context)
-        if key not in self.captured:
-            self.captured[key] = self._capture(ids, layout)
-        captured = self.captured[key]
+        if key not in self.captured and self._is_capturable and self._num_bytes < MAX_GRAPH_BYTES:
+            self._try_to_capture(key, ids, layout)
+        captured = self.captured.get(key)
+        if captured is None:
+            return self.network.logits(ids, layout, None)
         _refill(captured, ids, layout)
         captured.graph.replay()
         return captured.logits.clone()  # the graph's own output is overwritten by its next replay
 
     def without_layers(self, skip: Collection[int]) -> ShareableNetwork:
-        return GraphedNetwork(self.network.without_layers(skip))
+        return GraphedNetwork(self.network.without_layers(skip), self.device)
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.network.embed(ids)
@@ -84,21 +101,42 @@ class GraphedNetwork:
     def head(self, hidden: Tensor) -> Tensor:
         return self.network.head(hidden)
 
+    def _try_to_capture(self, key: GraphShape, ids: Tensor, layout: Layout) -> None:
+        """Capture a pass; what torch or a kernel refuses turns graphs off for this network."""
+        try:
+            with torch.cuda.device(self.device):
+                captured = self._capture(ids, layout)
+        except RuntimeError as error:
+            self._is_capturable = False
+            log.warning("CUDA graphs are off: a pass cannot be captured: %s", first_line(error))
+            return
+        self.captured[key] = captured
+        self._num_bytes += captured.logits.nbytes + sum(
+            tensor.nbytes for tensor in _tensors(captured.layout)
+        )
+
     def _capture(self, ids: Tensor, layout: Layout) -> CapturedGraph:
         """Capture a pass, after two passes on a side stream that warm the kernels up.
 
-        Those write what the replay writes again: a step is idempotent.
+        Those write what the replay writes again: a step is idempotent. Raises RuntimeError, also
+        if the replay gives other logits than the pass.
         """
-        ids, layout = ids.clone(), _clone(layout)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        ids, layout, side = ids.clone(), _clone(layout), self._stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.network.logits(ids, _with_fresh_mask(layout), None)
+                expected = self.network.logits(ids, _with_fresh_mask(layout), None)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # Other threads may go on calling the driver meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+        ):
             logits = self.network.logits(ids, _with_fresh_mask(layout), None)
+        logits.zero_()  # an empty graph would leave right logits here
+        graph.replay()
+        if not torch.allclose(logits, expected, rtol=0.05, atol=0.05):
+            raise RuntimeError("a replay gives other logits than the pass")
         return CapturedGraph(graph, ids, layout, logits)
 
 

@@ -134,7 +134,10 @@ class AttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of a pass's rows, each of one sequence, for attention that reads pages in place."""
+    """Runs of a pass's rows, each of one sequence, for attention that reads pages in place.
+
+    Both tensors lie on the host.
+    """
 
     runs: Tensor  # [n, 4] first row, rows, position of the first, row of the block table
     block_table: Tensor  # [seqs, pages]

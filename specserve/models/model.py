@@ -6,21 +6,21 @@ once, before anything runs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from specserve.config.tree import Config, DraftConfig, TargetConfig
 from specserve.errors import ConfigError
 from specserve.models.attention import (
-    FLASH_PAGE_MULTIPLE,
     Attention,
+    AttentionVariant,
     GroupedAttention,
     Kernel,
-    flash_kernel,
-    has_flash_attention,
     invariant_kernel,
     sdpa_kernel,
 )
@@ -32,6 +32,11 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
+from specserve.models.flashinfer_attention import (
+    FlashInferAttention,
+    fault_in,
+    find_flashinfer,
+)
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.linear_kernels import CompiledKernel, linear_kernel
@@ -42,6 +47,12 @@ from specserve.models.shard import Shard
 from specserve.models.shared_weights import open_shared_weights
 from specserve.models.t5 import T5Network
 
+log = logging.getLogger(__name__)
+
+FLASHINFER = "flashinfer"
+FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
+WITH_SINKS = ("gpt_oss",)
+"""Architectures whose softmax has logits without values."""
 ATTENTION_NAME = "specserve"
 """Name under which the library's modelling code finds our attention."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -112,12 +123,9 @@ def open_model(
     Raises ModelError for a model that cannot be served, and TooLittleMemory when not one sequence
     fits.
     """
-    device = torch.device(_resolve_device(options.device))
+    device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
-    attention = _attention_name(options, device, dtype)
-    # FlashAttention's page size is rounded up to what it needs.
-    unit = FLASH_PAGE_MULTIPLE if attention == "flash" else 1
-    page_size = -(-options.page_size // unit) * unit
+    attention, page_size = _attention_name(options, device, dtype), options.page_size
     ranks = 1 if shard is None else shard.size
     if device.type == "cpu":
         keep_freed_memory()
@@ -140,7 +148,7 @@ def open_model(
         return build_network(
             loaded,
             cache,
-            attention=_attention(attention, options, loaded.spec, page_size),
+            attention=_attention(attention, options, loaded, dtype, device),
             shard=shard,
             returns_hidden=returns_hidden,
         )
@@ -189,9 +197,10 @@ def open_model(
         packed.check_finished()
     if isinstance(net, T5Network):
         return Model(Runner(net, cache, device=device, encoder=net), spec, context)
-    if device.type != "cuda" or shard is not None:
+    # Graphs are captured of passes in groups, on one rank.
+    if device.type != "cuda" or shard is not None or net.run_rows is not None:
         return Model(Runner(net, cache, device=device), spec, context, net)
-    graphed = GraphedNetwork(net)
+    graphed = GraphedNetwork(net, device)
     runner = Runner(graphed, cache, device=device, pad_to_bucket=pad_to_bucket)
     return Model(runner, spec, context, graphed)
 
@@ -206,15 +215,25 @@ def _context(spec: Architecture, options: ModelOptions) -> int:
     return wanted if spec.is_encoder_decoder else min(spec.max_context, wanted)
 
 
-def _resolve_device(name: str) -> str:
+def resolve_device(name: str) -> torch.device:
+    """Return the device of that name, with its number if it is a CUDA device.
+
+    Raises ConfigError for one that is not there.
+    """
+    count = torch.cuda.device_count()
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
+        name = "cuda" if count else "cpu"
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    number = device.index or 0
+    if number >= count:
+        there = f"only {count} can be seen" if count else "no CUDA device is visible"
         raise ConfigError(
-            f"device {name} was asked for, and no CUDA device is visible; set target.device or "
-            "draft.device to cpu (`specserve doctor` says more)."
+            f"device {name} was asked for, and {there}; set target.device or draft.device to cpu "
+            "(`specserve doctor` says more)."
         )
-    return name
+    return torch.device("cuda", number)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -231,24 +250,40 @@ def _attention_name(options: ModelOptions, device: torch.device, dtype: torch.dt
     Raises ConfigError for one that does not run here.
     """
     name = options.attention
-    if name not in ("auto", "flash", *KERNELS):
-        raise ConfigError(f"attention: {name} is none of {', '.join(('auto', 'flash', *KERNELS))}.")
-    if name == "flash" and (device.type != "cuda" or not has_flash_attention()):
-        raise ConfigError(
-            "attention: flash needs a CUDA device and the flash-attn package; use attention: auto."
-        )
+    if name not in ("auto", FLASHINFER, *KERNELS):
+        known = ", ".join(("auto", FLASHINFER, *KERNELS))
+        raise ConfigError(f"attention: {name} is none of {known}.")
+    if name == FLASHINFER and device.type != "cuda":
+        raise ConfigError("attention: flashinfer needs a CUDA device; use attention: auto.")
     if name != "auto":
         return name
     if device.type == "cuda":
-        return "flash" if has_flash_attention() else "sdpa"
+        return "auto"
     compiled = isinstance(linear_kernel(options.kernel), CompiledKernel)
     return "compiled" if compiled and dtype == torch.bfloat16 else "invariant"
 
 
-def _attention(name: str, options: ModelOptions, spec: Architecture, page_size: int) -> Attention:
-    """Return the attention of that name; heads that compiled code cannot take get `invariant`."""
-    if name == "flash":
-        return GroupedAttention(flash_kernel(page_size))
+def _attention(
+    name: str,
+    options: ModelOptions,
+    loaded: LoadedModel,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Attention:
+    """Return the attention of that name; heads that compiled code cannot take get `invariant`.
+
+    On a GPU, `auto` is FlashInfer's if it is there and computes the right numbers, else torch's.
+    """
+    spec = loaded.spec
+    if name in ("auto", FLASHINFER):
+        found = _flashinfer(options, loaded, dtype, device)
+        if not isinstance(found, str):
+            log.info("Attention: FlashInfer, which computes what the invariant kernel does.")
+            return found
+        if name == FLASHINFER:
+            raise ConfigError(f"attention: flashinfer cannot be used: {found}; use auto.")
+        log.info("Attention: torch's own (sdpa); FlashInfer cannot be used: %s", found)
+        return GroupedAttention(sdpa_kernel)
     if name != "compiled":
         return GroupedAttention(KERNELS[name])
     from specserve.models.compiled_attention import CompiledAttention, fits
@@ -258,7 +293,42 @@ def _attention(name: str, options: ModelOptions, spec: Architecture, page_size: 
     if not fits(spec):
         return GroupedAttention(invariant_kernel)
     shared = spec.num_heads // spec.kv_heads
-    return CompiledAttention(kernel.functions.attention, shared=shared, page_size=page_size)
+    return CompiledAttention(kernel.functions.attention, shared=shared, page_size=options.page_size)
+
+
+def _flashinfer(
+    options: ModelOptions, loaded: LoadedModel, dtype: torch.dtype, device: torch.device
+) -> Attention | str:
+    """Return FlashInfer's attention, or why it cannot be used for this model on this device."""
+    make_wrapper, reason = find_flashinfer()
+    if make_wrapper is None:
+        return reason
+    if dtype not in FLASHINFER_DTYPES:
+        return "it computes in bfloat16 and float16 only"
+    if loaded.config.model_type in WITH_SINKS:
+        return "its kernels know no sinks"
+    spec = loaded.spec
+    attention = FlashInferAttention(make_wrapper, page_size=options.page_size, device=device)
+    fault = fault_in(
+        attention,
+        variants_of(loaded.config, spec),
+        heads=spec.num_heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=spec.v_head_dim,
+        page_size=options.page_size,
+        dtype=dtype,
+        device=device,
+    )
+    return attention if fault is None else fault
+
+
+def variants_of(config: Any, spec: Architecture) -> tuple[AttentionVariant, ...]:
+    """Return the kinds of attention that a model's layers may have."""
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    plain = AttentionVariant(spec.head_dim**-0.5, None, softcap)
+    window = getattr(config, "sliding_window", None)
+    return (plain,) if window is None else (plain, replace(plain, window=window))
 
 
 def _num_pages(

@@ -22,6 +22,7 @@ from specserve.models.layout import (
     Writes,
 )
 from specserve.models.shape_buckets import bucket_size
+from specserve.transfers import to_device
 
 MAX_DIRECT = 4096
 """Multiplications up to which torch's own loops compute a bf16 product, instead of oneDNN.
@@ -95,11 +96,11 @@ class Planner:
         positions = rows.positions[:, first]  # [passes, runs]
         runs = np.empty((passes, len(owner), 4), np.int64)
         runs[:, :, 0], runs[:, :, 1], runs[:, :, 2], runs[:, :, 3] = first, counts, positions, owner
-        block_table = self._tensor(np.ascontiguousarray(writes.block_table))
+        block_table = torch.from_numpy(np.ascontiguousarray(writes.block_table))
         of_passes = zip(
             self._tensor(rows.positions).unbind(0),
             self._tensor(rows.slots).unbind(0),
-            self._tensor(runs).unbind(0),
+            torch.from_numpy(runs).unbind(0),
             strict=True,
         )
         return [
@@ -287,7 +288,7 @@ class Planner:
         )
 
     def _tensor(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(self.geometry.device)
+        return to_device(array, self.geometry.device)
 
 
 def key_block_size(width: int) -> int:

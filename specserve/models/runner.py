@@ -18,6 +18,7 @@ from specserve.models.encoder_cache import Encoder, EncoderCache
 from specserve.models.layout import Geometry, Ints, Layout, Writes
 from specserve.models.network import Network
 from specserve.models.planner import Planner, key_block_size
+from specserve.transfers import to_device
 from specserve.types import Step
 
 
@@ -152,7 +153,7 @@ class Runner:
         return logits[:num_rows] if rows is None else logits.index_select(0, self._tensor(rows))
 
     def _tensor(self, array: Ints) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return to_device(array, self.device)
 
 
 class DecodePasses:

@@ -7,10 +7,11 @@ of every pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from specserve.models.shard import Shard
 from specserve.sampling.distribution import History, WarpBatch, logprobs
 from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.verify import RandomStreams, verify, verify_greedy
+from specserve.transfers import to_device, to_host
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
 
 
@@ -213,7 +215,8 @@ def _verify_drafts(steps: Sequence[VerifyStep], p: Tensor) -> list[tuple[int, in
         [policy.seed for policy in policies], [step.stop for step in steps]
     )
     outcome = verify([policy.verifier for policy in policies], p, drafts, streams)
-    return list(zip(outcome.accepted.tolist(), outcome.next_token.tolist(), strict=True))
+    accepted, next_tokens = to_host(outcome.accepted, outcome.next_token)
+    return list(zip(accepted.tolist(), next_tokens.tolist(), strict=True))
 
 
 def _logprobs(
@@ -223,22 +226,25 @@ def _logprobs(
 
     They do not depend on who proposed the token.
     """
-    found: list[tuple[Logprobs, ...] | None] = []
-    row = 0
-    for step, (accepted, token) in zip(steps, outcomes, strict=True):
-        committed = (*step.drafts[:accepted], token)
-        num_top = step.policy.logprobs
-        if num_top is None:
-            found.append(None)
-        else:
-            found.append(
-                tuple(
-                    logprobs(
-                        logits[row : row + accepted + 1],
-                        torch.tensor(committed, device=logits.device),
-                        num_top,
-                    )
-                )
-            )
-        row += len(step.drafts) + 1
-    return found
+    if all(step.policy.logprobs is None for step in steps):
+        return [None] * len(steps)
+    firsts = [0, *accumulate(len(step.drafts) + 1 for step in steps)]
+    rows, tokens, counts = list[int](), list[int](), list[int]()
+    for step, first, (accepted, token) in zip(steps, firsts, outcomes, strict=False):
+        counts.append(0 if step.policy.logprobs is None else accepted + 1)
+        if counts[-1]:
+            rows += range(first, first + accepted + 1)
+            tokens += (*step.drafts[:accepted], token)
+    where, committed = to_device(np.array([rows, tokens]), logits.device)
+    most = max(step.policy.logprobs or 0 for step in steps)
+    found = iter(logprobs(logits[where], committed, most))
+    return [
+        None
+        if step.policy.logprobs is None
+        else tuple(_with_fewer(next(found), step.policy.logprobs) for _ in range(count))
+        for step, count in zip(steps, counts, strict=True)
+    ]
+
+
+def _with_fewer(found: Logprobs, num_top: int) -> Logprobs:
+    return replace(found, top_ids=found.top_ids[:num_top], top=found.top[:num_top])

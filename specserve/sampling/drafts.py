@@ -6,7 +6,7 @@ The ragged shape of a round ends here. It knows tensors, no models.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.transfers import to_device
 from specserve.types import SparseDistribution
 
 
@@ -33,7 +34,8 @@ class DraftBatch:
     q_probs: Tensor  # [seqs, width, support]
     lenience: Tensor  # [seqs, 1]; the l of `lenient`, which alone uses it
     valid: Tensor  # [seqs, width] bool: there is a draft token
-    in_row: Tensor  # [seqs, width] bool: there is a row of p
+    # [seqs] the same as `lengths`, on the host
+    host_lengths: NDArray[np.int64] = field(kw_only=True)
 
     @classmethod
     def from_tokens(
@@ -69,17 +71,21 @@ class DraftBatch:
             q_probs,
             l_factor[:, None],
             valid,
-            columns <= lengths[:, None],
         )
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+        return cls(*(to_device(array, device) for array in arrays), host_lengths=lengths)
 
     @property
     def width(self) -> int:
         return self.tokens.shape[1]
 
+    def cells(self) -> Tensor:
+        """Return the number of each cell of [seqs, width] that has a row of p, [rows]."""
+        has_row = np.arange(self.width) <= self.host_lengths[:, None]
+        return to_device(np.flatnonzero(has_row), self.tokens.device)
+
     def select(self, index: NDArray[np.int64]) -> DraftBatch:
         """Return some of the sequences, on the same rows of the same p."""
-        where = torch.from_numpy(index).to(self.tokens.device)
+        where = to_device(index, self.tokens.device)
         return DraftBatch(
             tokens=self.tokens[where],
             lengths=self.lengths[where],
@@ -88,7 +94,7 @@ class DraftBatch:
             q_probs=self.q_probs[where],
             lenience=self.lenience[where],
             valid=self.valid[where],
-            in_row=self.in_row[where],
+            host_lengths=self.host_lengths[index],
         )
 
     def p_at_tokens(self, p: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.transfers import to_device
+
 _MASK64 = (1 << 64) - 1
 _SCRATCH = 1 << 15  # numbers
 _ALMOST_ONE = 1.0 - 2.0**-24  # the largest float32 below 1
@@ -65,7 +67,7 @@ def row_keys(
         | np.uint64(purpose << 62)
     )
     key = _mix64(_mix64(seed) ^ counter)
-    return torch.from_numpy(key[..., None].view(np.int32)).to(device)
+    return to_device(key[..., None].view(np.int32), device)
 
 
 def stage_seed(seed: int, round: int, stage: int) -> int:

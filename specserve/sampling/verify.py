@@ -25,6 +25,7 @@ from specserve.sampling.noise import (
     seed_array,
     uniform,
 )
+from specserve.transfers import to_device
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -102,11 +103,12 @@ def coupled(p: Tensor, drafts: DraftBatch, streams: RandomStreams) -> VerifyResu
     Draft and target draw with the same Gumbel noise, keyed by seed and position. Correction and
     bonus are the target's sample.
     """
-    rows = drafts.rows[drafts.in_row]  # [rows of these sequences]
-    keys = streams.keys(Purpose.COUPLED, drafts.width, p.device)[drafts.in_row]
-    own = torch.zeros_like(drafts.tokens)
-    own[drafts.in_row] = _sample_target(p, rows, keys)
-    return accept_matching(own, drafts)
+    cells = drafts.cells()
+    rows = drafts.rows.flatten()[cells]  # [rows of these sequences]
+    keys = streams.keys(Purpose.COUPLED, drafts.width, p.device).flatten(0, 1)[cells]
+    own = torch.zeros_like(drafts.tokens).flatten()
+    own[cells] = _sample_target(p, rows, keys)
+    return accept_matching(own.view(drafts.tokens.shape), drafts)
 
 
 VERIFIERS: dict[str, Verifier] = {
@@ -129,7 +131,7 @@ def verify(
     for name in sorted(present):
         index = np.flatnonzero(labels == name)
         part = VERIFIERS[name](p, drafts.select(index), streams.select(index))
-        where = torch.from_numpy(index).to(p.device)
+        where = to_device(index, p.device)
         result.accepted[where] = part.accepted
         result.next_token[where] = part.next_token
     return result
@@ -259,7 +261,7 @@ def _correction_or_bonus(
     score = residual(p, drafts, accepted, weight) / noise  # [seqs, vocab]
     token = argmax(score)
     possible = score.gather(1, token[:, None])[:, 0] > 0
-    if bool(possible.all()):
+    if p.is_cpu and bool(possible.all()):  # a GPU would be waited for
         return token
     # p and q are equal up to rounding, so the residual is empty: then the draw is from p itself.
     return torch.where(possible, token, sample(p[drafts.rows.gather(1, at)[:, 0]], noise))

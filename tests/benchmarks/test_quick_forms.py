@@ -25,6 +25,7 @@ IN_PROCESS = {
     "benchmarks.structured": (),
     "benchmarks.twelve_bits": (),
     "tests.chaos.fuzz": (),
+    "tests.support.card.rounds": (),
     "tests.proofs.distribution": (),
 }
 """Commands that need neither Ray nor other engines, with further arguments."""

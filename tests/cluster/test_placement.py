@@ -12,6 +12,7 @@ from specserve.cluster.placement import (
     explain_waiting,
     gateway_bundle,
     has_room,
+    with_devices,
     with_draft_placement,
 )
 from specserve.config.tree import config_from_keys
@@ -85,6 +86,54 @@ def test_what_cannot_be_together_is_refused(keys: dict[str, object], message: st
 def test_heads_cannot_be_apart() -> None:
     with pytest.raises(ConfigError, match="together with it"):
         config_from_keys({"draft.placement": "apart", "draft.kind": "heads"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_gpus", "target", "draft"),
+    [
+        ({}, False, "cpu", "cpu"),
+        ({}, True, "cuda:0", "cuda:0"),
+        ({"target.device": "cpu"}, True, "cpu", "cuda:0"),
+        ({"draft.device": "cpu"}, True, "cuda:0", "cpu"),
+        ({"draft.num_gpus": 0}, True, "cuda:0", "cpu"),
+        ({"draft.num_gpus": 0.25}, True, "cuda:0", "cuda:0"),
+        ({"draft.device": "cuda:1"}, True, "cuda:0", "cuda:0"),
+        ({"draft.placement": "together"}, True, "cuda:0", "cuda:0"),
+        ({"draft.placement": "together"}, False, "cpu", "cpu"),
+    ],
+)
+def test_worker_runs_on_the_gpu_that_it_was_given_or_on_none(
+    keys: dict[str, object], has_gpus: bool, target: str, draft: str
+) -> None:
+    config = config_from_keys(keys)
+    settled = with_devices(config, bundles(config, has_gpus=has_gpus))
+    assert (settled.target.device, settled.draft.device) == (target, draft)
+
+
+def test_gpus_of_a_cascade_are_numbered_as_its_worker_sees_them() -> None:
+    stages = [
+        {"path": "a", "device": "cuda:5"},
+        {"path": "b", "device": "cuda:2"},
+        {"path": "c", "device": "cpu"},
+        {"kind": "bigram"},
+    ]
+    config = config_from_keys({"draft.kind": "vertical", "draft.stages": stages})
+    wanted = bundles(config, has_gpus=True)
+    assert wanted[-1].resources["GPU"] == 2
+    devices = [stage.device for stage in with_devices(config, wanted).draft.stages]
+    assert devices == ["cuda:1", "cuda:0", "cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"target.device": "cuda:1"}, "names one GPU of a machine, .* write cuda"),
+        ({"draft.device": "cuda", "draft.num_gpus": 0}, "draft.num_gpus is 0, and draft.device"),
+    ],
+)
+def test_device_that_ray_cannot_give_is_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bundles(config_from_keys(keys), has_gpus=True)
 
 
 def test_nothing_is_asked_for_a_draft_that_there_is_not() -> None:

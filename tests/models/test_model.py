@@ -49,8 +49,8 @@ def open_quickly(directory: Path, **options: Any) -> Model:
     [
         ({"device": "cuda"}, "no CUDA device is visible"),
         ({"device": "cuda:1"}, "no CUDA device is visible"),
-        ({"attention": "flash"}, "flash needs a CUDA device"),
-        ({"attention": "fancy"}, "fancy is none of auto, flash, invariant, sdpa"),
+        ({"attention": "flashinfer"}, "flashinfer needs a CUDA device"),
+        ({"attention": "fancy"}, "fancy is none of auto, flashinfer, invariant, sdpa"),
     ],
 )
 def test_options_the_machine_cannot_run_are_refused_before_any_weight_is_read(

@@ -58,7 +58,7 @@ def drafts_of(tokens: Tensor, lengths: Tensor, q: Tensor, lenience: float = 1.0)
         q_probs=q_probs * valid[:, :, None],
         lenience=torch.full((seqs, 1), lenience, dtype=q.dtype),
         valid=valid,
-        in_row=columns <= lengths[:, None],
+        host_lengths=lengths.numpy(),
     )
 
 
@@ -266,7 +266,7 @@ def generate(name: str, p: Tensor, q: Tensor, lenience: float = 1.0) -> Ints:
         drafts = drafts_of(
             tokens, torch.from_numpy(rng.integers(0, 4, len(running))), q_rows, lenience
         )
-        p_rows = p[torch.cat([last[:, None], tokens], 1)[drafts.in_row]]
+        p_rows = p[torch.cat([last[:, None], tokens], 1).flatten()[drafts.cells()]]
         result = verify([name] * len(running), p_rows, drafts, streams)
         accepted = result.accepted.numpy()
         for i in range(3):

@@ -5,6 +5,7 @@ It knows neither engines nor models.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,5 +125,11 @@ class Acceptance:
 
     @property
     def num_standard_errors(self) -> float:
-        """Difference of measured and expected acceptance in standard errors."""
-        return (self.measured_alpha - self.expected_alpha) / self.standard_error
+        """Difference of measured and expected acceptance in standard errors.
+
+        In a few rounds every outcome may be certain, so that there is no error.
+        """
+        difference = self.measured_alpha - self.expected_alpha
+        if not self.standard_error:
+            return difference and math.copysign(math.inf, difference)
+        return difference / self.standard_error

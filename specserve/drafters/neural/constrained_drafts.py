@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from specserve.drafters.neural.draft_state import DraftTask, one_hot_draws
-from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws
+from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws, fetch
 from specserve.grammar.mask import TokenMask
 from specserve.grammar.matcher import GrammarMatcher
 from specserve.grammar.sequences import GrammarStates
@@ -153,7 +153,7 @@ class ConstrainedDrafting:
             device=self._runner.device,
         )
         sampler.draw(self.mask_logits([draft.matcher for draft in drawing], logits))
-        draws = sampler.draws[0].to_host()
+        draws = fetch(sampler.draws)[0]
         for row, draft in enumerate(drawing):
             draft.append(draws.tokens[row], draws, row)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from specserve.drafters.base import OutcomeForecast
 from specserve.drafters.neural.constrained_drafts import ConstrainedDrafting
 from specserve.drafters.neural.draft_state import DraftState, DraftTask, max_new_pages
-from specserve.drafters.neural.draws import DraftSampler, DrawSpec
+from specserve.drafters.neural.draws import DraftSampler, DrawSpec, fetch
 from specserve.drafters.ranking import rank_next_tokens
 from specserve.errors import OutOfPages
 from specserve.grammar.sequences import GrammarStates
@@ -324,7 +324,7 @@ class NeuralDrafter:
         return DraftSampler(specs, support=self.support, device=self.runner.device)
 
     def _store_draws(self, tasks: Sequence[DraftTask], sampler: DraftSampler) -> None:
-        fetched = [draws.to_host() for draws in sampler.draws]
+        fetched = fetch(sampler.draws)
         for row, task in enumerate(tasks):
             own = [draws for draws in fetched if row < len(draws.tokens)]
             tokens = [draws.tokens[row] for draws in own]

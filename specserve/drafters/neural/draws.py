@@ -22,6 +22,7 @@ from specserve.sampling.distribution import (
 )
 from specserve.sampling.noise import Purpose, row_keys, seed_array
 from specserve.sampling.noise import exponential as exponential_noise
+from specserve.transfers import to_device, to_host
 from specserve.types import Policy, Warp
 
 COUPLED_SUPPORT = 1024
@@ -66,13 +67,20 @@ class DeviceDraws:
     probs: Tensor | None
     logits: Tensor
 
-    def to_host(self) -> HostDraws:
-        return HostDraws(
-            self.tokens.tolist(),
-            self.ids.cpu().numpy(),
-            None if self.probs is None else self.probs.cpu().numpy(),
-            self.logits,
+
+def fetch(draws: Sequence[DeviceDraws]) -> list[HostDraws]:
+    """Return draws on the host, after a single wait for the device."""
+    parts = [(each.tokens, each.ids, each.probs) for each in draws]
+    arrays = iter(to_host(*(part for each in parts for part in each if part is not None)))
+    return [
+        HostDraws(
+            next(arrays).tolist(),
+            next(arrays),
+            None if each.probs is None else next(arrays),
+            each.logits,
         )
+        for each in draws
+    ]
 
 
 class DraftSampler:
@@ -100,44 +108,47 @@ class DraftSampler:
         return draws.tokens
 
     def _draw(self, logits: Tensor, warps: WarpBatch) -> DeviceDraws:
-        adjusted = warps.adjust(logits)
+        drawn = self._drawn(len(logits))
+        adjusted = warps.adjust(logits, drawn)
         if self.greedy:
             tokens = argmax(adjusted)
             return DeviceDraws(tokens, tokens[:, None], None, adjusted)
         coupled = self.coupled[: len(logits)]
         if all(coupled):
-            tokens, _, _ = self._sample(logits, warps, COUPLED_SUPPORT)
+            tokens, _, _ = self._sample(logits, drawn, warps, COUPLED_SUPPORT)
             return DeviceDraws(tokens, tokens[:, None], None, adjusted)
-        tokens, ids, probs = self._sample(logits, warps, self.support)
+        tokens, ids, probs = self._sample(logits, drawn, warps, self.support)
         if any(coupled):
-            wide, _, _ = self._sample(logits, warps, COUPLED_SUPPORT)
-            tokens = torch.where(torch.tensor(coupled, device=tokens.device), wide, tokens)
+            wide, _, _ = self._sample(logits, drawn, warps, COUPLED_SUPPORT)
+            tokens = torch.where(to_device(np.array(coupled), tokens.device), wide, tokens)
         return DeviceDraws(tokens, ids, probs, adjusted)
 
     def _sample(
-        self, logits: Tensor, warps: WarpBatch, support: int
+        self, logits: Tensor, drawn: Tensor | None, warps: WarpBatch, support: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a token of each row, and the ids and probabilities that it was drawn from."""
-        ids, probs = top_support(logits, warps, support, ignores_ids=self.ignores_ids)
+        ids, probs = top_support(logits, warps, support, ignores_ids=self.ignores_ids, drawn=drawn)
         assert self.keys is not None
         indices = sample(probs, exponential_noise(self.keys[: len(logits), len(self.draws)], ids))
         return ids.gather(1, indices[:, None])[:, 0], ids, probs
 
     def _warp_batch(self, drawing: int) -> WarpBatch:
-        if self._warps is not None and self._warps[0] == drawing and self.ignores_ids:
+        if self._warps is not None and self._warps[0] == drawing:
             return self._warps[1]
-        histories = [
-            None if spec.history is None else self._extend_history(spec.history, i)
-            for i, spec in enumerate(self.specs[:drawing])
-        ]
+        specs = self.specs[:drawing]
         warps = WarpBatch(
-            [spec.policy.warp for spec in self.specs[:drawing]], [1] * drawing, histories
+            [spec.policy.warp for spec in specs],
+            [1] * drawing,
+            [None if spec.history is None else replace(spec.history, drafts=()) for spec in specs],
         )
         self._warps = (drawing, warps)
         return warps
 
-    def _extend_history(self, history: History, i: int) -> History:
-        return replace(history, drafts=tuple(int(draws.tokens[i]) for draws in self.draws))
+    def _drawn(self, drawing: int) -> Tensor | None:  # [drawing, depths]
+        """Return the tokens that were drawn so far, if penalties count them."""
+        if not self.draws or all(spec.history is None for spec in self.specs):
+            return None
+        return torch.stack([draws.tokens[:drawing] for draws in self.draws], dim=1)
 
 
 def ignore_ids(warps: Sequence[Warp]) -> bool:
@@ -146,15 +157,20 @@ def ignore_ids(warps: Sequence[Warp]) -> bool:
 
 
 def top_support(
-    logits: Tensor, warps: WarpBatch, support: int, *, ignores_ids: bool
+    logits: Tensor,
+    warps: WarpBatch,
+    support: int,
+    *,
+    ignores_ids: bool,
+    drawn: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # ids, probs: [rows, support] both
     """Return the ids and warped probabilities of each row's `support` likeliest tokens.
 
     Where no warp depends on ids, the support is that of the logits, and the rest of the vocabulary
-    need not be warped.
+    need not be warped. `drawn` is as `WarpBatch.adjust` has it.
     """
     if not ignores_ids:
-        return truncate_to_support(warps.probabilities(logits), support)
+        return truncate_to_support(warps.probabilities(logits, drawn), support)
     top, ids = logits.topk(min(support, logits.shape[-1]), dim=-1)
     return ids, warps.probabilities(top)
 
@@ -175,5 +191,5 @@ def _keys(specs: Sequence[DrawSpec], device: torch.device) -> Tensor:
     keys = row_keys(seeds, rounds, positions, Purpose.DRAFT, device=device)
     if any(coupled):
         shared = row_keys(seeds, rounds, positions, Purpose.COUPLED, device=device)
-        keys = torch.where(torch.tensor(coupled, device=device)[:, None, None], shared, keys)
+        keys = torch.where(to_device(np.array(coupled), device)[:, None, None], shared, keys)
     return keys

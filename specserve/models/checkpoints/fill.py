@@ -16,9 +16,14 @@ from specserve.models.shard import Division
 
 
 def fill(
-    module: Any, weights: Weights, division: Division | None, *, ignored: str | None = None
+    module: Any,
+    weights: Weights,
+    division: Division | None,
+    device: torch.device,
+    *,
+    ignored: str | None = None,
 ) -> None:
-    """Read the weights of an empty module, all of them or a rank's part.
+    """Read the weights of an empty module, all of them or a rank's part, onto a device.
 
     Raises ModelError for tensors that are missing, and for tensors that the module has no use for
     unless their names match `ignored`.
@@ -33,7 +38,8 @@ def fill(
     for name, empty in wanted.items():
         key = stored[name] if division is None or division.part(name, empty.shape) is None else name
         if key not in read:
-            read[key] = _read_part(weights, stored[name], division, name, empty)
+            part = _read_part(weights, stored[name], division, name, empty)
+            read[key] = part.to(device=device, dtype=empty.dtype)
         set_tensor(module, name, read[key])
     check_complete(weights.directory, unexpected=_unexpected(module, weights, ignored))
 
@@ -71,7 +77,7 @@ def _read_part(
             f"{weights.directory} holds {stored_name} in another shape than config.json implies"
         )
     is_zero = division is not None and division.is_zero(name)
-    return (torch.zeros_like(tensor) if is_zero else tensor).to(empty.dtype)
+    return torch.zeros_like(tensor) if is_zero else tensor
 
 
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:

@@ -202,10 +202,11 @@ def load_model(
 ) -> LoadedModel:
     """Load the model of a checkpoint for inference, without the layers to `skip`.
 
+    Weights go to the device one tensor at a time, so that a GPU's never fill the host's memory.
     With layers to skip, or with a shard of several ranks, what is left out is never read. With
     packed weights nothing is: they are taken from there. Raises ModelError.
     """
-    config = read_config(directory)
+    config, device = read_config(directory), torch.device(device)
     size = 1 if shard is None else shard.size
     check_plan(config, size)
     if is_encoder_decoder(config):
@@ -220,14 +221,16 @@ def load_model(
         if packed is not None:
             module = _empty_part(config, shard, skip, dtype=dtype, attention=attention)
             packed.fill(module)
+        elif shard is not None and size > 1 and not skip:
+            module = _load_share(directory, config, shard, device, dtype=dtype, attention=attention)
         elif skip:
-            module = _load_partial(directory, config, skip, dtype=dtype, attention=attention)
-        elif shard is None or size == 1:
-            module = _load_whole(directory, config, dtype=dtype, attention=attention)
+            module = _load_partial(
+                directory, config, skip, device, dtype=dtype, attention=attention
+            )
         else:
-            module = _load_share(directory, config, shard, dtype=dtype, attention=attention)
+            module = _load_whole(directory, config, device, dtype=dtype, attention=attention)
         if packed is None:
-            module.to(device)
+            module.to(device)  # the buffers, and what a checkpoint does not hold
         module.eval().requires_grad_(False)
         spec = architecture(directory, config, size)
         layers = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
@@ -323,7 +326,9 @@ def _library_class(config: Any) -> Any:
     return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
 
 
-def _load_whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: str) -> Any:
+def _load_whole(
+    directory: Path, config: Any, device: torch.device, *, dtype: torch.dtype, attention: str
+) -> Any:
     loaded: Any = _library_class(config).from_pretrained(
         directory,
         dtype=dtype,
@@ -331,6 +336,7 @@ def _load_whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: 
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
+        device_map=None if device.type == "cpu" else {"": device},
         output_loading_info=True,
     )
     module, report = loaded
@@ -339,11 +345,17 @@ def _load_whole(directory: Path, config: Any, *, dtype: torch.dtype, attention: 
 
 
 def _load_share(
-    directory: Path, config: Any, shard: Shard, *, dtype: torch.dtype, attention: str
+    directory: Path,
+    config: Any,
+    shard: Shard,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    attention: str,
 ) -> Any:
     module = empty_module(config, dtype=dtype, attention=attention)
     division = make_division(module, shard)
-    fill(module, Weights(directory, prefix=_prefix(module)), division)
+    fill(module, Weights(directory, prefix=_prefix(module)), division, device)
     division.narrow(module)
     return module
 
@@ -382,12 +394,19 @@ def _prefix(module: Any) -> str:
 
 
 def _load_partial(
-    directory: Path, config: Any, skip: Collection[int], *, dtype: torch.dtype, attention: str
+    directory: Path,
+    config: Any,
+    skip: Collection[int],
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    attention: str,
 ) -> Any:
     whole = empty_module(config, dtype=dtype, attention=attention)
     module, weights = without_layers(whole, skip), Weights(directory, prefix=_prefix(whole))
     name = layers_of(whole)[0].rpartition(".")[2]
-    fill(module, weights, None, ignored=rf"(^|\.){name}\.({'|'.join(map(str, skip))})\.")
+    ignored = rf"(^|\.){name}\.({'|'.join(map(str, skip))})\."
+    fill(module, weights, None, device, ignored=ignored)
     module.tie_weights()
     return module
 

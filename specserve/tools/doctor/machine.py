@@ -17,6 +17,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 import specserve
 from specserve.config.tree import DEMO
+from specserve.models.flashinfer_attention import find_flashinfer
 from specserve.models.linear_kernels import missing_for_compiled
 from specserve.models.memory import free_memory
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
@@ -133,6 +134,7 @@ def cuda(driver: Path = DRIVER_VERSION) -> Iterator[Finding]:
                 f"{name}, {gib(free)} of {gib(total)} free, "
                 f"CUDA {torch.version.cuda}{_driver(driver)}",
             )
+        yield _flashinfer()
     elif driver.is_file():
         cuda = torch.version.cuda
         built = f"torch was built {'for CPUs only' if cuda is None else f'for CUDA {cuda}'}"
@@ -147,6 +149,18 @@ def cuda(driver: Path = DRIVER_VERSION) -> Iterator[Finding]:
         )
     else:
         yield ok("cuda", "none; models run on CPUs")
+
+
+def _flashinfer() -> Finding:
+    """Say by which kernels attention on GPUs is computed."""
+    wrapper, reason = find_flashinfer()
+    if wrapper is not None:
+        return ok("attention", "FlashInfer, compared with ours when a model is opened")
+    return warn(
+        "attention",
+        f"torch's own, which copies all keys and values in each pass; FlashInfer: {reason}",
+        "pip install 'specserve[gpu]'",
+    )
 
 
 def _driver(file: Path) -> str:

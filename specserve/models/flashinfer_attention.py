@@ -1,0 +1,175 @@
+"""Attention by FlashInfer's kernels for CUDA, which read the pages of the KV cache in place.
+
+Each sequence is one run of rows, however many it has, so prompts, uneven drafts and decoding share
+a pass without padding. Not row-invariant. FlashInfer is an optional dependency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specserve.models.attention import (
+    Attention,
+    AttentionVariant,
+    GroupedAttention,
+    Rotation,
+    invariant_kernel,
+)
+from specserve.models.layout import Geometry, Layout, Runs, Writes
+from specserve.models.planner import Planner, key_block_size
+
+WORKSPACE_BYTES = 2**27
+UNDIVIDED = 2**31
+"""Rows of a run, so that no sequence is divided into several."""
+TOLERANCE = 2**-5
+"""Error of a trial's results, as a share of the largest."""
+TRIAL_LENGTHS, TRIAL_COUNTS = (40, 21, 17), (1, 5, 17)
+"""Keys and rows of a trial's sequences: decoding, verification, a prompt."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """FlashInfer's wrapper for one kind of layer, and the pass that it is planned for."""
+
+    wrapper: Any
+    runs: Runs | None = None
+
+
+class FlashInferAttention:
+    """FlashInfer's paged attention; the layers of a pass share what is planned for it."""
+
+    rotates, run_rows = False, UNDIVIDED
+
+    def __init__(
+        self, make_wrapper: Callable[..., Any], *, page_size: int, device: torch.device
+    ) -> None:
+        self._make_wrapper, self.page_size = make_wrapper, page_size
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._plans: dict[tuple[float, int | None, float | None], _Plan] = {}
+
+    def attend(
+        self,
+        layout: Layout,
+        keys: Tensor,
+        values: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variant: AttentionVariant,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        assert rotation is None
+        assert layout.runs is not None
+        keys.index_copy_(0, layout.slots, k)
+        values.index_copy_(0, layout.slots, v)
+        pools = tuple(pool.view(-1, self.page_size, *pool.shape[1:]) for pool in (keys, values))
+        plan = self._planned(layout.runs, q, pools, variant)
+        return plan.wrapper.run(q.contiguous(), pools)  # type: ignore[no-any-return]
+
+    def _planned(
+        self, runs: Runs, q: Tensor, pools: tuple[Tensor, ...], variant: AttentionVariant
+    ) -> _Plan:
+        """Return the plan for layers of this kind, made for this pass."""
+        key = (variant.scaling, variant.window, variant.softcap)
+        if key not in self._plans:
+            self._plans[key] = _Plan(self._make_wrapper(self._workspace, "NHD"))
+        plan = self._plans[key]
+        if plan.runs is runs:
+            return plan
+        row_starts, page_starts, pages, last = _page_lists(runs, self.page_size)
+        plan.wrapper.plan(
+            row_starts,
+            page_starts,
+            pages.pin_memory(),
+            last,
+            q.shape[1],
+            pools[0].shape[2],
+            pools[0].shape[3],
+            self.page_size,
+            head_dim_vo=pools[1].shape[3],
+            causal=True,
+            sm_scale=variant.scaling,
+            window_left=-1 if variant.window is None else variant.window - 1,
+            logits_soft_cap=variant.softcap,
+            q_data_type=q.dtype,
+            kv_data_type=pools[0].dtype,
+            non_blocking=True,
+        )
+        plan.runs = runs
+        return plan
+
+
+def _page_lists(runs: Runs, page_size: int) -> tuple[Tensor, ...]:
+    """Return row starts, page starts, page numbers and sizes of last pages, on the host."""
+    _, counts, positions, owners = runs.runs.numpy().T
+    lengths = positions + counts
+    num_pages = -(-lengths // page_size)
+    table = runs.block_table.numpy()[owners]
+    pages = table[np.arange(table.shape[1]) < num_pages[:, None]]
+    lists = (_starts(counts), _starts(num_pages), pages, (lengths - 1) % page_size + 1)
+    return tuple(torch.from_numpy(array.astype(np.int32)) for array in lists)
+
+
+def _starts(sizes: Any) -> Any:
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def find_flashinfer() -> tuple[Callable[..., Any] | None, str]:
+    """Return the class of FlashInfer's wrappers; if there is none, why not."""
+    try:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+    except (ImportError, OSError, RuntimeError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    return BatchPrefillWithPagedKVCacheWrapper, ""
+
+
+def fault_in(
+    attention: Attention,
+    variants: tuple[AttentionVariant, ...],
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """Compare a way to attend with the invariant one on a small batch, and say what is wrong."""
+    lengths, counts = np.array(TRIAL_LENGTHS), np.array(TRIAL_COUNTS)
+    block = key_block_size(kv_heads * min(head_dim, v_head_dim))
+    width = -(-block // page_size)
+    writes = Writes(
+        lengths - counts, counts, np.arange(len(counts) * width).reshape(len(counts), width)
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int, heads: int, dim: int) -> Tensor:
+        return torch.randn(rows, heads, dim, generator=generator).to(dtype).to(device)
+
+    slots = len(counts) * width * page_size
+    keys, values = random(slots, kv_heads, head_dim), random(slots, kv_heads, v_head_dim)
+    rows = int(counts.sum())
+    q = random(rows, heads, head_dim)
+    k, v = random(rows, kv_heads, head_dim), random(rows, kv_heads, v_head_dim)
+
+    def attended(way: Attention, variant: AttentionVariant) -> Tensor:
+        geometry = Geometry(page_size, kv_heads, block, device, way.run_rows)
+        layout = Planner(geometry).lay_out(writes)
+        return way.attend(layout, keys.clone(), values.clone(), q, k, v, variant).float()
+
+    try:
+        for variant in variants:
+            expected = attended(GroupedAttention(invariant_kernel), variant)
+            error = (attended(attention, variant) - expected).abs().max() / expected.abs().max()
+            if not error <= TOLERANCE:
+                return f"its results are off by {float(error):.2g} of the largest"
+    except Exception as error:  # compilers, drivers and kernels raise whatever they like
+        return f"{type(error).__name__}: {error}"
+    return None

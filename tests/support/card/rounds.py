@@ -1,0 +1,181 @@
+"""Waits and kernels of a steady round on an emulated card, by mode and batch.
+
+`python -m tests.support.card.rounds` writes the table. Kernels inside a replayed graph are not
+counted: the host launches them all at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specserve.drafters.anticipation import Anticipation
+from specserve.drafters.branches import Fanout
+from specserve.models.model import ModelOptions, open_model
+from specserve.types import DraftStep, Policy, VerifyStep, Warp
+from tests.support import checkpoints
+from tests.support.card import Ledger, emulated_cards
+from tests.support.engines import load_drafter, load_target
+
+GAMMA, PROMPT, ROUNDS = 7, 100, 4
+NUCLEUS = Warp(temperature=0.7, top_p=0.9)
+PENALISED = Warp(temperature=0.7, top_p=0.9, presence_penalty=0.5, repetition_penalty=1.1)
+OPTIONS = ModelOptions(dtype="bfloat16", device="cuda:0", attention="sdpa", pages=3000)
+
+
+@dataclass(frozen=True, slots=True)
+class CardMode:
+    """How the sequences of a round are drawn."""
+
+    warp: Warp
+    verifier: str = "block"
+    logprobs: int | None = None
+
+
+MODES: Mapping[str, CardMode] = {
+    "greedy": CardMode(Warp(temperature=0.0)),
+    "T = 1": CardMode(Warp()),
+    "T = 0.7, top-p 0.9": CardMode(NUCLEUS),
+    "T = 0.7, top-p 0.9, coupled": CardMode(NUCLEUS, "coupled"),
+    "T = 0.7 with penalties": CardMode(PENALISED),
+    "greedy with 5 logprobs": CardMode(Warp(temperature=0.0), logprobs=5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CardCounts:
+    """Waits of the host and kernels that it launches in one stage of a round."""
+
+    waits: int
+    kernels: int
+    details: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.waits}, {self.kernels}"
+
+
+def count_round(checkpoint: Path, mode: CardMode, gammas: list[int]) -> dict[str, CardCounts]:
+    """Count the last of several rounds: its stages `propose`, `verify` and `prepare`."""
+    num = len(gammas)
+    text = tuple(np.random.default_rng(0).integers(3, checkpoints.VOCAB, 400).tolist())
+    counts: dict[str, CardCounts] = {}
+    with emulated_cards() as ledger, one_loading_thread():
+        target = load_target(checkpoint, OPTIONS)
+        drafter = load_drafter(open_model(checkpoint, OPTIONS), target.info, support=64)
+        # By its own clock, so that what is prepared does not depend on this machine's speed.
+        anticipation = Anticipation(drafter, Fanout(), clock=itertools.count(0.0, 0.001).__next__)
+        policies = [
+            Policy(mode.warp, mode.verifier, seed, PROMPT, mode.logprobs) for seed in range(num)
+        ]
+        texts = [list(text[i : i + PROMPT]) for i in range(num)]
+        cached, drafted = [0] * num, [0] * num
+        for turn in range(ROUNDS + 1):
+            wanted = gammas if turn else [0] * num  # the first round reads the prompts
+            with _counting(ledger, counts, "propose"):
+                proposals = anticipation.propose(
+                    [
+                        DraftStep(i, drafted[i], tuple(texts[i][drafted[i] :]), wanted[i], policy)
+                        for i, policy in enumerate(policies)
+                    ],
+                    math.inf,
+                )
+            with _counting(ledger, counts, "verify"):
+                verdicts = target.verify(
+                    [
+                        VerifyStep(
+                            i,
+                            cached[i],
+                            tuple(texts[i][cached[i] :]),
+                            proposals[i].tokens,
+                            proposals[i].q,
+                            policy,
+                        )
+                        for i, policy in enumerate(policies)
+                    ]
+                )
+            with _counting(ledger, counts, "prepare"):
+                anticipation.prepare(lambda: False)
+            for i, verdict in enumerate(verdicts):
+                cached[i] = len(texts[i]) + verdict.accepted
+                drafted[i] = min(cached[i], proposals[i].num_cached)
+                texts[i] += [*proposals[i].tokens[: verdict.accepted], verdict.next_token]
+    return counts
+
+
+@contextmanager
+def _counting(ledger: Ledger, counts: dict[str, CardCounts], stage: str) -> Iterator[None]:
+    ledger.clear()
+    yield
+    counts[stage] = CardCounts(ledger.num_waits, ledger.num_kernels, str(ledger))
+
+
+@contextmanager
+def one_loading_thread() -> Iterator[None]:
+    """Have the library read weights in this thread, the only one that the emulation sees."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def uneven(batch: int) -> list[int]:
+    """Return gammas as a pacer gives them: three different ones in turn."""
+    return [GAMMA - i % 3 for i in range(batch)]
+
+
+def table(checkpoint: Path, batch: int) -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield "| mode | batch | propose | verify | prepare |"
+    yield "|---|---|---|---|---|"
+    for name, mode in MODES.items():
+        for gammas, described in (([GAMMA], "1"), (uneven(batch), f"{batch}, uneven")):
+            found = count_round(checkpoint, mode, gammas)
+            yield f"| {name} | {described} | {' | '.join(map(str, found.values()))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--quick", action="store_true", help="a small batch")
+    parser.add_argument("--details", choices=MODES, help="waits by their place, of this mode alone")
+    parser.add_argument("--out", type=Path, help="write the page here, too")
+    args = parser.parse_args()
+    batch = 2 if args.quick else args.batch
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = checkpoints.make("llama", Path(directory) / "llama")
+        if args.details is not None:
+            for stage, found in count_round(checkpoint, MODES[args.details], uneven(batch)).items():
+                print(f"{stage}: {found.details}")
+            return
+        lines = "\n".join(table(checkpoint, batch))
+    text = (
+        f"{date.today()}, torch {torch.__version__}, an emulated card. Waits of the host and "
+        f"kernels that it launches in one steady round: a Llama of two layers, gamma up to {GAMMA}"
+        f", anticipation on, attention by torch.\n\n{lines}\n"
+    )
+    print(text)
+    if args.out:
+        args.out.write_text(
+            "# Waits and kernels on a card\n\n`python -m tests.support.card.rounds`\n\n" + text
+        )
+
+
+if __name__ == "__main__":
+    main()
