@@ -15,7 +15,13 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from specserve.cluster.placement import FIRST_RANK, Bundle, with_devices, with_draft_placement
+from specserve.cluster.placement import (
+    FIRST_RANK,
+    Bundle,
+    explain_distance,
+    with_devices,
+    with_draft_placement,
+)
 from specserve.cluster.process_state import process_runs_on
 from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarget, ReportExchange
 from specserve.cluster.supervisor import Worker, Workers, WorkerSupervisor, kill_process
@@ -208,7 +214,8 @@ class WorkerGroup:
         ranks = await _all_or_none(
             _open_worker(rank, self._keys, rendezvous, self._curve) for rank in started
         )
-        _warn_of_distance(ranks)
+        if distance := explain_distance([rank.ready.place for rank in ranks]):
+            log.warning("%s", distance)
         return ranks
 
     async def _open_drafter(self, started: _StartedWorker) -> Workers:
@@ -253,19 +260,6 @@ def _model_info(ranks: Workers) -> ModelInfo:
     info = ranks[0].ready.info
     assert info is not None
     return info
-
-
-def _warn_of_distance(ranks: Workers) -> None:
-    """Say that ranks on GPUs lie on several nodes, where every sum crosses the network."""
-    places = [rank.ready.place for rank in ranks]
-    nodes = {place.node for place in places}
-    if len(nodes) > 1 and any(place.accelerators for place in places):
-        log.warning(
-            "The %d ranks of the target lie on %d nodes, so every layer waits for the network; "
-            "free as many GPUs on one node, or keep other work away by target.label_selector.",
-            len(ranks),
-            len(nodes),
-        )
 
 
 def _create_host(bundle: Bundle, number: int) -> Any:

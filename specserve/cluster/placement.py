@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import Config, DraftConfig, TargetConfig
@@ -62,6 +63,15 @@ class NodeResources:
             for kind, amount in self.available.items()
         }
         return replace(self, available=available)
+
+
+class RankPlace(Protocol):
+    """Node and GPUs of a rank."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def accelerators(self) -> tuple[str, ...]: ...
 
 
 def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
@@ -196,6 +206,18 @@ def explain_waiting(waiting: Sequence[Bundle], nodes: Sequence[NodeResources]) -
         left[fitting[0]] = left[fitting[0]].without(bundle)
         placed.append(bundle.name)
     return None
+
+
+def explain_distance(ranks: Sequence[RankPlace]) -> str | None:
+    """Return what it costs that ranks on GPUs lie on several nodes; None if they do not."""
+    nodes = {rank.node for rank in ranks}
+    if len(nodes) == 1 or not any(rank.accelerators for rank in ranks):
+        return None
+    return (
+        f"The {len(ranks)} ranks of the target lie on {len(nodes)} nodes, so every layer waits for "
+        "the network; free as many GPUs on one node, or keep other work away by "
+        "target.label_selector."
+    )
 
 
 def has_room(wanted: tuple[Bundle, ...], available: Mapping[str, float]) -> bool:

@@ -30,10 +30,12 @@ log = logging.getLogger(__name__)
 LAST_CHUNK_S = 1.0
 FULL_RETRY_S = 0.5
 """Time between two attempts to resume a request while every queue is full."""
-# After an engine has refused a request, others are refused here for this long, or until one of
-# those that run has ended. A flood of refusals must not take the engine's time from the requests
-# that it serves.
-REFUSE_FOR_S = 0.25
+# While engines refuse requests, as many are sent to them as have ended, and one more each so many
+# seconds; others are refused here. An engine's refusal takes long beside its other work, and a
+# flood of them would take its time from the requests that it serves.
+PROBE_EVERY_S = 2.0
+FULL_FOR_S = 4.0
+"""Seconds after the last refusal of an engine, from which on all requests are sent again."""
 
 ChunkQueue = asyncio.Queue[Chunk | SpecserveError]
 
@@ -55,12 +57,13 @@ class EngineReplicas:
         self._replica_id, self._on_resume = replica_id, on_resume
         self._numbers = itertools.count()
         self._queues: dict[int, ChunkQueue] = {}
-        self._full_until, self._why_full = 0.0, ""
+        self._full_until, self._why_full, self._next_probe = 0.0, "", 0.0
+        self._num_ended = 0  # since an engine refused a request, less those that were sent since
         self._dispatch_task = asyncio.create_task(self._dispatch())
 
     def require_room(self) -> None:
-        """Raise Overloaded if an engine has just refused a request, and none has ended since."""
-        if time.monotonic() < self._full_until:
+        """Raise Overloaded if engines refuse requests, and no place has become free since."""
+        if not self._num_ended and time.monotonic() < min(self._full_until, self._next_probe):
             raise Overloaded(self._why_full)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
@@ -69,6 +72,10 @@ class EngineReplicas:
         A full queue refuses only a request that no engine has started.
         """
         self.require_room()
+        if self._num_ended:
+            self._num_ended -= 1
+        else:
+            self._next_probe = time.monotonic() + PROBE_EVERY_S
         resumable = ResumableRequest(request)
         while True:
             try:
@@ -86,7 +93,9 @@ class EngineReplicas:
                 self._on_resume()
             except (Overloaded, Unavailable) as error:
                 if isinstance(error, Overloaded):
-                    self._full_until, self._why_full = time.monotonic() + REFUSE_FOR_S, str(error)
+                    self._full_until, self._why_full = time.monotonic() + FULL_FOR_S, str(error)
+                    self._next_probe = time.monotonic() + PROBE_EVERY_S
+                    self._num_ended = 0
                 if not resumable.num_resumed:
                     raise
                 backoff = FULL_RETRY_S
@@ -112,7 +121,7 @@ class EngineReplicas:
         finally:
             del self._queues[number]
             if has_run:
-                self._full_until = 0.0
+                self._num_ended += 1
             if not ended and not watcher.done():
                 call.cancel()
             watcher.cancel()

@@ -9,12 +9,14 @@ from specserve.cluster.placement import (
     NodeResources,
     bundles,
     check_fits,
+    explain_distance,
     explain_waiting,
     gateway_bundle,
     has_room,
     with_devices,
     with_draft_placement,
 )
+from specserve.cluster.worker_host import WorkerPlace
 from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError
 
@@ -134,6 +136,17 @@ def test_gpus_of_a_cascade_are_numbered_as_its_worker_sees_them() -> None:
 def test_device_that_ray_cannot_give_is_refused(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         bundles(config_from_keys(keys), has_gpus=True)
+
+
+def test_ranks_whose_sums_cross_the_network_are_pointed_out() -> None:
+    def places(nodes: str, *gpus: str) -> list[WorkerPlace]:
+        return [WorkerPlace(node, 1, "cuda:0", gpus) for node in nodes]
+
+    assert explain_distance(places("aaaa", "0")) is None
+    assert explain_distance(places("aabb")) is None, "CPUs of a test's nodes"
+    found = explain_distance(places("aabb", "0"))
+    assert found is not None
+    assert "4 ranks of the target lie on 2 nodes" in found
 
 
 def test_nothing_is_asked_for_a_draft_that_there_is_not() -> None:

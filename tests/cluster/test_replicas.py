@@ -139,7 +139,7 @@ def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(
 def test_after_a_refusal_no_request_is_sent_to_a_full_engine_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specserve.cluster.replicas.REFUSE_FOR_S", 0.3)
+    monkeypatch.setattr("specserve.cluster.replicas.PROBE_EVERY_S", 0.3)
 
     async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
         async def refused() -> bool:
@@ -163,18 +163,18 @@ def test_after_a_refusal_no_request_is_sent_to_a_full_engine_for_a_moment(
     run(scenario)
 
 
-def test_a_request_that_ends_makes_room_for_the_next_at_once(
+def test_each_request_that_ends_lets_one_through_to_a_full_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specserve.cluster.replicas.REFUSE_FOR_S", 60.0)
+    monkeypatch.setattr("specserve.cluster.replicas.PROBE_EVERY_S", 60.0)
+    monkeypatch.setattr("specserve.cluster.replicas.FULL_FOR_S", 60.0)
 
     async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
-        async def served() -> list[Chunk]:
-            return [chunk async for chunk in replicas.generate(REQUEST)]
+        async def answered() -> bool:
+            return [chunk async for chunk in replicas.generate(REQUEST)] != []
 
-        running = asyncio.create_task(served())
-        await engine.called(1)
-        refused = asyncio.create_task(served())
+        running = asyncio.create_task(answered())
+        refused = asyncio.create_task(answered())
         await engine.called(2)
         engine.calls[1].result.set_result(Overloaded("the queue is full"))
         with pytest.raises(Overloaded):
@@ -183,7 +183,12 @@ def test_a_request_that_ends_makes_room_for_the_next_at_once(
             replicas.require_room()
         sender.send(Chunks((chunk(engine.numbers[0], 0, 5, FinishReason.LENGTH),)))
         assert await running
-        replicas.require_room()
+        next_one, other = (asyncio.create_task(answered()) for _ in range(2))
+        with pytest.raises(Overloaded):
+            await other
+        assert len(engine.calls) == 3, "one request ended, so one was sent"
+        sender.send(Chunks((chunk(engine.numbers[2], 0, 5, FinishReason.LENGTH),)))
+        assert await next_one
 
     run(scenario)
 
