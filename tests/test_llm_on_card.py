@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from specserve.demo.corpus import held_out_prompts
 from specserve.llm import LLM
+from specserve.sampling import truncation
 from specserve.sampling_params import Sampling
-from tests.support.card import emulated_cards
+from tests.support.card import emulated_cards, flashinfer
 from tests.support.card.rounds import one_loading_thread
 
 PROMPTS = held_out_prompts(count=3, length=60)
@@ -64,6 +66,28 @@ def test_verifiers_decide_as_on_the_cpu(verifier: str) -> None:
     expected = texts("cpu", SAMPLINGS["seeded"], **keys)
     with emulated_cards():
         assert texts("cuda", SAMPLINGS["seeded"], **keys) == expected
+
+
+def test_flashinfer_keeps_the_tokens_that_a_sort_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"speculation.gamma": 4}
+    expected = texts("cpu", SAMPLINGS["warped"], **keys)
+    monkeypatch.setattr(truncation, "SORTED_WIDTH", 0)
+    with emulated_cards() as ledger, flashinfer.installed():
+        assert texts("cuda", SAMPLINGS["warped"], **keys) == expected
+        assert ledger.kernels["renormalised"] > 20
+
+
+def test_flashinfer_that_keeps_other_tokens_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"speculation.gamma": 4}
+    expected = texts("cpu", SAMPLINGS["warped"], **keys)
+    monkeypatch.setattr(truncation, "SORTED_WIDTH", 0)
+    with emulated_cards(), flashinfer.installed():
+        kernels = sys.modules["flashinfer.sampling"]
+        monkeypatch.setattr(kernels, "top_p_renorm_probs", lambda p, _: p)
+        assert texts("cuda", SAMPLINGS["warped"], **keys) == expected
+    assert "by sorting: FlashInfer keeps" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["layer_skip", "bigram"])

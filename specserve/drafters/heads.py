@@ -19,7 +19,7 @@ from specserve.grammar.mask import TokenMask
 from specserve.grammar.matcher import GrammarMatcher
 from specserve.models.heads import Heads, load_heads
 from specserve.models.target import TargetModel
-from specserve.sampling.distribution import History
+from specserve.sampling.penalties import History
 from specserve.transfers import to_device
 from specserve.types import DraftStep, Proposal, SparseDistribution
 

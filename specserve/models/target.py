@@ -23,8 +23,10 @@ from specserve.models.model import ModelOptions, open_model
 from specserve.models.network import ShareableNetwork
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
-from specserve.sampling.distribution import History, WarpBatch, logprobs
+from specserve.sampling.distribution import WarpBatch, logprobs
 from specserve.sampling.drafts import DraftBatch
+from specserve.sampling.penalties import History
+from specserve.sampling.truncation import renormaliser_of
 from specserve.sampling.verify import RandomStreams, verify, verify_greedy
 from specserve.transfers import to_device, to_host
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
@@ -179,6 +181,8 @@ def open_target(
         returns_hidden=returns_hidden,
     )
     cache, spec = opened.runner.cache, opened.spec
+    if cache.device.type == "cuda":
+        renormaliser_of(cache.device)  # tried, and compiled, before anybody waits for it
     info = ModelInfo(
         vocab_size=spec.vocab_size,
         max_context=opened.max_context,

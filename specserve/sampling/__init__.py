@@ -6,7 +6,6 @@ It knows neither models nor rounds.
 from __future__ import annotations
 
 from specserve.sampling.distribution import (
-    History,
     WarpBatch,
     from_sparse_distribution,
     logprobs,
@@ -16,6 +15,7 @@ from specserve.sampling.distribution import (
 )
 from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.noise import Purpose, exponential, row_keys, seed_array, uniform
+from specserve.sampling.penalties import History
 from specserve.sampling.verify import VERIFIERS, RandomStreams, VerifyResult, verify_greedy
 
 __all__ = [

@@ -18,9 +18,10 @@ from torch import Tensor
 from specserve.drafters.cascade.sequence import TokenProbs
 from specserve.drafters.neural.draws import COUPLED_SUPPORT, ignore_ids, top_support
 from specserve.drafters.ranking import draw_mode
-from specserve.sampling.distribution import History, WarpBatch, sample
+from specserve.sampling.distribution import WarpBatch, sample
 from specserve.sampling.drafts import supports
 from specserve.sampling.noise import Purpose, exponential, row_keys, seed_array, uniform
+from specserve.sampling.penalties import History
 from specserve.sampling.verify import verify_greedy
 from specserve.types import Policy, SparseDistribution
 

@@ -17,7 +17,7 @@ from specserve.grammar.mask import TokenMask
 from specserve.grammar.matcher import GrammarMatcher
 from specserve.grammar.sequences import GrammarStates
 from specserve.models.runner import Runner
-from specserve.sampling.distribution import History
+from specserve.sampling.penalties import History
 from specserve.types import Policy, Step
 
 

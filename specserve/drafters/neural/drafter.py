@@ -21,7 +21,7 @@ from specserve.errors import OutOfPages
 from specserve.grammar.sequences import GrammarStates
 from specserve.models.cache import Fork
 from specserve.models.runner import Runner
-from specserve.sampling.distribution import History
+from specserve.sampling.penalties import History
 from specserve.types import DraftStep, Policy, Proposal, Step
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.sampling.distribution import (
-    History,
     WarpBatch,
     argmax,
     sample,
@@ -22,6 +21,7 @@ from specserve.sampling.distribution import (
 )
 from specserve.sampling.noise import Purpose, row_keys, seed_array
 from specserve.sampling.noise import exponential as exponential_noise
+from specserve.sampling.penalties import History
 from specserve.transfers import to_device, to_host
 from specserve.types import Policy, Warp
 

@@ -1,6 +1,6 @@
-"""A stand-in of FlashInfer's paged attention on emulated cards, with the checks of the original.
+"""A stand-in of FlashInfer on emulated cards, with the checks of the original.
 
-The checks are those of `flashinfer/prefill.py` of August 2026.
+The checks are those of its `prefill.py` and `sampling.py` of August 2026.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from specserve.sampling.truncation import renormaliser_of
 from tests.support.card.tensors import CARDS, CardTensor, launch
 
 
@@ -117,6 +118,38 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, plan: Any) -> Tensor:
     return out
 
 
+def top_k_renorm_probs(probs: Tensor, top_k: Tensor) -> Tensor:
+    assert isinstance(probs, CardTensor)
+    assert probs.dtype == torch.float32
+    assert top_k.dtype == torch.int32
+    assert top_k.shape == probs.shape[:1]
+
+    def renormalised(p: Tensor, k: Tensor) -> Tensor:
+        ranked = p.sort(dim=-1, descending=True).values
+        least = ranked.gather(1, k[:, None].long() - 1)
+        kept = p.where(p >= least, torch.zeros(()))
+        return kept / kept.sum(-1, keepdim=True)
+
+    out: Tensor = launch(CARDS[-1], renormalised, (probs, top_k), {})
+    return out
+
+
+def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
+    assert isinstance(probs, CardTensor)
+    assert top_p.dtype == torch.float32
+    assert top_p.shape == probs.shape[:1]
+
+    def renormalised(p: Tensor, mass: Tensor) -> Tensor:
+        ranked = p.sort(dim=-1, descending=True).values
+        before = ranked.double().cumsum(-1) - ranked
+        num_kept = (before < mass[:, None]).sum(-1, keepdim=True).clamp(min=1)
+        kept = p.where(p >= ranked.gather(1, num_kept - 1), torch.zeros(()))
+        return kept / kept.sum(-1, keepdim=True)
+
+    out: Tensor = launch(CARDS[-1], renormalised, (probs, top_p), {})
+    return out
+
+
 @contextmanager
 def installed(
     *, error: float = 0.0, dtypes: tuple[torch.dtype, ...] = FlashInferWrapper.dtypes
@@ -129,5 +162,15 @@ def installed(
     Wrapper.error, Wrapper.dtypes = error, dtypes
     module: Any = types.ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
-    with mock.patch.dict(sys.modules, {"flashinfer": module}):
-        yield
+    sampling: Any = types.ModuleType("flashinfer.sampling")
+    sampling.top_k_renorm_probs, sampling.top_p_renorm_probs = (
+        top_k_renorm_probs,
+        top_p_renorm_probs,
+    )
+    renormaliser_of.cache_clear()
+    modules = {"flashinfer": module, "flashinfer.sampling": sampling}
+    try:
+        with mock.patch.dict(sys.modules, modules):
+            yield
+    finally:
+        renormaliser_of.cache_clear()
