@@ -208,8 +208,9 @@ class WorkerGroup:
         )
         rendezvous = None
         if len(started) > 1:
-            # Downloads of different nodes may differ by more than ranks wait for one another.
-            await _all_or_none(_result(rank.host.find_checkpoint.remote()) for rank in started)
+            if self._curve is None:
+                # Downloads of different nodes may differ by more than ranks wait for one another.
+                await _all_or_none(_result(rank.host.find_checkpoint.remote()) for rank in started)
             rendezvous = await _result(started[0].host.open_rendezvous.remote())
         ranks = await _all_or_none(
             _open_worker(rank, self._keys, rendezvous, self._curve) for rank in started

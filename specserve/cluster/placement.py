@@ -102,13 +102,19 @@ def with_devices(config: Config, wanted: Sequence[Bundle]) -> Config:
     """Return the config with the devices that the workers of these bundles have.
 
     Ray shows a worker the GPUs of its own bundle, by numbers from 0 on, and hides none from a
-    worker whose bundle has no GPU.
+    worker whose bundle has no GPU. `auto` remains where the bundle has one, which may be declared
+    and not there.
     """
     target, draft = config.target, config.draft
-    of_rank = "cuda:0" if wanted[FIRST_RANK].resources.get("GPU") else "cpu"
+    of_rank = "cpu"
+    if wanted[FIRST_RANK].resources.get("GPU"):
+        of_rank = target.device if target.device == "auto" else FIRST_GPU
     if not draft.may_be_apart:
-        device = draft.device if draft.device == "cpu" else of_rank
-        draft = _with_device(draft, {part.device: device for part in draft.drafter_configs})
+        devices = {
+            part.device: of_rank if _on_gpu(part.device, True) else "cpu"
+            for part in draft.drafter_configs
+        }
+        draft = _with_device(draft, devices)
     elif wanted[-1].resources.get("GPU"):
         named = sorted(_named_gpus(draft, has_gpus=True))
         numbers = {name: f"cuda:{number}" for number, name in enumerate(named)}
@@ -117,6 +123,8 @@ def with_devices(config: Config, wanted: Sequence[Bundle]) -> Config:
             for part in draft.drafter_configs
             if part is draft or part.kind not in NGRAM_KINDS
         }
+        if devices.get("auto") == FIRST_GPU:
+            devices["auto"] = "auto"
         draft = _with_device(draft, devices)
     else:
         draft = _with_device(draft, {part.device: "cpu" for part in draft.drafter_configs})
@@ -209,7 +217,7 @@ def explain_waiting(waiting: Sequence[Bundle], nodes: Sequence[NodeResources]) -
 
 
 def explain_distance(ranks: Sequence[RankPlace]) -> str | None:
-    """Return what it costs that ranks on GPUs lie on several nodes; None if they do not."""
+    """Return a warning if ranks on GPUs lie on several nodes; None if they do not."""
     nodes = {rank.node for rank in ranks}
     if len(nodes) == 1 or not any(rank.accelerators for rank in ranks):
         return None
@@ -262,10 +270,13 @@ def _check_devices(target: TargetConfig, draft: DraftConfig) -> None:
             f"target.device {target.device} names one GPU of a machine, and Ray gives each rank "
             "its own; write cuda"
         )
-    if draft.num_gpus == 0 and _named_gpus(draft, has_gpus=False):
+    named = sorted(_named_gpus(draft, has_gpus=False))
+    # A draft on one GPU may have a part of it; on several it has them whole.
+    enough = len(named) <= 1 or (draft.num_gpus or 0) >= len(named)
+    if draft.num_gpus is not None and named and not (draft.num_gpus and enough):
         raise ConfigError(
-            f"draft.num_gpus is 0, and draft.device is {draft.device}; leave draft.num_gpus out, "
-            "or set draft.device to cpu"
+            f"draft.num_gpus is {draft.num_gpus:g}, and the draft names {', '.join(named)}; leave "
+            "draft.num_gpus out, or set devices to cpu"
         )
 
 

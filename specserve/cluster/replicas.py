@@ -58,20 +58,24 @@ class EngineReplicas:
         self._numbers = itertools.count()
         self._queues: dict[int, ChunkQueue] = {}
         self._full_until, self._why_full, self._next_probe = 0.0, "", 0.0
-        self._num_ended = 0  # since an engine refused a request, less those that were sent since
+        # Streams that have ended since an engine refused a request, less those that began since.
+        self._num_ended = 0
         self._dispatch_task = asyncio.create_task(self._dispatch())
 
     def require_room(self) -> None:
-        """Raise Overloaded if engines refuse requests, and no place has become free since."""
+        """Raise Overloaded if engines refuse requests, and no place has become free since.
+
+        One request may ask them all the same every PROBE_EVERY_S, and all may after FULL_FOR_S.
+        """
         if not self._num_ended and time.monotonic() < min(self._full_until, self._next_probe):
             raise Overloaded(self._why_full)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a request, from one engine after another if engines are lost.
 
-        A full queue refuses only a request that no engine has started.
+        A full queue refuses only a request that no engine has started. Ask `require_room` before
+        the first continuation of a request; the others may follow.
         """
-        self.require_room()
         if self._num_ended:
             self._num_ended -= 1
         else:
@@ -110,18 +114,21 @@ class EngineReplicas:
         self._queues[number] = queue
         call = self._engine.generate.remote(request, number, self._receiver.address)
         watcher = asyncio.create_task(_watch_call(call, queue))
-        has_run = ended = False
+        ended = frees_place = False
         try:
             while not ended:
                 chunk = await queue.get()
-                if isinstance(chunk, SpecserveError):
+                if isinstance(chunk, SpecserveError):  # refused, or lost with its engine
                     raise chunk
-                has_run, ended = True, chunk.finish is not None
+                ended = chunk.finish is not None
                 yield chunk
+            frees_place = True
+        except (GeneratorExit, asyncio.CancelledError):
+            frees_place = True
+            raise
         finally:
             del self._queues[number]
-            if has_run:
-                self._num_ended += 1
+            self._num_ended += frees_place
             if not ended and not watcher.done():
                 call.cancel()
             watcher.cancel()

@@ -24,21 +24,38 @@ from specserve.models.attention import (
 from specserve.models.layout import Geometry, Layout, Runs, Writes
 from specserve.models.planner import Planner, key_block_size
 
-WORKSPACE_BYTES = 2**27
+WORKSPACE_BYTES = 2**28  # sums of keys that are divided among blocks; 2**27 is too little
 UNDIVIDED = 2**31
 """Rows of a run, so that no sequence is divided into several."""
 TOLERANCE = 2**-5
 """Error of a trial's results, as a share of the largest."""
-TRIAL_LENGTHS, TRIAL_COUNTS = (40, 21, 17), (1, 5, 17)
-"""Keys and rows of a trial's sequences: decoding, verification, a prompt."""
+TRIAL_LENGTHS, TRIAL_COUNTS = (1300, 421, 17), (1, 5, 17)
+"""Keys and rows of a trial's sequences: decoding, verification, a prompt.
+
+Kernels divide the keys of the first among blocks.
+"""
+TRIAL_WINDOW = 8
 
 
 @dataclass(slots=True)
 class _Plan:
-    """FlashInfer's wrapper for one kind of layer, and the pass that it is planned for."""
+    """FlashInfer's wrapper for one kind of layer, and the pass that it is planned for.
+
+    A plan is copied to the card from memory of the wrapper, which the next plan overwrites, so
+    that must wait for the copy.
+    """
 
     wrapper: Any
     runs: Runs | None = None
+    copied: Any = None  # an event behind the copy
+
+
+@dataclass(slots=True)
+class _Plans:
+    """Two plans for one kind of layer, used in turn: one pass may be planned ahead of another."""
+
+    plans: list[_Plan]
+    newest: int = 0
 
 
 class FlashInferAttention:
@@ -51,7 +68,8 @@ class FlashInferAttention:
     ) -> None:
         self._make_wrapper, self.page_size = make_wrapper, page_size
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._plans: dict[tuple[float, int | None, float | None], _Plan] = {}
+        self._device = device
+        self._plans: dict[tuple[float, int | None, float | None], _Plans] = {}
 
     def attend(
         self,
@@ -78,10 +96,15 @@ class FlashInferAttention:
         """Return the plan for layers of this kind, made for this pass."""
         key = (variant.scaling, variant.window, variant.softcap)
         if key not in self._plans:
-            self._plans[key] = _Plan(self._make_wrapper(self._workspace, "NHD"))
-        plan = self._plans[key]
-        if plan.runs is runs:
-            return plan
+            wrappers = [self._make_wrapper(self._workspace, "NHD") for _ in range(2)]
+            self._plans[key] = _Plans([_Plan(wrapper) for wrapper in wrappers])
+        both = self._plans[key]
+        if both.plans[both.newest].runs is runs:
+            return both.plans[both.newest]
+        both.newest = 1 - both.newest
+        plan = both.plans[both.newest]
+        if plan.copied is not None:
+            plan.copied.synchronize()
         row_starts, page_starts, pages, last = _page_lists(runs, self.page_size)
         plan.wrapper.plan(
             row_starts,
@@ -101,7 +124,8 @@ class FlashInferAttention:
             kv_data_type=pools[0].dtype,
             non_blocking=True,
         )
-        plan.runs = runs
+        plan.runs, plan.copied = runs, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        plan.copied.record(torch.cuda.current_stream(self._device))
         return plan
 
 
@@ -124,7 +148,7 @@ def find_flashinfer() -> tuple[Callable[..., Any] | None, str]:
     """Return the class of FlashInfer's wrappers; if there is none, why not."""
     try:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # a build for another torch raises whatever it likes
         return None, f"{type(error).__name__}: {error}"
     return BatchPrefillWithPagedKVCacheWrapper, ""
 
@@ -144,10 +168,9 @@ def fault_in(
     """Compare a way to attend with the invariant one on a small batch, and say what is wrong."""
     lengths, counts = np.array(TRIAL_LENGTHS), np.array(TRIAL_COUNTS)
     block = key_block_size(kv_heads * min(head_dim, v_head_dim))
-    width = -(-block // page_size)
-    writes = Writes(
-        lengths - counts, counts, np.arange(len(counts) * width).reshape(len(counts), width)
-    )
+    width = -(-max(TRIAL_LENGTHS) // block) * block // page_size + 1
+    pages = np.random.default_rng(0).permutation(len(counts) * width)
+    writes = Writes(lengths - counts, counts, pages.reshape(len(counts), width))
     generator = torch.Generator().manual_seed(0)
 
     def random(rows: int, heads: int, dim: int) -> Tensor:

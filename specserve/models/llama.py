@@ -184,7 +184,7 @@ def _compile(
     layers: Sequence[FusedLayer], keys: Sequence[Tensor], values: Sequence[Tensor]
 ) -> CompiledLayers | Literal[False]:
     """Return these layers as compiled code; False if they are none that it takes."""
-    if not layers or layers[0].attention.run_rows is None:
+    if not layers or not layers[0].attention.rotates:  # as compiled attention alone does
         return False
     from specserve.models.compiled_layers import CompiledLayers, can_compile
 

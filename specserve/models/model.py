@@ -33,6 +33,7 @@ from specserve.models.checkpoints.load import (
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
 from specserve.models.flashinfer_attention import (
+    TRIAL_WINDOW,
     FlashInferAttention,
     fault_in,
     find_flashinfer,
@@ -245,7 +246,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _attention_name(options: ModelOptions, device: torch.device, dtype: torch.dtype) -> str:
-    """Return which attention is used: `auto` is row-invariant on CPUs, and the fastest on GPUs.
+    """Return which attention is wanted: on GPUs `auto` until the model is there to try it with.
 
     Raises ConfigError for one that does not run here.
     """
@@ -324,11 +325,11 @@ def _flashinfer(
 
 
 def variants_of(config: Any, spec: Architecture) -> tuple[AttentionVariant, ...]:
-    """Return the kinds of attention that a model's layers may have."""
+    """Return the kinds of attention that a model's layers may have, for a trial."""
     softcap = getattr(config, "attn_logit_softcapping", None)
     plain = AttentionVariant(spec.head_dim**-0.5, None, softcap)
     window = getattr(config, "sliding_window", None)
-    return (plain,) if window is None else (plain, replace(plain, window=window))
+    return (plain,) if window is None else (plain, replace(plain, window=TRIAL_WINDOW))
 
 
 def _num_pages(

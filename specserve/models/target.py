@@ -7,7 +7,7 @@ of every pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -230,25 +230,30 @@ def _logprobs(
 
     They do not depend on who proposed the token.
     """
-    if all(step.policy.logprobs is None for step in steps):
-        return [None] * len(steps)
     firsts = [0, *accumulate(len(step.drafts) + 1 for step in steps)]
-    rows, tokens, counts = list[int](), list[int](), list[int]()
-    for step, first, (accepted, token) in zip(steps, firsts, outcomes, strict=False):
-        counts.append(0 if step.policy.logprobs is None else accepted + 1)
-        if counts[-1]:
-            rows += range(first, first + accepted + 1)
-            tokens += (*step.drafts[:accepted], token)
-    where, committed = to_device(np.array([rows, tokens]), logits.device)
-    most = max(step.policy.logprobs or 0 for step in steps)
-    found = iter(logprobs(logits[where], committed, most))
-    return [
-        None
-        if step.policy.logprobs is None
-        else tuple(_with_fewer(next(found), step.policy.logprobs) for _ in range(count))
-        for step, count in zip(steps, counts, strict=True)
-    ]
+    groups: dict[int, list[int]] = {}  # steps that are computed together
+    for i, step in enumerate(steps):
+        if step.policy.logprobs is not None:
+            # On a CPU, where there is no device to wait for, each by itself.
+            groups.setdefault(i if logits.is_cpu else step.policy.logprobs, []).append(i)
+    found: list[tuple[Logprobs, ...] | None] = [None] * len(steps)
+    for group in groups.values():
+        counts = [outcomes[i][0] + 1 for i in group]
+        rows = [
+            row
+            for i, n in zip(group, counts, strict=True)
+            for row in range(firsts[i], firsts[i] + n)
+        ]
+        tokens = [token for i in group for token in _committed(steps[i], outcomes[i])]
+        where, committed = to_device(np.array([rows, tokens]), logits.device)
+        num_top = steps[group[0]].policy.logprobs
+        assert num_top is not None
+        computed = iter(logprobs(logits[where], committed, num_top))
+        for i, count in zip(group, counts, strict=True):
+            found[i] = tuple(next(computed) for _ in range(count))
+    return found
 
 
-def _with_fewer(found: Logprobs, num_top: int) -> Logprobs:
-    return replace(found, top_ids=found.top_ids[:num_top], top=found.top[:num_top])
+def _committed(step: VerifyStep, outcome: tuple[int, int]) -> tuple[int, ...]:
+    accepted, token = outcome
+    return (*step.drafts[:accepted], token)

@@ -94,13 +94,15 @@ def test_heads_cannot_be_apart() -> None:
     ("keys", "has_gpus", "target", "draft"),
     [
         ({}, False, "cpu", "cpu"),
-        ({}, True, "cuda:0", "cuda:0"),
-        ({"target.device": "cpu"}, True, "cpu", "cuda:0"),
-        ({"draft.device": "cpu"}, True, "cuda:0", "cpu"),
-        ({"draft.num_gpus": 0}, True, "cuda:0", "cpu"),
-        ({"draft.num_gpus": 0.25}, True, "cuda:0", "cuda:0"),
-        ({"draft.device": "cuda:1"}, True, "cuda:0", "cuda:0"),
-        ({"draft.placement": "together"}, True, "cuda:0", "cuda:0"),
+        ({}, True, "auto", "auto"),
+        ({"target.device": "cuda"}, True, "cuda:0", "auto"),
+        ({"target.device": "cpu"}, True, "cpu", "auto"),
+        ({"draft.device": "cpu"}, True, "auto", "cpu"),
+        ({"draft.num_gpus": 0}, True, "auto", "cpu"),
+        ({"draft.num_gpus": 0.25}, True, "auto", "auto"),
+        ({"draft.device": "cuda:1"}, True, "auto", "cuda:0"),
+        ({"draft.placement": "together"}, True, "auto", "auto"),
+        ({"draft.placement": "together", "target.device": "cuda"}, True, "cuda:0", "cuda:0"),
         ({"draft.placement": "together"}, False, "cpu", "cpu"),
     ],
 )
@@ -130,7 +132,15 @@ def test_gpus_of_a_cascade_are_numbered_as_its_worker_sees_them() -> None:
     ("keys", "message"),
     [
         ({"target.device": "cuda:1"}, "names one GPU of a machine, .* write cuda"),
-        ({"draft.device": "cuda", "draft.num_gpus": 0}, "draft.num_gpus is 0, and draft.device"),
+        ({"draft.device": "cuda", "draft.num_gpus": 0}, "draft.num_gpus is 0, .* names cuda:0"),
+        (
+            {
+                "draft.kind": "horizontal",
+                "draft.num_gpus": 1,
+                "draft.stages": [{"path": "a", "device": f"cuda:{n}"} for n in range(2)],
+            },
+            "draft.num_gpus is 1, .* names cuda:0, cuda:1",
+        ),
     ],
 )
 def test_device_that_ray_cannot_give_is_refused(keys: dict[str, object], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -139,11 +140,12 @@ def test_a_call_that_ends_without_a_last_chunk_is_an_error_of_the_request(
 def test_after_a_refusal_no_request_is_sent_to_a_full_engine_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("specserve.cluster.replicas.PROBE_EVERY_S", 0.3)
+    monkeypatch.setattr("specserve.cluster.replicas.PROBE_EVERY_S", 1.0)
 
     async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
         async def refused() -> bool:
             try:
+                replicas.require_room()  # as the gateway does before it reads the request
                 return [chunk async for chunk in replicas.generate(REQUEST)] == []
             except Overloaded:
                 return True
@@ -154,7 +156,7 @@ def test_after_a_refusal_no_request_is_sent_to_a_full_engine_for_a_moment(
         assert await first
         assert await refused()
         assert len(engine.calls) == 1, "the second was refused without a call"
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.0)
         late = asyncio.create_task(refused())
         await engine.called(2)
         sender.send(Chunks((chunk(engine.numbers[1], 0, 5, FinishReason.LENGTH),)))
@@ -171,6 +173,7 @@ def test_each_request_that_ends_lets_one_through_to_a_full_engine(
 
     async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
         async def answered() -> bool:
+            replicas.require_room()
             return [chunk async for chunk in replicas.generate(REQUEST)] != []
 
         running = asyncio.create_task(answered())
@@ -187,7 +190,13 @@ def test_each_request_that_ends_lets_one_through_to_a_full_engine(
         with pytest.raises(Overloaded):
             await other
         assert len(engine.calls) == 3, "one request ended, so one was sent"
-        sender.send(Chunks((chunk(engine.numbers[2], 0, 5, FinishReason.LENGTH),)))
+        next_one.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await next_one
+        next_one = asyncio.create_task(answered())
+        await engine.called(4)
+        assert len(engine.calls) == 4, "one that waited was cancelled, so one was sent"
+        sender.send(Chunks((chunk(engine.numbers[3], 0, 5, FinishReason.LENGTH),)))
         assert await next_one
 
     run(scenario)

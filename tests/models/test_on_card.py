@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from specserve.errors import ConfigError
 from specserve.models import graphs
@@ -217,6 +218,36 @@ def test_weights_reach_the_card_one_tensor_at_a_time(
         )
     assert len(alive) > 10
     assert most <= 2, "the one that was read last, and the one before it"
+
+
+def test_whole_model_is_loaded_onto_the_card_by_the_library(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library puts each tensor where `device_map` says as soon as it is read."""
+    given = []
+    read = AutoModelForCausalLM.from_pretrained
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        given.append(options["device_map"])
+        return read(*args, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", recorded)
+    with emulated_cards():
+        runner(checkpoint(directory, "llama"), "cuda")
+    runner(checkpoint(directory, "llama"), "cpu")
+    assert given == [{"": torch.device("cuda", 0)}, None]
+
+
+def test_flashinfer_needs_no_compiler_for_the_processor(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = [name for name in sys.modules if name.startswith("specserve.models.compiled")]
+    for name in ("llvmlite", "llvmlite.ir", *loaded):
+        monkeypatch.setitem(sys.modules, name, None)
+    with emulated_cards(), flashinfer.installed():
+        model = runner(checkpoint(directory, "llama"), "cuda", dtype="bfloat16")
+        assert model.planner.geometry.run_rows is not None
+        decoded(model, (1, 1, 1), turns=1)
 
 
 def test_device_that_is_not_there_is_refused(directory: Path) -> None:

@@ -26,6 +26,7 @@ from specserve.sampling import (
     truncate_to_support,
 )
 from specserve.types import Warp
+from tests.support.card import emulated_cards
 
 VOCAB = 300
 WARPS = [
@@ -81,6 +82,25 @@ def transformers_p(row: torch.Tensor, warp: Warp, context: list[int]) -> torch.T
 
 def history(length: int, drafts: tuple[int, ...] = (), *, prompt_length: int = 5) -> History:
     return History(np.random.default_rng(length).integers(0, VOCAB, length), prompt_length, drafts)
+
+
+def test_a_card_warps_a_mixed_batch_as_the_cpu_does() -> None:
+    penalised = Warp(presence_penalty=0.7, frequency_penalty=0.4, repetition_penalty=1.2)
+    warps = [*WARPS, penalised, Warp(frequency_penalty=-0.5, logit_bias=((3, 2.0),))]
+    drafts = [tuple(range(30, 30 + i % 4)) for i in range(len(warps))]
+    histories = [history(40 + i, row_drafts) for i, row_drafts in enumerate(drafts)]
+    num_rows = [len(row_drafts) + 1 for row_drafts in drafts]
+    logits = some_logits(sum(num_rows))
+    expected = WarpBatch(warps, num_rows, histories).probabilities(logits)
+    one_row = WarpBatch(warps, [1] * len(warps), [history(40, (7,)) for _ in warps])
+    drawn = torch.tensor([[30, 31, 30]]).expand(len(warps), -1)
+    drafting = one_row.probabilities(logits[: len(warps)], drawn)
+    with emulated_cards():
+        found = WarpBatch(warps, num_rows, histories).probabilities(logits.to("cuda:0")).cpu()
+        one_row = WarpBatch(warps, [1] * len(warps), [history(40, (7,)) for _ in warps])
+        on_card = one_row.probabilities(logits[: len(warps)].to("cuda:0"), drawn.to("cuda:0")).cpu()
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(on_card, drafting, rtol=2e-5, atol=1e-7)
 
 
 def test_p_of_a_mixed_batch_equals_transformers_row_by_row() -> None:

@@ -3,7 +3,8 @@
 They need neither a driver nor a CUDA build of torch, and show what a card refuses (tensors of
 different devices, a read of the host during a capture), what the host waits for, how many kernels
 run, and what a captured graph computes when it is replayed. They show nothing of the kernels that a
-card would choose, of their rounding, of the time that they take, or of NCCL.
+card would choose, of their rounding, of the time that they take, of NCCL, or of what streams do at
+the same time: an event has always come, and a copy has always ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.support.card.ledger import CardError, Ledger
-from tests.support.card.tensors import CARDS, CardMode, Cards, CardTensor, Recording, to_card
+from tests.support.card.tensors import CARDS, Cards, CardTensor, FactoryMode, Recording, to_card
 
 __all__ = ["CardError", "CardTensor", "Ledger", "emulated_cards"]
 
@@ -34,6 +35,14 @@ class CardStream:
 
     def synchronize(self) -> None:
         CARDS[-1].wait("synchronize", 0)
+
+
+class CardEvent:
+    """An event, which has always come."""
+
+    def record(self, stream: CardStream) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
 class CardGraph:
@@ -98,13 +107,14 @@ def emulated_cards(
 
     def pin(host: Tensor, *_: object) -> Tensor:
         pinned = host.clone()
-        cards.pinned.add(pinned.untyped_storage().data_ptr())
+        cards.pinned[pinned.untyped_storage().data_ptr()] = pinned
         return pinned
 
     with (
         mock.patch.multiple(
             torch.cuda,
             CUDAGraph=CardGraph,
+            Event=CardEvent,
             Stream=CardStream,
             current_device=lambda: cards.current,
             current_stream=lambda device=None: CardStream(device),
@@ -128,7 +138,7 @@ def emulated_cards(
         ),
         mock.patch.object(torch, "tensor", tensor),
         mock.patch.object(Tensor, "pin_memory", pin),
-        CardMode(),  # type: ignore[no-untyped-call]
+        FactoryMode(),  # type: ignore[no-untyped-call]
     ):
         CARDS.append(cards)
         try:

@@ -54,7 +54,8 @@ class Cards:
         self.count, self.current = count, 0
         self.ledger = Ledger()
         self.recordings: list[Recording] = []  # of the captures under way
-        self.pinned: set[int] = set()  # addresses of memory that a card can copy from by itself
+        # Memory that a card copies from by itself, by its address; kept, so that no other gets it.
+        self.pinned: dict[int, Tensor] = {}
         self.makers: list[int] = []  # cards of the tensors whose functions are running
 
     def number_of(self, device: Any) -> int | None:
@@ -199,7 +200,7 @@ class CardTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
-class CardMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FactoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Catches operations that make tensors of a card out of none."""
 
     def __torch_dispatch__(
