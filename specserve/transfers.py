@@ -1,4 +1,7 @@
-"""Copies between the host and a device, with as few waits of the host as can be."""
+"""Copies between the host and a device, with as few waits of the host as can be.
+
+Knows tensors and arrays, no models.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+DTYPES = {torch.int64: np.int64, torch.float32: np.float32}
+"""Types that are fetched from devices."""
 
 
 def to_device(array: NDArray[Any], device: torch.device | str) -> Tensor:
@@ -32,10 +38,6 @@ def to_host(*tensors: Tensor) -> list[NDArray[Any]]:
     ends = accumulate((len(part) for part in parts), initial=0)
     arrays = [joined[first:stop] for first, stop in pairwise(ends)]
     return [
-        np.frombuffer(array.tobytes(), DTYPES[tensor.dtype]).reshape(tensor.shape)
+        array.copy().view(DTYPES[tensor.dtype]).reshape(tensor.shape)  # copied: aligned
         for array, tensor in zip(arrays, tensors, strict=True)
     ]
-
-
-DTYPES = {torch.int64: np.int64, torch.float32: np.float32}
-"""Types that are fetched from devices."""

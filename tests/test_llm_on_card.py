@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +13,6 @@ from specserve.llm import LLM
 from specserve.sampling import truncation
 from specserve.sampling_params import Sampling
 from tests.support.card import emulated_cards, flashinfer
-from tests.support.card.rounds import one_loading_thread
 
 PROMPTS = held_out_prompts(count=3, length=60)
 IN_FP32 = {"target.dtype": "float32", "draft.dtype": "float32", "cache.pages": 400}
@@ -32,12 +31,6 @@ SAMPLINGS: Mapping[str, Sampling] = {
         ignore_eos=True,
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_loading_thread():
-        yield
 
 
 def texts(device: str, sampling: Sampling, **keys: Any) -> list[tuple[tuple[int, ...], int]]:

@@ -215,7 +215,8 @@ class WorkerGroup:
         ranks = await _all_or_none(
             _open_worker(rank, self._keys, rendezvous, self._curve) for rank in started
         )
-        if distance := explain_distance([rank.ready.place for rank in ranks]):
+        places = [rank.ready.place for rank in ranks]
+        if distance := explain_distance([place.node for place in places if place.accelerators]):
             log.warning("%s", distance)
         return ranks
 

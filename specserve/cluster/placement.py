@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import Config, DraftConfig, TargetConfig
@@ -63,15 +62,6 @@ class NodeResources:
             for kind, amount in self.available.items()
         }
         return replace(self, available=available)
-
-
-class RankPlace(Protocol):
-    """Node and GPUs of a rank."""
-
-    @property
-    def node(self) -> str: ...
-    @property
-    def accelerators(self) -> tuple[str, ...]: ...
 
 
 def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
@@ -216,13 +206,13 @@ def explain_waiting(waiting: Sequence[Bundle], nodes: Sequence[NodeResources]) -
     return None
 
 
-def explain_distance(ranks: Sequence[RankPlace]) -> str | None:
-    """Return a warning if ranks on GPUs lie on several nodes; None if they do not."""
-    nodes = {rank.node for rank in ranks}
-    if len(nodes) == 1 or not any(rank.accelerators for rank in ranks):
+def explain_distance(nodes: Sequence[str]) -> str | None:
+    """Return a warning if the nodes of ranks on GPUs are several; None if they are not."""
+    num_nodes = len(set(nodes))
+    if num_nodes < 2:
         return None
     return (
-        f"The {len(ranks)} ranks of the target lie on {len(nodes)} nodes, so every layer waits for "
+        f"The {len(nodes)} ranks of the target lie on {num_nodes} nodes, so every layer waits for "
         "the network; free as many GPUs on one node, or keep other work away by "
         "target.label_selector."
     )
@@ -271,9 +261,10 @@ def _check_devices(target: TargetConfig, draft: DraftConfig) -> None:
             "its own; write cuda"
         )
     named = sorted(_named_gpus(draft, has_gpus=False))
+    if draft.num_gpus is None or not named:
+        return
     # A draft on one GPU may have a part of it; on several it has them whole.
-    enough = len(named) <= 1 or (draft.num_gpus or 0) >= len(named)
-    if draft.num_gpus is not None and named and not (draft.num_gpus and enough):
+    if draft.num_gpus == 0 or (len(named) > 1 and draft.num_gpus < len(named)):
         raise ConfigError(
             f"draft.num_gpus is {draft.num_gpus:g}, and the draft names {', '.join(named)}; leave "
             "draft.num_gpus out, or set devices to cpu"

@@ -114,18 +114,15 @@ class EngineReplicas:
         self._queues[number] = queue
         call = self._engine.generate.remote(request, number, self._receiver.address)
         watcher = asyncio.create_task(_watch_call(call, queue))
-        ended = frees_place = False
+        ended, frees_place = False, True
         try:
             while not ended:
                 chunk = await queue.get()
                 if isinstance(chunk, SpecserveError):  # refused, or lost with its engine
+                    frees_place = False
                     raise chunk
                 ended = chunk.finish is not None
                 yield chunk
-            frees_place = True
-        except (GeneratorExit, asyncio.CancelledError):
-            frees_place = True
-            raise
         finally:
             del self._queues[number]
             self._num_ended += frees_place

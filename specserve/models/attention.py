@@ -109,9 +109,14 @@ class GroupedAttention:
         rotation: Rotation | None = None,
     ) -> Tensor:
         assert rotation is None
-        keys.index_copy_(0, layout.slots, k)
-        values.index_copy_(0, layout.slots, v)
+        write_cache(layout, keys, values, k, v)
         return attend_cached(layout.groups, keys, values, q, variant=variant, kernel=self.kernel)
+
+
+def write_cache(layout: Layout, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write k and v [rows, kv_heads, dim] of a pass into the pools of a layer."""
+    keys.index_copy_(0, layout.slots, k)
+    values.index_copy_(0, layout.slots, v)
 
 
 def attend_cached(

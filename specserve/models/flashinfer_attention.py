@@ -7,8 +7,8 @@ a pass without padding. Not row-invariant. FlashInfer is an optional dependency.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,10 +20,17 @@ from specserve.models.attention import (
     GroupedAttention,
     Rotation,
     invariant_kernel,
+    write_cache,
 )
 from specserve.models.layout import Geometry, Layout, Runs, Writes
 from specserve.models.planner import Planner, key_block_size
 
+if TYPE_CHECKING:
+    from specserve.models.checkpoints.load import LoadedModel
+
+TYPES = (torch.bfloat16, torch.float16)
+WITH_SINKS = ("gpt_oss",)
+"""Architectures whose softmax has logits without values."""
 WORKSPACE_BYTES = 2**28  # sums of keys that are divided among blocks; 2**27 is too little
 UNDIVIDED = 2**31
 """Rows of a run, so that no sequence is divided into several."""
@@ -35,6 +42,10 @@ TRIAL_LENGTHS, TRIAL_COUNTS = (1300, 421, 17), (1, 5, 17)
 Kernels divide the keys of the first among blocks.
 """
 TRIAL_WINDOW = 8
+
+
+class FlashInferUnusable(Exception):
+    """FlashInfer is not there, fails, or computes something else; says which."""
 
 
 @dataclass(slots=True)
@@ -84,8 +95,7 @@ class FlashInferAttention:
     ) -> Tensor:
         assert rotation is None
         assert layout.runs is not None
-        keys.index_copy_(0, layout.slots, k)
-        values.index_copy_(0, layout.slots, v)
+        write_cache(layout, keys, values, k, v)
         pools = tuple(pool.view(-1, self.page_size, *pool.shape[1:]) for pool in (keys, values))
         plan = self._planned(layout.runs, q, pools, variant)
         return plan.wrapper.run(q.contiguous(), pools)  # type: ignore[no-any-return]
@@ -144,30 +154,51 @@ def _starts(sizes: Any) -> Any:
     return np.concatenate([[0], np.cumsum(sizes)])
 
 
-def find_flashinfer() -> tuple[Callable[..., Any] | None, str]:
-    """Return the class of FlashInfer's wrappers; if there is none, why not."""
+def find_flashinfer() -> Callable[..., Any]:
+    """Return the class of FlashInfer's wrappers. Raises FlashInferUnusable."""
     try:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
     except Exception as error:  # a build for another torch raises whatever it likes
-        return None, f"{type(error).__name__}: {error}"
-    return BatchPrefillWithPagedKVCacheWrapper, ""
+        raise FlashInferUnusable(f"{type(error).__name__}: {error}") from error
+    return BatchPrefillWithPagedKVCacheWrapper  # type: ignore[no-any-return]
 
 
-def fault_in(
-    attention: Attention,
-    variants: tuple[AttentionVariant, ...],
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
+def open_flashinfer(
+    loaded: LoadedModel, page_size: int, dtype: torch.dtype, device: torch.device
+) -> FlashInferAttention:
+    """Return FlashInfer's attention for a model, after a trial.
+
+    Raises FlashInferUnusable if it is not there, fails, or computes something else.
+    """
+    make_wrapper = find_flashinfer()
+    if dtype not in TYPES:
+        raise FlashInferUnusable("it computes in bfloat16 and float16 only")
+    if loaded.config.model_type in WITH_SINKS:
+        raise FlashInferUnusable("its kernels know no sinks")
+    attention = FlashInferAttention(make_wrapper, page_size=page_size, device=device)
+    try:
+        error = _error(attention, loaded, page_size, dtype, device)
+    except Exception as raised:  # compilers, drivers and kernels raise whatever they like
+        raise FlashInferUnusable(f"{type(raised).__name__}: {raised}") from raised
+    if not error <= TOLERANCE:
+        raise FlashInferUnusable(f"its results are off by {error:.2g} of the largest")
+    return attention
+
+
+def _error(
+    attention: FlashInferAttention,
+    loaded: LoadedModel,
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> str | None:
-    """Compare a way to attend with the invariant one on a small batch, and say what is wrong."""
+) -> float:
+    """Return how far its results are from the invariant ones on a small batch.
+
+    The largest differences of each kind of layer are added up, as shares of the largest result.
+    """
+    spec = loaded.spec
     lengths, counts = np.array(TRIAL_LENGTHS), np.array(TRIAL_COUNTS)
-    block = key_block_size(kv_heads * min(head_dim, v_head_dim))
+    block = key_block_size(spec.kv_heads * min(spec.head_dim, spec.v_head_dim))
     width = -(-max(TRIAL_LENGTHS) // block) * block // page_size + 1
     pages = np.random.default_rng(0).permutation(len(counts) * width)
     writes = Writes(lengths - counts, counts, pages.reshape(len(counts), width))
@@ -176,23 +207,27 @@ def fault_in(
     def random(rows: int, heads: int, dim: int) -> Tensor:
         return torch.randn(rows, heads, dim, generator=generator).to(dtype).to(device)
 
-    slots = len(counts) * width * page_size
-    keys, values = random(slots, kv_heads, head_dim), random(slots, kv_heads, v_head_dim)
-    rows = int(counts.sum())
-    q = random(rows, heads, head_dim)
-    k, v = random(rows, kv_heads, head_dim), random(rows, kv_heads, v_head_dim)
+    slots, rows = len(counts) * width * page_size, int(counts.sum())
+    keys, k = (random(n, spec.kv_heads, spec.head_dim) for n in (slots, rows))
+    values, v = (random(n, spec.kv_heads, spec.v_head_dim) for n in (slots, rows))
+    q = random(rows, spec.num_heads, spec.head_dim)
 
     def attended(way: Attention, variant: AttentionVariant) -> Tensor:
-        geometry = Geometry(page_size, kv_heads, block, device, way.run_rows)
+        geometry = Geometry(page_size, spec.kv_heads, block, device, way.run_rows)
         layout = Planner(geometry).lay_out(writes)
         return way.attend(layout, keys.clone(), values.clone(), q, k, v, variant).float()
 
-    try:
-        for variant in variants:
-            expected = attended(GroupedAttention(invariant_kernel), variant)
-            error = (attended(attention, variant) - expected).abs().max() / expected.abs().max()
-            if not error <= TOLERANCE:
-                return f"its results are off by {float(error):.2g} of the largest"
-    except Exception as error:  # compilers, drivers and kernels raise whatever they like
-        return f"{type(error).__name__}: {error}"
-    return None
+    errors = []
+    for variant in _variants(loaded):
+        expected = attended(GroupedAttention(invariant_kernel), variant)
+        error = (attended(attention, variant) - expected).abs().max()
+        errors.append(float(error / expected.abs().max()))
+    return sum(errors)
+
+
+def _variants(loaded: LoadedModel) -> tuple[AttentionVariant, ...]:
+    """Return the kinds of attention that a model's layers may have, with a narrow window."""
+    softcap = getattr(loaded.config, "attn_logit_softcapping", None)
+    plain = AttentionVariant(loaded.spec.head_dim**-0.5, None, softcap)
+    window = getattr(loaded.config, "sliding_window", None)
+    return (plain,) if window is None else (plain, replace(plain, window=TRIAL_WINDOW))

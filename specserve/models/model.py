@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +17,6 @@ from specserve.config.tree import Config, DraftConfig, TargetConfig
 from specserve.errors import ConfigError
 from specserve.models.attention import (
     Attention,
-    AttentionVariant,
     GroupedAttention,
     Kernel,
     invariant_kernel,
@@ -32,12 +30,7 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
-from specserve.models.flashinfer_attention import (
-    TRIAL_WINDOW,
-    FlashInferAttention,
-    fault_in,
-    find_flashinfer,
-)
+from specserve.models.flashinfer_attention import FlashInferUnusable, open_flashinfer
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.linear_kernels import CompiledKernel, linear_kernel
@@ -51,9 +44,6 @@ from specserve.models.t5 import T5Network
 log = logging.getLogger(__name__)
 
 FLASHINFER = "flashinfer"
-FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
-WITH_SINKS = ("gpt_oss",)
-"""Architectures whose softmax has logits without values."""
 ATTENTION_NAME = "specserve"
 """Name under which the library's modelling code finds our attention."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -277,14 +267,15 @@ def _attention(
     """
     spec = loaded.spec
     if name in ("auto", FLASHINFER):
-        found = _flashinfer(options, loaded, dtype, device)
-        if not isinstance(found, str):
-            log.info("Attention: FlashInfer, which computes what the invariant kernel does.")
-            return found
-        if name == FLASHINFER:
-            raise ConfigError(f"attention: flashinfer cannot be used: {found}; use auto.")
-        log.info("Attention: torch's own (sdpa); FlashInfer cannot be used: %s", found)
-        return GroupedAttention(sdpa_kernel)
+        try:
+            return open_flashinfer(loaded, options.page_size, dtype, device)
+        except FlashInferUnusable as error:
+            if name == FLASHINFER:
+                raise ConfigError(
+                    f"attention: flashinfer cannot be used: {error}; use auto."
+                ) from error
+            log.info("Attention: torch's own (sdpa); FlashInfer cannot be used: %s", error)
+            return GroupedAttention(sdpa_kernel)
     if name != "compiled":
         return GroupedAttention(KERNELS[name])
     from specserve.models.compiled_attention import CompiledAttention, fits
@@ -295,41 +286,6 @@ def _attention(
         return GroupedAttention(invariant_kernel)
     shared = spec.num_heads // spec.kv_heads
     return CompiledAttention(kernel.functions.attention, shared=shared, page_size=options.page_size)
-
-
-def _flashinfer(
-    options: ModelOptions, loaded: LoadedModel, dtype: torch.dtype, device: torch.device
-) -> Attention | str:
-    """Return FlashInfer's attention, or why it cannot be used for this model on this device."""
-    make_wrapper, reason = find_flashinfer()
-    if make_wrapper is None:
-        return reason
-    if dtype not in FLASHINFER_DTYPES:
-        return "it computes in bfloat16 and float16 only"
-    if loaded.config.model_type in WITH_SINKS:
-        return "its kernels know no sinks"
-    spec = loaded.spec
-    attention = FlashInferAttention(make_wrapper, page_size=options.page_size, device=device)
-    fault = fault_in(
-        attention,
-        variants_of(loaded.config, spec),
-        heads=spec.num_heads,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        page_size=options.page_size,
-        dtype=dtype,
-        device=device,
-    )
-    return attention if fault is None else fault
-
-
-def variants_of(config: Any, spec: Architecture) -> tuple[AttentionVariant, ...]:
-    """Return the kinds of attention that a model's layers may have, for a trial."""
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    plain = AttentionVariant(spec.head_dim**-0.5, None, softcap)
-    window = getattr(config, "sliding_window", None)
-    return (plain,) if window is None else (plain, replace(plain, window=TRIAL_WINDOW))
 
 
 def _num_pages(

@@ -67,12 +67,20 @@ def apply_penalties(rows: Tensor, warp: Warp, history: History) -> None:
     times_generated = to_device(generated[ids] + drafted, rows.device).to(rows.dtype)
     ever_seen = to_device(seen[ids] + drafted > 0, rows.device)
     columns = to_device(ids, rows.device)
-    x = rows[:, columns]
-    repeated = torch.where(x < 0, x * warp.repetition_penalty, x / warp.repetition_penalty)
-    x = torch.where(ever_seen, repeated, x)
-    rows[:, columns] = (
-        x - warp.presence_penalty * (times_generated > 0) - warp.frequency_penalty * times_generated
-    )
+    penalties = (warp.repetition_penalty, warp.presence_penalty, warp.frequency_penalty)
+    rows[:, columns] = _penalised(rows[:, columns], ever_seen, times_generated, *penalties)
+
+
+def _penalised(
+    x: Tensor,
+    ever_seen: Tensor,
+    times_generated: Tensor,
+    repetition: Tensor | float,
+    presence: Tensor | float,
+    frequency: Tensor | float,
+) -> Tensor:
+    x = torch.where(ever_seen, torch.where(x < 0, x * repetition, x / repetition), x)
+    return x - presence * (times_generated > 0) - frequency * times_generated
 
 
 class PenaltyCounts:
@@ -107,17 +115,17 @@ class PenaltyCounts:
             for *_, warp, _ in given
         ]
         columns = to_device(np.array(penalties, np.float32).repeat(num_rows, axis=0), device)
-        self._repetition, self._presence, self._frequency = columns[:, :, None].unbind(1)
+        self._penalties = columns[:, :, None].unbind(1)  # [rows, 1] each
         self._rows = to_device(rows, device)
         owners = to_device(np.repeat(np.arange(len(given)), num_rows), device)
         ids = to_device(texts, device)
         # The column past the vocabulary counts the padding.
-        none = torch.zeros(len(given), vocab + 1, dtype=torch.int32, device=device)
+        zeros = torch.zeros(len(given), vocab + 1, dtype=torch.int32, device=device)
         ones = torch.ones_like(ids, dtype=torch.int32)
         of_drafts = to_device(drafts, device)
-        self._seen = _plus(none.scatter_add(1, ids, ones)[owners], of_drafts)
+        self._seen = _plus(zeros.scatter_add(1, ids, ones)[owners], of_drafts)
         flags = to_device(is_generated.astype(np.int32), device)
-        self._generated = _plus(none.scatter_add(1, ids, flags)[owners], of_drafts)
+        self._generated = _plus(zeros.scatter_add(1, ids, flags)[owners], of_drafts)
 
     def apply(self, logits: Tensor, drawn: Tensor | None) -> None:
         """Apply the penalties in place, counting tokens `drawn` [rows, n] since."""
@@ -126,11 +134,9 @@ class PenaltyCounts:
             newest = drawn[self._rows]
             seen, generated = _plus(seen, newest), _plus(generated, newest)
         times_generated = generated[:, :-1].to(logits.dtype)
-        x = logits[self._rows]
-        repeated = torch.where(x < 0, x * self._repetition, x / self._repetition)
-        x = torch.where(seen[:, :-1] > 0, repeated, x)
-        x = x - self._presence * (times_generated > 0) - self._frequency * times_generated
-        logits[self._rows] = x
+        logits[self._rows] = _penalised(
+            logits[self._rows], seen[:, :-1] > 0, times_generated, *self._penalties
+        )
 
 
 def _padded(texts: Sequence[NDArray[np.int64]], padding: int) -> NDArray[np.int64]:

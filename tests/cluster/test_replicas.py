@@ -202,6 +202,23 @@ def test_each_request_that_ends_lets_one_through_to_a_full_engine(
     run(scenario)
 
 
+def test_requests_are_sent_again_a_while_after_the_last_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("specserve.cluster.replicas.PROBE_EVERY_S", 60.0)
+    monkeypatch.setattr("specserve.cluster.replicas.FULL_FOR_S", 0.0)
+
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        refused = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
+        await engine.called(1)
+        engine.calls[0].result.set_result(Overloaded("the queue is full"))
+        with pytest.raises(Overloaded):
+            await refused
+        replicas.require_room()
+
+    run(scenario)
+
+
 def test_closing_the_stream_cancels_the_call() -> None:
     async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
         chunks = replicas.generate(REQUEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specserve.errors import ConfigError
-from specserve.models import graphs
-from specserve.models import model as models
+from specserve.models import flashinfer_attention, graphs
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import Weights
 from specserve.models.graphs import GraphedNetwork
@@ -30,7 +29,6 @@ from specserve.models.shard import Shard
 from specserve.types import Step
 from tests.support import checkpoints
 from tests.support.card import CardError, emulated_cards, flashinfer
-from tests.support.card.rounds import one_loading_thread
 
 TEXT = tuple(np.random.default_rng(0).integers(3, checkpoints.VOCAB, 700).tolist())
 LENGTHS = (7, 130, 255)
@@ -40,12 +38,6 @@ KINDS = (*checkpoints.ARCHITECTURES, *checkpoints.ENCODER_DECODERS)
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("on_card")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_loading_thread():
-        yield
 
 
 def checkpoint(directory: Path, kind: str) -> Path:
@@ -99,7 +91,7 @@ def test_flashinfer_gives_the_logits_of_the_cpu(
     directory: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare in fp32, which the original lacks, so that no rounding hides a fault."""
-    monkeypatch.setattr(models, "FLASHINFER_DTYPES", (torch.float32,))
+    monkeypatch.setattr(flashinfer_attention, "TYPES", (torch.float32,))
     path, counts = checkpoint(directory, kind), (5, 1, 60)
     expected = decoded(runner(path, "cpu"), counts)
     with emulated_cards(), flashinfer.installed(dtypes=(torch.float32,)):

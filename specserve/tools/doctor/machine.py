@@ -17,7 +17,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 import specserve
 from specserve.config.tree import DEMO
-from specserve.models.flashinfer_attention import find_flashinfer
+from specserve.models.flashinfer_attention import FlashInferUnusable, find_flashinfer
 from specserve.models.linear_kernels import missing_for_compiled
 from specserve.models.memory import free_memory
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
@@ -153,14 +153,15 @@ def cuda(driver: Path = DRIVER_VERSION) -> Iterator[Finding]:
 
 def _flashinfer() -> Finding:
     """Say by which kernels attention on GPUs is computed."""
-    wrapper, reason = find_flashinfer()
-    if wrapper is not None:
-        return ok("attention", "FlashInfer, compared with ours when a model is opened")
-    return warn(
-        "attention",
-        f"torch's own, which copies all keys and values in each pass; FlashInfer: {reason}",
-        "pip install 'specserve[gpu]'",
-    )
+    try:
+        find_flashinfer()
+    except FlashInferUnusable as error:
+        return warn(
+            "attention",
+            f"torch's own, which copies all keys and values in each pass; FlashInfer: {error}",
+            "pip install 'specserve[gpu]'",
+        )
+    return ok("attention", "FlashInfer, compared with ours when a model is opened")
 
 
 def _driver(file: Path) -> str:

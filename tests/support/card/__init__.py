@@ -9,8 +9,9 @@ the same time: an event has always come, and a copy has always ended.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -22,19 +23,18 @@ from tests.support.card.tensors import CARDS, Cards, CardTensor, FactoryMode, Re
 
 __all__ = ["CardError", "CardTensor", "Ledger", "emulated_cards"]
 
-HOPPER = (9, 0)
+FREE_BYTES, HOPPER = 2**34, (9, 0)
 
 
 class CardStream:
     """A stream of a card, which does at once what it is given."""
 
     def __init__(self, device: Any = None, **_: object) -> None:
-        self.card = CARDS[-1].current if device is None else CARDS[-1].number_of(device)
+        number = CARDS[-1].current if device is None else CARDS[-1].number_of(device)
+        assert number is not None
+        self.card = number
 
     def wait_stream(self, other: object) -> None: ...
-
-    def synchronize(self) -> None:
-        CARDS[-1].wait("synchronize", 0)
 
 
 class CardEvent:
@@ -57,87 +57,82 @@ class CardGraph:
         self.recording.replay()
 
 
-@contextmanager
-def emulated_cards(
-    count: int = 1, *, free_bytes: int = 2**34, capability: tuple[int, int] = HOPPER
-) -> Iterator[Ledger]:
-    """Emulate this many cards, and yield the ledger of them all."""
-    cards = Cards(count)
-    default_streams: list[CardStream] = []  # as torch has it: one, on the first capture's card
-    make_tensor = torch.tensor
+class CudaStandIn:
+    """The parts of `torch.cuda`, and of torch, that code calls to reach a card."""
+
+    def __init__(self, cards: Cards) -> None:
+        self._cards = cards
+        self._default_stream: CardStream | None = None  # as torch has it: of the first capture
+        self._make_tensor = torch.tensor
 
     @contextmanager
     def capture(
-        graph: CardGraph, pool: object = None, stream: Any = None, **_: object
+        self, graph: CardGraph, pool: object = None, stream: CardStream | None = None, **_: object
     ) -> Iterator[None]:
         if stream is None:
-            default_streams[:] = default_streams or [CardStream()]
-            stream = default_streams[0]
+            stream = self._default_stream = self._default_stream or CardStream()
         graph.recording = Recording(stream.card)
-        cards.ledger.num_graphs += 1
-        cards.recordings.append(graph.recording)
+        self._cards.ledger.num_graphs += 1
+        self._cards.recordings.append(graph.recording)
         try:
             yield
         finally:
-            cards.recordings.pop()
+            self._cards.recordings.pop()
 
     @contextmanager
-    def current(device: Any) -> Iterator[None]:
-        before = cards.current
-        set_current(device)
-        try:
-            yield
-        finally:
-            cards.current = before
-
-    @contextmanager
-    def on_stream(stream: CardStream) -> Iterator[None]:
-        yield
-
-    def set_current(device: Any) -> None:
-        number = device if isinstance(device, int) else cards.number_of(device)
+    def device(self, device: Any) -> Iterator[None]:
+        before, number = self._cards.current, self._cards.number_of(device)
         assert number is not None
-        cards.current = number
+        self._cards.current = number
+        try:
+            yield
+        finally:
+            self._cards.current = before
 
-    def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
-        number = cards.number_of(device)
+    def tensor(self, data: Any, *, device: Any = None, **options: Any) -> Tensor:
+        number = self._cards.number_of(device)
         if number is None:
-            return make_tensor(data, device=device, **options)
-        return to_card(cards, make_tensor(data, **options), number)
+            return self._make_tensor(data, device=device, **options)
+        return to_card(self._cards, self._make_tensor(data, **options), number)
 
-    def pin(host: Tensor, *_: object) -> Tensor:
+    def pin(self, host: Tensor) -> Tensor:
         pinned = host.clone()
-        cards.pinned[pinned.untyped_storage().data_ptr()] = pinned
+        self._cards.pinned[pinned.untyped_storage().data_ptr()] = pinned
         return pinned
 
+    def names(self) -> dict[str, Any]:
+        """Return what stands in the place of parts of `torch.cuda`, by their names."""
+        return {
+            "CUDAGraph": CardGraph,
+            "Event": CardEvent,
+            "Stream": CardStream,
+            "current_stream": CardStream,
+            "device": self.device,
+            "device_count": lambda: self._cards.count,
+            "get_device_capability": lambda device=None: HOPPER,
+            "get_device_name": lambda device=None: "an emulated card",
+            "graph": self.capture,
+            "graph_pool_handle": lambda: (0, self._cards.current),
+            "is_available": lambda: True,
+            "is_current_stream_capturing": lambda: bool(self._cards.recordings),
+            "mem_get_info": lambda device=None: (FREE_BYTES, FREE_BYTES),
+            "stream": nullcontext,
+            "synchronize": lambda device=None: self._cards.wait("synchronize"),
+            "_lazy_init": lambda: None,
+        }
+
+
+@contextmanager
+def emulated_cards(count: int = 1) -> Iterator[Ledger]:
+    """Emulate this many cards in this thread, and yield the ledger of them all."""
+    cards = Cards(count)
+    stand_in = CudaStandIn(cards)
     with (
-        mock.patch.multiple(
-            torch.cuda,
-            CUDAGraph=CardGraph,
-            Event=CardEvent,
-            Stream=CardStream,
-            current_device=lambda: cards.current,
-            current_stream=lambda device=None: CardStream(device),
-            device=current,
-            device_count=lambda: count,
-            empty_cache=lambda: None,
-            get_device_capability=lambda device=None: capability,
-            get_device_name=lambda device=None: "an emulated card",
-            graph=capture,
-            graph_pool_handle=lambda: (0, cards.current),
-            is_available=lambda: count > 0,
-            is_bf16_supported=lambda including_emulation=True: (
-                including_emulation or capability >= (8, 0)
-            ),
-            is_current_stream_capturing=lambda: bool(cards.recordings),
-            mem_get_info=lambda device=None: (free_bytes, free_bytes),
-            set_device=set_current,
-            stream=on_stream,
-            synchronize=lambda device=None: cards.wait("synchronize", 0),
-            _lazy_init=lambda: None,
-        ),
-        mock.patch.object(torch, "tensor", tensor),
-        mock.patch.object(Tensor, "pin_memory", pin),
+        mock.patch.multiple(torch.cuda, **stand_in.names()),
+        mock.patch.object(torch, "tensor", stand_in.tensor),
+        mock.patch.object(Tensor, "pin_memory", lambda host: stand_in.pin(host)),
+        # The library reads weights in several threads otherwise.
+        mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
         FactoryMode(),  # type: ignore[no-untyped-call]
     ):
         CARDS.append(cards)

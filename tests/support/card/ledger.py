@@ -20,7 +20,6 @@ class Ledger:
 
     kernels: Counter[str] = field(default_factory=Counter)  # by operation
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # by reason and place
-    copied_bytes: int = 0  # between host and card
     num_graphs: int = 0
     num_replays: int = 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -70,7 +69,7 @@ def count_round(checkpoint: Path, mode: CardMode, gammas: list[int]) -> dict[str
     num = len(gammas)
     text = tuple(np.random.default_rng(0).integers(3, checkpoints.VOCAB, 400).tolist())
     counts: dict[str, CardCounts] = {}
-    with emulated_cards() as ledger, one_loading_thread():
+    with emulated_cards() as ledger:
         target = load_target(checkpoint, OPTIONS)
         drafter = load_drafter(open_model(checkpoint, OPTIONS), target.info, support=64)
         # By its own clock, so that what is prepared does not depend on this machine's speed.
@@ -118,21 +117,6 @@ def _counting(ledger: Ledger, counts: dict[str, CardCounts], stage: str) -> Iter
     ledger.clear()
     yield
     counts[stage] = CardCounts(ledger.num_waits, ledger.num_kernels, str(ledger))
-
-
-@contextmanager
-def one_loading_thread() -> Iterator[None]:
-    """Have the library read weights in this thread, the only one that the emulation sees."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def uneven(batch: int) -> list[int]:

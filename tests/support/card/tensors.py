@@ -71,11 +71,10 @@ class Cards:
         # C++ makes what is to lie beside one of our tensors on `meta`.
         return self.makers[-1] if device.type == "meta" and self.makers else None
 
-    def wait(self, reason: str, num_bytes: int = 8) -> None:
+    def wait(self, reason: str) -> None:
         if self.recordings:
             raise CardError(f"{reason} during a capture, at {place()}")
         self.ledger.waits[reason, place()] += 1
-        self.ledger.copied_bytes += num_bytes
 
     def record(self, number: int, call: tuple[Any, ...]) -> None:
         """Keep a call for the replays of the capture under way, if it is on the capture's card."""
@@ -212,7 +211,7 @@ class FactoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def to_card(cards: Cards, tensor: Tensor, number: int) -> CardTensor:
     """Copy a tensor of the host to a card."""
-    cards.wait("copy from pageable memory", tensor.nbytes)
+    cards.wait("copy from pageable memory")
     return CardTensor(tensor.clone(), number)
 
 
@@ -335,13 +334,12 @@ def _copy(cards: Cards, into: Tensor, source: Tensor, non_blocking: bool = False
 
 def _count_copy(cards: Cards, of_host: Tensor, *, is_asynchronous: bool) -> None:
     if isinstance(of_host, CardTensor):
-        cards.wait("copy to the host", of_host.nbytes)
+        cards.wait("copy to the host")
     elif is_asynchronous and of_host.untyped_storage().data_ptr() in cards.pinned:
-        cards.ledger.copied_bytes += of_host.nbytes
         if cards.recordings:
             raise CardError(f"a copy between host and card during a capture, at {place()}")
     else:
-        cards.wait("copy from pageable memory", of_host.nbytes)
+        cards.wait("copy from pageable memory")
 
 
 def _index_on_card(cards: Cards, number: int, key: Any) -> Any:
@@ -360,7 +358,7 @@ def _check_indices(cards: Cards, indices: Iterable[Tensor | None]) -> None:
         if index is None:
             continue
         if not isinstance(index, CardTensor):
-            cards.wait("an index of the host", index.nbytes)
+            cards.wait("an index of the host")
         if index.dtype in (torch.bool, torch.uint8):
             cards.wait("a mask as an index")
 
