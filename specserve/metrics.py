@@ -98,7 +98,7 @@ FAMILIES = (
     MetricFamily(
         "rate_limited_total",
         MetricKind.COUNTER,
-        "Requests refused because a key's rate was used up, by which of the two.",
+        "Requests refused because of a key's limits, by which: requests, tokens, concurrent.",
         ("limit",),
     ),
     MetricFamily(

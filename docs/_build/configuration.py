@@ -173,6 +173,10 @@ MEANINGS: Mapping[str, str] = {
     "http.port": "Port for `specserve serve`; files of `serve deploy` say it in `http_options`.",
     "http.api_keys_file": "Names, keys and rates ([security](../guides/security.md#keys)). "
     "Without it, every client is served.",
+    "http.hosts": "Hosts that requests may be addressed to, without ports; others are refused "
+    "with 421. Without any, a server on the loopback that asks for no keys answers to `localhost`, "
+    "`127.0.0.1` and `[::1]`, so that no page from elsewhere reaches it through a name of its own; "
+    "other servers answer to any.",
     "http.open_paths": "Paths that need no key.",
     "http.cors_origins": "Other origins whose pages may send requests from a browser.",
     "http.root_path": "Path under which the server answers, such as `/my-model`. On a Ray cluster "

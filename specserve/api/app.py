@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -16,10 +17,12 @@ from starlette.responses import Response
 from specserve.api.keys import KeyFile
 from specserve.api.metering import RequestMetrics
 from specserve.api.middleware import (
+    BODY_S,
     REQUEST_ID,
     AccessLog,
     BodyLimit,
     HeadLimit,
+    HostCheck,
     InternalErrorHandler,
     KeyCheck,
     LoadLimit,
@@ -31,11 +34,12 @@ from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
 from specserve.api.service import ServedModel, Service
 from specserve.api.tokenizer import Tokenizer
-from specserve.config.tree import Config
+from specserve.config.tree import Config, HttpConfig
 from specserve.errors import SpecserveError
 from specserve.metrics import Registry
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _EXPOSED_HEADERS = (REQUEST_ID, "Retry-After")
 
 
@@ -96,6 +100,7 @@ def _middleware(
     A refused request has an id, too, and a browser may read why it was refused.
     """
     cors, keys_file = config.http.cors_origins, config.http.api_keys_file
+    hosts = _hosts(config.http)
     return [
         Middleware(AccessLog, metrics=metrics),
         *(
@@ -113,10 +118,17 @@ def _middleware(
         ),
         Middleware(InternalErrorHandler, log_prompts=config.logs.prompts),
         Middleware(HeadLimit),
+        *([Middleware(HostCheck, hosts=hosts)] if hosts else []),
         *([_key_check(Path(keys_file), config, metrics, page)] if keys_file else []),
         Middleware(LoadLimit, service=service, paths=(COMPLETIONS, CHAT_COMPLETIONS)),
-        Middleware(BodyLimit, limit=config.limits.max_body_bytes),
+        Middleware(BodyLimit, limit=config.limits.max_body_bytes, seconds=BODY_S),
     ]
+
+
+def _hosts(http: HttpConfig) -> Collection[str]:
+    """Return the hosts that requests may be addressed to; none: any."""
+    is_local = http.host in LOOPBACK or f"[{http.host}]" in LOOPBACK
+    return LOOPBACK if not http.hosts and is_local and http.api_keys_file is None else http.hosts
 
 
 def _key_check(file: Path, config: Config, metrics: RequestMetrics, page: Page) -> Middleware:

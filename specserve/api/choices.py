@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +30,18 @@ class Choice(Protocol):
         """
         ...
 
-    def full(self, delta: OutputDelta) -> dict[str, object]:
-        """Return the members of a response that is not streamed."""
+    def add_logprobs(self, delta: OutputDelta) -> None:
+        """Take the logprobs of a delta of a response that is not streamed.
+
+        They become JSON at once: at the end they would keep all other requests waiting.
+        """
+        ...
+
+    def full_json(self, delta: OutputDelta) -> Iterator[str]:
+        """Yield the members of a response that is not streamed, as JSON without braces, in parts.
+
+        `delta` is all deltas as one; their logprobs have been added.
+        """
         ...
 
 
@@ -39,20 +49,26 @@ class CompletionChoice:
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._echo = prompt.echo
         self._logprobs = CompletionLogprobs(tokenizer, prompt.prefix_ids)
+        self._lists = JsonLists()
 
     def delta_json(self, delta: OutputDelta) -> str:
         text, self._echo = self._echo + delta.text, ""
         logprobs = "null" if delta.logprobs is None else to_json(self._logprobs.render(delta))
         return f'"text":{to_json(text)},"logprobs":{logprobs}'
 
-    def full(self, delta: OutputDelta) -> dict[str, object]:
-        return {"text": self._echo + delta.text, "logprobs": self._logprobs.render(delta)}
+    def add_logprobs(self, delta: OutputDelta) -> None:
+        self._lists.add(self._logprobs.render(delta))
+
+    def full_json(self, delta: OutputDelta) -> Iterator[str]:
+        yield f'"text":{to_json(self._echo + delta.text)},"logprobs":'
+        yield from self._lists.json()
 
 
 class ChatChoice:
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._tokenizer = tokenizer
         self._role: dict[str, object] = {"role": "assistant"}  # in the first chunk
+        self._lists = JsonLists()
 
     def delta_json(self, delta: OutputDelta) -> str:
         members, self._role = self._role, {}
@@ -65,14 +81,52 @@ class ChatChoice:
             members["tool_calls"] = [_call_delta_json(call) for call in delta.calls]
         return f'"delta":{to_json(members)},"logprobs":{logprobs}'
 
-    def full(self, delta: OutputDelta) -> dict[str, object]:
+    def add_logprobs(self, delta: OutputDelta) -> None:
+        self._lists.add(chat_logprobs(self._tokenizer, delta))
+
+    def full_json(self, delta: OutputDelta) -> Iterator[str]:
         message: dict[str, object] = {"role": "assistant", "content": delta.text, "refusal": None}
         if delta.calls:
             message |= {
                 "content": delta.text or None,
                 "tool_calls": [_call_json(call) for call in merge_deltas(delta.calls)],
             }
-        return {"message": message, "logprobs": chat_logprobs(self._tokenizer, delta)}
+        yield f'"message":{to_json(message)},"logprobs":'
+        yield from self._lists.json()
+
+
+class JsonLists:
+    """An object of lists that grow together, kept as JSON; members that are no lists stay."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[str]] = {}
+        self._constants: dict[str, object] = {}
+
+    def add(self, members: Mapping[str, object] | None) -> None:
+        """Append the lists of an object with the same members each time; None: there is nothing."""
+        for name, value in (members or {}).items():
+            if isinstance(value, list):
+                self._parts.setdefault(name, []).append(to_json(value)[1:-1])
+            else:
+                self._constants[name] = value
+
+    def json(self) -> Iterator[str]:
+        """Yield the object in parts: null if nothing was added."""
+        if not self._parts:
+            yield "null"
+            return
+        for number, (name, parts) in enumerate(self._parts.items()):
+            yield f'{"," if number else "{"}"{name}":['
+            yield from _joined(part for part in parts if part)
+            yield "]"
+        yield "".join(f',"{name}":{to_json(value)}' for name, value in self._constants.items())
+        yield "}"
+
+
+def _joined(parts: Iterable[str]) -> Iterator[str]:
+    """Yield the parts with commas between them."""
+    for number, part in enumerate(parts):
+        yield "," + part if number else part
 
 
 def _call_json(call: CallDelta) -> dict[str, object]:

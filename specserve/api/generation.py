@@ -15,6 +15,8 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.errors import Overloaded, TimedOut, Unavailable, WorkerLost
 from specserve.types import FinishReason, Request
 
+MAX_BEHIND = 200
+"""Deltas of each continuation, on average, that wait for a client; beyond, none are made."""
 UNBILLED_ERRORS = (Overloaded, Unavailable)
 """Refusals that cost a client no tokens."""
 LOST_FINISHES = (FinishReason.ERROR, FinishReason.CANCELLED)
@@ -41,7 +43,7 @@ class Generation:
     ) -> None:
         prompts, sampling = generation_request.prompts, generation_request.sampling
         self._service, self._metrics, self._start = service, metrics, start
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._generation_request, self._account, self._reserved = generation_request, account, 0.0
         self._requests = [
             request for prompt in prompts for request in sampling.requests(prompt.ids)
@@ -59,6 +61,7 @@ class Generation:
         ]
         self._queue: asyncio.Queue[tuple[int, OutputDelta] | Exception] = asyncio.Queue()
         self._num_running = len(self._requests)
+        self._max_behind = MAX_BEHIND * len(self._requests)
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -76,9 +79,9 @@ class Generation:
                 self.num_prompt_tokens + len(self._requests) * max_tokens
             )
         self._metrics.count_prompt_tokens(self.num_prompt_tokens)
-        timed_out = TimedOut(f"the request took longer than {self._timeout_s:g} s")
+        timed_out = TimedOut(f"the request took longer than {self.timeout_s:g} s")
         self._deadline = asyncio.get_running_loop().call_later(
-            self._timeout_s, self._queue.put_nowait, timed_out
+            self.timeout_s, self._queue.put_nowait, timed_out
         )
         self._tasks = [
             asyncio.create_task(self._run(index, request))
@@ -152,6 +155,8 @@ class Generation:
                     last = delta
                     break
                 self._queue.put_nowait((index, delta))
+                if self._queue.qsize() > self._max_behind:
+                    raise TimedOut("the client does not take its answer")
         if last is None:
             raise WorkerLost("the engine ended the request without saying why")
         timer.finish(continuation)

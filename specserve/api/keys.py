@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 from specserve.errors import ConfigError
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 MAX_KEYS = 1000  # each request is compared with all of them, which then takes 0.4 ms
 CHECK_EVERY_S = 1.0
 RATES = ("requests_per_minute", "tokens_per_minute")
+CONCURRENT = "concurrent_requests"
+LIMITS = (*RATES, CONCURRENT)
+EXPIRES = "expires"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -33,10 +37,16 @@ class ApiClient:
     digest: bytes = field(repr=False)
     requests_per_minute: float | None = None  # None: no limit
     tokens_per_minute: float | None = None
+    concurrent_requests: float | None = None
+    expires: date | None = None  # the key's last day, by UTC
 
     @property
     def rates(self) -> tuple[float | None, float | None]:
         return self.requests_per_minute, self.tokens_per_minute
+
+    @property
+    def limits(self) -> tuple[float | None, ...]:
+        return (*self.rates, self.concurrent_requests)
 
 
 class ApiKeys:
@@ -47,7 +57,7 @@ class ApiKeys:
 
     @classmethod
     def from_file(cls, file: Path) -> ApiKeys:
-        """Parse lines of `NAME KEY [requests_per_minute=N] [tokens_per_minute=N]`, or of a key.
+        """Parse lines of `NAME KEY`, limits as `requests_per_minute=N` behind it, or of a key.
 
         A comment begins with `#`. A file without a key is an error: every request would be
         refused.
@@ -66,12 +76,18 @@ class ApiKeys:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def find(self, key: str) -> ApiClient | None:
-        """Return the client of a key. All are compared, so that the time reveals nothing."""
+    def find(self, key: str, today: date | None = None) -> ApiClient | None:
+        """Return the client of a key that is valid today, by UTC unless another day is given.
+
+        All are compared, so that the time reveals nothing.
+        """
         digest, found = _hash(key), None
         for client in self._clients:
             if hmac.compare_digest(digest, client.digest):
                 found = client
+        if found is not None and found.expires is not None:
+            today = today or datetime.now(UTC).date()
+            return found if today <= found.expires else None
         return found
 
 
@@ -127,21 +143,32 @@ def _parse_line(words: Sequence[str], number: int) -> ApiClient:
             f"line {number} must begin with a name of up to 64 letters, digits, dots, "
             "dashes and underscores"
         )
-    rates: dict[str, float] = {}
+    limits: dict[str, float] = {}
+    expires: date | None = None
     for setting in settings:
-        rate, _, value = setting.partition("=")
-        if (
-            rate not in RATES
-            or rate in rates
-            or not value.isdecimal()
-            or not 0 < int(value[:19]) < 10**12
+        limit, _, value = setting.partition("=")
+        if limit == EXPIRES and expires is None:
+            expires = _day(value, number)
+        elif (
+            limit in LIMITS
+            and limit not in limits
+            and value.isdecimal()
+            and 0 < int(value[:19]) < 10**12
         ):
+            limits[limit] = float(value)
+        else:
             raise ValueError(
-                f"line {number} may say {' and '.join(f'{rate}=N' for rate in RATES)} "
-                "behind the key, once each, N a whole number above 0"
+                f"line {number} may say {', '.join(f'{limit}=N' for limit in LIMITS)} and "
+                f"{EXPIRES}=YYYY-MM-DD behind the key, once each, N a whole number above 0"
             )
-        rates[rate] = float(value)
-    return ApiClient(name, _hash(key), **rates)
+    return ApiClient(name, _hash(key), **limits, expires=expires)
+
+
+def _day(value: str, number: int) -> date:
+    try:
+        return date.fromisoformat(value)
+    except ValueError:
+        raise ValueError(f"line {number}: {EXPIRES} must be a day, as 2027-01-31") from None
 
 
 def _check(clients: Sequence[ApiClient]) -> None:
@@ -156,12 +183,12 @@ def _check(clients: Sequence[ApiClient]) -> None:
         raise ValueError(f"it has {len(clients)} keys; {MAX_KEYS} is the most")
     if len({client.digest for client in clients}) < len(clients):
         raise ValueError("a key is there twice")
-    rates = {client.name: client.rates for client in clients}
+    limits = {client.name: client.limits for client in clients}
     for client in clients:
-        if rates[client.name] != client.rates:
+        if limits[client.name] != client.limits:
             raise ValueError(
                 f"the keys of {client.name} have different rates; "
-                "a client's rates are the same for all its keys"
+                "a client's rates and limits are the same for all its keys"
             )
 
 

@@ -6,10 +6,12 @@ that a client has left.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
 from collections.abc import Collection
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -27,6 +29,9 @@ log = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
 MAX_HEAD = 32 * 1024
 """Bytes of a request's path, query and headers. Serve's HAProxy takes no more than 16 kB."""
+BODY_S = 60.0
+"""Seconds within which a body must have arrived."""
+_PORT = re.compile(r":[0-9]+$")
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -67,7 +72,7 @@ class AccessLog:
             await self._app(scope, receive, send_with_id)
         finally:
             status = status if ended else CLIENT_CLOSED_REQUEST
-            if status >= 400 and scope["path"].startswith("/v1/"):
+            if status >= 400 and _path(scope).startswith("/v1/"):
                 self._metrics.count_failure(status)
             _log_request(scope, status, self._metrics.clock() - start)
 
@@ -117,12 +122,13 @@ class KeyCheck:
             await refusal.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
         scope.setdefault("state", {})["account"] = account
-        try:
-            account.take_request()
-        except RateLimited as error:
-            await Refusal.from_error(error).response()(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+        with ExitStack() as under_way:
+            try:
+                under_way.enter_context(account.request())
+            except RateLimited as error:
+                await Refusal.from_error(error).response()(scope, receive, send)
+                return
+            await self._app(scope, receive, send)
 
     def _account(self, scope: Scope) -> Account | None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -149,6 +155,28 @@ class LoadLimit:
         await self._app(scope, receive, send)
 
 
+class HostCheck:
+    """Refusal of requests that are addressed to another host.
+
+    A page from elsewhere could reach a server of this machine through a name of its own that it
+    lets point here (DNS rebinding); its browser sends that name. Ports are not compared.
+    """
+
+    def __init__(self, app: ASGIApp, *, hosts: Collection[str]) -> None:
+        self._app, self._hosts = app, frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if host and _PORT.sub("", host.strip().lower()) not in self._hosts:
+            known = ", ".join(sorted(self._hosts))
+            refusal = Refusal.from_error(
+                HTTPException(421, f"requests must be addressed to {known} (see http.hosts)")
+            )
+            await refusal.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
 class HeadLimit:
     """Refusal of requests whose path and headers are too long."""
 
@@ -168,13 +196,13 @@ class HeadLimit:
 
 
 class BodyLimit:
-    """Refusal of bodies that are too long, by their content length or by what arrives.
+    """Refusal of bodies that are too long, by their content length or by what arrives, or too slow.
 
-    No more than the limit is ever held.
+    No more than the limit is ever held, and for no longer than BODY_S.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int) -> None:
-        self._app, self._limit = app, limit
+    def __init__(self, app: ASGIApp, *, limit: int, seconds: float) -> None:
+        self._app, self._limit, self._seconds = app, limit, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -185,11 +213,21 @@ class BodyLimit:
             refusal = Refusal.from_error(self._too_large())
             await refusal.response({"Connection": "close"})(scope, receive, send)
             return
-        received = 0
+        received, is_complete = 0, False
+        until = asyncio.get_running_loop().time() + self._seconds
 
         async def limited_receive() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, is_complete
+            try:
+                async with asyncio.timeout_at(None if is_complete else until):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408,
+                    f"the body did not arrive within {self._seconds:g} s",
+                    {"Connection": "close"},
+                ) from None
+            is_complete = not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self._limit:
                 raise self._too_large()

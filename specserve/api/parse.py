@@ -23,6 +23,8 @@ from specserve.types import Speculation
 
 MAX_CONTINUATIONS = 512
 """Continuations of one HTTP request: its prompts times n."""
+MAX_LOGPROBS = 3_000_000
+"""Logprobs of one response, of some 70 bytes each, that is not streamed."""
 MAX_TOKENIZE_CHARS = 100_000
 """Characters that /tokenize takes, whatever the context."""
 MAX_INLINE_CHARS = 20_000
@@ -245,12 +247,27 @@ class RequestParser:
         return sampling
 
 
+def _check_logprobs(num_continuations: int, sampling: Sampling, *, is_streamed: bool) -> None:
+    """Raise BadValue for logprobs of which one response would hold too many."""
+    if sampling.num_logprobs is None or is_streamed:
+        return
+    most = num_continuations * sampling.max_tokens * (sampling.num_logprobs + 1)
+    if most > MAX_LOGPROBS:
+        raise BadValue(
+            f"{num_continuations} continuations of up to {sampling.max_tokens} tokens with "
+            f"{sampling.num_logprobs} alternatives beside each come to {most:,} logprobs, and "
+            f"{MAX_LOGPROBS:,} is the most in one response; stream them, or ask for fewer",
+            param="logprobs",
+        )
+
+
 def _generation_request(
     body: GenerationBody, prompts: tuple[Prompt, ...], sampling: Sampling
 ) -> GenerationRequest:
     stream, options = body.stream is True, body.stream_options
     if options is not None and not stream:
         raise BadValue("stream_options goes with stream true", param="stream_options")
+    _check_logprobs(len(prompts) * sampling.n, sampling, is_streamed=stream)
     return GenerationRequest(
         prompts,
         sampling,

@@ -1,14 +1,18 @@
-"""Limit each client's requests and tokens a minute, in this process alone. Knows no keys."""
+"""Limit each client's requests and tokens a minute, and its requests under way. Knows no keys.
+
+Each process counts for itself.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from specserve.api.keys import ApiClient
 from specserve.errors import RateLimited
 
-REQUESTS, TOKENS = "requests", "tokens"
+REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrent"
 
 
 class RateBucket:
@@ -70,7 +74,7 @@ class RateBucket:
 
 
 class Account:
-    """One client's buckets for requests and tokens."""
+    """One client's buckets for requests and tokens, and its requests under way."""
 
     def __init__(
         self, name: str, clock: Callable[[], float], count_rate_limited: Callable[[str], None]
@@ -79,6 +83,7 @@ class Account:
         self._requests, self._tokens = RateBucket(REQUESTS, clock), RateBucket(TOKENS, clock)
         self._rates: tuple[float | None, float | None] = (None, None)
         self._count_rate_limited = count_rate_limited
+        self._num_running, self.max_running = 0, math.inf
 
     def set_rates(self, rates: tuple[float | None, float | None]) -> None:
         if rates != self._rates:
@@ -86,9 +91,21 @@ class Account:
             self._requests.set_rate(rates[0])
             self._tokens.set_rate(rates[1])
 
-    def take_request(self) -> None:
-        """Take one request. Raises RateLimited."""
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Count a request while it is under way. Raises RateLimited before that."""
+        if self._num_running >= self.max_running:
+            self._count_rate_limited(CONCURRENT)
+            raise RateLimited(
+                f"{self.name} has {self._num_running} requests under way, which is its limit",
+                limit=CONCURRENT,
+            )
         self._take(self._requests, 1)
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
 
     def reserve(self, num_tokens: int) -> float:
         """Reserve the most tokens that an answer may use, to be settled. Raises RateLimited."""
@@ -121,4 +138,5 @@ class Accounts:
                 client.name, self._clock, self._count_rate_limited
             )
         account.set_rates(client.rates)
+        account.max_running = client.concurrent_requests or math.inf
         return account

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import Response
@@ -26,6 +26,9 @@ from specserve.types import Stats
 
 log = logging.getLogger(__name__)
 
+DELIVERY_S = 10.0
+"""Seconds that a client has to take what is left of its answer at the end of its request's time."""
+SLICE = 64 * 1024  # characters of a response that are encoded at once
 DONE = "data: [DONE]\n\n"
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -82,7 +85,12 @@ class GenerationResponse(Response):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _while_connected(receive, self._respond(scope, receive, send))
+        """Answer, and hang up on a client that does not take its answer in time."""
+        try:
+            async with asyncio.timeout(self._generation.timeout_s + DELIVERY_S):
+                await _while_connected(receive, self._respond(scope, receive, send))
+        except TimeoutError:
+            log.warning("%s: the client did not take its answer in time", self._head.request_id)
 
     @abstractmethod
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None: ...
@@ -107,26 +115,33 @@ class GenerationResponse(Response):
 
 
 class FullResponse(GenerationResponse):
-    """A response that is one JSON object."""
+    """A response that is one JSON object. It is put together in slices, between other requests."""
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         deltas: list[list[OutputDelta]] = [[] for _ in self._choices]
         async with self._generation as generation:
             async for index, delta in generation:
-                deltas[index].append(delta)
-        choices = [self._choice(index, OutputDelta.merge(own)) for index, own in enumerate(deltas)]
-        members = self._head.members(self._head.kind.object_name)
-        await json_response(
-            members | {"choices": choices, "usage": self._usage()} | self._speculation()
-        )(scope, receive, send)
+                self._choices[index].add_logprobs(delta)
+                deltas[index].append(replace(delta, logprobs=None))
+        slices = [part.encode() async for part in _slices(self._json(deltas))]
+        length = str(sum(map(len, slices))).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number, body in enumerate(slices, 1):
+            more = number < len(slices)
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    def _choice(self, index: int, delta: OutputDelta) -> dict[str, object]:
-        assert delta.finish is not None
-        return {
-            "index": index,
-            **self._choices[index].full(delta),
-            "finish_reason": delta.finish.value,
-        }
+    def _json(self, deltas: Sequence[Sequence[OutputDelta]]) -> Iterator[str]:
+        """Yield the object in parts."""
+        head = self._head.members(self._head.kind.object_name)
+        yield to_json(head)[:-1] + ',"choices":['
+        for index, own in enumerate(deltas):
+            delta = OutputDelta.merge(own)
+            assert delta.finish is not None
+            yield f'{"," if index else ""}{{"index":{index},'
+            yield from self._choices[index].full_json(delta)
+            yield f',"finish_reason":"{delta.finish.value}"}}'
+        yield "]," + to_json({"usage": self._usage()} | self._speculation())[1:]
 
 
 class StreamedResponse(GenerationResponse):
@@ -231,6 +246,20 @@ def _speculation_json(stats: Sequence[Stats]) -> dict[str, object]:
         "anticipated": sum(one.anticipated for one in stats),
         "resumed": sum(one.resumed for one in stats),
     }
+
+
+async def _slices(parts: Iterator[str]) -> AsyncIterator[str]:
+    """Yield the text of the parts in slices of some size; others run between them."""
+    held: list[str] = []
+    size = 0
+    for part in parts:
+        held.append(part)
+        size += len(part)
+        if size >= SLICE:
+            yield "".join(held)
+            held, size = [], 0
+            await asyncio.sleep(0)
+    yield "".join(held)
 
 
 async def _send(send: Send, event: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import random
+import resource
 import socket
 import tempfile
 import time
@@ -36,6 +37,7 @@ PROXY_PORTS = (
 )
 # Between the ports of Ray's workers and those that Serve gives to gateways; the system itself
 # hands out none of them.
+MIN_CONNECTIONS, MAX_CONNECTIONS, SPARE_HANDLES = 1_000, 20_000, 2_000
 PROXY_PORT_RANGE = range(20000, 30000)
 RELEASE_S = 3.0
 
@@ -78,7 +80,7 @@ def _start_ray(config: Config, say: Callable[[str], None], stack: contextlib.Exi
     say(f"starting a Ray of its own{beside}")
     stack.enter_context(_environment(proxy_ports(excluded=config.http.port)))
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT_TMP))
-    stack.enter_context(_environment(_proxy_files(directory)))
+    stack.enter_context(_environment(_proxy_settings(directory)))
     ray.init(address="local", num_cpus=_num_cpus(config), include_dashboard=False, **QUIET)
 
 
@@ -226,15 +228,36 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _proxy_files(directory: str) -> dict[str, str]:
-    """Return HAProxy's files and sockets in `directory`; Serve would leave them under /tmp."""
+def _proxy_settings(directory: str) -> dict[str, str]:
+    """Return HAProxy's limits, and its files and sockets in `directory`, not under /tmp.
+
+    Limits that the environment sets are kept.
+    """
+    limits = {
+        # Seconds in which a client neither sends nor takes anything; Serve's is an hour.
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
+    }
     return {
+        **{name: os.environ.get(name, value) for name, value in limits.items()},
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{directory}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{directory}/admin.sock",
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{directory}/metrics.sock",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": directory,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{directory}/server-state",
     }
+
+
+def _max_connections() -> int:
+    """Return how many clients HAProxy may have: those that stay idle are among them.
+
+    Each takes two file handles, and HAProxy asks for half as many again for its other ends; it
+    does not start with fewer.
+    """
+    _, handles = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if handles == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, (handles - SPARE_HANDLES) // 3))
 
 
 @contextlib.contextmanager

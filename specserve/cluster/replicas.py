@@ -37,6 +37,8 @@ PROBE_EVERY_S = 2.0
 FULL_FOR_S = 4.0
 """Seconds after the last refusal of an engine, from which on all requests are sent again."""
 
+BOARD_ANSWERS_S, BOARD_AWAY_S, BOARD_YOUNG_S = 2.0, 60.0, 3.0
+"""Seconds that the board has to answer, may be away, and has no reports yet when it is new."""
 ChunkQueue = asyncio.Queue[Chunk | SpecserveError]
 
 
@@ -51,15 +53,18 @@ class EngineReplicas:
         *,
         replica_id: str,
         on_resume: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Keep the handles; `on_resume` is called each time that a request is resumed."""
         self._engine, self._board, self._receiver = engine, board, receiver
-        self._replica_id, self._on_resume = replica_id, on_resume
+        self._replica_id, self._on_resume, self._clock = replica_id, on_resume, clock
         self._numbers = itertools.count()
         self._queues: dict[int, ChunkQueue] = {}
         self._full_until, self._why_full, self._next_probe = 0.0, "", 0.0
         # Streams that have ended since an engine refused a request, less those that began since.
         self._num_ended = 0
+        self._last_status: Status | None = None  # the last healthy one, with engines
+        self._last_status_at = 0.0
         self._dispatch_task = asyncio.create_task(self._dispatch())
 
     def require_room(self) -> None:
@@ -67,7 +72,7 @@ class EngineReplicas:
 
         One request may ask them all the same every PROBE_EVERY_S, and all may after FULL_FOR_S.
         """
-        if not self._num_ended and time.monotonic() < min(self._full_until, self._next_probe):
+        if not self._num_ended and self._clock() < min(self._full_until, self._next_probe):
             raise Overloaded(self._why_full)
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
@@ -79,7 +84,7 @@ class EngineReplicas:
         if self._num_ended:
             self._num_ended -= 1
         else:
-            self._next_probe = time.monotonic() + PROBE_EVERY_S
+            self._next_probe = self._clock() + PROBE_EVERY_S
         resumable = ResumableRequest(request)
         while True:
             try:
@@ -97,8 +102,8 @@ class EngineReplicas:
                 self._on_resume()
             except (Overloaded, Unavailable) as error:
                 if isinstance(error, Overloaded):
-                    self._full_until, self._why_full = time.monotonic() + FULL_FOR_S, str(error)
-                    self._next_probe = time.monotonic() + PROBE_EVERY_S
+                    self._full_until, self._why_full = self._clock() + FULL_FOR_S, str(error)
+                    self._next_probe = self._clock() + PROBE_EVERY_S
                     self._num_ended = 0
                 if not resumable.num_resumed:
                     raise
@@ -131,17 +136,29 @@ class EngineReplicas:
             watcher.cancel()
 
     async def status(self) -> Status:
+        """Return the board's status; while the board is away, the last one for some time.
+
+        All gateways would become unready together otherwise, although the engines serve. A board
+        that has just restarted knows no engines yet.
+        """
         try:
-            status: Status = await self._board.status.remote(self._replica_id)
-        except (RayError, RayServeException) as error:
-            return Status(
-                ready=False,
-                healthy=False,
-                why=f"the engines' board does not answer: {type(error).__name__}",
-                metrics=(),
-                replicas=0,
-            )
+            async with asyncio.timeout(BOARD_ANSWERS_S):
+                status: Status = await self._board.status.remote(self._replica_id)
+        except (RayError, RayServeException, TimeoutError) as error:
+            if (known := self._known_status(BOARD_AWAY_S)) is not None:
+                return known
+            why = f"the engines' board does not answer: {type(error).__name__}"
+            return Status(ready=False, healthy=False, why=why, metrics=(), replicas=0)
+        if not status.replicas and (known := self._known_status(BOARD_YOUNG_S)) is not None:
+            return known
+        if status.healthy and status.replicas:
+            self._last_status, self._last_status_at = status, self._clock()
         return status
+
+    def _known_status(self, seconds: float) -> Status | None:
+        """Return the last healthy status that is no older than this."""
+        is_recent = self._clock() - self._last_status_at <= seconds
+        return self._last_status if is_recent else None
 
     async def trace(self, last: int | None = None) -> Mapping[str, Any]:
         try:

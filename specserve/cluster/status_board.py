@@ -23,6 +23,8 @@ ENGINE, GATEWAY = "engine", "gateway"
 REPORT_EVERY_S = 1.0
 SILENT_AFTER_S = 5.0
 """Time without a report after which a replica counts as gone."""
+MAX_SILENT = 100
+"""Replicas that fell silent and may come back; of older ones only the sum is kept."""
 CHECK_PLACEMENT_EVERY_S = 2.0
 
 
@@ -56,8 +58,11 @@ class Board:
         self._watched_at = clock()
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._departed: Snapshot | None = None
+        # Lasting metrics of replicas that fell silent, the oldest first: some come back.
+        self._silent: dict[str, Snapshot] = {}
 
     def report(self, report: ReplicaReport) -> None:
+        self._silent.pop(report.replica, None)  # its own counters go on
         self._reports[report.replica] = (self._clock(), report)
 
     def status(self, excluded_replica: str = "") -> Status:
@@ -77,6 +82,7 @@ class Board:
             for _, report in self._reports.values()
             if report.replica != excluded_replica
         ]
+        metrics += [left for name, left in self._silent.items() if name != excluded_replica]
         if self._departed is not None:
             metrics.append(self._departed)
         return Status(
@@ -105,8 +111,10 @@ class Board:
         for replica, (when, report) in list(self._reports.items()):
             if self._clock() - when > SILENT_AFTER_S:
                 del self._reports[replica]
-                left = report.metrics.lasting()
-                self._departed = left if self._departed is None else merge([self._departed, left])
+                self._silent[replica] = report.metrics.lasting()
+        while len(self._silent) > MAX_SILENT:
+            left = self._silent.pop(next(iter(self._silent)))
+            self._departed = left if self._departed is None else merge([self._departed, left])
 
 
 async def report_forever(board: Any, make: Callable[[], ReplicaReport]) -> None:

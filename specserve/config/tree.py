@@ -39,6 +39,8 @@ from specserve.config.fields import (
 from specserve.errors import ConfigError
 from specserve.types import VERIFIERS
 
+MAX_BATCH_TOKENS = 8192
+"""Positions in a pass of the target at most, unless limits.max_batch_tokens says otherwise."""
 DEMO = Path(__file__).parents[1] / "demo"
 ATTENTION = ("auto", "invariant", "sdpa", "flashinfer")
 LINEAR_KERNELS = ("auto", "onednn", "compiled")
@@ -208,6 +210,8 @@ class HttpConfig:
     # these need no key
     open_paths: tuple[str, ...] = setting(("/", "/health", "/ready", "/metrics"), list_of(text()))
     cors_origins: tuple[str, ...] = setting((), list_of(text()))
+    # names that requests may be addressed to; (): any, but on the loopback without keys its own
+    hosts: tuple[str, ...] = setting((), list_of(text()))
     root_path: str = setting("", text(empty=True))
     # where Ray may place gateways: clients' connections end with their node
     label_selector: Mapping[str, str] = setting({}, labels())

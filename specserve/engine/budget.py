@@ -9,12 +9,13 @@ import logging
 from collections import abc
 from dataclasses import dataclass
 
+from specserve.config.tree import MAX_BATCH_TOKENS
+
 log = logging.getLogger(__name__)
 
 MAX_PASS_S = 0.2
 """Seconds of a pass up to which prompts may hold up decoding, by the curve of the warm-up."""
 MIN_TOKENS = 64
-MAX_TOKENS = 8192
 UNMEASURED_TOKENS = 512  # of a target that was not warmed up
 
 
@@ -45,7 +46,7 @@ class TokenBudget:
         tokens, reason = UNMEASURED_TOKENS, "no pass was measured"
         if curve:
             computed = _tokens_in(MAX_PASS_S, curve)
-            tokens = min(max(computed, MIN_TOKENS), MAX_TOKENS)
+            tokens = min(max(computed, MIN_TOKENS), MAX_BATCH_TOKENS)
             reason = f"the target computes about {computed} in {MAX_PASS_S:g} s"
         log.info("limits.max_batch_tokens is %d: %s", tokens, reason)
         return cls(tokens, is_fixed=False)

@@ -9,16 +9,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specserve.grammar.mask import TokenMask
-from specserve.grammar.matcher import Bits, GrammarCompiler, GrammarMatcher, bitmask_rows
+from specserve.grammar.matcher import Bits, GrammarCompiler, GrammarMatcher, mask_texts
 from specserve.types import DraftStep, Grammar, VerifyStep
 
 LEFT_GRAMMAR = "the text has left its grammar"
 NO_VALID_TOKEN = "the grammar leaves no token that the model knows"
+TOO_SLOW = "the grammar takes too long to follow; simplify it"
+PASS_MASKS_S = 2.0
+"""Seconds of a pass's masks, after which texts without theirs fail, and the pass goes on."""
 
 TokenLookup = Callable[[int], Sequence[int] | NDArray[np.int64]]
 """All tokens of a sequence that a worker has cached, the prompt's included."""
@@ -114,12 +118,10 @@ class GrammarStates:
                 self.set_grammar(one.seq_id, one.grammar)
                 found.append((first, self._matcher_at(one, one.grammar), one.drafts))
             first += len(one.drafts) + 1
-        return self._mask(
-            found,
-            bitmask_rows(
-                self.grammar_compiler, [(matcher, drafts) for _, matcher, drafts in found]
-            ),
+        masks = mask_texts(
+            self.grammar_compiler, [(matcher, drafts) for _, matcher, drafts in found]
         )
+        return self._mask(found, masks.bits)
 
     def get(self, seq_id: int) -> GrammarMatcher | None:
         """Return the matcher of a sequence, where the last step left it."""
@@ -208,25 +210,44 @@ class GrammarStates:
     def _masks(self, updates: Sequence[tuple[int, TextUpdate]]) -> PassMasks:
         """Return the masks of a pass, from each update and the first of its rows.
 
-        One library call covers all texts; other threads run during it.
+        Equal texts have the masks of the first of them. Other threads run meanwhile.
         """
         assert self.grammar_compiler is not None
         found = [(first, self._apply_update(update), update.drafts) for first, update in updates]
-        errors = {
-            update.seq_id: LEFT_GRAMMAR
-            for (_, update), (_, matcher, _) in zip(updates, found, strict=True)
-            if matcher.is_terminated
-        }
-        bits = bitmask_rows(
-            self.grammar_compiler, [(matcher, drafts) for _, matcher, drafts in found]
+        firsts: dict[object, int] = {}
+        # of each text, the first that is equal
+        same_as = [
+            firsts.setdefault((self._grammars[update.seq_id], (*matcher.tokens,), drafts), number)
+            for number, ((_, update), (_, matcher, drafts)) in enumerate(
+                zip(updates, found, strict=True)
+            )
+        ]
+        computed = {number: place for place, number in enumerate(firsts.values())}
+        masks = mask_texts(
+            self.grammar_compiler, [found[number][1:] for number in computed], budget_s=PASS_MASKS_S
         )
-        row = 0
-        for (_, update), (_, matcher, drafts) in zip(updates, found, strict=True):
-            error = matcher.error or (None if bits[row].any() else NO_VALID_TOKEN)
+        starts = list(accumulate((len(found[number][2]) + 1 for number in computed), initial=0))
+        errors, rows = {}, []
+        for (_, update), (_, matcher, drafts), number in zip(updates, found, same_as, strict=True):
+            place = computed[number]
+            first = starts[place]
+            rows.append(np.arange(first, first + len(drafts) + 1))
+            error = self._error(found[number][1], masks.bits[first], is_late=place in masks.late)
             if error is not None:
                 errors[update.seq_id] = error
-            row += len(drafts) + 1
-        return PassMasks(self._mask(found, bits), errors)
+            matcher.mask_s = found[number][1].mask_s
+        return PassMasks(self._mask(found, masks.bits[np.concatenate(rows)]), errors)
+
+    @staticmethod
+    def _error(matcher: GrammarMatcher, bits: Bits, *, is_late: bool) -> str | None:
+        """Return why a text cannot go on behind these bits of its next token; None if it can."""
+        if matcher.error is not None:
+            return matcher.error
+        if matcher.is_terminated:
+            return LEFT_GRAMMAR
+        if is_late:
+            return TOO_SLOW
+        return None if bits.any() else NO_VALID_TOKEN
 
     @staticmethod
     def _mask(found: Sequence[tuple[int, GrammarMatcher, Sequence[int]]], bits: Bits) -> TokenMask:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from specserve.errors import BadValue
+from specserve.errors import BadValue, first_line
 from specserve.types import GRAMMARS, Grammar
 
 MAX_BYTES = 64 * 1024
+MAX_CHECK_S = 0.3
+"""Processor seconds of a check, which compiles a grammar and computes the mask of a first byte."""
 SPACES = r" |\n[ \t]{0,40}"
 """Whitespace between the parts of JSON. Unbounded, a text could consist of spaces for ever."""
 
@@ -38,11 +41,19 @@ def validate_grammar(grammar: Grammar) -> None:
         raise BadValue(
             f"the {_NAMES[grammar.kind]} has {size} bytes; {MAX_BYTES} is the most", param=_PARAM
         )
+    started = time.thread_time()  # a busy machine makes no grammar dear
     error = LLMatcher.validate_grammar(
         library_grammar(grammar), limits=parser_limits()
     ) or _why_impossible(grammar)
     if error and not error.startswith("WARNING"):
         raise BadValue(_ERROR_TEXTS[grammar.kind](error), param=_PARAM)
+    seconds = time.thread_time() - started
+    if seconds > MAX_CHECK_S:
+        raise BadValue(
+            f"the {_NAMES[grammar.kind]} takes {seconds:.2f} s for its first token, and "
+            f"{MAX_CHECK_S} s is the most; simplify it",
+            param=_PARAM,
+        )
 
 
 def library_grammar(grammar: Grammar) -> str:
@@ -51,23 +62,31 @@ def library_grammar(grammar: Grammar) -> str:
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the limits of one grammar: some 20 ms to compile it, and at worst 20 ms for a mask."""
+    """Return the limits of one grammar, in the library's units.
+
+    Schemas of 60 kB stay within a tenth of them. A mask beyond them has taken 0.6 s at worst.
+    """
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
-        step_max_items=50_000,
+        step_max_items=10_000,
         verbose_errors=False,
     )
 
 
 def _why_impossible(grammar: Grammar) -> str:
-    """Return why not even a first byte can be written; "" if one can."""
+    """Return why not even a first byte can be written, or none behind it; "" if they can."""
     matcher = LLMatcher(
         LLTokenizer("byte"), library_grammar(grammar), log_level=0, limits=parser_limits()
     )
     # Computing the mask may itself find that nothing can follow, so errors are checked twice.
-    is_possible = not matcher.is_error() and any(matcher.compute_bitmask())
-    return "" if is_possible and not matcher.is_error() else "no text can follow it"
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    if matcher.is_error() or not any(mask):
+        return "no text can follow it"
+    number, bits = next((number, bits) for number, bits in enumerate(mask) if bits)
+    # A grammar that is too dear says so here, and not first while the target waits for it.
+    matcher.try_consume_tokens([8 * number + (bits & -bits).bit_length() - 1])
+    return first_line(ValueError(matcher.get_error())) if matcher.is_error() else ""
 
 
 def _json_source(text: str) -> str:

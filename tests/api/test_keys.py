@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,10 @@ def test_names_and_rates_are_read_and_keys_are_not_kept(tmp_path: Path) -> None:
         ("alice k tokens_per_minute=" + "9" * 5000, "line 1 may say"),
         ("alice k tokens_per_minute=1 tokens_per_minute=2", "line 1 may say"),
         ("alice k tokens=1", "line 1 may say"),
+        ("alice k expires=tomorrow", "line 1: expires must be a day"),
+        ("alice k expires=2027-01-01 expires=2027-01-02", "line 1 may say"),
+        ("alice k concurrent_requests=0", "line 1 may say"),
+        ("alice k concurrent_requests=1\nalice l concurrent_requests=2", "different rates"),
         ("alice k another", "line 1 may say"),
         ("alice same\nbob same", "a key is there twice"),
         ("alice k1 tokens_per_minute=1\nalice k2", "different rates"),
@@ -149,3 +154,11 @@ def test_a_running_server_changes_its_keys_without_a_restart(
         file.write_text("carol new-key\n")
         assert server.until(lambda: status("new-key") == 200)
         assert status("old-key") == 401
+
+
+def test_a_key_is_valid_up_to_its_last_day(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("bob k1 expires=2026-12-31\nbob k2\n")
+    keys = ApiKeys.from_file(file)
+    assert keys.find("k1", date(2026, 12, 31)) is not None
+    assert keys.find("k1", date(2027, 1, 1)) is None
+    assert keys.find("k2", date(2027, 1, 1)) is not None

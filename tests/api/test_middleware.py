@@ -12,6 +12,7 @@ import openai
 import psutil
 import pytest
 
+from specserve.api import app as app_module
 from specserve.api.middleware import MAX_HEAD
 from tests.support.http_server import FakeService, RunningServer, serving
 
@@ -226,3 +227,61 @@ def test_a_full_service_refuses_generations_unread_and_answers_the_rest(path: st
         assert (reply.status, reply.error["code"]) == (429, "overloaded")
         assert int(reply.headers["retry-after"]) >= 1
         assert server.ask("/v1/models").status == server.ask("/health").status == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1:8000", "LOCALHOST:1", "[::1]", "[::1]:8000"]
+)
+def test_a_server_of_this_machine_answers_to_its_own_names(host: str) -> None:
+    with serving() as running:
+        assert running.ask("/health", headers={"Host": host}).status == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"])
+def test_a_name_that_only_points_here_is_refused(host: str) -> None:
+    """A page from elsewhere would otherwise read what this machine's user is served."""
+    with serving() as running:
+        reply = running.ask("/v1/models", headers={"Host": host})
+        assert reply.status == 421
+        assert "http.hosts" in reply.error["message"]
+
+
+def test_named_hosts_alone_are_answered() -> None:
+    with serving(config={"http.hosts": ["llm.example.org"]}) as running:
+        assert running.ask("/health", headers={"Host": "llm.example.org:443"}).status == 200
+        assert running.ask("/health", headers={"Host": "localhost"}).status == 421
+
+
+@pytest.mark.parametrize("keys", [{"http.host": "0.0.0.0"}])
+def test_servers_of_other_addresses_answer_to_any_name(keys: dict[str, str]) -> None:
+    with serving(config=keys) as running:
+        assert running.ask("/health", headers={"Host": "llm.example.org"}).status == 200
+
+
+def test_keys_open_a_server_to_any_name(locked: RunningServer) -> None:
+    headers = {"Host": "llm.example.org", "Authorization": "Bearer first-key"}
+    assert locked.ask("/v1/models", headers=headers).status == 200
+
+
+def test_a_body_that_does_not_arrive_is_not_awaited_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app_module, "BODY_S", 0.2)
+    with (
+        serving() as running,
+        socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection,
+    ):
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
+        connection.sendall(head.encode() + b'{"prompt": ')
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 0.2 s" in answer
+
+
+def test_failures_below_a_root_path_are_counted() -> None:
+    with serving(config={"http.root_path": "/llm"}) as running:
+        assert running.ask("/llm/v1/completions", {"prompt": 3.5}).status == 400
+        failed = running.registry.counter("request_failure_total")
+        assert failed.samples() == {("400",): (1.0,)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -97,9 +99,10 @@ def test_refusals_are_counted_by_limit() -> None:
     counted: list[str] = []
     account = Account("alice", Clock(), counted.append)
     account.set_rates((1, 10))
-    account.take_request()
+    with account.request():
+        pass
     account.reserve(10)
-    for refused in (account.take_request, lambda: account.reserve(1)):
+    for refused in (account.request().__enter__, lambda: account.reserve(1)):
         with pytest.raises(RateLimited, match="alice has used up its"):
             refused()
     assert counted == ["requests", "tokens"]
@@ -172,3 +175,27 @@ def test_a_client_that_leaves_pays_for_what_it_asked_and_no_more(file: Path) -> 
         assert ask(server, "small-key", max_tokens=36)[0] == 408
         server.service.hangs_after = None
         assert ask(server, "small-key", max_tokens=31)[0] == 200  # 4 + 31 of the 36 that are left
+
+
+def test_a_client_has_so_many_requests_under_way(tmp_path: Path) -> None:
+    (keys := tmp_path / "keys").write_text("alice k1 concurrent_requests=2\nbob k2\n")
+    service = FakeService(hangs_after=1)
+    with serving(service, config={"http.api_keys_file": str(keys)}) as server:
+
+        def ask(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            return server.ask("/v1/models", headers=headers).status
+
+        streams = []
+        for _ in range(2):
+            streams.append(http.client.HTTPConnection("127.0.0.1", server.port, timeout=20))
+            body = json.dumps({"prompt": "x", "stream": True})
+            headers = {"Content-Type": "application/json", "Authorization": "Bearer k1"}
+            streams[-1].request("POST", "/v1/completions", body, headers)
+        assert server.until(lambda: service.num_live == 2)
+        assert (ask("k1"), ask("k2")) == (429, 200)
+        for stream in streams:
+            stream.close()
+        assert server.until(lambda: ask("k1") == 200)
+        limited = server.registry.counter("rate_limited_total")
+        assert limited.samples()[("concurrent",)][0] >= 1

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from specserve.api.responses import _speculation_json
+from specserve.api import generation, responses
+from specserve.api.responses import SLICE, _slices, _speculation_json
 from specserve.errors import Overloaded
 from specserve.types import Stats
 from tests.support.http_server import (
@@ -332,3 +334,61 @@ def test_a_request_that_takes_too_long_is_cancelled_and_says_so() -> None:
         ).events
         assert last["error"]["code"] == "request_timeout"
         assert server.service.num_live == 0
+
+
+def test_a_long_answer_is_put_together_while_others_run() -> None:
+    async def turns_of_another() -> tuple[int, str]:
+        turns = 0
+
+        async def another() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(another())
+        slices = [part async for part in _slices(iter(["é" * 1000] * 1000))]
+        task.cancel()
+        assert max(map(len, slices)) < 2 * SLICE
+        return turns, "".join(slices)
+
+    turns, text = asyncio.run(turns_of_another())
+    assert text == "é" * 1_000_000
+    assert turns >= 1_000_000 // SLICE
+
+
+def test_more_logprobs_than_one_answer_can_hold_are_refused(server: RunningServer) -> None:
+    body = {"prompt": "x", "n": 72, "max_tokens": 2000, "logprobs": 20}
+    reply = server.ask("/v1/completions", body)
+    assert (reply.status, reply.error["param"]) == (400, "logprobs")
+    assert "3,024,000 logprobs" in reply.error["message"]
+    assert server.ask("/v1/completions", {**body, "stream": True}).status == 200
+
+
+def test_an_answer_says_how_long_it_is(server: RunningServer) -> None:
+    reply = server.ask("/v1/completions", {"prompt": "x", "n": 3, "max_tokens": 9, "logprobs": 1})
+    assert int(reply.headers["content-length"]) > 500
+    assert [choice["index"] for choice in reply.json["choices"]] == [0, 1, 2]
+
+
+def test_a_client_that_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer would otherwise be held for as long as it likes."""
+    monkeypatch.setattr(responses, "DELIVERY_S", 0.1)
+    monkeypatch.setattr(generation, "MAX_BEHIND", 20)
+    body = json.dumps({"prompt": "x", "n": 128, "max_tokens": 250, "logprobs": 20, "stream": True})
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n"
+    )
+    service = FakeService(output=TEXT * 100)
+    with (
+        serving(service, config={"limits.request_timeout_s": 3}) as server,
+        socket.socket() as connection,
+    ):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", server.port))
+        connection.sendall(f"{head}\r\n{body}".encode())
+        failed = server.registry.counter("request_failure_total")
+        assert server.until(lambda: failed.samples() == {("499",): (1.0,)}, within_s=30)
+        assert service.num_live == 0
+        assert service.num_chunks < 128 * 100, "the engine goes on writing"

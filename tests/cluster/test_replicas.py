@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
+from specserve.api.service import Status
+from specserve.cluster import replicas as replicas_module
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.resume import ResumableRequest
 from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender
@@ -495,3 +498,83 @@ def run_with_relay(
 async def until(condition: Callable[[], object]) -> None:
     while not condition():
         await asyncio.sleep(0.005)
+
+
+class BoardHandle:
+    """Handle of a board whose answer is a status, or an error, or that never answers."""
+
+    def __init__(self) -> None:
+        self.answer: Status | Exception | None = None
+        self.status = self
+
+    async def remote(self, replica_id: str) -> Status:
+        if self.answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        assert self.answer is not None
+        return self.answer
+
+
+@pytest.mark.parametrize("away", [ActorDiedError(), None], ids=["dead", "silent"])
+def test_gateways_stay_ready_while_the_board_is_away(
+    monkeypatch: pytest.MonkeyPatch, away: Exception | None
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(replicas_module, "BOARD_ANSWERS_S", 0.05)
+    healthy = Status(ready=True, healthy=True, replicas=2)
+    board = BoardHandle()
+
+    async def statuses() -> None:
+        receiver = ChunkReceiver("127.0.0.1")
+        replicas = EngineReplicas(
+            Engine(),
+            board,
+            receiver,
+            replica_id="g",
+            on_resume=lambda: None,
+            clock=lambda: clock.now,
+        )
+        try:
+            board.answer = away
+            assert not (await replicas.status()).ready, "nothing is known yet"
+            board.answer = healthy
+            assert await replicas.status() == healthy
+            board.answer = away
+            clock.now += 50.0
+            assert await replicas.status() == healthy
+            clock.now += 20.0
+            assert not (await replicas.status()).ready, "that is too long"
+        finally:
+            replicas.close()
+
+    asyncio.run(statuses())
+
+
+def test_a_board_that_has_just_restarted_makes_no_gateway_unready() -> None:
+    clock = SimpleNamespace(now=100.0)
+    board, healthy = BoardHandle(), Status(ready=True, healthy=True, replicas=2)
+    empty = Status(ready=False, healthy=False, why="no engine replica reports")
+
+    async def statuses() -> None:
+        receiver = ChunkReceiver("127.0.0.1")
+        replicas = EngineReplicas(
+            Engine(),
+            board,
+            receiver,
+            replica_id="g",
+            on_resume=lambda: None,
+            clock=lambda: clock.now,
+        )
+        try:
+            board.answer = healthy
+            await replicas.status()
+            board.answer = empty
+            clock.now += 2.0
+            assert await replicas.status() == healthy
+            clock.now += 2.0
+            assert await replicas.status() == empty
+        finally:
+            replicas.close()
+
+    asyncio.run(statuses())

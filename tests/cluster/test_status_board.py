@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from specserve.cluster import status_board
 from specserve.cluster.console import StatusLine
 from specserve.cluster.status_board import ENGINE, GATEWAY, SILENT_AFTER_S, Board, ReplicaReport
 from specserve.metrics import Registry, Snapshot, merge
@@ -66,6 +69,29 @@ def test_sums_never_fall_when_a_replica_goes() -> None:
     clock.now *= 3
     assert written(board) == 15
     assert not board.status().healthy
+
+
+def test_a_replica_that_comes_back_is_counted_once() -> None:
+    """A pause of a process, or of its node, may be longer than the board's patience."""
+    clock = Clock()
+    board = Board(clock)
+    board.report(ReplicaReport("g", GATEWAY, None, snapshot(10)))
+    clock.now = SILENT_AFTER_S + 1
+    assert written(board) == 10
+    assert merge(board.status("g").metrics).samples == {}, "it knows its own"
+    board.report(ReplicaReport("g", GATEWAY, None, snapshot(12)))
+    assert written(board) == 12
+
+
+def test_the_sums_of_very_many_replicas_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_board, "MAX_SILENT", 3)
+    clock = Clock()
+    board = Board(clock)
+    for number in range(10):
+        board.report(ReplicaReport(str(number), ENGINE, None, snapshot(1)))
+        clock.now += SILENT_AFTER_S + 1
+        assert written(board) == number + 1
+    assert len(board.status().metrics) == 4
 
 
 def test_a_gateway_can_exclude_its_own_metrics() -> None:

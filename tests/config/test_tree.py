@@ -75,6 +75,7 @@ CONTRACT = {
         "api_keys_file",
         "open_paths",
         "cors_origins",
+        "hosts",
         "root_path",
         "tls_cert",
         "tls_key",

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.engine.budget import MAX_PASS_S, MAX_TOKENS, MIN_TOKENS, TokenBudget
+from specserve.config.tree import MAX_BATCH_TOKENS
+from specserve.engine.budget import MAX_PASS_S, MIN_TOKENS, TokenBudget
 from specserve.types import Curve
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
@@ -35,7 +36,7 @@ def test_a_pass_of_the_whole_budget_takes_nearly_the_longest_time_and_no_longer(
 
 def test_slow_hardware_gets_a_least_budget_and_fast_hardware_a_largest() -> None:
     assert TokenBudget.from_curve(None, linear_curve(10.0, 1.0)).tokens == MIN_TOKENS
-    assert TokenBudget.from_curve(None, ((1, 0.0),)).tokens == MAX_TOKENS
+    assert TokenBudget.from_curve(None, ((1, 0.0),)).tokens == MAX_BATCH_TOKENS
 
 
 @given(

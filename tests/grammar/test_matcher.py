@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import torch
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from specserve.config.tree import DEMO
+from specserve.grammar import sequences
 from specserve.grammar.mask import TokenMask
-from specserve.grammar.matcher import MAX_COMPILED, GrammarCompiler, GrammarMatcher, bitmask_rows
+from specserve.grammar.matcher import MAX_COMPILED, GrammarCompiler, GrammarMatcher, mask_texts
+from specserve.grammar.sequences import GrammarStates, SequenceGrammar, TextUpdate
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.types import Grammar
 from tests.support import checkpoints
@@ -105,7 +109,7 @@ def test_allowed_tokens_continue_some_text_or_are_the_forced_one() -> None:
                 assert found == valid or (len(found) == 1 and found <= valid)
 
 
-def test_bitmask_rows_of_drafts_equal_those_of_the_extended_texts(demo: GrammarCompiler) -> None:
+def test_masks_behind_drafts_equal_those_of_the_extended_texts(demo: GrammarCompiler) -> None:
     tokens = demo.tokenizer.tokenize_str('{"name": "bob", "tags": ["beta"]}')
     matchers = [demo.start(SCHEMA) for _ in range(3)]
     matchers[1].write(0, tokens[:5])
@@ -113,7 +117,8 @@ def test_bitmask_rows_of_drafts_equal_those_of_the_extended_texts(demo: GrammarC
     wrong[2] = next(
         token for token in range(1, 4096) if demo_forbids(demo, [*tokens[:5], *wrong[:2]], token)
     )
-    bits = bitmask_rows(demo, [(matchers[0], tokens[:6]), (matchers[1], wrong), (matchers[2], [])])
+    asked = [(matchers[0], tokens[:6]), (matchers[1], wrong), (matchers[2], [])]
+    bits = mask_texts(demo, asked).bits
     step = demo.start(SCHEMA)
     for row, token in zip(bits, [*tokens[:6], None], strict=False):
         assert row.tolist() == step.bits().tolist()
@@ -123,6 +128,66 @@ def test_bitmask_rows_of_drafts_equal_those_of_the_extended_texts(demo: GrammarC
     assert (bits[10] == -1).all()  # behind a forbidden draft token
     assert matchers[1].tokens == tokens[:5]
     assert ids(matchers[2], 4100) == ids(demo.start(SCHEMA), 4100)
+
+
+def test_a_slow_grammar_takes_the_time_of_no_other(demo: GrammarCompiler) -> None:
+    matchers = [demo.start(SCHEMA) for _ in range(3)]
+    matchers[0].mask_s = 1.0  # in the pass before
+    ticks = itertools.count()
+    masks = mask_texts(
+        demo, [(matcher, ()) for matcher in matchers], budget_s=1.5, clock=lambda: next(ticks)
+    )
+    assert masks.late == {0}
+    expected = demo.start(SCHEMA).bits().tolist()
+    assert [row.tolist() == expected for row in masks.bits] == [False, True, True]
+    assert (masks.bits[0] == -1).all()
+    assert matchers[1].mask_s == matchers[2].mask_s == 0.5, "a tick for both"
+
+
+def test_a_text_without_its_masks_fails_and_the_others_go_on(
+    demo: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = GrammarStates(demo)
+    for seq_id, grammar in enumerate((SCHEMA, Grammar("regex", "a+b"))):
+        states.set_grammar(seq_id, SequenceGrammar(grammar, 0))
+    updates = [(seq_id, TextUpdate(seq_id, 0, ())) for seq_id in range(2)]
+    assert states._masks(updates).errors == {}
+    matcher = states.get(0)
+    assert matcher is not None
+    matcher.mask_s = 1.0
+    ticks = itertools.count()
+    monkeypatch.setattr(
+        sequences, "mask_texts", partial(mask_texts, clock=lambda: 10.0 * next(ticks))
+    )
+    monkeypatch.setattr(sequences, "PASS_MASKS_S", 15.0)
+    assert states._masks(updates).errors == {0: sequences.TOO_SLOW}
+
+
+def test_equal_texts_share_one_mask(demo: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`n: 64` continues one text 64 times."""
+    asked: list[int] = []
+
+    def count(compiler: GrammarCompiler, texts: Any, **options: Any) -> Any:
+        asked.append(len(texts))
+        return mask_texts(compiler, texts, **options)
+
+    monkeypatch.setattr(sequences, "mask_texts", count)
+    states, tokens = GrammarStates(demo), tuple(demo.tokenizer.tokenize_str('{"name": "'))
+    for seq_id in range(5):
+        states.set_grammar(seq_id, SequenceGrammar(SCHEMA, 0))
+    drafts = [(), tokens, (), tokens, tokens[:2]]
+    rows = np.cumsum([0, *(len(some) + 1 for some in drafts)])
+    updates = [
+        (int(first), TextUpdate(seq_id, 0, (), some))
+        for seq_id, (first, some) in enumerate(zip(rows, drafts, strict=False))
+    ]
+    shared = states._masks(updates)
+    assert asked == [3]
+    alone = [states._masks([(0, update)]) for _, update in updates]
+    expected = np.concatenate([one.token_mask.bits for one in alone])
+    assert shared.errors == {}
+    assert np.array_equal(shared.token_mask.bits, expected)
+    assert shared.token_mask.rows.tolist() == list(range(len(expected)))
 
 
 def demo_forbids(demo: GrammarCompiler, text: list[int], token: int) -> bool:

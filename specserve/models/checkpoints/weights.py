@@ -132,12 +132,14 @@ def weight_files(directory: Path) -> list[Path]:
         return [single]
     if index.is_file():
         try:
-            return [
-                directory / name
-                for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            ]
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [directory / name for name in names]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is no index of a checkpoint's files") from error
+        for name in names:
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ModelError(f"{index} names {name}, outside the checkpoint's folder")
+        return files
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")) or any(directory.glob("*.pth")):
         raise ModelError(
             f"{directory} holds pickled weights only; specserve reads safetensors only, because "

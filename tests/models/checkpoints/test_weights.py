@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specserve.errors import ModelError
-from specserve.models.checkpoints.weights import Weights
+from specserve.models.checkpoints.weights import Weights, weight_files
 
 EXPERTS, INNER, HIDDEN = 11, 4, 3  # more than ten, so that an order by spelling would show
 
@@ -89,6 +90,14 @@ def test_a_broken_index_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match="is no index"):
         Weights(tmp_path, prefix="model")
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a/../../b"])
+def test_an_index_that_leads_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(ModelError, match="outside the checkpoint's folder"):
+        weight_files(tmp_path)
 
 
 def test_a_file_that_the_index_promises_and_is_not_there_is_refused(tmp_path: Path) -> None:
