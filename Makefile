@@ -20,9 +20,9 @@ MEASURED := docs/measurements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-fast test-long test-browser test-gpu format lint check dist test-wheel wheel-times \
+.PHONY: help serve test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-pacer bench-drafters bench-peers \
-	proofs structured fuzz chaos chaos-network overload survey docs clean
+	proofs structured fuzz chaos chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -45,6 +45,35 @@ test-browser: $(VENV)/installed-for-browser  ## Test the playground in the syste
 
 test-gpu: $(VENV)/installed-for-tests  ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# A borrowed machine may have torch and no network: `make gpu GPU_PYTHON=python3` runs its own, with
+# what `make gpu-wheels` has brought into .wheels. Each step stays under ten minutes on one card.
+GPU_PYTHON ?= $(BIN)/python
+WHEELS := .wheels
+
+gpu: gpu-check gpu-speed gpu-texts  ## Run all that needs a GPU, in three steps, and write its page
+	PYTHONPATH=$(WHEELS)/site $(GPU_PYTHON) -m tests.gpu page $(ARGS)
+
+gpu-check: $(WHEELS)/site  ## Compare a card's results with the CPU's
+	PYTHONPATH=$(WHEELS)/site $(GPU_PYTHON) -m tests.gpu check $(ARGS)
+
+gpu-speed: $(WHEELS)/site  ## Time passes, sampling and rounds on a card
+	PYTHONPATH=$(WHEELS)/site $(GPU_PYTHON) -m tests.gpu speed $(ARGS)
+
+gpu-texts: $(WHEELS)/site  ## Write whole texts on a card
+	PYTHONPATH=$(WHEELS)/site $(GPU_PYTHON) -m tests.gpu texts $(ARGS)
+
+gpu-wheels: $(VENV)/installed-for-tests  ## Bring what a machine with its own torch may lack
+	$(BIN)/python -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
+		--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_31_x86_64 \
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		-c constraints.txt -d $(WHEELS) llguidance msgpack pyzmq psutil
+
+# Nothing is downloaded here.
+$(WHEELS)/site:
+	mkdir -p $@
+	if ls $(WHEELS)/*.whl >/dev/null 2>&1; then \
+		$(GPU_PYTHON) -m pip install -q --no-index --no-deps --target $@ $(WHEELS)/*.whl; fi
 
 format: $(VENV)/installed-for-tests  ## Format the code and apply the linter's safe fixes
 	$(BIN)/ruff check --fix .
@@ -124,6 +153,9 @@ chaos-network: $(VENV)/installed-for-tests  ## Break every link of a server unde
 
 overload: $(VENV)/installed-for-tests  ## Send five times the load that the server can take
 	$(BIN)/python -m tests.chaos.overload $(ARGS)
+
+misuse: $(VENV)/installed-for-tests  ## Misuse a server in six ways beside clients that behave
+	$(BIN)/python -m tests.chaos.misuse $(ARGS)
 
 survey: $(VENV)/installed-for-tests  ## Print size, names and language of the tree in numbers
 	$(BIN)/python -m tests.support.survey $(ARGS)

@@ -68,20 +68,32 @@ class PagedCache:
         v_head_dim: int | None = None,
         prefix_caching: bool = True,
     ) -> None:
-        self.kv_heads, self.num_pages, self.page_size = kv_heads, num_pages, page_size
+        self.kv_heads, self.page_size = kv_heads, page_size
         self.device, self.prefix_caching = torch.device(device), prefix_caching
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
+        self._num_layers, self._dims, self._dtype = (
+            num_layers,
+            (head_dim, v_head_dim or head_dim),
+            dtype,
+        )
+        self.keys: list[Tensor] = []  # of each layer, [slots, kv_heads, dim]
+        self.values: list[Tensor] = []
+        self._pools: list[Tensor] = []
+        self.resize(num_pages)
+
+    def resize(self, num_pages: int) -> None:
+        """Empty the cache and give it so many pages, in the same lists of tensors."""
+        self.num_pages = num_pages
+        for tensors in (self.keys, self.values, self._pools):
+            tensors.clear()  # before there are new ones
         # Zeros, not uninitialised memory: padding reads slots that were never written, and a masked
         # NaN would still spoil the sum.
-        shape = (num_layers, num_pages, page_size, kv_heads)
-        self._pools = [
-            torch.zeros(*shape, dim, dtype=dtype, device=self.device)
-            for dim in (head_dim, v_head_dim or head_dim)
-        ]
-        self.keys, self.values = (
-            list(pool.flatten(1, 2).unbind(0)) for pool in self._pools
-        )  # each [slots, kv_heads, dim]
+        shape = (self._num_layers, num_pages, self.page_size, self.kv_heads)
+        for layers, dim in zip((self.keys, self.values), self._dims, strict=True):
+            pool = torch.zeros(*shape, dim, dtype=self._dtype, device=self.device)
+            self._pools.append(pool)
+            layers.extend(pool.flatten(1, 2).unbind(0))
         self._allocator = PageAllocator(num_pages)
         self._sequences: dict[int, _CachedSequence] = {}
         self._block_table = BlockTable()

@@ -22,6 +22,7 @@ from specserve.models.attention import (
     invariant_kernel,
     write_cache,
 )
+from specserve.models.card_kernels import CardKernels, card_kernels
 from specserve.models.layout import Geometry, Layout, Runs, Writes
 from specserve.models.planner import Planner, key_block_size
 
@@ -72,15 +73,26 @@ class _Plans:
 class FlashInferAttention:
     """FlashInfer's paged attention; the layers of a pass share what is planned for it."""
 
-    rotates, run_rows = False, UNDIVIDED
+    run_rows = UNDIVIDED
 
     def __init__(
-        self, make_wrapper: Callable[..., Any], *, page_size: int, device: torch.device
+        self,
+        make_wrapper: Callable[..., Any],
+        *,
+        page_size: int,
+        device: torch.device,
+        kernels: CardKernels | None = None,
     ) -> None:
+        """Attend with wrappers of that class; with `kernels`, also rotate and write."""
         self._make_wrapper, self.page_size = make_wrapper, page_size
+        self._kernels = kernels
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
         self._plans: dict[tuple[float, int | None, float | None], _Plans] = {}
+
+    @property
+    def rotates(self) -> bool:
+        return self._kernels is not None
 
     def attend(
         self,
@@ -93,9 +105,14 @@ class FlashInferAttention:
         variant: AttentionVariant,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        assert rotation is None
         assert layout.runs is not None
-        write_cache(layout, keys, values, k, v)
+        if rotation is None:
+            write_cache(layout, keys, values, k, v)
+        else:
+            assert self._kernels is not None
+            q = self._kernels.rotate_and_write(
+                q, k, v, rotation.table, layout.positions, layout.slots, keys, values
+            )
         pools = tuple(pool.view(-1, self.page_size, *pool.shape[1:]) for pool in (keys, values))
         plan = self._planned(layout.runs, q, pools, variant)
         return plan.wrapper.run(q.contiguous(), pools)  # type: ignore[no-any-return]
@@ -175,7 +192,10 @@ def open_flashinfer(
         raise FlashInferUnusable("it computes in bfloat16 and float16 only")
     if loaded.config.model_type in WITH_SINKS:
         raise FlashInferUnusable("its kernels know no sinks")
-    attention = FlashInferAttention(make_wrapper, page_size=page_size, device=device)
+    kernels = card_kernels(device, dtype)
+    attention = FlashInferAttention(
+        make_wrapper, page_size=page_size, device=device, kernels=kernels
+    )
     try:
         error = _error(attention, loaded, page_size, dtype, device)
     except Exception as raised:  # compilers, drivers and kernels raise whatever they like

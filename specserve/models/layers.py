@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from specserve.models.card_kernels import card_kernels
 from specserve.models.linear_kernels import CompiledKernel, LinearKernel, linear_kernel
 from specserve.models.mapped_file import tensor_address
 from specserve.models.memory import use_huge_pages
@@ -117,6 +118,8 @@ class PlainLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
     def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor:
+        if x.is_cuda and self.bias is None:
+            return torch.addmm(residual, x, self.weight.t())  # added within the product
         return residual + F.linear(x, self.weight, self.bias)
 
 
@@ -139,10 +142,14 @@ class PlainGate(nn.Module):
 
     def __init__(self, both: PackedLinear | PlainLinear) -> None:
         super().__init__()
-        self.both = both
+        self.both, weight = both, both.weight
+        self.kernels = card_kernels(weight.device, weight.dtype) if weight.is_cuda else None
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.both.forward(x).chunk(2, dim=-1)
+        both = self.both.forward(x)
+        if self.kernels is not None:
+            return self.kernels.gated(both)
+        gate, up = both.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
 

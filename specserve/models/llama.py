@@ -85,7 +85,7 @@ class FusedNetwork:
 
     def _through_layers(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
         if self._compiled is None:  # not before, since the weights of a plan have no address
-            self._compiled = _compile(self.layers, self.keys, self.values)
+            self._compiled = x.is_cpu and _compile(self.layers, self.keys, self.values)
         if self._compiled and len(x) <= self._compiled.max_rows:
             return self._compiled.forward(x, layout, rotation)
         for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from specserve.config.tree import Config, DraftConfig, TargetConfig
+from specserve.config.tree import MAX_BATCH_TOKENS, Config, DraftConfig, TargetConfig
 from specserve.errors import ConfigError
 from specserve.models.attention import (
     Attention,
@@ -32,6 +32,7 @@ from specserve.models.checkpoints.load import (
 from specserve.models.checkpoints.packed import PackedCheckpoint
 from specserve.models.flashinfer_attention import FlashInferUnusable, open_flashinfer
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
+from specserve.models.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.linear_kernels import CompiledKernel, linear_kernel
 from specserve.models.memory import free_memory, keep_freed_memory, num_pages_for, require_room
@@ -66,6 +67,8 @@ class ModelOptions:
     prefix_caching: bool = True
     max_context: int | None = None
     max_sequences: int = 64  # no more pages than that many full contexts
+    max_rows: int = 512  # of a pass
+    max_gamma: int = 16
     shares_weights: bool = False  # with other processes of the node, on CPUs
     weights_directory: Path | None = None  # None: in memory
     kernel: str = "auto"  # of linear layers on CPUs
@@ -80,6 +83,8 @@ class ModelOptions:
             page_size=config.cache.page_size,
             pages=config.cache.pages,
             memory_fraction=config.cache.memory_fraction or DEFAULT_MEMORY_FRACTION,
+            max_rows=config.limits.max_batch_tokens or MAX_BATCH_TOKENS,
+            max_gamma=config.speculation.max_gamma,
             prefix_caching=config.cache.prefix_caching,
             max_context=config.limits.max_context,
             max_sequences=config.limits.max_running,
@@ -175,22 +180,46 @@ def open_model(
     loaded = load(packed)
     spec = loaded.spec
     context = _context(spec, options)
-    cache = make_cache(
-        spec,
-        options.pages
-        or _num_pages(
-            options, spec, shard, context=context, page_size=page_size, dtype=dtype, device=device
-        ),
+
+    def count_pages(reserved: int = 0) -> int:
+        return _num_pages(
+            options,
+            spec,
+            shard,
+            context=context,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            reserved=reserved,
+        )
+
+    # A GPU's pages are counted once the largest pass has shown what it needs itself.
+    needs_trial = device.type == "cuda" and not options.pages and not spec.is_encoder_decoder
+    largest = LargestPass.from_limits(
+        max_rows=options.max_rows,
+        max_sequences=options.max_sequences,
+        max_gamma=options.max_gamma,
+        context=context,
     )
+    if needs_trial:
+        cache = make_cache(spec, largest.num_pages(page_size))
+    else:
+        cache = make_cache(spec, options.pages or count_pages())
     with torch.inference_mode(), linear_weights(packed or PrivateWeights(options.kernel)):
         net = build(loaded, cache)
     if packed is not None:
         packed.check_finished()
     if isinstance(net, T5Network):
         return Model(Runner(net, cache, device=device, encoder=net), spec, context)
+    plain = Runner(net, cache, device=device)
+    if needs_trial:
+        taken = largest_pass_bytes(plain, largest)
+        cache.resize(1)
+        torch.cuda.empty_cache()
+        cache.resize(count_pages(reserved=taken))
     # Graphs are captured of passes in groups, on one rank.
     if device.type != "cuda" or shard is not None or net.run_rows is not None:
-        return Model(Runner(net, cache, device=device), spec, context, net)
+        return Model(plain, spec, context, net)
     graphed = GraphedNetwork(net, device)
     runner = Runner(graphed, cache, device=device, pad_to_bucket=pad_to_bucket)
     return Model(runner, spec, context, graphed)
@@ -297,15 +326,17 @@ def _num_pages(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    reserved: int,
 ) -> int:
-    """Return how many pages fit into memory, but no more than full contexts could fill.
+    """Return how many pages fit into memory beside the reserved bytes, but no more than needed.
 
-    All ranks have as many pages as the one with the least memory.
+    More than full contexts could fill are not. All ranks have as many pages as the one with the
+    least memory.
     """
     # Ranks on CPUs may share one memory.
     sharers = 1 if shard is None or device.type == "cuda" else shard.size
     pages = num_pages_for(
-        int(free_memory(device) * options.memory_fraction) // sharers,
+        int((free_memory(device) - reserved) * options.memory_fraction) // sharers,
         num_layers=spec.num_layers,
         kv_heads=spec.kv_heads,
         head_dim=spec.head_dim,

@@ -134,19 +134,16 @@ class PagedAttention:
     """The shared state of one model's attention modules: KV cache and layout of the pass."""
 
     def __init__(self, cache: PagedCache, attention: Attention, layers: Sequence[int]) -> None:
-        self.attention = attention
-        self.keys, self.values = (
-            dict(zip(layers, pools, strict=True)) for pools in (cache.keys, cache.values)
-        )  # by layer
+        self.attention, self.keys, self.values = attention, cache.keys, cache.values
+        self._indices = {layer: i for i, layer in enumerate(layers)}  # in the cache
         self.layout: Layout | None = None
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant
     ) -> Tensor:
         assert self.layout is not None
-        return self.attention.attend(
-            self.layout, self.keys[layer], self.values[layer], q, k, v, variant
-        )
+        i = self._indices[layer]
+        return self.attention.attend(self.layout, self.keys[i], self.values[i], q, k, v, variant)
 
 
 def library_attention(

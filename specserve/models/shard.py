@@ -66,12 +66,13 @@ class Shard:
         return self.join(linear.add_to_residual(self.join(x), own))
 
     def sum(self, partial: Tensor) -> Tensor:
-        """Return the sum over the ranks, each element added in rank order; `partial` is lost.
+        """Return the sum over the ranks, on CPUs added in rank order; `partial` is lost.
 
-        An all-reduce of three ranks or more adds in an order that depends on the number of rows.
+        An all-reduce of three ranks or more adds in an order that depends on the number of rows, as
+        the products of GPUs do anyway. Of two ranks there is one addition, and no order.
         """
-        if self.size <= 2:
-            dist.all_reduce(partial, group=self.group)  # one addition, so there is no order
+        if self.size <= 2 or partial.is_cuda:
+            dist.all_reduce(partial, group=self.group)
             return partial
         elements = partial.reshape(-1)
         total = (

@@ -26,6 +26,7 @@ from specserve.models.shard import Shard
 from specserve.sampling.distribution import WarpBatch, logprobs
 from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.penalties import History
+from specserve.sampling.row_draws import draw_kernel_of
 from specserve.sampling.truncation import renormaliser_of
 from specserve.sampling.verify import RandomStreams, verify, verify_greedy
 from specserve.transfers import to_device, to_host
@@ -182,7 +183,9 @@ def open_target(
     )
     cache, spec = opened.runner.cache, opened.spec
     if cache.device.type == "cuda":
-        renormaliser_of(cache.device)  # tried, and compiled, before anybody waits for it
+        # Tried, and compiled, before anybody waits for them.
+        renormaliser_of(cache.device)
+        draw_kernel_of(cache.device)
     info = ModelInfo(
         vocab_size=spec.vocab_size,
         max_context=opened.max_context,

@@ -15,16 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.sampling.distribution import argmax, sample
 from specserve.sampling.drafts import DraftBatch
-from specserve.sampling.noise import (
-    Purpose,
-    exponential,
-    row_keys,
-    rows_per_chunk,
-    seed_array,
-    uniform,
-)
+from specserve.sampling.noise import Purpose, row_keys, seed_array, uniform
+from specserve.sampling.row_draws import draw_from_rows
 from specserve.transfers import to_device
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -107,7 +100,7 @@ def coupled(p: Tensor, drafts: DraftBatch, streams: RandomStreams) -> VerifyResu
     rows = drafts.rows.flatten()[cells]  # [rows of these sequences]
     keys = streams.keys(Purpose.COUPLED, drafts.width, p.device).flatten(0, 1)[cells]
     own = torch.zeros_like(drafts.tokens).flatten()
-    own[cells] = _sample_target(p, rows, keys)
+    own[cells], _ = draw_from_rows(p, keys, rows)
     return accept_matching(own.view(drafts.tokens.shape), drafts)
 
 
@@ -244,28 +237,17 @@ def _accept_noise(drafts: DraftBatch, streams: RandomStreams) -> Tensor:
     return uniform(streams.keys(Purpose.ACCEPT, drafts.width, drafts.tokens.device))
 
 
-def _sample_target(p: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
-    """Return a draw from each of these rows of p, made a few rows at a time."""
-    vocabulary, step = _vocabulary(p), rows_per_chunk(p)
-    parts = [slice(first, first + step) for first in range(0, len(rows), step)]
-    return torch.cat([sample(p[rows[part]], exponential(keys[part], vocabulary)) for part in parts])
-
-
 def _correction_or_bonus(
     p: Tensor, drafts: DraftBatch, streams: RandomStreams, accepted: Tensor, weight: Tensor | None
 ) -> Tensor:
     """Draw the next token of each sequence from its residual."""
     keys = streams.keys(Purpose.NEXT, drafts.width, p.device)
     at = accepted[:, None]
-    noise = exponential(keys.gather(1, at[:, :, None].expand(-1, 1, 2))[:, 0], _vocabulary(p))
-    score = residual(p, drafts, accepted, weight) / noise  # [seqs, vocab]
-    token = argmax(score)
-    possible = score.gather(1, token[:, None])[:, 0] > 0
+    own_keys = keys.gather(1, at[:, :, None].expand(-1, 1, 2))[:, 0]
+    token, score = draw_from_rows(residual(p, drafts, accepted, weight), own_keys)
+    possible = score > 0
     if p.is_cpu and bool(possible.all()):  # a GPU would be waited for
         return token
     # p and q are equal up to rounding, so the residual is empty: then the draw is from p itself.
-    return torch.where(possible, token, sample(p[drafts.rows.gather(1, at)[:, 0]], noise))
-
-
-def _vocabulary(p: Tensor) -> Tensor:
-    return torch.arange(p.shape[-1], dtype=torch.int32, device=p.device)
+    from_p, _ = draw_from_rows(p, own_keys, drafts.rows.gather(1, at)[:, 0])
+    return torch.where(possible, token, from_p)

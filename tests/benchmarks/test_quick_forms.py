@@ -25,6 +25,8 @@ IN_PROCESS = {
     "benchmarks.structured": (),
     "benchmarks.twelve_bits": (),
     "tests.chaos.fuzz": (),
+    "tests.support.card.noise": (),
+    "tests.support.card.roofline": (),
     "tests.support.card.rounds": (),
     "tests.proofs.distribution": (),
 }

@@ -414,6 +414,23 @@ def test_the_image_starts_ray_with_haproxy() -> None:
     assert f"ENV {HA_PROXY}=1" in _text("deploy/Dockerfile")
 
 
+def test_the_image_has_a_compiler_for_kernels_that_are_built_on_the_spot() -> None:
+    """Triton and FlashInfer compile their launchers; without one they fall back to slow paths."""
+    assert re.search(r"apt-get install[^&]*\bgcc\b[^&]*\blibc6-dev\b", _text("deploy/Dockerfile"))
+
+
+def test_the_clusters_draft_drafts_a_token_in_well_less_than_a_verification() -> None:
+    read_gb_s = {
+        "g6e.2xlarge": 864,
+        "g6.2xlarge": 300,
+        "p5.48xlarge": 3350,
+    }  # by the makers' sheets
+    draft = yaml.safe_load(_text("cluster.yaml"))["available_node_types"]["draft"]
+    bandwidth = read_gb_s[draft["node_config"]["InstanceType"]] * 1e9
+    token_ms = 2.5e9 / bandwidth * 1e3  # 1.24B parameters in bf16
+    assert token_ms < 18 / 4, "a verification of 70B on four H100 takes 18 ms"
+
+
 # The page
 
 

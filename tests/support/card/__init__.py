@@ -10,20 +10,34 @@ the same time: an event has always come, and a copy has always ended.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
+from specserve.models.model import ModelOptions, open_model
+from tests.support import checkpoints
+from tests.support.card.kernels import no_kernels
 from tests.support.card.ledger import CardError, Ledger
-from tests.support.card.tensors import CARDS, Cards, CardTensor, FactoryMode, Recording, to_card
+from tests.support.card.tensors import (
+    CARDS,
+    CardMemory,
+    Cards,
+    CardTensor,
+    FactoryMode,
+    Recording,
+    to_card,
+)
 
 __all__ = ["CardError", "CardTensor", "Ledger", "emulated_cards"]
 
-FREE_BYTES, HOPPER = 2**34, (9, 0)
+HOPPER = (9, 0)
 
 
 class CardStream:
@@ -40,9 +54,14 @@ class CardStream:
 class CardEvent:
     """An event, which has always come."""
 
+    def __init__(self, *, enable_timing: bool = False) -> None: ...
+
     def record(self, stream: CardStream) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: CardEvent) -> float:
+        return 1.0  # of a clock that knows nothing
 
 
 class CardGraph:
@@ -53,8 +72,8 @@ class CardGraph:
 
     def replay(self) -> None:
         assert self.recording is not None, "a graph that was never captured"
-        CARDS[-1].ledger.num_replays += 1
-        self.recording.replay()
+        CARDS[-1].ledger.add_replay()
+        self.recording.replay(CARDS[-1])
 
 
 class CudaStandIn:
@@ -100,6 +119,19 @@ class CudaStandIn:
         self._cards.pinned[pinned.untyped_storage().data_ptr()] = pinned
         return pinned
 
+    def free_and_total(self, device: Any = None) -> tuple[int, int]:
+        memory = self._memory(device)
+        return memory.total - memory.allocated, memory.total
+
+    def reset_peak(self, device: Any = None) -> None:
+        memory = self._memory(device)
+        memory.peak = memory.allocated
+
+    def _memory(self, device: Any) -> CardMemory:
+        number = self._cards.current if device is None else self._cards.number_of(device)
+        assert number is not None
+        return self._cards.memory_of[number]
+
     def names(self) -> dict[str, Any]:
         """Return what stands in the place of parts of `torch.cuda`, by their names."""
         return {
@@ -109,23 +141,50 @@ class CudaStandIn:
             "current_stream": CardStream,
             "device": self.device,
             "device_count": lambda: self._cards.count,
+            "empty_cache": lambda: None,
             "get_device_capability": lambda device=None: HOPPER,
             "get_device_name": lambda device=None: "an emulated card",
             "graph": self.capture,
             "graph_pool_handle": lambda: (0, self._cards.current),
             "is_available": lambda: True,
             "is_current_stream_capturing": lambda: bool(self._cards.recordings),
-            "mem_get_info": lambda device=None: (FREE_BYTES, FREE_BYTES),
+            "max_memory_allocated": lambda device=None: self._memory(device).peak,
+            "memory_allocated": lambda device=None: self._memory(device).allocated,
+            "mem_get_info": self.free_and_total,
+            "reset_peak_memory_stats": self.reset_peak,
+            "set_sync_debug_mode": lambda mode: None,
             "stream": nullcontext,
             "synchronize": lambda device=None: self._cards.wait("synchronize"),
             "_lazy_init": lambda: None,
         }
 
 
+@cache
+def _open_on_the_host() -> None:
+    """Open a model before there are cards.
+
+    What the library sets up for the first model of a process would otherwise be made of a card's
+    tensors, and wrong for all others.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = checkpoints.make("llama", Path(directory) / "llama")
+        open_model(path, ModelOptions(dtype="float32", device="cpu", pages=1))
+
+
 @contextmanager
-def emulated_cards(count: int = 1) -> Iterator[Ledger]:
-    """Emulate this many cards in this thread, and yield the ledger of them all."""
-    cards = Cards(count)
+def emulated_cards(
+    count: int = 1,
+    *,
+    ledger: Ledger | None = None,
+    memory_bytes: int = 2**34,
+    has_values: bool = True,
+) -> Iterator[Ledger]:
+    """Emulate this many cards in this thread, and yield the ledger of them all.
+
+    Without values their tensors take no memory.
+    """
+    _open_on_the_host()
+    cards = Cards(count, ledger or Ledger(), memory_bytes=memory_bytes, has_values=has_values)
     stand_in = CudaStandIn(cards)
     with (
         mock.patch.multiple(torch.cuda, **stand_in.names()),
@@ -133,6 +192,7 @@ def emulated_cards(count: int = 1) -> Iterator[Ledger]:
         mock.patch.object(Tensor, "pin_memory", lambda host: stand_in.pin(host)),
         # The library reads weights in several threads otherwise.
         mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
+        no_kernels(),
         FactoryMode(),  # type: ignore[no-untyped-call]
     ):
         CARDS.append(cards)

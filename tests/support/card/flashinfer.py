@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -86,10 +87,29 @@ class FlashInferWrapper:
         plan = (starts, page_starts, pages, last, how)
 
         def batch_prefill(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            if not cards.has_values:
+                return q.new_empty(*q.shape[:2], values.shape[-1])
             return _attend(q, keys, values, plan) + self.error
 
-        out: Tensor = launch(CARDS[-1], batch_prefill, (q, keys, values), {})
+        cards = CARDS[-1]
+        cards.ledger.add_paged_attention(*_work(plan, q, keys, values))
+        out: Tensor = launch(cards, batch_prefill, (q, keys, values), {})
         return out
+
+
+def _work(plan: Any, q: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int]:
+    """Return the bytes of keys and values that a kernel reads, and its operations."""
+    starts, page_starts, _, last, _ = plan
+    size = keys.shape[1]
+    lengths = [
+        (stop - start - 1) * size + rest
+        for (start, stop), rest in zip(pairwise(page_starts), last, strict=True)
+    ]
+    slot_bytes = (keys[0, 0].numel() + values[0, 0].numel()) * keys.element_size()
+    seen = sum(
+        (stop - start) * n for (start, stop), n in zip(pairwise(starts), lengths, strict=True)
+    )
+    return sum(lengths) * slot_bytes, 4 * seen * q.shape[1] * q.shape[2]
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, plan: Any) -> Tensor:

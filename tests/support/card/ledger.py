@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+
+from torch import Tensor
 
 PLACES = ("/specserve/", "/transformers/models/")
 """Parts of the paths of code that a wait is attributed to."""
@@ -31,8 +34,23 @@ class Ledger:
     def num_waits(self) -> int:
         return self.waits.total()
 
+    def add_kernel(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.kernels[name] += 1
+
+    def add_replayed(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Note a kernel of a captured graph, which the host does not launch by itself."""
+
+    def add_replay(self) -> None:
+        self.num_replays += 1
+
+    def add_paged_attention(self, read_bytes: int, flops: int) -> None:
+        """Note the work of a kernel on pages, which the shapes of its arguments do not show."""
+
+    def add_wait(self, reason: str, place: str) -> None:
+        self.waits[reason, place] += 1
+
     def clear(self) -> None:
-        fresh = Ledger()
+        fresh = type(self)()
         for part in fields(self):
             setattr(self, part.name, getattr(fresh, part.name))
 

@@ -10,8 +10,8 @@ import argparse
 import itertools
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -20,8 +20,10 @@ import numpy as np
 import torch
 
 from specserve.drafters.anticipation import Anticipation
+from specserve.drafters.base import ForkableDrafter
 from specserve.drafters.branches import Fanout
 from specserve.models.model import ModelOptions, open_model
+from specserve.models.target import TargetModel
 from specserve.types import DraftStep, Policy, VerifyStep, Warp
 from tests.support import checkpoints
 from tests.support.card import Ledger, emulated_cards
@@ -64,52 +66,79 @@ class CardCounts:
         return f"{self.waits}, {self.kernels}"
 
 
-def count_round(checkpoint: Path, mode: CardMode, gammas: list[int]) -> dict[str, CardCounts]:
-    """Count the last of several rounds: its stages `propose`, `verify` and `prepare`."""
-    num = len(gammas)
-    text = tuple(np.random.default_rng(0).integers(3, checkpoints.VOCAB, 400).tolist())
+Stage = Callable[[str], AbstractContextManager[None]]
+"""Is entered for each stage of a round: `propose`, `verify` and `prepare`."""
+
+
+def count_round(checkpoint: Path, mode: CardMode, gammas: Sequence[int]) -> dict[str, CardCounts]:
+    """Count the stages of the last of several rounds."""
     counts: dict[str, CardCounts] = {}
     with emulated_cards() as ledger:
-        target = load_target(checkpoint, OPTIONS)
-        drafter = load_drafter(open_model(checkpoint, OPTIONS), target.info, support=64)
-        # By its own clock, so that what is prepared does not depend on this machine's speed.
-        anticipation = Anticipation(drafter, Fanout(), clock=itertools.count(0.0, 0.001).__next__)
-        policies = [
-            Policy(mode.warp, mode.verifier, seed, PROMPT, mode.logprobs) for seed in range(num)
-        ]
-        texts = [list(text[i : i + PROMPT]) for i in range(num)]
-        cached, drafted = [0] * num, [0] * num
-        for turn in range(ROUNDS + 1):
-            wanted = gammas if turn else [0] * num  # the first round reads the prompts
-            with _counting(ledger, counts, "propose"):
-                proposals = anticipation.propose(
-                    [
-                        DraftStep(i, drafted[i], tuple(texts[i][drafted[i] :]), wanted[i], policy)
-                        for i, policy in enumerate(policies)
-                    ],
-                    math.inf,
-                )
-            with _counting(ledger, counts, "verify"):
-                verdicts = target.verify(
-                    [
-                        VerifyStep(
-                            i,
-                            cached[i],
-                            tuple(texts[i][cached[i] :]),
-                            proposals[i].tokens,
-                            proposals[i].q,
-                            policy,
-                        )
-                        for i, policy in enumerate(policies)
-                    ]
-                )
-            with _counting(ledger, counts, "prepare"):
-                anticipation.prepare(lambda: False)
-            for i, verdict in enumerate(verdicts):
-                cached[i] = len(texts[i]) + verdict.accepted
-                drafted[i] = min(cached[i], proposals[i].num_cached)
-                texts[i] += [*proposals[i].tokens[: verdict.accepted], verdict.next_token]
+        pair = load_pair(checkpoint)
+        run_rounds(*pair, mode, gammas, lambda name: _counting(ledger, counts, name))
     return counts
+
+
+def load_pair(checkpoint: Path) -> tuple[TargetModel, ForkableDrafter]:
+    """Load a target onto the card, and a draft of the same weights."""
+    target = load_target(checkpoint, OPTIONS)
+    return target, load_drafter(open_model(checkpoint, OPTIONS), target.info, support=64)
+
+
+def run_rounds(
+    target: TargetModel,
+    drafter: ForkableDrafter,
+    mode: CardMode,
+    gammas: Sequence[int],
+    stage: Stage,
+    *,
+    prompt_length: int = PROMPT,
+    num_rounds: int = ROUNDS,
+) -> None:
+    """Run rounds over sequences with these gammas, after one that reads their prompts."""
+    num, length = len(gammas), prompt_length
+    vocab = target.info.vocab_size
+    text = tuple(np.random.default_rng(0).integers(3, vocab, length + num).tolist())
+    # By its own clock, so that what is prepared does not depend on this machine's speed.
+    anticipation = Anticipation(drafter, Fanout(), clock=itertools.count(0.0, 0.001).__next__)
+    policies = [
+        Policy(mode.warp, mode.verifier, seed, length, mode.logprobs) for seed in range(num)
+    ]
+    texts = [list(text[i : i + length]) for i in range(num)]
+    cached, drafted = [0] * num, [0] * num
+    for turn in range(num_rounds + 1):
+        wanted = gammas if turn else [0] * num
+        with stage("propose"):
+            proposals = anticipation.propose(
+                [
+                    DraftStep(i, drafted[i], tuple(texts[i][drafted[i] :]), wanted[i], policy)
+                    for i, policy in enumerate(policies)
+                ],
+                math.inf,
+            )
+        with stage("verify"):
+            verdicts = target.verify(
+                [
+                    VerifyStep(
+                        i,
+                        cached[i],
+                        tuple(texts[i][cached[i] :]),
+                        proposals[i].tokens,
+                        proposals[i].q,
+                        policy,
+                    )
+                    for i, policy in enumerate(policies)
+                ]
+            )
+        with stage("prepare"):
+            anticipation.prepare(lambda: False)
+        for i, verdict in enumerate(verdicts):
+            cached[i] = len(texts[i]) + verdict.accepted
+            drafted[i] = min(cached[i], proposals[i].num_cached)
+            texts[i] += [*proposals[i].tokens[: verdict.accepted], verdict.next_token]
+    target.release(range(num))
+    anticipation.release(range(num))
+    anticipation.prepare(lambda: False)  # drops the branches, too
 
 
 @contextmanager

@@ -8,6 +8,7 @@ launches a kernel. Kernels refuse tensors of the host and of other cards.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ HOST_READS = frozenset(
     "unique unique_consecutive unique_dim _unique2".split()
 )
 """Operations whose result, or its shape, the host must know before it goes on."""
+SCALAR_READS = frozenset("_local_scalar_dense equal is_nonzero item".split())
 INDEXING = frozenset("index index_put index_put_ _index_put_impl_".split())
 ONE_KERNEL = {
     torch.rms_norm,
@@ -44,15 +46,22 @@ ONE_KERNEL = {
     F.silu,
 }
 """Functions of one kernel on a card, which torch's C++ would take apart on `meta`."""
-ON_HOST = torch.device("cpu")
 
 
 class Cards:
-    """The cards that there are: which one is current, what is counted and what is captured."""
+    """The cards that there are: which one is current, what is counted and what is captured.
 
-    def __init__(self, count: int) -> None:
+    Without values, tensors have shapes only: models of any size fit, and what the host fetches is
+    zeros.
+    """
+
+    def __init__(
+        self, count: int, ledger: Ledger, *, memory_bytes: int, has_values: bool = True
+    ) -> None:
         self.count, self.current = count, 0
-        self.ledger = Ledger()
+        self.ledger, self.has_values = ledger, has_values
+        self.memory = torch.device("cpu" if has_values else "meta")
+        self.memory_of = [CardMemory(memory_bytes) for _ in range(count)]
         self.recordings: list[Recording] = []  # of the captures under way
         # Memory that a card copies from by itself, by its address; kept, so that no other gets it.
         self.pinned: dict[int, Tensor] = {}
@@ -74,7 +83,15 @@ class Cards:
     def wait(self, reason: str) -> None:
         if self.recordings:
             raise CardError(f"{reason} during a capture, at {place()}")
-        self.ledger.waits[reason, place()] += 1
+        self.ledger.add_wait(reason, place())
+
+    def hold(self, host: Tensor) -> Tensor:
+        """Return a copy of a host's tensor that can stand in a card's memory."""
+        return host.clone() if self.has_values else torch.empty_like(host, device="meta")
+
+    def fetch(self, held: Tensor) -> Tensor:
+        """Return what the host gets of a tensor in a card's memory."""
+        return held if self.has_values else torch.zeros(held.shape, dtype=held.dtype)
 
     def record(self, number: int, call: tuple[Any, ...]) -> None:
         """Keep a call for the replays of the capture under way, if it is on the capture's card."""
@@ -90,6 +107,43 @@ class Cards:
             self.makers.pop()
 
 
+class CardMemory:
+    """The bytes of a card that its tensors hold."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.allocated, self.peak = total, 0, 0
+        self._holders: Counter[int] = Counter()  # tensors of each storage
+
+    def add(self, tensor: CardTensor) -> None:
+        """Count a tensor's storage until its last tensor is gone."""
+        storage = tensor.host.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if not self._holders[address]:
+            if self.allocated + size > self.total:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+            self.allocated += size
+            self.peak = max(self.peak, self.allocated)
+        self._holders[address] += 1
+        # Not by a weak reference: torch swaps no tensors that have any.
+        tensor.holder = MemoryHolder(self, address, size)
+
+    def drop(self, address: int, size: int) -> None:
+        self._holders[address] -= 1
+        if not self._holders[address]:
+            del self._holders[address]
+            self.allocated -= size
+
+
+class MemoryHolder:
+    """Belongs to a tensor of a card, and gives its memory back with it."""
+
+    def __init__(self, memory: CardMemory, address: int, size: int) -> None:
+        self._memory, self._address, self._size = memory, address, size
+
+    def __del__(self) -> None:
+        self._memory.drop(self._address, self._size)
+
+
 class Recording:
     """The calls of a capture, on the very tensors that it used."""
 
@@ -97,11 +151,17 @@ class Recording:
         self.card = card
         self.calls: list[tuple[Any, ...]] = []
 
-    def replay(self) -> None:
+    def replay(self, cards: Cards) -> None:
         for function, args, kwargs, out in self.calls:
             if name_of(function) in VIEWS:
                 continue  # the recorded view looks at the recorded memory
-            args, kwargs = _on_host((args, kwargs))
+            if name_of(function) not in NO_KERNELS:
+                cards.ledger.add_replayed(
+                    name_of(function), _tensors((args, kwargs)), _tensors(out)
+                )
+            if not cards.has_values:
+                continue
+            args, kwargs = _in_memory(cards, (args, kwargs))
             new = _compute(function, args, kwargs)
             for old, fresh in zip(_tensors(out), _tensors(new), strict=True):
                 if isinstance(old, CardTensor) and not _shares_memory(old.host, fresh):
@@ -117,6 +177,7 @@ class CardTensor(torch.Tensor):
 
     host: Tensor
     card: int
+    holder: MemoryHolder
 
     @staticmethod
     def __new__(cls, host: Tensor, card: int) -> CardTensor:
@@ -131,6 +192,8 @@ class CardTensor(torch.Tensor):
                 device="meta",
             )
         wrapper.host, wrapper.card = host, card
+        if CARDS:
+            CARDS[-1].memory_of[card].add(wrapper)
         return wrapper
 
     def __init__(self, host: Tensor, card: int) -> None:
@@ -212,7 +275,7 @@ class FactoryMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def to_card(cards: Cards, tensor: Tensor, number: int) -> CardTensor:
     """Copy a tensor of the host to a card."""
     cards.wait("copy from pageable memory")
-    return CardTensor(tensor.clone(), number)
+    return CardTensor(cards.hold(tensor), number)
 
 
 def name_of(function: Any) -> str:
@@ -266,14 +329,16 @@ def launch(cards: Cards, function: Any, args: Sequence[Any], kwargs: dict[str, A
         for tensor in _tensors((args, kwargs))
         if isinstance(tensor, CardTensor)
     }
-    host_args, host_kwargs = _on_host((args, kwargs))
+    if not cards.has_values and name in SCALAR_READS:
+        return True
+    held_args, held_kwargs = _in_memory(cards, (args, kwargs))
     out = tree_map_only(
         Tensor,
         lambda tensor: owners[id(tensor)] if id(tensor) in owners else CardTensor(tensor, number),
-        _compute(function, host_args, host_kwargs),
+        _compute(function, held_args, held_kwargs),
     )
     if name not in NO_KERNELS and name not in HOST_READS:
-        cards.ledger.kernels[name] += 1
+        cards.ledger.add_kernel(name, _tensors((args, kwargs)), _tensors(out))
     if name != "sym_size":
         cards.record(number, (function, args, kwargs, out))
     return out
@@ -308,12 +373,14 @@ def _move(cards: Cards, given: Mapping[str, Any], target: int | None, *, must_co
     if source == target:
         assert source is not None
         out = CardTensor(fresh, source)
-        cards.ledger.kernels["_to_copy"] += 1
+        cards.ledger.add_kernel("_to_copy", [tensor], [out])
         cards.record(source, (to, (tensor,), {"dtype": dtype}, out))
         return out
     if tensor.numel() and (source is None or target is None):
         _count_copy(cards, tensor, is_asynchronous=bool(given.get("non_blocking")))
-    return fresh if target is None else CardTensor(fresh, target)
+    if target is None:
+        return cards.fetch(fresh)
+    return CardTensor(fresh if source is not None else cards.hold(fresh), target)
 
 
 def _copy(cards: Cards, into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -323,11 +390,14 @@ def _copy(cards: Cards, into: Tensor, source: Tensor, non_blocking: bool = False
         # Copies to the host are asynchronous only into pinned memory.
         pinned = source if is_on_card else into
         _count_copy(cards, pinned, is_asynchronous=non_blocking)
-    host = into.host if isinstance(into, CardTensor) else into
+    held = source.host if isinstance(source, CardTensor) else source
     with torch._C._InferenceMode(False), torch.no_grad():
-        host.copy_(source.host if isinstance(source, CardTensor) else source)
+        if isinstance(into, CardTensor):
+            into.host.copy_(held)
+        else:
+            into.copy_(cards.fetch(held))
     if isinstance(into, CardTensor):
-        cards.ledger.kernels["copy_"] += 1
+        cards.ledger.add_kernel("copy_", [source], [into])
         cards.record(into.card, (torch.ops.aten.copy_.default, (into, source), {}, into))
     return into
 
@@ -363,16 +433,16 @@ def _check_indices(cards: Cards, indices: Iterable[Tensor | None]) -> None:
             cards.wait("a mask as an index")
 
 
-def _on_host(tree: Any) -> Any:
-    """Return arguments with the host's tensors and device in the place of the card's."""
+def _in_memory(cards: Cards, tree: Any) -> Any:
+    """Return arguments with held tensors and their device in the place of the card's."""
+
+    def held(part: Any) -> Any:
+        if isinstance(part, CardTensor):
+            return part.host
+        return cards.memory if isinstance(part, torch.device) else part
+
     flat, spec = tree_flatten(tree)
-    return tree_unflatten([_host_part(part) for part in flat], spec)
-
-
-def _host_part(part: Any) -> Any:
-    if isinstance(part, CardTensor):
-        return part.host
-    return ON_HOST if isinstance(part, torch.device) else part
+    return tree_unflatten([held(part) for part in flat], spec)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

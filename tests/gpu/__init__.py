@@ -1,0 +1,1 @@
+"""Programs for the first day with a GPU: right results, speed, whole texts, and their page."""
