@@ -15,39 +15,34 @@ import torch
 from torch import Tensor
 
 from specserve.errors import first_line
-from specserve.sampling.distribution import argmax
+from specserve.sampling.distribution import sample
 from specserve.sampling.noise import Purpose, exponential, row_keys, rows_per_chunk
 
 log = logging.getLogger(__name__)
 
-DrawRows = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+DrawRows = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """See `draw_from_rows`."""
 TRIAL_ROWS, TRIAL_VOCAB = 16, 5000
 
 
-def draw_from_rows(
-    weights: Tensor, keys: Tensor, rows: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return a draw from each of these rows, None: from every one, with its score: [n], [n].
+def draw_from_rows(weights: Tensor, keys: Tensor, rows: Tensor | None = None) -> Tensor:  # [n]
+    """Return a draw from each of these rows, None: from every one.
 
-    weights [rows, vocab], keys [n, 2]. The score is the drawn token's weight by its noise: 0 if the
-    row has no weights, and nothing can be drawn from it.
+    weights [rows, vocab], keys [n, 2]. The weights of a row need not sum to 1.
     """
     kernel = None if weights.is_cpu else draw_kernel_of(weights.device)
     return (_draw_by_torch if kernel is None else kernel)(weights, keys, rows)
 
 
-def _draw_by_torch(weights: Tensor, keys: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+def _draw_by_torch(weights: Tensor, keys: Tensor, rows: Tensor | None) -> Tensor:
     vocabulary = torch.arange(weights.shape[-1], dtype=torch.int32, device=weights.device)
     step = rows_per_chunk(weights)
-    tokens, scores = [], []
+    tokens = []
     for first in range(0, len(keys), step):
         part = slice(first, first + step)
         some = weights[part] if rows is None else weights[rows[part]]
-        score = some / exponential(keys[part], vocabulary)
-        tokens.append(argmax(score))
-        scores.append(score.gather(1, tokens[-1][:, None])[:, 0])
-    return torch.cat(tokens), torch.cat(scores)
+        tokens.append(sample(some, exponential(keys[part], vocabulary)))
+    return torch.cat(tokens)
 
 
 @cache
@@ -67,9 +62,9 @@ def draw_kernel_of(device: torch.device) -> DrawRows | None:
         torch.from_numpy(places[::-1].copy()),
         row_keys(range(TRIAL_ROWS), [5], places, Purpose.NEXT),
     )
-    expected, _ = _draw_by_torch(weights, keys, rows)
+    expected = _draw_by_torch(weights, keys, rows)
     try:
-        found, _ = draw_rows(weights.to(device), keys.to(device), rows.to(device))
+        found = draw_rows(weights.to(device), keys.to(device), rows.to(device))
     except Exception as error:  # compilers and drivers raise whatever they like
         log.warning("Draws by torch's operations: Triton fails: %s", first_line(error))
         return None

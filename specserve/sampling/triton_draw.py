@@ -34,9 +34,7 @@ def exponential_noise(ids, first_key, second_key):
 
 
 @triton.jit
-def draw_kernel(
-    weights, rows, keys, tokens, scores, stride, vocab: tl.constexpr, block: tl.constexpr
-):
+def draw_kernel(weights, rows, keys, tokens, stride, vocab: tl.constexpr, block: tl.constexpr):
     draw = tl.program_id(0)
     row = tl.load(rows + draw)
     first_key, second_key = tl.load(keys + 2 * draw), tl.load(keys + 2 * draw + 1)
@@ -52,25 +50,22 @@ def draw_kernel(
         token = tl.where(highest > best, place, token)
         best = tl.maximum(best, highest)
     tl.store(tokens + draw, token.to(tl.int64))
-    tl.store(scores + draw, best)
 
 
-def draw_rows(weights: Tensor, keys: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a draw from each of these rows of weights and its score: see `draw_from_rows`."""
+def draw_rows(weights: Tensor, keys: Tensor, rows: Tensor | None) -> Tensor:
+    """Return a draw from each of these rows of weights: see `draw_from_rows`."""
     num = len(keys)
     if rows is None:
         rows = torch.arange(num, device=weights.device)
     tokens = torch.empty(num, dtype=torch.int64, device=weights.device)
-    scores = torch.empty(num, dtype=torch.float32, device=weights.device)
     with torch.cuda.device(weights.device):  # kernels go to the current one
         draw_kernel[(num,)](
             weights,
             rows,
             keys.contiguous(),
             tokens,
-            scores,
             weights.stride(0),
             vocab=weights.shape[1],
             block=BLOCK,
         )
-    return tokens, scores
+    return tokens

@@ -100,7 +100,7 @@ def coupled(p: Tensor, drafts: DraftBatch, streams: RandomStreams) -> VerifyResu
     rows = drafts.rows.flatten()[cells]  # [rows of these sequences]
     keys = streams.keys(Purpose.COUPLED, drafts.width, p.device).flatten(0, 1)[cells]
     own = torch.zeros_like(drafts.tokens).flatten()
-    own[cells], _ = draw_from_rows(p, keys, rows)
+    own[cells] = draw_from_rows(p, keys, rows)
     return accept_matching(own.view(drafts.tokens.shape), drafts)
 
 
@@ -244,10 +244,9 @@ def _correction_or_bonus(
     keys = streams.keys(Purpose.NEXT, drafts.width, p.device)
     at = accepted[:, None]
     own_keys = keys.gather(1, at[:, :, None].expand(-1, 1, 2))[:, 0]
-    token, score = draw_from_rows(residual(p, drafts, accepted, weight), own_keys)
-    possible = score > 0
-    if p.is_cpu and bool(possible.all()):  # a GPU would be waited for
-        return token
-    # p and q are equal up to rounding, so the residual is empty: then the draw is from p itself.
-    from_p, _ = draw_from_rows(p, own_keys, drafts.rows.gather(1, at)[:, 0])
-    return torch.where(possible, token, from_p)
+    left = residual(p, drafts, accepted, weight)
+    is_empty = left.amax(-1, keepdim=True) <= 0
+    if not p.is_cpu or bool(is_empty.any()):  # a GPU would be waited for
+        # p and q are equal up to rounding: then the draw is from p itself.
+        left = torch.where(is_empty, p[drafts.rows.gather(1, at)[:, 0]], left)
+    return draw_from_rows(left, own_keys)

@@ -93,8 +93,8 @@ def compare_noise(scale: Scale) -> Results:
     on_host = exponential(keys, ids)
     on_card = exponential(keys.to(scale.device), ids.to(scale.device)).cpu()
     weights = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    drawn, _ = draw_from_rows(weights, keys)
-    found, _ = draw_from_rows(weights.to(scale.device), keys.to(scale.device))
+    drawn = draw_from_rows(weights, keys)
+    found = draw_from_rows(weights.to(scale.device), keys.to(scale.device))
     uniforms = uniform(keys), uniform(keys.to(scale.device)).cpu()
     return {
         "numbers": on_host.numel(),

@@ -37,7 +37,6 @@ SIGNATURES = (
             "rows": "*i64",
             "keys": "*i32",
             "tokens": "*i64",
-            "scores": "*fp32",
             "stride": "i32",
         },
         {"vocab": 128_256, "block": 1024},
