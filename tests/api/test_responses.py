@@ -372,7 +372,7 @@ def test_an_answer_says_how_long_it_is(server: RunningServer) -> None:
 
 
 def test_a_client_that_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer would otherwise be held for as long as it likes."""
+    """The server would otherwise hold its answer for as long as it likes."""
     monkeypatch.setattr(responses, "DELIVERY_S", 0.1)
     monkeypatch.setattr(generation, "MAX_BEHIND", 20)
     body = json.dumps({"prompt": "x", "n": 128, "max_tokens": 250, "logprobs": 20, "stream": True})
