@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rows")
     args = parser.parse_args()
     num_rows = 2 if args.quick else args.rows
-    print(f"{count_unequal(num_rows)} of {num_rows * VOCAB:,} numbers differ")
+    print(f"| numbers | unequal |\n|---|---|\n| {num_rows * VOCAB:,} | {count_unequal(num_rows)} |")
 
 
 if __name__ == "__main__":
