@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from specserve.api.choices import Choice, ResponseKind, to_json
 from specserve.api.continuation import OutputDelta
@@ -86,10 +86,19 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and hang up on a client that does not take its answer in time."""
+        has_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
         try:
-            async with asyncio.timeout(self._generation.timeout_s + DELIVERY_S):
-                await _while_connected(receive, self._respond(scope, receive, send))
+            async with asyncio.timeout(self._generation.timeout_s + DELIVERY_S) as delivery:
+                await _while_connected(receive, self._respond(scope, receive, watched_send))
         except TimeoutError:
+            if not delivery.expired() or not has_started:
+                raise  # as an error of the server: the client has no reply yet
             log.warning("%s: the client did not take its answer in time", self._head.request_id)
 
     @abstractmethod

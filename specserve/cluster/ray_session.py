@@ -37,8 +37,9 @@ PROXY_PORTS = (
 )
 # Between the ports of Ray's workers and those that Serve gives to gateways; the system itself
 # hands out none of them.
-MIN_CONNECTIONS, MAX_CONNECTIONS, SPARE_HANDLES = 1_000, 20_000, 2_000
 PROXY_PORT_RANGE = range(20000, 30000)
+MIN_CONNECTIONS, MAX_CONNECTIONS, SPARE_HANDLES = 1_000, 20_000, 2_000
+"""Clients that HAProxy may have, and file handles that it leaves for other ends."""
 RELEASE_S = 3.0
 
 

@@ -5,6 +5,7 @@ It knows no logits.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -214,12 +215,15 @@ class GrammarStates:
         """
         assert self.grammar_compiler is not None
         found = [(first, self._apply_update(update), update.drafts) for first, update in updates]
-        firsts: dict[object, int] = {}
+        grammars = [self._grammars[update.seq_id] for _, update in updates]
+        uses, firsts = Counter(grammars), dict[object, int]()
         # of each text, the first that is equal
         same_as = [
-            firsts.setdefault((self._grammars[update.seq_id], (*matcher.tokens,), drafts), number)
-            for number, ((_, update), (_, matcher, drafts)) in enumerate(
-                zip(updates, found, strict=True)
+            firsts.setdefault(
+                (grammar, (*matcher.tokens,), drafts) if uses[grammar] > 1 else number, number
+            )
+            for number, (grammar, (_, matcher, drafts)) in enumerate(
+                zip(grammars, found, strict=True)
             )
         ]
         computed = {number: place for place, number in enumerate(firsts.values())}

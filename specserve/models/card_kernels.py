@@ -7,9 +7,9 @@ at two microseconds or more each.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,34 +25,12 @@ ROWS, HEADS, KV_HEADS, DIM, SLOTS, WIDTH = 5, 4, 2, 48, 40, 1100
 TOLERANCE = 2**-6
 
 
-class RotateAndWrite(Protocol):
-    """Rotates q and k, writes k and v into a layer's pools, and returns q."""
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        keys: Tensor,
-        values: Tensor,
-    ) -> Tensor: ...
-
-
-class Gated(Protocol):
-    """Returns silu(gate) * up, the two halves of contiguous rows."""
-
-    def __call__(self, both: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class CardKernels:
     """Kernels that have computed on a card what torch computes."""
 
-    rotate_and_write: RotateAndWrite
-    gated: Gated
+    rotate_and_write: Callable[..., Tensor]  # as in `triton_kernels`
+    gated: Callable[[Tensor], Tensor]
 
 
 @cache

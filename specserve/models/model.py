@@ -328,9 +328,9 @@ def _num_pages(
     device: torch.device,
     reserved: int,
 ) -> int:
-    """Return how many pages fit into memory beside the reserved bytes, but no more than needed.
+    """Return how many pages fit into memory beside the reserved bytes.
 
-    More than full contexts could fill are not. All ranks have as many pages as the one with the
+    They are no more than full contexts could fill, and on all ranks as many as on the one with the
     least memory.
     """
     # Ranks on CPUs may share one memory.

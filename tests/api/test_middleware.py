@@ -252,9 +252,8 @@ def test_named_hosts_alone_are_answered() -> None:
         assert running.ask("/health", headers={"Host": "localhost"}).status == 421
 
 
-@pytest.mark.parametrize("keys", [{"http.host": "0.0.0.0"}])
-def test_servers_of_other_addresses_answer_to_any_name(keys: dict[str, str]) -> None:
-    with serving(config=keys) as running:
+def test_servers_of_other_addresses_answer_to_any_name() -> None:
+    with serving(config={"http.host": "0.0.0.0"}) as running:
         assert running.ask("/health", headers={"Host": "llm.example.org"}).status == 200
 
 

@@ -516,6 +516,17 @@ class BoardHandle:
         return self.answer
 
 
+def replicas_of(board: BoardHandle, clock: SimpleNamespace) -> EngineReplicas:
+    return EngineReplicas(
+        Engine(),
+        board,
+        ChunkReceiver("127.0.0.1"),
+        replica_id="g",
+        on_resume=lambda: None,
+        clock=lambda: clock.now,
+    )
+
+
 @pytest.mark.parametrize("away", [ActorDiedError(), None], ids=["dead", "silent"])
 def test_gateways_stay_ready_while_the_board_is_away(
     monkeypatch: pytest.MonkeyPatch, away: Exception | None
@@ -526,15 +537,7 @@ def test_gateways_stay_ready_while_the_board_is_away(
     board = BoardHandle()
 
     async def statuses() -> None:
-        receiver = ChunkReceiver("127.0.0.1")
-        replicas = EngineReplicas(
-            Engine(),
-            board,
-            receiver,
-            replica_id="g",
-            on_resume=lambda: None,
-            clock=lambda: clock.now,
-        )
+        replicas = replicas_of(board, clock)
         try:
             board.answer = away
             assert not (await replicas.status()).ready, "nothing is known yet"
@@ -557,15 +560,7 @@ def test_a_board_that_has_just_restarted_makes_no_gateway_unready() -> None:
     empty = Status(ready=False, healthy=False, why="no engine replica reports")
 
     async def statuses() -> None:
-        receiver = ChunkReceiver("127.0.0.1")
-        replicas = EngineReplicas(
-            Engine(),
-            board,
-            receiver,
-            replica_id="g",
-            on_resume=lambda: None,
-            clock=lambda: clock.now,
-        )
+        replicas = replicas_of(board, clock)
         try:
             board.answer = healthy
             await replicas.status()
