@@ -392,3 +392,13 @@ def test_a_client_that_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPat
         assert server.until(lambda: failed.samples() == {("499",): (1.0,)}, within_s=30)
         assert service.num_live == 0
         assert service.num_chunks < 128 * 100, "the engine goes on writing"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_time_that_runs_out_within_the_engine_is_answered(stream: bool) -> None:
+    """The client is not the one that does not answer."""
+    service = FakeService(fails_after=0, error=TimeoutError("a link"))
+    with serving(service) as server:
+        body = {"prompt": "x", "max_tokens": 9, "stream": stream}
+        reply = server.ask("/v1/completions", body)
+        assert (reply.status, reply.error["code"]) == (500, "internal_error")

@@ -36,6 +36,7 @@ WITH_RAY = {
     "benchmarks.pipeline": ("--only", "sweep"),
     "benchmarks.placements": (),
     "benchmarks.start": (),
+    "tests.chaos.misuse": (),
 }
 ELSEWHERE = {
     "benchmarks.peers": "tests/benchmarks/test_peers.py: the other engines have their own Python",
