@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
 from reprlib import repr as shortened
 from typing import Any
 
-from specserve.config.fields import FieldRule, boolean, integer, number, setting
+from specserve.config.fields import FieldRule, boolean, integer, number, setting, text
 from specserve.errors import BadValue
 from specserve.grammar.request import parse_guided, parse_response_format
 from specserve.grammar.validate import validate_grammar
@@ -68,6 +69,8 @@ class Sampling:
     response_format: Mapping[str, object] | None = None  # OpenAI's structured output
     # one of `regex`, `grammar` (Lark), `json` (a schema) and `choice`
     guided: Mapping[str, object] | None = None
+    # pages are shared only with prompts of the same salt
+    cache_salt: str | None = setting(None, text())
 
     def __post_init__(self) -> None:
         """Replace what was given by plain ints, floats and tuples, or raise BadValue."""
@@ -102,12 +105,19 @@ class Sampling:
         return self.top_logprobs or 0 if self.logprobs is True else self.logprobs
 
     def requests(
-        self, prompt: Sequence[int], random_seed: Callable[[], int] = random_seed
+        self,
+        prompt: Sequence[int],
+        random_seed: Callable[[], int] = random_seed,
+        *,
+        tenant: str = "",
     ) -> list[Request]:
-        """Return `n` requests. The first has the seed itself, the others seeds derived from it."""
+        """Return `n` requests. The first has the seed itself, the others seeds derived from it.
+
+        Requests of different tenants share no pages.
+        """
         seed = (self.seed if self.seed is not None else random_seed()) & _BITS
-        grammar = self.grammar
-        return [self._request(tuple(prompt), _derive_seed(seed, i), grammar) for i in range(self.n)]
+        first = self._request(tuple(prompt), seed, tenant)
+        return [first, *(replace(first, seed=_derive_seed(seed, i)) for i in range(1, self.n))]
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise BadValue for a bias on an id that the vocabulary does not have."""
@@ -139,7 +149,7 @@ class Sampling:
                 param="echo",
             )
 
-    def _request(self, prompt: tuple[int, ...], seed: int, grammar: Grammar | None) -> Request:
+    def _request(self, prompt: tuple[int, ...], seed: int, tenant: str) -> Request:
         assert isinstance(self.speculation, Speculation)
         return Request(
             prompt=prompt,
@@ -151,7 +161,8 @@ class Sampling:
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
             speculation=self.speculation,
-            grammar=grammar,
+            grammar=self.grammar,
+            cache_salt=_page_salt(tenant, self.cache_salt),
         )
 
     def _warp(self) -> Warp:
@@ -194,6 +205,15 @@ class Sampling:
                     "a text that must be something ends when it is that",
                     param=name,
                 )
+
+
+def _page_salt(tenant: str, cache_salt: str | None) -> bytes:
+    """Return the salt of a sequence's pages; without any, they are shared by all that have none."""
+    if not tenant and cache_salt is None:
+        return b""
+    parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, cache_salt or "")]
+    lengths = b"%d %d " % (len(parts[0]), len(parts[1]))
+    return blake2b(lengths + b"".join(parts), digest_size=16).digest()
 
 
 def _derive_seed(seed: int, i: int) -> int:

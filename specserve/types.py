@@ -57,7 +57,10 @@ class Warp:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How the tokens of one sequence are drawn; constant for its whole life."""
+    """How the tokens of one sequence are drawn, and whose pages it may share.
+
+    It is constant for the sequence's whole life.
+    """
 
     warp: Warp
     verifier: str  # one of VERIFIERS
@@ -70,6 +73,8 @@ class Policy:
     # True if a grammar constrains the tokens behind `prompt_length`. The grammar itself comes with
     # the steps that start at 0.
     constrained: bool = False
+    # Sequences find one another's pages only if their salts are equal.
+    cache_salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class Step:
     # What the encoder of an encoder-decoder reads. It comes with every step that starts at 0, and
     # with no other.
     encoder_input: tuple[int, ...] = ()
+    cache_salt: bytes = b""  # as in Policy
 
     @property
     def stop(self) -> int:
@@ -316,6 +322,7 @@ class Request:
     logprobs: int | None = None
     speculation: Speculation = field(default_factory=Speculation)
     grammar: Grammar | None = None
+    cache_salt: bytes = b""  # as in Policy
     # Tokens that an engine which is gone generated and the client has received: the text goes on
     # behind them.
     generated: tuple[int, ...] = ()

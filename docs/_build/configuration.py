@@ -145,6 +145,8 @@ MEANINGS: Mapping[str, str] = {
     "The default is half.",
     "cache.pages": "Number of pages, instead of a share of memory.",
     "cache.prefix_caching": "Whether prompts with the same prefix share pages.",
+    "cache.shared": "Whether prompts of different API keys share pages. The time to the first "
+    "token then reveals to one client whether another has sent the same prefix.",
     "weights.shared": "Whether the processes of a node share packed weights in memory, on CPUs "
     "([operating](../guides/operating.md#shared-weights)). `auto` is yes in servers, no in `LLM`.",
     "weights.directory": "Private directory for their files; they then stay until removed. The "

@@ -72,6 +72,7 @@ def build(
         request_metrics=metrics,
         timeout_s=config.limits.request_timeout_s,
         log_prompts=config.logs.prompts,
+        shares_cache=config.cache.shared,
     )
     _add_routes(app, endpoints)
     app.get(HOME, include_in_schema=False)(page.home)

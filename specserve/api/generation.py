@@ -27,7 +27,8 @@ class Generation:
     """The running continuations of one HTTP request.
 
     Enter it with `async with` and iterate over (index, delta). The first failure of any
-    continuation is raised and ends all of them.
+    continuation is raised and ends all of them. Unless it `shares_cache`, only requests of the
+    same account can find the pages of its prompt.
     """
 
     def __init__(
@@ -40,13 +41,17 @@ class Generation:
         metrics: RequestMetrics,
         start: float,
         account: Account | None = None,
+        shares_cache: bool = False,
     ) -> None:
         prompts, sampling = generation_request.prompts, generation_request.sampling
         self._service, self._metrics, self._start = service, metrics, start
         self.timeout_s = timeout_s
         self._generation_request, self._account, self._reserved = generation_request, account, 0.0
+        tenant = "" if account is None or shares_cache else account.name
         self._requests = [
-            request for prompt in prompts for request in sampling.requests(prompt.ids)
+            request
+            for prompt in prompts
+            for request in sampling.requests(prompt.ids, tenant=tenant)
         ]
         prefixes = [prompt.prefix_ids for prompt in prompts for _ in range(sampling.n)]
         self.continuations = [

@@ -52,10 +52,12 @@ class Endpoints:
         request_metrics: RequestMetrics,
         timeout_s: float,
         log_prompts: bool = False,
+        shares_cache: bool = False,
     ) -> None:
         self._service, self._tokenizer, self._served = service, tokenizer, served
         self._registry, self._request_metrics = registry, request_metrics
         self._timeout_s, self._log_prompts = timeout_s, log_prompts
+        self._shares_cache = shares_cache
         self._parser = RequestParser(tokenizer, served)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
@@ -141,6 +143,7 @@ class Endpoints:
             metrics=self._request_metrics,
             start=start,
             account=account,
+            shares_cache=self._shares_cache,
         )
         head = ResponseHead(kind, request.state.request_id, int(time.time()), self._served.name)
         if not generation_request.stream:

@@ -184,6 +184,9 @@ class GenerationBody(StrictModel):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     metadata: Annotated[dict[Label, Label] | None, _max_entries(MAX_METADATA)] = None
+    cache_salt: Annotated[Label | None, Field(min_length=1)] = Field(
+        None, description="Pages are shared only with prompts of the same salt."
+    )
 
 
 class CompletionBody(GenerationBody):

@@ -164,6 +164,7 @@ class CacheConfig:
     memory_fraction: float | None = setting(None, number(0, 1, above=True))
     pages: int | None = setting(None, integer(1, 2**31))
     prefix_caching: bool = setting(True, boolean())
+    shared: bool = setting(False, boolean())  # among the clients of all API keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,7 @@ class Admission:
             logprobs=request.logprobs,
             lenience=self._lenience if verifier == "lenient" else 1.0,
             constrained=request.grammar is not None,
+            cache_salt=request.cache_salt,
         )
 
     def is_verifier_open(self, request: Request) -> bool:

@@ -16,7 +16,7 @@ IN_DRAFTER: NumCached = attrgetter("draft_cached")
 
 
 class PrefixIndex:
-    """The full pages of prompts, by a hash of all tokens up to their ends, each with its owner.
+    """The full pages of prompts, each with its owner, by a hash of salt and tokens up to its end.
 
     The owner is a sequence whose pass computes the page, or has computed it. Other sequences find
     the page in the prefix cache of the worker afterwards. The last token of a sequence is on no
@@ -95,14 +95,14 @@ class PrefixIndex:
         hashes = self._hashes.get(sequence.seq_id)
         if hashes is None:
             hashes = self._hashes[sequence.seq_id] = list(
-                _chained_hashes(sequence.committed, self._page_size)
+                _chained_hashes(sequence, self._page_size)
             )
         return hashes
 
 
-def _chained_hashes(tokens: abc.Sequence[int], page_size: int) -> abc.Iterator[int]:
+def _chained_hashes(sequence: Sequence, page_size: int) -> abc.Iterator[int]:
     """Yield a hash for each full page of all tokens but the last."""
-    page_hash = 0
+    tokens, page_hash = sequence.committed, hash(sequence.policy.cache_salt)
     for stop in range(page_size, len(tokens), page_size):
         page_hash = hash((page_hash, *tokens[stop - page_size : stop]))
         yield page_hash

@@ -1,8 +1,9 @@
 """Paged KV cache of a target or draft model: reserve, append, truncate, fork, release.
 
 Positions below a truncation are committed. Full committed pages are registered by a hash chained
-over all tokens of their prefix, and another sequence that starts with the same tokens attaches them
-instead of computing them. Draft tokens are never registered. Knows no model.
+over all tokens of their prefix and the sequence's salt, and another sequence that starts with the
+same tokens and salt attaches them instead of computing them. Draft tokens are never registered.
+Knows no model.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class Fork:
 class _CachedSequence:
     """The cached part of one sequence. Its pages are row `row` of the cache's block table."""
 
-    __slots__ = ("page_hashes", "reserved", "row", "tokens")
+    __slots__ = ("page_hashes", "reserved", "row", "salt", "tokens")
 
-    def __init__(self, row: int) -> None:
-        self.row = row
+    def __init__(self, row: int, salt: bytes = b"") -> None:
+        self.row, self.salt = row, salt
         # Positions that its pages have room for; those past the length are not shared.
         self.reserved = 0
         self.tokens = array("q")  # the sequence's length is theirs
@@ -44,7 +45,7 @@ class _CachedSequence:
 
     @property
     def last_hash(self) -> bytes:
-        return self.page_hashes[-1] if self.page_hashes else b""
+        return self.page_hashes[-1] if self.page_hashes else self.salt
 
 
 class PagedCache:
@@ -121,6 +122,11 @@ class PagedCache:
         return sequence is not None and sequence.tokens[start : start + len(tokens)] == array(
             "q", tokens
         )
+
+    def begin(self, seq_id: int, salt: bytes) -> None:
+        """Start a sequence that shares pages with those of the same salt, unless it is there."""
+        if seq_id not in self._sequences:
+            self._add_sequence(seq_id).salt = salt
 
     def can_reserve(self, seq_id: int, length: int) -> bool:
         return self._num_missing(self._sequences.get(seq_id), length) <= self._allocator.num_free
@@ -234,7 +240,8 @@ class PagedCache:
         ):
             return 0
         self.prefix_queries += len(tokens)
-        found = list(self._find_pages(b"" if sequence is None else sequence.last_hash, tokens[:-1]))
+        parent = b"" if sequence is None else sequence.last_hash
+        found = list(self._find_pages(parent, tokens[:-1]))
         if not found:
             return 0
         self._attach(sequence or self._add_sequence(seq_id), found, tokens)
@@ -275,7 +282,7 @@ class PagedCache:
             assert len(sequence.page_hashes) <= len(sequence.tokens) // self.page_size, (
                 "a hash of a page that is not full"
             )
-            hashes = page_hashes(b"", sequence.tokens, self.page_size)
+            hashes = page_hashes(sequence.salt, sequence.tokens, self.page_size)
             assert all(
                 known == computed
                 for known, computed in zip(sequence.page_hashes, hashes, strict=False)
@@ -395,10 +402,11 @@ class PagedCache:
         if original is None or fork.length == 0:
             return None
         full = fork.length // self.page_size
-        copy.reserved, copy.tokens, copy.page_hashes = (
+        copy.reserved, copy.tokens, copy.page_hashes, copy.salt = (
             fork.length,
             original.tokens[: fork.length],
             original.page_hashes[:full],
+            original.salt,
         )
         pages = self._block_table.pages
         shared = pages[original.row, :full]

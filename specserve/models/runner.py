@@ -129,6 +129,8 @@ class Runner:
         Returns the part that is left to compute, which includes the last `keep` positions.
         """
         cache = self.cache
+        if step.start == 0:
+            cache.begin(step.seq_id, step.cache_salt)
         if step.start % cache.page_size == 0 and len(step.tokens) - keep >= cache.page_size:
             prompt = step.tokens[: len(step.tokens) - max(keep, 1) + 1]
             found = cache.attach_prefix(step.seq_id, prompt)

@@ -74,7 +74,13 @@ class TargetModel:
         # Masks are computed while the pass runs.
         masks = self.grammar_states.submit_masks(decided, self.runner.cache.tokens)
         writes = [
-            Step(step.seq_id, step.start, step.tokens + step.drafts, step.encoder_input)
+            Step(
+                step.seq_id,
+                step.start,
+                step.tokens + step.drafts,
+                step.encoder_input,
+                step.policy.cache_salt,
+            )
             for step in steps
         ]
         try:
@@ -154,7 +160,13 @@ class TargetFollower:
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         writes = [
-            Step(step.seq_id, step.start, step.tokens + step.drafts, step.encoder_input)
+            Step(
+                step.seq_id,
+                step.start,
+                step.tokens + step.drafts,
+                step.encoder_input,
+                step.policy.cache_salt,
+            )
             for step in steps
         ]
         if writes:

@@ -120,6 +120,8 @@ class ArrayReader:
 
 
 _ANTICIPATED = (None, False, True)  # by their codes
+MAX_SALT = 64
+"""Longest salt of page hashes, in bytes."""
 
 
 def pack_column(code: str, numbers: Sequence[float]) -> bytes:
@@ -159,18 +161,23 @@ def _write_policy(policy: Policy) -> Row:
         warp.repetition_penalty,
     )
     if not warp.logit_bias:
-        return numbers, policy.verifier, b"", b""
+        return numbers, policy.verifier, policy.cache_salt, b"", b""
     tokens, biases = zip(*warp.logit_bias, strict=True)
-    return numbers, policy.verifier, pack_column("I", tokens), pack_column("d", biases)
+    columns = pack_column("I", tokens), pack_column("d", biases)
+    return numbers, policy.verifier, policy.cache_salt, *columns
 
 
 @lru_cache(maxsize=256)  # a sequence's policy comes with each of its steps, always the same
-def _read_policy(numbers: bytes, verifier: str, tokens: bytes, biases: bytes) -> Policy:
+def _read_policy(
+    numbers: bytes, verifier: str, cache_salt: bytes, tokens: bytes, biases: bytes
+) -> Policy:
     seed, prompt_length, has_logprobs, logprobs, lenience, constrained, *knobs = _POLICY.unpack(
         numbers
     )
     if verifier not in VERIFIERS:
         raise ValueError("an unknown verifier")
+    if type(cache_salt) is not bytes or len(cache_salt) > MAX_SALT:
+        raise ValueError("a salt that is none")
     logit_bias = tuple(zip(unpack_column("I", tokens), unpack_column("d", biases), strict=True))
     return Policy(
         replace(Warp(*knobs), logit_bias=logit_bias),
@@ -180,6 +187,7 @@ def _read_policy(numbers: bytes, verifier: str, tokens: bytes, biases: bytes) ->
         logprobs if has_logprobs else None,
         lenience,
         constrained,
+        cache_salt,
     )
 
 

@@ -41,7 +41,7 @@ from specserve.wire.codec import (
 )
 
 MAGIC = b"specserve"
-VERSION = 7
+VERSION = 8
 Frame = bytes | memoryview
 
 

@@ -162,3 +162,22 @@ def test_a_key_is_valid_up_to_its_last_day(tmp_path: Path) -> None:
     assert keys.find("k1", date(2026, 12, 31)) is not None
     assert keys.find("k1", date(2027, 1, 1)) is None
     assert keys.find("k2", date(2027, 1, 1)) is not None
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_only_requests_of_one_name_and_salt_share_pages(tmp_path: Path, shared: bool) -> None:
+    (file := tmp_path / "keys").write_text("alice k1\nalice k2\nbob k3\n")
+    config = {"http.api_keys_file": str(file), "cache.shared": shared}
+    with serving(config=config) as server:
+
+        def salt(key: str, **members: object) -> bytes:
+            body = {"model": "demo", "prompt": "x", "max_tokens": 1, **members}
+            headers = {"Authorization": f"Bearer {key}"}
+            assert server.ask("/v1/completions", body, headers=headers).status == 200
+            return server.service.requests[-1].cache_salt
+
+        alice, bob, mine = salt("k1"), salt("k3"), salt("k1", cache_salt="mine")
+        assert salt("k2") == alice
+        assert (alice == bob) == shared
+        assert mine not in (alice, salt("k1", cache_salt="other"))
+        assert (mine == salt("k3", cache_salt="mine")) == shared

@@ -56,6 +56,8 @@ LIMITS = [
     ("user", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
     ("safety_identifier", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
     ("prompt_cache_key", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
+    ("cache_salt", "x" * MAX_LABEL, "x" * (MAX_LABEL + 1)),
+    ("cache_salt", "x", ""),
     (
         "metadata",
         {f"k{i}": "v" for i in range(MAX_METADATA)},

@@ -88,12 +88,15 @@ class UncheckedSampling(Sampling):
     """Sampling under a grammar that validation would have refused."""
 
     def requests(
-        self, prompt: Sequence[int], random_seed: Callable[[], int] = random_seed
+        self,
+        prompt: Sequence[int],
+        random_seed: Callable[[], int] = random_seed,
+        *,
+        tenant: str = "",
     ) -> list[Request]:
         broken = Grammar("lark", "start: <|no such token|>")
-        return [
-            replace(request, grammar=broken) for request in super().requests(prompt, random_seed)
-        ]
+        requests = super().requests(prompt, random_seed, tenant=tenant)
+        return [replace(request, grammar=broken) for request in requests]
 
 
 def test_grammar_that_fails_in_the_worker_is_the_error_of_its_output_alone(llm: LLM) -> None:

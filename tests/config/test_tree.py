@@ -50,7 +50,7 @@ CONTRACT = {
         "lenience",
     },
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
-    "cache": {"page_size", "memory_fraction", "pages", "prefix_caching"},
+    "cache": {"page_size", "memory_fraction", "pages", "prefix_caching", "shared"},
     "weights": {"shared", "directory", "kernel"},  # beyond the first contract
     "limits": {
         "max_context",

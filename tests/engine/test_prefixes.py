@@ -11,11 +11,11 @@ from specserve.types import FinishReason, Policy, Request, Warp
 PAGE = 4
 
 
-def sequence(seq_id: int, prompt: Tokens[int]) -> Sequence:
+def sequence(seq_id: int, prompt: Tokens[int], salt: bytes = b"") -> Sequence:
     return Sequence(
         seq_id,
         Request(tuple(prompt), 10, Warp(), seed=1),
-        Policy(Warp(), "block", 1, len(prompt)),
+        Policy(Warp(), "block", 1, len(prompt), cache_salt=salt),
         context=1000,
         draft_limit=1000,
         end_ids=frozenset(),
@@ -43,6 +43,14 @@ def test_sharing_ends_where_the_prompts_differ_and_before_the_last_token() -> No
     assert index.num_shared(sequence(1, [*range(9), 50, *range(10, 20)])) == 8
     assert index.num_shared(sequence(2, range(12))) == 8, "the last token gives the logits"
     assert index.num_shared(sequence(3, range(1, 20))) == 0
+
+
+def test_pages_are_shared_under_one_salt_only() -> None:
+    index = PrefixIndex(PAGE)
+    computed(index, sequence(0, range(20), b"alice"), 20)
+    assert index.num_shared(sequence(1, range(20), b"bob")) == 0
+    assert index.num_shared(sequence(2, range(20))) == 0
+    assert index.num_shared(sequence(3, range(20), b"alice")) == 16
 
 
 def test_a_sequence_inside_a_page_shares_nothing() -> None:

@@ -461,6 +461,23 @@ def test_released_pages_stay_until_room_is_needed_and_the_oldest_go_first() -> N
     checked.compare()
 
 
+def test_a_page_is_found_under_the_salt_of_its_sequence_only() -> None:
+    cache = small_cache()
+
+    def write(seq_id: int, salt: bytes) -> int:
+        cache.begin(seq_id, salt)
+        found = cache.attach_prefix(seq_id, [*text(2 * PAGE), 1])
+        cache.reserve(seq_id, 2 * PAGE + 1)
+        cache.append(seq_id, [*text(2 * PAGE), 1][found:])
+        cache.truncate(seq_id, 2 * PAGE)
+        return found
+
+    assert [write(1, b"a"), write(2, b"b"), write(3, b""), write(4, b"a")] == [0, 0, 0, 2 * PAGE]
+    cache.fork(2, 5, PAGE)
+    cache.fork(2, 6, 0)
+    cache.check()
+
+
 def test_without_prefix_caching_nothing_is_kept_or_counted() -> None:
     checked = CheckedCache(small_cache(prefix_caching=False))
     checked.write(1, text(2 * PAGE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,16 @@ def test_a_known_prompt_is_taken_from_the_prefix_cache_with_the_same_verdict(
     (verdict,) = model.verify([VerifyStep(2, 0, PROMPT, drafts[:3], None, policy())])
     assert model.runner.cache.prefix_hits >= 32
     assert (verdict.accepted, verdict.next_token) == (3, drafts[3])
+
+
+def test_a_prompt_is_found_under_its_own_salt_only_with_the_same_verdict(checkpoint: Path) -> None:
+    model = open_target_model(checkpoint)
+    next_tokens, hits = set(), []
+    for seq_id, salt in enumerate((b"alice", b"bob", b"", b"alice")):
+        own_policy = replace(policy(), cache_salt=salt)
+        (verdict,) = model.verify([VerifyStep(seq_id, 0, PROMPT, (), None, own_policy)])
+        next_tokens.add(verdict.next_token)
+        hits.append(model.runner.cache.prefix_hits)
+        model.runner.cache.check()
+    assert hits == [0, 0, 0, 32]
+    assert len(next_tokens) == 1

@@ -35,6 +35,7 @@ from specserve.types import (
     VerifyStep,
     Warp,
 )
+from specserve.wire.codec import MAX_SALT
 from specserve.wire.messages import (
     VERSION,
     Chunks,
@@ -99,6 +100,7 @@ policies = st.builds(
     st.none() | counts,
     reals,
     st.booleans(),
+    st.binary(max_size=MAX_SALT),
 )
 grammars = st.none() | st.builds(Grammar, st.sampled_from(GRAMMARS), st.text())
 draft_steps = st.builds(
@@ -214,7 +216,7 @@ def samples() -> list[Message]:
                     2,
                     (3, 4),
                     5,
-                    policy(logprobs=0, constrained=True),
+                    policy(logprobs=0, constrained=True, cache_salt=b"\0salt"),
                     (9, 8),
                     Grammar("regex", "a+"),
                 ),

@@ -88,7 +88,11 @@ class CascadeSequence:
         """
         start = min(self.num_cached[stage], before - 1)
         return Step(
-            self.seq_id, start, tuple(self.tokens[start:]), () if start else self.encoder_input
+            self.seq_id,
+            start,
+            tuple(self.tokens[start:]),
+            () if start else self.encoder_input,
+            self.policy.cache_salt,
         )
 
     def draft_step(self, stage: int, gamma: int) -> DraftStep:

@@ -44,7 +44,8 @@ class DraftState:
     def missing_step(self, seq_id: int, num_cached: int) -> Step:
         """Return the step that writes what is not cached, at least the last token."""
         start = min(num_cached, self.stop - 1)
-        return Step(seq_id, start, tuple(self.tokens[start - self.start :]))
+        tokens = tuple(self.tokens[start - self.start :])
+        return Step(seq_id, start, tokens, cache_salt=self.policy.cache_salt)
 
     def distribution(self) -> SparseDistribution | None:
         """Return q, or None where each token was certain or q is not used."""

@@ -249,6 +249,7 @@ class NeuralDrafter:
                 step.start,
                 self._known_ids(step.tokens),
                 self._known_ids(step.encoder_input),
+                step.policy.cache_salt,
             )
             return DraftTask(step.seq_id, prefill, DraftState(step.stop, step.policy), step.gamma)
         if step.gamma <= len(state.tokens):

@@ -42,9 +42,14 @@ def drafter(
 
 
 def policy(
-    warp: Warp, *, seed: int = 1, verifier: str = "block", prompt: int = len(PROMPT)
+    warp: Warp,
+    *,
+    seed: int = 1,
+    verifier: str = "block",
+    prompt: int = len(PROMPT),
+    salt: bytes = b"",
 ) -> Policy:
-    return Policy(warp, verifier, seed, prompt)
+    return Policy(warp, verifier, seed, prompt, cache_salt=salt)
 
 
 def step(
@@ -168,6 +173,15 @@ def test_a_gap_gets_the_number_of_cached_positions(checkpoint: Path) -> None:
     model = drafter(checkpoint)
     proposal = model.propose([step(0, PROMPT[30:], start=30)], NO_DEADLINE)[0]
     assert (proposal.tokens, proposal.num_cached) == ((), 0)
+
+
+def test_a_prompt_is_found_under_its_own_salt_only(checkpoint: Path) -> None:
+    drafting, hits = drafter(checkpoint), []
+    for seq_id, salt in enumerate((b"alice", b"bob", b"alice")):
+        drafting.propose([step(seq_id, salt=salt)], NO_DEADLINE)
+        hits.append(drafting.runner.cache.prefix_hits)
+        drafting.runner.cache.check()
+    assert hits == [0, 0, 32]
 
 
 def test_what_does_not_fit_into_the_pages_gets_an_empty_proposal_and_the_others_go_on(
