@@ -14,6 +14,12 @@ from specserve.engine.prefixes import IN_DRAFTER, PrefixIndex
 from specserve.engine.sequence import Sequence
 from specserve.types import ModelInfo
 
+MAX_NEW_GRAMMARS = 2**16
+"""Characters of new grammars that are admitted in a round, unless a single one is longer.
+
+One of that length takes some 0.06 s to compile (`tests/chaos/misuse.py` has the dearest known).
+"""
+
 
 class Scheduler:
     """Continuous batching, first come first served.
@@ -162,14 +168,21 @@ class Scheduler:
         """Move waiting sequences to the running ones, in order of arrival.
 
         There must be room for one more round of all of them, so that what is admitted is not
-        preempted at once.
+        preempted at once. New grammars, which the workers compile in their next pass, are few.
         """
         need = sum(self._need(sequence, self._headroom) for sequence in self.running)
+        grammars = {sequence.grammar for sequence in self.running}
+        new_text = 0
         while self.waiting and len(self.running) < self._max_running:
             head = self.waiting[0]
             need += self._need(head, self._headroom)
             if need > self._num_pages and self.running:
                 return
+            if head.grammar not in grammars and head.grammar is not None:
+                new_text += len(head.grammar.text)
+                if new_text > MAX_NEW_GRAMMARS and new_text > len(head.grammar.text):
+                    return
+                grammars.add(head.grammar)
             self.running.append(self.waiting.popleft())
 
     def _take_turns(
