@@ -70,6 +70,10 @@ class TimedOut(SpecserveError):
     """A request that took longer than `limits.request_timeout_s`."""
 
 
+class NotBegun(TimedOut):
+    """A request that got no token in its time, which is the server's fault."""
+
+
 class ModelError(SpecserveError):
     """A checkpoint that cannot be served."""
 

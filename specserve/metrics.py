@@ -136,6 +136,7 @@ FAMILIES = (
         ("role",),
     ),
     MetricFamily("replicas", MetricKind.SUMMED, "Engine replicas that run."),
+    MetricFamily("min_replicas", MetricKind.SUMMED, "Engine replicas that run at least."),
     MetricFamily(
         "time_to_first_token_seconds",
         MetricKind.HISTOGRAM,

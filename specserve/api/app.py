@@ -73,6 +73,7 @@ def build(
         timeout_s=config.limits.request_timeout_s,
         log_prompts=config.logs.prompts,
         shares_cache=config.cache.shared,
+        min_replicas=config.replicas.min,
     )
     _add_routes(app, endpoints)
     app.get(HOME, include_in_schema=False)(page.home)

@@ -12,13 +12,13 @@ from specserve.api.parse import GenerationRequest
 from specserve.api.rates import Account
 from specserve.api.service import Service
 from specserve.api.tokenizer import Tokenizer
-from specserve.errors import Overloaded, TimedOut, Unavailable, WorkerLost
+from specserve.errors import NotBegun, Overloaded, TimedOut, Unavailable, WorkerLost
 from specserve.types import FinishReason, Request
 
 MAX_BEHIND = 200
 """Deltas of each continuation, on average, that wait for a client; beyond, none are made."""
-UNBILLED_ERRORS = (Overloaded, Unavailable)
-"""Refusals that cost a client no tokens."""
+UNBILLED_ERRORS = (NotBegun, Overloaded, Unavailable)
+"""Errors that cost a client no tokens."""
 LOST_FINISHES = (FinishReason.ERROR, FinishReason.CANCELLED)
 """Finish reasons of a request that the engine gave up; a cancelled one has no reader here."""
 
@@ -84,10 +84,7 @@ class Generation:
                 self.num_prompt_tokens + len(self._requests) * max_tokens
             )
         self._metrics.count_prompt_tokens(self.num_prompt_tokens)
-        timed_out = TimedOut(f"the request took longer than {self.timeout_s:g} s")
-        self._deadline = asyncio.get_running_loop().call_later(
-            self.timeout_s, self._queue.put_nowait, timed_out
-        )
+        self._deadline = asyncio.get_running_loop().call_later(self.timeout_s, self._time_out)
         self._tasks = [
             asyncio.create_task(self._run(index, request))
             for index, request in enumerate(self._requests)
@@ -126,6 +123,13 @@ class Generation:
     def is_last(self) -> bool:
         """True if every continuation has ended with the deltas that were returned."""
         return not self._num_running
+
+    def _time_out(self) -> None:
+        self._queue.put_nowait(
+            TimedOut(f"the request took longer than {self.timeout_s:g} s")
+            if self.num_completion_tokens
+            else NotBegun(f"the server had no token for the request within {self.timeout_s:g} s")
+        )
 
     async def _cancel(self) -> None:
         """Cancel what still runs; return when everything it held is freed."""

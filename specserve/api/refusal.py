@@ -42,6 +42,7 @@ ERROR_KINDS: Mapping[type[errors.SpecserveError], ErrorKind] = {
     errors.TooLong: ErrorKind(400, "invalid_request_error", "context_length_exceeded"),
     errors.NotServed: ErrorKind(404, "invalid_request_error", "model_not_found"),
     errors.BadRequest: BAD_REQUEST,
+    errors.NotBegun: ErrorKind(504, "timeout_error", "request_timeout"),
     errors.TimedOut: ErrorKind(408, "timeout_error", "request_timeout"),
     errors.Overloaded: ErrorKind(429, "rate_limit_error", "overloaded", retry=True),
     errors.RateLimited: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", retry=True),

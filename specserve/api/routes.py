@@ -53,11 +53,12 @@ class Endpoints:
         timeout_s: float,
         log_prompts: bool = False,
         shares_cache: bool = False,
+        min_replicas: int = 1,
     ) -> None:
         self._service, self._tokenizer, self._served = service, tokenizer, served
         self._registry, self._request_metrics = registry, request_metrics
         self._timeout_s, self._log_prompts = timeout_s, log_prompts
-        self._shares_cache = shares_cache
+        self._shares_cache, self._min_replicas = shares_cache, min_replicas
         self._parser = RequestParser(tokenizer, served)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
@@ -119,8 +120,10 @@ class Endpoints:
     async def metrics(self) -> Response:
         """Return Prometheus text; it has no samples of an engine that does not answer."""
         status = await self._status()
-        self._registry.gauge("replicas").set(status.replicas)
-        snapshots: list[Snapshot] = [self._registry.snapshot(), *status.metrics]
+        # Apart, since other gateways sum up what is in this one's registry.
+        counts = {"replicas": status.replicas, "min_replicas": self._min_replicas}
+        engines = Snapshot({name: {(): (float(count), 1.0)} for name, count in counts.items()})
+        snapshots = [self._registry.snapshot(), engines, *status.metrics]
         return Response(metrics.render(metrics.merge(snapshots)), media_type=metrics.CONTENT_TYPE)
 
     async def trace(self, rounds: Rounds = None) -> Response:

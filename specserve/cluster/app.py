@@ -49,9 +49,11 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
         config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     )
     logs, surge = logging_config(config), _surge_percent(config.replicas, wanted)
-    board = serve.deployment(name="Board", ray_actor_options={"num_cpus": 0}, logging_config=logs)(
-        Board
-    ).bind(may_sleep=config.replicas.min == 0, watch=PlacementWatch(config))
+    board = serve.deployment(
+        name="Board",
+        ray_actor_options=_http_node_options(config, num_cpus=0),
+        logging_config=logs,
+    )(Board).bind(may_sleep=config.replicas.min == 0, watch=PlacementWatch(config))
     engines = serve.deployment(
         name="Engine",
         logging_config=logs,
@@ -111,12 +113,15 @@ def _surge_percent(replicas: ReplicasConfig, wanted: tuple[Bundle, ...]) -> int:
     )
 
 
+def _http_node_options(config: Config, *, num_cpus: int) -> dict[str, Any]:
+    """Return the options of an actor that runs where gateways may: a board runs beside them."""
+    labels = dict(config.http.label_selector)
+    return {"num_cpus": num_cpus, **({"label_selector": labels} if labels else {})}
+
+
 def _gateway_options(config: Config) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "ray_actor_options": {
-            "num_cpus": 1,
-            **({"label_selector": dict(labels)} if (labels := config.http.label_selector) else {}),
-        },
+        "ray_actor_options": _http_node_options(config, num_cpus=1),
         "max_ongoing_requests": GATEWAY_STREAMS,
         "max_constructor_retry_count": 3,
         # The streams of a gateway cannot move elsewhere, since their connections end here.

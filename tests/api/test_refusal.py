@@ -19,6 +19,7 @@ ROWS = [
         "context_length_exceeded",
         "prompt",
     ),
+    (errors.NotBegun("late"), openai.InternalServerError, 504, "request_timeout", None),
     (errors.TimedOut("late"), openai.APIStatusError, 408, "request_timeout", None),
     (errors.Overloaded("the queue is full"), openai.RateLimitError, 429, "overloaded", None),
     (errors.Unavailable("starting"), openai.InternalServerError, 503, "unavailable", None),

@@ -336,6 +336,16 @@ def test_a_request_that_takes_too_long_is_cancelled_and_says_so() -> None:
         assert server.service.num_live == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_gets_no_token_in_its_time_is_the_servers_failure(stream: bool) -> None:
+    with serving(FakeService(hangs_after=0), config={"limits.request_timeout_s": 0.2}) as server:
+        reply = server.ask("/v1/completions", {"prompt": "x", "stream": stream})
+        assert (reply.status, reply.error["code"]) == (504, "request_timeout")
+        assert server.until(
+            lambda: server.registry.counter("request_failure_total").samples() == {("504",): (1.0,)}
+        )
+
+
 def test_a_long_answer_is_put_together_while_others_run() -> None:
     async def turns_of_another() -> tuple[int, str]:
         turns = 0

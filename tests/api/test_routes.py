@@ -138,7 +138,9 @@ def test_metrics_are_the_gateways_and_all_replicas_together() -> None:
         for sample in family.samples
     }
     assert read[("preemptions_total",)] == 5
-    assert read[("replicas",)] == 2
+    assert (read[("replicas",)], read[("min_replicas",)]) == (2, 1)
+    own = server.registry.snapshot().samples["replicas"]
+    assert own.get((), (0.0,))[0] == 0, "other gateways would add it to theirs"
     assert read[("prompt_tokens_total",)] == len(demo_tokenizer().encode("hello"))
     assert read[("generation_tokens_total",)] == 10
     assert read[("request_success_total", "length")] == 2

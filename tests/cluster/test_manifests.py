@@ -157,9 +157,9 @@ def test_the_file_builds_the_deployments_that_it_describes(serve_config: dict[st
     assert set(deployments) == {"Board", "Engine", "Gateway"}
     wanted, placed = bundles(config, has_gpus=False), deployments["Engine"]._replica_config
     assert placed.placement_group_bundles == [dict(bundle.resources) for bundle in wanted]
-    assert deployments["Gateway"]._replica_config.ray_actor_options.get("label_selector") == (
-        dict(config.http.label_selector) or None
-    )
+    for name in ("Gateway", "Board"):
+        options = deployments[name]._replica_config.ray_actor_options
+        assert options.get("label_selector") == (dict(config.http.label_selector) or None)
     labels = [dict(bundle.labels) for bundle in wanted]
     assert placed.placement_group_bundle_label_selector == (labels if any(labels) else None)
     validate_placement_group(

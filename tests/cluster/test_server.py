@@ -563,9 +563,8 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
         refused = [error for error in errors if isinstance(error, openai.RateLimitError)]
         assert refused
         assert int(refused[0].response.headers["retry-after"]) >= 1
-        assert {
-            error.status_code for error in errors if isinstance(error, openai.APIStatusError)
-        } == {408, 429}
+        seen = {error.status_code for error in errors if isinstance(error, openai.APIStatusError)}
+        assert {408, 429} <= seen <= {408, 429, 504}
 
         # The requests that were given up have left the queue.
         client.with_options(max_retries=9).completions.create(
@@ -577,7 +576,7 @@ def test_what_is_too_much_or_too_slow_is_refused_and_a_stuck_worker_is_replaced(
         late = pool.submit(
             client.completions.create, model="demo", prompt="x", max_tokens=4
         ).exception()
-        assert late is None or getattr(late, "status_code", None) == 408
+        assert late is None or getattr(late, "status_code", None) in (408, 504)
         until(lambda: not psutil.pid_exists(stuck.pid), 30)
         until(lambda: server.status("/health") == 200, 120)
         usage = client.completions.create(
