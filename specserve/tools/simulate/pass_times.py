@@ -65,7 +65,9 @@ class RooflinePassTime:
     # The rest of the memory is for a pass's own tensors.
     memory_share: float = setting(0.9, number(0, 1, above=True))
     allreduce_us: float = setting(0.0, number(0, MAX))
+    allreduce_us_per_row: float = setting(0.0, number(0, MAX))
     overhead_us: float = setting(0.0, number(0, MAX))  # launching a pass, sampling, copying
+    overhead_us_per_row: float = setting(0.0, number(0, MAX))
 
     @property
     def weight_bytes(self) -> float:
@@ -76,8 +78,10 @@ class RooflinePassTime:
             self.bandwidth_gb_s * 1e9 * self.bandwidth_share
         )
         arithmetic = 2 * self.params_b * 1e9 * rows / (self.tflops * 1e12 * self.flops_share)
-        reductions = 2 * self.layers * self.allreduce_us if self.devices > 1 else 0.0
-        return max(traffic, arithmetic) / self.devices + (reductions + self.overhead_us) * 1e-6
+        allreduce_us = self.allreduce_us + self.allreduce_us_per_row * rows
+        reductions_us = 2 * self.layers * allreduce_us if self.devices > 1 else 0.0
+        overhead_us = self.overhead_us + self.overhead_us_per_row * rows
+        return max(traffic, arithmetic) / self.devices + (reductions_us + overhead_us) * 1e-6
 
     def positions(self, *, beside: RooflinePassTime | None = None) -> int:
         """Return the cached positions that fit beside the weights, or at most 0 if those do not.

@@ -308,6 +308,10 @@ def test_a_roofline_is_memory_bound_for_few_rows_and_arithmetic_bound_for_many()
         params_b=70, bandwidth_gb_s=3350, tflops=990, layers=80, devices=4, allreduce_us=15
     )
     assert four.seconds(1, 1, 0) == pytest.approx(140e9 / 3350e9 / 4 + 160 * 15e-6)
+    wide = replace(four, allreduce_us_per_row=0.1, overhead_us=1000, overhead_us_per_row=5)
+    assert wide.seconds(8, 1, 0) - four.seconds(8, 1, 0) == pytest.approx(
+        160 * 0.8e-6 + 0.001 + 40e-6
+    )
 
 
 def test_two_models_in_the_same_memory_share_its_pages() -> None:
@@ -458,10 +462,10 @@ def test_a_shipped_example_is_valid_and_its_models_fit_their_memory(name: str) -
 
 
 def test_a_1b_draft_beside_a_70b_target_on_four_gpus_belongs_apart(write: WriteFile) -> None:
-    """The devices of the shipped example: a pass of the target takes 18 ms, of the draft 1.2 ms.
+    """The devices of the shipped example: a pass of the target takes 17 ms, of the draft 1.2 ms.
 
-    At one stream a fifth GPU hides most drafting, for 1.40 times the tokens. At eight some sequence
-    misses in nearly every round, and the fifth GPU brings 14%: a GPU then gives more together.
+    At one stream a fifth GPU hides most drafting, for 1.39 times the tokens. At eight some sequence
+    misses in nearly every round, and the fifth GPU brings 12%: a GPU then gives more together.
     """
     shipped = (Path(__file__).parents[3] / "deploy" / "simulate-70b.yaml").read_text()
     text = (
@@ -475,7 +479,7 @@ sweep: {concurrency: [1, 8], modes: [anticipated, together]}
     assert placements is not None
     assert placements.choice.placement == "apart"
     assert placements.devices == {"together": 4, "apart": 5}
-    assert placements.choice.together == pytest.approx((139, 1109), rel=0.02)
-    assert placements.choice.apart == pytest.approx((187, 1364), rel=0.02)
-    assert placements.simulated["together"] == pytest.approx((139, 966), rel=0.02)
-    assert placements.simulated["apart"] == pytest.approx((195, 1100), rel=0.02)
+    assert placements.choice.together == pytest.approx((141, 1090), rel=0.02)
+    assert placements.choice.apart == pytest.approx((191, 1341), rel=0.02)
+    assert placements.simulated["together"] == pytest.approx((144, 958), rel=0.02)
+    assert placements.simulated["apart"] == pytest.approx((200, 1071), rel=0.02)
