@@ -135,6 +135,11 @@ FAMILIES = (
         "Share of the time that a worker computes, 0 to 1.",
         ("role",),
     ),
+    MetricFamily(
+        "api_keys_valid",
+        MetricKind.AVERAGED,
+        "Share of the gateways whose file of API keys can be used, 0 to 1; absent without keys.",
+    ),
     MetricFamily("replicas", MetricKind.SUMMED, "Engine replicas that run."),
     MetricFamily("min_replicas", MetricKind.SUMMED, "Engine replicas that run at least."),
     MetricFamily(

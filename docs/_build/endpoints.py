@@ -66,7 +66,7 @@ def openapi() -> Mapping[str, Any]:
     """Return the description of an app without engine and tokenizer: it needs neither."""
     served = ServedModel("demo", vocab_size=1, max_context=1, max_gamma=1, created=0)
     description: Mapping[str, Any] = build(
-        cast(Service, None), cast(Tokenizer, None), served, Config(), Registry()
+        cast(Service, None), cast(Tokenizer, None), served, Config(), Registry(), None
     ).openapi()
     return description
 

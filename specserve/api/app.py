@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -14,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve.api.keys import KeyFile
+from specserve.api.access import ClientAccess
 from specserve.api.metering import RequestMetrics
 from specserve.api.middleware import (
     BODY_S,
@@ -28,7 +27,6 @@ from specserve.api.middleware import (
     LoadLimit,
 )
 from specserve.api.playground.page import HOME, PARTS, Page
-from specserve.api.rates import Accounts
 from specserve.api.refusal import Refusal
 from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
@@ -44,11 +42,17 @@ _EXPOSED_HEADERS = (REQUEST_ID, "Retry-After")
 
 
 def build(
-    service: Service, tokenizer: Tokenizer, served: ServedModel, config: Config, registry: Registry
+    service: Service,
+    tokenizer: Tokenizer,
+    served: ServedModel,
+    config: Config,
+    registry: Registry,
+    access: ClientAccess | None,
 ) -> FastAPI:
     """Return the HTTP server over a service.
 
-    `registry` is that of this process; the service hands out the engines' metrics.
+    `registry` is that of this process; the service hands out the engines' metrics. With `access`
+    it asks for keys.
     """
     metrics, page = RequestMetrics(registry, time.perf_counter), Page()
     app = FastAPI(
@@ -57,7 +61,7 @@ def build(
         redirect_slashes=False,
         docs_url=None,  # both pages would load scripts from elsewhere
         redoc_url=None,
-        middleware=_middleware(config, metrics, page, service),
+        middleware=_middleware(config, metrics, page, service, access),
         exception_handlers=dict.fromkeys(
             (SpecserveError, RequestValidationError, HTTPException), _refuse
         ),
@@ -71,6 +75,7 @@ def build(
         registry=registry,
         request_metrics=metrics,
         timeout_s=config.limits.request_timeout_s,
+        access=access,
         log_prompts=config.logs.prompts,
         shares_cache=config.cache.shared,
         min_replicas=config.replicas.min,
@@ -95,14 +100,17 @@ def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
 
 
 def _middleware(
-    config: Config, metrics: RequestMetrics, page: Page, service: Service
+    config: Config,
+    metrics: RequestMetrics,
+    page: Page,
+    service: Service,
+    access: ClientAccess | None,
 ) -> list[Middleware]:
     """Return the middleware, outermost first.
 
     A refused request has an id, too, and a browser may read why it was refused.
     """
-    cors, keys_file = config.http.cors_origins, config.http.api_keys_file
-    hosts = _hosts(config.http)
+    cors, hosts = config.http.cors_origins, _hosts(config.http)
     return [
         Middleware(AccessLog, metrics=metrics),
         *(
@@ -121,7 +129,7 @@ def _middleware(
         Middleware(InternalErrorHandler, log_prompts=config.logs.prompts),
         Middleware(HeadLimit),
         *([Middleware(HostCheck, hosts=hosts)] if hosts else []),
-        *([_key_check(Path(keys_file), config, metrics, page)] if keys_file else []),
+        *([_key_check(access, config, page)] if access is not None else []),
         Middleware(LoadLimit, service=service, paths=(COMPLETIONS, CHAT_COMPLETIONS)),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes, seconds=BODY_S),
     ]
@@ -133,16 +141,11 @@ def _hosts(http: HttpConfig) -> Collection[str]:
     return LOOPBACK if not http.hosts and is_local and http.api_keys_file is None else http.hosts
 
 
-def _key_check(file: Path, config: Config, metrics: RequestMetrics, page: Page) -> Middleware:
+def _key_check(access: ClientAccess, config: Config, page: Page) -> Middleware:
     """Return the check of API keys. If the page is an open path, so are its parts."""
     configured = frozenset(config.http.open_paths)
     open_paths = configured | page.paths if HOME in configured else configured
-    return Middleware(
-        KeyCheck,
-        keys=KeyFile(file),
-        accounts=Accounts(time.monotonic, metrics.count_rate_limited),
-        open_paths=open_paths,
-    )
+    return Middleware(KeyCheck, access=access, open_paths=open_paths)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -1,27 +1,18 @@
-"""API keys and their rates, from a file that may change while the server runs.
-
-Only hashes of the keys are kept.
-"""
+"""API keys and their limits: the format of their file. Only hashes of the keys are kept."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
-import os
 import re
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
 
 from specserve.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
 MAX_KEYS = 1000  # each request is compared with all of them, which then takes 0.4 ms
-CHECK_EVERY_S = 1.0
 RATES = ("requests_per_minute", "tokens_per_minute")
 CONCURRENT = "concurrent_requests"
 LIMITS = (*RATES, CONCURRENT)
@@ -63,15 +54,9 @@ class ApiKeys:
         refused.
         """
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"http.api_keys_file {file} cannot be read: {error}") from error
-        try:
-            clients = list(_parse_lines(lines))
-            _check(clients)
+            return read_keys(file)
         except ValueError as error:
-            raise ConfigError(f"http.api_keys_file {file}: {error}") from None
-        return cls(clients)
+            raise ConfigError(f"http.api_keys_file {file}: {error}") from error
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -91,36 +76,17 @@ class ApiKeys:
         return found
 
 
-class KeyFile:
-    """The keys in the file, re-read at most once a second when it changes.
-
-    A changed file that is invalid is logged, and the keys known until then stay.
-    """
-
-    def __init__(self, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file, self._clock = file, clock
-        self._stamp, self._checked_at = _stamp(file), clock()
-        self._keys = ApiKeys.from_file(file)
-
-    def find(self, key: str) -> ApiClient | None:
-        self._refresh()
-        return self._keys.find(key)
-
-    def _refresh(self) -> None:
-        if (now := self._clock()) - self._checked_at < CHECK_EVERY_S:
-            return
-        self._checked_at = now
-        if (stamp := _stamp(self._file)) == self._stamp:
-            return
-        # The stamp is set before reading. What is written meanwhile is seen at the next check,
-        # and an invalid file is logged once.
-        self._stamp = stamp
-        try:
-            self._keys = ApiKeys.from_file(self._file)
-        except ConfigError as error:
-            log.error("the %d keys known until now stay: %s", len(self._keys), error)
-        else:
-            log.info("took %d keys from the changed %s", len(self._keys), self._file)
+def read_keys(file: Path) -> ApiKeys:
+    """Return the keys of a file. Raises ValueError, which says why without quoting a line."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error.strerror or type(error).__name__}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("it cannot be read: it is not UTF-8") from error
+    clients = list(_parse_lines(lines))
+    _check(clients)
+    return ApiKeys(clients)
 
 
 def _parse_lines(lines: Sequence[str]) -> Iterator[ApiClient]:
@@ -194,15 +160,3 @@ def _check(clients: Sequence[ApiClient]) -> None:
 
 def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """Return what differs when the file does.
-
-    The inode is in it because Kubernetes updates secrets by turning a link to another file.
-    """
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns

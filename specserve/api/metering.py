@@ -17,7 +17,6 @@ class RequestMetrics:
         self._generation_tokens = registry.counter("generation_tokens_total")
         self._success = registry.counter("request_success_total")
         self._failure = registry.counter("request_failure_total")
-        self._rate_limited = registry.counter("rate_limited_total")
         self._time_to_first_token = registry.histogram("time_to_first_token_seconds")
         self._time_per_token = registry.histogram("time_per_output_token_seconds")
         self._latency = registry.histogram("e2e_request_latency_seconds")
@@ -29,10 +28,6 @@ class RequestMetrics:
     def count_failure(self, status: int) -> None:
         """Count a request that ended with an error, in its status or in mid-stream."""
         self._failure.add(1, str(status))
-
-    def count_rate_limited(self, limit: str) -> None:
-        """Count a refusal for the `requests` or the `tokens` a minute of a client."""
-        self._rate_limited.add(1, limit)
 
     def start_timer(self, start: float) -> RequestTimer:
         """Return a timer for one continuation of a request that arrived at `start`."""
@@ -53,6 +48,22 @@ class RequestMetrics:
 
     def count_generated_tokens(self, num_tokens: int) -> None:
         self._generation_tokens.add(num_tokens)
+
+
+class KeyMetrics:
+    """Counts of the refusals of clients with keys, and whether their file can be used."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._rate_limited = registry.counter("rate_limited_total")
+        self._keys_valid = registry.gauge("api_keys_valid")
+
+    def count_rate_limited(self, limit: str) -> None:
+        """Count a refusal for the `requests` or the `tokens` a minute of a client."""
+        self._rate_limited.add(1, limit)
+
+    def set_keys_valid(self, valid: bool) -> None:
+        """Record whether the file of keys could be read when it was read last."""
+        self._keys_valid.set(float(valid))
 
 
 class RequestTimer:

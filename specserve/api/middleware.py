@@ -17,12 +17,12 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.api.keys import KeyFile
+from specserve.api.access import ClientAccess
 from specserve.api.metering import RequestMetrics
-from specserve.api.rates import Account, Accounts
+from specserve.api.rates import Account
 from specserve.api.refusal import BAD_KEY, CLIENT_CLOSED_REQUEST, Refusal, log_redacted
 from specserve.api.service import Service
-from specserve.errors import Overloaded, RateLimited
+from specserve.errors import Overloaded, RateLimited, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -107,16 +107,18 @@ class InternalErrorHandler:
 class KeyCheck:
     """Check of `Authorization: Bearer KEY` on all but the open paths, and of each key's rates."""
 
-    def __init__(
-        self, app: ASGIApp, *, keys: KeyFile, accounts: Accounts, open_paths: Collection[str]
-    ) -> None:
-        self._app, self._keys, self._accounts, self._open_paths = app, keys, accounts, open_paths
+    def __init__(self, app: ASGIApp, *, access: ClientAccess, open_paths: Collection[str]) -> None:
+        self._app, self._access, self._open_paths = app, access, open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _path(scope) in self._open_paths:
             await self._app(scope, receive, send)
             return
-        account = self._account(scope)
+        try:
+            account = self._account(scope)
+        except Unavailable as error:
+            await Refusal.from_error(error).response()(scope, receive, send)
+            return
         if account is None:
             refusal = Refusal(BAD_KEY, "an API key is needed: Authorization: Bearer KEY")
             await refusal.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
@@ -132,8 +134,7 @@ class KeyCheck:
 
     def _account(self, scope: Scope) -> Account | None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        client = self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
-        return None if client is None else self._accounts.get(client)
+        return self._access.account(key.strip()) if scheme.lower() == "bearer" else None
 
 
 class LoadLimit:

@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve import metrics
+from specserve.api.access import ClientAccess
 from specserve.api.choices import CHAT, COMPLETION, ResponseKind
 from specserve.api.generation import Generation
+from specserve.api.key_file import KeyTrouble
 from specserve.api.metering import RequestMetrics
 from specserve.api.parse import GenerationRequest, RequestParser
 from specserve.api.responses import (
@@ -51,6 +53,7 @@ class Endpoints:
         registry: Registry,
         request_metrics: RequestMetrics,
         timeout_s: float,
+        access: ClientAccess | None = None,
         log_prompts: bool = False,
         shares_cache: bool = False,
         min_replicas: int = 1,
@@ -59,7 +62,7 @@ class Endpoints:
         self._registry, self._request_metrics = registry, request_metrics
         self._timeout_s, self._log_prompts = timeout_s, log_prompts
         self._shares_cache, self._min_replicas = shares_cache, min_replicas
-        self._parser = RequestParser(tokenizer, served)
+        self._access, self._parser = access, RequestParser(tokenizer, served)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
@@ -102,24 +105,27 @@ class Endpoints:
 
     async def health(self) -> Response:
         """Return 200 if the workers make progress."""
-        status = await self._status()
+        status, trouble = await self._status(), self._key_trouble()
         if not status.healthy:
             raise Unavailable(status.why or "the workers make no progress")
         healthy: dict[str, object] = {"status": "healthy"}
         if status.draft_placements:
             healthy["draft_placement"] = "; ".join(status.draft_placements)
-        return json_response(healthy)
+        return json_response(healthy | _trouble_member(trouble))
 
     async def ready(self) -> Response:
         """Return 200 if requests are taken."""
-        status = await self._status()
+        status, trouble = await self._status(), self._key_trouble()
         if not status.ready:
             raise Unavailable(status.why or "the server is starting or stopping")
-        return json_response({"status": "ready"})
+        if trouble is not None and trouble.is_over_grace:
+            raise Unavailable(trouble.text)
+        return json_response({"status": "ready"} | _trouble_member(trouble))
 
     async def metrics(self) -> Response:
         """Return Prometheus text; it has no samples of an engine that does not answer."""
         status = await self._status()
+        self._key_trouble()  # so that its gauge is of this moment
         # Apart, since other gateways sum up what is in this one's registry.
         counts = {"replicas": status.replicas, "min_replicas": self._min_replicas}
         engines = Snapshot({name: {(): (float(count), 1.0)} for name, count in counts.items()})
@@ -183,6 +189,9 @@ class Endpoints:
             "max_model_len": served.max_context,
         }
 
+    def _key_trouble(self) -> KeyTrouble | None:
+        return None if self._access is None else self._access.trouble()
+
     async def _status(self) -> Status:
         """Return the engines' status. An error says that they are not healthy; it is not raised."""
         try:
@@ -196,3 +205,7 @@ class Endpoints:
             )
         except SpecserveError as error:
             return Status(ready=False, healthy=False, why=str(error))
+
+
+def _trouble_member(trouble: KeyTrouble | None) -> dict[str, object]:
+    return {} if trouble is None else {"trouble": trouble.text}

@@ -143,6 +143,7 @@ class Gateway:
 
     async def __init__(self, config: Config, engine: Any, board: Any) -> None:  # type: ignore[misc]
         # Imported here, since engines and the command line need neither FastAPI nor transformers.
+        from specserve.api.access import ClientAccess
         from specserve.api.tokenizer import Tokenizer, hide_torch
 
         hide_torch()
@@ -161,6 +162,7 @@ class Gateway:
         )
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._registry = Registry()
+        self._access = ClientAccess.from_config(config.http, self._registry)
         resumed = self._registry.counter("requests_resumed_total")
         self._replicas = EngineReplicas(
             engine,
@@ -174,7 +176,14 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> Any:
         from specserve.api.app import build as build_app
 
-        app = build_app(self._replicas, self._tokenizer, self._model, self._config, self._registry)
+        app = build_app(
+            self._replicas,
+            self._tokenizer,
+            self._model,
+            self._config,
+            self._registry,
+            self._access,
+        )
         freeze_objects()
         return app
 
@@ -184,4 +193,6 @@ class Gateway:
             self._replicas.close()
 
     def _report(self) -> ReplicaReport:
+        if self._access is not None:
+            self._access.trouble()  # so that its gauge is of this moment, also without requests
         return ReplicaReport(self._replica, GATEWAY, None, self._registry.snapshot())

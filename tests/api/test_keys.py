@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from specserve.api.keys import MAX_KEYS, ApiKeys, KeyFile
-from specserve.errors import ConfigError
+from specserve.api.key_file import GRACE_S, KeyFile
+from specserve.api.keys import MAX_KEYS, ApiKeys
+from specserve.errors import ConfigError, Unavailable
 from tests.support.http_server import serving
 
 GOOD = """
@@ -110,22 +111,71 @@ def test_a_changed_file_is_used_a_second_later_and_not_before(watched: Watched) 
     assert (admits("old-key"), admits("new-key")) == (False, True)
 
 
-@pytest.mark.parametrize("harm", ["", "alice k nonsense=1", None])
-def test_a_broken_file_keeps_the_old_keys_and_says_why_once(
-    watched: Watched, harm: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture(params=["", "alice k nonsense=1", None], ids=["empty", "invalid", "gone"])
+def broken(watched: Watched, request: pytest.FixtureRequest) -> Watched:
+    """Break the file at second 1."""
     file, clock, admits = watched
-    if harm is None:
+    if request.param is None:
         file.unlink()
     else:
-        file.write_text(harm)
-    for clock.now in (1.0, 2.0, 3.0):
+        file.write_text(request.param)
+    clock.now = 1.0
+    assert admits("old-key")
+    return watched
+
+
+def test_a_broken_file_keeps_the_old_keys_for_a_grace_and_says_why_once(
+    broken: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, clock, admits = broken
+    for clock.now in (2.0, 3.0, GRACE_S + 0.9):
         assert admits("old-key")
-    assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
-    assert "the 1 keys known until now stay" in caplog.text
+        assert not admits("wrong-key")
+    records = [*caplog.get_records("setup"), *caplog.get_records("call")]
+    (error,) = [record for record in records if record.levelno >= logging.ERROR]
+    assert "the 1 keys known until now stay for 60 s" in error.getMessage()
     file.write_text("mended-key\n")
-    clock.now = 4.0
+    clock.now += 1.0
     assert admits("mended-key")
+    assert not admits("old-key")
+
+
+def test_behind_the_grace_no_key_is_taken_until_the_file_is_valid(broken: Watched) -> None:
+    """Keys that were revoked meanwhile are among the old ones."""
+    file, clock, admits = broken
+    clock.now = 1.0 + GRACE_S
+    for key in ("old-key", "wrong-key"):
+        with pytest.raises(Unavailable, match="cannot be checked"):
+            admits(key)
+    file.write_text("old-key\n")
+    clock.now += 1.0
+    assert admits("old-key")
+
+
+def test_another_way_of_being_broken_does_not_begin_a_new_grace(watched: Watched) -> None:
+    file, clock, admits = watched
+    for clock.now in range(1, int(GRACE_S) + 1):
+        file.write_text("" if clock.now % 2 else "alice k nonsense=1")
+        assert admits("old-key")
+    clock.now = GRACE_S + 1
+    with pytest.raises(Unavailable):
+        admits("old-key")
+
+
+def test_an_unchanged_file_that_can_be_read_again_is_trusted_again(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that fails for a moment changes no stamp."""
+    file, clock, admits = watched
+    file.touch()
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError(5, "x")))
+        clock.now = 1.0
+        assert admits("old-key")
+    clock.now = 2.0
+    assert admits("old-key")
+    clock.now = GRACE_S + 2
+    assert admits("old-key")
 
 
 def test_a_link_that_is_turned_to_another_file_is_a_change(tmp_path: Path) -> None:
@@ -143,7 +193,7 @@ def test_a_link_that_is_turned_to_another_file_is_a_change(tmp_path: Path) -> No
 def test_a_running_server_changes_its_keys_without_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specserve.api.keys.CHECK_EVERY_S", 0.05)
+    monkeypatch.setattr("specserve.api.key_file.CHECK_EVERY_S", 0.05)
     (file := tmp_path / "keys").write_text("old-key\n")
     with serving(config={"http.api_keys_file": str(file)}) as server:
 
@@ -154,6 +204,46 @@ def test_a_running_server_changes_its_keys_without_a_restart(
         file.write_text("carol new-key\n")
         assert server.until(lambda: status("new-key") == 200)
         assert status("old-key") == 401
+
+
+def test_a_broken_file_shows_in_health_readiness_and_metrics_before_it_ends_the_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specserve.api.key_file.CHECK_EVERY_S", 0.0)
+    (file := tmp_path / "keys").write_text("bob bobs-key\n")
+    with serving(config={"http.api_keys_file": str(file)}) as server:
+
+        def ask(path: str) -> tuple[int, str]:
+            reply = server.ask(path, headers={"Authorization": "Bearer bobs-key"})
+            return reply.status, reply.body.decode()
+
+        def gauge() -> str:
+            return next(
+                line.split()[1]
+                for line in ask("/metrics")[1].splitlines()
+                if line.startswith("specserve_api_keys_valid ")
+            )
+
+        assert (ask("/health"), gauge()) == ((200, '{"status":"healthy"}'), "1")
+        file.write_text("bob bobs-key\nal/ice alices-key\n")
+        for path in ("/health", "/ready"):
+            status, body = ask(path)
+            assert status == 200
+            assert "line 2 must begin with a name" in body
+            assert "are valid for" in body
+            assert "alices-key" not in body
+            assert str(file) not in body
+        assert (gauge(), ask("/v1/models")[0]) == ("0", 200)
+        monkeypatch.setattr("specserve.api.key_file.GRACE_S", 0.0)
+        status, body = ask("/health")
+        assert (status, "every key is refused" in body) == (200, True)
+        assert ask("/ready")[0] == 503
+        refused = server.ask("/v1/models", headers={"Authorization": "Bearer bobs-key"})
+        assert (refused.status, refused.error["code"]) == (503, "unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+        file.write_text("bob bobs-key\n")
+        assert ask("/v1/models")[0] == ask("/ready")[0] == 200
+        assert gauge() == "1"
 
 
 def test_a_key_is_valid_up_to_its_last_day(tmp_path: Path) -> None:

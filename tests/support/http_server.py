@@ -17,6 +17,7 @@ from typing import Any
 
 import uvicorn
 
+from specserve.api.access import ClientAccess
 from specserve.api.app import build
 from specserve.api.service import ServedModel, Status
 from specserve.api.tokenizer import Tokenizer
@@ -215,9 +216,9 @@ def serving(
         created=1,
         is_encoder_decoder=is_encoder_decoder,
     )
-    app = build(
-        service, tokenizer or demo_tokenizer(), served, config_from_keys({}, config or {}), registry
-    )
+    settings = config_from_keys({}, config or {})
+    access = ClientAccess.from_config(settings.http, registry)
+    app = build(service, tokenizer or demo_tokenizer(), served, settings, registry, access)
     server = uvicorn.Server(
         uvicorn.Config(
             app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=2
