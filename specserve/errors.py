@@ -58,6 +58,10 @@ class RateLimited(SpecserveError):
         self.limit, self.retry_after_s = limit, retry_after_s
 
 
+class KeyRevoked(SpecserveError):
+    """An API key that has been removed, or has expired, while its request was under way."""
+
+
 class Unavailable(SpecserveError):
     """A server that is starting or stopping; the same request may succeed later."""
 

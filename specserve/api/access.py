@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from specserve.api.key_file import KeyFile, KeyTrouble
+from specserve.api.key_file import CHECK_EVERY_S, KeyFile, KeyTrouble
+from specserve.api.keys import ApiClient
 from specserve.api.metering import KeyMetrics
 from specserve.api.rates import Account, Accounts
 from specserve.config.tree import HttpConfig
+from specserve.errors import KeyRevoked
 from specserve.metrics import Registry
 
 
+class KeyUse:
+    """A request under way: the key that it came with, the client's account, and its end."""
+
+    def __init__(self, client: ApiClient, account: Account) -> None:
+        self.client, self.account = client, account
+        self._revoked: KeyRevoked | None = None
+        self._end: Callable[[KeyRevoked], None] | None = None
+
+    def on_revoked(self, end: Callable[[KeyRevoked], None]) -> None:
+        """Call `end` when the key is no longer valid, or now if it is not."""
+        self._end = end
+        if self._revoked is not None:
+            end(self._revoked)
+
+    def revoke(self) -> None:
+        if self._revoked is None:
+            self._revoked = KeyRevoked("the API key is no longer valid")
+            if self._end is not None:
+                self._end(self._revoked)
+
+
 class ClientAccess:
-    """The clients of a server that asks for keys."""
+    """The clients of a server that asks for keys, and their requests under way.
+
+    While there are any, their keys are looked up once a second, and requests whose key is no longer
+    valid are ended.
+    """
 
     def __init__(self, keys: KeyFile, accounts: Accounts) -> None:
         self._keys, self._accounts = keys, accounts
+        self._uses: set[KeyUse] = set()
+        self._watch: asyncio.Task[None] | None = None
 
     @classmethod
     def from_config(cls, http: HttpConfig, registry: Registry) -> ClientAccess | None:
@@ -29,11 +61,32 @@ class ClientAccess:
             Accounts(time.monotonic, metrics.count_rate_limited),
         )
 
-    def account(self, key: str) -> Account | None:
-        """Return the account of a valid key. Raises Unavailable if keys cannot be checked."""
-        client = self._keys.find(key)
-        return None if client is None else self._accounts.get(client)
+    def find(self, key: str) -> ApiClient | None:
+        """Return the client of a valid key. Raises Unavailable if keys cannot be checked."""
+        return self._keys.find(key)
+
+    @contextmanager
+    def request(self, client: ApiClient) -> Iterator[KeyUse]:
+        """Count a request of the client while it is under way. Raises RateLimited before that."""
+        use = KeyUse(client, self._accounts.get(client))
+        with use.account.request():
+            self._uses.add(use)
+            if self._watch is None:
+                self._watch = asyncio.create_task(self._watch_keys())
+            try:
+                yield use
+            finally:
+                self._uses.remove(use)
 
     def trouble(self) -> KeyTrouble | None:
         """Return why keys cannot be read any more; metrics show it from then on."""
         return self._keys.trouble()
+
+    async def _watch_keys(self) -> None:
+        try:
+            while self._uses:
+                await asyncio.sleep(CHECK_EVERY_S)
+                for use in [use for use in self._uses if not self._keys.is_valid(use.client)]:
+                    use.revoke()
+        finally:
+            self._watch = None

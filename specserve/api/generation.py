@@ -6,10 +6,10 @@ import asyncio
 from contextlib import aclosing
 from types import TracebackType
 
+from specserve.api.access import KeyUse
 from specserve.api.continuation import Continuation, OutputDelta
 from specserve.api.metering import RequestMetrics
 from specserve.api.parse import GenerationRequest
-from specserve.api.rates import Account
 from specserve.api.service import Service
 from specserve.api.tokenizer import Tokenizer
 from specserve.errors import NotBegun, Overloaded, TimedOut, Unavailable, WorkerLost
@@ -40,14 +40,15 @@ class Generation:
         timeout_s: float,
         metrics: RequestMetrics,
         start: float,
-        account: Account | None = None,
+        key_use: KeyUse | None = None,
         shares_cache: bool = False,
     ) -> None:
         prompts, sampling = generation_request.prompts, generation_request.sampling
         self._service, self._metrics, self._start = service, metrics, start
         self.timeout_s = timeout_s
-        self._generation_request, self._account, self._reserved = generation_request, account, 0.0
-        tenant = "" if account is None or shares_cache else account.name
+        self._generation_request, self._key_use = generation_request, key_use
+        self._account, self._reserved = None if key_use is None else key_use.account, 0.0
+        tenant = "" if self._account is None or shares_cache else self._account.name
         self._requests = [
             request
             for prompt in prompts
@@ -68,6 +69,8 @@ class Generation:
         self._num_running = len(self._requests)
         self._max_behind = MAX_BEHIND * len(self._requests)
         self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopped = False
+        self._failure: Exception | None = None  # that ends all, ahead of deltas that wait
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,6 +92,8 @@ class Generation:
             asyncio.create_task(self._run(index, request))
             for index, request in enumerate(self._requests)
         ]
+        if self._key_use is not None:
+            self._key_use.on_revoked(self._fail)
         return self
 
     async def __aexit__(
@@ -111,7 +116,8 @@ class Generation:
     async def __anext__(self) -> tuple[int, OutputDelta]:
         if not self._num_running:
             raise StopAsyncIteration
-        item = await self._queue.get()
+        item = self._failure or await self._queue.get()
+        item = self._failure or item  # which may have come while it waited
         if isinstance(item, Exception):
             await self._cancel()  # before the error is sent: a client may be slow to read it
             raise item
@@ -131,11 +137,23 @@ class Generation:
             else NotBegun(f"the server had no token for the request within {self.timeout_s:g} s")
         )
 
+    def _fail(self, error: Exception) -> None:
+        """End all continuations now; the reader gets the error before any delta that waits."""
+        self._failure = error
+        self._stop()
+        self._queue.put_nowait(error)
+
+    def _stop(self) -> None:
+        """Cancel what still runs, once: a second time would interrupt its cleaning up."""
+        if not self._is_stopped:
+            self._is_stopped = True
+            for task in self._tasks:
+                task.cancel()
+
     async def _cancel(self) -> None:
         """Cancel what still runs; return when everything it held is freed."""
         self._deadline.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._stop()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, index: int, request: Request) -> None:

@@ -74,6 +74,14 @@ class KeyFile:
             raise Unavailable("API keys cannot be checked; the server's /health says why")
         return self._keys.find(key)
 
+    def is_valid(self, client: ApiClient) -> bool:
+        """Return whether the key of a client that was found earlier is valid still.
+
+        It is while the file is broken: what has been revoked is not known then.
+        """
+        self._refresh()
+        return self._keys.is_valid(client)
+
     def trouble(self) -> KeyTrouble | None:
         """Return what is wrong with the file, as of the last second."""
         self._refresh()

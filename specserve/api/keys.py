@@ -39,6 +39,9 @@ class ApiClient:
     def limits(self) -> tuple[float | None, ...]:
         return (*self.rates, self.concurrent_requests)
 
+    def is_valid_on(self, day: date) -> bool:
+        return self.expires is None or day <= self.expires
+
 
 class ApiKeys:
     """The valid keys."""
@@ -70,10 +73,12 @@ class ApiKeys:
         for client in self._clients:
             if hmac.compare_digest(digest, client.digest):
                 found = client
-        if found is not None and found.expires is not None:
-            today = today or datetime.now(UTC).date()
-            return found if today <= found.expires else None
-        return found
+        return found if found is not None and found.is_valid_on(today or utc_today()) else None
+
+    def is_valid(self, client: ApiClient) -> bool:
+        """Return whether the key by which a client was found is still there and has not expired."""
+        known = next((one for one in self._clients if one.digest == client.digest), None)
+        return known is not None and known.is_valid_on(utc_today())
 
 
 def read_keys(file: Path) -> ApiKeys:
@@ -156,6 +161,10 @@ def _check(clients: Sequence[ApiClient]) -> None:
                 f"the keys of {client.name} have different rates; "
                 "a client's rates and limits are the same for all its keys"
             )
+
+
+def utc_today() -> date:
+    return datetime.now(UTC).date()
 
 
 def _hash(key: str) -> bytes:

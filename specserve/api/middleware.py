@@ -18,8 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.api.access import ClientAccess
+from specserve.api.keys import ApiClient
 from specserve.api.metering import RequestMetrics
-from specserve.api.rates import Account
 from specserve.api.refusal import BAD_KEY, CLIENT_CLOSED_REQUEST, Refusal, log_redacted
 from specserve.api.service import Service
 from specserve.errors import Overloaded, RateLimited, Unavailable
@@ -115,26 +115,27 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         try:
-            account = self._account(scope)
+            client = self._find(scope)
         except Unavailable as error:
             await Refusal.from_error(error).response()(scope, receive, send)
             return
-        if account is None:
+        if client is None:
             refusal = Refusal(BAD_KEY, "an API key is needed: Authorization: Bearer KEY")
             await refusal.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
-        scope.setdefault("state", {})["account"] = account
         with ExitStack() as under_way:
+            state = scope.setdefault("state", {})
+            state["client"] = client.name
             try:
-                under_way.enter_context(account.request())
+                state["key_use"] = under_way.enter_context(self._access.request(client))
             except RateLimited as error:
                 await Refusal.from_error(error).response()(scope, receive, send)
                 return
             await self._app(scope, receive, send)
 
-    def _account(self, scope: Scope) -> Account | None:
+    def _find(self, scope: Scope) -> ApiClient | None:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        return self._access.account(key.strip()) if scheme.lower() == "bearer" else None
+        return self._access.find(key.strip()) if scheme.lower() == "bearer" else None
 
 
 class LoadLimit:
@@ -264,8 +265,7 @@ def _log_request(scope: Scope, status: int, seconds: float) -> None:
     The client-supplied path is escaped to prevent log injection.
     """
     state, path = scope["state"], ascii(scope["path"][:200])[1:-1]
-    account: Account | None = state.get("account")
-    client = "-" if account is None else account.name
+    client = state.get("client", "-")
     fields = {
         "request_id": state["request_id"],
         "method": scope["method"],

@@ -46,6 +46,7 @@ ERROR_KINDS: Mapping[type[errors.SpecserveError], ErrorKind] = {
     errors.TimedOut: ErrorKind(408, "timeout_error", "request_timeout"),
     errors.Overloaded: ErrorKind(429, "rate_limit_error", "overloaded", retry=True),
     errors.RateLimited: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", retry=True),
+    errors.KeyRevoked: BAD_KEY,
     errors.Unavailable: ErrorKind(503, "server_error", "unavailable", retry=True),
     errors.WorkerLost: ErrorKind(500, "server_error", "worker_lost"),
 }

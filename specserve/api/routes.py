@@ -143,7 +143,6 @@ class Endpoints:
         request: Request,
         start: float,
     ) -> GenerationResponse:
-        account = getattr(request.state, "account", None)
         generation = Generation(
             self._service,
             self._tokenizer,
@@ -151,7 +150,7 @@ class Endpoints:
             timeout_s=self._timeout_s,
             metrics=self._request_metrics,
             start=start,
-            account=account,
+            key_use=getattr(request.state, "key_use", None),
             shares_cache=self._shares_cache,
         )
         head = ResponseHead(kind, request.state.request_id, int(time.time()), self._served.name)
