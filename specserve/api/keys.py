@@ -30,6 +30,7 @@ class ApiClient:
     tokens_per_minute: float | None = None
     concurrent_requests: float | None = None
     expires: date | None = None  # the key's last day, by UTC
+    line: int = field(default=0, compare=False)  # of the file
 
     @property
     def rates(self) -> tuple[float | None, float | None]:
@@ -83,22 +84,34 @@ class ApiKeys:
 
 def read_keys(file: Path) -> ApiKeys:
     """Return the keys of a file. Raises ValueError, which says why without quoting a line."""
+    clients, problems = parse_keys(read_lines(file))
+    if problems:
+        raise ValueError(problems[0])
+    return ApiKeys(clients)
+
+
+def read_lines(file: Path) -> list[str]:
+    """Return the lines of a file of keys. Raises ValueError."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        return file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ValueError(f"it cannot be read: {error.strerror or type(error).__name__}") from error
     except UnicodeDecodeError as error:
         raise ValueError("it cannot be read: it is not UTF-8") from error
-    clients = list(_parse_lines(lines))
-    _check(clients)
-    return ApiKeys(clients)
 
 
-def _parse_lines(lines: Sequence[str]) -> Iterator[ApiClient]:
+def parse_keys(lines: Sequence[str]) -> tuple[list[ApiClient], list[str]]:
+    """Return the keys, and everything that is wrong, by line and without quoting one."""
+    clients: list[ApiClient] = []
+    problems: list[str] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
-        if words:
-            yield _parse_line(words, number)
+        try:
+            if words:
+                clients.append(_parse_line(words, number))
+        except ValueError as error:
+            problems.append(str(error))
+    return clients, problems or list(_conflicts(clients))
 
 
 def _parse_line(words: Sequence[str], number: int) -> ApiClient:
@@ -107,7 +120,7 @@ def _parse_line(words: Sequence[str], number: int) -> ApiClient:
     An error names the line by its number, because its words may be keys.
     """
     if len(words) == 1:
-        return ApiClient(f"line-{number}", _hash(words[0]))
+        return ApiClient(f"line-{number}", _hash(words[0]), line=number)
     name, key, *settings = words
     if not _NAME.fullmatch(name):
         raise ValueError(
@@ -132,7 +145,7 @@ def _parse_line(words: Sequence[str], number: int) -> ApiClient:
                 f"line {number} may say {', '.join(f'{limit}=N' for limit in LIMITS)} and "
                 f"{EXPIRES}=YYYY-MM-DD behind the key, once each, N a whole number above 0"
             )
-    return ApiClient(name, _hash(key), **limits, expires=expires)
+    return ApiClient(name, _hash(key), **limits, expires=expires, line=number)
 
 
 def _day(value: str, number: int) -> date:
@@ -142,23 +155,25 @@ def _day(value: str, number: int) -> date:
         raise ValueError(f"line {number}: {EXPIRES} must be a day, as 2027-01-31") from None
 
 
-def _check(clients: Sequence[ApiClient]) -> None:
-    """Raise ValueError for keys that are missing, too many, repeated or of different rates.
+def _conflicts(clients: Sequence[ApiClient]) -> Iterator[str]:
+    """Yield what is wrong with all keys together: missing, too many, repeated, different limits.
 
     A client may have several keys, so that a new one can be handed out before the old one goes.
-    Its rates are the same for all of them.
+    Its limits are the same for all of them.
     """
     if not clients:
-        raise ValueError("it has no key; write one a line, or leave http.api_keys_file out")
+        yield "it has no key; write one a line, or leave http.api_keys_file out"
     if len(clients) > MAX_KEYS:
-        raise ValueError(f"it has {len(clients)} keys; {MAX_KEYS} is the most")
-    if len({client.digest for client in clients}) < len(clients):
-        raise ValueError("a key is there twice")
-    limits = {client.name: client.limits for client in clients}
+        yield f"it has {len(clients)} keys; {MAX_KEYS} is the most"
+    first_use: dict[bytes, int] = {}
+    limits: dict[str, tuple[float | None, ...]] = {}
     for client in clients:
-        if limits[client.name] != client.limits:
-            raise ValueError(
-                f"the keys of {client.name} have different rates; "
+        line = first_use.setdefault(client.digest, client.line)
+        if line != client.line:
+            yield f"line {client.line}: a key is there twice; it is that of line {line}"
+        if limits.setdefault(client.name, client.limits) != client.limits:
+            yield (
+                f"line {client.line}: the keys of {client.name} have different rates; "
                 "a client's rates and limits are the same for all its keys"
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +30,12 @@ SHORT_NAMES = {
     "host": "http.host",
     "port": "http.port",
     "name": "name",
+}
+
+KEY_LIMITS = {
+    "requests-per-minute": "requests that may begin in a minute",
+    "tokens-per-minute": "tokens of prompts and texts in a minute",
+    "concurrent-requests": "requests under way at a time",
 }
 
 
@@ -107,6 +114,7 @@ def _commands() -> dict[str, tuple[AddArguments, str]]:
         ),
         "heads": (_add_heads, "fit heads to a target, for draft.kind heads"),
         "inflate": (_add_inflate, "write a widened copy that costs what a larger model costs"),
+        "keys": (_add_keys, "create, list and check keys in a file for http.api_keys_file"),
         "completion": (_add_completion, "print a shell completion script"),
     }
 
@@ -225,6 +233,24 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action",
+        choices=("create", "list", "check"),
+        help="print a new key of NAME, which is added to the file; print names and limits, and no "
+        "keys; or print what is wrong with the file",
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the client of a new key")
+    parser.add_argument(
+        "--file", type=Path, required=True, metavar="FILE", help="that of http.api_keys_file"
+    )
+    for limit, meaning in KEY_LIMITS.items():
+        parser.add_argument(f"--{limit}", type=int, metavar="N", help=f"of NAME: {meaning}")
+    parser.add_argument(
+        "--expires", type=_day, metavar="YYYY-MM-DD", help="the new key's last day (UTC)"
+    )
+
+
 def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS)
 
@@ -254,6 +280,13 @@ def _gamma(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"a whole number or auto, not {text!r}") from None
+
+
+def _day(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a day is written 2027-01-31, not {text!r}") from None
 
 
 def _override(argument: str) -> tuple[str, object]:

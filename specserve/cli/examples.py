@@ -57,6 +57,12 @@ specserve heads --target path/to/target --text one.txt two.txt --out heads --hea
 specserve inflate --model path/to/target --params 200M --out target-200M
 specserve inflate --model path/to/target --params 1B --out target-1B
 """,
+    "keys": """
+specserve keys create alice --file keys.txt --requests-per-minute 60 --tokens-per-minute 100000
+specserve keys create bob --file keys.txt --concurrent-requests 8 --expires 2027-01-31
+specserve keys list --file keys.txt
+specserve keys check --file keys.txt
+""",
     "completion": """
 specserve completion bash >> ~/.bashrc
 specserve completion zsh > ~/.zfunc/_specserve

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from specserve.cli.arguments import BadUsage, build_parser, config_from_options
+from specserve.cli.arguments import KEY_LIMITS, BadUsage, build_parser, config_from_options
 from specserve.cli.completion import script
 from specserve.config.tree import Config
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
@@ -174,6 +174,27 @@ def simulate(options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(report.json(), indent=2) + "\n", encoding="utf-8")
 
 
+def keys(options: argparse.Namespace) -> None:
+    """Create, list or check API keys."""
+    from specserve.tools.api_keys import check_keys, create_key, list_keys
+
+    limits = {
+        limit.replace("-", "_"): value
+        for limit in KEY_LIMITS
+        if (value := getattr(options, limit.replace("-", "_"))) is not None
+    }
+    if options.action == "create":
+        if options.name is None:
+            raise BadUsage("say whose key it is: specserve keys create NAME --file FILE")
+        print(create_key(options.file, options.name, limits, expires=options.expires))
+        note = f"{options.name} has this new key in {options.file}; it is not shown again"
+        print(note, file=sys.stderr)
+        return
+    if options.name is not None or limits or options.expires is not None:
+        raise BadUsage(f"specserve keys {options.action} takes --file alone")
+    print((list_keys if options.action == "list" else check_keys)(options.file))
+
+
 def completion(options: argparse.Namespace) -> None:
     """Print the completion script of a shell."""
     print(script(options.shell, build_parser()), end="")
@@ -190,6 +211,7 @@ COMMANDS: Mapping[str, Command] = {
     "reproduce": reproduce,
     "heads": heads,
     "inflate": inflate,
+    "keys": keys,
     "completion": completion,
 }
 

@@ -61,6 +61,7 @@ def test_the_script_registers_the_completion() -> None:
         (["plan", "--dtype", "b"], ["bfloat16"]),
         (["reproduce", "ta"], ["table-1"]),
         (["completion", "z"], ["zsh"]),
+        (["keys", "c"], ["create", "check"]),
         (["bench", "--url", ""], []),
     ],
 )
