@@ -17,6 +17,9 @@ RATES = ("requests_per_minute", "tokens_per_minute")
 CONCURRENT = "concurrent_requests"
 LIMITS = (*RATES, CONCURRENT)
 EXPIRES = "expires"
+GENERATE, TRACE, METRICS = "generate", "trace", "metrics"
+ALL_SCOPES = (GENERATE, TRACE, METRICS)
+SCOPES = "scopes"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -30,6 +33,7 @@ class ApiClient:
     tokens_per_minute: float | None = None
     concurrent_requests: float | None = None
     expires: date | None = None  # the key's last day, by UTC
+    scopes: frozenset[str] = frozenset(ALL_SCOPES)  # what the key may be used for
     line: int = field(default=0, compare=False)  # of the file
 
     @property
@@ -129,10 +133,13 @@ def _parse_line(words: Sequence[str], number: int) -> ApiClient:
         )
     limits: dict[str, float] = {}
     expires: date | None = None
+    scopes: frozenset[str] | None = None
     for setting in settings:
         limit, _, value = setting.partition("=")
         if limit == EXPIRES and expires is None:
             expires = _day(value, number)
+        elif limit == SCOPES and scopes is None:
+            scopes = _scopes(value, number)
         elif (
             limit in LIMITS
             and limit not in limits
@@ -142,10 +149,12 @@ def _parse_line(words: Sequence[str], number: int) -> ApiClient:
             limits[limit] = float(value)
         else:
             raise ValueError(
-                f"line {number} may say {', '.join(f'{limit}=N' for limit in LIMITS)} and "
-                f"{EXPIRES}=YYYY-MM-DD behind the key, once each, N a whole number above 0"
+                f"line {number} may say {', '.join(f'{limit}=N' for limit in LIMITS)}, "
+                f"{EXPIRES}=YYYY-MM-DD and {SCOPES}=A,B behind the key, once each, "
+                "N a whole number above 0"
             )
-    return ApiClient(name, _hash(key), **limits, expires=expires, line=number)
+    allowed = frozenset(ALL_SCOPES) if scopes is None else scopes
+    return ApiClient(name, _hash(key), **limits, expires=expires, scopes=allowed, line=number)
 
 
 def _day(value: str, number: int) -> date:
@@ -153,6 +162,13 @@ def _day(value: str, number: int) -> date:
         return date.fromisoformat(value)
     except ValueError:
         raise ValueError(f"line {number}: {EXPIRES} must be a day, as 2027-01-31") from None
+
+
+def _scopes(value: str, number: int) -> frozenset[str]:
+    scopes = frozenset(value.split(","))
+    if not scopes <= set(ALL_SCOPES):
+        raise ValueError(f"line {number}: {SCOPES} must be some of {','.join(ALL_SCOPES)}")
+    return scopes
 
 
 def _conflicts(clients: Sequence[ApiClient]) -> Iterator[str]:

@@ -18,9 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.api.access import ClientAccess
-from specserve.api.keys import ApiClient
+from specserve.api.keys import GENERATE, METRICS, TRACE, ApiClient
 from specserve.api.metering import RequestMetrics
-from specserve.api.refusal import BAD_KEY, CLIENT_CLOSED_REQUEST, Refusal, log_redacted
+from specserve.api.refusal import (
+    BAD_KEY,
+    CLIENT_CLOSED_REQUEST,
+    MISSING_SCOPE,
+    Refusal,
+    log_redacted,
+)
 from specserve.api.service import Service
 from specserve.errors import Overloaded, RateLimited, Unavailable
 
@@ -31,6 +37,8 @@ MAX_HEAD = 32 * 1024
 """Bytes of a request's path, query and headers. Serve's HAProxy takes no more than 16 kB."""
 BODY_S = 60.0
 """Seconds within which a body must have arrived."""
+SCOPES_OF_PATHS = {"/trace": TRACE, "/metrics": METRICS, "/health": None, "/ready": None}
+"""Scopes that keys need for paths that are not open; all others need GENERATE, probes none."""
 _PORT = re.compile(r":[0-9]+$")
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -105,7 +113,7 @@ class InternalErrorHandler:
 
 
 class KeyCheck:
-    """Check of `Authorization: Bearer KEY` on all but the open paths, and of each key's rates."""
+    """Check of `Authorization: Bearer KEY` on all but the open paths, and of each key's limits."""
 
     def __init__(self, app: ASGIApp, *, access: ClientAccess, open_paths: Collection[str]) -> None:
         self._app, self._access, self._open_paths = app, access, open_paths
@@ -123,9 +131,14 @@ class KeyCheck:
             refusal = Refusal(BAD_KEY, "an API key is needed: Authorization: Bearer KEY")
             await refusal.response({"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
+        state = scope.setdefault("state", {})
+        state["client"] = client.name
+        needed = SCOPES_OF_PATHS.get(_path(scope), GENERATE)
+        if needed is not None and needed not in client.scopes:
+            message = f"this key is not for {_path(scope)[:200]}; that needs the scope {needed}"
+            await Refusal(MISSING_SCOPE, message).response()(scope, receive, send)
+            return
         with ExitStack() as under_way:
-            state = scope.setdefault("state", {})
-            state["client"] = client.name
             try:
                 state["key_use"] = under_way.enter_context(self._access.request(client))
             except RateLimited as error:

@@ -36,6 +36,7 @@ class ErrorKind:
 BAD_REQUEST = ErrorKind(400, "invalid_request_error")
 INTERNAL = ErrorKind(500, "server_error", "internal_error")
 BAD_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")
+MISSING_SCOPE = ErrorKind(403, "permission_error", "insufficient_scope")
 
 # An error is of the first kind that it is an instance of.
 ERROR_KINDS: Mapping[type[errors.SpecserveError], ErrorKind] = {
@@ -53,6 +54,7 @@ ERROR_KINDS: Mapping[type[errors.SpecserveError], ErrorKind] = {
 # Errors of the framework, which have nothing but a status.
 STATUS_KINDS = {
     401: BAD_KEY,
+    403: MISSING_SCOPE,
     404: ErrorKind(404, "invalid_request_error", "not_found"),
     405: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
     408: ErrorKind(408, "invalid_request_error", "body_too_slow"),

@@ -249,6 +249,11 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expires", type=_day, metavar="YYYY-MM-DD", help="the new key's last day (UTC)"
     )
+    parser.add_argument(
+        "--scopes",
+        metavar="A,B",
+        help="what the new key may be used for: some of generate,trace,metrics; all by default",
+    )
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:

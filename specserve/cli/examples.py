@@ -60,7 +60,7 @@ specserve inflate --model path/to/target --params 1B --out target-1B
     "keys": """
 specserve keys create alice --file keys.txt --requests-per-minute 60 --tokens-per-minute 100000
 specserve keys create bob --file keys.txt --concurrent-requests 8 --expires 2027-01-31
-specserve keys list --file keys.txt
+specserve keys create prometheus --file keys.txt --scopes metrics
 specserve keys check --file keys.txt
 """,
     "completion": """

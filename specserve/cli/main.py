@@ -186,11 +186,12 @@ def keys(options: argparse.Namespace) -> None:
     if options.action == "create":
         if options.name is None:
             raise BadUsage("say whose key it is: specserve keys create NAME --file FILE")
-        print(create_key(options.file, options.name, limits, expires=options.expires))
+        settings = {"expires": options.expires, "scopes": options.scopes}
+        print(create_key(options.file, options.name, limits, **settings))
         note = f"{options.name} has this new key in {options.file}; it is not shown again"
         print(note, file=sys.stderr)
         return
-    if options.name is not None or limits or options.expires is not None:
+    if options.name or limits or options.expires or options.scopes:
         raise BadUsage(f"specserve keys {options.action} takes --file alone")
     print((list_keys if options.action == "list" else check_keys)(options.file))
 

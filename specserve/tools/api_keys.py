@@ -12,7 +12,16 @@ from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 
-from specserve.api.keys import EXPIRES, LIMITS, ApiClient, parse_keys, read_lines, utc_today
+from specserve.api.keys import (
+    ALL_SCOPES,
+    EXPIRES,
+    LIMITS,
+    SCOPES,
+    ApiClient,
+    parse_keys,
+    read_lines,
+    utc_today,
+)
 from specserve.errors import ConfigError
 
 PRIVATE = 0o600
@@ -20,7 +29,12 @@ KEY_BYTES = 32
 
 
 def create_key(
-    file: Path, name: str, limits: Mapping[str, int], *, expires: date | None = None
+    file: Path,
+    name: str,
+    limits: Mapping[str, int],
+    *,
+    expires: date | None = None,
+    scopes: str | None = None,
 ) -> str:
     """Add a random key for a client to the file, which need not exist, and return the key.
 
@@ -37,6 +51,8 @@ def create_key(
         settings = [f"{limit}={value:.0f}" for limit, value in own.items()]
         if expires is not None:
             settings.append(f"{EXPIRES}={expires}")
+        if scopes is not None:
+            settings.append(f"{SCOPES}={scopes}")
         lines.append(" ".join([name, key, *settings]))
         _require_valid(file, parse_keys(lines)[1])
         _replace(file, "".join(line + "\n" for line in lines))
@@ -44,11 +60,12 @@ def create_key(
 
 
 def list_keys(file: Path) -> str:
-    """Return a table of the keys: line, name, limits and last day."""
-    rows = [("line", "name", "limits", "expires")]
+    """Return a table of the keys: line, name, limits, last day and scopes."""
+    rows = [("line", "name", "limits", "expires", "scopes")]
     for client in _valid(file):
         limits = " ".join(f"{limit}={value:.0f}" for limit, value in _limits(client).items())
-        rows.append((str(client.line), client.name, limits or "-", _last_day(client)))
+        scopes = ",".join(scope for scope in ALL_SCOPES if scope in client.scopes)
+        rows.append((str(client.line), client.name, limits or "-", _last_day(client), scopes))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

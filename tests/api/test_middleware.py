@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import openai
 import psutil
@@ -72,6 +73,37 @@ def test_the_official_client_sees_that_its_key_is_wrong(locked: RunningServer) -
 @pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics"])
 def test_probes_and_the_page_need_no_key(locked: RunningServer, path: str) -> None:
     assert locked.ask(path).status == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "opened"),
+    [
+        ("all-key", {"/v1/models", "/trace", "/metrics", "/health"}),
+        ("plain-key", {"/v1/models", "/health"}),
+        ("trace-key", {"/trace", "/health"}),
+        ("metrics-key", {"/metrics", "/health"}),
+    ],
+)
+def test_a_key_is_for_its_scopes(tmp_path: Path, key: str, opened: set[str]) -> None:
+    (file := tmp_path / "keys").write_text(
+        "a all-key\nb plain-key scopes=generate\nc trace-key scopes=trace\n"
+        "d metrics-key scopes=metrics requests_per_minute=4\n"
+    )
+    config = {"http.api_keys_file": str(file), "http.open_paths": ["/"]}
+    with serving(config=config) as running:
+        headers = {"Authorization": f"Bearer {key}"}
+        for path in ("/v1/models", "/trace", "/metrics", "/health", "/nothing"):
+            reply = running.ask(path, headers=headers)
+            if path in opened:
+                assert reply.status == 200
+            elif reply.status != 404:
+                assert (reply.status, reply.error["code"]) == (403, "insufficient_scope")
+        assert (reply.status == 404) == ("/v1/models" in opened)
+        refused = running.ask("/v1/completions", {"prompt": "x"}, headers=headers)
+        assert refused.status == (200 if "/v1/models" in opened else 403)
+        assert running.ask("/metrics", headers=headers).status != 429, (
+            "a refusal for the scope takes nothing from the rate"
+        )
 
 
 def test_browsers_of_the_named_origins_may_ask_and_others_may_not(locked: RunningServer) -> None:

@@ -33,7 +33,8 @@ def test_a_created_key_is_printed_once_and_opens_a_server(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     limits = ("--tokens-per-minute", "100000", "--concurrent-requests", "8")
-    assert run("create", "alice", *limits, "--expires", "2027-01-31", file=file) == 0
+    others = ("--expires", "2027-01-31", "--scopes", "generate,trace")
+    assert run("create", "alice", *limits, *others, file=file) == 0
     printed = capsys.readouterr()
     key = printed.out.strip()
     assert key not in printed.err
@@ -42,6 +43,7 @@ def test_a_created_key_is_printed_once_and_opens_a_server(
     assert client is not None
     assert (client.name, client.limits) == ("alice", (None, 100_000, 8))
     assert client.expires == date(2027, 1, 31)
+    assert client.scopes == {"generate", "trace"}
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
@@ -75,6 +77,7 @@ def test_a_key_is_added_behind_a_link_which_stays_one(file: Path, tmp_path: Path
         ("", ("create",), "say whose key it is"),
         ("", ("create", "alice", "--tokens-per-minute", "0"), "line 1 may say"),
         ("", ("create", "alice", "--expires", "soon"), "a day is written 2027-01-31"),
+        ("", ("create", "alice", "--scopes", "all"), "scopes must be some of"),
         ("alice one\n", ("create", "alice", "--tokens-per-minute", "5"), "different rates"),
         (BROKEN, ("create", "carol"), "line 2 must begin with a name"),
         ("", ("list",), "it has no key"),
@@ -106,13 +109,13 @@ def test_a_directory_that_is_not_there_is_named(file: Path) -> None:
 def test_the_list_has_names_and_limits_and_no_keys(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file.write_text("# ours\nalice secret-1 requests_per_minute=60\nsecret-2\n")
+    file.write_text("# ours\nalice secret-1 requests_per_minute=60 scopes=trace\nsecret-2\n")
     assert run("list", file=file) == 0
     shown = capsys.readouterr().out
     assert [line.split() for line in shown.splitlines()] == [
-        ["line", "name", "limits", "expires"],
-        ["2", "alice", "requests_per_minute=60", "-"],
-        ["3", "line-3", "-", "-"],
+        ["line", "name", "limits", "expires", "scopes"],
+        ["2", "alice", "requests_per_minute=60", "-", "trace"],
+        ["3", "line-3", "-", "-", "generate,trace,metrics"],
     ]
 
 
