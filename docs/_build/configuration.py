@@ -183,6 +183,9 @@ MEANINGS: Mapping[str, str] = {
     "http.cors_origins": "Other origins whose pages may send requests from a browser.",
     "http.root_path": "Path under which the server answers, such as `/my-model`. On a Ray cluster "
     "that several applications share, each has its own; elsewhere a proxy in front may strip it.",
+    "http.trusted_proxies": "How many proxies of yours in front of Serve's append to "
+    "`X-Forwarded-For`; the access log then has the address that the outermost one saw "
+    "([security](../guides/security.md#logs)). 0: the header is ignored.",
     "http.label_selector": "Labels of the nodes that gateways may run on. Clients' connections "
     "end with the node.",
     "http.tls_cert": "Certificate as a PEM file. With certificate and key, only https is served.",

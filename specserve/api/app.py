@@ -112,7 +112,7 @@ def _middleware(
     """
     cors, hosts = config.http.cors_origins, _hosts(config.http)
     return [
-        Middleware(AccessLog, metrics=metrics),
+        Middleware(AccessLog, metrics=metrics, trusted_proxies=config.http.trusted_proxies),
         *(
             [
                 Middleware(

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.api.access import ClientAccess
+from specserve.api.client_address import client_address
 from specserve.api.keys import GENERATE, METRICS, TRACE, ApiClient
 from specserve.api.metering import RequestMetrics
 from specserve.api.refusal import (
@@ -50,8 +51,8 @@ class AccessLog:
     Failures of the API are counted.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: RequestMetrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, *, metrics: RequestMetrics, trusted_proxies: int = 0) -> None:
+        self._app, self._metrics, self._trusted_proxies = app, metrics, trusted_proxies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,7 +83,8 @@ class AccessLog:
             status = status if ended else CLIENT_CLOSED_REQUEST
             if status >= 400 and _path(scope).startswith("/v1/"):
                 self._metrics.count_failure(status)
-            _log_request(scope, status, self._metrics.clock() - start)
+            address = client_address(scope, trusted_proxies=self._trusted_proxies)
+            _log_request(scope, status, self._metrics.clock() - start, address)
 
 
 class InternalErrorHandler:
@@ -272,7 +274,7 @@ def _head_size(scope: Scope) -> int:
     )
 
 
-def _log_request(scope: Scope, status: int, seconds: float) -> None:
+def _log_request(scope: Scope, status: int, seconds: float, address: str) -> None:
     """Write the access log's line; its fields are for logs in JSON.
 
     The client-supplied path is escaped to prevent log injection.
@@ -285,15 +287,17 @@ def _log_request(scope: Scope, status: int, seconds: float) -> None:
         "path": path,
         "status": status,
         "seconds": round(seconds, 6),
+        "address": address,
         "client": client,
     }
     log.info(
-        "%s %s %s %d %.3f s %s",
+        "%s %s %s %d %.3f s %s %s",
         state["request_id"],
         scope["method"],
         path,
         status,
         seconds,
+        address,
         client,
         extra=fields,
     )

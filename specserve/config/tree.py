@@ -214,6 +214,8 @@ class HttpConfig:
     # names that requests may be addressed to; (): any, but on the loopback without keys its own
     hosts: tuple[str, ...] = setting((), list_of(text()))
     root_path: str = setting("", text(empty=True))
+    # proxies in front of Serve's that append to X-Forwarded-For
+    trusted_proxies: int = setting(0, integer(0, 16))
     # where Ray may place gateways: clients' connections end with their node
     label_selector: Mapping[str, str] = setting({}, labels())
     tls_cert: str | None = setting(None, text())  # PEM files; with both, only https is served

@@ -77,10 +77,11 @@ CONTRACT = {
         "cors_origins",
         "hosts",
         "root_path",
+        "trusted_proxies",
         "tls_cert",
         "tls_key",
         "label_selector",
-    },  # open_paths, TLS and labels go beyond the first contract
+    },  # open_paths, proxies, TLS and labels go beyond the first contract
     "logs": {"format", "level", "prompts"},  # and so do these
     "faults": {"round_deadline_s", "max_restarts"},
 }
