@@ -110,6 +110,14 @@ class WorkerLost(SpecserveError):
     """A worker that died or stopped answering."""
 
 
+class DeviceFault(SpecserveError):
+    """A device that computes or stores wrongly, found by the self-test of a worker."""
+
+    def __init__(self, message: str, *, node: str = "", device: str = "") -> None:
+        super().__init__(message)
+        self.node, self.device = node, device  # Ray's id of the node; its name there
+
+
 class TargetReplaced(WorkerLost):
     """A target that was replaced between two rounds; the round did not run."""
 

@@ -45,6 +45,14 @@ class WorkerPlace:
     device: str
     accelerators: tuple[str, ...]  # Ray's ids of the worker's own GPUs
 
+    @property
+    def hardware(self) -> str:
+        """Name of the device among those of its node: `device` counts the worker's own GPUs."""
+        number = int(self.device.partition(":")[2] or 0)
+        if self.device.startswith("cuda") and number < len(self.accelerators):
+            return f"GPU {self.accelerators[number]}"
+        return self.device
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerHello:

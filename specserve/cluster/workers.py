@@ -23,14 +23,17 @@ from specserve.cluster.placement_trial import try_placements, warm_drafter_up
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Server
 from specserve.cluster.worker_host import WorkerHello, WorkerPlace, WorkerReady, WorkerSite
+from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import Config
 from specserve.drafters.after_verify import DraftAfterVerify
 from specserve.drafters.registry import OpenDrafter, open_drafter, open_local_drafter
 from specserve.engine.draft_placement import APART, PlacementChoice
+from specserve.errors import DeviceFault
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.models.model import resolve_device
+from specserve.models.self_test import find_fault
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel, open_target
 from specserve.models.warmup import WARMUP_SEQ_ID, warm_up, warm_up_briefly
@@ -96,6 +99,7 @@ class TargetWorker:
         A rank that replaces a lost one is given the `curve` of the first one, and warms up briefly.
         """
         target, draft = self._config.target, self._config.draft
+        _check_device(self._site, target.device)
         is_tried = draft.placement == "auto" and draft.may_be_apart
         is_apart = draft.may_be_apart and not is_tried
         _set_num_threads(
@@ -238,6 +242,8 @@ class DraftWorker:
     def open(self, target: ModelInfo) -> WorkerReady:
         """Load the weights and warm up."""
         draft = self._config.draft
+        for device in {one.device for one in draft.drafter_configs if one.kind not in NGRAM_KINDS}:
+            _check_device(self._site, device)
         _set_num_threads(draft.threads, sharers=self._config.target.tensor_parallel + 1)
         grammar_compiler = GrammarCompiler.from_tokenizer(
             self._tokenizer, vocab_size=target.vocab_size, end_ids=target.end_ids
@@ -332,6 +338,19 @@ def _set_num_threads(num_threads: int | None, *, sharers: int) -> None:
     The share is counted as if all `sharers` ran on this node.
     """
     torch.set_num_threads(num_threads or max(1, (os.cpu_count() or 1) // sharers))
+
+
+def _check_device(site: WorkerSite, name: str) -> None:
+    """Raise DeviceFault if the worker's device of that name fails its self-test."""
+    torch.set_num_threads(1)  # threads would wait for each other longer than the test takes
+    device = resolve_device(name)
+    if (fault := find_fault(device)) is not None:
+        place = _worker_place(site, device)
+        raise DeviceFault(
+            f"{place.hardware} of node {site.address} is faulty: {fault}",
+            node=place.node,
+            device=place.hardware,
+        )
 
 
 def _worker_place(site: WorkerSite, device: torch.device) -> WorkerPlace:
