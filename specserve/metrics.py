@@ -105,6 +105,12 @@ FAMILIES = (
         "worker_restarts_total", MetricKind.COUNTER, "Workers that were restarted.", ("role",)
     ),
     MetricFamily(
+        "slow_passes_total",
+        MetricKind.COUNTER,
+        "Passes far slower than others of their size on the same device.",
+        ("role",),
+    ),
+    MetricFamily(
         "requests_resumed_total",
         MetricKind.COUNTER,
         "Requests that went on elsewhere after a failure.",

@@ -195,5 +195,7 @@ MEANINGS: Mapping[str, str] = {
     "logs.prompts": "Whether lines may quote prompts.",
     "faults.round_deadline_s": "Time after which a round counts a rank as lost.",
     "faults.max_restarts": "Failed restarts in a row after which Serve replaces the replica.",
+    "faults.max_slow_s": "Time for which most passes may be far slower than usual before the "
+    "target is restarted. Not set: never.",
 }
 """What a type and a range cannot say; tests/docs/test_generated_pages.py requires every key."""

@@ -47,7 +47,9 @@ class Engine:
         self._registry = Registry()
         self._replies = ReplyStreams()
         self._journal = TraceJournal(self._registry)
-        self._group = await WorkerGroup.start(config, bundles, self._journal.record_exchange)
+        self._group = await WorkerGroup.start(
+            config, bundles, self._journal.record_exchange, self._journal.record_event
+        )
         self._coordinator = Coordinator(
             self._group.target,
             self._group.drafter,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from specserve.cluster.pass_watch import PassWatch
 from specserve.cluster.placement import (
     FIRST_RANK,
     Bundle,
@@ -30,12 +32,15 @@ from specserve.cluster.transport.link import Client
 from specserve.cluster.worker_host import WorkerHello, WorkerHost, WorkerPlace, WorkerReady
 from specserve.config.tree import Config
 from specserve.engine.draft_placement import TOGETHER, PlacementChoice
+from specserve.engine.stragglers import SlowPass
+from specserve.engine.trace import SLOW_PASS, DeviceEvent
 from specserve.errors import ModelError, SpecserveError, WorkerLost
 from specserve.types import Curve, ModelInfo
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ReportEvent = Callable[[DeviceEvent], None]
 TARGET, DRAFT = "target", "draft"
 HOST_TIMEOUT_S = 10.0
 """Time for a host that has lost its worker to start another one, before it is replaced too."""
@@ -60,13 +65,24 @@ class WorkerGroup:
     """
 
     def __init__(
-        self, config: Config, wanted: Sequence[Bundle], keys: KeyPair, report: ReportExchange | None
+        self,
+        config: Config,
+        wanted: Sequence[Bundle],
+        keys: KeyPair,
+        report: ReportExchange | None,
+        report_event: ReportEvent | None,
     ) -> None:
         config = with_devices(config, wanted)
         self._config = with_draft_placement(config, wanted)
         self._draft_config, self._wanted, self._keys = config, wanted, keys
-        self._report = report
-        self.target = RemoteTarget(deadline_s=config.faults.round_deadline_s, report=report)
+        self._report, self._report_event = report, report_event
+        self.target = RemoteTarget(
+            deadline_s=config.faults.round_deadline_s,
+            report=report,
+            watch=PassWatch(
+                max_slow_s=config.faults.max_slow_s, on_slow_pass=self._report_slow_pass
+            ),
+        )
         self.drafter: RemoteDrafter | PushedProposals | None = None
         self.choice: PlacementChoice | None = None  # if the draft's placement was measured
         self.supervisors: tuple[WorkerSupervisor, ...] = ()
@@ -77,13 +93,17 @@ class WorkerGroup:
 
     @classmethod
     async def start(
-        cls, config: Config, wanted: Sequence[Bundle], report: ReportExchange | None = None
+        cls,
+        config: Config,
+        wanted: Sequence[Bundle],
+        report: ReportExchange | None = None,
+        report_event: ReportEvent | None = None,
     ) -> WorkerGroup:
-        """Start all workers and load their models; `report` is called with every exchange.
+        """Start all workers and load their models; report every exchange, and what devices do.
 
         Raises the error of the first worker that failed, after killing all workers.
         """
-        group = cls(config, wanted, KeyPair.generate(), report)
+        group = cls(config, wanted, KeyPair.generate(), report, report_event)
         # The drafter's process starts while the ranks load their weights.
         drafter = None
         if group._config.draft.may_be_apart:
@@ -176,6 +196,11 @@ class WorkerGroup:
         """Stop the workers and close their links."""
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
         self._kill_hosts()
+
+    def _report_slow_pass(self, slow: SlowPass) -> None:
+        if self._report_event is not None and self.workers:
+            about = asdict(slow) | {"node": self.workers[0].ready.place.node}
+            self._report_event(DeviceEvent(SLOW_PASS, TARGET, time.perf_counter(), about))
 
     def _supervise(self, ranks: Workers, drafters: Workers) -> None:
         """Create the supervisors.

@@ -15,12 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from specserve.cluster.clocks import ClockAlignment
+from specserve.cluster.pass_watch import PassWatch
 from specserve.cluster.remote_calls import (
+    all_answers,
     are_held,
     can_go_on,
     expect_answer,
     failed,
-    first_of_all,
     reason_of,
     send_call,
 )
@@ -62,8 +63,15 @@ class RemoteTarget:
     a rank without others may fail a round and go on, with a SpecserveError.
     """
 
-    def __init__(self, *, deadline_s: float, report: ReportExchange | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        deadline_s: float,
+        report: ReportExchange | None = None,
+        watch: PassWatch | None = None,
+    ) -> None:
         self._deadline_s, self._report = deadline_s, report
+        self.watch = watch or PassWatch()
         self._ranks: tuple[Client, ...] = ()
         # Set while there are ranks, and once it is known that there will be none.
         self._attached = asyncio.Event()
@@ -85,6 +93,7 @@ class RemoteTarget:
         """Use these ranks from now on. Their KV caches are empty."""
         self._ranks, self._clocks, self.has_answered = tuple(ranks), ClockAlignment(), False
         self._ranks[0].on_prepared = self.on_prepared
+        self.watch.restart()
         self._lost_prefix_counts = (self.prefix_queries, self.prefix_hits)
         self._released.clear()
         self._held.clear()
@@ -116,7 +125,7 @@ class RemoteTarget:
             expect_answer(Verdicts, send_call(rank, message, self._deadline_s), "the target")
             for rank in self._ranks
         ]
-        return self._verdicts(self._ranks, calls, sent)
+        return self._verdicts(self._ranks, message, calls, sent)
 
     async def release(self, seq_ids: Sequence[int]) -> None:
         """Release the sequences with the next round's message."""
@@ -130,13 +139,18 @@ class RemoteTarget:
         return await self.verify(steps)
 
     async def _verdicts(
-        self, ranks: tuple[Client, ...], calls: Sequence[Coroutine[Any, Any, Verdicts]], sent: float
+        self,
+        ranks: tuple[Client, ...],
+        message: Verify,
+        calls: Sequence[Coroutine[Any, Any, Verdicts]],
+        sent: float,
     ) -> Sequence[Verdict]:
         try:
-            first = await (calls[0] if len(calls) == 1 else first_of_all(calls))
+            answers = await all_answers(calls)
         except Exception as error:
             self.pushing_round = None
             raise self._failure(ranks, error) from error
+        first = answers[0]
         queries, hits = self._lost_prefix_counts
         self.pages_used, self.prefix_queries, self.prefix_hits = (
             first.pages_used,
@@ -155,6 +169,9 @@ class RemoteTarget:
                     self._clocks.align(first.spans, sent=sent, answered=answered),
                 )
             )
+        too_slow = self.watch.observe(message.steps, answers)
+        if too_slow is not None and ranks is self._ranks:
+            self._report_lost(too_slow)
         return first.verdicts
 
     def _failure(self, ranks: tuple[Client, ...], error: Exception) -> SpecserveError:
@@ -162,9 +179,12 @@ class RemoteTarget:
         if len(ranks) == 1 and can_go_on(error):
             return error
         if ranks is self._ranks:
-            self.detach()
-            self.on_lost(reason_of(error))
+            self._report_lost(reason_of(error))
         return error if isinstance(error, WorkerLost) else WorkerLost(reason_of(error))
+
+    def _report_lost(self, reason: str) -> None:
+        self.detach()
+        self.on_lost(reason)
 
 
 class RemoteDrafter:

@@ -33,8 +33,10 @@ async def expect_answer(kind: type[Answer], call: Awaitable[Message], who: str) 
     return answer
 
 
-async def first_of_all(calls: Sequence[Coroutine[Any, Any, Verdicts]]) -> Verdicts:
-    """Return the answer of rank 0 once all ranks have answered; raise as soon as one fails."""
+async def all_answers(calls: Sequence[Coroutine[Any, Any, Verdicts]]) -> tuple[Verdicts, ...]:
+    """Return the answers of all ranks; raise as soon as one fails."""
+    if len(calls) == 1:
+        return (await calls[0],)
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -42,7 +44,7 @@ async def first_of_all(calls: Sequence[Coroutine[Any, Any, Verdicts]]) -> Verdic
             error = task.exception() if task.done() else None
             if error is not None:
                 raise WorkerLost(f"rank {rank} of {len(tasks)}: {reason_of(error)}") from error
-        return tasks[0].result()
+        return tuple(task.result() for task in tasks)
     finally:
         for task in tasks:
             task.cancel()

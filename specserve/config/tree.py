@@ -235,6 +235,7 @@ class LogsConfig:
 class FaultsConfig:
     round_deadline_s: float = setting(30.0, number(0, 1e6, above=True))
     max_restarts: int = setting(4, integer(0, 1000))
+    max_slow_s: float | None = setting(None, number(0, 1e6, above=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,16 +46,36 @@ class Exchange:
     spans: tuple[Span, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceEvent:
+    """Something that went wrong with a worker's device, by the coordinator's clock."""
+
+    name: str
+    role: str  # target or draft
+    at: float
+    about: abc.Mapping[str, Any]
+
+
+SLOW_PASS = "slow pass"
+"""Event that is counted, too."""
+
+
 class TraceJournal:
-    """A record of rounds and exchanges: counters, histograms, and a trace of the last rounds."""
+    """A record of rounds, exchanges and events: metrics, and a trace of the last rounds."""
 
     def __init__(self, registry: Registry, *, max_rounds: int = 2000) -> None:
         self._registry = registry
         self._rounds: deque[Round] = deque(maxlen=max_rounds)
         self._exchanges: deque[Exchange] = deque(maxlen=2 * max_rounds)
+        self._events: deque[DeviceEvent] = deque(maxlen=max_rounds)
 
     def record_exchange(self, exchange: Exchange) -> None:
         self._exchanges.append(exchange)
+
+    def record_event(self, event: DeviceEvent) -> None:
+        self._events.append(event)
+        if event.name == SLOW_PASS:
+            self._registry.counter("slow_passes_total").add(1, event.role)
 
     def record_round(self, done: Round) -> None:
         self._rounds.append(done)
@@ -78,7 +98,8 @@ class TraceJournal:
         events = [*_lane_names(), *(event for done in rounds for event in _round_events(done))]
         return {
             "traceEvents": events
-            + [event for exchange in exchanges for event in _exchange_events(exchange)],
+            + [event for exchange in exchanges for event in _exchange_events(exchange)]
+            + [_instant(event) for event in self._events if event.at >= since],
             "displayTimeUnit": "ms",
         }
 
@@ -161,4 +182,16 @@ def _event(
         "ts": start * 1e6,
         "dur": max(0.0, end - start) * 1e6,
         "args": about,
+    }
+
+
+def _instant(event: DeviceEvent) -> dict[str, Any]:
+    return {
+        "name": event.name,
+        "ph": "i",
+        "s": "t",
+        "pid": 1,
+        "tid": _LANES[event.role],
+        "ts": event.at * 1e6,
+        "args": dict(event.about),
     }

@@ -12,10 +12,11 @@ import pytest
 from specserve.cluster import supervisor as supervisor_module
 from specserve.cluster.group import TARGET
 from specserve.cluster.health import EngineHealth
+from specserve.cluster.pass_watch import PassWatch
 from specserve.cluster.remote import RemoteTarget
 from specserve.cluster.supervisor import WorkerSupervisor
 from specserve.errors import Displaced, ModelError, WorkerLost
-from specserve.types import Chunk, FinishReason, Request, Warp
+from specserve.types import Chunk, FinishReason, Request, Span, Warp
 from specserve.wire.messages import Message, Verdicts, Verify
 from tests.support.fakes import FakeTarget, model_info, open_coordinator, text
 
@@ -27,6 +28,7 @@ class Client:
 
     def __init__(self, *, dies_at_once: bool = False) -> None:
         self.dies_at_once = dies_at_once
+        self.pass_seconds = 0.01
         self.model = FakeTarget(INFO)
         self.lost: WorkerLost | None = None
         self.on_prepared = self.on_silence = None
@@ -40,7 +42,8 @@ class Client:
             raise self.lost
         await self.model.release(message.released)
         verdicts = await self.model.verify(message.steps)
-        return Verdicts(message.number, tuple(verdicts), 0.0, 0)
+        spans = (Span("verify", 0.0, self.pass_seconds),)
+        return Verdicts(message.number, tuple(verdicts), 0.0, 0, spans=spans)
 
     def fail(self, error: WorkerLost) -> None:
         self.lost = self.lost or error
@@ -64,10 +67,16 @@ class Worker:
 class Scene:
     """An engine whose target has a supervisor; `start` gives each next worker, or raises."""
 
-    def __init__(self, start: Callable[[], Worker], *, max_restarts: int | None = 2) -> None:
+    def __init__(
+        self,
+        start: Callable[[], Worker],
+        *,
+        max_restarts: int | None = 2,
+        watch: PassWatch | None = None,
+    ) -> None:
         self.started: list[Worker] = []
         self._start_one = start
-        self.target = RemoteTarget(deadline_s=5.0)
+        self.target = RemoteTarget(deadline_s=5.0, watch=watch)
         first = Worker()
         workers: Any = (first,)
         self.first = first
@@ -137,6 +146,28 @@ def test_a_target_that_is_killed_again_and_again_is_replaced_and_no_token_is_los
         assert list(scene.texts.values()) == [text((i, 2, 3), 60) for i in range(3)]
         assert scene.supervisor.num_restarts == 7
         assert all(worker.is_killed for worker in [scene.first, *scene.started[:-1]])
+        assert scene.health.trouble is None
+        await scene.supervisor.close()
+
+    play(main)
+
+
+def test_a_target_that_has_become_slow_is_replaced_past_the_limit_and_no_token_is_lost() -> None:
+    async def main() -> None:
+        now = [0.0]
+        scene = Scene(Worker, watch=PassWatch(max_slow_s=60.0, clock=lambda: now[0]))
+        scene.submit(3, max_tokens=300)
+        await scene.has_tokens(100)
+        scene.first.client.pass_seconds = 1.0
+        await scene.has_tokens(130)
+        assert scene.started == [], "it has not been slow for a minute"
+        now[0] = 61.0
+        while not scene.started:
+            await asyncio.sleep(0)
+        while len(scene.ends) < 3:
+            await asyncio.sleep(0)
+        assert list(scene.texts.values()) == [text((i, 2, 3), 300) for i in range(3)]
+        assert (scene.supervisor.num_restarts, scene.first.is_killed) == (1, True)
         assert scene.health.trouble is None
         await scene.supervisor.close()
 

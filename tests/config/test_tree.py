@@ -83,7 +83,7 @@ CONTRACT = {
         "label_selector",
     },  # open_paths, proxies, TLS and labels go beyond the first contract
     "logs": {"format", "level", "prompts"},  # and so do these
-    "faults": {"round_deadline_s", "max_restarts"},
+    "faults": {"round_deadline_s", "max_restarts", "max_slow_s"},  # max_slow_s goes beyond it
 }
 
 

@@ -6,7 +6,7 @@ import json
 
 from specserve.engine.batch import Outcome
 from specserve.engine.pacer import Pacer
-from specserve.engine.trace import Exchange, Round, TraceJournal
+from specserve.engine.trace import SLOW_PASS, DeviceEvent, Exchange, Round, TraceJournal
 from specserve.metrics import Registry
 from specserve.types import Span
 
@@ -122,3 +122,21 @@ def test_proposals_without_anticipation_are_neither_hits_nor_misses() -> None:
     samples = registry.snapshot().samples
     assert samples["anticipation_hits_total"] == {(): (2.0,)}
     assert samples["anticipation_misses_total"] == {(): (1.0,)}
+
+
+def test_a_slow_pass_is_counted_and_stands_in_the_lane_of_its_worker() -> None:
+    registry = Registry()
+    journal = TraceJournal(registry)
+    journal.record_event(DeviceEvent(SLOW_PASS, "target", 0.5, {"seconds": 1.0}))
+    journal.record_round(a_round(1, ((4, 2),)))
+    journal.record_event(DeviceEvent(SLOW_PASS, "target", 1.5, {"seconds": 2.0}))
+    events = json.loads(json.dumps(journal.trace()))["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    (instant,) = [event for event in events if event["ph"] == "i"]  # the first one is older
+    assert (lanes[instant["tid"]], instant["name"], instant["args"]) == (
+        "target",
+        "slow pass",
+        {"seconds": 2.0},
+    )
+    assert instant["ts"] == 1_500_000
+    assert registry.snapshot().samples["slow_passes_total"] == {("target",): (2.0,)}

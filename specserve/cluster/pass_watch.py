@@ -1,0 +1,65 @@
+"""Watch the passes of a target's ranks: find slow ones, and ranks that should run elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from specserve.engine.stragglers import NUM_RECENT, SLOW_FACTOR, PassTimes, SlowPass
+from specserve.types import VerifyStep
+from specserve.wire.messages import Verdicts
+
+
+class PassWatch:
+    """The pass times of the ranks that are attached.
+
+    Ranks wait for each other in a pass, so the slowest sets its time.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_slow_s: float | None = None,
+        on_slow_pass: Callable[[SlowPass], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max_slow_s, self._on_slow_pass, self._clock = max_slow_s, on_slow_pass, clock
+        self._times = PassTimes()
+
+    def restart(self) -> None:
+        """Start from nothing: other ranks are attached, perhaps on other devices."""
+        self._times.clear()
+
+    def observe(self, steps: Sequence[VerifyStep], answers: Sequence[Verdicts]) -> str | None:
+        """Include a pass; return why its ranks are too slow to go on with, or None.
+
+        Passes that read encoder input or wait for masks of grammars are left out, since their times
+        do not follow from their tokens.
+        """
+        if not steps or any(
+            step.grammar is not None or (step.encoder_input and not step.start) for step in steps
+        ):
+            return None
+        now = self._clock()
+        slow = self._times.observe(
+            sum(len(step.tokens) + len(step.drafts) for step in steps),
+            sum(step.start for step in steps),
+            max(map(_verify_seconds, answers)),
+            now=now,
+        )
+        if slow is None:
+            return None
+        if self._on_slow_pass is not None:
+            self._on_slow_pass(slow)
+        slow_for = self._times.slow_for(now)
+        if self._max_slow_s is None or slow_for < self._max_slow_s:
+            return None
+        return (
+            f"for {slow_for:.0f} s most of the last {NUM_RECENT} passes have taken more than "
+            f"{SLOW_FACTOR:g} times as long as usual, the last one {slow.seconds:.3g} s "
+            f"instead of {slow.expected_seconds:.3g} s"
+        )
+
+
+def _verify_seconds(answer: Verdicts) -> float:
+    return sum(span.end - span.start for span in answer.spans if span.name == "verify")
