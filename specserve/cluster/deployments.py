@@ -18,6 +18,7 @@ from specserve.cluster.group import WorkerGroup
 from specserve.cluster.health import EngineHealth
 from specserve.cluster.logs import join_serve
 from specserve.cluster.long_lived import freeze_objects
+from specserve.cluster.node_drain import DrainWatch
 from specserve.cluster.placement import Bundle
 from specserve.cluster.remote import RemoteDrafter
 from specserve.cluster.replicas import EngineReplicas
@@ -63,11 +64,15 @@ class Engine:
         )
         self._gauges = Gauges(self._registry)
         self._rounds = asyncio.create_task(self._coordinator.run())
+        node = ray.get_runtime_context().get_node_id()
+        drain = DrainWatch(lambda: self._group.places, node)
+        self._drain_checks = asyncio.create_task(drain.run())
         self._health = EngineHealth(
             self._coordinator,
             self._group,
             self._rounds,
             round_deadline_s=config.faults.round_deadline_s,
+            drain=drain,
         )
         self._reports = asyncio.create_task(report_forever(board, self._report))
         freeze_objects()
@@ -120,6 +125,7 @@ class Engine:
         if not hasattr(self, "_rounds"):
             return
         self._reports.cancel()
+        self._drain_checks.cancel()
         self._coordinator.close()
         await asyncio.wait([self._rounds], timeout=5.0)
         await self._group.close()

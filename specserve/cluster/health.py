@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from specserve.cluster.group import TARGET, WorkerGroup
+from specserve.cluster.node_drain import DrainWatch
 from specserve.engine import Coordinator
 from specserve.errors import WorkerLost
 
@@ -24,12 +25,16 @@ class EngineHealth:
         rounds: asyncio.Future[None],
         *,
         round_deadline_s: float,
+        drain: DrainWatch | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Watch a coordinator, its workers and its task; `clock` is the coordinator's."""
+        """Watch a coordinator, its workers, its task and, with `drain`, the nodes of its ranks.
+
+        `clock` is the coordinator's.
+        """
         self._coordinator, self._group, self._rounds = coordinator, group, rounds
         self._longest_round_s = 2 * round_deadline_s + ROUND_SLACK_S
-        self._clock = clock
+        self._drain, self._clock = drain, clock
 
     @property
     def trouble(self) -> str | None:
@@ -40,8 +45,8 @@ class EngineHealth:
     def fatal_trouble(self) -> str | None:
         """Reason why this replica cannot recover, or None.
 
-        The target will not be restarted, the coordinator has given up or ended, or a round lasts
-        longer than its deadlines allow.
+        The target will not be restarted, the coordinator has given up or ended, a round lasts
+        longer than its deadlines allow, or a rank is about to lose its node.
         """
         if self._group.is_lost:
             return self._group.troubles[TARGET]
@@ -50,6 +55,8 @@ class EngineHealth:
         if self._rounds.done():
             reason = "cancelled" if self._rounds.cancelled() else self._rounds.exception()
             return f"the coordinator has ended: {reason}"
+        if self._drain is not None and self._drain.trouble is not None:
+            return self._drain.trouble
         since = self._coordinator.in_round_since
         if since is None or TARGET in self._group.troubles:
             return None

@@ -11,6 +11,7 @@ import pytest
 
 from specserve.cluster.group import TARGET
 from specserve.cluster.health import ROUND_SLACK_S, EngineHealth
+from specserve.cluster.node_drain import DrainWatch
 from specserve.cluster.status_board import ENGINE, Board, ReplicaReport
 from specserve.engine import Coordinator
 from specserve.errors import OutOfPages, WorkerLost
@@ -40,9 +41,15 @@ class Replica:
             self.target, None, info=self.info, emit=self.emitted.extend, clock=self.clock
         )
         self.rounds = asyncio.ensure_future(self.coordinator.run())
+        self.drain = DrainWatch(dict, "here", nodes=tuple)
         group: Any = self.group
         self.health = EngineHealth(
-            self.coordinator, group, self.rounds, round_deadline_s=DEADLINE_S, clock=self.clock
+            self.coordinator,
+            group,
+            self.rounds,
+            round_deadline_s=DEADLINE_S,
+            drain=self.drain,
+            clock=self.clock,
         )
 
     def submit(self, count: int = 2) -> None:
@@ -149,5 +156,17 @@ def test_a_draft_that_is_restarted_is_no_trouble() -> None:
         replica.group.troubles["draft"] = "the draft is being restarted: killed"
         replica.health.check()
         assert replica.health.trouble is None
+
+    play(scene)
+
+
+def test_a_replica_that_is_about_to_lose_a_rank_is_replaced_while_it_still_serves() -> None:
+    async def scene(replica: Replica) -> None:
+        replica.submit()
+        replica.drain.trouble = "the node of target-1 is being drained"
+        with pytest.raises(WorkerLost, match="is being drained"):
+            replica.health.check()
+        before = len(replica.emitted)
+        await until(lambda: len(replica.emitted) > before + 20)
 
     play(scene)
