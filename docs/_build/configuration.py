@@ -171,6 +171,8 @@ MEANINGS: Mapping[str, str] = {
     "replicas.surge_percent": "Percentage of the engines, at least one, that an update starts "
     "before it stops old ones. The default is 25 if there is room.",
     "replicas.gateways": "Largest number of gateways; they scale apart from the engines.",
+    "replicas.min_gateways": "Smallest number of gateways. With two or more, the loss of one "
+    "leaves others that answer until it is back.",
     "http.host": "Address for `specserve serve`; files of `serve deploy` say it in `http_options`.",
     "http.port": "Port for `specserve serve`; files of `serve deploy` say it in `http_options`.",
     "http.api_keys_file": "Names, keys and rates ([security](../guides/security.md#keys)). "

@@ -124,15 +124,18 @@ def _gateway_options(config: Config) -> dict[str, Any]:
         "ray_actor_options": _http_node_options(config, num_cpus=1),
         "max_ongoing_requests": GATEWAY_STREAMS,
         "max_constructor_retry_count": 3,
+        # One that died is found, and replaced, by its next check.
+        "health_check_period_s": 1.0,
         # The streams of a gateway cannot move elsewhere, since their connections end here.
         "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
     }
-    if config.replicas.gateways == 1:
-        return options
+    replicas = config.replicas
+    if replicas.min_gateways == replicas.gateways:
+        return options | {"num_replicas": replicas.gateways}
     return options | {
         "autoscaling_config": {
-            "min_replicas": 1,
-            "max_replicas": config.replicas.gateways,
+            "min_replicas": replicas.min_gateways,
+            "max_replicas": replicas.gateways,
             "target_ongoing_requests": GATEWAY_TARGET,
         }
     }

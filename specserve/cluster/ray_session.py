@@ -287,4 +287,5 @@ def _num_cpus(config: Config) -> int:
     Ray only counts CPUs, so a small machine can declare more than it has.
     """
     each = sum(bundle.resources["CPU"] for bundle in bundles(config, has_gpus=False))
-    return max(os.cpu_count() or 1, int(config.replicas.max * each + GATEWAY_CPUS) + 1)
+    gateways = config.replicas.gateways * GATEWAY_CPUS
+    return max(os.cpu_count() or 1, int(config.replicas.max * each + gateways) + 1)

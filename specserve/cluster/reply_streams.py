@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from specserve.cluster.transport.chunk_stream import ChunkSender, StreamAddress
 from specserve.errors import Displaced, SpecserveError, WorkerLost, first_line
@@ -28,10 +29,22 @@ class Reply:
             self.ended.set_result(error)
 
 
-class ReplyStreams:
-    """The open replies of an engine, by sequence, and a sender for each gateway."""
+OpenSender = Callable[[StreamAddress, Callable[[], None]], ChunkSender]
+"""Opens a sender to a gateway; the callback is called if that gateway is found gone."""
 
-    def __init__(self, open_sender: Callable[[StreamAddress], ChunkSender] = ChunkSender) -> None:
+
+def open_chunk_sender(address: StreamAddress, on_gone: Callable[[], None]) -> ChunkSender:
+    return ChunkSender(address, on_gone=on_gone)
+
+
+class ReplyStreams:
+    """The open replies of an engine, by sequence, and a sender for each gateway.
+
+    The replies to a gateway that is gone end with WorkerLost, and their sequences are then
+    cancelled. One that lives behind a broken network resumes its requests.
+    """
+
+    def __init__(self, open_sender: OpenSender = open_chunk_sender) -> None:
         self._open_sender = open_sender
         self._replies: dict[int, Reply] = {}
         self._senders: dict[StreamAddress, ChunkSender] = {}
@@ -56,7 +69,7 @@ class ReplyStreams:
         by_sender: dict[ChunkSender, list[tuple[Reply, Chunk]]] = {}
         for chunk in chunks:
             reply = self._replies.get(chunk.seq_id)
-            if reply is None:
+            if reply is None or reply.ended.done():  # its gateway is gone
                 continue
             if chunk.finish is not None:
                 del self._replies[chunk.seq_id]
@@ -74,8 +87,17 @@ class ReplyStreams:
     def _sender(self, address: StreamAddress) -> ChunkSender:
         if address not in self._senders:
             self._close_idle_senders()
-            self._senders[address] = self._open_sender(address)
+            self._senders[address] = self._open_sender(address, partial(self._on_gone, address))
         return self._senders[address]
+
+    def _on_gone(self, address: StreamAddress) -> None:
+        """End the replies to a gateway. If it lives, it gets a new sender with its next request."""
+        sender = self._senders.pop(address)
+        lost = [reply for reply in self._replies.values() if reply.sender is sender]
+        for reply in lost:
+            reply.end(WorkerLost("the gateway's connection broke and did not come back"))
+        sender.close()
+        log.warning("%s is gone; %d sequences of it are cancelled", sender, len(lost))
 
     def _close_idle_senders(self) -> None:
         """Close the senders without requests: when a new gateway appears, old ones may be gone."""

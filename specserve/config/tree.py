@@ -201,6 +201,7 @@ class ReplicasConfig:
     # replicas, at least one, that an update starts before it stops old ones; None: if they fit
     surge_percent: int | None = setting(None, integer(0, 100))
     gateways: int = setting(1, integer(1, 1024))  # at most; they scale apart from the engines
+    min_gateways: int = setting(1, integer(1, 1024))
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +424,11 @@ def _validate(config: Config) -> Config:
         raise ConfigError(
             f"replicas.min {replicas.min} is above replicas.max {replicas.max}; "
             "lower the one or raise the other"
+        )
+    if replicas.min_gateways > replicas.gateways:
+        raise ConfigError(
+            f"replicas.min_gateways {replicas.min_gateways} is above "
+            f"replicas.gateways {replicas.gateways}; lower the one or raise the other"
         )
     return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from specserve.wire.messages import Chunks
 class Sender:
     """Sender to a gateway, which may be broken."""
 
-    def __init__(self, address: Any) -> None:
+    def __init__(self, address: Any, on_gone: Callable[[], None]) -> None:
         self.sent: list[Chunks] = []
+        self.on_gone = on_gone
         self.is_broken = address == "broken"
         self.is_closed = False
 
@@ -38,8 +40,8 @@ class Streams(ReplyStreams):
         open_sender: Any = self._open
         super().__init__(open_sender)
 
-    def _open(self, address: str) -> Sender:
-        self.senders[address] = Sender(address)
+    def _open(self, address: str, on_gone: Callable[[], None]) -> Sender:
+        self.senders[address] = Sender(address, on_gone)
         return self.senders[address]
 
     def begin(self, seq_id: int, number: int, gateway: str) -> Any:
@@ -110,5 +112,36 @@ def test_the_sender_of_a_gateway_without_requests_is_closed_when_another_one_com
         assert not streams.senders["new"].is_closed
         streams.close()
         assert streams.senders["new"].is_closed
+
+    asyncio.run(main())
+
+
+def test_a_gateway_that_is_gone_has_its_sequences_cancelled_and_leaves_nothing() -> None:
+    async def main() -> None:
+        streams = Streams()
+        lost, kept = streams.begin(1, 71, "gone"), streams.begin(2, 72, "b")
+        streams.senders["gone"].on_gone()
+        streams.send([chunk(1, 11), chunk(2, 12)], can_resume_elsewhere=False)
+        assert isinstance(lost.ended.result(), WorkerLost)
+        assert streams.senders["gone"].is_closed
+        assert not streams.senders["gone"].sent
+        assert streams.discard(1), "its sequence must be cancelled"
+        assert not kept.ended.done()
+        assert streams.senders["b"].sent
+
+    asyncio.run(main())
+
+
+def test_a_gateway_that_was_only_away_gets_a_new_sender_with_its_next_request() -> None:
+    async def main() -> None:
+        streams = Streams()
+        streams.begin(1, 71, "away")
+        old = streams.senders["away"]
+        old.on_gone()
+        streams.discard(1)
+        streams.begin(2, 72, "away")
+        streams.send([chunk(2, 12)], can_resume_elsewhere=False)
+        assert streams.senders["away"] is not old
+        assert [sent.chunks[0].tokens for sent in streams.senders["away"].sent] == [(12,)]
 
     asyncio.run(main())

@@ -68,6 +68,7 @@ CONTRACT = {
         "downscale_delay_s",
         "surge_percent",
         "gateways",
+        "min_gateways",
     },
     "http": {
         "host",
@@ -267,6 +268,10 @@ def test_an_item_of_a_list_is_refused_by_its_index() -> None:
             "cache.pages and cache.memory_fraction",
         ),
         ({"replicas.min": 2}, "replicas.min 2 is above replicas.max 1"),
+        (
+            {"replicas.min_gateways": 3, "replicas.gateways": 2},
+            "replicas.min_gateways 3 is above replicas.gateways 2",
+        ),
         ({"http.tls_cert": "cert.pem"}, "http.tls_cert and http.tls_key go together"),
         ({"draft.kind": "neural", "target.path": "t"}, "draft.kind neural needs draft.path"),
         ({"draft.learn": True}, "draft.learn belongs to the kinds unigram"),

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
+from specserve.cluster.transport.connection_watch import ConnectionWatch
 from specserve.cluster.transport.curve_auth import CurveAuthenticator
 from specserve.cluster.transport.endpoint import (
     Address,
@@ -88,17 +90,28 @@ class ChunkSender:
 
     Chunks are queued while there is no connection, up to SENDER_HIGH_WATER_MARK, and then dropped.
     What is on its way when a connection breaks is lost. The gateway notices either by the next
-    chunk's position, or by the end of the request's call.
+    chunk's position, or by the end of the request's call. `on_gone` is called in the running event
+    loop when the gateway's connection is lost and does not come back.
     """
 
-    def __init__(self, address: StreamAddress, *, timing: LinkTiming | None = None) -> None:
+    def __init__(
+        self,
+        address: StreamAddress,
+        *,
+        timing: LinkTiming | None = None,
+        on_gone: Callable[[], None] | None = None,
+    ) -> None:
         timing = timing or LinkTiming()
         self._context = zmq.Context()
         self._socket = open_socket(self._context, zmq.PUSH, address.keys, timing)
         self._socket.set(zmq.SNDHWM, SENDER_HIGH_WATER_MARK)
+        self._watch = on_gone and ConnectionWatch(self._socket, on_gone)
         connect(self._socket, address.address, timing)
         self._gateway = f"{address.address.host}:{address.address.port}"
         self._is_full = False
+
+    def __str__(self) -> str:
+        return f"the gateway at {self._gateway}"
 
     def send(self, chunks: Chunks) -> None:
         """Queue the chunks for sending; log once when the queue is full and they are dropped."""
@@ -107,9 +120,7 @@ class ChunkSender:
             self._is_full = False
         except zmq.Again:
             if not self._is_full:  # one line, not one per round
-                log.warning(
-                    "the gateway at %s takes no messages; those for it are dropped", self._gateway
-                )
+                log.warning("%s takes no messages; those for it are dropped", self)
             self._is_full = True
 
     def close(self) -> None:
@@ -117,5 +128,7 @@ class ChunkSender:
 
         A thread waits for them, since the caller has other gateways to serve.
         """
+        if self._watch is not None:
+            self._watch.close()
         self._socket.close(linger=int(SENDER_LINGER_S * 1e3))
         threading.Thread(target=self._context.term, name="chunk-sender-close").start()
