@@ -98,7 +98,7 @@ FAMILIES = (
     MetricFamily(
         "rate_limited_total",
         MetricKind.COUNTER,
-        "Requests refused because of a key's limits, by which: requests, tokens, concurrent.",
+        "Requests refused by a key's limit of requests, tokens, concurrent or grammars.",
         ("limit",),
     ),
     MetricFamily(

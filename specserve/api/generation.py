@@ -84,7 +84,8 @@ class Generation:
         if self._account is not None:
             max_tokens = self._generation_request.sampling.max_tokens
             self._reserved = self._account.reserve(
-                self.num_prompt_tokens + len(self._requests) * max_tokens
+                self.num_prompt_tokens + len(self._requests) * max_tokens,
+                self._requests[0].grammar,
             )
         self._metrics.count_prompt_tokens(self.num_prompt_tokens)
         self._deadline = asyncio.get_running_loop().call_later(self.timeout_s, self._time_out)
@@ -108,6 +109,7 @@ class Generation:
             self._account.settle(
                 self._reserved,
                 used=self.num_prompt_tokens + self.num_completion_tokens if billed else 0,
+                grammar=self._requests[0].grammar,
             )
 
     def __aiter__(self) -> Generation:

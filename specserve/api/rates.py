@@ -6,13 +6,17 @@ Each process counts for itself.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from specserve.api.keys import ApiClient
 from specserve.errors import RateLimited
+from specserve.types import Grammar
 
-REQUESTS, TOKENS, CONCURRENT = "requests", "tokens", "concurrent"
+REQUESTS, TOKENS, CONCURRENT, GRAMMARS = "requests", "tokens", "concurrent", "grammars"
+MAX_GRAMMARS = 16
+"""Different grammars under way of one client: each takes an engine's time of its own."""
 
 
 class RateBucket:
@@ -84,6 +88,7 @@ class Account:
         self._rates: tuple[float | None, float | None] = (None, None)
         self._count_rate_limited = count_rate_limited
         self._num_running, self.max_running = 0, math.inf
+        self._grammars: Counter[Grammar] = Counter()  # of the requests under way
 
     def set_rates(self, rates: tuple[float | None, float | None]) -> None:
         if rates != self._rates:
@@ -107,12 +112,27 @@ class Account:
         finally:
             self._num_running -= 1
 
-    def reserve(self, num_tokens: int) -> float:
+    def reserve(self, num_tokens: int, grammar: Grammar | None = None) -> float:
         """Reserve the most tokens that an answer may use, to be settled. Raises RateLimited."""
-        return self._take(self._tokens, num_tokens)
+        is_new = grammar is not None and grammar not in self._grammars
+        if is_new and len(self._grammars) >= MAX_GRAMMARS:
+            self._count_rate_limited(GRAMMARS)
+            raise RateLimited(
+                f"{self.name} has texts under {MAX_GRAMMARS} different grammars under way, "
+                "which is the most",
+                limit=GRAMMARS,
+            )
+        reserved = self._take(self._tokens, num_tokens)
+        if grammar is not None:
+            self._grammars[grammar] += 1
+        return reserved
 
-    def settle(self, reserved: float, *, used: int) -> None:
+    def settle(self, reserved: float, *, used: int, grammar: Grammar | None = None) -> None:
+        """End a reservation, with the tokens that were used of it."""
         self._tokens.settle(taken=reserved, used=used)
+        if grammar is not None:
+            self._grammars[grammar] -= 1
+            self._grammars += Counter()  # drops those of no request
 
     def _take(self, bucket: RateBucket, amount: float) -> float:
         try:

@@ -11,8 +11,9 @@ import openai
 import pytest
 
 from specserve.api.keys import ApiClient
-from specserve.api.rates import Account, Accounts, RateBucket
+from specserve.api.rates import MAX_GRAMMARS, Account, Accounts, RateBucket
 from specserve.errors import Overloaded, RateLimited
+from specserve.types import Grammar
 from tests.support.http_server import FakeService, RunningServer, serving
 
 
@@ -199,3 +200,19 @@ def test_a_client_has_so_many_requests_under_way(tmp_path: Path) -> None:
         assert server.until(lambda: ask("k1") == 200)
         limited = server.registry.counter("rate_limited_total")
         assert limited.samples()[("concurrent",)][0] >= 1
+
+
+def test_a_client_has_texts_under_so_many_grammars() -> None:
+    refusals: list[str] = []
+    account = Account("alice", lambda: 0.0, refusals.append)
+    grammars = [Grammar("lark", f'start: "{i}"') for i in range(MAX_GRAMMARS + 1)]
+    for grammar in [*grammars[:-1], grammars[0]]:
+        account.reserve(1, grammar)
+    with pytest.raises(RateLimited, match="16 different grammars"):
+        account.reserve(1, grammars[-1])
+    account.settle(1, used=1, grammar=grammars[0])
+    with pytest.raises(RateLimited):
+        account.reserve(1, grammars[-1])
+    account.settle(1, used=1, grammar=grammars[0])
+    account.reserve(1, grammars[-1])
+    assert refusals == ["grammars", "grammars"]

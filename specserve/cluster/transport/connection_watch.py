@@ -24,7 +24,7 @@ class AwayTimes:
 
     local: float = 0.5  # over the abstract socket of one host
     remote: float = 1.0
-    first: float = 1.5  # until the first connection: a busy peer takes a while to admit a new key
+    first: float = 5.0  # until the first connection: a busy peer takes a while to admit a new key
 
 
 class ConnectionWatch:
