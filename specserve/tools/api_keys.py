@@ -31,7 +31,7 @@ KEY_BYTES = 32
 def create_key(
     file: Path,
     name: str,
-    limits: Mapping[str, int],
+    limits: Mapping[str, float],
     *,
     expires: date | None = None,
     scopes: str | None = None,
