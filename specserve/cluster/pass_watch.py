@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from specserve.engine.stragglers import NUM_RECENT, SLOW_FACTOR, PassTimes, SlowPass
+from specserve.engine.stragglers import NUM_RECENT, SLOW_FACTOR, PassMedians, SlowPass
 from specserve.types import VerifyStep
 from specserve.wire.messages import Verdicts
 
@@ -24,7 +24,7 @@ class PassWatch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_slow_s, self._on_slow_pass, self._clock = max_slow_s, on_slow_pass, clock
-        self._times = PassTimes()
+        self._times = PassMedians()
 
     def restart(self) -> None:
         """Start from nothing: other ranks are attached, perhaps on other devices."""

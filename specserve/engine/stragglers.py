@@ -33,7 +33,7 @@ class SlowPass:
     expected_seconds: float
 
 
-class PassTimes:
+class PassMedians:
     """Median seconds of a device's passes by size, which slow ones do not enter."""
 
     def __init__(self) -> None:

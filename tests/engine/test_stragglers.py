@@ -6,15 +6,15 @@ from specserve.engine.stragglers import (
     MIN_PASSES,
     NUM_RECENT,
     RELEARN_S,
-    PassTimes,
+    PassMedians,
     SlowPass,
 )
 
 USUAL_S = 0.02
 
 
-def learnt(*, tokens: int = 6, cached: int = 300) -> PassTimes:
-    times = PassTimes()
+def learnt(*, tokens: int = 6, cached: int = 300) -> PassMedians:
+    times = PassMedians()
     for _ in range(MIN_PASSES):
         assert times.observe(tokens, cached, USUAL_S, now=0.0) is None
     return times
@@ -27,7 +27,7 @@ def test_a_pass_of_five_times_the_median_of_its_size_is_slow() -> None:
 
 
 def test_a_short_pass_is_slow_only_beyond_what_a_busy_host_costs() -> None:
-    times = PassTimes()
+    times = PassMedians()
     for _ in range(MIN_PASSES):
         times.observe(1, 10, 0.001, now=0.0)
     assert times.observe(1, 10, 0.03, now=0.0) is None, "30 times as long, though only 29 ms more"
