@@ -149,6 +149,42 @@ FAMILIES = (
     MetricFamily("replicas", MetricKind.SUMMED, "Engine replicas that run."),
     MetricFamily("min_replicas", MetricKind.SUMMED, "Engine replicas that run at least."),
     MetricFamily(
+        "engine_num_requests_running",
+        MetricKind.SUMMED,
+        "Sequences of one engine that take part in rounds.",
+        ("replica",),
+    ),
+    MetricFamily(
+        "engine_num_requests_waiting",
+        MetricKind.SUMMED,
+        "Sequences in the queue of one engine.",
+        ("replica",),
+    ),
+    MetricFamily(
+        "engine_kv_cache_usage_perc",
+        MetricKind.AVERAGED,
+        "Share of one engine's pages in use, 0 to 1.",
+        ("replica", "role"),
+    ),
+    MetricFamily(
+        "engine_device_busy_fraction",
+        MetricKind.AVERAGED,
+        "Share of the time that a worker of one engine computes, 0 to 1.",
+        ("replica", "role"),
+    ),
+    MetricFamily(
+        "rank_busy_fraction",
+        MetricKind.AVERAGED,
+        "Share of the time that one rank of a target computes or waits for others, 0 to 1.",
+        ("replica", "rank"),
+    ),
+    MetricFamily(
+        "rank_pass_seconds",
+        MetricKind.AVERAGED,
+        "Mean time of one rank's passes, of the last second that had any.",
+        ("replica", "rank"),
+    ),
+    MetricFamily(
         "time_to_first_token_seconds",
         MetricKind.HISTOGRAM,
         "From a request's arrival to its first token.",

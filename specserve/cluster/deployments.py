@@ -62,7 +62,7 @@ class Engine:
             report=self._journal.record_round,
             remote_workers=isinstance(self._group.drafter, RemoteDrafter),
         )
-        self._gauges = Gauges(self._registry)
+        self._gauges = Gauges(self._registry, self._replica)
         self._rounds = asyncio.create_task(self._coordinator.run())
         node = ray.get_runtime_context().get_node_id()
         drain = DrainWatch(lambda: self._group.places, node)

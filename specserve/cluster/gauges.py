@@ -5,32 +5,39 @@ from __future__ import annotations
 import time
 
 from specserve.cluster.group import WorkerGroup
+from specserve.cluster.pass_watch import RankTimes
 from specserve.cluster.remote import PushedProposals
 from specserve.engine import Coordinator
 from specserve.metrics import Registry
 
 
 class Gauges:
-    """Metrics read from the coordinator and the workers, with the last reading for differences."""
+    """Metrics read from the coordinator and the workers, with the last reading for differences.
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    Those of the application have no `replica`; those of this engine and of its ranks have.
+    """
+
+    def __init__(self, registry: Registry, replica: str) -> None:
+        self._registry, self._replica = registry, replica
         self._last_time = time.monotonic()
         self._last_busy = {"target": 0.0, "draft": 0.0}
+        self._last_ranks: dict[int, RankTimes] = {}
         self._last_counts: dict[str, int] = {}
 
     def observe(self, coordinator: Coordinator, group: WorkerGroup) -> None:
-        registry, scheduler = self._registry, coordinator.scheduler
-        registry.gauge("num_requests_running").set(len(scheduler.running))
-        registry.gauge("num_requests_waiting").set(len(scheduler.waiting))
-        registry.gauge("gamma").set(coordinator.pacer.gamma if group.drafter is not None else 0)
+        scheduler = coordinator.scheduler
+        self._set_both("num_requests_running", len(scheduler.running))
+        self._set_both("num_requests_waiting", len(scheduler.waiting))
+        self._registry.gauge("gamma").set(
+            coordinator.pacer.gamma if group.drafter is not None else 0
+        )
         self._add_since_last("preemptions_total", scheduler.num_preempted)
         for role, restarts in group.restarts.items():
             self._add_since_last("worker_restarts_total", restarts, role)
         self._add_since_last("prefix_cache_queries_total", group.target.prefix_queries)
         self._add_since_last("prefix_cache_hits_total", group.target.prefix_hits)
-        registry.gauge("kv_cache_usage_perc").set(
-            group.target.pages_used / group.info.num_pages, "target"
+        self._set_both(
+            "kv_cache_usage_perc", group.target.pages_used / group.info.num_pages, "target"
         )
         busy = {"target": group.target.busy_seconds}
         if (
@@ -39,19 +46,40 @@ class Gauges:
             and not isinstance(group.drafter, PushedProposals)
         ):
             if group.draft_worker.ready.num_pages:
-                registry.gauge("kv_cache_usage_perc").set(
-                    group.drafter.pages_used / group.draft_worker.ready.num_pages, "draft"
+                self._set_both(
+                    "kv_cache_usage_perc",
+                    group.drafter.pages_used / group.draft_worker.ready.num_pages,
+                    "draft",
                 )
             busy["draft"] = group.drafter.busy_seconds
-        self._set_busy_fraction(busy)
-
-    def _set_busy_fraction(self, seconds: dict[str, float]) -> None:
         now = time.monotonic()
+        elapsed, self._last_time = max(now - self._last_time, 1e-9), now
+        self._set_busy_fraction(busy, elapsed)
+        self._set_ranks(group.target.watch.ranks, elapsed)
+
+    def _set_both(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge of the application, and that of this engine beside it."""
+        self._registry.gauge(name).set(value, *labels)
+        self._registry.gauge(f"engine_{name}").set(value, self._replica, *labels)
+
+    def _set_busy_fraction(self, seconds: dict[str, float], elapsed: float) -> None:
         for role, busy in seconds.items():
-            share = (busy - self._last_busy[role]) / max(now - self._last_time, 1e-9)
-            self._registry.gauge("device_busy_fraction").set(min(1.0, share), role)
+            share = (busy - self._last_busy[role]) / elapsed
+            self._set_both("device_busy_fraction", min(1.0, share), role)
             self._last_busy[role] = busy
-        self._last_time = now
+
+    def _set_ranks(self, ranks: dict[int, RankTimes], elapsed: float) -> None:
+        for rank, times in ranks.items():
+            labels = self._replica, str(rank)
+            new = times.since(self._last_ranks.get(rank, RankTimes()))
+            self._last_ranks[rank] = times
+            self._registry.gauge("rank_busy_fraction").set(
+                min(1.0, new.busy_seconds / elapsed), *labels
+            )
+            if new.num_passes:
+                self._registry.gauge("rank_pass_seconds").set(
+                    new.pass_seconds / new.num_passes, *labels
+                )
 
     def _add_since_last(self, name: str, total: int, label: str = "") -> None:
         self._registry.counter(name).add(

@@ -4,10 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from specserve.engine.stragglers import NUM_RECENT, SLOW_FACTOR, PassMedians, SlowPass
 from specserve.types import VerifyStep
 from specserve.wire.messages import Verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Totals of one rank since the engine began, over all processes that it has been."""
+
+    busy_seconds: float = 0.0  # drafting included, where the draft lives with the target
+    pass_seconds: float = 0.0
+    num_passes: int = 0
+
+    def after(self, answer: Verdicts) -> RankTimes:
+        """Return the totals with one more pass."""
+        return RankTimes(
+            self.busy_seconds + answer.seconds,
+            self.pass_seconds + _verify_seconds(answer),
+            self.num_passes + 1,
+        )
+
+    def since(self, earlier: RankTimes) -> RankTimes:
+        """Return what has been added to earlier totals."""
+        return RankTimes(
+            self.busy_seconds - earlier.busy_seconds,
+            self.pass_seconds - earlier.pass_seconds,
+            self.num_passes - earlier.num_passes,
+        )
 
 
 class PassWatch:
@@ -25,6 +51,7 @@ class PassWatch:
     ) -> None:
         self._max_slow_s, self._on_slow_pass, self._clock = max_slow_s, on_slow_pass, clock
         self._times = PassMedians()
+        self.ranks: dict[int, RankTimes] = {}  # since the first round
 
     def restart(self) -> None:
         """Start from nothing: other ranks are attached, perhaps on other devices."""
@@ -36,6 +63,8 @@ class PassWatch:
         Passes that read encoder input or wait for masks of grammars are left out, since their times
         do not follow from their tokens.
         """
+        for rank, answer in enumerate(answers):
+            self.ranks[rank] = self.ranks.get(rank, RankTimes()).after(answer)
         if not steps or any(
             step.grammar is not None or (step.encoder_input and not step.start) for step in steps
         ):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from specserve.cluster.pass_watch import PassWatch
+from specserve.cluster.pass_watch import PassWatch, RankTimes
 from specserve.engine.stragglers import MIN_PASSES, NUM_RECENT, SlowPass
 from specserve.types import Policy, Span, VerifyStep, Warp
 from specserve.wire.messages import Verdicts
@@ -87,3 +87,12 @@ def test_other_ranks_are_not_compared_with_those_before_them() -> None:
     for _ in range(2 * MIN_PASSES):
         assert watched.observe(2.0, 2.0) is None
     assert watched.found == []
+
+
+def test_each_rank_has_totals_of_its_own_which_other_processes_go_on_with() -> None:
+    watch = PassWatch()
+    one, other = answers(0.25, 0.5)
+    watch.observe([STEP], [replace(one, seconds=1.25), replace(other, seconds=0.5)])
+    watch.restart()
+    watch.observe([STEP], [replace(one, seconds=0.25), replace(other, seconds=0.5)])
+    assert watch.ranks == {0: RankTimes(1.5, 0.5, 2), 1: RankTimes(1.0, 1.0, 2)}

@@ -276,6 +276,10 @@ def test_metrics_count_what_was_served(server: Server) -> None:
 
     until(drafted, 30)
     assert server.metrics()["specserve_replicas", ()] == 1
+    (rank,) = (
+        dict(labels) for name, labels in server.metrics() if name == "specserve_rank_pass_seconds"
+    )
+    assert (rank["rank"], set(rank)) == ("0", {"replica", "rank"})
 
 
 def test_the_trace_shows_rounds(server: Server) -> None:
