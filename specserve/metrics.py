@@ -149,6 +149,11 @@ FAMILIES = (
     MetricFamily("replicas", MetricKind.SUMMED, "Engine replicas that run."),
     MetricFamily("min_replicas", MetricKind.SUMMED, "Engine replicas that run at least."),
     MetricFamily(
+        "avoided_devices",
+        MetricKind.SUMMED,
+        "Devices that have failed repeatedly in ten minutes, by engines that saw it.",
+    ),
+    MetricFamily(
         "engine_num_requests_running",
         MetricKind.SUMMED,
         "Sequences of one engine that take part in rounds.",

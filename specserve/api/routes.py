@@ -111,6 +111,8 @@ class Endpoints:
         healthy: dict[str, object] = {"status": "healthy"}
         if status.draft_placements:
             healthy["draft_placement"] = "; ".join(status.draft_placements)
+        if status.device_troubles:
+            healthy["devices"] = "; ".join(status.device_troubles)
         return json_response(healthy | _trouble_member(trouble))
 
     async def ready(self) -> Response:

@@ -44,6 +44,7 @@ class Status:
     why: str = ""  # what is wrong
     replicas: int = 0
     troubles: tuple[str, ...] = ()  # of single replicas, also while others are well
+    device_troubles: tuple[str, ...] = ()  # devices that are avoided
     draft_placements: tuple[str, ...] = ()  # where the drafts live, and why
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
 

@@ -142,6 +142,7 @@ class Engine:
             self._health.trouble,
             self._registry.snapshot(),
             self._group.draft_placement,
+            self._health.device_troubles,
         )
 
 

@@ -31,6 +31,7 @@ class Gauges:
         self._registry.gauge("gamma").set(
             coordinator.pacer.gamma if group.drafter is not None else 0
         )
+        self._registry.gauge("avoided_devices").set(len(group.avoided_devices))
         self._add_since_last("preemptions_total", scheduler.num_preempted)
         for role, restarts in group.restarts.items():
             self._add_since_last("worker_restarts_total", restarts, role)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import ray
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util import get_current_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
+from specserve.cluster.device_failures import DeviceId
 from specserve.cluster.pass_watch import PassWatch
 from specserve.cluster.placement import (
     FIRST_RANK,
@@ -29,12 +24,13 @@ from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarge
 from specserve.cluster.supervisor import Worker, Workers, WorkerSupervisor, kill_process
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client
-from specserve.cluster.worker_host import WorkerHello, WorkerHost, WorkerPlace, WorkerReady
+from specserve.cluster.worker_host import WorkerPlace, WorkerReady
+from specserve.cluster.worker_hosts import StartedWorker, WorkerHosts, result_of
 from specserve.config.tree import Config
 from specserve.engine.draft_placement import TOGETHER, PlacementChoice
 from specserve.engine.stragglers import SlowPass
-from specserve.engine.trace import SLOW_PASS, DeviceEvent
-from specserve.errors import ModelError, SpecserveError, WorkerLost
+from specserve.engine.trace import AVOIDED_DEVICE, SLOW_PASS, DeviceEvent
+from specserve.errors import DeviceFault
 from specserve.types import Curve, ModelInfo
 
 log = logging.getLogger(__name__)
@@ -42,19 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 ReportEvent = Callable[[DeviceEvent], None]
 TARGET, DRAFT = "target", "draft"
-HOST_TIMEOUT_S = 10.0
-"""Time for a host that has lost its worker to start another one, before it is replaced too."""
-# Created once, so that the class is sent to the cluster once and not at each start.
-_HOST: Any = ray.remote(WorkerHost)
-
-
-@dataclass(frozen=True, slots=True)
-class _StartedWorker:
-    """A worker that has not loaded its model yet."""
-
-    role: str
-    host: Any
-    hello: WorkerHello
 
 
 class WorkerGroup:
@@ -89,7 +72,7 @@ class WorkerGroup:
         self.draft_context: int | None = None
         self.info: ModelInfo
         self._curve: Curve | None = None  # measured by the first ranks
-        self._hosts: dict[int, Any] = {}  # actors, by the number of their bundle
+        self._hosts = WorkerHosts(wanted, self._report_avoided)
 
     @classmethod
     async def start(
@@ -110,19 +93,19 @@ class WorkerGroup:
             drafter = asyncio.create_task(group._start_drafter())
         ranks: Workers = ()
         try:
-            ranks = await group._open_ranks()
+            ranks = await group._open_first_ranks()
             group.info = _model_info(ranks)
             drafters: Workers = ()
             if group._settle_placement(ranks) and drafter is not None:
-                drafters = await group._open_drafter(await drafter)
+                drafters = await group._open_first_drafter(await drafter)
             elif drafter is not None:
-                group._kill_host(await drafter)
+                group._hosts.kill(await drafter)
         except BaseException:
             if drafter is not None:
                 drafter.cancel()
             for rank in ranks:
                 rank.kill()
-            group._kill_hosts()
+            group._hosts.kill_all()
             raise
         group._supervise(ranks, drafters)
         return group
@@ -174,6 +157,18 @@ class WorkerGroup:
         }
 
     @property
+    def avoided_devices(self) -> dict[DeviceId, tuple[str, ...]]:
+        """Devices that have failed repeatedly, with the workers that use them all the same."""
+        return {
+            device: tuple(
+                name
+                for name, place in self.places.items()
+                if DeviceId(place.node, place.hardware) == device
+            )
+            for device in self._hosts.avoided
+        }
+
+    @property
     def restarts(self) -> dict[str, int]:
         return {supervisor.role: supervisor.num_restarts for supervisor in self.supervisors}
 
@@ -195,7 +190,7 @@ class WorkerGroup:
     async def close(self) -> None:
         """Stop the workers and close their links."""
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
-        self._kill_hosts()
+        self._hosts.kill_all()
 
     def _report_slow_pass(self, slow: SlowPass) -> None:
         if self._report_event is not None and self.workers:
@@ -216,16 +211,36 @@ class WorkerGroup:
         self._curve = self.info.curve
         restarts = self._config.faults.max_restarts
         self.supervisors = (
-            WorkerSupervisor(TARGET, ranks, self.target, self._open_ranks, max_restarts=restarts),
+            WorkerSupervisor(
+                TARGET,
+                ranks,
+                self.target,
+                self._open_ranks,
+                max_restarts=restarts,
+                on_failure=self._record_loss,
+            ),
         )
         if drafters:
             self.draft_context = drafters[0].ready.context
         if isinstance(self.drafter, RemoteDrafter):
             self.supervisors += (
                 WorkerSupervisor(
-                    DRAFT, drafters, self.drafter, self._restart_drafter, max_restarts=None
+                    DRAFT,
+                    drafters,
+                    self.drafter,
+                    self._restart_drafter,
+                    max_restarts=None,
+                    on_failure=self._record_loss,
                 ),
             )
+
+    async def _open_first_ranks(self) -> Workers:
+        """Open the ranks, once more if a device fails its self-test: it is avoided then."""
+        try:
+            return await self._open_ranks()
+        except DeviceFault as fault:
+            log.error("the ranks are started again: %s", fault)
+            return await self._open_ranks()
 
     async def _open_ranks(self) -> Workers:
         started = await _all_or_none(
@@ -235,52 +250,57 @@ class WorkerGroup:
         if len(started) > 1:
             if self._curve is None:
                 # Downloads of different nodes may differ by more than ranks wait for one another.
-                await _all_or_none(_result(rank.host.find_checkpoint.remote()) for rank in started)
-            rendezvous = await _result(started[0].host.open_rendezvous.remote())
+                await _all_or_none(
+                    result_of(rank.host.find_checkpoint.remote()) for rank in started
+                )
+            rendezvous = await result_of(started[0].host.open_rendezvous.remote())
         ranks = await _all_or_none(
-            _open_worker(rank, self._keys, rendezvous, self._curve) for rank in started
+            self._open_worker(rank, rendezvous, self._curve) for rank in started
         )
         places = [rank.ready.place for rank in ranks]
         if distance := explain_distance([place.node for place in places if place.accelerators]):
             log.warning("%s", distance)
         return ranks
 
-    async def _open_drafter(self, started: _StartedWorker) -> Workers:
-        return (await _open_worker(started, self._keys, self.info),)
+    async def _open_first_drafter(self, started: StartedWorker) -> Workers:
+        """Open the drafter, once more if its device fails its self-test."""
+        try:
+            return await self._open_drafter(started)
+        except DeviceFault as fault:
+            log.error("the drafter is started again: %s", fault)
+            return await self._restart_drafter()
+
+    async def _open_drafter(self, started: StartedWorker) -> Workers:
+        return (await self._open_worker(started, self.info),)
 
     async def _restart_drafter(self) -> Workers:
         return await self._open_drafter(await self._start_drafter())
 
-    async def _start_rank(self, rank: int) -> _StartedWorker:
+    async def _start_rank(self, rank: int) -> StartedWorker:
         call = ("TargetWorker", self._config, self._keys.public, rank)
-        return await self._start_worker(TARGET, FIRST_RANK + rank, call)
+        return await self._hosts.start(TARGET, FIRST_RANK + rank, call)
 
-    async def _start_drafter(self) -> _StartedWorker:
+    async def _start_drafter(self) -> StartedWorker:
         call = ("DraftWorker", self._draft_config, self._keys.public)
-        return await self._start_worker(DRAFT, len(self._wanted) - 1, call)
+        return await self._hosts.start(DRAFT, len(self._wanted) - 1, call)
 
-    async def _start_worker(
-        self, role: str, number: int, call: tuple[object, ...]
-    ) -> _StartedWorker:
-        """Start a worker in the host of its bundle, or in a new one if that does not answer."""
-        host = self._hosts.get(number)
-        if host is not None:
-            with contextlib.suppress(WorkerLost, TimeoutError):
-                hello = await asyncio.wait_for(_result(host.start.remote(*call)), HOST_TIMEOUT_S)
-                return _StartedWorker(role, host, hello)
-            ray.kill(host)
-        host = self._hosts[number] = _create_host(self._wanted[number], number)
-        return _StartedWorker(role, host, await _result(host.start.remote(*call)))
+    async def _open_worker(self, started: StartedWorker, *arguments: object) -> Worker:
+        """Open a worker, and keep in mind which device it uses."""
+        try:
+            worker = await _open_worker(started, self._keys, *arguments)
+        except DeviceFault as fault:
+            self._hosts.record_fault(started, fault)
+            raise
+        self._hosts.record_device(started.number, worker.ready.place)
+        return worker
 
-    def _kill_host(self, worker: _StartedWorker) -> None:
-        """End a worker that is not needed, with its host."""
-        self._hosts = {n: host for n, host in self._hosts.items() if host is not worker.host}
-        ray.kill(worker.host)
+    def _record_loss(self, worker: Worker) -> None:
+        self._hosts.record_loss(worker.role, worker.ready.place)
 
-    def _kill_hosts(self) -> None:
-        for host in self._hosts.values():
-            ray.kill(host)
-        self._hosts.clear()
+    def _report_avoided(self, role: str, device: DeviceId) -> None:
+        if self._report_event is not None:
+            about = asdict(device)
+            self._report_event(DeviceEvent(AVOIDED_DEVICE, role, time.perf_counter(), about))
 
 
 def _model_info(ranks: Workers) -> ModelInfo:
@@ -289,29 +309,7 @@ def _model_info(ranks: Workers) -> ModelInfo:
     return info
 
 
-def _create_host(bundle: Bundle, number: int) -> Any:
-    """Create a host in the replica's placement group, or, outside of Serve, on any node."""
-    group = get_current_placement_group()
-    strategy = (
-        None
-        if group is None
-        else PlacementGroupSchedulingStrategy(
-            placement_group=group, placement_group_bundle_index=number
-        )
-    )
-    options: dict[str, Any] = {
-        "num_cpus": bundle.resources.get("CPU", 0),
-        "num_gpus": bundle.resources.get("GPU", 0),
-        "max_restarts": 0,
-    }
-    if strategy is None:
-        options["label_selector"] = dict(bundle.labels)
-    else:
-        options["scheduling_strategy"] = strategy
-    return _HOST.options(**options).remote()
-
-
-async def _open_worker(started: _StartedWorker, keys: KeyPair, *arguments: object) -> Worker:
+async def _open_worker(started: StartedWorker, keys: KeyPair, *arguments: object) -> Worker:
     """Link a worker, have it load its model, and start its `run` call.
 
     The link comes before the weights, so that its heartbeat covers loading. A worker that was
@@ -321,7 +319,7 @@ async def _open_worker(started: _StartedWorker, keys: KeyPair, *arguments: objec
     is_running = partial(process_runs_on, hello.node, hello.pid)
     client = Client(keys, hello.address, is_running=is_running)
     try:
-        ready = await _wait_unless_silent(client, _result(host.open.remote(*arguments)))
+        ready = await _wait_unless_silent(client, result_of(host.open.remote(*arguments)))
     except BaseException:
         client.close()
         kill_process(hello.node, hello.pid)
@@ -355,18 +353,3 @@ async def _wait_unless_silent(
     finally:
         for future in futures:
             future.cancel()
-
-
-async def _result(reference: Awaitable[Any]) -> Any:
-    """Return the result of an actor's method; re-raise errors of errors.py as themselves."""
-    try:
-        return await reference
-    except RayTaskError as error:
-        cause = error.cause
-        raise (
-            cause
-            if isinstance(cause, SpecserveError)
-            else ModelError(f"a worker could not start: {cause or error}")
-        ) from error
-    except RayActorError as error:
-        raise WorkerLost(f"a worker died while it started: {error}") from error

@@ -42,6 +42,15 @@ class EngineHealth:
         return self.fatal_trouble or self._group.troubles.get(TARGET)
 
     @property
+    def device_troubles(self) -> tuple[str, ...]:
+        """Devices that are avoided; progress goes on, elsewhere or with them."""
+        return tuple(
+            f"{device} has failed repeatedly and is avoided"
+            + (f", though {' and '.join(users)} must use it" if users else "")
+            for device, users in self._group.avoided_devices.items()
+        )
+
+    @property
     def fatal_trouble(self) -> str | None:
         """Reason why this replica cannot recover, or None.
 

@@ -36,6 +36,7 @@ def cluster_resources() -> ClusterResources:
             dict(node.total_resources),
             dict(node.available_resources),
             dict(node.labels),
+            node.node_id.hex(),
         )
         for node in state.node_states
         if node.total_resources

@@ -6,7 +6,7 @@ Says which of them fits no node. Knows nodes as numbers and labels, no Ray.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from specserve.config.cascade import NGRAM_KINDS
@@ -51,6 +51,7 @@ class NodeResources:
     total: Mapping[str, float]
     available: Mapping[str, float]
     labels: Mapping[str, str]
+    node: str = ""  # Ray's id
 
     def has_labels(self, wanted: Mapping[str, str]) -> bool:
         return all(_satisfies(self.labels.get(key), value) for key, value in wanted.items())
@@ -204,6 +205,20 @@ def explain_waiting(waiting: Sequence[Bundle], nodes: Sequence[NodeResources]) -
         left[fitting[0]] = left[fitting[0]].without(bundle)
         placed.append(bundle.name)
     return None
+
+
+def find_other_node(
+    bundle: Bundle, nodes: Sequence[NodeResources], avoided: Set[str]
+) -> NodeResources | None:
+    """Return a node with room for a bundle whose device is avoided; None if there is none.
+
+    A node that is avoided serves, too, if it has another GPU: that of the bundle remains reserved.
+    """
+    fitting = [
+        node for node in nodes if node.has_labels(bundle.labels) and _holds(node.available, bundle)
+    ]
+    others = [node for node in fitting if node.node not in avoided]
+    return next(iter(others or (fitting if bundle.resources.get("GPU") else [])), None)
 
 
 def explain_distance(nodes: Sequence[str]) -> str | None:

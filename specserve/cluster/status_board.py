@@ -37,6 +37,7 @@ class ReplicaReport:
     trouble: str | None  # why an engine makes no progress
     metrics: Snapshot
     draft_placement: str | None = None  # of an engine that drafts, and why
+    device_troubles: tuple[str, ...] = ()  # of an engine: devices that it avoids
 
 
 class Board:
@@ -76,6 +77,8 @@ class Board:
         healthy = len(troubles) < len(engines) or (self._may_sleep and not engines)
         if (waits := self._why_engine_waits()) is not None:
             troubles.append(waits)
+        device_troubles = {one for report in engines for one in report.device_troubles}
+        troubles += sorted(device_troubles)
         why = "" if healthy else "; ".join(troubles) or "no engine replica reports"
         metrics = [
             report.metrics
@@ -92,6 +95,7 @@ class Board:
             metrics=tuple(metrics),
             replicas=len(engines),
             troubles=tuple(troubles),
+            device_troubles=tuple(sorted(device_troubles)),
             draft_placements=tuple(
                 sorted({report.draft_placement for report in engines if report.draft_placement})
             ),

@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import ray
@@ -74,6 +75,7 @@ class RemoteWorkers(Protocol):
 
 Workers = tuple[Worker, ...]
 Start = Callable[[], Awaitable[Workers]]
+OnFailure = Callable[[Worker], None]
 
 
 class WorkerSupervisor:
@@ -91,12 +93,15 @@ class WorkerSupervisor:
         start: Start,
         *,
         max_restarts: int | None,
+        on_failure: OnFailure | None = None,
     ) -> None:
+        """Attach the workers; `on_failure` is called with each one that fails by itself."""
         self.role, self.workers = role, workers
         self.trouble: str | None = None  # why there are no workers at present
         self.has_given_up = False
         self.num_restarts = 0
         self._remote, self._start, self._max_restarts = remote, start, max_restarts
+        self._on_failure = on_failure
         # Consecutive failures: starts that failed, and workers that were lost before any answer.
         self._num_failures = 0
         self._lost = asyncio.Event()
@@ -104,10 +109,16 @@ class WorkerSupervisor:
         self._attach(workers)
         self._task = asyncio.create_task(self._supervise())
 
-    def mark_lost(self, reason: str) -> None:
-        """Detach the workers and have them replaced. Calls after the first one are ignored."""
+    def mark_lost(self, reason: str, worker: Worker | None = None) -> None:
+        """Detach the workers and have them replaced. Calls after the first one are ignored.
+
+        Several ranks fail together, so `worker` says which one caused it, if that is known.
+        """
         if self._lost.is_set():
             return
+        worker = self.workers[0] if len(self.workers) == 1 else worker
+        if worker is not None and self._on_failure is not None:
+            self._on_failure(worker)
         log.error("%s worker lost: %s", self.role, reason)
         self.trouble = f"the {self.role} is being restarted: {reason}"
         self._num_failures = 0 if self._remote.has_answered else self._num_failures + 1
@@ -142,9 +153,9 @@ class WorkerSupervisor:
         """Mark the role as lost when the worker's `run` call ends, some 30 ms after its death."""
         try:
             await worker.run_call
-            self.mark_lost("it has stopped")
+            self.mark_lost("it has stopped", worker)
         except RayError as error:
-            self.mark_lost(first_line(error))
+            self.mark_lost(first_line(error), worker)
 
     async def _restart(self) -> None:
         self.workers = ()
@@ -171,6 +182,9 @@ class WorkerSupervisor:
         self.workers, self.trouble = workers, None
         self._lost.clear()
         for worker in workers:
-            worker.client.on_silence = lambda error: self.mark_lost(str(error))
+            worker.client.on_silence = partial(self._on_silence, worker)
             worker.client.listen()
         self._remote.attach([worker.client for worker in workers])
+
+    def _on_silence(self, worker: Worker, error: WorkerLost) -> None:
+        self.mark_lost(str(error), worker)

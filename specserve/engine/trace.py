@@ -58,6 +58,7 @@ class DeviceEvent:
 
 SLOW_PASS = "slow pass"
 """Event that is counted, too."""
+AVOIDED_DEVICE = "avoided device"
 
 
 class TraceJournal:

@@ -99,6 +99,14 @@ def test_health_and_readiness_say_what_is_wrong(status: Status, health: int, rea
                 assert reply.headers["retry-after"]
 
 
+def test_devices_that_are_avoided_stand_in_the_health_of_a_server_that_is_well() -> None:
+    troubles = ("GPU 3 of node a1 has failed repeatedly and is avoided",)
+    state = Status(ready=True, healthy=True, device_troubles=troubles)
+    with serving(FakeService(state=state)) as server:
+        reply = server.ask("/health")
+    assert (reply.status, reply.json) == (200, {"status": "healthy", "devices": troubles[0]})
+
+
 class UnhealthyService(FakeService):
     async def status(self) -> Status:
         if self.error is not None:

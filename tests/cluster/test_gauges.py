@@ -33,6 +33,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[float]]:
         draft_worker=SimpleNamespace(ready=ready),
         info=SimpleNamespace(num_pages=100),
         restarts={"target": 2, "draft": 0},
+        avoided_devices={"a device": ()},
     )
     return coordinator, group, now
 
@@ -97,6 +98,7 @@ def test_each_engine_and_rank_has_series_of_its_own_beside_those_of_the_applicat
     lines = render(merge(registry.snapshot() for registry in registries.values())).splitlines()
     for line in (
         "num_requests_running 7",
+        "avoided_devices 2",
         'engine_num_requests_running{replica="a1"} 3',
         'engine_num_requests_running{replica="b2"} 4',
         'engine_num_requests_waiting{replica="a1"} 1',

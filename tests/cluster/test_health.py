@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from specserve.cluster.device_failures import DeviceId
 from specserve.cluster.group import TARGET
 from specserve.cluster.health import ROUND_SLACK_S, EngineHealth
 from specserve.cluster.node_drain import DrainWatch
@@ -28,6 +29,7 @@ class Group:
 
     is_lost: bool = False
     troubles: dict[str, str] = field(default_factory=dict)
+    avoided_devices: dict[DeviceId, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Replica:
@@ -168,5 +170,31 @@ def test_a_replica_that_is_about_to_lose_a_rank_is_replaced_while_it_still_serve
             replica.health.check()
         before = len(replica.emitted)
         await until(lambda: len(replica.emitted) > before + 20)
+
+    play(scene)
+
+
+def test_devices_that_are_avoided_are_named_and_make_no_engine_unhealthy() -> None:
+    async def scene(replica: Replica) -> None:
+        assert not replica.health.device_troubles
+        replica.group.avoided_devices = {
+            DeviceId("a1", "GPU 3"): (),
+            DeviceId("b2", "cpu"): ("target-0", "draft"),
+        }
+        troubles = replica.health.device_troubles
+        assert troubles == (
+            "GPU 3 of node a1 has failed repeatedly and is avoided",
+            "cpu of node b2 has failed repeatedly and is avoided, though target-0 and draft "
+            "must use it",
+        )
+        assert replica.health.trouble is None
+        board = Board()
+        for name in ("r", "s"):
+            snapshot = Registry().snapshot()
+            board.report(ReplicaReport(name, ENGINE, None, snapshot, device_troubles=troubles))
+        status = board.status()
+        assert status.healthy
+        assert status.device_troubles == troubles
+        assert status.troubles == troubles
 
     play(scene)

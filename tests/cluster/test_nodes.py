@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -13,15 +14,22 @@ import ray
 from ray.cluster_utils import Cluster
 
 from specserve import LLM, Sampling
+from specserve.cluster.group import TARGET, WorkerGroup
 from specserve.cluster.launch import handle
+from specserve.cluster.placement import FIRST_RANK, bundles
 from specserve.cluster.process_state import process_runs_on
-from specserve.cluster.worker_host import WorkerPlace
+from specserve.cluster.supervisor import kill_process
+from specserve.cluster.worker_host import WorkerHello, WorkerPlace
+from specserve.cluster.worker_hosts import StartedWorker
 from specserve.config.tree import config_from_keys
+from specserve.engine.trace import AVOIDED_DEVICE, DeviceEvent
+from specserve.errors import DeviceFault
 from tests.support.checkpoints import add_tokenizer, make, perturb
 from tests.support.ray_server import served
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
+ANYWHERE: Any = None
 PROMPTS = [[7, 11, 13], [5] * 40, list(range(3, 90))]
 
 
@@ -117,5 +125,40 @@ def test_a_process_is_examined_on_its_own_node(cluster: dict[str, str]) -> None:
             process.wait()
             for node in nodes:
                 assert asyncio.run(process_runs_on(node, process.pid)) is False
+    finally:
+        ray.shutdown()
+
+
+def test_a_worker_whose_device_has_failed_is_restarted_on_another_node(
+    cluster: dict[str, str], pair: tuple[Path, Path]
+) -> None:
+    events: list[DeviceEvent] = []
+    keys = {
+        "target": {"path": str(pair[0]), "dtype": "float32", "threads": 1, "device": "cpu"},
+        "draft": {"kind": "none"},
+        "cache": {"pages": 256},
+    }
+
+    async def main() -> None:
+        config = config_from_keys(keys)
+        wanted = bundles(config, has_gpus=False)
+        group = await WorkerGroup.start(config, wanted, None, events.append)
+        first = group.places["target-0"]
+        started = StartedWorker(TARGET, FIRST_RANK, None, WorkerHello(ANYWHERE, first.node, 1))
+        group._hosts.record_fault(started, DeviceFault("wrong", node=first.node, device="cpu"))
+        assert list(group.avoided_devices.values()) == [("target-0",)]
+        kill_process(first.node, first.pid)
+        async with asyncio.timeout(120):
+            while group.troubles or group.places["target-0"].pid == first.pid:
+                await asyncio.sleep(0.02)
+        assert group.places["target-0"].node in {*cluster.values(), head} - {first.node}
+        assert list(group.avoided_devices.values()) == [()], "nothing uses it any more"
+        assert [event.name for event in events] == [AVOIDED_DEVICE]
+        await group.close()
+
+    ray.init()
+    head = ray.get_runtime_context().get_node_id()
+    try:
+        asyncio.run(main())
     finally:
         ray.shutdown()

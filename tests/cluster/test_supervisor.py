@@ -73,15 +73,21 @@ class Scene:
         *,
         max_restarts: int | None = 2,
         watch: PassWatch | None = None,
+        ranks: int = 1,
     ) -> None:
         self.started: list[Worker] = []
         self._start_one = start
         self.target = RemoteTarget(deadline_s=5.0, watch=watch)
-        first = Worker()
-        workers: Any = (first,)
-        self.first = first
+        self.first = Worker()
+        workers: Any = (self.first, *(Worker() for _ in range(ranks - 1)))
+        self.failed: list[Any] = []
         self.supervisor = WorkerSupervisor(
-            TARGET, workers, self.target, self._start, max_restarts=max_restarts
+            TARGET,
+            workers,
+            self.target,
+            self._start,
+            max_restarts=max_restarts,
+            on_failure=self.failed.append,
         )
         self.texts: dict[int, tuple[int, ...]] = {}
         self.ends: dict[int, Chunk] = {}
@@ -168,6 +174,7 @@ def test_a_target_that_has_become_slow_is_replaced_past_the_limit_and_no_token_i
             await asyncio.sleep(0)
         assert list(scene.texts.values()) == [text((i, 2, 3), 300) for i in range(3)]
         assert (scene.supervisor.num_restarts, scene.first.is_killed) == (1, True)
+        assert scene.failed == [scene.first]
         assert scene.health.trouble is None
         await scene.supervisor.close()
 
@@ -202,6 +209,25 @@ def test_a_supervisor_that_gives_up_sends_all_requests_back_and_the_replica_is_r
             scene.health.check()
         why = "no GPU is left" if fault == "cannot start" else "it was killed"
         assert why in str(unhealthy.value)
+
+    play(main)
+
+
+@pytest.mark.parametrize("how", ["it ends", "it falls silent", "a round fails"])
+def test_of_several_ranks_the_one_that_failed_is_named_if_it_is_known(how: str) -> None:
+    async def main() -> None:
+        scene = Scene(Worker, ranks=2)
+        second: Any = scene.supervisor.workers[1]
+        if how == "it ends":
+            second.run_call.set_result(None)
+        elif how == "it falls silent":
+            second.client.on_silence(WorkerLost("it is stopped"))
+        else:
+            scene.target.on_lost("the worker has not answered")
+        while not scene.started:
+            await asyncio.sleep(0)
+        assert scene.failed == ([] if how == "a round fails" else [second])
+        await scene.supervisor.close()
 
     play(main)
 

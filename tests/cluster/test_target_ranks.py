@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from specserve.cluster import group as group_module
 from specserve.cluster import workers
 from specserve.cluster.group import WorkerGroup
 from specserve.cluster.worker_host import WorkerSite
@@ -55,9 +54,7 @@ def test_ranks_on_cards_name_their_device_and_wait_for_one_another(
     assert joined["timeout"] >= timedelta(minutes=30), "weights of 140 GB are read meanwhile"
 
 
-def test_all_ranks_find_the_checkpoint_before_any_waits_for_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_ranks_find_the_checkpoint_before_any_waits_for_another() -> None:
     """Downloads of nodes may differ by more than the time for which ranks wait."""
     events: list[str] = []
 
@@ -83,9 +80,8 @@ def test_all_ranks_find_the_checkpoint_before_any_waits_for_another(
     async def open_worker(*_: object) -> SimpleNamespace:
         return SimpleNamespace(ready=SimpleNamespace(place=SimpleNamespace(accelerators=())))
 
-    monkeypatch.setattr(group_module, "_open_worker", open_worker)
     group: Any = object.__new__(WorkerGroup)
     group._config = config_from_keys({"target.tensor_parallel": 3})
-    group._curve, group._keys, group._start_rank = None, None, start_rank
+    group._curve, group._start_rank, group._open_worker = None, start_rank, open_worker
     asyncio.run(group._open_ranks())
     assert events == [*(f"rank {rank} has the files" for rank in range(3)), "they meet"]
