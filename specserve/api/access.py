@@ -11,7 +11,7 @@ from pathlib import Path
 from specserve.api.key_file import CHECK_EVERY_S, KeyFile, KeyTrouble
 from specserve.api.keys import ApiClient
 from specserve.api.metering import KeyMetrics
-from specserve.api.rates import Account, Accounts
+from specserve.api.rates import Account, Accounts, ClientUse, UseByGateway
 from specserve.config.tree import HttpConfig
 from specserve.errors import KeyRevoked
 from specserve.metrics import Registry
@@ -77,6 +77,16 @@ class ClientAccess:
                 yield use
             finally:
                 self._uses.remove(use)
+
+    def uses(self) -> tuple[ClientUse, ...]:
+        """Return what clients with limits have used of this gateway, for the others."""
+        return self._accounts.uses()
+
+    def charge_others(self, others: UseByGateway) -> None:
+        """Take what clients have used of other gateways from what they may use here."""
+        for client in self._keys.named({use.name for uses in others.values() for use in uses}):
+            self._accounts.get(client)  # also of one that has not come here yet
+        self._accounts.charge_others(others)
 
     def trouble(self) -> KeyTrouble | None:
         """Return why keys cannot be read any more; metrics show it from then on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +81,10 @@ class KeyFile:
         """
         self._refresh()
         return self._keys.is_valid(client)
+
+    def named(self, names: Collection[str]) -> list[ApiClient]:
+        """Return the clients of these names, one for each of their keys."""
+        return self._keys.named(names)
 
     def trouble(self) -> KeyTrouble | None:
         """Return what is wrong with the file, as of the last second."""

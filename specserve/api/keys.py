@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -68,6 +68,9 @@ class ApiKeys:
 
     def __len__(self) -> int:
         return len(self._clients)
+
+    def named(self, names: Collection[str]) -> list[ApiClient]:
+        return [client for client in self._clients if client.name in names]
 
     def find(self, key: str, today: date | None = None) -> ApiClient | None:
         """Return the client of a key that is valid today, by UTC unless another day is given.

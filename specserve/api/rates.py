@@ -1,14 +1,16 @@
 """Limit each client's requests and tokens a minute, and its requests under way. Knows no keys.
 
-Each process counts for itself.
+Each gateway has buckets of its own, from which it also takes what the others report that they used.
+So all of them fall and fill alike, some two reports apart.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from specserve.api.keys import ApiClient
 from specserve.errors import RateLimited
@@ -17,6 +19,21 @@ from specserve.types import Grammar
 REQUESTS, TOKENS, CONCURRENT, GRAMMARS = "requests", "tokens", "concurrent", "grammars"
 MAX_GRAMMARS = 16
 """Different grammars under way of one client: each takes an engine's time of its own."""
+MAX_GATEWAYS = 1000
+"""Gateways whose last report is remembered, those that are gone among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientUse:
+    """The use of one gateway by one client, since that gateway has started."""
+
+    name: str
+    requests: float
+    tokens: float  # with those reserved; it falls when a reservation is settled
+    num_running: int
+
+
+UseByGateway = Mapping[str, Sequence[ClientUse]]
 
 
 class RateBucket:
@@ -30,6 +47,7 @@ class RateBucket:
         self._what, self._clock = what, clock
         self._per_minute: float | None = None
         self._level, self._updated_at = 0.0, clock()
+        self.used = 0.0  # in all, of this bucket's own takings
 
     def set_rate(self, per_minute: float | None) -> None:
         """Change the rate; None is no limit.
@@ -63,11 +81,19 @@ class RateBucket:
             )
             raise RateLimited(message, limit=self._what, retry_after_s=wait_s)
         self._level -= taken
+        self.used += taken
         return taken
 
     def settle(self, *, taken: float, used: float) -> None:
         """Replace what was taken by what was used."""
         self._level += taken - used
+        if self._per_minute is not None:
+            self.used += used - taken
+
+    def charge(self, amount: float) -> None:
+        """Take what was used elsewhere, or give back what was settled there, if it is negative."""
+        if self._per_minute is not None:
+            self._level, self._updated_at = self._current_level() - amount, self._clock()
 
     def _current_level(self) -> float:
         assert self._per_minute is not None
@@ -89,6 +115,20 @@ class Account:
         self._count_rate_limited = count_rate_limited
         self._num_running, self.max_running = 0, math.inf
         self._grammars: Counter[Grammar] = Counter()  # of the requests under way
+        self.num_running_elsewhere = 0  # at other gateways, as they reported last
+
+    @property
+    def use(self) -> ClientUse:
+        return ClientUse(self.name, self._requests.used, self._tokens.used, self._num_running)
+
+    @property
+    def is_limited(self) -> bool:
+        return self._rates != (None, None) or self.max_running < math.inf
+
+    def charge(self, *, requests: float, tokens: float) -> None:
+        """Take from the buckets what was used at another gateway."""
+        self._requests.charge(requests)
+        self._tokens.charge(tokens)
 
     def set_rates(self, rates: tuple[float | None, float | None]) -> None:
         if rates != self._rates:
@@ -99,10 +139,12 @@ class Account:
     @contextmanager
     def request(self) -> Iterator[None]:
         """Count a request while it is under way. Raises RateLimited before that."""
-        if self._num_running >= self.max_running:
+        num_running = self._num_running + self.num_running_elsewhere
+        if num_running >= self.max_running:
             self._count_rate_limited(CONCURRENT)
             raise RateLimited(
-                f"{self.name} has {self._num_running} requests under way, which is its limit",
+                f"{self.name} has {num_running} requests under way, and its limit is "
+                f"{self.max_running:g}",
                 limit=CONCURRENT,
             )
         self._take(self._requests, 1)
@@ -150,6 +192,8 @@ class Accounts:
     ) -> None:
         self._clock, self._count_rate_limited = clock, count_rate_limited
         self._accounts: dict[str, Account] = {}
+        # What each other gateway has reported last, by client.
+        self._seen: dict[str, dict[str, ClientUse]] = {}
 
     def get(self, client: ApiClient) -> Account:
         account = self._accounts.get(client.name)
@@ -160,3 +204,34 @@ class Accounts:
         account.set_rates(client.rates)
         account.max_running = client.concurrent_requests or math.inf
         return account
+
+    def uses(self) -> tuple[ClientUse, ...]:
+        """Return what clients with limits have used here since the start."""
+        return tuple(account.use for account in self._accounts.values() if account.is_limited)
+
+    def charge_others(self, others: UseByGateway) -> None:
+        """Take what other gateways report, as far as it is new; none: they are not known now.
+
+        A gateway that is seen for the first time is charged from then on: it may be this one that
+        is new. A report that is missing for a while loses nothing, since reports are totals.
+        """
+        running: dict[str, int] = {}
+        for gateway, uses in others.items():
+            seen = self._seen.pop(gateway, None)  # put back last: the newest are kept
+            for use in uses:
+                running[use.name] = running.get(use.name, 0) + use.num_running
+                if seen is not None:
+                    self._charge(use, seen.get(use.name))
+            self._seen[gateway] = (seen or {}) | {use.name: use for use in uses}
+        while len(self._seen) > MAX_GATEWAYS:
+            del self._seen[next(iter(self._seen))]
+        for name, account in self._accounts.items():
+            account.num_running_elsewhere = running.get(name, 0)
+
+    def _charge(self, use: ClientUse, before: ClientUse | None) -> None:
+        account = self._accounts.get(use.name)
+        if account is not None:
+            account.charge(
+                requests=use.requests - (before.requests if before else 0),
+                tokens=use.tokens - (before.tokens if before else 0),
+            )

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from specserve.api.rates import ClientUse, UseByGateway
 from specserve.api.service import ServedModel
 from specserve.cluster.autoscaling import autoscaling_stats
 from specserve.cluster.gauges import Gauges
@@ -180,7 +181,9 @@ class Gateway:
             replica_id=self._replica,
             on_resume=lambda: resumed.add(1),
         )
-        self._reports = asyncio.create_task(report_forever(board, self._report))
+        self._reports = asyncio.create_task(
+            report_forever(board, self._report, self._charge_others)
+        )
 
     def __serve_build_asgi_app__(self) -> Any:
         from specserve.api.app import build as build_app
@@ -202,6 +205,12 @@ class Gateway:
             self._replicas.close()
 
     def _report(self) -> ReplicaReport:
+        uses: tuple[ClientUse, ...] = ()
         if self._access is not None:
             self._access.trouble()  # so that its gauge is of this moment, also without requests
-        return ReplicaReport(self._replica, GATEWAY, None, self._registry.snapshot())
+            uses = self._access.uses()
+        return ReplicaReport(self._replica, GATEWAY, None, self._registry.snapshot(), uses=uses)
+
+    def _charge_others(self, others: UseByGateway) -> None:
+        if self._access is not None:
+            self._access.charge_others(others)

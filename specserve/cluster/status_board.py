@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from specserve.api.rates import ClientUse, UseByGateway
 from specserve.api.service import Status
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.metrics import Snapshot, merge
@@ -38,6 +39,7 @@ class ReplicaReport:
     metrics: Snapshot
     draft_placement: str | None = None  # of an engine that drafts, and why
     device_troubles: tuple[str, ...] = ()  # of an engine: devices that it avoids
+    uses: tuple[ClientUse, ...] = ()  # of a gateway by its clients
 
 
 class Board:
@@ -62,9 +64,16 @@ class Board:
         # Lasting metrics of replicas that fell silent, the oldest first: some come back.
         self._silent: dict[str, Snapshot] = {}
 
-    def report(self, report: ReplicaReport) -> None:
+    def report(self, report: ReplicaReport) -> UseByGateway:
+        """Take a report, and return the last ones of the other gateways about their clients."""
         self._silent.pop(report.replica, None)  # its own counters go on
         self._reports[report.replica] = (self._clock(), report)
+        self._drop_silent()
+        return {
+            other.replica: other.uses
+            for _, other in self._reports.values()
+            if other.role == GATEWAY == report.role and other.replica != report.replica
+        }
 
     def status(self, excluded_replica: str = "") -> Status:
         """Return the status of all replicas, with the metrics of all but the excluded one.
@@ -121,11 +130,16 @@ class Board:
             self._departed = left if self._departed is None else merge([self._departed, left])
 
 
-async def report_forever(board: Any, make: Callable[[], ReplicaReport]) -> None:
-    """Report to the board's handle once a second."""
+async def report_forever(
+    board: Any,
+    make: Callable[[], ReplicaReport],
+    take_others: Callable[[UseByGateway], None] = lambda others: None,
+) -> None:
+    """Report to the board's handle once a second, and take what it knows of other gateways."""
     while True:
         try:
-            await board.report.remote(make())
+            take_others(await board.report.remote(make()))
         except Exception:  # the board may be away; the next report will reach it
             log.warning("the board took no report", exc_info=True)
+            take_others({})
         await asyncio.sleep(REPORT_EVERY_S)

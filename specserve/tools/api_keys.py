@@ -47,7 +47,8 @@ def create_key(
         lines = _lines(file) if file.exists() else []
         known, _ = parse_keys(lines)
         key = "sk-" + secrets.token_urlsafe(KEY_BYTES)
-        own = limits or next((_limits(one) for one in known if one.name == name), {})
+        inherited = next((_limits(one) for one in known if one.name == name), {})
+        own: Mapping[str, float] = limits or inherited
         settings = [f"{limit}={value:.0f}" for limit, value in own.items()]
         if expires is not None:
             settings.append(f"{EXPIRES}={expires}")
