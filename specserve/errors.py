@@ -70,6 +70,10 @@ class Displaced(Unavailable):
     """An engine that goes away; another one can resume its requests."""
 
 
+class UnsuitableEngine(Unavailable):
+    """An engine that cannot take a request which another one may."""
+
+
 class TimedOut(SpecserveError):
     """A request that took longer than `limits.request_timeout_s`."""
 
@@ -128,6 +132,10 @@ class BadAnswer(SpecserveError):
 
 class BadFrame(SpecserveError):
     """A message in an unknown format or of another version."""
+
+
+class VersionMismatch(BadFrame):
+    """A process at the other end of a link that runs another release of specserve."""
 
 
 def first_line(error: BaseException) -> str:

@@ -39,9 +39,9 @@ from specserve.wire.codec import (
     write_verdict,
     write_verify_step,
 )
+from specserve.wire.version import VERSION, require_same_version
 
 MAGIC = b"specserve"
-VERSION = 8
 Frame = bytes | memoryview
 
 
@@ -168,9 +168,10 @@ def pack(message: Message) -> list[bytes]:
 
 
 def unpack(frames: Sequence[Frame]) -> Message:
-    """Return the message of these frames, or raise BadFrame.
+    """Return the message of these frames, or raise BadFrame; VersionMismatch if that is why.
 
-    Sparse distributions are read-only views of one array for the whole message.
+    Every version begins a message with an array of MAGIC, its own number, and more. Sparse
+    distributions are read-only views of one array for the whole message.
     """
     try:
         return _unpack(frames)
@@ -180,11 +181,13 @@ def unpack(frames: Sequence[Frame]) -> Message:
 
 _MAX_WIDTH = 16
 """Longest array in the head. A small frame of nested arrays thus cannot claim much memory."""
+_NUM_OPENING_FIELDS = 5
+"""Fields of the array that opens a message: MAGIC, VERSION, kind, number of items, own fields."""
 
 
 def _unpack(frames: Sequence[Frame]) -> Message:
-    if not 1 <= len(frames) <= 2 or not len(frames[0]):
-        raise BadFrame(f"a message has a head and perhaps arrays; these are {len(frames)} frames")
+    if not frames or not len(frames[0]):
+        raise BadFrame("a message has a head and perhaps arrays")
     size = len(frames[0])
     limits = {
         "max_array_len": _MAX_WIDTH,
@@ -194,15 +197,13 @@ def _unpack(frames: Sequence[Frame]) -> Message:
     }
     unpacker = msgpack.Unpacker(use_list=False, read_size=size, **limits)
     unpacker.feed(frames[0])
-    magic, version, *rest = unpacker.unpack()
-    if magic != MAGIC or type(version) is not int:
+    num_fields = unpacker.read_array_header()
+    if unpacker.unpack() != MAGIC:
         raise BadFrame("not a message of specserve")
-    if version != VERSION:
-        raise BadFrame(
-            f"a message of protocol version {version}, and this is version {VERSION}; "
-            "run the same release everywhere"
-        )
-    kind, num_items, fields = rest
+    require_same_version(unpacker.unpack())
+    if num_fields != _NUM_OPENING_FIELDS or len(frames) > 2:
+        raise BadFrame("a message of another shape")
+    kind, num_items, fields = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
     layout = _KINDS.get(require_text(kind))
     if layout is None or type(num_items) is not int or num_items < 0:
         raise BadFrame("a message of no known kind or size")

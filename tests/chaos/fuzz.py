@@ -45,7 +45,6 @@ from specserve.types import (
     Warp,
 )
 from specserve.wire.messages import (
-    VERSION,
     Chunks,
     Failure,
     Message,
@@ -58,6 +57,7 @@ from specserve.wire.messages import (
     pack,
     unpack,
 )
+from specserve.wire.version import VERSION
 from tests.support.http_server import FakeService, RunningServer, serving
 
 Frames = list[bytes]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from specserve.errors import BadFrame, OutOfPages, WorkerLost
+from specserve.errors import BadFrame, OutOfPages, VersionMismatch, WorkerLost
 from specserve.types import (
     GRAMMARS,
     VERIFIERS,
@@ -37,7 +37,6 @@ from specserve.types import (
 )
 from specserve.wire.codec import MAX_SALT
 from specserve.wire.messages import (
-    VERSION,
     Chunks,
     Failure,
     Message,
@@ -50,6 +49,7 @@ from specserve.wire.messages import (
     pack,
     unpack,
 )
+from specserve.wire.version import RELEASE, VERSION, require_same_version
 
 M = TypeVar("M", bound=Message)
 
@@ -318,10 +318,29 @@ def test_an_error_message_that_is_not_unicode_is_still_sent() -> None:
     )
 
 
-def test_another_version_is_refused_and_both_are_named() -> None:
-    head = msgpack.packb((b"specserve", VERSION + 1, "Stop", 0, ()))
-    with pytest.raises(BadFrame, match=rf"version {VERSION + 1}\b.* version {VERSION}\b"):
-        unpack([head])
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [msgpack.packb((b"specserve", VERSION + 1, "Stop", 0, ()))],
+        [msgpack.packb((b"specserve", VERSION + 1, {}, [0] * 99, "more", "fields"))],
+        [msgpack.packb((b"specserve", VERSION + 1)), b"", b""],
+    ],
+    ids=["same shape", "other fields", "other frames"],
+)
+def test_another_version_is_refused_and_both_are_named(frames: list[bytes]) -> None:
+    with pytest.raises(
+        VersionMismatch, match=rf"version {VERSION + 1}\b.* version {VERSION}\b"
+    ) as refused:
+        unpack(frames)
+    assert f"(specserve {RELEASE})" in str(refused.value)
+
+
+def test_the_refusal_of_another_version_names_the_releases_that_are_known() -> None:
+    require_same_version(VERSION, "1.2.3")
+    with pytest.raises(VersionMismatch, match=rf"version {VERSION - 1} \(specserve 1\.2\.3\)"):
+        require_same_version(VERSION - 1, "1.2.3")
+    with pytest.raises(VersionMismatch, match="no known protocol version, and"):
+        require_same_version("10.0.0.1", 5)
 
 
 def head(
