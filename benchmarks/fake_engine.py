@@ -11,9 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray import serve
+
 from specserve.cluster.placement import Bundle
-from specserve.cluster.transport.chunk_stream import ChunkSender, StreamAddress
+from specserve.cluster.status_board import ENGINE, ReplicaReport, report_forever
+from specserve.cluster.transport.chunk_stream import ChunkSender
+from specserve.cluster.transport.endpoint import Address, KeyPair
 from specserve.config.tree import Config
+from specserve.metrics import Snapshot
 from specserve.types import Chunk, FinishReason, ModelInfo, Origin, Request, Stats
 from specserve.wire.messages import Chunks
 
@@ -34,9 +39,16 @@ class _Stream:
 class PacedEngine:
     """Replacement of `Engine` in `application`, which emits tokens at a fixed pace."""
 
-    def __init__(self, config: Config, bundles: Sequence[Bundle], board: Any) -> None:
+    # Serve awaits the constructor; type checkers do not know that.
+    async def __init__(  # type: ignore[misc]
+        self, config: Config, bundles: Sequence[Bundle], board: Any
+    ) -> None:
+        self._keys = KeyPair.generate()
+        replica = serve.get_replica_context().replica_id.unique_id
+        report = ReplicaReport(replica, ENGINE, None, Snapshot({}), engine_key=self._keys.public)
+        self._reports = asyncio.create_task(report_forever(board, lambda: report))
         self._streams: dict[int, _Stream] = {}
-        self._senders: dict[StreamAddress, ChunkSender] = {}
+        self._senders: dict[Address, ChunkSender] = {}
         self._first_token_times: dict[int, float] = {}
         self._count = 0
         self._task: asyncio.Task[None] | None = None
@@ -50,10 +62,10 @@ class PacedEngine:
             num_pages=1 << 20,
         )
 
-    async def generate(self, request: Request, number: int, address: StreamAddress) -> None:
+    async def generate(self, request: Request, number: int, address: Address) -> None:
         self._task = self._task or asyncio.create_task(self._emit_forever())
         if address not in self._senders:
-            self._senders[address] = ChunkSender(address)
+            self._senders[address] = ChunkSender(address, self._keys)
         self._count = key = self._count + 1
         stream = self._streams[key] = _Stream(
             request,

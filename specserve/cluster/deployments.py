@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from specserve.api.rates import ClientUse, UseByGateway
+from specserve.api.rates import ClientUse
 from specserve.api.service import ServedModel
 from specserve.cluster.autoscaling import autoscaling_stats
 from specserve.cluster.gauges import Gauges
@@ -24,8 +24,15 @@ from specserve.cluster.placement import Bundle
 from specserve.cluster.remote import RemoteDrafter
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.reply_streams import ReplyStreams
-from specserve.cluster.status_board import ENGINE, GATEWAY, ReplicaReport, report_forever
-from specserve.cluster.transport.chunk_stream import ChunkReceiver, StreamAddress
+from specserve.cluster.status_board import (
+    ENGINE,
+    GATEWAY,
+    GatewayAnswer,
+    ReplicaReport,
+    report_forever,
+)
+from specserve.cluster.transport.chunk_stream import ChunkReceiver
+from specserve.cluster.transport.endpoint import Address
 from specserve.config.tree import Config
 from specserve.engine import Coordinator
 from specserve.engine.trace import TraceJournal
@@ -81,14 +88,15 @@ class Engine:
         log.info("draft.placement: %s", self._group.draft_placement)
 
     async def generate(
-        self, request: Request, number: int, address: StreamAddress
+        self, request: Request, number: int, address: Address
     ) -> SpecserveError | None:
         """Serve a request until it ends; its chunks go to `address`.
 
         Returns None when the last chunk has been sent, or the error: that the request was refused,
-        or that it must continue on another engine.
+        that it must continue on another engine, or that the gateway runs another release.
         """
         try:
+            address.require_same_version()  # the request may be of another shape
             seq_id = self._coordinator.submit(request)
         except SpecserveError as error:
             return error
@@ -144,6 +152,7 @@ class Engine:
             self._registry.snapshot(),
             self._group.draft_placement,
             self._health.device_troubles,
+            engine_key=self._replies.public_key,
         )
 
 
@@ -182,7 +191,7 @@ class Gateway:
             on_resume=lambda: resumed.add(1),
         )
         self._reports = asyncio.create_task(
-            report_forever(board, self._report, self._charge_others)
+            report_forever(board, self._report, self._on_answer, self._replicas.unknown_engine)
         )
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -211,6 +220,9 @@ class Gateway:
             uses = self._access.uses()
         return ReplicaReport(self._replica, GATEWAY, None, self._registry.snapshot(), uses=uses)
 
-    def _charge_others(self, others: UseByGateway) -> None:
+    def _on_answer(self, answer: GatewayAnswer | None) -> None:
+        """Take the board's answer to a report; None while the board is away."""
+        if answer is not None:
+            self._replicas.admit_engines(answer.engines)
         if self._access is not None:
-            self._access.charge_others(others)
+            self._access.charge_others({} if answer is None else answer.uses)

@@ -317,11 +317,14 @@ async def _open_worker(started: StartedWorker, keys: KeyPair, *arguments: object
     """
     hello, host = started.hello, started.host
     is_running = partial(process_runs_on, hello.node, hello.pid)
-    client = Client(keys, hello.address, is_running=is_running)
     try:
-        ready = await _wait_unless_silent(client, result_of(host.open.remote(*arguments)))
+        client = Client(keys, hello.address, is_running=is_running)
+        try:
+            ready = await _wait_unless_silent(client, result_of(host.open.remote(*arguments)))
+        except BaseException:
+            client.close()
+            raise
     except BaseException:
-        client.close()
         kill_process(hello.node, hello.pid)
         raise
     return Worker(started.role, client, ready, asyncio.wrap_future(host.run.remote().future()))

@@ -7,20 +7,31 @@ request and returns at most an error. The tokens arrive by the gateway's own lin
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from specserve.api.service import Status
 from specserve.cluster.resume import ResumableRequest
+from specserve.cluster.status_board import EngineKeys
 from specserve.cluster.transport.chunk_stream import ChunkReceiver
-from specserve.errors import Displaced, Overloaded, SpecserveError, Unavailable, WorkerLost
+from specserve.errors import (
+    Displaced,
+    Overloaded,
+    SpecserveError,
+    Unavailable,
+    UnsuitableEngine,
+    VersionMismatch,
+    WorkerLost,
+    first_line,
+)
 from specserve.types import Chunk, Request
 
 log = logging.getLogger(__name__)
@@ -37,9 +48,33 @@ PROBE_EVERY_S = 2.0
 FULL_FOR_S = 4.0
 """Seconds after the last refusal of an engine, from which on all requests are sent again."""
 
+NUMBER_BITS = 64
+"""Random bits of the number of a call."""
 BOARD_ANSWERS_S, BOARD_AWAY_S, BOARD_YOUNG_S = 2.0, 60.0, 3.0
 """Seconds that the board has to answer, may be away, and has no reports yet when it is new."""
+# Engines that cannot take a request, as in an update, when some run another release. So many are
+# tried before it is refused.
+MAX_UNSUITABLE = 5
+UNSUITABLE_RETRY_S = 0.05
 ChunkQueue = asyncio.Queue[Chunk | SpecserveError]
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    """Chunks of one call that is under way, and the key of the engine that has it.
+
+    The number of a call is random, and only the engine that has it is given it. So the first sender
+    of chunks with that number is that engine, and from then on those of all others are dropped.
+    """
+
+    chunks: ChunkQueue = field(default_factory=ChunkQueue)
+    engine: bytes | None = None
+
+    def accepts(self, engine: bytes) -> bool:
+        """Return whether chunks of this engine belong here."""
+        if self.engine is None:
+            self.engine = engine
+        return self.engine == engine
 
 
 class EngineReplicas:
@@ -58,14 +93,23 @@ class EngineReplicas:
         """Keep the handles; `on_resume` is called each time that a request is resumed."""
         self._engine, self._board, self._receiver = engine, board, receiver
         self._replica_id, self._on_resume, self._clock = replica_id, on_resume, clock
-        self._numbers = itertools.count()
-        self._queues: dict[int, ChunkQueue] = {}
+        self._calls: dict[int, _OpenCall] = {}  # by random numbers
+        self._engine_keys: frozenset[bytes] = frozenset()
+        # Set when an engine with an unknown key connects, until the board names it.
+        self.unknown_engine = asyncio.Event()
+        receiver.on_unknown_engine = self.unknown_engine.set
         self._full_until, self._why_full, self._next_probe = 0.0, "", 0.0
         # Streams that have ended since an engine refused a request, less those that began since.
         self._num_ended = 0
         self._last_status: Status | None = None  # the last healthy one, with engines
         self._last_status_at = 0.0
         self._dispatch_task = asyncio.create_task(self._dispatch())
+
+    def admit_engines(self, engines: EngineKeys) -> None:
+        """Take chunks of these engines, and no longer of those that the board does not name."""
+        kept = frozenset() if engines.is_complete else self._engine_keys
+        self._engine_keys = engines.keys | kept
+        self._receiver.admit(self._engine_keys)
 
     def require_room(self) -> None:
         """Raise Overloaded if engines refuse requests, and no place has become free since.
@@ -85,7 +129,7 @@ class EngineReplicas:
             self._num_ended -= 1
         else:
             self._next_probe = self._clock() + PROBE_EVERY_S
-        resumable = ResumableRequest(request)
+        resumable, num_unsuitable = ResumableRequest(request), 0
         while True:
             try:
                 async with aclosing(self._attempt(resumable.request)) as chunks:
@@ -100,6 +144,12 @@ class EngineReplicas:
                 backoff = resumable.on_engine_lost(error)
                 log.warning("a request goes on elsewhere: %s", error)
                 self._on_resume()
+            except UnsuitableEngine as error:
+                num_unsuitable += 1
+                if num_unsuitable >= MAX_UNSUITABLE and not resumable.num_resumed:
+                    raise
+                log.warning("another engine is tried: %s", error)
+                backoff = UNSUITABLE_RETRY_S if num_unsuitable < MAX_UNSUITABLE else FULL_RETRY_S
             except (Overloaded, Unavailable) as error:
                 if isinstance(error, Overloaded):
                     self._full_until, self._why_full = self._clock() + FULL_FOR_S, str(error)
@@ -115,10 +165,10 @@ class EngineReplicas:
 
         Chunks that it sends after the attempt has ended carry an old number and are dropped.
         """
-        number, queue = next(self._numbers), ChunkQueue()
-        self._queues[number] = queue
+        number, opened = secrets.randbits(NUMBER_BITS), _OpenCall()
+        self._calls[number], queue = opened, opened.chunks
         call = self._engine.generate.remote(request, number, self._receiver.address)
-        watcher = asyncio.create_task(_watch_call(call, queue))
+        watcher = asyncio.create_task(_watch_call(call, opened))
         ended, frees_place = False, True
         try:
             while not ended:
@@ -129,7 +179,7 @@ class EngineReplicas:
                 ended = chunk.finish is not None
                 yield chunk
         finally:
-            del self._queues[number]
+            del self._calls[number]
             self._num_ended += frees_place
             if not ended and not watcher.done():
                 call.cancel()
@@ -172,15 +222,23 @@ class EngineReplicas:
         self._receiver.close()
 
     async def _dispatch(self) -> None:
-        """Put each chunk into the queue of its request; drop those of requests that have ended."""
+        """Put each chunk into the queue of its request.
+
+        Those of requests that have ended, or that another engine has, are dropped.
+        """
         while True:
-            for chunk in (await self._receiver.receive()).chunks:
-                queue = self._queues.get(chunk.seq_id)
-                if queue is not None:
-                    queue.put_nowait(chunk)
+            received = await self._receiver.receive()
+            for chunk in received.chunks:
+                call = self._calls.get(chunk.seq_id)
+                if call is None:
+                    continue
+                if call.accepts(received.engine):
+                    call.chunks.put_nowait(chunk)
+                else:
+                    log.error("an engine sent chunks of a request that another engine has")
 
 
-async def _watch_call(call: Any, queue: ChunkQueue) -> None:
+async def _watch_call(call: Any, opened: _OpenCall) -> None:
     """Put the error that ends a request without a last chunk into its queue.
 
     The engine refused it, or its replica died.
@@ -190,6 +248,8 @@ async def _watch_call(call: Any, queue: ChunkQueue) -> None:
         if failure is None:  # the last chunk has been sent, and normally overtakes this answer
             await asyncio.sleep(LAST_CHUNK_S)
             failure = WorkerLost("the end of the text was lost between engine and gateway")
+        elif isinstance(failure, VersionMismatch):
+            failure = UnsuitableEngine(str(failure))
     except BackPressureError as error:
         failure = Overloaded(str(error))
     except DeploymentUnavailableError as error:
@@ -199,4 +259,8 @@ async def _watch_call(call: Any, queue: ChunkQueue) -> None:
     except (RayError, RayServeException) as error:
         log.exception("a request's call failed")
         failure = WorkerLost(f"the request's call failed: {type(error).__name__}")
-    queue.put_nowait(failure)
+        if isinstance(error, RayTaskError) and opened.engine is None:
+            # It failed on the call itself, as an engine of another release may.
+            cause = first_line(error.cause or error)
+            failure = UnsuitableEngine(f"an engine could not take the request: {cause}")
+    opened.chunks.put_nowait(failure)

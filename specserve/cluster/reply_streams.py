@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from specserve.cluster.transport.chunk_stream import ChunkSender, StreamAddress
+from specserve.cluster.transport.chunk_stream import ChunkSender
+from specserve.cluster.transport.endpoint import Address, KeyPair
 from specserve.errors import Displaced, SpecserveError, WorkerLost, first_line
 from specserve.types import Chunk, FinishReason
 from specserve.wire.messages import Chunks
@@ -29,27 +30,32 @@ class Reply:
             self.ended.set_result(error)
 
 
-OpenSender = Callable[[StreamAddress, Callable[[], None]], ChunkSender]
+OpenSender = Callable[[Address, KeyPair, Callable[[], None]], ChunkSender]
 """Opens a sender to a gateway; the callback is called if that gateway is found gone."""
 
 
-def open_chunk_sender(address: StreamAddress, on_gone: Callable[[], None]) -> ChunkSender:
-    return ChunkSender(address, on_gone=on_gone)
+def open_chunk_sender(address: Address, keys: KeyPair, on_gone: Callable[[], None]) -> ChunkSender:
+    return ChunkSender(address, keys, on_gone=on_gone)
 
 
 class ReplyStreams:
     """The open replies of an engine, by sequence, and a sender for each gateway.
 
-    The replies to a gateway that is gone end with WorkerLost, and their sequences are then
-    cancelled. One that lives behind a broken network resumes its requests.
+    Gateways know the engine by `public_key`; all its senders have the same keys. The replies to a
+    gateway that is gone end with WorkerLost, and their sequences are then cancelled. One that lives
+    behind a broken network resumes its requests.
     """
 
     def __init__(self, open_sender: OpenSender = open_chunk_sender) -> None:
-        self._open_sender = open_sender
+        self._open_sender, self._keys = open_sender, KeyPair.generate()
         self._replies: dict[int, Reply] = {}
-        self._senders: dict[StreamAddress, ChunkSender] = {}
+        self._senders: dict[Address, ChunkSender] = {}
 
-    def open(self, seq_id: int, number: int, address: StreamAddress) -> Reply:
+    @property
+    def public_key(self) -> bytes:
+        return self._keys.public
+
+    def open(self, seq_id: int, number: int, address: Address) -> Reply:
         """Send the chunks of the sequence to the gateway at `address` from now on."""
         ended = asyncio.get_running_loop().create_future()
         reply = self._replies[seq_id] = Reply(self._sender(address), number, ended)
@@ -84,13 +90,14 @@ class ReplyStreams:
         for sender in self._senders.values():
             sender.close()
 
-    def _sender(self, address: StreamAddress) -> ChunkSender:
+    def _sender(self, address: Address) -> ChunkSender:
         if address not in self._senders:
             self._close_idle_senders()
-            self._senders[address] = self._open_sender(address, partial(self._on_gone, address))
+            on_gone = partial(self._on_gone, address)
+            self._senders[address] = self._open_sender(address, self._keys, on_gone)
         return self._senders[address]
 
-    def _on_gone(self, address: StreamAddress) -> None:
+    def _on_gone(self, address: Address) -> None:
         """End the replies to a gateway. If it lives, it gets a new sender with its next request."""
         sender = self._senders.pop(address)
         lost = [reply for reply in self._replies.values() if reply.sender is sender]

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 ENGINE, GATEWAY = "engine", "gateway"
 REPORT_EVERY_S = 1.0
+MIN_REPORT_S = 0.05
+"""Time between two reports of a gateway that meets keys which it does not know."""
 SILENT_AFTER_S = 5.0
 """Time without a report after which a replica counts as gone."""
 MAX_SILENT = 100
@@ -40,6 +42,23 @@ class ReplicaReport:
     draft_placement: str | None = None  # of an engine that drafts, and why
     device_troubles: tuple[str, ...] = ()  # of an engine: devices that it avoids
     uses: tuple[ClientUse, ...] = ()  # of a gateway by its clients
+    engine_key: bytes | None = None  # public key with which an engine sends its chunks
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKeys:
+    """Public keys of the engines, by which gateways admit their chunks."""
+
+    keys: frozenset[bytes]
+    is_complete: bool  # False while engines that run may not have reported yet
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAnswer:
+    """The board's answer to the report of a gateway."""
+
+    engines: EngineKeys
+    uses: UseByGateway  # the last reports of the other gateways about their clients
 
 
 class Board:
@@ -57,6 +76,7 @@ class Board:
         watch: PlacementWatch | None = None,
     ) -> None:
         self._clock, self._may_sleep, self._watch = clock, may_sleep, watch
+        self._began = clock()
         self._waits: str | None = None  # why an engine waits for a node
         self._watched_at = clock()
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
@@ -64,16 +84,20 @@ class Board:
         # Lasting metrics of replicas that fell silent, the oldest first: some come back.
         self._silent: dict[str, Snapshot] = {}
 
-    def report(self, report: ReplicaReport) -> UseByGateway:
-        """Take a report, and return the last ones of the other gateways about their clients."""
+    def report(self, report: ReplicaReport) -> GatewayAnswer | None:
+        """Keep a replica's report, and answer that of a gateway."""
         self._silent.pop(report.replica, None)  # its own counters go on
         self._reports[report.replica] = (self._clock(), report)
+        if report.role != GATEWAY:
+            return None
         self._drop_silent()
-        return {
-            other.replica: other.uses
-            for _, other in self._reports.values()
-            if other.role == GATEWAY == report.role and other.replica != report.replica
-        }
+        reports = [each for _, each in self._reports.values()]
+        keys = frozenset(each.engine_key for each in reports if each.engine_key is not None)
+        others = [each for each in reports if each.role == GATEWAY and each is not report]
+        return GatewayAnswer(
+            EngineKeys(keys, is_complete=self._clock() - self._began >= SILENT_AFTER_S),
+            {other.replica: other.uses for other in others},
+        )
 
     def status(self, excluded_replica: str = "") -> Status:
         """Return the status of all replicas, with the metrics of all but the excluded one.
@@ -133,13 +157,22 @@ class Board:
 async def report_forever(
     board: Any,
     make: Callable[[], ReplicaReport],
-    take_others: Callable[[UseByGateway], None] = lambda others: None,
+    on_answer: Callable[[GatewayAnswer | None], None] = lambda answer: None,
+    wanted: asyncio.Event | None = None,
 ) -> None:
-    """Report to the board's handle once a second, and take what it knows of other gateways."""
+    """Report to the board's handle once a second, and soon after an answer is `wanted`.
+
+    `on_answer` takes each answer; None while the board is away.
+    """
+    wanted = wanted or asyncio.Event()
     while True:
+        wanted.clear()
         try:
-            take_others(await board.report.remote(make()))
+            answer: GatewayAnswer | None = await board.report.remote(make())
         except Exception:  # the board may be away; the next report will reach it
             log.warning("the board took no report", exc_info=True)
-            take_others({})
-        await asyncio.sleep(REPORT_EVERY_S)
+            answer = None
+        on_answer(answer)
+        await asyncio.sleep(MIN_REPORT_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(wanted.wait(), REPORT_EVERY_S - MIN_REPORT_S)

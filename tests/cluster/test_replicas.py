@@ -10,18 +10,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
 
+from specserve.api.refusal import Refusal
 from specserve.api.service import Status
+from specserve.cluster import deployments
 from specserve.cluster import replicas as replicas_module
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.resume import ResumableRequest
+from specserve.cluster.status_board import EngineKeys
 from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender
-from specserve.cluster.transport.endpoint import LinkTiming
-from specserve.errors import BadValue, Displaced, Overloaded, WorkerLost
+from specserve.cluster.transport.endpoint import Address, KeyPair, LinkTiming
+from specserve.errors import (
+    BadValue,
+    Displaced,
+    Overloaded,
+    Unavailable,
+    VersionMismatch,
+    WorkerLost,
+)
 from specserve.types import Chunk, FinishReason, Origin, Request, Stats, Warp
 from specserve.wire.messages import Chunks
+from specserve.wire.version import VERSION
 from tests.support.relay import Relay
 
 REQUEST = Request((1, 2), 8, Warp(), seed=1)
@@ -67,13 +78,14 @@ class Engine:
 
 def run(scenario: Callable[[EngineReplicas, Engine, ChunkSender], Any]) -> None:
     async def main() -> None:
-        receiver, engine = ChunkReceiver("127.0.0.1"), Engine()
+        receiver, engine, keys = ChunkReceiver("127.0.0.1"), Engine(), KeyPair.generate()
         replicas, sender = (
             EngineReplicas(
                 engine, None, receiver, replica_id="g", on_resume=lambda: engine.resumed.append(1)
             ),
-            ChunkSender(receiver.address),
+            ChunkSender(receiver.address, keys),
         )
+        replicas.admit_engines(EngineKeys(frozenset({keys.public}), is_complete=True))
         try:
             async with asyncio.timeout(10):
                 await scenario(replicas, engine, sender)
@@ -110,6 +122,109 @@ def test_each_request_gets_its_own_chunks_of_a_message_for_all() -> None:
         assert not any(call.cancelled for call in engine.calls)
 
     run(scenario)
+
+
+def test_an_engine_cannot_send_chunks_of_requests_that_others_have(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        received: list[int] = []
+
+        async def listen() -> None:
+            async for each in replicas.generate(REQUEST):
+                received.extend(each.tokens)
+
+        tasks = [asyncio.create_task(listen()) for _ in range(3)]
+        await engine.called(3)
+        first, second, third = engine.numbers
+        assert len({second - first, third - second, 1}) == 3, "numbers can be counted"
+        assert min(engine.numbers) > 2**32, "and tried"
+        forged = another_engine(replicas)
+        for number in engine.numbers:
+            sender.send(Chunks((chunk(number, 0, 5),)))
+        await until(lambda: len(received) == 3)
+        forged.send(Chunks((chunk(second, 1, 666, FinishReason.LENGTH), chunk(first + 1, 1, 666))))
+        await until(lambda: "that another engine has" in caplog.text)
+        for number in engine.numbers:
+            sender.send(Chunks((chunk(number, 1, 6, FinishReason.LENGTH),)))
+        await asyncio.gather(*tasks)
+        forged.close()
+        assert sorted(received) == [5, 5, 5, 6, 6, 6]
+
+    run(scenario)
+
+
+def another_engine(replicas: EngineReplicas) -> ChunkSender:
+    """Return the sender of a second engine, which is admitted."""
+    keys = KeyPair.generate()
+    replicas.admit_engines(EngineKeys(frozenset({keys.public}), is_complete=False))
+    return ChunkSender(replicas._receiver.address, keys)
+
+
+def test_only_a_complete_answer_of_the_board_ends_the_trust_in_an_engine() -> None:
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        other = another_engine(replicas)  # a board that has just restarted names one engine only
+        waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
+        await engine.called(1)
+        sender.send(Chunks((chunk(engine.numbers[0], 0, 4),)))
+        assert (await waiting).tokens == (4,)
+        replicas.admit_engines(EngineKeys(frozenset(), is_complete=True))
+        waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
+        await engine.called(2)
+        assert not replicas.unknown_engine.is_set()
+        sender.send(Chunks((chunk(engine.numbers[1], 0, 4),)))
+        await replicas.unknown_engine.wait()
+        assert not waiting.done()
+        waiting.cancel()
+        other.close()
+
+    run(scenario)
+
+
+OTHER_RELEASE = VersionMismatch("version 9 (specserve 9.9), and this one version 8")
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        lambda result: result.set_result(OTHER_RELEASE),
+        lambda result: result.set_exception(
+            RayTaskError("generate", "traceback", AttributeError(str(OTHER_RELEASE)))
+        ),
+    ],
+    ids=["refused", "failed on the call itself"],
+)
+def test_engines_of_another_release_are_tried_and_then_the_request_is_refused(
+    ending: Callable[[Any], None],
+) -> None:
+    async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
+        for life in range(1, 5):
+            await engine.called(life)
+            ending(engine.calls[-1].result)
+        await engine.called(5)
+        sender.send(Chunks((chunk(engine.numbers[-1], 0, 4),)))
+        assert (await waiting).tokens == (4,), "from the fifth"
+        waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
+        for life in range(6, 11):
+            await engine.called(life)
+            ending(engine.calls[-1].result)
+        with pytest.raises(Unavailable, match=r"specserve 9\.9\), and this one version 8") as error:
+            await waiting
+        assert Refusal.from_error(error.value).status == 503
+        assert not engine.resumed
+
+    run(scenario)
+
+
+def test_an_engine_refuses_the_request_of_a_gateway_of_another_release() -> None:
+    address = replace(
+        Address("127.0.0.1", 5, KeyPair.generate().public), version=VERSION + 1, release="9.9"
+    )
+    engine: Any = SimpleNamespace()  # nothing of the request may be looked at
+    refused = asyncio.run(deployments.Engine.generate(engine, REQUEST, 7, address))
+    assert isinstance(refused, VersionMismatch)
+    assert "(specserve 9.9)" in str(refused)
 
 
 @pytest.mark.parametrize(
@@ -467,10 +582,10 @@ def run_with_relay(
     """Run the scenario once the first half of a text has arrived through a relay."""
 
     async def main() -> None:
-        receiver = ChunkReceiver("127.0.0.1", timing=FAST)
-        relay = Relay.to(receiver.address.address)
-        address = replace(receiver.address, address=relay.through(receiver.address.address))
-        sender = ChunkSender(address, timing=FAST)
+        receiver, keys = ChunkReceiver("127.0.0.1", timing=FAST), KeyPair.generate()
+        receiver.admit([keys.public])
+        relay = Relay.to(receiver.address)
+        sender = ChunkSender(relay.through(receiver.address), keys, timing=FAST)
         engine = Writer(sender)
         replicas = EngineReplicas(
             engine, None, receiver, replica_id="g", on_resume=lambda: engine.resumed.append(1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specserve.cluster.reply_streams import ReplyStreams
+from specserve.cluster.transport.endpoint import KeyPair
 from specserve.errors import Displaced, WorkerLost
 from specserve.types import Chunk, FinishReason, Origin
 from specserve.wire.messages import Chunks
@@ -40,7 +41,7 @@ class Streams(ReplyStreams):
         open_sender: Any = self._open
         super().__init__(open_sender)
 
-    def _open(self, address: str, on_gone: Callable[[], None]) -> Sender:
+    def _open(self, address: str, keys: KeyPair, on_gone: Callable[[], None]) -> Sender:
         self.senders[address] = Sender(address, on_gone)
         return self.senders[address]
 

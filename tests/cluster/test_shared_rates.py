@@ -11,9 +11,17 @@ import pytest
 
 from specserve.api.access import ClientAccess
 from specserve.api.keys import ApiClient
-from specserve.api.rates import Account, Accounts, ClientUse, UseByGateway
+from specserve.api.rates import Account, Accounts, ClientUse
 from specserve.cluster import status_board
-from specserve.cluster.status_board import ENGINE, GATEWAY, Board, ReplicaReport, report_forever
+from specserve.cluster.status_board import (
+    ENGINE,
+    GATEWAY,
+    Board,
+    EngineKeys,
+    GatewayAnswer,
+    ReplicaReport,
+    report_forever,
+)
 from specserve.config.tree import HttpConfig
 from specserve.errors import RateLimited
 from specserve.metrics import Registry, Snapshot
@@ -43,7 +51,9 @@ class Gateways:
         report = ReplicaReport(
             str(gateway), GATEWAY, None, Snapshot({}), uses=self.accounts[gateway].uses()
         )
-        self.accounts[gateway].charge_others(self.board.report(report))
+        answer = self.board.report(report)
+        assert answer is not None
+        self.accounts[gateway].charge_others(answer.uses)
 
     def exchange_all(self) -> None:
         for _ in range(2):  # the first one knows of the others' reports at its next
@@ -161,8 +171,10 @@ def test_engines_are_no_gateways() -> None:
     board = Board()
     use = ClientUse("alice", 1, 1, 0)
     board.report(ReplicaReport("g", GATEWAY, None, Snapshot({}), uses=(use,)))
-    assert board.report(ReplicaReport("e", ENGINE, None, Snapshot({}))) == {}
-    assert board.report(ReplicaReport("h", GATEWAY, None, Snapshot({}))) == {"g": (use,)}
+    assert board.report(ReplicaReport("e", ENGINE, None, Snapshot({}))) is None
+    answer = board.report(ReplicaReport("h", GATEWAY, None, Snapshot({})))
+    assert answer is not None
+    assert answer.uses == {"g": (use,)}
 
 
 def test_a_client_that_has_not_come_here_yet_is_charged_all_the_same(tmp_path: Path) -> None:
@@ -181,14 +193,16 @@ def test_each_report_brings_the_others_and_a_board_that_is_away_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(status_board, "REPORT_EVERY_S", 0.0)
-    replies: list[UseByGateway | None] = [{"g": ()}, None, {"h": ()}]
-    taken: list[UseByGateway] = []
+    engines = EngineKeys(frozenset(), is_complete=True)
+    first, second = (GatewayAnswer(engines, {name: ()}) for name in "gh")
+    answers: list[GatewayAnswer | None] = [first, None, second]
+    taken: list[GatewayAnswer | None] = []
 
-    async def remote(report: ReplicaReport) -> UseByGateway:
-        reply = replies.pop(0) if replies else {}
-        if reply is None:
+    async def remote(report: ReplicaReport) -> GatewayAnswer:
+        answer = answers.pop(0) if answers else first
+        if answer is None:
             raise ConnectionError
-        return reply
+        return answer
 
     async def main() -> None:
         board = SimpleNamespace(report=SimpleNamespace(remote=remote))
@@ -199,4 +213,4 @@ def test_each_report_brings_the_others_and_a_board_that_is_away_none(
         reports.cancel()
 
     asyncio.run(main())
-    assert taken[:3] == [{"g": ()}, {}, {"h": ()}]
+    assert taken[:3] == [first, None, second]

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from specserve.cluster import status_board
 from specserve.cluster.console import StatusLine
-from specserve.cluster.status_board import ENGINE, GATEWAY, SILENT_AFTER_S, Board, ReplicaReport
+from specserve.cluster.status_board import (
+    ENGINE,
+    GATEWAY,
+    SILENT_AFTER_S,
+    Board,
+    EngineKeys,
+    GatewayAnswer,
+    ReplicaReport,
+    report_forever,
+)
 from specserve.metrics import Registry, Snapshot, merge
 
 
@@ -119,3 +130,60 @@ def test_the_board_names_each_placement_of_the_drafts_once() -> None:
     for replica, placement in (("a", "apart"), ("b", "together"), ("c", "apart"), ("d", None)):
         board.report(ReplicaReport(replica, ENGINE, None, Snapshot({}), placement))
     assert board.status().draft_placements == ("apart", "together")
+
+
+def test_gateways_get_the_keys_of_the_engines_that_report() -> None:
+    clock = Clock()
+    board = Board(clock)
+
+    def report(replica: str, role: str, key: bytes | None = None) -> EngineKeys | None:
+        answer = board.report(ReplicaReport(replica, role, None, Snapshot({}), engine_key=key))
+        return None if answer is None else answer.engines
+
+    assert report("a", ENGINE, b"key of a") is None
+    assert report("g", GATEWAY) == EngineKeys(frozenset({b"key of a"}), is_complete=False)
+    clock.now += 4.0
+    report("b", ENGINE, b"key of b")
+    both = frozenset({b"key of a", b"key of b"})
+    assert report("g", GATEWAY) == EngineKeys(both, is_complete=False), "the board is young"
+    clock.now += 2.0
+    assert report("g", GATEWAY) == EngineKeys(frozenset({b"key of b"}), is_complete=True)
+
+
+def test_a_gateway_that_meets_an_unknown_engine_asks_the_board_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status_board, "REPORT_EVERY_S", 1000.0)
+    answers: list[GatewayAnswer | None] = []
+    board = Board(Clock())
+
+    class Handle:
+        @property
+        def report(self) -> Handle:
+            return self
+
+        async def remote(self, report: ReplicaReport) -> GatewayAnswer | None:
+            return board.report(report)
+
+    async def main() -> None:
+        wanted = asyncio.Event()
+        task = asyncio.create_task(
+            report_forever(
+                Handle(),
+                lambda: ReplicaReport("g", GATEWAY, None, Snapshot({})),
+                answers.append,
+                wanted,
+            )
+        )
+        async with asyncio.timeout(10):
+            while not answers:
+                await asyncio.sleep(0.005)
+            board.report(ReplicaReport("a", ENGINE, None, Snapshot({}), engine_key=b"key"))
+            wanted.set()
+            while len(answers) < 2:
+                await asyncio.sleep(0.005)
+        keys = [answer.engines.keys for answer in answers if answer is not None]
+        assert keys == [frozenset(), frozenset({b"key"})]
+        task.cancel()
+
+    asyncio.run(main())

@@ -1,7 +1,7 @@
 """Stream chunks of output from the engines to a gateway.
 
-The gateway has one `ChunkReceiver`; each engine opens a `ChunkSender` with the receiver's
-`StreamAddress`. Knows neither Ray nor requests.
+The gateway has one `ChunkReceiver`; each engine opens a `ChunkSender` to the receiver's address,
+with a key of its own that the receiver must have been given. Knows neither Ray nor requests.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import zmq
@@ -21,11 +21,12 @@ from specserve.cluster.transport.endpoint import (
     KeyPair,
     LinkTiming,
     connect,
-    drain,
     listen_on,
     open_socket,
 )
 from specserve.cluster.transport.link import try_unpack, unregister
+from specserve.errors import VersionMismatch
+from specserve.types import Chunk
 from specserve.wire.messages import Chunks, pack
 
 log = logging.getLogger(__name__)
@@ -36,29 +37,42 @@ SENDER_LINGER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class StreamAddress:
-    """Everything that an engine needs to send to a gateway; its key admits every holder."""
+class ReceivedChunks:
+    """Chunks of one message, and the public key of the engine that sent them."""
 
-    address: Address
-    keys: KeyPair
+    engine: bytes
+    chunks: tuple[Chunk, ...]
 
 
 class ChunkReceiver:
-    """Gateway end of the stream, which takes the chunks of every engine that has its `address`.
+    """Gateway end of the stream, which takes the chunks of the engines whose keys it admits.
 
-    It works in the event loop of the first call of `receive`.
+    Engines learn its `address` through Ray. It works in the event loop of the first call of
+    `receive`.
     """
 
     def __init__(self, host: str, *, timing: LinkTiming | None = None) -> None:
-        keys, sender_keys = KeyPair.generate(), KeyPair.generate()
+        timing, keys = timing or LinkTiming(), KeyPair.generate()
+        # Called when an unknown key arrives: if `admit` names it soon, its connection goes on.
+        self.on_unknown_engine: Callable[[], None] = lambda: None
         self._context = zmq.Context()
-        self._socket = open_socket(self._context, zmq.PULL, keys, timing or LinkTiming())
-        self._auth = CurveAuthenticator(self._context, self._socket, sender_keys.public)
-        self.address = StreamAddress(listen_on(self._socket, host, keys), sender_keys)
+        self._socket = open_socket(self._context, zmq.PULL, keys, timing)
+        self._auth = CurveAuthenticator(
+            self._context,
+            self._socket,
+            (),
+            timing=timing,
+            on_unknown=lambda: self.on_unknown_engine(),
+        )
+        self.address = listen_on(self._socket, host, keys)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._received: asyncio.Queue[Chunks] = asyncio.Queue()
+        self._received: asyncio.Queue[ReceivedChunks] = asyncio.Queue()
 
-    async def receive(self) -> Chunks:
+    def admit(self, engine_keys: Collection[bytes]) -> None:
+        """Take chunks of the engines with these public keys and of no others from now on."""
+        self._auth.admit(engine_keys)
+
+    async def receive(self) -> ReceivedChunks:
         """Wait for the next message and return it. Messages of one engine arrive in order."""
         self._listen()
         return await self._received.get()
@@ -79,10 +93,19 @@ class ChunkReceiver:
             self._loop.add_reader(socket.FD, self._auth.process_events)
 
     def _on_readable(self) -> None:
-        for frames in drain(self._socket):
-            message = try_unpack(frames)
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            engine = str(frames[0].get("User-Id")).encode()
+            if not self._auth.has_admitted(engine):  # its connection is older than that
+                self.on_unknown_engine()
+                continue
+            try:
+                message = try_unpack([frame.bytes for frame in frames])
+            except VersionMismatch as error:
+                log.error("refused the chunks of an engine: %s", error)
+                continue
             if isinstance(message, Chunks):
-                self._received.put_nowait(message)
+                self._received.put_nowait(ReceivedChunks(engine, message.chunks))
 
 
 class ChunkSender:
@@ -96,18 +119,21 @@ class ChunkSender:
 
     def __init__(
         self,
-        address: StreamAddress,
+        address: Address,
+        keys: KeyPair,
         *,
         timing: LinkTiming | None = None,
         on_gone: Callable[[], None] | None = None,
     ) -> None:
+        """Connect to a gateway with the engine's keys, unless it runs another release."""
+        address.require_same_version()
         timing = timing or LinkTiming()
         self._context = zmq.Context()
-        self._socket = open_socket(self._context, zmq.PUSH, address.keys, timing)
+        self._socket = open_socket(self._context, zmq.PUSH, keys, timing)
         self._socket.set(zmq.SNDHWM, SENDER_HIGH_WATER_MARK)
         self._watch = on_gone and ConnectionWatch(self._socket, on_gone)
-        connect(self._socket, address.address, timing)
-        self._gateway = f"{address.address.host}:{address.address.port}"
+        connect(self._socket, address, timing)
+        self._gateway = f"{address.host}:{address.port}"
         self._is_full = False
 
     def __str__(self) -> str:

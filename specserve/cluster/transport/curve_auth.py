@@ -8,6 +8,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
@@ -15,7 +18,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from specserve.cluster.transport.endpoint import Socket, drain
+from specserve.cluster.transport.endpoint import LinkTiming, Socket, drain
 
 log = logging.getLogger(__name__)
 
@@ -23,47 +26,111 @@ HANDSHAKE_FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off or silent before it showed a key",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "without a key",
 }
+EVENTS = reduce(or_, HANDSHAKE_FAILURES)
+PATIENCE = 0.5
+"""Share of the time of a handshake for which a client with an unknown key waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingClient:
+    """Client whose key is not admitted yet, and the frames that its answer begins with."""
+
+    key: bytes
+    host: str
+    envelope: tuple[bytes, ...]
+    until: float
 
 
 class CurveAuthenticator:
-    """Authenticator that admits one client key to a socket and logs all other clients.
+    """Authenticator that admits single client keys to a socket and logs all other clients.
 
-    Create it before the socket is bound, and call `process_events` when one of `sockets` is
-    readable.
+    A message's `User-Id` is then its sender's key. Create it before the socket is bound, and call
+    `process_events` when one of `sockets` is readable.
     """
 
-    def __init__(self, context: zmq.Context[Socket], socket: Socket, client_key: bytes) -> None:
-        self._socket, self._client_key = socket, z85.decode(client_key)
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        socket: Socket,
+        client_keys: Collection[bytes],
+        *,
+        timing: LinkTiming,
+        on_unknown: Callable[[], None] | None = None,
+    ) -> None:
+        """Admit these keys, in Z85, until `admit` is called.
+
+        With `on_unknown`, which is called at an unknown key, its client waits for a moment for
+        `admit` to name it, and may try again. Without, it is refused for good.
+        """
+        self._socket, self._keys, self._on_unknown = socket, frozenset(client_keys), on_unknown
+        self._waiting: deque[_WaitingClient] = deque()
+        self._patience_s = PATIENCE * timing.handshake
+        self._unanswered: deque[str] = deque()  # hosts of clients that waited in vain
         socket.set(zmq.CURVE_SERVER, 1)
         # With a ZAP domain, a client is admitted only after a positive answer on `_zap`.
         socket.set(zmq.ZAP_DOMAIN, b"specserve")
         # The I/O thread sends a request here for each client that has shown its key (ZeroMQ RFC
         # 27).
-        self._zap = context.socket(zmq.REP)
+        self._zap = context.socket(zmq.ROUTER)
         self._zap.set(zmq.LINGER, 0)
         self._zap.bind("inproc://zeromq.zap.01")
         # Clients that have shown no key cause a handshake failure instead.
-        self._handshake_failures: Socket = socket.get_monitor_socket(
-            reduce(or_, HANDSHAKE_FAILURES)
-        )
+        self._events: Socket = socket.get_monitor_socket(EVENTS)
         self._num_refused, self._next_log_time = 0, 0.0
 
     @property
     def sockets(self) -> tuple[Socket, Socket]:
-        return self._zap, self._handshake_failures
+        return self._zap, self._events
+
+    def admit(self, client_keys: Collection[bytes]) -> None:
+        """Admit these keys and no others from now on. Connections that exist stay."""
+        self._keys = frozenset(client_keys)
+        for client in [client for client in self._waiting if client.key in self._keys]:
+            self._waiting.remove(client)
+            self._accept(client.envelope, client.key)
+        self.process_events()  # sending consumes the events for which the loop would call us
+
+    def has_admitted(self, client_key: bytes) -> bool:
+        """Return whether the key is admitted at present."""
+        return client_key in self._keys
 
     def process_events(self) -> None:
         """Admit or refuse the clients that are waiting, and log the refused ones."""
-        for version, number, _, host, _, mechanism, *credentials in drain(self._zap):
-            if mechanism == b"CURVE" and credentials == [self._client_key]:
-                self._zap.send_multipart([version, number, b"200", b"", b"", b""], zmq.NOBLOCK)
-            else:
-                self._zap.send_multipart(
-                    [version, number, b"400", b"another key", b"", b""], zmq.NOBLOCK
-                )
-                self._log_refusal(f"from {host.decode()} with another key")
-        for frames in drain(self._handshake_failures):
-            self._log_refusal(HANDSHAKE_FAILURES[zmq.Event(parse_monitor_message(frames)["event"])])
+        for frames in drain(self._zap):
+            # Where the answer goes, version and number of the request; domain; and so on.
+            peer, empty, version, number, _, host, _, mechanism, *credentials = frames
+            self._decide((peer, empty, version, number), host.decode(), mechanism, credentials)
+        for frames in drain(self._events):
+            event = parse_monitor_message(frames)
+            self._log_refusal(self._why_failed(zmq.Event(event["event"])))
+
+    def _decide(
+        self, envelope: tuple[bytes, ...], host: str, mechanism: bytes, credentials: list[bytes]
+    ) -> None:
+        """Admit or refuse a client, or let it wait."""
+        key = z85.encode(credentials[0]) if mechanism == b"CURVE" and credentials else b""
+        if key in self._keys:
+            self._accept(envelope, key)
+        elif self._on_unknown is not None and key:
+            until = time.monotonic() + self._patience_s
+            self._waiting.append(_WaitingClient(key, host, envelope, until))
+            self._on_unknown()
+        else:
+            # ZeroMQ's client does not try again after this answer.
+            self._zap.send_multipart([*envelope, b"400", b"another key", b"", b""], zmq.NOBLOCK)
+            self._log_refusal(f"from {host} with another key")
+
+    def _accept(self, envelope: tuple[bytes, ...], key: bytes) -> None:
+        self._zap.send_multipart([*envelope, b"200", b"", key, b""], zmq.NOBLOCK)
+
+    def _why_failed(self, event: zmq.Event) -> str:
+        """Return the reason of a failed handshake, which may be that its client waited in vain."""
+        now = time.monotonic()
+        while self._waiting and self._waiting[0].until <= now:
+            self._unanswered.append(self._waiting.popleft().host)
+        if event == zmq.Event.HANDSHAKE_FAILED_NO_DETAIL and self._unanswered:
+            return f"from {self._unanswered.popleft()} with another key"
+        return HANDSHAKE_FAILURES[event]
 
     def _log_refusal(self, reason: str) -> None:
         """Log at most one line a second, since refused clients keep retrying."""

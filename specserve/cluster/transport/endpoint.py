@@ -1,6 +1,6 @@
 """Ends of links: keys, addresses, and ZeroMQ sockets with the options of every link.
 
-Knows no messages.
+Of messages it knows their version alone.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import zmq
+
+from specserve.wire.version import RELEASE, VERSION, require_same_version
 
 Socket = zmq.Socket[bytes]
 
@@ -42,7 +45,7 @@ class LinkTiming:
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """CURVE keys of one end of a link, in Z85."""
+    """CURVE keys of one end of links, in Z85. The secret one never leaves its process."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -51,11 +54,21 @@ class KeyPair:
     def generate(cls) -> KeyPair:
         return cls(*zmq.curve_keypair())
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("the secret key of a link stays in its process; send the public one")
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a listening socket, with the public key that identifies it."""
+    """Address of a listening socket, with the public key that identifies it.
 
+    It opens every link: the other end gets it through Ray before the first message, and connects
+    only if its own version is the same.
+    """
+
+    # The first field, so that other versions can read it whatever the others are.
+    version: int = field(default=VERSION, kw_only=True)
+    release: str = field(default=RELEASE, kw_only=True)
     host: str
     port: int
     public: bytes
@@ -72,6 +85,10 @@ class Address:
             if ":" in self.host
             else f"tcp://{self.host}:{self.port}"
         )
+
+    def require_same_version(self) -> None:
+        """Raise VersionMismatch if the process that listens here runs another release."""
+        require_same_version(self.version, self.release)
 
 
 def open_socket(

@@ -1,7 +1,8 @@
 """Encrypted, authenticated links between a coordinator and its workers. Knows no Ray.
 
-Every link has CURVE keys of its own, which the process that starts both ends hands to them. The
-listening end admits a single client key (curve_auth.py); anything else is logged and ignored.
+Each end makes its own CURVE keys, and only public ones travel: the coordinator's with the call that
+starts the worker, the worker's with its answer. The listening end admits that single client key
+(curve_auth.py); anything else is logged and ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from specserve.cluster.transport.endpoint import (
     listen_on,
     open_socket,
 )
-from specserve.errors import BadFrame, WorkerLost
+from specserve.errors import BadFrame, VersionMismatch, WorkerLost
 from specserve.wire.messages import (
     Failure,
     Message,
@@ -68,9 +69,10 @@ class Server:
     def __init__(
         self, keys: KeyPair, host: str, client_key: bytes, *, timing: LinkTiming | None = None
     ) -> None:
+        timing = timing or LinkTiming()
         self._context = zmq.Context()
-        self._socket = open_socket(self._context, zmq.ROUTER, keys, timing or LinkTiming())
-        auth = CurveAuthenticator(self._context, self._socket, client_key)
+        self._socket = open_socket(self._context, zmq.ROUTER, keys, timing)
+        auth = CurveAuthenticator(self._context, self._socket, [client_key], timing=timing)
         # Connection of the last message. A coordinator that has reconnected is answered on its new
         # connection.
         self._peer = b""
@@ -120,13 +122,26 @@ class Server:
     def _next_message(self) -> Message | None:
         """Return the next message that has not been returned before."""
         for peer, *frames in drain(self._socket):
-            message = try_unpack(frames)
+            try:
+                message = try_unpack(frames)
+            except VersionMismatch as error:
+                self._refuse(peer, error)
+                continue
             if isinstance(message, (Propose, Verify)) and self._is_repeat(message.number, peer):
                 continue
             if message is not None:
                 self._peer = peer
                 return message
         return None
+
+    def _refuse(self, peer: bytes, error: VersionMismatch) -> None:
+        """Answer a message of another version, for its sender to see this one's by the answer.
+
+        It understands no more of it than that.
+        """
+        log.error("refused a message: %s", error)
+        frames = pack(Failure.from_error(0, error))
+        self._socket.send_multipart([peer, *frames], zmq.NOBLOCK)
 
     def _is_repeat(self, number: int, peer: bytes) -> bool:
         """Return whether a message came before; if it was the last one, send its answer again.
@@ -158,6 +173,8 @@ class Client:
         is_running: IsRunning = unknown,
         timing: LinkTiming | None = None,
     ) -> None:
+        """Connect to a worker; raise VersionMismatch if it runs another release."""
+        address.require_same_version()
         timing = timing or LinkTiming()
         self._context = zmq.Context()
         self._socket = open_socket(self._context, zmq.DEALER, keys, timing)
@@ -166,7 +183,8 @@ class Client:
         self._address, self._is_running = address, is_running
         # Called with proposals that the worker sends between two answers.
         self.on_prepared: Callable[[PreparedProposals], None] | None = None
-        # Called when the worker is found stopped or gone, during a call or between calls.
+        # Called when the worker is found stopped or gone, or to run another release, during a call
+        # or between calls.
         self.on_silence: Callable[[WorkerLost], None] | None = None
         self._examination: asyncio.Task[None] | None = None  # while the connection is broken
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -296,9 +314,10 @@ class Client:
             await asyncio.sleep(EXAMINE_INTERVAL_S)
         if runs is None:
             await asyncio.sleep(RECONNECT_GRACE_S)
-        error = WorkerLost(
-            f"the worker at {self._address.host}:{self._address.port} has fallen silent"
-        )
+        self._report_lost("has fallen silent")
+
+    def _report_lost(self, why: str) -> None:
+        error = WorkerLost(f"the worker at {self._address.host}:{self._address.port} {why}")
         self.fail(error)
         if self.on_silence is not None:
             self.on_silence(error)
@@ -310,7 +329,11 @@ class Client:
 
     def _on_readable(self) -> None:
         for frames in drain(self._socket):
-            message = try_unpack(frames)
+            try:
+                message = try_unpack(frames)
+            except VersionMismatch as error:
+                self._report_lost(f"is refused: {error}")
+                continue
             if isinstance(message, PreparedProposals) and self.on_prepared is not None:
                 self.on_prepared(message)
             if isinstance(message, Answer):
@@ -327,9 +350,14 @@ class Client:
 
 
 def try_unpack(frames: list[bytes]) -> Message | None:
-    """Return the message, or None if it is malformed: a bad message must not end its receiver."""
+    """Return the message, or None if it is malformed: a bad message must not end its receiver.
+
+    Raises VersionMismatch, since nothing that this peer sends will be understood.
+    """
     try:
         return unpack(frames)
+    except VersionMismatch:
+        raise
     except BadFrame as error:
         log.warning("ignored %s", error)
         return None

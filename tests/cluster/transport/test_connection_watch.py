@@ -11,24 +11,26 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import uvloop
 
-from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender, StreamAddress
+from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender
 from specserve.cluster.transport.connection_watch import AwayTimes
+from specserve.cluster.transport.endpoint import Address, KeyPair
 from tests.support.relay import Relay
 
 HOST = "127.0.0.1"
 SECONDS = 20
+ENGINE = KeyPair.generate()
 LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 
 
-def receive_forever(pipe: Connection) -> None:
+def receive_forever(pipe: Connection, engine_key: bytes) -> None:
     receiver = ChunkReceiver(HOST)
+    receiver.admit([engine_key])
     pipe.send(receiver.address)
 
     async def main() -> None:
@@ -39,11 +41,11 @@ def receive_forever(pipe: Connection) -> None:
 
 
 @contextmanager
-def gateway() -> Iterator[tuple[int, StreamAddress]]:
+def gateway() -> Iterator[tuple[int, Address]]:
     """Start a process with a receiver; yield its id and address."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=receive_forever, args=(theirs,), daemon=True)
+    process = context.Process(target=receive_forever, args=(theirs, ENGINE.public), daemon=True)
     process.start()
     assert process.pid is not None
     yield process.pid, ours.recv()
@@ -69,7 +71,7 @@ def test_a_gateway_that_is_killed_or_stopped_is_reported(
 ) -> None:
     async def main() -> None:
         gone = asyncio.Event()
-        sender = ChunkSender(address, on_gone=gone.set)
+        sender = ChunkSender(address, ENGINE, on_gone=gone.set)
         await connected(sender)
         os.kill(pid, sent)
         await gone.wait()
@@ -88,7 +90,7 @@ def test_a_gateway_that_was_never_reached_is_reported(
 
     async def main() -> None:
         gone = asyncio.Event()
-        sender = ChunkSender(receiver.address, on_gone=gone.set)
+        sender = ChunkSender(receiver.address, ENGINE, on_gone=gone.set)
         await gone.wait()
         sender.close()
 
@@ -105,10 +107,9 @@ def test_a_connection_that_is_cut_and_comes_back_reports_nothing(
         lambda: AwayTimes(local=SECONDS, remote=SECONDS, first=SECONDS),
     )
 
-    async def main(address: StreamAddress, relay: Relay) -> None:
+    async def main(address: Address, relay: Relay) -> None:
         gone = asyncio.Event()
-        through = replace(address, address=relay.through(address.address))
-        sender = ChunkSender(through, on_gone=gone.set)
+        sender = ChunkSender(relay.through(address), ENGINE, on_gone=gone.set)
         await connected(sender)
         for reset in (True, False):
             accepted = relay.num_accepted
@@ -120,7 +121,7 @@ def test_a_connection_that_is_cut_and_comes_back_reports_nothing(
         sender.close()
 
     with gateway() as (_, address):
-        relay = Relay.to(address.address)
+        relay = Relay.to(address)
         try:
             run(main(address, relay), loop)
         finally:
@@ -130,7 +131,7 @@ def test_a_connection_that_is_cut_and_comes_back_reports_nothing(
 def test_a_reconnection_that_a_busy_loop_has_not_read_yet_counts() -> None:
     async def main() -> None:
         gone = asyncio.Event()
-        sender = ChunkSender(address, on_gone=gone.set)
+        sender = ChunkSender(address, ENGINE, on_gone=gone.set)
         watch = sender._watch
         assert watch is not None
         # The first connection is made by ZeroMQ's thread; a loop that never reads its events would

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import threading
@@ -18,17 +19,19 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 from typing import Any
 
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 import psutil
 import pytest
 import uvloop
 import zmq
+from ray import cloudpickle
 
 from specserve.cluster.process_state import process_runs
-from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender, StreamAddress
+from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender, ReceivedChunks
 from specserve.cluster.transport.endpoint import Address, KeyPair
 from specserve.cluster.transport.link import Client, Server
-from specserve.errors import OutOfPages, WorkerLost
+from specserve.errors import OutOfPages, VersionMismatch, WorkerLost
 from specserve.types import (
     Chunk,
     Origin,
@@ -49,7 +52,9 @@ from specserve.wire.messages import (
     Verdicts,
     Verify,
     pack,
+    unpack,
 )
+from specserve.wire.version import VERSION
 
 HOST = "127.0.0.1"
 SECONDS = 20  # until a test that hangs is given up
@@ -586,12 +591,18 @@ def chunks(engine: int, number: int) -> Chunks:
     return Chunks((Chunk(engine, number, (number,), (Origin.PLAIN,)),))
 
 
+def received(engine: KeyPair, number: int) -> ReceivedChunks:
+    return ReceivedChunks(engine.public, chunks(0, number).chunks)
+
+
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_the_chunks_of_two_engines_arrive_complete_and_each_in_order(
     loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
     receiver = ChunkReceiver(HOST)
-    senders = [ChunkSender(receiver.address) for _ in range(2)]
+    engine_keys = [KeyPair.generate() for _ in range(2)]
+    receiver.admit([keys.public for keys in engine_keys])
+    senders = [ChunkSender(receiver.address, keys) for keys in engine_keys]
 
     async def main() -> None:
         got: dict[int, list[int]] = {0: [], 1: []}
@@ -601,7 +612,9 @@ def test_the_chunks_of_two_engines_arrive_complete_and_each_in_order(
                     sender.send(chunks(engine, number))
             await asyncio.sleep(0)
         while sum(map(len, got.values())) < 4000:
-            (chunk,) = (await receiver.receive()).chunks
+            message = await receiver.receive()
+            (chunk,) = message.chunks
+            assert message.engine == engine_keys[chunk.seq_id].public
             got[chunk.seq_id] += chunk.tokens
         assert got == {0: list(range(2000)), 1: list(range(2000))}
         receiver.close()
@@ -612,10 +625,11 @@ def test_the_chunks_of_two_engines_arrive_complete_and_each_in_order(
 
 
 def test_what_an_engine_sent_before_it_closed_still_arrives() -> None:
-    receiver = ChunkReceiver(HOST)
+    receiver, keys = ChunkReceiver(HOST), KeyPair.generate()
+    receiver.admit([keys.public])
 
     async def main() -> None:
-        sender = ChunkSender(receiver.address)
+        sender = ChunkSender(receiver.address, keys)
         for number in range(100):
             sender.send(chunks(0, number))
         sender.close()
@@ -627,20 +641,21 @@ def test_what_an_engine_sent_before_it_closed_still_arrives() -> None:
     run(main())
 
 
-def test_a_chunk_receiver_admits_only_its_own_key_and_survives_garbage(
+def test_a_chunk_receiver_admits_the_keys_that_it_was_given_and_survives_garbage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    receiver = ChunkReceiver(HOST)
+    receiver, keys, peer_keys = ChunkReceiver(HOST), KeyPair.generate(), KeyPair.generate()
+    receiver.admit([keys.public, peer_keys.public])
     sender, forged = (
-        ChunkSender(receiver.address),
-        ChunkSender(StreamAddress(receiver.address.address, KeyPair.generate())),
+        ChunkSender(receiver.address, keys),
+        ChunkSender(receiver.address, KeyPair.generate()),
     )
     context: zmq.Context[Any] = zmq.Context()
     peer = unauthenticated_peer(
         context,
-        receiver.address.address,
-        client=receiver.address.keys,
-        server=receiver.address.address.public,
+        receiver.address,
+        client=peer_keys,
+        server=receiver.address.public,
         kind=zmq.PUSH,
     )
 
@@ -649,9 +664,9 @@ def test_a_chunk_receiver_admits_only_its_own_key_and_survives_garbage(
         peer.send(b"garbage")
         peer.send_multipart(pack(verify(1)))  # well-formed, but not for a chunk receiver
         peer.send_multipart(pack(chunks(0, 1)))
-        assert await receiver.receive() == chunks(0, 1)
+        assert await receiver.receive() == received(peer_keys, 1)
         sender.send(chunks(0, 2))
-        assert await receiver.receive() == chunks(0, 2)
+        assert await receiver.receive() == received(keys, 2)
         while "with another key" not in caplog.text:
             await asyncio.sleep(0.01)
         receiver.close()
@@ -664,13 +679,61 @@ def test_a_chunk_receiver_admits_only_its_own_key_and_survives_garbage(
     context.term()
 
 
+def test_an_engine_whose_key_is_not_known_yet_waits_until_it_is_admitted() -> None:
+    receiver, keys = ChunkReceiver(HOST), KeyPair.generate()
+    num_asked = 0
+
+    def look_up() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 2:  # the first connection waits in vain, and the engine tries again
+            receiver.admit([keys.public])
+
+    async def main() -> None:
+        receiver.on_unknown_engine = look_up
+        sender = ChunkSender(receiver.address, keys)
+        sender.send(chunks(0, 1))
+        assert await receiver.receive() == received(keys, 1)
+        sender.close()
+        receiver.close()
+
+    run(main())
+    assert num_asked == 2
+
+
+def test_an_engine_that_is_gone_is_no_longer_believed_although_its_connection_stays() -> None:
+    receiver, kept, gone = ChunkReceiver(HOST), KeyPair.generate(), KeyPair.generate()
+    receiver.admit([kept.public, gone.public])
+
+    async def main() -> None:
+        senders = {keys.public: ChunkSender(receiver.address, keys) for keys in (kept, gone)}
+        for number, keys in enumerate((gone, kept)):
+            senders[keys.public].send(chunks(0, number))
+            assert await receiver.receive() == received(keys, number)
+        asked = asyncio.Event()
+        receiver.on_unknown_engine = asked.set
+        receiver.admit([kept.public])
+        senders[gone.public].send(chunks(0, 7))
+        await asked.wait()
+        senders[kept.public].send(chunks(0, 8))
+        assert await receiver.receive() == received(kept, 8)
+        receiver.admit([kept.public, gone.public])
+        senders[gone.public].send(chunks(0, 9))
+        assert await receiver.receive() == received(gone, 9)
+        for sender in senders.values():
+            sender.close()
+        receiver.close()
+
+    run(main())
+
+
 def test_a_chunk_sender_never_blocks_and_logs_once_that_it_drops(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specserve.cluster.transport.chunk_stream.SENDER_HIGH_WATER_MARK", 50)
     receiver = ChunkReceiver(HOST)
     receiver.close()
-    sender = ChunkSender(receiver.address)
+    sender = ChunkSender(receiver.address, KeyPair.generate())
     begun = time.monotonic()
     for number in range(100):
         sender.send(chunks(0, number))
@@ -679,21 +742,25 @@ def test_a_chunk_sender_never_blocks_and_logs_once_that_it_drops(
     assert len([record for record in caplog.records if "takes no messages" in record.message]) == 1
 
 
-def sender_process(address: StreamAddress) -> None:
-    sender = ChunkSender(address)
+def sender_process(pipe: Any, address: Address) -> None:
+    keys = KeyPair.generate()
+    pipe.send(keys.public)
+    sender = ChunkSender(address, keys)
     sender.send(chunks(0, 7))
     sender.close()
 
 
-def test_a_stream_address_works_in_another_process() -> None:
-    receiver = ChunkReceiver(HOST)
+def test_an_engine_in_another_process_needs_an_address_and_sends_back_a_public_key() -> None:
+    receiver, (ours, theirs) = ChunkReceiver(HOST), multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=sender_process, args=(receiver.address,)
+        target=sender_process, args=(theirs, receiver.address)
     )
     process.start()
+    public: bytes = ours.recv()
+    receiver.admit([public])
 
     async def main() -> None:
-        assert await receiver.receive() == chunks(0, 7)
+        assert await receiver.receive() == ReceivedChunks(public, chunks(0, 7).chunks)
         receiver.close()
 
     run(main())
@@ -702,14 +769,70 @@ def test_a_stream_address_works_in_another_process() -> None:
     process.close()
 
 
-def test_addresses_can_be_pickled_and_do_not_show_secrets() -> None:
+def test_addresses_can_be_sent_to_other_processes_and_secret_keys_cannot() -> None:
     keys = KeyPair.generate()
-    address = StreamAddress(Address("::1", 5, keys.public), keys)
+    address = Address("::1", 5, keys.public)
     assert pickle.loads(pickle.dumps(address)) == address
     assert hash(pickle.loads(pickle.dumps(address))) == hash(address)
-    assert keys.secret.decode() not in repr(address)
-    assert address.address.endpoint == "tcp://[::1]:5"
+    assert address.endpoint == "tcp://[::1]:5"
     assert Address(HOST, 5, b"").endpoint == "tcp://127.0.0.1:5"
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        with pytest.raises(TypeError, match="secret key"):
+            dumps(keys)
+    assert keys.secret.decode() not in repr(keys)
+
+
+OTHER_VERSION = [msgpack.packb((b"specserve", VERSION + 1, "Verdicts", {"other": "shape"}))]
+BOTH_VERSIONS = rf"version {VERSION + 1}\b.* version {VERSION}\b"
+LONG_S = 600.0  # a deadline that no test waits for
+
+
+def test_an_answer_of_another_version_fails_its_call_at_once_and_the_worker_is_lost() -> None:
+    server, client = pair()
+    losses: list[WorkerLost] = []
+    client.on_silence = losses.append
+
+    def respond(message: Round) -> None:
+        server._socket.send_multipart([server._peer, *OTHER_VERSION])
+
+    async def main(thread: threading.Thread) -> None:
+        for _ in range(2):
+            with pytest.raises(WorkerLost, match=BOTH_VERSIONS):
+                await client.call(verify(1), LONG_S)
+        assert len(losses) == 1
+        await finish(client, thread)
+
+    with worker(server, respond) as thread:
+        run(main(thread))
+
+
+def test_a_message_of_another_version_is_answered_at_once_with_this_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    keys = KeyPair.generate()
+    server = Server(KeyPair.generate(), HOST, keys.public)
+    context: zmq.Context[Any] = zmq.Context()
+    peer = unauthenticated_peer(context, server.address, client=keys, server=server.address.public)
+    peer.send_multipart(OTHER_VERSION)
+    assert later(lambda: server.receive(0.05) is None and peer.poll(0))
+    answer = unpack(peer.recv_multipart())
+    assert isinstance(answer, Failure)
+    assert re.search(BOTH_VERSIONS, answer.message)
+    assert re.search(BOTH_VERSIONS, caplog.text)
+    peer.send_multipart(pack(verify(5)))
+    assert number_of(server.receive(SECONDS)) == 5
+    peer.close()
+    context.term()
+    server.close()
+
+
+@pytest.mark.parametrize("end", [Client, ChunkSender])
+def test_nothing_connects_to_a_process_of_another_release(end: type[Any]) -> None:
+    keys = KeyPair.generate()
+    theirs = replace(Address(HOST, 5, keys.public), version=VERSION + 1, release="9.9")
+    arguments = (keys, theirs) if end is Client else (theirs, keys)
+    with pytest.raises(VersionMismatch, match=rf"\(specserve 9\.9\).* version {VERSION}\b"):
+        end(*arguments)
 
 
 def test_what_passes_over_a_link_cannot_be_read_on_the_way() -> None:
