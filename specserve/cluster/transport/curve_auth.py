@@ -19,6 +19,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 from specserve.cluster.transport.endpoint import LinkTiming, Socket, drain
+from specserve.cluster.transport.handshake_limit import HandshakeLimit
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ HANDSHAKE_FAILURES = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "broken off or silent before it showed a key",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "without a key",
 }
-EVENTS = reduce(or_, HANDSHAKE_FAILURES)
+EVENTS = reduce(or_, HANDSHAKE_FAILURES, zmq.Event.ACCEPTED)
 PATIENCE = 0.5
 """Share of the time of a handshake for which a client with an unknown key waits."""
 
@@ -66,6 +67,7 @@ class CurveAuthenticator:
         self._waiting: deque[_WaitingClient] = deque()
         self._patience_s = PATIENCE * timing.handshake
         self._unanswered: deque[str] = deque()  # hosts of clients that waited in vain
+        self._limit = HandshakeLimit(timing.handshake)
         socket.set(zmq.CURVE_SERVER, 1)
         # With a ZAP domain, a client is admitted only after a positive answer on `_zap`.
         socket.set(zmq.ZAP_DOMAIN, b"specserve")
@@ -102,7 +104,10 @@ class CurveAuthenticator:
             self._decide((peer, empty, version, number), host.decode(), mechanism, credentials)
         for frames in drain(self._events):
             event = parse_monitor_message(frames)
-            self._log_refusal(self._why_failed(zmq.Event(event["event"])))
+            if event["event"] == zmq.Event.ACCEPTED:
+                self._limit.on_accepted(event["value"], event["endpoint"].decode())
+            else:
+                self._log_refusal(self._why_failed(zmq.Event(event["event"])))
 
     def _decide(
         self, envelope: tuple[bytes, ...], host: str, mechanism: bytes, credentials: list[bytes]
