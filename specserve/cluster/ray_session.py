@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import random
 import resource
@@ -81,7 +82,7 @@ def _start_ray(config: Config, say: Callable[[str], None], stack: contextlib.Exi
     say(f"starting a Ray of its own{beside}")
     stack.enter_context(_environment(proxy_ports(excluded=config.http.port)))
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT_TMP))
-    stack.enter_context(_environment(_proxy_settings(directory)))
+    stack.enter_context(_environment(_proxy_settings(config, directory)))
     ray.init(address="local", num_cpus=_num_cpus(config), include_dashboard=False, **QUIET)
 
 
@@ -229,7 +230,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _proxy_settings(directory: str) -> dict[str, str]:
+def _proxy_settings(config: Config, directory: str) -> dict[str, str]:
     """Return HAProxy's limits, and its files and sockets in `directory`, not under /tmp.
 
     Limits that the environment sets are kept.
@@ -238,6 +239,9 @@ def _proxy_settings(directory: str) -> dict[str, str]:
         # Seconds in which a client neither sends nor takes anything; Serve's is an hour.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
+        # Each gateway that comes or goes replaces HAProxy's process, and the old one keeps its
+        # connections for so many seconds; with Serve's two minutes longer streams would break.
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(config.limits.request_timeout_s)),
     }
     return {
         **{name: os.environ.get(name, value) for name, value in limits.items()},

@@ -7,7 +7,14 @@ import socket
 
 import pytest
 
-from specserve.cluster.ray_session import PROXY_PORT_RANGE, PROXY_PORTS, _environment, proxy_ports
+from specserve.cluster.ray_session import (
+    PROXY_PORT_RANGE,
+    PROXY_PORTS,
+    _environment,
+    _proxy_settings,
+    proxy_ports,
+)
+from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError
 
 
@@ -46,3 +53,12 @@ def test_the_environment_is_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch
         assert (os.environ["SPECSERVE_A"], os.environ["SPECSERVE_B"]) == ("1", "2")
     assert os.environ["SPECSERVE_A"] == "before"
     assert "SPECSERVE_B" not in os.environ
+
+
+def test_streams_outlast_the_replacement_of_the_proxy_that_carries_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+    monkeypatch.delenv(name, raising=False)
+    config = config_from_keys({"limits.request_timeout_s": 900.5})
+    assert _proxy_settings(config, "/anywhere")[name] == "901"
