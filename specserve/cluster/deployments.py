@@ -93,10 +93,12 @@ class Engine:
         """Serve a request until it ends; its chunks go to `address`.
 
         Returns None when the last chunk has been sent, or the error: that the request was refused,
-        that it must continue on another engine, or that the gateway runs another release.
+        that it must continue on another engine, or that the gateway runs another release. Raises
+        before anything runs if there are no file handles for a connection to the gateway.
         """
         try:
             address.require_same_version()  # the request may be of another shape
+            self._replies.connect(address)
             seq_id = self._coordinator.submit(request)
         except SpecserveError as error:
             return error

@@ -55,6 +55,10 @@ class ReplyStreams:
     def public_key(self) -> bytes:
         return self._keys.public
 
+    def connect(self, address: Address) -> None:
+        """Have a sender to the gateway at `address`; raise ZMQError if there cannot be one."""
+        self._sender(address)
+
     def open(self, seq_id: int, number: int, address: Address) -> Reply:
         """Send the chunks of the sequence to the gateway at `address` from now on."""
         ended = asyncio.get_running_loop().create_future()

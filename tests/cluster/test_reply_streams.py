@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import zmq
 
+from specserve.cluster.deployments import Engine
 from specserve.cluster.reply_streams import ReplyStreams
-from specserve.cluster.transport.endpoint import KeyPair
+from specserve.cluster.transport.endpoint import Address, KeyPair
 from specserve.errors import Displaced, WorkerLost
 from specserve.types import Chunk, FinishReason, Origin
 from specserve.wire.messages import Chunks
@@ -37,11 +41,14 @@ class Streams(ReplyStreams):
     """Streams to gateways that are known by name."""
 
     def __init__(self) -> None:
+        self.has_handles = True
         self.senders: dict[str, Sender] = {}
         open_sender: Any = self._open
         super().__init__(open_sender)
 
     def _open(self, address: str, keys: KeyPair, on_gone: Callable[[], None]) -> Sender:
+        if not self.has_handles:
+            raise zmq.ZMQError(errno.EMFILE)
         self.senders[address] = Sender(address, on_gone)
         return self.senders[address]
 
@@ -144,5 +151,24 @@ def test_a_gateway_that_was_only_away_gets_a_new_sender_with_its_next_request() 
         streams.send([chunk(2, 12)], can_resume_elsewhere=False)
         assert streams.senders["away"] is not old
         assert [sent.chunks[0].tokens for sent in streams.senders["away"].sent] == [(12,)]
+
+    asyncio.run(main())
+
+
+def test_an_engine_without_file_handles_runs_no_request_that_it_could_not_answer() -> None:
+    async def main() -> None:
+        streams, submitted = Streams(), list[Any]()
+        coordinator = SimpleNamespace(submit=submitted.append, cancel=lambda seq_id: None)
+        engine: Any = SimpleNamespace(_replies=streams, _coordinator=coordinator)
+        streams.has_handles = False
+        request, address = cast("Any", "a request"), Address("127.0.0.1", 1, b"key")
+        with pytest.raises(zmq.ZMQError, match="Too many open files"):
+            await Engine.generate(engine, request, 7, address)
+        assert not submitted
+        streams.has_handles = True
+        serving = asyncio.create_task(Engine.generate(engine, request, 8, address))
+        await asyncio.sleep(0)
+        assert submitted == ["a request"]
+        serving.cancel()
 
     asyncio.run(main())
