@@ -22,7 +22,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-pacer bench-drafters bench-peers \
-	proofs structured fuzz chaos chaos-network overload misuse survey docs clean
+	proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -147,6 +147,9 @@ fuzz: $(VENV)/installed-for-tests  ## Send damaged frames and requests
 
 chaos: $(VENV)/installed-for-tests  ## Kill every role of a server under load
 	$(BIN)/python -m tests.chaos.table $(ARGS)
+
+chaos-gateways: $(VENV)/installed-for-tests  ## Kill, stop and cut off gateways of a server under load
+	$(BIN)/python -m tests.chaos.gateways $(ARGS)
 
 chaos-network: $(VENV)/installed-for-tests  ## Break every link of a server under load
 	$(BIN)/python -m tests.chaos.network $(ARGS)

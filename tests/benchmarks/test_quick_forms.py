@@ -36,6 +36,7 @@ WITH_RAY = {
     "benchmarks.pipeline": ("--only", "sweep"),
     "benchmarks.placements": (),
     "benchmarks.start": (),
+    "tests.chaos.gateways": (),
     "tests.chaos.misuse": (),
 }
 ELSEWHERE = {

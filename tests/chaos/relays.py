@@ -70,10 +70,10 @@ def install(hub: int) -> None:
     """Make the links of this process go through relays, labelled with their pairs of roles."""
 
     def connect_to_worker(socket: Socket, address: Address, timing: LinkTiming) -> None:
-        connect(socket, _relayed(hub, address, pair=""), timing)
+        connect(socket, relayed(hub, address, pair=""), timing)
 
     def connect_to_gateway(socket: Socket, address: Address, timing: LinkTiming) -> None:
-        connect(socket, _relayed(hub, address, pair="engine-gateway"), timing)
+        connect(socket, relayed(hub, address, pair="engine-gateway"), timing)
 
     vars(link)["connect"], vars(chunk_stream)["connect"] = connect_to_worker, connect_to_gateway
     for kind, pair in ((RemoteTarget, PAIRS[0]), (RemoteDrafter, PAIRS[1])):
@@ -91,7 +91,7 @@ def _label_on_attach(kind: type[RemoteTarget] | type[RemoteDrafter], hub: int, p
     kind.attach = attach_and_label  # type: ignore[method-assign, assignment]
 
 
-def _relayed(hub: int, address: Address, *, pair: str) -> Address:
+def relayed(hub: int, address: Address, *, pair: str) -> Address:
     command = {"do": "open", "host": address.host, "port": address.port, "pair": pair}
     return through(address, int(_ask(hub, command)["port"]))
 
