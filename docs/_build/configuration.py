@@ -188,8 +188,8 @@ MEANINGS: Mapping[str, str] = {
     "http.trusted_proxies": "How many proxies of yours in front of Serve's append to "
     "`X-Forwarded-For`; the access log then has the address that the outermost one saw "
     "([security](../guides/security.md#logs)). 0: the header is ignored.",
-    "http.label_selector": "Labels of the nodes that gateways may run on. Clients' connections "
-    "end with the node.",
+    "http.label_selector": "Labels of the nodes that gateways and board may run on. Clients' "
+    "connections end with the node.",
     "http.tls_cert": "Certificate as a PEM file. With certificate and key, only https is served.",
     "http.tls_key": "Key that belongs to the certificate.",
     "logs.format": "`json` writes an object a line.",

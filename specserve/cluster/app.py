@@ -114,7 +114,7 @@ def _surge_percent(replicas: ReplicasConfig, wanted: tuple[Bundle, ...]) -> int:
 
 
 def _http_node_options(config: Config, *, num_cpus: int) -> dict[str, Any]:
-    """Return the options of an actor that runs where gateways may: a board runs beside them."""
+    """Return the options of a gateway, or of the board, on which their readiness depends."""
     labels = dict(config.http.label_selector)
     return {"num_cpus": num_cpus, **({"label_selector": labels} if labels else {})}
 
