@@ -319,7 +319,10 @@ def _from_generation_config(directory: Path, name: str) -> Any:
     """Return a value of generation_config.json; None if it has none."""
     if not (directory / "generation_config.json").is_file():
         return None
-    return getattr(GenerationConfig.from_pretrained(directory, local_files_only=True), name)
+    config = GenerationConfig.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False
+    )
+    return getattr(config, name)
 
 
 def _library_class(config: Any) -> Any:
@@ -378,7 +381,10 @@ def empty_module(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
     """Return the library's module with shapes instead of weights, which takes no memory."""
     with init_empty_weights(include_buffers=False):
         return _library_class(config).from_config(
-            copy.deepcopy(config), dtype=dtype, attn_implementation=attention
+            copy.deepcopy(config),
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
         )
 
 
