@@ -1,32 +1,35 @@
 # syntax=docker/dockerfile:1
 # specserve on one machine; for clusters, see deploy/Dockerfile. From the top of the repository:
-#   docker build -t specserve .                                                     CPU
-#   docker build -t specserve:cuda --build-arg TORCH_INDEX=URL-OF-THE-CUDA-WHEELS . CUDA
+#   docker build -t specserve .                                                     CPU and CUDA
+#   docker build -t specserve:cpu --build-arg TORCH=cpu --build-arg TORCH_INDEX=URL-OF-THE-CPU-WHEELS .
 #   docker run --rm -p 8000:8000 --shm-size 2g specserve                            the demo pair
-#   docker run --rm -p 8000:8000 --shm-size 2g --gpus all -v models:/models specserve:cuda \
+#   docker run --rm -p 8000:8000 --shm-size 2g --gpus all -v models:/models specserve \
 #     serve --host 0.0.0.0 --target /models/target --draft /models/draft
+# A tag may name another image tomorrow. For a build that can be repeated, name the base by its digest:
+#   docker buildx imagetools inspect python:3.11-slim                               prints it
+#   docker build -t specserve --build-arg BASE=python@sha256:DIGEST .
 # The first stage installs. The second runs, without pip's cache and the sources.
-ARG PYTHON=3.11
+ARG BASE=python:3.11-slim
 
-FROM python:${PYTHON}-slim AS install
-# Index of torch's wheels, from which the version pinned in constraints.txt is taken. Empty: torch comes
-# from the package index.
+FROM ${BASE} AS install
+# cuda is torch as the package index has it, with CUDA's libraries; cpu is smaller, from an index of its
+# own. Either way nothing is installed whose hash is not in locks/.
+ARG TORCH=cuda
 ARG TORCH_INDEX=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python -m venv /opt/specserve
 ENV PATH=/opt/specserve/bin:$PATH
 WORKDIR /source
-# Dependencies are large and change seldom, so they get a layer of their own. The package without its
-# code is enough to name them.
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-RUN mkdir specserve && echo '__version__ = "0"' > specserve/__init__.py \
-    && if [ -n "$TORCH_INDEX" ]; then pip install --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"; fi \
-    && pip install -c constraints.txt . \
-    && pip uninstall --yes specserve
+# Dependencies are large and change seldom, so they get a layer of their own.
+COPY locks locks
+RUN pip install --require-hashes --only-binary :all: ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+    -r locks/runtime.txt -r "locks/torch-$TORCH.txt"
+COPY pyproject.toml README.md LICENSE ./
 COPY specserve specserve
-RUN pip install --no-deps . && python -c 'import specserve.cluster.app'
+# Built by the setuptools of the lock.
+RUN pip install --no-deps --no-build-isolation . && pip check && python -c 'import specserve.cluster.app'
 
-FROM python:${PYTHON}-slim
+FROM ${BASE}
 LABEL org.opencontainers.image.title="specserve" org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --create-home --uid 10001 specserve
 COPY --from=install /opt/specserve /opt/specserve

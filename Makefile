@@ -21,6 +21,7 @@ MEASURED := docs/measurements
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
+	lock sbom audit \
 	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-pacer bench-drafters bench-peers \
 	proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
@@ -87,10 +88,22 @@ check: lint  ## Lint, check types strictly and check the import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Built from the contents of the sdist, so that a stale build/ is never included.
-dist: $(BUILDER)/installed  ## Build wheel and sdist into dist/
+# Built from the contents of the sdist, so that a stale build/ is never included, by the setuptools of
+# locks/tools.txt.
+dist: $(BUILDER)/installed $(VENV)/installed  ## Build wheel, sdist and bill of materials into dist/
 	rm -rf dist build
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BUILDER)/bin/python -m build --outdir dist $(ARGS)
+	$(BUILDER)/bin/python -m build --no-isolation --outdir dist $(ARGS)
+	$(BIN)/python -m locks.sbom --out dist
+
+sbom: $(VENV)/installed  ## Write the bill of materials of a server into dist/
+	$(BIN)/python -m locks.sbom $(ARGS)
+
+# torch's builds without CUDA are in no package index: a new torch needs CPU_WHEELS, a folder of them.
+lock: $(BUILDER)/installed  ## Write the locks with hashes after a change of dependencies
+	$(BUILDER)/bin/python -m locks.write $(if $(CPU_WHEELS),--cpu-wheels $(CPU_WHEELS)) $(ARGS)
+
+audit: $(BUILDER)/installed  ## Look for known vulnerabilities of what a server needs
+	$(BUILDER)/bin/python -m locks.audit $(ARGS)
 
 # Uses the installed dependencies, without network: doctor, generate, serve and a request.
 test-wheel: $(VENV)/installed-for-tests  ## Try the wheel from an empty folder
@@ -182,9 +195,9 @@ $(VENV)/installed-for-browser: $(VENV)/installed-for-tests
 	$(BIN)/python -m pip install -c constraints.txt -e '.[cpu,test,browser]'
 	touch $@
 
-$(BUILDER)/installed: constraints.txt
+$(BUILDER)/installed: locks/tools.txt
 	$(PYTHON) -m venv $(BUILDER)
-	$(BUILDER)/bin/python -m pip install -c constraints.txt build
+	$(BUILDER)/bin/python -m pip install --require-hashes --only-binary :all: -r locks/tools.txt
 	touch $@
 
 $(VENV)/installed-for-docs: $(PINNED)

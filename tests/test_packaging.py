@@ -77,6 +77,7 @@ def test_the_sdist_has_all_files_needed_to_test_and_deploy(in_sdist: set[str]) -
     wanted = {
         "Makefile",
         "constraints.txt",
+        "locks/runtime.txt",
         "CHANGELOG.md",
         "LICENSE",
         "README.md",
@@ -87,7 +88,7 @@ def test_the_sdist_has_all_files_needed_to_test_and_deploy(in_sdist: set[str]) -
     }
     wanted |= {
         str(path.relative_to(ROOT))
-        for folder in ("tests", "deploy")
+        for folder in ("tests", "deploy", "locks")
         for path in (ROOT / folder).rglob("*.[py]*")
         if path.suffix != ".pyc"
     }

@@ -1,0 +1,136 @@
+"""The locks: they agree with constraints.txt, hold all that a server needs, and images use them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from locks.closure import closure, runtime_requirements
+from locks.lock_file import (
+    ROOT,
+    RUNTIME,
+    TOOLS,
+    TORCH_CPU,
+    TORCH_CUDA,
+    LockedPackage,
+    parse_lock,
+    read_lock,
+    read_pins,
+)
+from locks.write import CUDA, TOOL_NAMES
+
+LOCKS = (RUNTIME, TORCH_CPU, TORCH_CUDA, TOOLS)
+IMAGES = ("Dockerfile", "deploy/Dockerfile")
+each_lock = pytest.mark.parametrize("file", LOCKS, ids=lambda file: file.name)
+each_image = pytest.mark.parametrize("image", IMAGES)
+
+
+def names(*files: Path) -> set[str]:
+    return {package.name for file in files for package in read_lock(file)}
+
+
+def pins() -> dict[str, str]:
+    return read_pins((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+
+
+def instructions(image: str, word: str) -> list[str]:
+    """Return an image's instructions that begin with a word, each as one line."""
+    text = (ROOT / image).read_text(encoding="utf-8").replace("\\\n", " ")
+    return re.findall(rf"^{word} (.*)$", text, re.MULTILINE)
+
+
+# The files
+
+
+@each_lock
+def test_each_version_has_the_hashes_of_its_files(file: Path) -> None:
+    for package in read_lock(file):
+        assert package.hashes, package.name
+        assert all(re.fullmatch(r"[0-9a-f]{64}", each) for each in package.hashes), package.name
+
+
+@each_lock
+def test_no_package_is_locked_twice(file: Path) -> None:
+    packages = read_lock(file)
+    assert len(packages) == len({package.name for package in packages})
+
+
+@each_lock
+def test_a_lock_names_no_index(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert "://" not in text
+    assert not re.findall(r"(?m)^\s*(?:-i|-f|--(?:extra-)?index\S*|--find-links)\b", text)
+
+
+@each_lock
+def test_locked_versions_are_those_of_the_constraints(file: Path) -> None:
+    pinned = pins()
+    differing = {
+        package.name: (package.version, pinned[package.name])
+        for package in read_lock(file)
+        if pinned.get(package.name, package.version) != package.version
+    }
+    assert differing == {}
+
+
+def test_whatever_a_server_needs_is_pinned_and_only_cudas_libraries_are_left_to_torch() -> None:
+    assert names(RUNTIME, TORCH_CPU) - set(pins()) == set()
+    assert all(CUDA.fullmatch(name) for name in names(TORCH_CUDA) - {"torch"})
+    assert not any(CUDA.fullmatch(name) for name in names(RUNTIME))
+
+
+def test_the_runtime_lock_holds_the_closure_of_the_packages_dependencies_and_no_more() -> None:
+    needed = set(closure(runtime_requirements()))
+    assert {"transformers", "ray", "uvicorn", "opentelemetry-sdk"} <= needed
+    assert needed - names(RUNTIME, TORCH_CUDA) == set()
+    assert names(RUNTIME) - needed == set()
+
+
+def test_both_builds_of_torch_have_one_version_and_their_own_files() -> None:
+    (cpu,) = read_lock(TORCH_CPU)
+    (cuda,) = [package for package in read_lock(TORCH_CUDA) if package.name == "torch"]
+    assert cpu.version == cuda.version
+    assert not set(cpu.hashes) & set(cuda.hashes)
+
+
+def test_the_tools_are_locked() -> None:
+    assert set(TOOL_NAMES) <= names(TOOLS)
+
+
+# Reading them
+
+
+def test_a_package_is_written_as_it_is_read() -> None:
+    package = LockedPackage("a-b", "1.2", ("0" * 64, "f" * 64), "sys_platform == 'linux'")
+    assert parse_lock(f"# opening\n{package}\n") == (package,)
+
+
+@pytest.mark.parametrize("line", ["a", "a>=1", "--index-url x", "-r other.txt", "a @ file:///a"])
+def test_a_line_without_a_version_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="no package at a version"):
+        parse_lock(f"{line} --hash=sha256:{'0' * 64}")
+
+
+# The images
+
+
+@each_image
+def test_an_image_installs_nothing_without_a_hash(image: str) -> None:
+    runs = [run for run in instructions(image, "RUN") if "pip install" in run]
+    with_hashes = [run for run in runs if "--require-hashes --only-binary :all:" in run]
+    without = [run for run in runs if run not in with_hashes]
+    assert len(with_hashes) == 1
+    assert "locks/runtime.txt" in with_hashes[0]
+    assert "locks/torch-" in with_hashes[0]
+    assert all("--no-deps --no-build-isolation" in run for run in without)
+    assert all(run.count("pip install") == 1 for run in runs)
+
+
+@each_image
+def test_the_base_of_an_image_can_be_named_by_its_digest(image: str) -> None:
+    (base,) = [each for each in instructions(image, "ARG") if each.startswith("BASE=")]
+    assert base != "BASE="
+    assert {each.split()[0] for each in instructions(image, "FROM")} == {"${BASE}"}
+    assert "--build-arg BASE=" in (ROOT / image).read_text(encoding="utf-8")
