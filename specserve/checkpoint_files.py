@@ -61,7 +61,7 @@ def _require_same_tokens(target: Path, tokenizer: Tokenizer, draft: DraftConfig)
     if draft.path is not None and draft.kind in NGRAM_KINDS:
         _require_counted_with(tokenizer, Path(draft.path))
     elif draft.path is not None and draft.kind != "none":
-        found = find_checkpoint(draft.path, key="draft.path")
+        found = find_checkpoint(draft.path, revision=draft.revision, key="draft.path")
         require_same_kind(target, found, key="draft.path")
         tokenizer.require_same_vocabulary(Tokenizer.load(found))
 

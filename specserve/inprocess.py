@@ -5,6 +5,7 @@ They are opened from a config and adapted to the coordinator's protocols.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import find_checkpoints
+from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
 from specserve.drafters.registry import open_local_drafter
 from specserve.engine.draft_placement import APART
@@ -32,6 +34,8 @@ from specserve.types import (
     Verdict,
     VerifyStep,
 )
+
+log = logging.getLogger(__name__)
 
 Report = Callable[[Exchange], None]
 
@@ -125,6 +129,8 @@ def open_parts(
             "draft.placement apart takes a process of its own, and LLM and generate are one; "
             "leave it out, or use `specserve serve`"
         )
+    for model in unpinned_models(config):
+        log.warning("%s", model)
     report_progress("finding the models")
     checkpoints = find_checkpoints(config)
     threads = config.target.threads or torch.get_num_threads()

@@ -89,7 +89,8 @@ MEANINGS: Mapping[str, str] = {
     "name": "Name of the application in Ray, for `specserve serve`; files of `serve deploy` say it "
     "themselves. The default is `specserve-<model>-<port>`.",
     "target.path": "Target model: a directory or a hub name. The default is the demo pair.",
-    "target.revision": "Revision of a hub name.",
+    "target.revision": "Revision of a hub name: the 40 digits of a commit, since a branch or a tag "
+    "may change ([supply chain](../guides/security.md#supply-chain)).",
     "target.dtype": "`auto` is bfloat16 where the processor has it, else float32.",
     "target.tensor_parallel": "Number of ranks, each on a device of its own.",
     "target.degree_invariant": "Gives the bits of one rank at every `tensor_parallel`, on CPUs in "
@@ -107,6 +108,7 @@ MEANINGS: Mapping[str, str] = {
     "there is a path, else `none`.",
     "draft.path": "Draft model, tables made by `specserve tables`, or heads made by "
     "`specserve heads`.",
+    "draft.revision": "As `target.revision`.",
     "draft.skip": "Layers that `layer_skip` leaves out. The default is every second one between "
     "the first and the last.",
     "draft.learn": "Whether tables count the served texts. The default is yes if no tables are "
@@ -125,6 +127,7 @@ MEANINGS: Mapping[str, str] = {
     "that reviews. The text stays exact.",
     f"{STAGE}.kind": "Drafter of this stage.",
     f"{STAGE}.path": "Its model or its tables.",
+    f"{STAGE}.revision": "As `target.revision`.",
     f"{STAGE}.dtype": "The default is the draft's.",
     f"{STAGE}.device": "The default is the draft's.",
     f"{STAGE}.support": "The default is the draft's.",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,10 @@ from specserve.cluster.logs import logging_config
 from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.cluster.status_board import Board
+from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config, ReplicasConfig, config_from_keys
+
+log = logging.getLogger(__name__)
 
 GATEWAY_STREAMS = 4096
 """Most streams of one gateway; the engines refuse requests long before."""
@@ -36,7 +40,10 @@ REPORTS_PER_LOOK_BACK = 4
 
 def build(args: Mapping[str, object]) -> Application:
     """Build the application from config keys; dotted keys, as `serve run` gives them, hold YAML."""
-    return application(config_from_keys({key: _parse_yaml(value) for key, value in args.items()}))
+    config = config_from_keys({key: _parse_yaml(value) for key, value in args.items()})
+    for model in unpinned_models(config):
+        log.warning("%s", model)
+    return application(config)
 
 
 def application(config: Config, *, engine: type[Any] | None = None) -> Application:

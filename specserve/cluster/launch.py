@@ -23,6 +23,7 @@ from specserve.cluster.serve_instance import (
     wait_for_proxies,
 )
 from specserve.cluster.status_display import draw_status, print_status
+from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, SpecserveError, Unavailable
 from specserve.models.checkpoints.store import remove_unused_weights
@@ -52,6 +53,8 @@ def serve_until_ended(
     `join` is the address of a Ray cluster; without it a Ray of our own starts. On a terminal it
     draws a page of status; elsewhere it prints a line now and then.
     """
+    for model in unpinned_models(config):
+        say(f"warning: {model}")
     with contextlib.ExitStack() as stack:
         require_checkpoints = stack.enter_context(checkpoint_check(config))
         stack.callback(remove_unused_weights)

@@ -79,6 +79,7 @@ class StageConfig:
 
     kind: str = setting("neural", stage_kind())
     path: str | None = setting(None, text())
+    revision: str | None = setting(None, text())  # of a hub name
     dtype: str | None = setting(None, choice(*DTYPES))
     device: str | None = setting(None, device_name())
     support: int | None = setting(None, integer(1, 4096))

@@ -93,6 +93,7 @@ class DraftConfig:
     kind: str = setting("", choice(*DRAFT_KINDS))  # left out: neural if there is a path, else none
     # of a model, of tables that `specserve tables` made, or of heads that `specserve heads` made
     path: str | None = setting(None, text())
+    revision: str | None = setting(None, text())  # of a hub name
     # layers that `layer_skip` leaves out; None: about every second
     skip: tuple[int, ...] | None = setting(None, list_of(integer(0, 10_000)))
     # whether tables are updated from the served texts; None: if there are none to begin with
@@ -125,6 +126,7 @@ class DraftConfig:
             self,
             kind=stage.kind,
             path=stage.path,
+            revision=stage.revision,
             learn=stage.learn,
             dtype=stage.dtype or self.dtype,
             device=stage.device or self.device,

@@ -230,7 +230,8 @@ def _open_model_drafter(
     draft: DraftConfig, config: Config, vocabulary: TargetVocabulary
 ) -> NeuralDrafter:
     assert draft.path is not None, "the config has been checked"
-    model = open_model(find_checkpoint(draft.path), ModelOptions.from_config(draft, config))
+    checkpoint = find_checkpoint(draft.path, revision=draft.revision)
+    model = open_model(checkpoint, ModelOptions.from_config(draft, config))
     return _neural_drafter(model, draft, vocabulary)
 
 

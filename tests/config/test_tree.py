@@ -36,6 +36,7 @@ CONTRACT = {
     "draft": {
         "kind",
         "path",
+        "revision",  # beyond the first contract
         "skip",
         "learn",
         "placement",

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
+from specserve.config.hub_models import is_hub_name
 from specserve.errors import ModelNotFound, first_line
 from specserve.models.checkpoints.load import (
     Architecture,
@@ -79,7 +80,7 @@ def find_config(
 
 
 def _download(name: str, revision: str | None, patterns: Sequence[str], key: str) -> Path:
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+    if not is_hub_name(name):
         raise ModelNotFound(f"{key} {name} does not exist; {REMEDY}")
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))

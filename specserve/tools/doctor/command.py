@@ -47,6 +47,7 @@ def _findings(
         return
     yield ok("config", f"model {config.model}, draft.kind {config.draft.kind}")
     report_progress("looking at the models")
+    yield from guarded("revisions", lambda: models.revisions(config))
     yield from guarded("models", lambda: models.pair(config))
     yield from guarded("memory", lambda: _room(config))
     yield from guarded("API keys", lambda: secrets.keys(config.http))
@@ -57,10 +58,11 @@ def _findings(
 
 def _room(config: Config) -> Iterator[Finding]:
     target = find_config(config.target.path, revision=config.target.revision, key="target.path")
-    draft = config.draft.path if config.draft.kind == "neural" else None
-    return room.room(
-        config, target, None if draft is None else find_config(draft, key="draft.path")
-    )
+    draft = config.draft
+    if draft.kind != "neural" or draft.path is None:
+        return room.room(config, target, None)
+    found = find_config(draft.path, revision=draft.revision, key="draft.path")
+    return room.room(config, target, found)
 
 
 def _ray(config: Config, join: str | None) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import find_checkpoints
 from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
 from specserve.models.checkpoints.find import describe, find_config
 from specserve.models.checkpoints.weights import weight_files
@@ -144,6 +145,12 @@ def same_tokens(target: Tokenizer, draft: Tokenizer, *, key: str) -> Iterator[Fi
     yield bad(f"{key}, tokens", found, remedy)
 
 
+def revisions(config: Config) -> Iterator[Finding]:
+    """Warn of models of the hub whose commit the config leaves open."""
+    for model in unpinned_models(config):
+        yield warn(f"{model.section}, revision", model.finding, model.remedy)
+
+
 def pair(config: Config) -> Iterator[Finding]:
     """Check target and draft, each alone and both together."""
     target = find_config(config.target.path, revision=config.target.revision, key="target.path")
@@ -170,7 +177,7 @@ def _part(config: Config, part: DraftConfig, text: Tokenizer) -> Iterator[Findin
         if part.kind in NGRAM_KINDS and part.path is not None:
             yield from _fits(config)
         return
-    found = find_config(part.path, key="draft.path")
+    found = find_config(part.path, revision=part.revision, key="draft.path")
     yield from checkpoint("draft", found, local=Path(part.path).exists())
     yield from same_tokens(text, Tokenizer.load(found), key="draft")
 
