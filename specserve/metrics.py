@@ -151,7 +151,7 @@ FAMILIES = (
     MetricFamily(
         "avoided_devices",
         MetricKind.SUMMED,
-        "Devices that have failed repeatedly in ten minutes, by engines that saw it.",
+        "Devices that engines avoid, since they have failed or were slow in the last ten minutes.",
     ),
     MetricFamily(
         "engine_num_requests_running",

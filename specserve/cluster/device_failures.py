@@ -39,7 +39,7 @@ class DeviceFailures:
         return self._record(device, 1)
 
     def record_fault(self, device: DeviceId) -> bool:
-        """Count a failed self-test, which is enough by itself."""
+        """Count a failed self-test, or lasting slowness, which is enough by itself."""
         return self._record(device, MAX_FAILURES)
 
     @property

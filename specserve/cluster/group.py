@@ -63,7 +63,9 @@ class WorkerGroup:
             deadline_s=config.faults.round_deadline_s,
             report=report,
             watch=PassWatch(
-                max_slow_s=config.faults.max_slow_s, on_slow_pass=self._report_slow_pass
+                max_slow_s=config.faults.max_slow_s,
+                on_slow_pass=self._report_slow_pass,
+                on_too_slow=self._avoid_slow_device,
             ),
         )
         self.drafter: RemoteDrafter | PushedProposals | None = None
@@ -196,6 +198,12 @@ class WorkerGroup:
         if self._report_event is not None and self.workers:
             about = asdict(slow) | {"node": self.workers[0].ready.place.node}
             self._report_event(DeviceEvent(SLOW_PASS, TARGET, time.perf_counter(), about))
+
+    def _avoid_slow_device(self) -> None:
+        """Avoid the device of a single rank; of several nothing says which one is slow."""
+        ranks = [worker for worker in self.workers if worker.role == TARGET]
+        if len(ranks) == 1:
+            self._hosts.avoid(TARGET, ranks[0].ready.place)
 
     def _supervise(self, ranks: Workers, drafters: Workers) -> None:
         """Create the supervisors.

@@ -45,7 +45,7 @@ class EngineHealth:
     def device_troubles(self) -> tuple[str, ...]:
         """Devices that are avoided; progress goes on, elsewhere or with them."""
         return tuple(
-            f"{device} has failed repeatedly and is avoided"
+            f"{device} has failed and is avoided"
             + (f", though {' and '.join(users)} must use it" if users else "")
             for device, users in self._group.avoided_devices.items()
         )

@@ -47,9 +47,11 @@ class PassWatch:
         *,
         max_slow_s: float | None = None,
         on_slow_pass: Callable[[SlowPass], None] | None = None,
+        on_too_slow: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_slow_s, self._on_slow_pass, self._clock = max_slow_s, on_slow_pass, clock
+        self._max_slow_s, self._clock = max_slow_s, clock
+        self._on_slow_pass, self._on_too_slow = on_slow_pass, on_too_slow
         self._times = PassMedians()
         self.ranks: dict[int, RankTimes] = {}  # since the first round
 
@@ -83,6 +85,8 @@ class PassWatch:
         slow_for = self._times.slow_for(now)
         if self._max_slow_s is None or slow_for < self._max_slow_s:
             return None
+        if self._on_too_slow is not None:
+            self._on_too_slow()
         return (
             f"for {slow_for:.0f} s most of the last {NUM_RECENT} passes have taken more than "
             f"{SLOW_FACTOR:g} times as long as usual, the last one {slow.seconds:.3g} s "

@@ -84,14 +84,17 @@ class WorkerHosts:
     def record_fault(self, started: StartedWorker, fault: DeviceFault) -> None:
         """Avoid a device that has failed the self-test of a worker."""
         device = self._devices[started.number] = DeviceId(fault.node, fault.device)
-        if self._failures.record_fault(device):
-            self._avoid(started.role, device)
+        self._avoid(started.role, device)
+
+    def avoid(self, role: str, place: WorkerPlace) -> None:
+        """Avoid a device that a worker runs on, for instance since it is slow."""
+        self._avoid(role, DeviceId(place.node, place.hardware))
 
     def record_loss(self, role: str, place: WorkerPlace) -> None:
         """Count a lost worker as a failure of its device."""
         device = DeviceId(place.node, place.hardware)
         if self._failures.record_loss(device):
-            self._avoid(role, device)
+            self._report(role, device)
 
     def kill(self, worker: StartedWorker) -> None:
         """End a worker that is not needed, with its host."""
@@ -104,7 +107,11 @@ class WorkerHosts:
         self._hosts.clear()
 
     def _avoid(self, role: str, device: DeviceId) -> None:
-        log.error("%s has failed repeatedly, and is avoided from now on", device)
+        if self._failures.record_fault(device):
+            self._report(role, device)
+
+    def _report(self, role: str, device: DeviceId) -> None:
+        log.error("%s is avoided from now on", device)
         self._on_avoided(role, device)
 
     async def _start_elsewhere(

@@ -100,7 +100,7 @@ def test_health_and_readiness_say_what_is_wrong(status: Status, health: int, rea
 
 
 def test_devices_that_are_avoided_stand_in_the_health_of_a_server_that_is_well() -> None:
-    troubles = ("GPU 3 of node a1 has failed repeatedly and is avoided",)
+    troubles = ("GPU 3 of node a1 has failed and is avoided",)
     state = Status(ready=True, healthy=True, device_troubles=troubles)
     with serving(FakeService(state=state)) as server:
         reply = server.ask("/health")

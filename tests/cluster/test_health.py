@@ -183,9 +183,8 @@ def test_devices_that_are_avoided_are_named_and_make_no_engine_unhealthy() -> No
         }
         troubles = replica.health.device_troubles
         assert troubles == (
-            "GPU 3 of node a1 has failed repeatedly and is avoided",
-            "cpu of node b2 has failed repeatedly and is avoided, though target-0 and draft "
-            "must use it",
+            "GPU 3 of node a1 has failed and is avoided",
+            "cpu of node b2 has failed and is avoided, though target-0 and draft must use it",
         )
         assert replica.health.trouble is None
         board = Board()

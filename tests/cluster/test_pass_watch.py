@@ -30,15 +30,21 @@ class Watched:
 
     def __init__(self, *, max_slow_s: float | None = None) -> None:
         self.found: list[SlowPass] = []
-        self.now = 0.0
+        self.now, self.num_too_slow = 0.0, 0
         self.watch = PassWatch(
-            max_slow_s=max_slow_s, on_slow_pass=self.found.append, clock=lambda: self.now
+            max_slow_s=max_slow_s,
+            on_slow_pass=self.found.append,
+            on_too_slow=self.count_too_slow,
+            clock=lambda: self.now,
         )
         self.learn()
 
     def learn(self) -> None:
         for _ in range(MIN_PASSES):
             self.observe(0.125, 0.125)
+
+    def count_too_slow(self) -> None:
+        self.num_too_slow += 1
 
     def observe(self, *seconds: float, steps: Sequence[VerifyStep] = (STEP,)) -> str | None:
         return self.watch.observe(steps, answers(*seconds))
@@ -75,6 +81,7 @@ def test_lasting_slowness_ends_ranks_only_past_the_limit_and_only_if_there_is_on
     assert "for 61 s most of the last 32 passes" in why
     assert "the last one 2 s instead of 0.125 s" in why
     assert unlimited.observe(2.0, 2.0) is None
+    assert (limited.num_too_slow, unlimited.num_too_slow) == (1, 0)
     assert len(limited.found) == len(unlimited.found) == NUM_RECENT + 1
 
 

@@ -117,6 +117,18 @@ def test_a_failed_self_test_moves_the_next_worker(monkeypatch: pytest.MonkeyPatc
     assert run(own.start("target", 0, CALL)).hello.node == ELSEWHERE_ID
 
 
+def test_a_device_that_is_slow_for_too_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    Cluster(monkeypatch, [HOME, ELSEWHERE])
+    avoided: list[tuple[str, DeviceId]] = []
+    own = hosts(CPUS, avoided)
+    run(own.start("target", 0, CALL))
+    own.record_device(0, PLACE)
+    own.avoid("target", PLACE)
+    own.record_loss("target", PLACE)  # by its restart
+    assert avoided == [("target", DeviceId(HOME_ID, "cpu"))]
+    assert run(own.start("target", 0, CALL)).hello.node == ELSEWHERE_ID
+
+
 @pytest.mark.parametrize("fault", ["no room", "the other host fails"])
 def test_where_a_worker_cannot_move_it_goes_on_with_its_device(
     monkeypatch: pytest.MonkeyPatch, fault: str
