@@ -78,6 +78,13 @@ class ClientAccess:
             finally:
                 self._uses.remove(use)
 
+    def has_small_share(self, use: KeyUse) -> bool:
+        """Return whether another client has more requests under way than this request's client.
+
+        A full engine then gives it a place of that client, unless that has none that waits.
+        """
+        return self._accounts.most_running() > use.account.num_running
+
     def uses(self) -> tuple[ClientUse, ...]:
         """Return what clients with limits have used of this gateway, for the others."""
         return self._accounts.uses()

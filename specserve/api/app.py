@@ -130,7 +130,9 @@ def _middleware(
         Middleware(HeadLimit),
         *([Middleware(HostCheck, hosts=hosts)] if hosts else []),
         *([_key_check(access, config, page)] if access is not None else []),
-        Middleware(LoadLimit, service=service, paths=(COMPLETIONS, CHAT_COMPLETIONS)),
+        Middleware(
+            LoadLimit, service=service, access=access, paths=(COMPLETIONS, CHAT_COMPLETIONS)
+        ),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes, seconds=BODY_S),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from types import TracebackType
 
 from specserve.api.access import KeyUse
@@ -48,9 +49,10 @@ class Generation:
         self.timeout_s = timeout_s
         self._generation_request, self._key_use = generation_request, key_use
         self._account, self._reserved = None if key_use is None else key_use.account, 0.0
-        tenant = "" if self._account is None or shares_cache else self._account.name
+        client = "" if key_use is None else key_use.client.name
+        tenant = "" if shares_cache else client
         self._requests = [
-            request
+            replace(request, client=client)
             for prompt in prompts
             for request in sampling.requests(prompt.ids, tenant=tenant)
         ]

@@ -156,19 +156,29 @@ class KeyCheck:
 class LoadLimit:
     """Refusal of generations while every queue is full, before their bodies are read.
 
-    A flood of requests must not take the processor's time from those that are served.
+    A flood of requests must not take the processor's time from those that are served. Clients that
+    have fewer requests under way than another one may ask the engine all the same.
     """
 
-    def __init__(self, app: ASGIApp, *, service: Service, paths: Collection[str]) -> None:
-        self._app, self._service, self._paths = app, service, paths
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        service: Service,
+        access: ClientAccess | None,
+        paths: Collection[str],
+    ) -> None:
+        self._app, self._service, self._access, self._paths = app, service, access, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _path(scope) in self._paths:
             try:
                 self._service.require_room()
             except Overloaded as error:
-                await Refusal.from_error(error).response()(scope, receive, send)
-                return
+                use = scope.get("state", {}).get("key_use")
+                if self._access is None or use is None or not self._access.has_small_share(use):
+                    await Refusal.from_error(error).response()(scope, receive, send)
+                    return
         await self._app(scope, receive, send)
 
 

@@ -118,6 +118,10 @@ class Account:
         self.num_running_elsewhere = 0  # at other gateways, as they reported last
 
     @property
+    def num_running(self) -> int:
+        return self._num_running
+
+    @property
     def use(self) -> ClientUse:
         return ClientUse(self.name, self._requests.used, self._tokens.used, self._num_running)
 
@@ -204,6 +208,10 @@ class Accounts:
         account.set_rates(client.rates)
         account.max_running = client.concurrent_requests or math.inf
         return account
+
+    def most_running(self) -> int:
+        """Return the requests under way of the client that has the most here."""
+        return max((account.num_running for account in self._accounts.values()), default=0)
 
     def uses(self) -> tuple[ClientUse, ...]:
         """Return what clients with limits have used here since the start."""

@@ -36,11 +36,13 @@ from specserve.cluster.transport.endpoint import Address
 from specserve.config.tree import Config
 from specserve.engine import Coordinator
 from specserve.engine.trace import TraceJournal
-from specserve.errors import SpecserveError
+from specserve.errors import Overloaded, SpecserveError
 from specserve.metrics import Registry
 from specserve.types import Chunk, ModelInfo, Request
 
 log = logging.getLogger(__name__)
+
+DISPLACED = "the queue is full, and this client has most of it; try again later"
 
 
 class Engine:
@@ -69,6 +71,7 @@ class Engine:
             draft_context=self._group.draft_context,
             report=self._journal.record_round,
             remote_workers=isinstance(self._group.drafter, RemoteDrafter),
+            on_displaced=lambda seq_id: self._replies.end(seq_id, Overloaded(DISPLACED)),
         )
         self._gauges = Gauges(self._registry, self._replica)
         self._rounds = asyncio.create_task(self._coordinator.run())

@@ -69,6 +69,12 @@ class ReplyStreams:
         """Send no more chunks of the sequence; return False if its last one has been sent."""
         return self._replies.pop(seq_id, None) is not None
 
+    def end(self, seq_id: int, error: SpecserveError) -> None:
+        """End the reply of a sequence that gets no chunk any more with an error."""
+        reply = self._replies.pop(seq_id, None)
+        if reply is not None:
+            reply.end(error)
+
     def send(self, chunks: Sequence[Chunk], *, can_resume_elsewhere: bool) -> None:
         """Send one message to each gateway that has chunks in this round.
 

@@ -63,7 +63,11 @@ class Coordinator:
         draft_context: int | None = None,  # None: as long as the target's
         remote_workers: bool = False,  # both can be busy at the same time
         drafts_prompts: bool = True,  # the drafter reads them while the target does
+        # Called with the id of a sequence that gives its place in a full queue to another client's,
+        # and gets no chunk; None: a full queue stays as it is.
+        on_displaced: abc.Callable[[int], None] | None = None,
     ) -> None:
+        self._on_displaced = on_displaced
         self._admission = Admission(info, speculation)
         gamma, max_gamma = speculation.gamma, speculation.max_gamma
         if gamma is not None and not 0 <= gamma <= max_gamma:
@@ -107,7 +111,7 @@ class Coordinator:
         if self._closed:
             raise Displaced(self.trouble or "the engine is closing and takes no new requests")
         if not self.scheduler.can_queue:
-            raise Overloaded("the queue is full; try again later")
+            self._make_room(request.client)
         sequence = Sequence(
             self._next_id,
             request,
@@ -123,6 +127,16 @@ class Coordinator:
         self.scheduler.queue(sequence)
         self._wake.set()
         return sequence.seq_id
+
+    def _make_room(self, client: str) -> None:
+        """Displace the newest waiting sequence of a client with more than its share, or raise."""
+        if self._on_displaced is not None:
+            displaced = self.scheduler.displace_for(client)
+            if displaced is not None:
+                del self._live[displaced.seq_id]
+                self._on_displaced(displaced.seq_id)
+                return
+        raise Overloaded("the queue is full; try again later")
 
     def cancel(self, seq_id: int) -> None:
         """End the sequence and free its pages when the next round begins.

@@ -5,13 +5,14 @@ Pages are counted by arithmetic alone, as if no two sequences shared any. Knows 
 
 from __future__ import annotations
 
-from collections import abc, deque
+from collections import abc
 
 from specserve.engine.batch import Batch, BatchEntry
 from specserve.engine.budget import TokenBudget
 from specserve.engine.prefill import distinct_prompts, encoder_inputs, prompt_chunks
 from specserve.engine.prefixes import IN_DRAFTER, PrefixIndex
 from specserve.engine.sequence import Sequence
+from specserve.engine.waiting_queue import WaitingQueue
 from specserve.types import ModelInfo
 
 MAX_NEW_GRAMMARS = 2**16
@@ -22,11 +23,11 @@ One of that length takes some 0.06 s to compile (`tests/chaos/misuse.py` has the
 
 
 class Scheduler:
-    """Continuous batching, first come first served.
+    """Continuous batching, with fair shares for clients.
 
-    Every running sequence arrived before every waiting one. The oldest always progresses: its
-    pages are the last to be taken away, so whatever is preempted, some sequence comes nearer to its
-    end each round.
+    A preempted sequence runs again before any that has not run yet. The one that has run for
+    longest always progresses: its pages are the last to be taken away, so whatever is preempted,
+    some sequence comes nearer to its end each round.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class Scheduler:
         max_gamma: int,
         drafts_prompts: bool = True,  # the drafter reads them while the target does
     ) -> None:
-        self.running: list[Sequence] = []  # in order of arrival
-        self.waiting: deque[Sequence] = deque()  # in order of arrival; new ones and preempted ones
+        self.running: list[Sequence] = []  # in the order in which they began
+        self.waiting = WaitingQueue()
         # Sequences whose pages the workers may free; the coordinator sends the ids and empties it.
         self.released: list[int] = []
         self.num_preempted = 0
@@ -53,7 +54,8 @@ class Scheduler:
         self._max_queued = max_queued
         self._budget = budget
         self._drafts_prompts = drafts_prompts
-        self._last_turn = -1  # id of the sequence that decoded last while they took turns
+        self._num_begun = 0
+        self._last_turn = 0  # of the sequence that decoded last while they took turns
         self._headroom = max_gamma + 1  # tokens that a sequence may grow by in a round
 
     @property
@@ -81,7 +83,17 @@ class Scheduler:
         return self.num_sequences < self._max_running + self._max_queued
 
     def queue(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
+
+    def displace_for(self, client: str) -> Sequence | None:
+        """Remove the newest sequence that has not run, of a client with more than its share.
+
+        Returns None if no client has at least two sequences more than this one.
+        """
+        newest = self.waiting.newest_beyond_share(client, self.running)
+        if newest is not None:
+            self.waiting.remove(newest)
+        return newest
 
     def remove_finished(self) -> None:
         finished = [sequence for sequence in self.running if sequence.finish]
@@ -90,8 +102,7 @@ class Scheduler:
             for sequence in finished:
                 self._prefixes.drop_later(sequence)
         self.running = [sequence for sequence in self.running if not sequence.finish]
-        if any(sequence.finish for sequence in self.waiting):
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.finish)
+        self.waiting.remove_finished()
 
     def select_running(self) -> None:
         """Preempt what does not fit, youngest first, then admit what does.
@@ -161,11 +172,11 @@ class Scheduler:
         if self._prefixes is not None:
             self._prefixes.drop(youngest)
         self.released.append(youngest.seq_id)
-        self.waiting.appendleft(youngest)
+        self.waiting.put_back(youngest)
         self.num_preempted += 1
 
     def _admit(self) -> None:
-        """Move waiting sequences to the running ones, in order of arrival.
+        """Move waiting sequences to the running ones, in the order of the queue.
 
         There must be room for one more round of all of them, so that what is admitted is not
         preempted at once. New grammars, which the workers compile in their next pass, are few.
@@ -174,7 +185,7 @@ class Scheduler:
         grammars = {sequence.grammar for sequence in self.running}
         new_text = 0
         while self.waiting and len(self.running) < self._max_running:
-            head = self.waiting[0]
+            head = self.waiting.next(self.running)
             need += self._need(head, self._headroom)
             if need > self._num_pages and self.running:
                 return
@@ -183,7 +194,10 @@ class Scheduler:
                 if new_text > MAX_NEW_GRAMMARS and new_text > len(head.grammar.text):
                     return
                 grammars.add(head.grammar)
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(head)
+            self._num_begun += 1
+            head.turn = self._num_begun
+            self.running.append(head)
 
     def _take_turns(
         self, decoding: list[tuple[Sequence, int]], count: int
@@ -195,11 +209,11 @@ class Scheduler:
         if len(decoding) <= count:
             return decoding
         first = next(
-            (i for i, (sequence, _) in enumerate(decoding) if sequence.seq_id > self._last_turn), 0
+            (i for i, (sequence, _) in enumerate(decoding) if sequence.turn > self._last_turn), 0
         )
         turn = (decoding[first:] + decoding[:first])[:count]
-        self._last_turn = turn[-1][0].seq_id
-        return sorted(turn, key=lambda pair: pair[0].seq_id)
+        self._last_turn = turn[-1][0].turn
+        return sorted(turn, key=lambda pair: pair[0].turn)
 
     def _claim_pages(self, chunks: list[BatchEntry]) -> None:
         if self._prefixes is not None:

@@ -33,6 +33,7 @@ class Sequence:
         "_passes",
         "_rounds",
         "_stop_ids",
+        "client",
         "committed",
         "draft_cached",
         "draft_limit",
@@ -44,6 +45,7 @@ class Sequence:
         "requested_gamma",
         "seq_id",
         "target_cached",
+        "turn",
     )
 
     def __init__(
@@ -59,6 +61,8 @@ class Sequence:
         is_verifier_open: bool = False,
     ) -> None:
         self.seq_id = seq_id
+        self.client = request.client
+        self.turn = 0  # set when the sequence starts to run: higher than those that run already
         # Constant from the first pass on.
         self.policy = policy
         # True if the engine chooses the policy's verifier, when the sequence starts to run.

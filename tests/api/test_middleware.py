@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import logging
 import socket
 from collections.abc import Iterator
@@ -259,6 +260,35 @@ def test_a_full_service_refuses_generations_unread_and_answers_the_rest(path: st
         assert (reply.status, reply.error["code"]) == (429, "overloaded")
         assert int(reply.headers["retry-after"]) >= 1
         assert server.ask("/v1/models").status == server.ask("/health").status == 200
+
+
+def test_in_a_full_service_only_a_client_with_less_than_another_may_ask_the_engine(
+    tmp_path: Path,
+) -> None:
+    (file := tmp_path / "keys").write_text("greedy k1\nmodest k2\n")
+    service = FakeService(hangs_after=1)
+    with serving(service, config={"http.api_keys_file": str(file)}) as server:
+
+        def ask(key: str, *, stream: bool = False) -> http.client.HTTPConnection:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+            body = json.dumps({"prompt": "x", "stream": stream})
+            connection.request("POST", "/v1/completions", body, headers)
+            return connection
+
+        streams = [ask("k1", stream=True) for _ in range(2)]
+        assert server.until(lambda: service.num_live == 2)
+        service.full, service.hangs_after = True, None
+        (refused, served) = ask("k1"), ask("k2")
+        assert (refused.getresponse().status, served.getresponse().status) == (429, 200)
+        for connection in (*streams, refused, served):
+            connection.close()
+        assert server.until(lambda: service.num_live == 0)
+        alone = ask("k2")
+        assert alone.getresponse().status == 429, "without another client there are no shares"
+        alone.close()
+    names = [request.client for request in service.requests]
+    assert names == ["greedy", "greedy", "modest"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import zmq
 from specserve.cluster.deployments import Engine
 from specserve.cluster.reply_streams import ReplyStreams
 from specserve.cluster.transport.endpoint import Address, KeyPair
-from specserve.errors import Displaced, WorkerLost
+from specserve.errors import Displaced, Overloaded, WorkerLost
 from specserve.types import Chunk, FinishReason, Origin
 from specserve.wire.messages import Chunks
 
@@ -170,5 +170,20 @@ def test_an_engine_without_file_handles_runs_no_request_that_it_could_not_answer
         await asyncio.sleep(0)
         assert submitted == ["a request"]
         serving.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_displaced_sequence_ends_with_its_error_and_no_chunk() -> None:
+    async def main() -> None:
+        streams = Streams()
+        displaced, other = streams.begin(1, 70, "a"), streams.begin(2, 71, "a")
+        streams.end(1, Overloaded("full"))
+        streams.end(9, Overloaded("full"))  # its caller has gone
+        streams.send([chunk(1, 10), chunk(2, 11)], can_resume_elsewhere=False)
+        assert isinstance(await displaced.ended, Overloaded)
+        assert not streams.discard(1), "there is nothing to cancel"
+        assert not other.ended.done()
+        assert [c.seq_id for sent in streams.senders["a"].sent for c in sent.chunks] == [71]
 
     asyncio.run(main())

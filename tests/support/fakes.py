@@ -80,6 +80,7 @@ def open_coordinator(
     max_batch_tokens: int | None = None,
     remote_workers: bool = False,
     report: Callable[[Round], None] | None = None,
+    on_displaced: Callable[[int], None] | None = None,
 ) -> Coordinator:
     return Coordinator(
         target,
@@ -96,6 +97,7 @@ def open_coordinator(
         draft_context=draft_context,
         remote_workers=remote_workers,
         report=report,
+        on_displaced=on_displaced,
     )
 
 
