@@ -13,7 +13,6 @@ from specserve.cluster.deployments import Engine
 from specserve.cluster.placement import Bundle
 from specserve.cluster.reply_streams import Reply, ReplyStreams
 from specserve.cluster.transport import chunk_stream
-from specserve.cluster.transport.chunk_stream import StreamAddress
 from specserve.cluster.transport.endpoint import Address, LinkTiming, Socket, connect
 from specserve.config.tree import Config
 from tests.chaos.relays import relayed
@@ -44,8 +43,8 @@ class NotedReplies(ReplyStreams):
         super().__init__()
         self.ports: dict[int, int] = {}
 
-    def open(self, seq_id: int, number: int, address: StreamAddress) -> Reply:
-        self.ports[seq_id] = address.address.port
+    def open(self, seq_id: int, number: int, address: Address) -> Reply:
+        self.ports[seq_id] = address.port
         return super().open(seq_id, number, address)
 
     def move(self) -> None:
