@@ -481,7 +481,9 @@ def test_a_draft_that_is_stopped_while_it_loads_its_weights_is_replaced_too(serv
 
     until(stop_while_it_loads, 120)
     until(lambda: count("DraftWorker.run") == 1 and not stopped[0].is_running(), 120)
-    assert json.loads(server.get("/health")[1]) == {"status": "healthy", "draft_placement": "apart"}
+    # Its device may be named as well: the tests have ended several workers in the last minutes.
+    health = json.loads(server.get("/health")[1])
+    assert (health["status"], health["draft_placement"]) == ("healthy", "apart")
 
 
 def count(kind: str) -> int:
