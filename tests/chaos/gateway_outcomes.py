@@ -29,6 +29,13 @@ class Request:
     port: int | None = None  # of the gateway's link; None until the engine has run it
     over: float = math.inf  # when its connection ended
     is_broken: bool = False
+    connection_error: str = ""
+
+    @property
+    def failure(self) -> str:
+        """Say how the stream broke, and whether the engine had run it."""
+        begun = "not begun" if self.port is None else "begun"
+        return f"{begun}, {self.stream.status} {self.connection_error or self.stream.body[:100]!r}"
 
     def gap_after(self, moment: float) -> float | None:
         """Return the longest gap that ends behind a moment of this stream, if there is one."""

@@ -16,8 +16,9 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,11 @@ class Load:
             "ignore_eos": True,
             "seed": request.seed,
         }
-        with suppress(OSError, EOFError, ValueError, TimeoutError):
+        try:
             async with asyncio.timeout(WITHIN_S):
                 await self.address.post("/v1/completions", body, into=request.stream)
+        except (OSError, EOFError, ValueError, TimeoutError) as error:
+            request.connection_error = type(error).__name__
         request.over, stream = time.monotonic(), request.stream
         request.is_broken = not (
             stream.status == 200 and stream.num_finals == 1 and stream.ended is not None
@@ -154,7 +157,22 @@ class Campaign:
 
         await until(has_gone)
         await fault
+        if kind != KILL:
+            await self._until_streams_go_on(port)
         return Strike(at, port, len(struck), gone)
+
+    async def _until_streams_go_on(self, port: int) -> None:
+        """Wait for the streams of a gateway that lives: their pause belongs to this fault alone."""
+        ended = time.monotonic()
+        waiting = [one for one in self.load.requests.values() if one.port == port]
+
+        async def go_on() -> bool:
+            return all(
+                one.over < math.inf or (one.stream.times and one.stream.times[-1] > ended)
+                for one in waiting
+            )
+
+        await until(go_on)
 
     async def _target(self) -> tuple[Snapshot, dict[int, int]]:
         """Wait until two gateways serve streams."""
@@ -163,7 +181,7 @@ class Campaign:
                 snapshot, pids = await self.load.snapshot(), await asyncio.to_thread(gateways)
                 if len(snapshot.running.keys() & pids.keys()) >= 2:
                     return snapshot, pids
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.5)
 
     async def _inject(self, kind: str, port: int, pid: int) -> None:
         """Do it, and return when the fault is over."""
@@ -233,6 +251,8 @@ async def campaign(
             after = await idle(load)
             outcome.num_restarts = len(server_pids() - pids)
             outcome.num_leaked = max(0, after.pages - before.pages)
+            failures = Counter(one.failure for one in load.requests.values() if one.is_broken)
+            print(f"broken: {dict(failures)}")
             print(f"held before: {held(before)}; after: {held(after)}")
             yield kind, outcome
     finally:

@@ -22,7 +22,7 @@ LOOK_EVERY_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Holdings of an engine at one moment."""
+    """Sequences and resources that an engine held at one moment."""
 
     running: dict[int, dict[int, int]]  # by port of the gateway: sequences, and their seeds
     ran_until: dict[int, float]  # by port; of this machine's monotonic clock
@@ -48,7 +48,7 @@ class NotedReplies(ReplyStreams):
         return super().open(seq_id, number, address)
 
     def move(self) -> None:
-        """Count all gateways as gone, so that they are connected to again."""
+        """Count all gateways as gone, so that their next requests open new connections."""
         for address in list(self._senders):
             self._on_gone(address)
 
