@@ -155,7 +155,7 @@ proofs: $(VENV)/installed-for-tests  ## Sample continuations and compare them wi
 structured: $(VENV)/installed-for-tests  ## Measure structured output
 	$(BIN)/python -m benchmarks.structured $(ARGS)
 
-fuzz: $(VENV)/installed-for-tests  ## Send damaged frames and requests
+fuzz: $(VENV)/installed-for-tests  ## Send damaged input of every kind: frames, requests, grammars, files, checkpoints
 	$(BIN)/python -m tests.chaos.fuzz $(ARGS)
 
 chaos: $(VENV)/installed-for-tests  ## Kill every role of a server under load

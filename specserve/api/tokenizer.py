@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from specserve.api.detokenizer import IncrementalDetokenizer
-from specserve.errors import BadValue, ModelError, ModelNotFound, TokenizerMismatch, first_line
+from specserve.errors import (
+    BadValue,
+    ModelError,
+    ModelNotFound,
+    SpecserveError,
+    TokenizerMismatch,
+    first_line,
+)
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -70,7 +77,10 @@ class Tokenizer:
             return cls(
                 AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=False)
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except SpecserveError:
+            raise
+        # The library checks little of what the files say; a wrong value may raise anything.
+        except Exception as error:
             missing = ModelError if Path(path).is_dir() else ModelNotFound
             raise missing(f"no tokenizer can be loaded from {path}: {first_line(error)}") from error
         finally:

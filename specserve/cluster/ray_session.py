@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from specserve.cluster import header_encoding
 from specserve.cluster.cluster_address import WAYS, require_answer, resolve, running_clusters
 from specserve.cluster.placement import GATEWAY_CPUS, bundles, check_fits, gateway_bundle
 from specserve.config.tree import Config
@@ -27,6 +28,7 @@ SERVE_SETTINGS = {
     # With the default of 30 s Ctrl-C would take as long.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",
+    header_encoding.SETTING: header_encoding.IMPORT_PATH,
 }
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 # Used even if TMPDIR is set, because the path of a socket must be short.

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -285,7 +286,7 @@ def config_from_file(file: Path | None, overrides: Mapping[str, object] | None =
 def read_config_file(file: Path) -> dict[str, object]:
     """Return the keys of a YAML file; an empty file has none."""
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the config file {file} cannot be read: {_reason(error)}; "
@@ -303,6 +304,18 @@ def read_config_file(file: Path) -> dict[str, object]:
     return tree or {}
 
 
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text.
+
+    Raises YAMLError, which the library does not for a value that its tag does not fit, for a date
+    that is none, and for brackets nested beyond Python's recursion limit.
+    """
+    try:
+        return yaml.safe_load(text)
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise yaml.YAMLError(f"a value does not have the form of its type: {error}") from error
+
+
 def _reason(error: Exception) -> str:
     """Return the error's text without the path, which the message names already."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -316,7 +329,7 @@ def parse_override(argument: str) -> tuple[str, object]:
             f"an override is written key=value, such as speculation.gamma=5, not {argument!r}"
         )
     try:
-        return key.strip(), yaml.safe_load(value)
+        return key.strip(), parse_yaml(value)
     except yaml.YAMLError as error:
         raise ConfigError(
             f"the value of {key.strip()} is not YAML: {value!r}; "

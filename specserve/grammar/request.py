@@ -15,6 +15,13 @@ from specserve.types import Grammar
 
 MAX_SIZE = 64 * 1024  # characters of a schema, an expression or a grammar
 MAX_DEPTH = 64  # levels of objects and lists in a schema
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+"""Line behind a client's Lark grammar, where it has precedence over a line of the client's own.
+
+The library computes the bytes that a grammar forces until there is a choice. Lexemes are greedy,
+so that after the first byte of `start: A "a"` with `A: /a+/` another one is forced for ever: the
+library did not return, and its memory grew by 10 MB a second.
+"""
 JSON_OBJECT: Mapping[str, object] = {"type": "object"}
 
 
@@ -164,7 +171,7 @@ def _choice(value: object) -> Grammar:
 
 _GUIDES: Mapping[str, Callable[[object], Grammar]] = {
     "regex": lambda value: Grammar("regex", _text("guided.regex", value)),
-    "grammar": lambda value: Grammar("lark", _text("guided.grammar", value)),
+    "grammar": lambda value: Grammar("lark", _text("guided.grammar", value) + NO_FORCING),
     "json": _json,
     "choice": _choice,
 }

@@ -16,6 +16,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.util.placement_group import validate_placement_group
 
 from specserve import __version__
+from specserve.cluster import header_encoding
 from specserve.cluster.placement import bundles
 from specserve.config.tree import DEMO, Config, config_from_keys
 
@@ -310,8 +311,11 @@ def test_no_pin_asks_for_a_build_of_one_index() -> None:
     assert re.findall(r"^\S+==\S+\+\S+$", _text("constraints.txt"), re.MULTILINE) == []
 
 
-def test_the_image_starts_ray_with_haproxy() -> None:
+def test_the_image_starts_ray_with_haproxy_and_headers_in_any_encoding() -> None:
     assert f"ENV {HA_PROXY}=1" in _text("deploy/Dockerfile")
+    setting = f"{header_encoding.SETTING}={header_encoding.IMPORT_PATH}"
+    assert setting in _text("deploy/Dockerfile")
+    assert setting in _text("docs/guides/deploying.md")
 
 
 def test_the_image_has_a_compiler_for_kernels_that_are_built_on_the_spot() -> None:

@@ -7,7 +7,9 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +44,19 @@ PROMPTS = [
     "def main():\n    ",
     "try:\n",
 ]
+
+
+HEADERS = (
+    "x-request-id",
+    "x-request-timeout-seconds",
+    "x-request-disconnect-disabled",
+    "x-session-id",
+    "serve_multiplexed_model_id",
+    "user-agent",
+    "authorization",
+)
+"""Headers that Serve reads before the gateway does, and two that it leaves alone."""
+VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class BreakableEngine(Engine):
@@ -426,6 +441,24 @@ def test_two_hundred_malformed_requests_and_a_huge_body_do_no_harm(server: Serve
         growth.append(gateway_memory() - before)
     assert min(growth[1:]) < 10 * 2**20, f"the gateway grows by {growth} bytes"
     assert server.complete(PROMPTS[0], max_tokens=4, ignore_eos=True).usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("value", [b"caf\xe9", b"\xff\xfe", "caf\u00e9".encode(), b"\x80" * 3000])
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_with_bytes_beyond_ascii_is_no_failure_of_the_server(
+    server: Server, name: str, value: bytes
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(
+            b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            + (b"" if name == "authorization" else b"Authorization: Bearer %b\r\n" % KEY.encode())
+            + b"%b: %b\r\n\r\n" % (name.encode(), value)
+        )
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == (401 if name == "authorization" else 200)
+        given = response.headers.get_all("X-Request-Id", [])
+    assert VALID_ID.fullmatch(given[-1]), "the id is replaced"
 
 
 @pytest.mark.parametrize(

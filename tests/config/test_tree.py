@@ -340,3 +340,17 @@ def test_the_tree_cannot_be_changed() -> None:
     config = Config()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.http.port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "value", ["!!int x", "!!bool x", "!!timestamp x", "2026-13-45", "9" * 5000, "[" * 2000]
+)
+def test_a_value_that_its_type_does_not_fit_is_refused_and_no_traceback(
+    tmp_path: Path, value: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"model: {value}")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        config_from_file(file)
+    with pytest.raises(ConfigError, match="is not YAML"):
+        parse_override(f"model={value}")

@@ -18,8 +18,16 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from specserve.config.tree import DEMO
 from specserve.grammar import sequences
 from specserve.grammar.mask import TokenMask
-from specserve.grammar.matcher import MAX_COMPILED, GrammarCompiler, GrammarMatcher, mask_texts
+from specserve.grammar.matcher import (
+    MAX_COMPILED,
+    Bits,
+    GrammarCompiler,
+    GrammarMatcher,
+    mask_texts,
+)
+from specserve.grammar.request import parse_guided
 from specserve.grammar.sequences import GrammarStates, SequenceGrammar, TextUpdate
+from specserve.grammar.validate import validate_grammar
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.types import Grammar
 from tests.support import checkpoints
@@ -338,3 +346,32 @@ def sentencepiece(directory: Path) -> int:
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(directory)
     return len(pieces)
+
+
+@pytest.mark.timeout(120)  # what breaks it does not return, and takes 10 MB a second
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: A "a"\nA: /a+/',
+        "start: A A\nA: /a+/",
+        '%llguidance {"no_forcing": false}\nstart: A A\nA: /a+/',
+        "start: A A\nA: /a+/ // a remark",
+    ],
+)
+def test_a_clients_grammar_that_forces_bytes_for_ever_has_a_check_and_masks(text: str) -> None:
+    grammar = parse_guided({"grammar": text})
+    assert grammar is not None
+    validate_grammar(grammar)
+    matcher = GrammarCompiler(lambda: LLTokenizer("byte"), end_ids=frozenset({256})).start(grammar)
+    for position in range(8):
+        assert allowed_ids(matcher.bits()) == [ord("a")]
+        matcher.write(position, [ord("a")])
+
+
+def allowed_ids(bits: Bits) -> list[int]:
+    return [
+        32 * word + bit
+        for word, row in enumerate(bits.tolist())
+        for bit in range(32)
+        if row >> bit & 1
+    ]

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from specserve.errors import BadValue
-from specserve.grammar.request import MAX_DEPTH, MAX_SIZE, parse_guided, parse_response_format
+from specserve.grammar.request import (
+    MAX_DEPTH,
+    MAX_SIZE,
+    NO_FORCING,
+    parse_guided,
+    parse_response_format,
+)
 from specserve.grammar.validate import validate_grammar
 from specserve.sampling_params import Sampling
 from specserve.types import Grammar
@@ -42,7 +48,7 @@ def test_a_response_format_becomes_a_grammar_with_the_properties_in_their_order(
     [
         (None, None),
         ({"regex": "[a-c]+"}, Grammar("regex", "[a-c]+")),
-        ({"grammar": 'start: "a"'}, Grammar("lark", 'start: "a"')),
+        ({"grammar": 'start: "a"'}, Grammar("lark", 'start: "a"' + NO_FORCING)),
         ({"json": SCHEMA}, Grammar("json_schema", json.dumps(SCHEMA))),
         ({"json": json.dumps(SCHEMA)}, Grammar("json_schema", json.dumps(SCHEMA))),
         ({"choice": ["yes", 'n"o\n', "日"]}, Grammar("lark", 'start: "yes" | "n\\"o\\n" | "日"')),

@@ -109,3 +109,15 @@ def test_a_grammar_that_is_dear_to_follow_is_refused() -> None:
     bomb = "\n".join(["start: a0", *rules, 'a1700: "x"'])
     with pytest.raises(BadValue, match=r"the grammar is wrong: .*Too many items"):
         validate_grammar(Grammar("lark", bomb))
+
+
+@pytest.mark.parametrize("pattern", ["a{100000}", "((a{1000}){1000}){1000}"])
+def test_a_regular_expression_that_is_dear_to_start_is_refused(pattern: str) -> None:
+    with pytest.raises(BadValue, match="too many expressions"):
+        validate_grammar(Grammar("regex", pattern))
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "lark"])
+def test_half_a_character_is_refused(kind: str) -> None:
+    with pytest.raises(BadValue, match="half of a character at position 0"):
+        validate_grammar(Grammar(kind, "\ud800"))

@@ -16,6 +16,7 @@ from itertools import cycle
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from specserve.api.access import ClientAccess
 from specserve.api.app import build
@@ -196,6 +197,30 @@ class RunningServer:
         return condition()
 
 
+def app_over(
+    service: FakeService,
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_context: int = CONTEXT,
+    vocab_size: int = 4096,
+    is_encoder_decoder: bool = False,
+    config: Mapping[str, object] | None = None,
+    registry: Registry | None = None,
+) -> FastAPI:
+    """Return the app over a service; `config` has keys of the config tree, such as `http.port`."""
+    served = ServedModel(
+        "demo",
+        vocab_size=vocab_size,
+        max_context=max_context,
+        max_gamma=16,
+        created=1,
+        is_encoder_decoder=is_encoder_decoder,
+    )
+    settings, registry = config_from_keys({}, config or {}), registry or Registry()
+    access = ClientAccess.from_config(settings.http, registry)
+    return build(service, tokenizer or demo_tokenizer(), served, settings, registry, access)
+
+
 @contextmanager
 def serving(
     service: FakeService | None = None,
@@ -206,19 +231,17 @@ def serving(
     is_encoder_decoder: bool = False,
     config: Mapping[str, object] | None = None,
 ) -> Iterator[RunningServer]:
-    """Serve in a thread of its own; `config` has keys of the config tree, such as `http.port`."""
+    """Serve the app in a thread of its own; the options are those of `app_over`."""
     service, registry = service or FakeService(), Registry()
-    served = ServedModel(
-        "demo",
-        vocab_size=vocab_size,
+    app = app_over(
+        service,
+        tokenizer=tokenizer,
         max_context=max_context,
-        max_gamma=16,
-        created=1,
+        vocab_size=vocab_size,
         is_encoder_decoder=is_encoder_decoder,
+        config=config,
+        registry=registry,
     )
-    settings = config_from_keys({}, config or {})
-    access = ClientAccess.from_config(settings.http, registry)
-    app = build(service, tokenizer or demo_tokenizer(), served, settings, registry, access)
     server = uvicorn.Server(
         uvicorn.Config(
             app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=2

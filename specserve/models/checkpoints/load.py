@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -32,9 +31,10 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as library_logging
 
-from specserve.errors import ModelError, UnsupportedModel, first_line
+from specserve.errors import ModelError, SpecserveError, UnsupportedModel, first_line
 from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes
-from specserve.models.checkpoints.weights import Weights
+from specserve.models.checkpoints.sizes import check_sizes
+from specserve.models.checkpoints.weights import StoredSize, Weights
 from specserve.models.plans import HeadCounts, check_plan
 from specserve.models.shard import Division, Shard
 from specserve.models.skip import layers_of, without_layers
@@ -111,21 +111,20 @@ def read_config(directory: Path) -> Any:
 
     Raises UnsupportedModel unless it is that of a language model that specserve can run.
     """
-    try:
+    with library_errors(
+        directory, "cannot be read as a model that transformers knows", UnsupportedModel
+    ):
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedModel(
-            f"{directory} cannot be read as a model that transformers knows: {first_line(error)}"
-        ) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel(
-            "quantized checkpoints are not supported; use one in bf16, fp16 or fp32"
-        )
-    if not is_encoder_decoder(config):
-        _check_decoder(config)
-    return config
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedModel(
+                "quantized checkpoints are not supported; use one in bf16, fp16 or fp32"
+            )
+        if not is_encoder_decoder(config):
+            _check_decoder(config)
+        check_sizes(directory, config)
+        return config
 
 
 @quiet_library()
@@ -134,19 +133,14 @@ def load_tokenizer(directory: Path) -> str:
 
     What only the config files of transformers say of it is included. Raises ModelError.
     """
-    try:
+    with library_errors(directory, "has no tokenizer of the tokenizers library that can be loaded"):
         backend: Any = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         ).backend_tokenizer
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(
-            f"no tokenizer of the tokenizers library can be loaded from {directory}: "
-            f"{first_line(error)}"
-        ) from error
-    backend.no_padding()
-    backend.no_truncation()
-    text: str = backend.to_str()
-    return text
+        backend.no_padding()
+        backend.no_truncation()
+        text: str = backend.to_str()
+        return text
 
 
 def is_encoder_decoder(config: Any) -> bool:
@@ -190,6 +184,33 @@ def _check_decoder(config: Any) -> None:
         raise UnsupportedModel(f"{kind} states no context length (max_position_embeddings)")
 
 
+def check_fits_files(directory: Path, config: Any) -> None:
+    """Raise ModelError if config.json implies far more parameters than the files hold.
+
+    The library would allocate and draw those that are missing, before it says so.
+    """
+    stored = StoredSize.of_files(directory)
+    if _num_layers(config) > stored.tensors:
+        raise ModelError(
+            f"{directory} has {_num_layers(config)} layers by its config.json, and only "
+            f"{stored.tensors} tensors"
+        )
+    module = empty_module(config, dtype=torch.float32, attention="eager")
+    implied = sum(parameter.numel() for parameter in module.parameters())
+    if implied > 2 * stored.numbers:  # tied weights may be counted twice
+        raise ModelError(
+            f"{directory} has {implied:,} parameters by its config.json, and "
+            f"{stored.numbers:,} in its files"
+        )
+
+
+def _num_layers(config: Any) -> int:
+    number: int = (
+        config.num_decoder_layers if is_encoder_decoder(config) else config.num_hidden_layers
+    )
+    return number
+
+
 def load_model(
     directory: Path,
     *,
@@ -218,6 +239,8 @@ def load_model(
     elif attention not in LIBRARY_ATTENTION:
         _check_attention(config)
     with quiet_library(), library_errors(directory):
+        if packed is None:
+            check_fits_files(directory, config)
         if packed is not None:
             module = _empty_part(config, shard, skip, dtype=dtype, attention=attention)
             packed.fill(module)
@@ -256,9 +279,7 @@ def architecture(directory: Path, config: Any, size: int) -> Architecture:
     )
     return Architecture(
         model_type=config.model_type,
-        num_layers=config.num_decoder_layers
-        if is_encoder_decoder(config)
-        else config.num_hidden_layers,
+        num_layers=_num_layers(config),
         num_heads=heads.query,
         kv_heads=heads.kv,
         head_dim=head_dim,
@@ -418,9 +439,14 @@ def _load_partial(
 
 
 @contextmanager
-def library_errors(directory: Path) -> Iterator[None]:
-    """Turn what the library and safetensors raise for a broken checkpoint into a ModelError."""
+def library_errors(
+    directory: Path, failure: str = "cannot be loaded", kind: type[ModelError] = ModelError
+) -> Iterator[None]:
+    """Turn what the libraries raise for a broken checkpoint into a ModelError."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{directory} cannot be loaded: {first_line(error)}") from error
+    except SpecserveError:
+        raise
+    # They check little of what a file says, so that a wrong value may raise anything.
+    except Exception as error:
+        raise kind(f"{directory} {failure}: {first_line(error)}") from error

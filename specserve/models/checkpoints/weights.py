@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -151,11 +152,24 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StoredSize:
+    """How much a checkpoint's files hold, by their headers."""
+
+    tensors: int
+    numbers: int  # in all tensors
+
+    @classmethod
+    def of_files(cls, directory: Path) -> StoredSize:
+        opened = (_open(path) for path in weight_files(directory))
+        names = ((file, name) for file in opened for name in file.keys())  # noqa: SIM118
+        sizes = [math.prod(file.get_slice(name).get_shape()) for file, name in names]
+        return cls(len(sizes), sum(sizes))
+
+
 def num_stored_parameters(directory: Path) -> int:
-    """Return how many numbers all tensors have, from the files' headers."""
-    opened = (_open(path) for path in weight_files(directory))
-    names = ((file, name) for file in opened for name in file.keys())  # noqa: SIM118
-    return sum(math.prod(file.get_slice(name).get_shape()) for file, name in names)
+    """Return how many numbers all tensors have."""
+    return StoredSize.of_files(directory).numbers
 
 
 def fingerprint(directory: Path) -> str:

@@ -267,6 +267,44 @@ def test_a_config_that_says_nothing_sensible_is_refused(text: str, tmp_path: Pat
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", 2**31),
+        ("hidden_size", -64),
+        ("num_key_value_heads", 0),
+        ("head_dim", 2**40),
+        ("vocab_size", 10**30),
+        ("max_position_embeddings", 2**40),
+        ("hidden_act", {}),
+        ("architectures", [[]]),
+        ("eos_token_id", "x"),
+    ],
+)
+def test_an_absurd_value_of_a_config_is_refused_before_anything_is_built(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    checkpoints.CONFIGS["llama"]().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(UnsupportedModel, match=f"{name}|cannot be read"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [("num_hidden_layers", 900, "900 layers"), ("intermediate_size", 2**20, "parameters by its")],
+)
+def test_a_config_that_implies_more_than_the_files_hold_allocates_nothing(
+    name: str, value: int, why: str, tmp_path: Path
+) -> None:
+    checkpoints.make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(ModelError, match=why):
+        load_model(tmp_path, dtype=torch.float32, device="cpu")
+
+
 def test_an_attention_that_the_model_does_not_support_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="scaled_dot_product_attention"):
         load(checkpoints.make("gpt_oss", tmp_path), attention="sdpa")
