@@ -64,7 +64,8 @@ class Outcome:
     num_others_broken: int = 0
     num_not_begun: int = 0  # requests that failed before an engine ran them
     pauses: list[float] = field(default_factory=list)  # of the streams of others, the longest each
-    gaps: list[float] = field(default_factory=list)  # between any two events of theirs
+    # Between any two events of streams whose gateway was never struck.
+    gaps: list[float] = field(default_factory=list)
     num_restarts: int = 0
     num_leaked: int = 0
 
@@ -111,7 +112,7 @@ class Outcome:
             self.num_others,
             self.num_others_broken,
             *(f"{percentile_of(self.pauses, percent):.2f} s" for percent in (50, 99, 100)),
-            f"{percentile_of(self.gaps, 99):.2f} s",
+            f"{percentile_of(self.gaps, 99):.2f} s" if self.gaps else "-",
             self.num_not_begun,
             self.num_restarts,
             self.num_leaked,

@@ -62,8 +62,9 @@ class ConnectionWatch:
 
     def _on_event(self) -> None:
         for frames in drain(self._monitor):
-            self._end_wait()
-            if parse_monitor_message(frames)["event"] == zmq.Event.DISCONNECTED:
+            if parse_monitor_message(frames)["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self._end_wait()
+            elif self._deadline is None:  # an attempt to connect that fails comes as well
                 self._wait(self._times.local if self._is_local() else self._times.remote)
 
     def _is_local(self) -> bool:
