@@ -85,17 +85,16 @@ def test_a_gateway_that_is_killed_or_stopped_is_reported(
 def test_a_gateway_is_reported_whose_host_accepts_connections_and_closes_them(
     loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
-    async def main(address: StreamAddress, relay: Relay) -> None:
+    async def main(address: Address, relay: Relay) -> None:
         gone = asyncio.Event()
-        through = replace(address, address=relay.through(address.address))
-        sender = ChunkSender(through, on_gone=gone.set)
+        sender = ChunkSender(relay.through(address), ENGINE, on_gone=gone.set)
         await connected(sender)
         os.kill(pid, signal.SIGKILL)
         await gone.wait()
         sender.close()
 
     with gateway() as (pid, address):
-        relay = Relay.to(address.address)
+        relay = Relay.to(address)
         try:
             run(main(address, relay), loop)
         finally:
