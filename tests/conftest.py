@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from tests.support.http_server import RunningServer
 
+PROOFS = Path(__file__).parent / "proofs"
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
@@ -24,6 +26,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if PROOFS in item.path.parents:
+            item.add_marker("proofs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
