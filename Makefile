@@ -22,7 +22,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
-	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-pacer bench-drafters bench-peers \
+	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-pacer bench-demo bench-drafters bench-peers \
 	proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
@@ -138,6 +138,9 @@ bench-pacer: $(VENV)/installed-for-tests  ## Measure the pacer beside fixed gamm
 	$(BIN)/python -m benchmarks.pacer --out $(MEASURED)/pacer.md $(ARGS)
 	$(BIN)/python -m benchmarks.first_token --out $(MEASURED)/first-token.md
 	$(BIN)/python -m benchmarks.acceptance_by_position --out $(MEASURED)/acceptance-by-position.md
+
+bench-demo: $(VENV)/installed-for-tests  ## Measure the race on the demo pair
+	$(BIN)/python -m benchmarks.demo_race --out $(MEASURED)/demo-race.md $(ARGS)
 
 bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
 	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)

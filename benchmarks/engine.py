@@ -31,9 +31,9 @@ from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.llm import LLM
 from specserve.models.checkpoints.weights import num_stored_parameters
+from specserve.models.checkpoints.widen import inflate
 from specserve.sampling_params import Sampling
 from specserve.theory import tokens_per_round
-from specserve.tools.inflate import inflate
 from specserve.types import DraftStep, Policy, VerifyStep, Warp
 
 GAMMA = 7

@@ -24,8 +24,8 @@ from benchmarks.simulation_check import check_simulation
 from specserve.cluster.ray_session import local_ray
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.demo.corpus import held_out_prompts
+from specserve.models.checkpoints.widen import inflate
 from specserve.tools.bench.report import machine
-from specserve.tools.inflate import inflate
 from specserve.types import Request, Speculation, Warp
 
 log = logging.getLogger(__name__)

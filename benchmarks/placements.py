@@ -27,9 +27,9 @@ from specserve.cluster.launch import deploy
 from specserve.cluster.ray_session import SERVE_SETTINGS, ray_session
 from specserve.config.tree import DEMO, Config, config_from_keys
 from specserve.demo.corpus import held_out_prompts
+from specserve.models.checkpoints.widen import inflate
 from specserve.tools.bench.report import machine
 from specserve.tools.bench.streams import stream
-from specserve.tools.inflate import inflate
 
 PLACEMENTS = ("together", "apart", "auto")
 PROMPT_TOKENS = 128

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 from specserve.config.tree import DEMO
 from specserve.models import llama
+from specserve.models.checkpoints.widen import inflate
 from specserve.models.layers import make_linear, take_linear
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
-from specserve.tools.inflate import inflate
 from specserve.types import Step
 
 SIZES = (2, 3, 4)

@@ -26,9 +26,9 @@ from specserve.cluster.launch import deploy, handle
 from specserve.cluster.ray_session import ray_session
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.llm import LLM
+from specserve.models.checkpoints.widen import inflate
 from specserve.sampling_params import Sampling
 from specserve.tools.bench.streams import Stream, stream
-from specserve.tools.inflate import inflate
 
 NUM_CLIENTS = 64
 NUM_CHUNKS = 60

@@ -24,8 +24,8 @@ from statistics import median
 import torch
 
 from specserve.config.tree import DEMO
+from specserve.models.checkpoints.widen import inflate
 from specserve.models.model import ModelOptions, open_model
-from specserve.tools.inflate import inflate
 from specserve.types import Step
 
 PREFIX = 64

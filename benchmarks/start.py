@@ -114,9 +114,11 @@ def start(*options: str) -> float:
 
 
 @contextlib.contextmanager
-def server(*options: str, replicas: int = 1) -> Iterator[tuple[float, int]]:
+def server(
+    *options: str, replicas: int = 1, port: int | None = None
+) -> Iterator[tuple[float, int]]:
     """Run `specserve serve`; yield the seconds until its engines are ready, and its pid."""
-    port, begun = free_port(), time.monotonic()
+    port, begun = port or free_port(), time.monotonic()
     command = Path(sys.executable).with_name("specserve")
     process = subprocess.Popen(
         [str(command), "serve", "--port", str(port), *options],

@@ -15,8 +15,10 @@ from specserve.drafters.ngram.tables import load_tables
 from specserve.errors import TokenizerMismatch, UnsupportedModel
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import is_encoder_decoder, read_config
+from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.heads import require_heads_for
 from specserve.models.skip import skipped_layers
+from specserve.progress import ReportProgress, no_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,12 @@ class Checkpoints:
     tokenizer: Tokenizer
 
 
-def find_checkpoints(config: Config) -> Checkpoints:
+def find_checkpoints(config: Config, report_progress: ReportProgress = no_progress) -> Checkpoints:
     """Find the target and check that the draft's files fit it.
 
     Raises ModelNotFound, ModelError, or TokenizerMismatch.
     """
-    target = find_checkpoint(config.target.path, revision=config.target.revision, key="target.path")
+    target = target_checkpoint(config, report_progress)
     tokenizer = Tokenizer.load(target)
     if config.draft.kind in SELF_SPECULATIVE_KINDS:
         _require_parts_of_target(target, config.draft)

@@ -132,7 +132,7 @@ def open_parts(
     for model in unpinned_models(config):
         log.warning("%s", model)
     report_progress("finding the models")
-    checkpoints = find_checkpoints(config)
+    checkpoints = find_checkpoints(config, report_progress)
     threads = config.target.threads or torch.get_num_threads()
     report_progress("loading the target")
     target = open_target(checkpoints.target, config)

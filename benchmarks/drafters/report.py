@@ -29,7 +29,7 @@ from benchmarks.drafters.rewriting import REPEAT_LENGTH
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.models.checkpoints.load import load_model
-from specserve.tools.inflate import inflate
+from specserve.models.checkpoints.widen import inflate
 from specserve.tools.reproduce.family import DemoFamily
 from specserve.tools.reproduce.page import Section, table
 

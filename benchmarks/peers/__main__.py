@@ -35,7 +35,7 @@ from benchmarks.peers.report import RunDescription, as_json, page
 from benchmarks.peers.section import ComparisonSection, SystemState
 from benchmarks.shapes import PROPORTIONAL, PROPORTIONAL_DRAFT, LlamaShape, write_random
 from specserve.config.tree import DEMO
-from specserve.tools.inflate import inflate
+from specserve.models.checkpoints.widen import inflate
 
 _log = logging.getLogger(__name__)
 

@@ -150,6 +150,9 @@ MEANINGS: Mapping[str, str] = {
     "cache.prefix_caching": "Whether prompts with the same prefix share pages.",
     "cache.shared": "Whether prompts of different API keys share pages. The time to the first "
     "token then reveals to one client whether another has sent the same prefix.",
+    "demo.size": "Parameters of the demo's target, which is widened to that size: the same texts "
+    "at the cost of a larger model. `none`: as it ships. The commands widen it to 200M where "
+    "3 GiB of memory are free.",
     "weights.shared": "Whether the processes of a node share packed weights in memory, on CPUs "
     "([operating](../guides/operating.md#shared-weights)). `auto` is yes in servers, no in `LLM`.",
     "weights.directory": "Private directory for their files; they then stay until removed. The "

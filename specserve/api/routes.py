@@ -188,7 +188,7 @@ class Endpoints:
             "created": served.created,
             "owned_by": "specserve",
             "max_model_len": served.max_context,
-        }
+        } | ({} if served.note is None else {"note": served.note})
 
     def _key_trouble(self) -> KeyTrouble | None:
         return None if self._access is None else self._access.trouble()

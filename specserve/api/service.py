@@ -22,6 +22,7 @@ class ServedModel:
     is_encoder_decoder: bool = (
         False  # if so, a prompt is encoder input and the text does not continue it
     )
+    note: str | None = None  # what must be known of it
 
     @property
     def max_prompt_length(self) -> int:

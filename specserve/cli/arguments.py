@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import re
+import os
 from collections.abc import Callable
 from datetime import date
 from functools import partial
@@ -13,6 +13,7 @@ from typing import NoReturn
 from specserve import __version__
 from specserve.cli.completion import SHELLS
 from specserve.cli.examples import epilog, overview
+from specserve.config.demo import WIDENED, parse_parameters
 from specserve.config.tree import Config, config_from_file, parse_override
 from specserve.errors import ConfigError
 from specserve.tools import count_ngrams
@@ -21,7 +22,6 @@ from specserve.tools.plan.options import add_arguments as add_plan
 from specserve.tools.reproduce.options import add_arguments as add_reproduce
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 SHORT_NAMES = {
     "target": "target.path",
     "draft": "draft.path",
@@ -37,6 +37,10 @@ KEY_LIMITS = {
     "tokens-per-minute": "tokens of prompts and texts in a minute",
     "concurrent-requests": "requests under way at a time",
 }
+
+
+MEMORY_OF_WIDENED = 3 * 2**30
+"""Bytes of memory that must be free for the demo to be widened: a server of it takes half."""
 
 
 class BadUsage(Exception):
@@ -80,17 +84,28 @@ def config_from_options(options: argparse.Namespace) -> Config:
     return config_from_file(
         options.config,
         dict(options.set) | {key: value for key, value in short.items() if value is not None},
+        demo_size=WIDENED if _available_memory() > MEMORY_OF_WIDENED else None,
     )
+
+
+def _available_memory() -> int:
+    """Return the bytes of memory that programs can get, files in the cache included."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sizes = dict(line.split()[:2] for line in lines)  # in kB
+    return int(sizes["MemAvailable:"]) * 1024
 
 
 def parse_count(text: str) -> int:
     """Parse a number of parameters such as 200M, 1.5B or 8e9."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([KMBT]?)", text.strip(), re.IGNORECASE)
-    if match is None or float(match[1]) == 0:
+    try:
+        return parse_parameters(text)
+    except ValueError:
         raise argparse.ArgumentTypeError(
             f"a number of parameters is written 200M, 1B or 8e9, not {text!r}"
-        )
-    return round(float(match[1]) * UNITS[match[2].upper()])
+        ) from None
 
 
 def _commands() -> dict[str, tuple[AddArguments, str]]:

@@ -61,7 +61,10 @@ def generate(options: argparse.Namespace) -> None:
         seed=options.seed,
         speculation={"gamma": options.gamma, "verifier": options.verifier},
     )
-    output = _generate(options.prompt, sampling, config_from_options(options), options.trace)
+    config = config_from_options(options)
+    output = _generate(options.prompt, sampling, config, options.trace)
+    if config.demo.note is not None:
+        print(f"specserve: {config.demo.note}", file=sys.stderr)
     print(json.dumps(_json_output(output), indent=2) if options.json else output.text)
 
 
@@ -134,7 +137,7 @@ def heads(options: argparse.Namespace) -> None:
 def inflate(options: argparse.Namespace) -> None:
     """Write a widened copy of a model."""
     # Late: torch takes seconds to import, and --help and bad usage do not need it.
-    from specserve.tools.inflate import inflate as write_inflated
+    from specserve.models.checkpoints.widen import inflate as write_inflated
 
     with ProgressBar(sys.stderr) as bar:
         num_params = write_inflated(options.model, options.params, options.out, bar)

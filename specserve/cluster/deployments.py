@@ -183,6 +183,7 @@ class Gateway:
             created=int(time.time()),
             max_gamma=config.speculation.max_gamma,
             is_encoder_decoder=info.decoder_start is not None,
+            note=config.demo.note,
         )
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._registry = Registry()

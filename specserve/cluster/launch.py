@@ -62,6 +62,8 @@ def serve_until_ended(
             owns_ray = stack.enter_context(
                 ray_session(config, report, join=join, may_wait=may_wait)
             )
+            if config.demo.note is not None:
+                report(config.demo.note)
             stack.enter_context(_signals_as_interrupts())
             url = stack.enter_context(
                 deploy(

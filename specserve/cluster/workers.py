@@ -30,8 +30,9 @@ from specserve.drafters.registry import OpenDrafter, open_drafter, open_local_dr
 from specserve.engine.draft_placement import APART, PlacementChoice
 from specserve.errors import DeviceFault
 from specserve.grammar.matcher import GrammarCompiler
-from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
+from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
 from specserve.models.checkpoints.load import load_tokenizer
+from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.model import resolve_device
 from specserve.models.self_test import find_fault
 from specserve.models.shard import Shard
@@ -82,8 +83,8 @@ class TargetWorker:
         return WorkerHello(self._server.address, self._site.node, os.getpid())
 
     def find_checkpoint(self) -> None:
-        """Download the checkpoint, if this node lacks it."""
-        find_checkpoint(self._config.target.path, revision=self._config.target.revision)
+        """Download the checkpoint if this node lacks it, or make the demo's copy."""
+        target_checkpoint(self._config)
 
     def open_rendezvous(self) -> tuple[str, int]:
         """Start the store where the ranks find one another, on rank 0; return its host and port."""
@@ -106,7 +107,7 @@ class TargetWorker:
             self._config.rank_threads(with_draft=not is_apart), sharers=self._size + is_apart
         )
         self._model = open_target(
-            find_checkpoint(target.path, revision=target.revision),
+            target_checkpoint(self._config),
             self._config,
             shard=self._join_ranks(rendezvous),
         )

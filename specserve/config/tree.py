@@ -23,6 +23,7 @@ from specserve.config.cascade import (
     leniences,
     token_matrix,
 )
+from specserve.config.demo import DemoConfig
 from specserve.config.fields import (
     boolean,
     choice,
@@ -251,6 +252,7 @@ class Config:
     name: str = setting("", text())
     target: TargetConfig = subsection(TargetConfig)
     draft: DraftConfig = subsection(DraftConfig)
+    demo: DemoConfig = subsection(DemoConfig)
     speculation: SpeculationConfig = subsection(SpeculationConfig)
     cache: CacheConfig = subsection(CacheConfig)
     weights: WeightsConfig = subsection(WeightsConfig)
@@ -276,11 +278,22 @@ def config_from_keys(
     return _validate(_fill_in(read_section(Config, given)))
 
 
-def config_from_file(file: Path | None, overrides: Mapping[str, object] | None = None) -> Config:
-    """Return the config of a YAML file, or of the defaults, with `overrides`."""
-    if file is None:
-        return config_from_keys({}, overrides)
-    return config_from_keys(read_config_file(file), overrides)
+def config_from_file(
+    file: Path | None,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    demo_size: str | None = None,
+) -> Config:
+    """Return the config of a YAML file, or of the defaults, with `overrides`.
+
+    `demo_size` is that of the demo's target where the keys name neither a target nor a size.
+    """
+    keys = {} if file is None else read_config_file(file)
+    given = _merge(_nest(keys), _nest(overrides or {}))
+    names_target = "path" in _section(given, "target") or "size" in _section(given, "demo")
+    if demo_size is not None and not names_target:
+        given = _merge({"demo": {"size": demo_size}}, given)
+    return config_from_keys(given)
 
 
 def read_config_file(file: Path) -> dict[str, object]:
@@ -349,6 +362,12 @@ def _nest(keys: Mapping[str, object]) -> dict[str, object]:
     return tree
 
 
+def _section(tree: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return a section of the tree, empty if there is none."""
+    section_keys = tree.get(name)
+    return section_keys if isinstance(section_keys, Mapping) else {}
+
+
 def _merge(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str, object]:
     tree = dict(below)
     for key, value in above.items():
@@ -364,6 +383,11 @@ def _merge(below: Mapping[str, object], above: Mapping[str, object]) -> dict[str
 def _fill_in(config: Config) -> Config:
     """Return the config with those keys filled in whose defaults follow from other keys."""
     target, draft, model = config.target, config.draft, config.model
+    if target.path and config.demo.size is not None:
+        raise ConfigError(
+            "demo.size is of the demo pair, and target.path names another model; leave one out "
+            "(`specserve inflate` widens any model)"
+        )
     if not target.path:
         target = replace(target, path=str(DEMO / "target"))
         model = model or "demo"

@@ -27,6 +27,7 @@ from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import read_config
+from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.runner import Runner
 from specserve.models.skip import skipped_layers
@@ -156,8 +157,7 @@ def _open_layer_skip(
     draft: DraftConfig, config: Config, vocabulary: TargetVocabulary
 ) -> DrafterParts:
     """Open some of the target's own layers, on a device of their own."""
-    own = config.target
-    checkpoint = find_checkpoint(own.path, revision=own.revision)
+    checkpoint = target_checkpoint(config)
     model = open_model(
         checkpoint,
         ModelOptions.from_config(draft, config),

@@ -33,6 +33,7 @@ IN_PROCESS = {
 """Commands that need neither Ray nor other engines, with further arguments."""
 WITH_RAY = {
     "benchmarks.constrained": (),
+    "benchmarks.demo_race": (),
     "benchmarks.pipeline": ("--only", "sweep"),
     "benchmarks.placements": (),
     "benchmarks.start": (),

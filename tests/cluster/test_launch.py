@@ -33,6 +33,8 @@ def serve(*arguments: str) -> subprocess.Popen[str]:
         "target.threads=1",
         "--set",
         "draft.threads=1",
+        "--set",
+        "demo.size=none",
         *arguments,
     ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -84,7 +84,8 @@ CONTRACT = {
         "tls_key",
         "label_selector",
     },  # open_paths, proxies, TLS and labels go beyond the first contract
-    "logs": {"format", "level", "prompts"},  # and so do these
+    "demo": {"size"},  # and so does this
+    "logs": {"format", "level", "prompts"},
     "faults": {"round_deadline_s", "max_restarts", "max_slow_s"},  # max_slow_s goes beyond it
 }
 
@@ -354,3 +355,29 @@ def test_a_value_that_its_type_does_not_fit_is_refused_and_no_traceback(
         config_from_file(file)
     with pytest.raises(ConfigError, match="is not YAML"):
         parse_override(f"model={value}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ({}, 200_000_000),
+        ({"demo.size": "30M"}, 30_000_000),
+        ({"demo.size": "none"}, None),
+        ({"target.path": "org/model"}, None),
+    ],
+)
+def test_a_command_widens_the_demo_unless_it_says_another_size_or_model(
+    keys: dict[str, object], size: int | None
+) -> None:
+    assert config_from_file(None, keys, demo_size="200M").demo.size == size
+
+
+def test_a_size_of_the_demo_is_refused_beside_another_target() -> None:
+    with pytest.raises(ConfigError, match=r"demo.size is of the demo pair"):
+        config_from_keys({"demo.size": "200M", "target.path": "org/model"})
+
+
+@pytest.mark.parametrize("size", ["1M", "many", True, -3, "0"])
+def test_a_size_that_the_demo_cannot_have_is_refused(size: object) -> None:
+    with pytest.raises(ConfigError, match=r"demo.size must be none, or a number of parameters"):
+        config_from_keys({"demo.size": size})

@@ -12,8 +12,8 @@ from time import perf_counter
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.llm import LLM
+from specserve.models.checkpoints.widen import inflate
 from specserve.sampling_params import Sampling
-from specserve.tools.inflate import inflate
 from tests.gpu.sections import Results, Scale, Section
 
 PARAMS, SMALL_PARAMS = 1_500_000_000, 7_000_000

@@ -20,7 +20,7 @@ from specserve.drafters.ngram.tables import UnigramTable, count_texts
 from specserve.engine.draft_placement import PlacementCosts, choose_placement
 from specserve.models.checkpoints.find import describe
 from specserve.models.checkpoints.load import load_model
-from specserve.tools.inflate import _open
+from specserve.models.checkpoints.widen import _open
 from specserve.tools.plan.cascades import CascadeStage, best_cascades, best_matrix, cascade_factor
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
 from specserve.tools.plan.measure import ModelReader, TableDrafter, overlaps

@@ -36,8 +36,10 @@ let model = null, running = null;
 // Finds out what is served, and waits until it is ready.
 async function greet() {
   try {
-    model = (await server.model()).id;
+    const served = await server.model();
+    model = served.id;
     part("model").textContent = model;
+    part("model-note").textContent = served.note ?? "";
     for (let why; (why = await server.unready()) !== null; await pause(2)) setText("state", why);
     setText("state", "Ready");
     part("state").classList.add("ready");

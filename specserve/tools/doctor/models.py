@@ -155,6 +155,8 @@ def pair(config: Config) -> Iterator[Finding]:
     """Check target and draft, each alone and both together."""
     target = find_config(config.target.path, revision=config.target.revision, key="target.path")
     yield from checkpoint("target", target, local=Path(config.target.path).exists())
+    if config.demo.note is not None:
+        yield ok("demo", config.demo.note)
     text = Tokenizer.load(target)
     yield from tokenizer(text)
     if config.draft.kind == "none":

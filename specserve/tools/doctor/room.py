@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +46,8 @@ def memory_need(
     path: Path, own: TargetConfig | DraftConfig, config: Config, *, ranks: int = 1
 ) -> MemoryNeed:
     described = describe(path, ranks=ranks)
+    if own is config.target and config.demo.size is not None:
+        described = replace(described, num_parameters=config.demo.size // ranks)
     dtype = (
         DTYPES[own.dtype]
         if own.dtype != "auto"

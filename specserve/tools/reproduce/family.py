@@ -20,9 +20,9 @@ from specserve.drafters.ngram.tables import (
     save_tables,
 )
 from specserve.models.checkpoints.find import describe, find_checkpoint
+from specserve.models.checkpoints.widen import inflate
 from specserve.models.model import ModelOptions, open_model
 from specserve.progress import ReportProgress, no_progress
-from specserve.tools.inflate import inflate
 from specserve.tools.plan.measure import ModelReader, TableDrafter
 
 SUPPORT, PAGES = 64, 512

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from specserve.errors import BadValue, ModelError, ModelNotFound, UnsupportedModel
-from specserve.tools import inflate as module
-from specserve.tools.inflate import inflate
+from specserve.models.checkpoints import widen as module
+from specserve.models.checkpoints.widen import inflate
 
 ASKED = 900_000
 

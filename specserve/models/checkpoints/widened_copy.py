@@ -1,0 +1,89 @@
+"""A widened copy of a checkpoint in the user's cache, made once for all processes of a machine."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from specserve.config.demo import format_parameters
+from specserve.config.tree import Config
+from specserve.errors import ModelError
+from specserve.models.checkpoints.find import find_checkpoint
+from specserve.models.checkpoints.weights import fingerprint
+from specserve.models.checkpoints.widen import inflate
+from specserve.progress import ReportProgress, no_progress
+
+BYTES_A_PARAMETER = 2
+"""Bytes that a parameter of a widened checkpoint takes on the disk: all are of bfloat16."""
+
+
+def widened_copy(
+    checkpoint: Path, parameters: int, report_progress: ReportProgress = no_progress
+) -> Path:
+    """Return the directory of a copy with so many parameters, which is written if it has to be.
+
+    Of several processes one writes it, while the others wait. Raises ModelError where the cache
+    cannot hold it.
+    """
+    cache = cache_directory()
+    name = f"{checkpoint.name}-{format_parameters(parameters)}-{fingerprint(checkpoint)[:8]}"
+    copy = cache / name
+    if copy.is_dir():
+        return copy
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_space(cache, parameters * BYTES_A_PARAMETER)
+        with _lock(cache / f"{name}.lock"):
+            if not copy.is_dir():  # another process may have been faster
+                _write(checkpoint, parameters, copy, report_progress)
+    except OSError as error:
+        raise ModelError(
+            f"the widened copy of {checkpoint} cannot be written to {cache}: "
+            f"{error.strerror or error}; set XDG_CACHE_HOME to a directory of yours with room, or "
+            "demo.size to none"
+        ) from error
+    return copy
+
+
+def target_checkpoint(config: Config, report_progress: ReportProgress = no_progress) -> Path:
+    """Return the directory of the target: of the demo, the copy of the size that is asked for.
+
+    Raises ModelNotFound or ModelError.
+    """
+    target, size = config.target, config.demo.size
+    found = find_checkpoint(target.path, revision=target.revision, key="target.path")
+    return found if size is None else widened_copy(found, size, report_progress)
+
+
+def cache_directory() -> Path:
+    """Return the directory for files that can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "specserve"
+
+
+def _write(checkpoint: Path, parameters: int, copy: Path, report_progress: ReportProgress) -> None:
+    """Write the copy under another name first, so that a process that dies leaves none behind."""
+    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=copy.parent))
+    try:
+        inflate(checkpoint, parameters, unfinished, report_progress)
+        unfinished.rename(copy)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _require_space(directory: Path, needed: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise OSError(f"it takes {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
