@@ -15,7 +15,8 @@ from specserve.engine.batch import Outcome
 
 Reals = NDArray[np.float64]
 
-_PRIOR_ALPHA = 0.7  # before anything is measured
+PRIOR_ALPHA = 0.7
+"""Acceptance that is assumed before anything is measured."""
 _DECAY = 0.98  # of the counts, a round: a memory of some 50 rounds
 _SEQUENCE_DECAY = 0.95  # of the counts of one sequence
 # Trials of a position, or of a sequence, whose own rate counts as much as the mean of all.
@@ -45,7 +46,7 @@ class AcceptanceEstimate:
     def __init__(self, max_gamma: int) -> None:
         self._trials: Reals = np.zeros(max_gamma)  # [position]
         self._accepted: Reals = np.zeros(max_gamma)  # [position]
-        self._all_trials, self._all_accepted = 10.0, 10.0 * _PRIOR_ALPHA
+        self._all_trials, self._all_accepted = 10.0, 10.0 * PRIOR_ALPHA
         self._by_sequence: dict[int, tuple[float, float]] = {}  # trials, accepted
 
     @property
@@ -149,9 +150,13 @@ class CostEstimate:
 
         It follows the target's curve, by the median of the costs seen: a first pass of its shape
         can take twenty times as long, and where proposals are prepared in advance there may be no
-        second one for long.
+        second one for long. Of two costs it takes the smaller one, for the same reason.
         """
-        cost = median(self._draft_costs) if len(self._draft_costs) >= _MIN_WAITS else _PRIOR_COST
+        costs = self._draft_costs
+        if len(costs) >= _MIN_WAITS:
+            cost = median(costs)
+        else:
+            cost = min(costs) if len(costs) > 1 else _PRIOR_COST
         return cost * float(self.verify_seconds(max(1, count)))
 
     def assume(self, draft_pass_seconds: float, *, count: int, hit_rate: float) -> None:

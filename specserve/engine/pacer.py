@@ -13,12 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specserve.engine.batch import Batch, Outcome
-from specserve.engine.estimates import AcceptanceEstimate, CostEstimate
+from specserve.engine.estimates import PRIOR_ALPHA, AcceptanceEstimate, CostEstimate
 from specserve.engine.sequence import Sequence
 
 Table = NDArray[np.float64]
 
-_DECISION_ROUNDS = 8  # rounds between two decisions for the same number of sequences
+# Rounds between two decisions for the same number of sequences: few after the start, when a wrong
+# gamma would otherwise be kept for a second of a large target, and twice as many each time.
+_FIRST_DECISION_ROUNDS = 2
+_DECISION_ROUNDS = 8
 _FIXED_DECISION_ROUNDS = 64  # the same where gamma is fixed and there is nothing to decide
 # Gain over plain decoding that drafting must promise: its gain is less certain than its cost.
 _MIN_DRAFTING_GAIN = 1.03
@@ -32,6 +35,7 @@ _ANTICIPATION_COST = 1.5  # a pass that prepares several continuations, over a p
 _FIRST_BACKOFF = 64  # rounds without drafts before the first trial
 _MAX_BACKOFF = 1024
 _TRIAL_ROUNDS = 6
+_MAX_TRIAL_SHARE = 0.03  # of the time, for the drafting of trials
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Pacer:
         self._max_gamma = max_gamma
         self.acceptance, self.costs = AcceptanceEstimate(max_gamma), CostEstimate(curve)
         self._age = 0  # rounds since the decision
+        self._max_age = _FIRST_DECISION_ROUNDS if gamma is None else _FIXED_DECISION_ROUNDS
         self._backoff = _FIRST_BACKOFF  # rounds without drafts before the next trial
         self._idle_rounds = 0  # rounds since drafting stopped paying, or since the last trial
         # gamma and miss_gamma of the current decision
@@ -97,10 +102,10 @@ class Pacer:
 
     def choose(self, sequences: abc.Sequence[Sequence]) -> list[int]:
         """Return a gamma for each sequence; 0 is a choice."""
-        max_age = _DECISION_ROUNDS if self._fixed is None else _FIXED_DECISION_ROUNDS
-        if self._age >= max_age or (
-            self._fixed is None and len(sequences) != self.decision.num_sequences
-        ):
+        is_due = self._age >= self._max_age
+        if is_due or (self._fixed is None and len(sequences) != self.decision.num_sequences):
+            if is_due and self._fixed is None:
+                self._max_age = min(2 * self._max_age, _DECISION_ROUNDS)
             self.decision = self._decide(len(sequences))
             self.acceptance.keep_only(sequence.seq_id for sequence in sequences)
             self._age = 0
@@ -164,13 +169,31 @@ class Pacer:
     def _trial_gammas(self, num_sequences: int) -> list[int]:
         """Return the gammas while drafting does not pay: all 0, except in trials.
 
-        In a trial the oldest sequence drafts one token. Trials become rarer with each failure.
+        In a trial the oldest sequence drafts as many tokens as would pay for it alone with a good
+        acceptance: a single one would show nothing of the positions behind it. Trials become rarer
+        with each failure.
         """
+        if not self._idle_rounds:
+            self._backoff = max(self._backoff, self._affordable_backoff())
         self._idle_rounds += 1
         if self._idle_rounds >= self._backoff + _TRIAL_ROUNDS:
             self._backoff, self._idle_rounds = min(2 * self._backoff, _MAX_BACKOFF), 0
         on_trial = self._idle_rounds >= self._backoff
-        return [min(1, self._max_gamma) if on_trial and i == 0 else 0 for i in range(num_sequences)]
+        gamma = self._trial_gamma() if on_trial else 0
+        return [gamma if i == 0 else 0 for i in range(num_sequences)]
+
+    def _affordable_backoff(self) -> int:
+        """Return the rounds without drafts of which a trial takes no more than its share."""
+        drafting = _TRIAL_ROUNDS * self._trial_gamma() * self.costs.draft_pass_seconds(1)
+        rounds = drafting / (_MAX_TRIAL_SHARE * float(self.costs.verify_seconds(1)))
+        return min(_MAX_BACKOFF, math.ceil(rounds))
+
+    def _trial_gamma(self) -> int:
+        if not self._max_gamma:
+            return 0
+        reach = PRIOR_ALPHA ** np.arange(1, self._max_gamma + 1)
+        rates = self._rates(1, reach, self.costs.hit_rate).max(axis=1)  # [gamma]
+        return int(rates[1:].argmax()) + 1
 
     def _decide(self, num_sequences: int) -> Decision:
         """Choose the best pair: gamma for prepared proposals, miss_gamma for the others."""
