@@ -31,6 +31,22 @@ class SparseDistribution:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRule:
+    """Tokens that a text may not have, by their ids, their positions or the tokens before them.
+
+    sampling/token_rule.py says which part has precedence where they leave no token together.
+    """
+
+    min_tokens: int = 0
+    """Number of new tokens before which none of `end_ids` may be written."""
+    end_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the new tokens may not contain; none is empty."""
+    allowed_ids: tuple[int, ...] = ()
+    """The only tokens that may be written; () allows all."""
+
+
+@dataclass(frozen=True, slots=True)
 class Warp:
     """How logits become the distribution that is sampled from.
 
@@ -45,6 +61,17 @@ class Warp:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    rule: TokenRule | None = None
+
+    @property
+    def needs_history(self) -> bool:
+        """True if the distribution depends on the tokens before."""
+        return self.has_penalties or self.rule is not None
+
+    @property
+    def depends_on_ids(self) -> bool:
+        """True if tokens with equal logits may have different probabilities."""
+        return self.needs_history or bool(self.logit_bias)
 
     @property
     def has_penalties(self) -> bool:

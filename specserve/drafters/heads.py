@@ -109,8 +109,11 @@ class HeadsDrafter:
         ]
 
     def _history(self, step: DraftStep) -> History | None:
-        """Return what penalties count. Earlier draft tokens are left out: a head ignores them."""
-        if not step.policy.warp.has_penalties:
+        """Return what penalties and rules look at.
+
+        Earlier draft tokens are left out: a head ignores them.
+        """
+        if not step.policy.warp.needs_history:
             return None
         cached = self._target.runner.cache.tokens(step.seq_id)[: step.stop - 1]
         return History(np.append(cached, step.tokens[-1]), step.policy.prompt_length)

@@ -5,10 +5,12 @@ Knows nothing of load.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specserve.config.tree import SpeculationConfig
 from specserve.engine.verifier_choice import DEFAULT_VERIFIER
 from specserve.errors import BadValue, EmptyPrompt, TooLong, UnknownToken
-from specserve.types import VERIFIERS, ModelInfo, Policy, Request
+from specserve.types import VERIFIERS, ModelInfo, Policy, Request, TokenRule
 
 
 class Admission:
@@ -54,6 +56,8 @@ class Admission:
             )
         if request.grammar is not None:
             self._check_constrained(request)
+        if request.warp.rule is not None:
+            self._check_rule(self._complete_rule(request.warp.rule))
 
     def max_length(self, request: Request) -> int:
         """Return the positions that the request's text may have.
@@ -77,8 +81,11 @@ class Admission:
         verifier = request.speculation.verifier or (
             "coupled" if request.seeded else self._default_verifier
         )
+        warp = request.warp
+        if warp.rule is not None:
+            warp = replace(warp, rule=self._complete_rule(warp.rule))
         return Policy(
-            warp=request.warp,
+            warp=warp,
             verifier=verifier,
             seed=request.seed,
             prompt_length=len(request.prompt) if self._info.decoder_start is None else 1,
@@ -99,6 +106,24 @@ class Admission:
             and not request.seeded
             and request.warp.temperature > 0
         )
+
+    def _complete_rule(self, rule: TokenRule) -> TokenRule:
+        """Return the rule with the model's end tokens, where the text may not end at once."""
+        if not rule.min_tokens:
+            return rule
+        return replace(rule, end_ids=tuple(sorted(self._info.end_ids.union(rule.end_ids))))
+
+    def _check_rule(self, rule: TokenRule) -> None:
+        """Raise if the rule forbids every first token, as far as that can be known without a text.
+
+        What can be known later only has a precedence (sampling/token_rule.py).
+        """
+        forbidden = {word[0] for word in rule.bad_words if len(word) == 1}.union(rule.end_ids)
+        param = "allowed_token_ids" if rule.allowed_ids else "bad_words"
+        if forbidden.issuperset(rule.allowed_ids or range(self._vocab_size)):
+            raise BadValue(
+                f"{param}, with min_tokens and bad_words, leaves no token to write", param=param
+            )
 
     def _check_constrained(self, request: Request) -> None:
         """Raise if the request cannot follow a grammar.

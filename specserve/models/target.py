@@ -144,7 +144,7 @@ class TargetModel:
         ]
 
     def _history(self, step: VerifyStep) -> History | None:
-        if not step.policy.warp.has_penalties:
+        if not step.policy.warp.needs_history:
             return None
         written = self.runner.cache.tokens(step.seq_id)
         return History(

@@ -20,6 +20,7 @@ from specserve.sampling.penalties import (
     adjustments_of,
     apply_penalties,
 )
+from specserve.sampling.token_rule import apply_rule
 from specserve.sampling.truncation import top_k_top_p
 from specserve.transfers import to_device, to_host
 from specserve.types import Logprobs, SparseDistribution, Warp
@@ -30,8 +31,8 @@ _COLDEST = 1e-30  # a temperature below it would underflow float32; the result i
 class WarpBatch:
     """Warps of a batch of rows: each sequence has some consecutive rows, all under its own Warp.
 
-    The order is that of transformers: penalties, bias, then greedy, or temperature, top-k, top-p
-    and min-p. A step that no row needs is skipped.
+    The order is that of transformers: penalties, bias, token rule, then greedy, or temperature,
+    top-k, top-p and min-p. A step that no row needs is skipped.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class WarpBatch:
     ) -> None:
         self.all_greedy = all(warp.temperature == 0 for warp in warps)
         self._adjustments = adjustments_of(warps, num_rows, histories or [None] * len(warps))
-        self._has_penalties = any(history is not None for *_, history in self._adjustments)
+        self._has_penalties = any(warp.has_penalties for *_, warp, _ in self._adjustments)
         self._counts: PenaltyCounts | None = None  # on a GPU
         if self.all_greedy:  # greedy rows need no more
             return
@@ -62,7 +63,7 @@ class WarpBatch:
         return argmax(self.adjust(logits))
 
     def adjust(self, logits: Tensor, drawn: Tensor | None = None) -> Tensor:
-        """Return the logits with penalties and bias; the same tensor if there are none.
+        """Return the logits with penalties, bias and rule; the same tensor if there are none.
 
         Tokens `drawn` [rows, n] since the histories count as drafts.
         """
@@ -85,21 +86,23 @@ class WarpBatch:
         return p
 
     def _apply_adjustments(self, logits: Tensor, drawn: Tensor | None) -> Tensor:
-        """Return float32 logits with penalties and bias; a copy if anything changes."""
+        """Return float32 logits with penalties, bias and rule; a copy if anything changes."""
         x = logits.to(torch.float32, copy=bool(self._adjustments))
         if not x.is_cpu and self._has_penalties:
             if self._counts is None:
                 self._counts = PenaltyCounts(self._adjustments, x)
             self._counts.apply(x, drawn)
         for first, last, warp, history in self._adjustments:
-            if history is not None and x.is_cpu:
-                newest = () if drawn is None else tuple(drawn[first].tolist())
-                history = replace(history, drafts=history.drafts + newest)
+            if history is not None and drawn is not None:
+                history = replace(history, drafts=history.drafts + _newest(drawn[first], warp))
+            if history is not None and warp.has_penalties and x.is_cpu:
                 apply_penalties(x[first:last], warp, history)
             if warp.logit_bias:
                 ids, values = zip(*warp.logit_bias, strict=True)
                 columns = to_device(np.array(ids, dtype=np.int64), x.device)
                 x[first:last, columns] += to_device(np.array(values, dtype=np.float32), x.device)
+            if history is not None and warp.rule is not None:
+                apply_rule(x[first:last], warp.rule, history)
         return x
 
     def _truncate(self, warped: Tensor) -> None:
@@ -117,6 +120,16 @@ class WarpBatch:
     @staticmethod
     def _column(values: NDArray[np.float64], like: Tensor) -> Tensor:
         return to_device(values[:, None].astype(np.float32), like.device).to(like.dtype)
+
+
+def _newest(drawn: Tensor, warp: Warp) -> tuple[int, ...]:
+    """Return drawn tokens as draft tokens of a history: [n] -> n tokens.
+
+    Where only their number counts, they are zeros, so that a GPU is not waited for.
+    """
+    if drawn.is_cpu or (warp.rule is not None and warp.rule.bad_words):
+        return tuple(drawn.tolist())
+    return (0,) * len(drawn)
 
 
 def sample(weights: Tensor, noise: Tensor) -> Tensor:

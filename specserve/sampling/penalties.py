@@ -19,7 +19,7 @@ from specserve.types import Warp
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Tokens that the penalties of one sequence count.
+    """Tokens that the penalties of one sequence count, and that its rule looks at.
 
     Its last row counts all of `drafts`, the row before it all but the last, and so on.
     """
@@ -30,7 +30,7 @@ class History:
 
 
 Adjustment = tuple[int, int, Warp, "History | None"]
-"""First row, row past the last, warp and, for penalties, history of one sequence."""
+"""First row, row past the last, warp and, for penalties or a rule, history of one sequence."""
 
 
 def adjustments_of(
@@ -38,15 +38,15 @@ def adjustments_of(
 ) -> list[Adjustment]:
     """Return first row, row past the last, warp and history of each sequence with changed logits.
 
-    These are the sequences with penalties or bias; the history is None without penalties.
+    These are the sequences with penalties, bias or a rule; with bias alone, the history is None.
     """
     found = []
     stop = 0
     for warp, rows, history in zip(warps, num_rows, histories, strict=True):
         start, stop = stop, stop + rows
-        assert not warp.has_penalties or history is not None, "penalties need a history"
-        if warp.has_penalties or warp.logit_bias:
-            found.append((start, stop, warp, history if warp.has_penalties else None))
+        assert not warp.needs_history or history is not None, "penalties and rules need a history"
+        if warp.depends_on_ids:
+            found.append((start, stop, warp, history if warp.needs_history else None))
     return found
 
 
@@ -94,7 +94,7 @@ class PenaltyCounts:
         given = [
             (first, last, warp, history)
             for first, last, warp, history in adjustments
-            if history is not None
+            if history is not None and warp.has_penalties
         ]
         num_rows = [last - first for first, last, _, _ in given]
         rows = np.concatenate([np.arange(first, last) for first, last, _, _ in given])

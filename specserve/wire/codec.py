@@ -33,6 +33,7 @@ from specserve.types import (
     Span,
     SparseDistribution,
     Stats,
+    TokenRule,
     Verdict,
     VerifyStep,
     Warp,
@@ -160,16 +161,22 @@ def _write_policy(policy: Policy) -> Row:
         warp.frequency_penalty,
         warp.repetition_penalty,
     )
+    rule = None if warp.rule is None else _write_rule(warp.rule)
     if not warp.logit_bias:
-        return numbers, policy.verifier, policy.cache_salt, b"", b""
+        return numbers, policy.verifier, policy.cache_salt, b"", b"", rule
     tokens, biases = zip(*warp.logit_bias, strict=True)
     columns = pack_column("I", tokens), pack_column("d", biases)
-    return numbers, policy.verifier, policy.cache_salt, *columns
+    return numbers, policy.verifier, policy.cache_salt, *columns, rule
 
 
 @lru_cache(maxsize=256)  # a sequence's policy comes with each of its steps, always the same
 def _read_policy(
-    numbers: bytes, verifier: str, cache_salt: bytes, tokens: bytes, biases: bytes
+    numbers: bytes,
+    verifier: str,
+    cache_salt: bytes,
+    tokens: bytes,
+    biases: bytes,
+    rule: Row | None,
 ) -> Policy:
     seed, prompt_length, has_logprobs, logprobs, lenience, constrained, *knobs = _POLICY.unpack(
         numbers
@@ -180,7 +187,9 @@ def _read_policy(
         raise ValueError("a salt that is none")
     logit_bias = tuple(zip(unpack_column("I", tokens), unpack_column("d", biases), strict=True))
     return Policy(
-        replace(Warp(*knobs), logit_bias=logit_bias),
+        replace(
+            Warp(*knobs), logit_bias=logit_bias, rule=None if rule is None else _read_rule(*rule)
+        ),
         verifier,
         seed,
         prompt_length,
@@ -188,6 +197,32 @@ def _read_policy(
         lenience,
         constrained,
         cache_salt,
+    )
+
+
+def _write_rule(rule: TokenRule) -> Row:
+    return (
+        _NUMBER.pack(rule.min_tokens),
+        pack_column("I", rule.end_ids),
+        pack_column("I", [len(word) for word in rule.bad_words]),
+        pack_column("I", list(chain.from_iterable(rule.bad_words))),
+        pack_column("I", rule.allowed_ids),
+    )
+
+
+def _read_rule(
+    number: bytes, end_ids: bytes, lengths: bytes, words: bytes, allowed_ids: bytes
+) -> TokenRule:
+    (min_tokens,) = _NUMBER.unpack(number)
+    counts, tokens = unpack_column("I", lengths), unpack_column("I", words)
+    if 0 in counts or sum(counts) != len(tokens):
+        raise ValueError("bad words that are cut off")
+    left = iter(tokens)
+    return TokenRule(
+        min_tokens,
+        unpack_column("I", end_ids),
+        tuple([tuple(islice(left, count)) for count in counts]),
+        unpack_column("I", allowed_ids),
     )
 
 

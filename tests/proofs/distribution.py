@@ -91,7 +91,8 @@ later draft tokens affect the first, and there is no such formula.)
 - **gamma**: `random` is another gamma from 0 to 4 for each sequence in each round.
 - **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at
   temperature 1, truncated, with penalties (presence, frequency, repetition), with min-p and
-  biases, and greedy ones, side by side.
+  biases, with token rules, and greedy ones, side by side; `ruled` has requests at temperature
+  1, with a least number of tokens and bad words, and with few allowed ids.
 - **verifiers**: `each` is all four side by side in every batch. `lenient` has lenience 1 where
   nothing else is said.
 """
@@ -139,7 +140,7 @@ def all_cases() -> Iterator[Case]:
         yield from (
             Case(verifier, drafter, None, warps)
             for drafter in DRAFTERS
-            for warps in ("truncated", "mixed")
+            for warps in ("truncated", "mixed", "ruled")
         )
         yield from (
             Case(verifier, drafter, gamma)

@@ -56,6 +56,7 @@ CASES = (
     Case("block", "ahead", 3),
     Case("each", "ahead", None, "mixed"),
     Case("each", "none", 0, "mixed"),
+    Case("each", "ahead", None, "ruled"),
 )
 
 

@@ -25,7 +25,7 @@ from specserve.sampling import (
     to_sparse_distribution,
     truncate_to_support,
 )
-from specserve.types import Warp
+from specserve.types import TokenRule, Warp
 from tests.support.card import emulated_cards
 
 VOCAB = 300
@@ -47,6 +47,10 @@ WARPS = [
     Warp(temperature=0.0, repetition_penalty=2.5),
     Warp(logit_bias=((3, 5.0), (7, -100.0))),
     Warp(temperature=0.0, logit_bias=((11, 100.0),)),
+    Warp(rule=TokenRule(min_tokens=54, end_ids=(2, 250))),
+    Warp(top_k=9, repetition_penalty=1.3, rule=TokenRule(bad_words=((4,), (30, 9), (30, 31, 8)))),
+    Warp(top_p=0.9, rule=TokenRule(100, (2,), ((30, 31),), tuple(range(0, VOCAB, 7)))),
+    Warp(temperature=0.0, rule=TokenRule(bad_words=tuple((token,) for token in range(290)))),
 ]
 
 
@@ -68,6 +72,8 @@ def transformers_p(row: torch.Tensor, warp: Warp, context: list[int]) -> torch.T
         processors.append(
             hf.SequenceBiasLogitsProcessor([[[token], bias] for token, bias in warp.logit_bias])
         )
+    if warp.rule is not None:
+        processors.extend(rule_processors(warp.rule))
     if warp.temperature == 0:
         processors.append(hf.TopKLogitsWarper(1))
     else:
@@ -78,6 +84,22 @@ def transformers_p(row: torch.Tensor, warp: Warp, context: list[int]) -> torch.T
     for processor in processors:
         x = processor(ids, x)
     return torch.softmax(x, -1)[0]
+
+
+def rule_processors(rule: TokenRule, prompt_length: int = 5) -> list[hf.LogitsProcessor]:
+    allowed = list(rule.allowed_ids) or list(range(VOCAB))
+    found: list[hf.LogitsProcessor] = [
+        hf.PrefixConstrainedLogitsProcessor(lambda *_: allowed, num_beams=1)
+    ]
+    if rule.min_tokens:
+        found.append(
+            hf.MinNewTokensLengthLogitsProcessor(
+                prompt_length, rule.min_tokens, torch.tensor(rule.end_ids)
+            )
+        )
+    if rule.bad_words:
+        found.append(hf.NoBadWordsLogitsProcessor([list(word) for word in rule.bad_words]))
+    return found
 
 
 def history(length: int, drafts: tuple[int, ...] = (), *, prompt_length: int = 5) -> History:

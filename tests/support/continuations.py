@@ -22,7 +22,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from specserve.sampling import Purpose, exponential, row_keys
 from specserve.sampling import sample as draw
-from specserve.types import VERIFIERS, Origin, Request, Speculation, Warp
+from specserve.types import VERIFIERS, Origin, Request, Speculation, TokenRule, Warp
 from tests.support import checkpoints
 from tests.support.chi_square import Acceptance, Fit, ScoreTest
 from tests.support.engines import PAGE_SIZE, Answer, Engine, RandomPacer
@@ -79,10 +79,14 @@ PENALIZED = Warp(
     temperature=0.7, top_k=6, presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.3
 )
 BIASED = Warp(temperature=1.4, min_p=0.05, logit_bias=((3, 1.5), (6, -2.0)))
+RULED = Warp(rule=TokenRule(2, (2,), ((5,), (1, 3), (6, 1, 0))))
+NARROW = Warp(temperature=0.7, rule=TokenRule(0, (), ((0, 1), (3, 3), (3, 0), (3, 1)), (0, 1, 3)))
+"""Behind 3 its bad words would leave none of the allowed ids, and are not applied."""
 WARPS = {
     "T = 1": (PLAIN,),
     "truncated": (TRUNCATED,),
-    "mixed": (PLAIN, TRUNCATED, PENALIZED, BIASED, Warp(temperature=0)),
+    "mixed": (PLAIN, TRUNCATED, PENALIZED, BIASED, Warp(temperature=0), RULED, NARROW),
+    "ruled": (PLAIN, RULED, NARROW),
 }
 
 

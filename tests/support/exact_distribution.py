@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from specserve.types import Warp
+from specserve.types import TokenRule, Warp
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -121,7 +121,7 @@ def all_continuations(
 def warp_logits(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> Floats:
     """Return p as the parameters of the API define it, [rows, vocab].
 
-    The order is: penalties, bias, then greedy, or temperature, top-k, top-p and min-p.
+    The order is: penalties, bias, token rule, then greedy, or temperature, top-k, top-p and min-p.
     """
     vocab = logits.shape[1]
     seen = (texts[:, :, None] == np.arange(vocab)).sum(1)  # [rows, vocab]
@@ -134,6 +134,8 @@ def warp_logits(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> 
     x = x - warp.presence_penalty * (generated > 0) - warp.frequency_penalty * generated
     for token, bias in warp.logit_bias:
         x[:, token] += bias
+    if warp.rule is not None:
+        x = _forbid(x, texts[:, prompt_length:], warp.rule)
     if warp.temperature == 0:
         one_hot: Floats = np.eye(vocab)[x.argmax(1)]
         return one_hot
@@ -146,6 +148,23 @@ def warp_logits(logits: Floats, texts: Ints, prompt_length: int, warp: Warp) -> 
     p = np.where(likelier < warp.top_p, p, 0) if warp.top_p < 1 else p
     p = np.where(p < warp.min_p * p.max(1, keepdims=True), 0, p)
     return _normalise(p)
+
+
+def _forbid(x: Floats, texts: Ints, rule: TokenRule) -> Floats:
+    """Return the logits with -inf for what the rule forbids behind each text, row by row."""
+    x = x.copy()
+    for row, text in zip(x, texts.tolist(), strict=True):
+        tokens = range(len(row))
+        is_early = len(text) < rule.min_tokens
+        for forbidden in (
+            [token for token in tokens if rule.allowed_ids and token not in rule.allowed_ids],
+            [token for token in rule.end_ids if is_early],
+            [word[-1] for word in rule.bad_words if (*text, word[-1])[-len(word) :] == word],
+        ):
+            left = row.copy()
+            left[forbidden] = -np.inf
+            row[:] = left if np.isfinite(left).any() else row
+    return x
 
 
 def lenient(p: Conditionals, q: Conditionals, lenience: float) -> Conditionals:

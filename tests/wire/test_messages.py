@@ -31,6 +31,7 @@ from specserve.types import (
     Span,
     SparseDistribution,
     Stats,
+    TokenRule,
     Verdict,
     VerifyStep,
     Warp,
@@ -80,6 +81,10 @@ def all_logprobs(draw: st.DrawFn) -> tuple[Logprobs, ...]:
     )
 
 
+words = st.lists(tokens, min_size=1, max_size=3).map(tuple)
+rules = st.builds(
+    TokenRule, counts, many_tokens, st.lists(words, max_size=3).map(tuple), many_tokens
+)
 warps = st.builds(
     Warp,
     reals,
@@ -90,6 +95,7 @@ warps = st.builds(
     reals,
     reals,
     st.lists(st.tuples(tokens, reals), max_size=4).map(tuple),
+    st.none() | rules,
 )
 policies = st.builds(
     Policy,
@@ -216,7 +222,15 @@ def samples() -> list[Message]:
                     2,
                     (3, 4),
                     5,
-                    policy(logprobs=0, constrained=True, cache_salt=b"\0salt"),
+                    Policy(
+                        Warp(rule=TokenRule(3, (2,), ((5,), (6, 7)), (1, 2, 7))),
+                        "coupled",
+                        1,
+                        9,
+                        logprobs=0,
+                        constrained=True,
+                        cache_salt=b"\0salt",
+                    ),
                     (9, 8),
                     Grammar("regex", "a+"),
                 ),

@@ -37,7 +37,7 @@ class ReviewRequest:
     tokens: Sequence[int]
     draft_probs: Sequence[TokenProbs]
     policy: Policy
-    history: History | None = None  # None without penalties
+    history: History | None = None  # None without penalties and rule
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,11 +194,11 @@ class NeuralDrafter:
         )
 
     def history(self, seq_id: int, length: int, policy: Policy) -> History | None:
-        """Return what penalties count, or None without penalties.
+        """Return what penalties and rules look at, or None without any.
 
         All that is cached behind the first `length` tokens are draft tokens.
         """
-        if not policy.warp.has_penalties:
+        if not policy.warp.needs_history:
             return None
         tokens = self.runner.cache.tokens(seq_id)
         return History(tokens[:length], policy.prompt_length, tuple(tokens[length:].tolist()))

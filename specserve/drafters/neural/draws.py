@@ -42,7 +42,7 @@ class DrawSpec:
     """Draft tokens that exist already."""
     num_wanted: int
     policy: Policy
-    history: History | None  # None without penalties
+    history: History | None  # None without penalties and rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class HostDraws:
     tokens: list[int]  # [rows]
     ids: NDArray[np.int64]  # [rows, support]
     probs: NDArray[np.float32] | None  # [rows, support]; None: each token was certain
-    logits: Tensor  # [rows, vocab], penalties and biases included
+    logits: Tensor  # [rows, vocab], penalties, biases and rules included
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +145,15 @@ class DraftSampler:
         return warps
 
     def _drawn(self, drawing: int) -> Tensor | None:  # [drawing, depths]
-        """Return the tokens that were drawn so far, if penalties count them."""
+        """Return the tokens that were drawn so far, if penalties or rules look at them."""
         if not self.draws or all(spec.history is None for spec in self.specs):
             return None
         return torch.stack([draws.tokens[:drawing] for draws in self.draws], dim=1)
 
 
 def ignore_ids(warps: Sequence[Warp]) -> bool:
-    """Return whether none of the warps depends on token ids, by penalties or biases."""
-    return not any(warp.has_penalties or warp.logit_bias for warp in warps)
+    """Return whether none of the warps depends on token ids."""
+    return not any(warp.depends_on_ids for warp in warps)
 
 
 def top_support(

@@ -61,7 +61,12 @@ class WarpedTable:
     def __init__(self, table: Table, warp: Warp) -> None:
         self._table = table
         self._warp = replace(
-            warp, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, logit_bias=()
+            warp,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            repetition_penalty=1.0,
+            logit_bias=(),
+            rule=None,
         )
         self._warped: dict[TableRow, TableRow] = {}
 
@@ -85,8 +90,8 @@ class WarpedTable:
 class TableSampler:
     """Sampler of a table's rows under each sequence's temperature, top-k, top-p and min-p.
 
-    Penalties and biases are left to the target, which is exact, too. Greedy sequences take the
-    likeliest token. Coupled ones draw with the noise that the target will use, the others with
+    Penalties, biases and rules are left to the target, which is exact, too. Greedy sequences take
+    the likeliest token. Coupled ones draw with the noise that the target will use, the others with
     their own.
     """
 
