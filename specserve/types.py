@@ -350,6 +350,7 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     grammar: Grammar | None = None
     cache_salt: bytes = b""  # as in Policy
+    priority: int = 0  # among the client's own requests; a lower one runs first
     # Whose request it is, for fair shares of a full engine; "": all such requests are one client's.
     client: str = ""
     # Tokens that an engine which is gone generated and the client has received: the text goes on

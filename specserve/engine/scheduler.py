@@ -25,9 +25,9 @@ One of that length takes some 0.06 s to compile (`tests/chaos/misuse.py` has the
 class Scheduler:
     """Continuous batching, with fair shares for clients.
 
-    A preempted sequence runs again before any that has not run yet. The one that has run for
-    longest always progresses: its pages are the last to be taken away, so whatever is preempted,
-    some sequence comes nearer to its end each round.
+    A preempted sequence runs again before any that has not run yet. Of a client's sequences, the
+    one with the lowest priority number that has run for longest is the last to be preempted, so
+    whatever is preempted, some sequence comes nearer to its end each round.
     """
 
     def __init__(
@@ -166,13 +166,20 @@ class Scheduler:
         return self._pages(sequence.length + more) + self._pages(len(sequence.encoder_input))
 
     def _preempt(self) -> None:
-        youngest = self.running.pop()
+        """Take the pages of a sequence of the client whose sequence is the youngest.
+
+        It is the one with the highest priority number, and of several the youngest.
+        """
+        client = self.running[-1].client
+        own = [sequence for sequence in reversed(self.running) if sequence.client == client]
+        preempted = max(own, key=lambda sequence: sequence.priority)
+        self.running.remove(preempted)
         assert self.running, "a sequence alone always fits: its context is bounded by the pages"
-        youngest.reset_caches()
+        preempted.reset_caches()
         if self._prefixes is not None:
-            self._prefixes.drop(youngest)
-        self.released.append(youngest.seq_id)
-        self.waiting.put_back(youngest)
+            self._prefixes.drop(preempted)
+        self.released.append(preempted.seq_id)
+        self.waiting.put_back(preempted)
         self.num_preempted += 1
 
     def _admit(self) -> None:

@@ -42,6 +42,7 @@ class Sequence:
         "grammar",
         "is_verifier_open",
         "policy",
+        "priority",
         "requested_gamma",
         "seq_id",
         "target_cached",
@@ -62,6 +63,7 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.client = request.client
+        self.priority = request.priority  # among the client's sequences; a lower one runs first
         self.turn = 0  # set when the sequence starts to run: higher than those that run already
         # Constant from the first pass on.
         self.policy = policy

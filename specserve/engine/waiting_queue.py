@@ -1,23 +1,31 @@
-"""The sequences that wait, and which of them is next: fair shares among clients. Knows no pages."""
+"""The sequences that wait, and which of them is next: fair shares among clients, and priorities.
+
+Knows no pages.
+"""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, abc, deque
 from itertools import chain
+from operator import attrgetter
 
 from specserve.engine.sequence import Sequence
 
+_PRIORITY = attrgetter("priority")
+
 
 class WaitingQueue:
-    """Preempted sequences, then new ones, those of a client in order of arrival.
+    """Preempted sequences, then new ones, those of a client by priority and order of arrival.
 
     The next one is of the client with the fewest running sequences (max-min fairness), and of
-    those the first to arrive. With one client that is first come first served.
+    those the first to arrive. With one client that is first come first served. A priority has an
+    effect among the sequences of one client alone, so that no client gains by it over another.
     """
 
     def __init__(self) -> None:
         self._preempted: deque[Sequence] = deque()
-        self._new: dict[str, deque[Sequence]] = {}  # by client; no deque is empty
+        self._new: dict[str, list[Sequence]] = {}  # by client; no list is empty
 
     def __len__(self) -> int:
         return len(self._preempted) + sum(map(len, self._new.values()))
@@ -28,7 +36,7 @@ class WaitingQueue:
         yield from sorted(chain(*self._new.values()), key=lambda sequence: sequence.seq_id)
 
     def add(self, sequence: Sequence) -> None:
-        self._new.setdefault(sequence.client, deque()).append(sequence)
+        insort(self._new.setdefault(sequence.client, []), sequence, key=_PRIORITY)
 
     def put_back(self, sequence: Sequence) -> None:
         """Put a preempted sequence before all others."""
@@ -37,6 +45,7 @@ class WaitingQueue:
     def next(self, running: abc.Sequence[Sequence]) -> Sequence:
         """Return the sequence to run next, beside those that run; it stays in the queue."""
         if self._preempted:
+            # Of its client's with the lowest priority number, since the highest is preempted first.
             return self._preempted[0]
         heads = [own[0] for own in self._new.values()]
         if len(heads) == 1:
@@ -59,7 +68,7 @@ class WaitingQueue:
             self.remove(sequence)
 
     def newest_beyond_share(self, client: str, running: abc.Sequence[Sequence]) -> Sequence | None:
-        """Return the newest new sequence of the client that has the most, if that is more.
+        """Return the last new sequence of the client that has the most, if that is more.
 
         It must have at least two more than `client`, so that exchanging one does not turn the
         inequality round.

@@ -30,9 +30,9 @@ class Engine:
         )
         self._num_queued = 0
 
-    def queue(self, clients: str, *, length: int = 3) -> None:
+    def queue(self, clients: str, *, length: int = 3, priority: int = 0) -> None:
         for client in clients:
-            request = Request((1,) * length, 100, Warp(), seed=1, client=client)
+            request = Request((1,) * length, 100, Warp(), seed=1, client=client, priority=priority)
             policy = Policy(Warp(), "block", 1, length)
             self.scheduler.queue(
                 Sequence(
@@ -49,6 +49,11 @@ class Engine:
     def running(self) -> str:
         self.scheduler.select_running()
         return "".join(sequence.client for sequence in self.scheduler.running)
+
+    def ids(self) -> list[int]:
+        """Return the running sequences."""
+        self.scheduler.select_running()
+        return [sequence.seq_id for sequence in self.scheduler.running]
 
     def end(self, client: str) -> None:
         """End the oldest running sequence of a client."""
@@ -83,6 +88,51 @@ def test_one_client_s_requests_run_in_order_of_arrival() -> None:
     engine.running()
     assert [sequence.seq_id for sequence in engine.scheduler.running] == [0, 1, 2]
     assert [sequence.seq_id for sequence in engine.scheduler.waiting] == [3, 4]
+
+
+def test_a_lower_priority_number_runs_first_and_equal_ones_in_order_of_arrival() -> None:
+    engine = Engine(max_running=1)
+    order = []
+    for priority in (0, 1, -1, 1, -1, 0):
+        engine.queue("a", priority=priority)
+    while engine.scheduler.num_sequences:
+        order += engine.ids()
+        engine.end("a")
+    assert order == [2, 4, 0, 5, 1, 3]
+
+
+def test_a_priority_takes_nothing_from_the_share_of_another_client() -> None:
+    engine = Engine(max_running=2)
+    engine.queue("aaa", priority=-5)
+    engine.queue("b", priority=5)
+    assert sorted(engine.running()) == ["a", "b"]
+    engine.queue("b")
+    engine.end("b")
+    assert engine.ids() == [0, 4], "the client with fewer is next, whatever the priorities"
+
+
+def test_the_highest_priority_number_of_a_client_is_preempted_and_comes_back_first() -> None:
+    engine = Engine(max_running=3, num_pages=20)
+    engine.queue("a", length=14, priority=3)
+    engine.queue("aa", length=14)
+    assert engine.ids() == [1, 2, 0]
+    engine.scheduler.running[0].committed += [1] * 36
+    engine.queue("a", length=2, priority=-1)
+    assert engine.ids() == [1, 2], "its pages are taken, and wait for its return"
+    engine.scheduler.running[0].committed += [1] * 16
+    assert engine.ids() == [1]
+    assert [sequence.seq_id for sequence in engine.scheduler.waiting] == [2, 0, 3]
+    engine.end("a")
+    assert engine.ids() == [2, 0, 3]
+
+
+def test_preemption_takes_the_pages_of_the_youngest_client_whatever_its_priority() -> None:
+    engine = Engine(max_running=2, num_pages=10)
+    engine.queue("a", length=14, priority=9)
+    engine.queue("b", length=14, priority=-9)
+    assert engine.ids() == [0, 1]
+    engine.scheduler.running[0].committed += [1] * 14
+    assert engine.ids() == [0]
 
 
 def test_a_preempted_sequence_runs_again_before_a_new_one_of_any_client() -> None:
