@@ -14,6 +14,7 @@ from reprlib import repr as shortened
 from types import TracebackType
 from typing import Any
 
+from specserve.api.bad_words import bad_word_ids, forbid_words
 from specserve.api.continuation import Continuation, OutputDelta
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import Config, config_from_keys
@@ -164,6 +165,7 @@ class LLM:
             sampling.check_grammar()
             if self._has_encoder:
                 sampling.check_encoder_input()
+            words = bad_word_ids(self._tokenizer, sampling)
         except BadRequest as error:
             return [
                 _PendingOutput(self._tokenizer, (), sampling, index=i, error=error)
@@ -181,7 +183,7 @@ class LLM:
                 echo=echo,
                 prefix_ids=prefix_ids,
             )
-            for i, request in enumerate(sampling.requests(ids))
+            for i, request in enumerate(forbid_words(sampling.requests(ids), words))
         ]
 
     def _prompt_ids(self, prompt: object) -> tuple[int, ...]:
@@ -257,7 +259,11 @@ class _PendingOutput:
         self.request, self.error = request, error
         self._index = index
         self._continuation = Continuation(
-            tokenizer, prompt, prefix_ids=prefix_ids, stop=sampling.stops
+            tokenizer,
+            prompt,
+            prefix_ids=prefix_ids,
+            stop=sampling.stops,
+            min_tokens=sampling.min_tokens,
         )
         self._echo = ""
         if sampling.echo:

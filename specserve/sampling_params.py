@@ -16,13 +16,17 @@ from specserve.config.fields import FieldRule, boolean, integer, number, setting
 from specserve.errors import BadValue
 from specserve.grammar.request import parse_guided, parse_response_format
 from specserve.grammar.validate import validate_grammar
-from specserve.types import Grammar, Request, Speculation, Warp
+from specserve.types import Grammar, Request, Speculation, TokenRule, Warp
 
 MAX_N = 128
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 64
+MAX_PRIORITY = 2**31 - 1
 MAX_LOGPROBS = 20
 MAX_COUNT = 2**31
 """Most tokens of a count: more than any model has, and within what the wire format can carry."""
@@ -42,19 +46,24 @@ def random_seed() -> int:
 class Sampling:
     """Parameters that continue one prompt.
 
-    Temperature 0 is greedy; top_k 0 is off; a seed makes the text repeatable. The constructor
+    Temperature 0 is greedy; top_k 0 or -1 is off; a seed makes the text repeatable. The constructor
     raises BadValue, which names the parameter, for values out of range.
     """
 
     max_tokens: int = setting(16, integer(1, MAX_COUNT))
     temperature: float = setting(1.0, number(0, 100))
     top_p: float = setting(1.0, number(0, 1, above=True))
-    top_k: int = setting(0, integer(0, MAX_COUNT))
+    top_k: int = setting(0, integer(-1, MAX_COUNT))  # 0 is off, and -1 becomes 0
     min_p: float = setting(0.0, number(0, 1))
     n: int = setting(1, integer(1, MAX_N))
     stop: str | Sequence[str] | None = ()  # a tuple once checked
     stop_token_ids: Sequence[int] | None = ()  # a tuple once checked
     ignore_eos: bool = setting(False, boolean())
+    # new tokens before which no end token, no stop token and no stop string ends the text
+    min_tokens: int = setting(0, integer(0, MAX_COUNT))
+    bad_words: Sequence[str] | None = ()  # a tuple once checked
+    allowed_token_ids: Sequence[int] | None = None  # a tuple once checked; None allows all
+    priority: int = setting(0, integer(-MAX_PRIORITY, MAX_PRIORITY))  # a lower one runs first
     seed: int | None = setting(None, integer(-(2**63), _BITS))
     # a number asks for that many alternatives; True goes with top_logprobs
     logprobs: bool | int | None = None
@@ -82,6 +91,10 @@ class Sampling:
         keep(self, "stop", _stops(self.stop))
         keep(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         keep(self, "logit_bias", _biases(self.logit_bias))
+        keep(self, "top_k", max(self.top_k, 0))
+        keep(self, "bad_words", _bad_words(self.bad_words))
+        keep(self, "allowed_token_ids", _allowed_ids(self.allowed_token_ids))
+        self._check_min_tokens()
         keep(self, "speculation", _speculation(self.speculation))
         self._check_logprobs()
         self._check_grammar_conflicts()
@@ -120,13 +133,15 @@ class Sampling:
         return [first, *(replace(first, seed=_derive_seed(seed, i)) for i in range(1, self.n))]
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise BadValue for a bias on an id that the vocabulary does not have."""
-        for token in self.logit_bias or ():
-            if token >= vocab_size:
-                raise BadValue(
-                    f"logit_bias has token id {token}, but the vocabulary ends at {vocab_size - 1}",
-                    param="logit_bias",
-                )
+        """Raise BadValue for ids of a parameter that the vocabulary does not have."""
+        for param in ("logit_bias", "allowed_token_ids"):
+            for token in getattr(self, param) or ():
+                if token >= vocab_size:
+                    raise BadValue(
+                        f"{param} has token id {token}, but the vocabulary ends at "
+                        f"{vocab_size - 1}",
+                        param=param,
+                    )
 
     def check_grammar(self) -> None:
         """Raise BadValue for a grammar that no text can follow.
@@ -163,6 +178,7 @@ class Sampling:
             speculation=self.speculation,
             grammar=self.grammar,
             cache_salt=_page_salt(tenant, self.cache_salt),
+            priority=self.priority,
         )
 
     def _warp(self) -> Warp:
@@ -175,7 +191,26 @@ class Sampling:
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             logit_bias=tuple((self.logit_bias or {}).items()),
+            rule=self._token_rule(),
         )
+
+    def _token_rule(self) -> TokenRule | None:
+        """Return the rule without bad words and the model's end tokens, which are unknown here."""
+        if not self.min_tokens and self.allowed_token_ids is None:
+            return None
+        return TokenRule(
+            self.min_tokens,
+            tuple(self.stop_token_ids or ()) if self.min_tokens else (),
+            allowed_ids=tuple(self.allowed_token_ids or ()),
+        )
+
+    def _check_min_tokens(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise BadValue(
+                f"min_tokens must be at most max_tokens, which is {self.max_tokens}, "
+                f"not {self.min_tokens}",
+                param="min_tokens",
+            )
 
     def _check_logprobs(self) -> None:
         if self.logprobs is not None and not isinstance(self.logprobs, bool):
@@ -261,19 +296,48 @@ def _stops(value: object) -> tuple[str, ...]:
 
 
 def _stop_ids(value: object) -> tuple[int, ...]:
+    return () if value is None else _ids("stop_token_ids", value, MAX_STOP_IDS)
+
+
+def _allowed_ids(value: object) -> tuple[int, ...] | None:
     if value is None:
-        return ()
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        return None
+    ids = _ids("allowed_token_ids", value, MAX_ALLOWED_IDS)
+    if not ids:
         raise BadValue(
-            f"stop_token_ids must be a list of token ids, not {shortened(value)}",
-            param="stop_token_ids",
-        )
-    ids = tuple(_parse("stop_token_ids", _TOKEN_ID, token) for token in value)
-    if len(ids) > MAX_STOP_IDS:
-        raise BadValue(
-            f"stop_token_ids has {len(ids)} ids; {MAX_STOP_IDS} is the most", param="stop_token_ids"
+            "allowed_token_ids must have at least one token id", param="allowed_token_ids"
         )
     return ids
+
+
+def _ids(param: str, value: object, most: int) -> tuple[int, ...]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise BadValue(f"{param} must be a list of token ids, not {shortened(value)}", param=param)
+    ids = tuple(_parse(param, _TOKEN_ID, token) for token in value)
+    if len(ids) > most:
+        raise BadValue(f"{param} has {len(ids)} ids; {most} is the most", param=param)
+    return ids
+
+
+def _bad_words(value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    words = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if len(words) > MAX_BAD_WORDS:
+        raise BadValue(
+            f"bad_words has {len(words)} texts; {MAX_BAD_WORDS} is the most", param="bad_words"
+        )
+    if isinstance(value, str) or not all(map(_is_bad_word, words)):
+        raise BadValue(
+            f"bad_words must be a list of texts, each of 1 to {MAX_BAD_WORD_LENGTH} characters "
+            f"and not only of spaces, not {shortened(value)}",
+            param="bad_words",
+        )
+    return words
+
+
+def _is_bad_word(word: object) -> bool:
+    return isinstance(word, str) and len(word) <= MAX_BAD_WORD_LENGTH and bool(word.strip())
 
 
 def _biases(value: object) -> dict[int, float]:

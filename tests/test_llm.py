@@ -17,7 +17,7 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import config_from_keys
 from specserve.errors import BadValue, EmptyPrompt, Overloaded, TooLong, UnknownToken, WorkerLost
 from specserve.inprocess import EngineParts, LocalDrafter, LocalTarget
-from specserve.types import DraftStep, Logprobs, ModelInfo, Proposal, Verdict, VerifyStep
+from specserve.types import DraftStep, Logprobs, ModelInfo, Proposal, TokenRule, Verdict, VerifyStep
 
 END = 256
 Script = Callable[[int], str]  # the text that follows a prompt of so many bytes
@@ -277,6 +277,44 @@ def test_parameters_that_only_the_engine_can_check_fail_alone_too() -> None:
     error = outputs[2].error
     assert error is not None
     assert error.param == "logit_bias"
+
+
+def test_rules_that_only_the_model_can_check_fail_alone_too() -> None:
+    llm, _ = scripted("ok")
+    outputs = llm.generate(
+        ["a", "b", "c", "d"],
+        [
+            Sampling(min_tokens=1, allowed_token_ids=[65, END]),
+            Sampling(min_tokens=1, allowed_token_ids=[END]),
+            Sampling(allowed_token_ids=[257]),
+            Sampling(bad_words=["A"], allowed_token_ids=[byte_tokenizer().encode("A")[0]]),
+        ],
+    )
+    params = [None if one.error is None else getattr(one.error, "param", "") for one in outputs]
+    assert params == [None, *["allowed_token_ids"] * 3]
+
+
+def test_the_target_gets_bad_words_as_tokens_and_the_end_tokens_of_min_tokens() -> None:
+    llm, target = scripted("ok")
+    rules: list[TokenRule | None] = []
+    verify = target.verify
+
+    def record(steps: Sequence[VerifyStep]) -> list[Verdict]:
+        rules.extend(step.policy.warp.rule for step in steps)
+        return verify(steps)
+
+    target.verify = record  # type: ignore[method-assign]
+    llm.generate("a", Sampling(n=2, min_tokens=2, stop_token_ids=[7], bad_words=["so"]))
+    words = tuple(byte_tokenizer().encode(text) for text in ("so", " so"))
+    assert set(rules) == {TokenRule(2, (7, END), words)}
+
+
+def test_a_stop_string_is_text_up_to_min_tokens() -> None:
+    llm, _ = scripted("a.b.c.d")
+    texts = [
+        llm.generate("x", Sampling(stop=".", min_tokens=least))[0].text for least in (0, 2, 3, 6)
+    ]
+    assert texts == ["a", "a.b", "a.b", "a.b.c.d"]
 
 
 def test_a_failure_of_the_target_is_the_error_of_its_batch_and_the_next_call_works() -> None:

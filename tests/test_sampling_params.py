@@ -11,7 +11,7 @@ import pytest
 
 from specserve.errors import BadValue
 from specserve.sampling_params import Sampling, random_seed
-from specserve.types import Speculation, Warp
+from specserve.types import Speculation, TokenRule, Warp
 
 HALF: Any = 2.5
 
@@ -58,12 +58,26 @@ def test_every_parameter_reaches_the_request() -> None:
         "max_tokens": [0, -1, 1.5, True, None, "3", math.nan],
         "temperature": [-0.1, math.nan, math.inf, -math.inf, None, "hot", True, 101, 10**400],
         "top_p": [0, -0.5, 1.01, math.nan, None, "1"],
-        "top_k": [-1, 1.0, True, None],
+        "top_k": [-2, 1.0, True, None],
         "min_p": [-0.1, 1.1, math.nan],
         "n": [0, -1, 129, 1.0, True],
         "stop": ["", [""], ["a", ""], 5, [5], ["a"] * 17, "x" * 1025, {"a": 1}],
         "stop_token_ids": [5, "5", [-1], [1.5], [True], ["a"], [2**40], {"a": 1}],
         "ignore_eos": [1, None, "yes"],
+        "min_tokens": [-1, 17, 1.5, True, "3", None],
+        "bad_words": [
+            5,
+            "word",
+            [""],
+            ["  "],
+            [5],
+            ["a", None],
+            ["x" * 65],
+            ["a"] * 129,
+            {"a": 1},
+        ],
+        "allowed_token_ids": [[], 5, "5", [-1], [1.5], [True], [2**40], {"a": 1}, [1] * 1025],
+        "priority": [1.5, True, "high", None, 2**31, -(2**31)],
         "seed": [1.5, "1", True, 2**64, -(2**63) - 1],
         "logprobs": [-1, 21, 1.5, "5"],
         "top_logprobs": [-1, 21, True],
@@ -209,3 +223,29 @@ def test_a_bias_on_an_id_that_does_not_exist_is_refused() -> None:
     Sampling(logit_bias={9: 1}).check_ids(10)
     with pytest.raises(BadValue, match="logit_bias has token id 10, but the vocabulary ends at 9"):
         Sampling(logit_bias={10: 1}).check_ids(10)
+
+
+def test_a_top_k_of_minus_one_is_off() -> None:
+    assert Sampling(top_k=-1) == Sampling(top_k=0)
+    assert Sampling(top_k=-1).requests([1], lambda: 7) == Sampling().requests([1], lambda: 7)
+
+
+def test_parameters_that_forbid_tokens_become_a_rule() -> None:
+    (request,) = Sampling(
+        max_tokens=9, min_tokens=9, stop_token_ids=[5], allowed_token_ids=[7, 3], priority=-2
+    ).requests([1])
+    assert request.warp.rule == TokenRule(min_tokens=9, end_ids=(5,), allowed_ids=(7, 3))
+    assert request.priority == -2
+    assert Sampling(stop_token_ids=[5], bad_words=["x"]).requests([1])[0].warp.rule is None
+
+
+def test_min_tokens_beyond_max_tokens_is_refused() -> None:
+    with pytest.raises(BadValue, match="min_tokens must be at most max_tokens, which is 4, not 5"):
+        Sampling(max_tokens=4, min_tokens=5)
+
+
+def test_an_allowed_id_that_does_not_exist_is_refused() -> None:
+    Sampling(allowed_token_ids=[9]).check_ids(10)
+    with pytest.raises(BadValue, match="allowed_token_ids has token id 10, but") as refusal:
+        Sampling(allowed_token_ids=[9, 10]).check_ids(10)
+    assert refusal.value.param == "allowed_token_ids"

@@ -57,12 +57,14 @@ class Continuation:
         *,
         prefix_ids: tuple[int, ...] | None = None,
         stop: Iterable[str] = (),
+        min_tokens: int = 0,
         call_format: ModelCallFormat | None = None,
     ) -> None:
         """Start an empty continuation.
 
         `prefix_ids` are the tokens before the text where these are not the prompt, as for an
-        encoder-decoder. `call_format` is how the text calls tools, if it may.
+        encoder-decoder. No stop string ends the first `min_tokens` tokens. `call_format` is how
+        the text calls tools, if it may.
         """
         self.prompt = prompt
         self.token_ids: list[int] = []
@@ -73,6 +75,7 @@ class Continuation:
             tokenizer,
             prompt if prefix_ids is None else prefix_ids,
             stop=tuple(stop),
+            min_tokens=min_tokens,
             visible_ids=visible_ids,
         )
         self._call_parser = None if call_format is None else CallParser(call_format.format)

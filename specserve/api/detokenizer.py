@@ -23,7 +23,7 @@ class IncrementalDetokenizer:
 
     It never emits a part of a character or of a stop string. `prefix_ids` are the tokens before
     the first one, which then does not begin a text. Special tokens in `visible_ids` appear by
-    their names.
+    their names. A stop string that the first `min_tokens` tokens complete is text, as in vLLM.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class IncrementalDetokenizer:
         prefix_ids: Sequence[int] = (),
         *,
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
         visible_ids: Collection[int] = (),
     ) -> None:
         self.hit_stop_string = False
@@ -39,6 +40,7 @@ class IncrementalDetokenizer:
         self.num_tokens = 0
         self._tokenizer = tokenizer
         self._stop, self._visible_ids = tuple(stop), visible_ids
+        self._min_tokens = min_tokens
         # Characters that may be the beginning of a stop string.
         self._max_partial_stop = max(map(len, self._stop), default=1) - 1
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -75,13 +77,13 @@ class IncrementalDetokenizer:
 
     def _append(self, text: str) -> bool:
         """Add text, cut off at a stop string; return True if there was one."""
-        start = max(0, len(self._pending) - self._max_partial_stop)  # no stop string ends before it
+        length = len(self._pending)  # no stop string ends before it
         self._pending += text
-        if self._stop and text:
+        if self._stop and text and self.num_tokens > self._min_tokens:
             found = [
                 (at + len(stop), at)
                 for stop in self._stop
-                if (at := self._pending.find(stop, start)) >= 0
+                if (at := self._pending.find(stop, max(0, length + 1 - len(stop)))) >= 0
             ]
             if found:
                 self.hit_stop_string = True

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from specserve.api.access import KeyUse
+from specserve.api.bad_words import bad_word_ids, forbid_words
 from specserve.api.continuation import Continuation, OutputDelta
 from specserve.api.metering import RequestMetrics
 from specserve.api.parse import GenerationRequest
@@ -51,10 +52,11 @@ class Generation:
         self._account, self._reserved = None if key_use is None else key_use.account, 0.0
         client = "" if key_use is None else key_use.client.name
         tenant = "" if shares_cache else client
+        words = bad_word_ids(tokenizer, sampling)
         self._requests = [
             replace(request, client=client)
             for prompt in prompts
-            for request in sampling.requests(prompt.ids, tenant=tenant)
+            for request in forbid_words(sampling.requests(prompt.ids, tenant=tenant), words)
         ]
         prefixes = [prompt.prefix_ids for prompt in prompts for _ in range(sampling.n)]
         self.continuations = [
@@ -63,6 +65,7 @@ class Generation:
                 request.prompt,
                 prefix_ids=prefix_ids,
                 stop=sampling.stops,
+                min_tokens=sampling.min_tokens,
                 call_format=generation_request.call_format,
             )
             for request, prefix_ids in zip(self._requests, prefixes, strict=True)

@@ -18,7 +18,7 @@ from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.messages import to_template_messages
 from specserve.api.tools.offer import Offer, parse_offer
 from specserve.errors import BadRequest, BadValue, EmptyPrompt, NotServed, TooLong, UnknownToken
-from specserve.sampling_params import Sampling
+from specserve.sampling_params import MAX_COUNT, Sampling
 from specserve.types import Speculation
 
 MAX_CONTINUATIONS = 512
@@ -100,7 +100,7 @@ class RequestParser:
     async def chat(self, body: ChatBody) -> GenerationRequest:
         """Parse a chat. Parameters are checked before anything is done with messages."""
         self.check_model(body.model)
-        offer, sampling = parse_offer(body), self._sampling(body, default_max_tokens=1)
+        offer, sampling = parse_offer(body), self._sampling(body, default_max_tokens=MAX_COUNT)
         await _check_grammar(sampling)
         if offer is not None:
             sampling = await self._with_tools(sampling, offer)

@@ -152,12 +152,24 @@ class GenerationBody(StrictModel):
     max_completion_tokens: int | None = Field(None, description="Another name for max_tokens.")
     temperature: float | None = Field(None, description="0 is greedy.")
     top_p: float | None = None
-    top_k: int | None = Field(None, description="0 is off.")
+    top_k: int | None = Field(None, description="0 and -1 are off.")
     min_p: float | None = None
     n: int | None = None
     stop: str | Texts | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = Field(
+        None,
+        description="New tokens before which no end token or stop token is written, and no stop "
+        "string ends the text.",
+    )
+    bad_words: Texts | None = Field(
+        None, description="Texts that are not written, at the start of a word or inside the text."
+    )
+    allowed_token_ids: Ids | None = Field(None, description="No other tokens are written.")
+    priority: int | None = Field(
+        None, description="A lower one runs first, among the waiting requests of the same client."
+    )
     seed: int | None = Field(
         None,
         description="Makes the text repeatable, whatever drafts and whatever else is in the batch.",

@@ -15,10 +15,14 @@ from specserve.api.parse import MAX_CONTINUATIONS, MAX_TOKENIZE_CHARS
 from specserve.api.schema import MAX_LABEL, MAX_MESSAGES, MAX_METADATA, MAX_PARTS
 from specserve.grammar.request import MAX_DEPTH, MAX_SIZE
 from specserve.sampling_params import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_LENGTH,
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_COUNT,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_PRIORITY,
     MAX_STOP_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
@@ -46,6 +50,12 @@ LIMITS = [
     ("stop", ["x"] * MAX_STOPS, ["x"] * (MAX_STOPS + 1)),
     ("stop", "x" * MAX_STOP_LENGTH, "x" * (MAX_STOP_LENGTH + 1)),
     ("stop_token_ids", [1] * MAX_STOP_IDS, [1] * (MAX_STOP_IDS + 1)),
+    ("min_tokens", 16, 17),  # the default of max_tokens
+    ("bad_words", ["x"] * MAX_BAD_WORDS, ["x"] * (MAX_BAD_WORDS + 1)),
+    ("bad_words", ["x" * MAX_BAD_WORD_LENGTH], ["x" * (MAX_BAD_WORD_LENGTH + 1)]),
+    ("allowed_token_ids", [1] * MAX_ALLOWED_IDS, [1] * (MAX_ALLOWED_IDS + 1)),
+    ("priority", MAX_PRIORITY, MAX_PRIORITY + 1),
+    ("priority", -MAX_PRIORITY, -MAX_PRIORITY - 1),
     (
         "logit_bias",
         {str(token): 1 for token in range(MAX_BIASES)},
@@ -171,6 +181,9 @@ def test_the_largest_numbers_that_are_taken_fit_the_messages_between_processes(
             "max_tokens": MAX_COUNT,
             "seed": 2**64 - 1,
             "logit_bias": {"4095": 100},
+            "min_tokens": MAX_COUNT,
+            "allowed_token_ids": [4095],
+            "stop_token_ids": [2**31],
         },
     )
     (request,) = server.service.requests

@@ -177,6 +177,10 @@ NAMES = (
         "logprobs",
         "echo",
         "logit_bias",
+        "min_tokens",
+        "bad_words",
+        "allowed_token_ids",
+        "priority",
     ),
     *(
         "response_format",

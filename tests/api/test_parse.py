@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from specserve.types import Request, Speculation
+from specserve.types import Request, Speculation, TokenRule, Warp
 from tests.support.http_server import CONTEXT, RunningServer, demo_tokenizer, serving
 
 CHAT: list[Any] = [{"role": "user", "content": "hi"}]
@@ -52,6 +52,10 @@ EXTENSIONS: dict[str, object] = {
     "stop_token_ids": [9],
     "ignore_eos": True,
     "repetition_penalty": 1.5,
+    "min_tokens": 2,
+    "bad_words": ["world"],
+    "allowed_token_ids": [5, 9, 50],
+    "priority": -3,
     "speculation": {"gamma": 3, "verifier": "speculative"},
 }
 
@@ -100,6 +104,10 @@ def check_everything(request: Request) -> None:
         warp.repetition_penalty,
         warp.logit_bias,
     ) == (0.25, -0.5, 1.5, ((50, -100.0),))
+    words = [demo_tokenizer().encode(word, special=False) for word in ("world", " world")]
+    assert words[0] != words[1]
+    assert warp.rule == TokenRule(2, (9,), tuple(words), (5, 9, 50))
+    assert request.priority == -3
     assert (request.max_tokens, request.seed, request.seeded, request.logprobs) == (3, 11, True, 2)
     assert (request.stop_token_ids, request.ignore_eos, request.speculation) == (
         frozenset([9]),
@@ -218,6 +226,25 @@ def test_defaults_that_official_clients_send_are_taken(
     assert engine_request(server, "/v1/chat/completions", messages=CHAT, **harmless).prompt
 
 
+def test_top_k_of_minus_one_is_off(server: RunningServer) -> None:
+    assert engine_request(server, "/v1/completions", prompt="x", top_k=-1).warp == Warp()
+
+
+def test_a_chat_without_max_tokens_may_ask_for_a_least_number_of_tokens(
+    server: RunningServer,
+) -> None:
+    rule = engine_request(server, "/v1/chat/completions", messages=CHAT, min_tokens=40).warp.rule
+    assert rule == TokenRule(min_tokens=40)
+
+
+def test_a_bad_word_counts_once_where_a_space_changes_nothing(server: RunningServer) -> None:
+    given = {"bad_words": [" so so", "so so"]}
+    rule = engine_request(server, "/v1/completions", prompt="x", **given).warp.rule
+    assert rule is not None
+    assert len(rule.bad_words) == 2
+    assert {demo_tokenizer().decode(ids).strip() for ids in rule.bad_words} == {"so so"}
+
+
 Faults = list[tuple[dict[str, object], str]]
 BOTH: Faults = [
     ({"temperature": -1}, "temperature"),
@@ -225,7 +252,23 @@ BOTH: Faults = [
     ({"temperature": True}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 1.5}, "min_tokens"),
+    ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+    ({"min_tokens": CONTEXT}, "min_tokens"),
+    ({"bad_words": "word"}, "bad_words"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["  "]}, "bad_words"),
+    ({"bad_words": [5]}, "bad_words[0]"),
+    ({"bad_words": ["\ud800"]}, "bad_words"),
+    ({"bad_words": [f"{i}" + "日" * 60 for i in range(12)]}, "bad_words"),  # too many tokens
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [4096]}, "allowed_token_ids"),
+    ({"allowed_token_ids": ["5"]}, "allowed_token_ids[0]"),
+    ({"priority": "high"}, "priority"),
+    ({"priority": 2**31}, "priority"),
     ({"min_p": 2}, "min_p"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),

@@ -247,6 +247,32 @@ def test_nothing_of_a_possible_stop_string_is_shown_before_it_is_decided() -> No
     assert detokenizer.push(tokenizer.encode("more")) == detokenizer.finish() == ""
 
 
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 4, 5, 6, 7, 8], [4]])
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [
+        (0, "a"),
+        (3, "a"),
+        (4, "aba"),
+        (5, "ababca"),
+        (8, "ababcabca"),
+        (11, "ababc"),
+        (12, "ababcabcabcx"),
+    ],
+)
+def test_a_stop_string_counts_if_a_later_token_completes_it(
+    min_tokens: int, text: str, cuts: list[int]
+) -> None:
+    """Let it begin in the first tokens; it is text if it ends there, as in vLLM."""
+    tokenizer = byte_level(257)  # every token is a byte
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, stop=["bc", "bab", "abcabcx"], min_tokens=min_tokens
+    )
+    emitted = push_in_parts(detokenizer, list(tokenizer.encode("ababcabcabcx")), cuts)
+    assert "".join(emitted) == text
+    assert detokenizer.hit_stop_string == (len(text) < 12)
+
+
 def test_held_back_text_is_emitted_at_the_end() -> None:
     tokenizer = byte_level()
     detokenizer = IncrementalDetokenizer(tokenizer, stop=["END of it"])

@@ -222,6 +222,10 @@ def test_every_parameter_of_the_contract_is_taken(server: Server) -> None:
         presence_penalty=0.1,
         frequency_penalty=0.1,
         logit_bias={"300": -5},
+        min_tokens=3,
+        bad_words=["lambda", "for x in"],
+        allowed_token_ids=list(range(1, 900)),
+        priority=-1,
         user="someone",
         speculation={"gamma": 3, "verifier": "coupled"},
     )
@@ -240,6 +244,8 @@ def test_every_parameter_of_the_contract_is_taken(server: Server) -> None:
         (openai.BadRequestError, {"max_tokens": 0}),
         (openai.BadRequestError, {"prompt": "x " * 5000}),
         (openai.BadRequestError, {"prompt": [[4096]]}),
+        (openai.BadRequestError, {"allowed_token_ids": [4096]}),
+        (openai.BadRequestError, {"allowed_token_ids": [0], "min_tokens": 1}),  # 0 ends texts
         (openai.BadRequestError, {"best_of": 3}),
         (openai.NotFoundError, {"model": "another"}),
     ],

@@ -47,7 +47,7 @@ def test_every_row_forbids_what_its_own_text_and_position_forbid() -> None:
 
 
 def test_a_word_that_begins_in_the_prompt_may_be_completed() -> None:
-    """As in vLLM, words are of the new tokens alone."""
+    """Look at the new tokens alone, as vLLM does."""
     assert 3 in allowed(TokenRule(bad_words=((4, 3),)))[0]
     assert 3 not in allowed(TokenRule(bad_words=((4, 3),)), (4,))[0]
 

@@ -22,6 +22,7 @@ from specserve.types import (
     Span,
     SparseDistribution,
     Stats,
+    TokenRule,
     Verdict,
     VerifyStep,
     Warp,
@@ -63,7 +64,12 @@ def messages() -> list[Message]:
     rng = np.random.default_rng(0)
     q = SparseDistribution(rng.integers(0, 4000, (3, 8)), rng.random((3, 8), dtype=np.float32))
     policy = Policy(
-        Warp(temperature=0.7, top_k=5, logit_bias=((3, 1.5), (9, -2.0))),
+        Warp(
+            temperature=0.7,
+            top_k=5,
+            logit_bias=((3, 1.5), (9, -2.0)),
+            rule=TokenRule(3, (2,), ((5,), (6, 7)), (1, 2)),
+        ),
         "block",
         seed=2**64 - 1,
         prompt_length=9,

@@ -35,6 +35,7 @@ PARAMETERS = """
     frequency_penalty repetition_penalty logit_bias response_format stream stream_options user
     speculation tools best_of metadata nonsense guided guided_json guided_regex guided_choice
     guided_grammar tool_choice parallel_tool_calls add_special_tokens suffix
+    min_tokens bad_words allowed_token_ids priority
 """.split()
 WORDS = (
     *"auto block required json_object json_schema function object user assistant tool demo".split(),
