@@ -191,10 +191,19 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """A wish for the logprobs of the prompt's tokens behind the positions of a step."""
+
+    num_top: int  # alternatives to report beside each token
+    # The prompt's token behind those of the step; None: the prompt ends with the step.
+    next_token: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyStep:
     """Work for the target: compute committed tokens and the draft tokens behind, and verify these.
 
-    A chunk of a prompt that is not its last has no draft tokens and needs no verdict.
+    A chunk of a prompt that is not its last has no draft tokens and needs no decision.
     """
 
     seq_id: int
@@ -209,11 +218,28 @@ class VerifyStep:
     # Draft tokens wanted behind the verdict, of a drafter in the target's process. It prefills a
     # chunk of a prompt for which it is not 0.
     gamma: int = 0
+    scoring: PromptScoring | None = None  # such a step computes all of its tokens
 
     @property
     def stop(self) -> int:
         """Position behind `tokens`, where the draft tokens start."""
         return self.start + len(self.tokens)
+
+    @property
+    def is_answered(self) -> bool:
+        """True if the target answers with a verdict."""
+        return self.needs_verdict or self.scoring is not None
+
+    @property
+    def scored_tokens(self) -> tuple[int, ...]:
+        """Tokens of the prompt whose logprobs are wanted: one behind each position, from `start`.
+
+        Behind the last position of the prompt there is none.
+        """
+        if self.scoring is None:
+            return ()
+        after = self.scoring.next_token
+        return self.tokens[1:] if after is None else (*self.tokens[1:], after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +252,54 @@ class Logprobs:
     token: float
     top_ids: tuple[int, ...]
     top: tuple[float, ...]
+    rank: int | None = None  # of the token, 1 being the likeliest; known for prompts only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Logprobs of successive tokens of a prompt, as arrays: there may be a million of them."""
+
+    start: int  # position of the first of these tokens, at least 1: nothing predicts the first
+    token: NDArray[np.float32]  # [tokens]
+    rank: NDArray[np.uint32]  # [tokens]
+    top_ids: NDArray[np.uint32]  # [tokens, alternatives]
+    top: NDArray[np.float32]  # [tokens, alternatives], falling
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    @property
+    def stop(self) -> int:
+        """Position behind the last of these tokens."""
+        return self.start + len(self.token)
+
+    @classmethod
+    def empty(cls, start: int, num_top: int) -> PromptLogprobs:
+        """Return the logprobs of no tokens."""
+        ids, reals = np.empty((0, num_top), np.uint32), np.empty((0, num_top), np.float32)
+        return cls(start, np.empty(0, np.float32), np.empty(0, np.uint32), ids, reals)
+
+    @classmethod
+    def join(cls, parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
+        """Return successive parts as one."""
+        names = ("token", "rank", "top_ids", "top")
+        columns = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
+        return cls(parts[0].start, *columns)
+
+    def part(self, first: int, stop: int, *, start: int, num_top: int) -> PromptLogprobs:
+        """Return those of the tokens `first` to `stop` of these, which begin at `start`."""
+        own, ranks = self.token[first:stop], self.rank[first:stop]
+        ids, top = self.top_ids[first:stop, :num_top], self.top[first:stop, :num_top]
+        return PromptLogprobs(start, own, ranks, ids, top)
+
+    def rows(self, first: int, stop: int, num_top: int | None = None) -> list[Logprobs]:
+        """Return the logprobs of the tokens `first` to `stop` of these, each by itself.
+
+        `num_top` cuts the alternatives.
+        """
+        columns = (self.token, self.rank, self.top_ids[:, :num_top], self.top[:, :num_top])
+        rows = zip(*(column[first:stop].tolist() for column in columns), strict=True)
+        return [Logprobs(own, tuple(ids), tuple(top), rank) for own, rank, ids, top in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +312,10 @@ class Verdict:
     logprobs: tuple[Logprobs, ...] | None  # accepted + 1 of them
     # Why this sequence alone cannot go on; the other fields mean nothing then.
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None  # of the step's `scored_tokens`
+    # False: the step is a chunk of a prompt and needed no decision; only the logprobs of the prompt
+    # mean anything then.
+    is_decision: bool = True
 
 
 class Origin(StrEnum):
@@ -296,7 +374,9 @@ class Chunk:
     """The tokens that one round committed for one request, with the statistics so far.
 
     `start` is the number of generated tokens before these, those of earlier engines included, so
-    that a receiver notices a chunk that was lost. `finish` comes with the last chunk.
+    that a receiver notices a chunk that was lost. `finish` comes with the last chunk. Logprobs of
+    a prompt come in parts, up to the first chunk with tokens; a prompt that is computed again
+    sends them again.
     """
 
     seq_id: int
@@ -307,6 +387,7 @@ class Chunk:
     finish: FinishReason | None = None
     stats: Stats | None = None
     error: str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +417,8 @@ class Speculation:
 class Request:
     """One continuation to generate.
 
-    There is always a seed; `seeded` is True if the client chose it.
+    There is always a seed; `seeded` is True if the client chose it. With `max_tokens` 0 the prompt
+    is computed and nothing generated.
     """
 
     prompt: tuple[int, ...]
@@ -347,6 +429,7 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None  # alternatives beside each token of the prompt; None: none
     speculation: Speculation = field(default_factory=Speculation)
     grammar: Grammar | None = None
     cache_salt: bytes = b""  # as in Policy
@@ -381,7 +464,7 @@ class ModelInfo:
 
 
 class Target(Protocol):
-    """The model that verifies; returns one verdict per step that needs one, in their order.
+    """The model that verifies; returns one verdict per step that is answered, in their order.
 
     A remote worker starts at the call, one in this process when the result is awaited.
     """

@@ -30,6 +30,7 @@ class ResumableRequest:
         self._generated = list(request.generated)
         self._lost_stats: Stats | None = None  # of the engines that are gone
         self._current_stats: Stats | None = None
+        self._prompt_stop = 1  # position up to which logprobs of the prompt have come
         self._num_losses = 0  # since the last token
         self._last_progress = clock()  # time of the last token
         self.num_resumed = 0
@@ -55,6 +56,10 @@ class ResumableRequest:
                 f"a chunk was lost between engine and gateway: the next one starts at token "
                 f"{chunk.start}, after {length} tokens"
             )
+        if chunk.prompt_logprobs is not None:
+            if chunk.prompt_logprobs.start > self._prompt_stop:
+                raise WorkerLost("logprobs of the prompt were lost between engine and gateway")
+            self._prompt_stop = chunk.prompt_logprobs.stop
         if chunk.tokens:
             self._num_losses, self._last_progress = 0, self._clock()
             self._generated += chunk.tokens

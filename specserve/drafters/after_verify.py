@@ -88,7 +88,7 @@ class DraftAfterVerify:
         self, steps: Sequence[VerifyStep], verdicts: Sequence[Verdict]
     ) -> Iterator[DraftStep]:
         """Yield a step for each sequence that is drafted for, or prefilled for that."""
-        decided = iter(verdicts)
+        decided = (verdict for verdict in verdicts if verdict.is_decision)
         for step in steps:
             verdict = next(decided) if step.needs_verdict else None
             if not step.start:  # a new sequence, or one whose caches are not to be relied on

@@ -43,7 +43,13 @@ class Admission:
                 f"but the vocabulary ends at {self._vocab_size - 1}"
             )
         self._check_length(request)
-        if request.max_tokens <= len(request.generated):
+        if request.prompt_logprobs is not None and self._info.decoder_start is not None:
+            raise BadValue(
+                "prompt_logprobs is not for encoder-decoders, which do not predict their prompt",
+                param="prompt_logprobs",
+            )
+        is_empty = request.max_tokens == 0 and not request.generated
+        if request.max_tokens <= len(request.generated) and not is_empty:
             raise BadValue(
                 f"max_tokens must be {len(request.generated) + 1} or more, "
                 f"not {request.max_tokens}",

@@ -85,8 +85,9 @@ class Batch:
     def with_verdicts(
         self, verdicts: abc.Sequence[Verdict]
     ) -> abc.Iterator[tuple[BatchEntry, Verdict]]:
-        """Return the entries that need a verdict, each with its own."""
-        return zip([entry for entry in self.entries if entry.needs_verdict], verdicts, strict=True)
+        """Return the entries that need a decision, each with its own."""
+        decisions = [verdict for verdict in verdicts if verdict.is_decision]
+        return zip([entry for entry in self.entries if entry.needs_verdict], decisions, strict=True)
 
     def outcomes(self, verdicts: abc.Sequence[Verdict]) -> tuple[Outcome, ...]:
         """Return the outcomes of the sequences that had a proposal."""
@@ -110,10 +111,14 @@ class Batch:
 
     def commit(self, verdicts: abc.Sequence[Verdict]) -> list[Chunk]:
         """Commit the verdicts, advance the prefilled prompts, and return the chunks."""
+        scored = {verdict.seq_id: verdict for verdict in verdicts if not verdict.is_decision}
+        chunks = []
         for entry in self.entries:
             if not entry.needs_verdict:
                 entry.sequence.advance(stop=entry.stop, proposal=entry.proposal)
-        return [
+                if verdict := scored.get(entry.sequence.seq_id):
+                    chunks.append(entry.sequence.prompt_chunk(verdict))
+        return chunks + [
             entry.sequence.commit(verdict, entry.proposal)
             for entry, verdict in self.with_verdicts(verdicts)
         ]

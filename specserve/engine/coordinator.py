@@ -367,7 +367,7 @@ class Coordinator:
 
         Their pages are released when the next round begins.
         """
-        self._crash_tracker.clear(chunk.seq_id for chunk in chunks)
+        self._crash_tracker.clear(chunk.seq_id for chunk in chunks if chunk.tokens or chunk.finish)
         finished = [chunk.seq_id for chunk in chunks if chunk.finish]
         for seq_id in finished:
             del self._live[seq_id]

@@ -41,16 +41,16 @@ def distinct_prompts(
     prompts = [
         PendingPrompt(sequence, gamma, prefixes.num_shared(sequence)) for sequence, gamma in pairs
     ]
-    # A sequence that stands inside a page can attach none, so it computes that page in any case.
+    # Such a sequence computes its next page in any case, and the others may wait for it.
     begun = {
         prefixes.page_behind(prompt.sequence, 0)
         for prompt in prompts
-        if prefixes.is_inside_page(prompt.sequence)
+        if prefixes.must_compute(prompt.sequence)
     }
     chosen: dict[int | Sequence, PendingPrompt] = {}
     for prompt in prompts:
         page = prefixes.page_behind(prompt.sequence, prompt.num_shared)
-        if page is None or prefixes.is_inside_page(prompt.sequence):
+        if page is None or prefixes.must_compute(prompt.sequence):
             chosen[prompt.sequence] = prompt
         elif page not in begun:
             chosen[page] = min(

@@ -35,10 +35,11 @@ class PrefixIndex:
     def num_shared(self, sequence: Sequence, cached: NumCached = IN_TARGET) -> int:
         """Return how many of the next tokens of a sequence others have in a worker's cache.
 
-        A sequence that stands inside a page cannot attach further pages.
+        A sequence that stands inside a page cannot attach further pages. In the target, one whose
+        prompt is scored attaches none.
         """
         first, inside = divmod(cached(sequence), self._page_size)
-        if inside:
+        if inside or (cached is IN_TARGET and sequence.scores_prompt):
             return 0
         hashes, page = self._page_hashes(sequence), first
         while page < len(hashes) and self._has_page(hashes[page], page, cached):
@@ -51,8 +52,12 @@ class PrefixIndex:
         page = (sequence.target_cached + num_shared) // self._page_size
         return hashes[page] if page < len(hashes) else None
 
-    def is_inside_page(self, sequence: Sequence) -> bool:
-        return sequence.target_cached % self._page_size != 0
+    def must_compute(self, sequence: Sequence) -> bool:
+        """Return whether the sequence cannot attach the next page of the target.
+
+        That is so inside a page, and for a prompt that is scored.
+        """
+        return sequence.target_cached % self._page_size != 0 or sequence.scores_prompt
 
     def claim(self, sequence: Sequence, stop: int) -> None:
         """Record that the next pass computes the sequence's tokens up to `stop`, or attaches them.

@@ -11,6 +11,7 @@ from specserve.types import (
     FinishReason,
     Origin,
     Policy,
+    PromptScoring,
     Proposal,
     Request,
     Stats,
@@ -31,6 +32,7 @@ class Sequence:
         "_drafted",
         "_max_length",
         "_passes",
+        "_prompt_logprobs",
         "_rounds",
         "_stop_ids",
         "client",
@@ -80,6 +82,9 @@ class Sequence:
         self.grammar = request.grammar
         self.requested_gamma = request.speculation.gamma
         self.finish: FinishReason | None = None
+        # Alternatives beside each token of the prompt; None: no logprobs, or a chunk with tokens,
+        # which comes after all of them, was sent.
+        self._prompt_logprobs = None if request.generated else request.prompt_logprobs
         self._max_length = min(len(prompt) + request.max_tokens, context)
         self._stop_ids = (
             request.stop_token_ids if request.ignore_eos else request.stop_token_ids | end_ids
@@ -94,6 +99,11 @@ class Sequence:
     def num_generated(self) -> int:
         """Committed tokens behind the prompt, those of earlier engines included."""
         return len(self.committed) - self.policy.prompt_length
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while logprobs of the prompt are wanted: all its positions must be computed."""
+        return self._prompt_logprobs is not None
 
     @property
     def num_pending(self) -> int:
@@ -166,7 +176,14 @@ class Sequence:
             encoder_input,
             grammar,
             next_gamma,
+            self._scoring(stop),
         )
+
+    def _scoring(self, stop: int) -> PromptScoring | None:
+        if self._prompt_logprobs is None:
+            return None
+        next_token = self.committed[stop] if stop < self.policy.prompt_length else None
+        return PromptScoring(self._prompt_logprobs, next_token)
 
     def advance(self, *, stop: int, proposal: Proposal | None) -> None:
         """Record that the target has cached the positions up to `stop`, and the drafter its own."""
@@ -174,6 +191,12 @@ class Sequence:
         if proposal is not None:
             self.draft_cached = min(proposal.num_cached, stop)
         self._passes += 1
+
+    def prompt_chunk(self, verdict: Verdict) -> Chunk:
+        """Return the chunk that sends logprobs of a part of the prompt."""
+        assert not verdict.is_decision
+        logprobs = verdict.prompt_logprobs
+        return Chunk(self.seq_id, self.num_generated, (), (), prompt_logprobs=logprobs)
 
     def commit(self, verdict: Verdict, proposal: Proposal | None) -> Chunk:
         """Append the accepted draft tokens and the next token, up to the first stop.
@@ -186,10 +209,12 @@ class Sequence:
         accepted = verdict.accepted
         assert self.finish is None
         assert accepted <= len(drafts)
+        assert verdict.is_decision
         tokens = self._cut_at_end((*drafts[:accepted], verdict.next_token))
         self.advance(stop=len(self.committed) + accepted, proposal=proposal)
         self.committed += tokens
-        self._rounds += 1
+        self._prompt_logprobs = None
+        self._rounds += bool(tokens)
         self._drafted += len(drafts)
         self._anticipated += proposal is not None and proposal.anticipated is True
         self._accepted += min(accepted, len(tokens))
@@ -203,6 +228,7 @@ class Sequence:
             logprobs,
             self.finish,
             self.stats,
+            prompt_logprobs=verdict.prompt_logprobs,
         )
 
     def end(self, finish: FinishReason, *, error: str | None = None) -> Chunk:

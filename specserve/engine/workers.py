@@ -120,9 +120,16 @@ def _check_proposals(steps: abc.Sequence[DraftStep], proposals: abc.Sequence[Pro
 
 
 def _check_verdicts(steps: abc.Sequence[VerifyStep], verdicts: abc.Sequence[Verdict]) -> None:
-    steps = [step for step in steps if step.needs_verdict]
+    steps = [step for step in steps if step.is_answered]
     if [step.seq_id for step in steps] != [verdict.seq_id for verdict in verdicts]:
         raise BadAnswer("the target verified other sequences than were asked for")
     for step, verdict in zip(steps, verdicts, strict=True):
-        if not 0 <= verdict.accepted <= len(step.drafts):
+        fits = 0 <= verdict.accepted <= len(step.drafts)
+        if not fits or verdict.is_decision != step.needs_verdict:
             raise BadAnswer(f"the target's verdict on sequence {step.seq_id} does not fit its step")
+        scores = verdict.prompt_logprobs
+        if (scores is not None) != (step.scoring is not None) or (
+            scores is not None
+            and (scores.start, len(scores)) != (step.start + 1, len(step.scored_tokens))
+        ):
+            raise BadAnswer(f"the logprobs of sequence {step.seq_id} are not of its step's tokens")

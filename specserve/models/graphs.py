@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -91,6 +91,11 @@ class GraphedNetwork:
         _refill(captured, ids, layout)
         captured.graph.replay()
         return captured.logits.clone()  # the graph's own output is overwritten by its next replay
+
+    def logits_in_parts(
+        self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        return self.network.logits_in_parts(ids, layout, parts)
 
     def without_layers(self, skip: Collection[int]) -> ShareableNetwork:
         return GraphedNetwork(self.network.without_layers(skip), self.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -74,11 +74,21 @@ class FusedNetwork:
         self.rotary = _rotary_table(body.rotary_emb, self.embedding, spec.max_context)
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
-        x = self.embed(ids)  # [rows, hidden]
+        x = self._last_states(ids, layout)
+        return self._logits(x if rows is None else x.index_select(0, rows))
+
+    def logits_in_parts(
+        self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        x = self._last_states(ids, layout)
+        for rows in parts:
+            yield self._logits(x.index_select(0, rows))
+
+    def _last_states(self, ids: Tensor, layout: Layout) -> Tensor:  # [rows] -> [rows, hidden]
         rotation = Rotation(self.rotary, layout.positions)
-        x = self._through_layers(x, rotation, layout)
-        if rows is not None:
-            x = x.index_select(0, rows)
+        return self._through_layers(self.embed(ids), rotation, layout)
+
+    def _logits(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab]
         x = self.norm(x)
         logits = self.head(x)
         return torch.cat([logits, x], dim=-1) if self.returns_hidden else logits

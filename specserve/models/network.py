@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,12 @@ class Network(Protocol):
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:  # [rows, vocab]
         """Return the logits of these rows of the pass; None: of all rows."""
+        ...
+
+    def logits_in_parts(
+        self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Run one pass, and yield the logits of each part of its rows when they are asked for."""
         ...
 
 
@@ -115,6 +122,27 @@ class LibraryNetwork:
         logits: Tensor = out.logits[0]
         return torch.cat([logits, self._hidden.pop()], dim=-1) if self._hidden else logits
 
+    def logits_in_parts(
+        self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        """Yield the logits of each part of the rows.
+
+        The head and what follows it run once a part, over the output that the decoder had in the
+        first. A decoder that the module does not call as such runs once a part, too, and writes
+        the same keys and values again.
+        """
+        decoder, outputs = self.module.get_decoder(), []
+        hook = decoder.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        try:
+            logits = self.logits(ids, layout, parts[0])
+        finally:
+            hook.remove()
+        yield logits
+        for rows in parts[1:]:
+            with _returning(decoder, outputs):
+                logits = self.logits(ids, layout, rows)
+            yield logits
+
     def without_layers(self, skip: Collection[int]) -> ShareableNetwork:
         other = copy.copy(self)
         other.module = without_layers(self.module, skip)
@@ -128,6 +156,19 @@ class LibraryNetwork:
         logits: Tensor = self.module.get_output_embeddings()(hidden[None])[0]
         self._hidden.clear()
         return logits
+
+
+@contextmanager
+def _returning(module: nn.Module, outputs: Sequence[object]) -> Iterator[None]:
+    """Make the module return its one known output instead of running, if there is one."""
+    if len(outputs) != 1:
+        yield
+        return
+    module.forward = lambda *_, **__: outputs[0]
+    try:
+        yield
+    finally:
+        del module.forward  # the class's is in force again
 
 
 class PagedAttention:

@@ -6,7 +6,7 @@ Prefill, verification and drafting are all steps of such a pass; target and draf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -20,6 +20,20 @@ from specserve.models.network import Network
 from specserve.models.planner import Planner, key_block_size
 from specserve.transfers import to_device
 from specserve.types import Step
+
+MAX_READ_ROWS = 256
+"""Rows of logits that a reader is given at once: memory for that many times the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsReader:
+    """A reader of the logits of the first rows of each step, which are never all in memory.
+
+    `read` is called with one slice after the other, in the order of the rows.
+    """
+
+    num_rows: Sequence[int]  # of each step; 0 for one that is not read
+    read: Callable[[Tensor], None]
 
 
 class Runner:
@@ -47,16 +61,26 @@ class Runner:
         self.encoder_cache = None if encoder is None else EncoderCache(encoder, cache, geometry)
 
     @torch.inference_mode()
-    def run(self, steps: Sequence[Step], num_logits: Sequence[int]) -> Tensor:
+    def run(
+        self,
+        steps: Sequence[Step],
+        num_logits: Sequence[int],
+        reader: LogitsReader | None = None,
+    ) -> Tensor:
         """Return the logits [sum(num_logits), vocab] of the last positions of each step.
 
-        Step i has `num_logits[i]` of them; one with 0 is prefill whose logits nothing needs.
+        Step i has `num_logits[i]` of them; one with 0 is prefill whose logits nothing needs. The
+        reader is given those of first positions besides; a step with such ones is computed whole.
         Raises OutOfPages.
         """
         # All steps are truncated first: what one drops may be the room that another needs.
         for step in steps:
             self.cache.truncate(step.seq_id, step.start)
-        steps = [self._write(step, keep) for step, keep in zip(steps, num_logits, strict=True)]
+        num_read = [0] * len(steps) if reader is None else reader.num_rows
+        steps = [
+            self._write(step, keep, may_attach=not read)
+            for step, keep, read in zip(steps, num_logits, num_read, strict=True)
+        ]
         if self.encoder_cache is not None:
             self.encoder_cache.encode(steps)
         seq_ids = [step.seq_id for step in steps]
@@ -66,10 +90,15 @@ class Runner:
         writes = Writes(
             starts, np.array(counts), self.block_table(seq_ids, max(step.stop for step in steps))
         )
-        if counts == list(num_logits):
+        if reader is None and counts == list(num_logits):
             return self._forward(ids, seq_ids, writes, None)
         rows = _last_rows(writes.counts, np.array(num_logits))
-        logits = self._forward(ids, seq_ids, writes, rows if len(rows) else np.zeros(1, np.int64))
+        kept = rows if len(rows) else np.zeros(1, np.int64)
+        logits = (
+            self._forward(ids, seq_ids, writes, kept)
+            if reader is None
+            else self._forward_in_parts(ids, seq_ids, writes, kept, reader)
+        )
         # Prompts are committed as soon as they are computed: the next pass may attach their pages,
         # even if the sequence itself has ended.
         for step, keep in zip(steps, num_logits, strict=True):
@@ -123,15 +152,16 @@ class Runner:
             else self.pad_to_bucket(writes, self.planner.geometry)
         )
 
-    def _write(self, step: Step, keep: int) -> Step:
-        """Reserve room for a step and attach what the prefix cache has of it.
+    def _write(self, step: Step, keep: int, *, may_attach: bool = True) -> Step:
+        """Reserve room for a step and attach what the prefix cache has of it, if it may.
 
         Returns the part that is left to compute, which includes the last `keep` positions.
         """
         cache = self.cache
         if step.start == 0:
             cache.begin(step.seq_id, step.cache_salt)
-        if step.start % cache.page_size == 0 and len(step.tokens) - keep >= cache.page_size:
+        is_long = len(step.tokens) - keep >= cache.page_size
+        if may_attach and is_long and step.start % cache.page_size == 0:
             prompt = step.tokens[: len(step.tokens) - max(keep, 1) + 1]
             found = cache.attach_prefix(step.seq_id, prompt)
             if found:
@@ -153,6 +183,19 @@ class Runner:
         ids = np.concatenate([ids, np.tile(last, len(padded.counts) - len(writes.counts))])
         logits = self.network.logits(self._tensor(ids), self.planner.lay_out(padded), None)
         return logits[:num_rows] if rows is None else logits.index_select(0, self._tensor(rows))
+
+    def _forward_in_parts(
+        self, ids: Ints, seq_ids: Sequence[int], writes: Writes, rows: Ints, reader: LogitsReader
+    ) -> Tensor:
+        """Give the reader its rows of the pass in slices, and return the logits of these rows."""
+        read = _first_rows(writes.counts, np.array(reader.num_rows))
+        slices = [read[i : i + MAX_READ_ROWS] for i in range(0, len(read), MAX_READ_ROWS)]
+        parts = [self._tensor(part) for part in (*slices, rows)]
+        layout = self.lay_out(seq_ids, writes)[0]
+        logits = self.network.logits_in_parts(self._tensor(ids), layout, parts)
+        for _ in slices:
+            reader.read(next(logits))
+        return next(logits)
 
     def _tensor(self, array: Ints) -> Tensor:
         return to_device(array, self.device)
@@ -203,6 +246,14 @@ class DecodePasses:
         padded = self._runner.padded(last) or last
         self._padding = len(padded.counts) - rows
         self._layouts = iter(self._runner.lay_out(self._seq_ids[:rows], padded, passes))
+
+
+def _first_rows(counts: Ints, num_rows: Ints) -> Ints:
+    """Return row numbers of the first `num_rows[i]` rows of each run of `counts[i]` rows."""
+    # Rows of the runs before that are not wanted.
+    skipped = np.cumsum(counts - num_rows) - (counts - num_rows)
+    rows: Ints = np.arange(int(num_rows.sum())) + np.repeat(skipped, num_rows)
+    return rows
 
 
 def _last_rows(counts: Ints, num_logits: Ints) -> Ints:

@@ -7,7 +7,7 @@ values of it, in pages of the KV cache. Works on packed rows; knows no sequences
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +99,11 @@ class T5Network:
         if rows is not None:
             x = x.index_select(0, rows)
         return self.head(self.norm(x) * self.scale)  # type: ignore[no-any-return]
+
+    def logits_in_parts(
+        self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
+        raise NotImplementedError("an encoder-decoder does not predict its prompt")
 
 
 class RelativePositionBias:

@@ -21,6 +21,7 @@ from specserve.grammar.sequences import GrammarStates, PassMasks
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.network import ShareableNetwork
+from specserve.models.prompt_scores import PromptScores, reader_of
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.sampling.distribution import WarpBatch, logprobs
@@ -73,28 +74,17 @@ class TargetModel:
         self.grammar_states.register(steps)
         # Masks are computed while the pass runs.
         masks = self.grammar_states.submit_masks(decided, self.runner.cache.tokens)
-        writes = [
-            Step(
-                step.seq_id,
-                step.start,
-                step.tokens + step.drafts,
-                step.encoder_input,
-                step.policy.cache_salt,
-            )
-            for step in steps
-        ]
+        scores = PromptScores(steps, self.info.vocab_size)
         try:
-            logits = self.runner.run(
-                writes, [len(step.drafts) + 1 if step.needs_verdict else 0 for step in steps]
-            )
+            logits = self.runner.run(_writes(steps), _num_logits(steps), scores.reader)
         finally:
             masked = None if masks is None else masks.result()
-        if not decided:
-            return []
-        verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], masked)
-        if self._returns_hidden:
-            self._keep_hidden(decided, verdicts, logits[:, self.info.vocab_size :])
-        return verdicts
+        verdicts: list[Verdict] = []
+        if decided:
+            verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], masked)
+            if self._returns_hidden:
+                self._keep_hidden(decided, verdicts, logits[:, self.info.vocab_size :])
+        return scores.add_to(verdicts)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self.runner.release(seq_ids)
@@ -159,20 +149,10 @@ class TargetFollower:
         self.runner, self.info = runner, info
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
-        writes = [
-            Step(
-                step.seq_id,
-                step.start,
-                step.tokens + step.drafts,
-                step.encoder_input,
-                step.policy.cache_salt,
-            )
-            for step in steps
-        ]
-        if writes:
-            self.runner.run(
-                writes, [len(step.drafts) + 1 if step.needs_verdict else 0 for step in steps]
-            )
+        if steps:
+            # The ranks compute the logits of each slice together.
+            reader = reader_of(steps, lambda logits: None)
+            self.runner.run(_writes(steps), _num_logits(steps), reader)
         return ()
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -219,6 +199,24 @@ def open_target(
         returns_hidden=returns_hidden,
         grammar_compiler=grammar_compiler,
     )
+
+
+def _writes(steps: Sequence[VerifyStep]) -> list[Step]:
+    return [
+        Step(
+            step.seq_id,
+            step.start,
+            step.tokens + step.drafts,
+            step.encoder_input,
+            step.policy.cache_salt,
+        )
+        for step in steps
+    ]
+
+
+def _num_logits(steps: Sequence[VerifyStep]) -> list[int]:
+    """Return how many of the last rows of each step have logits that decide on draft tokens."""
+    return [len(step.drafts) + 1 if step.needs_verdict else 0 for step in steps]
 
 
 def _verify_drafts(steps: Sequence[VerifyStep], p: Tensor) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ from specserve.sampling.penalties import (
 from specserve.sampling.token_rule import apply_rule
 from specserve.sampling.truncation import top_k_top_p
 from specserve.transfers import to_device, to_host
-from specserve.types import Logprobs, SparseDistribution, Warp
+from specserve.types import Logprobs, PromptLogprobs, SparseDistribution, Warp
 
 _COLDEST = 1e-30  # a temperature below it would underflow float32; the result is the same one-hot
 
@@ -186,6 +186,21 @@ def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> list[Logprobs]:
         Logprobs(token=of_token, top_ids=tuple(row), top=tuple(of_row))
         for (of_token,), row, of_row in zip(own, ids, values, strict=True)
     ]
+
+
+def score(logits: Tensor, tokens: Tensor, num_top: int) -> PromptLogprobs:
+    """Return each row's logprobs, like `logprobs`, with the rank of its token, as arrays.
+
+    logits [rows, vocab], tokens [rows]. The likeliest token has rank 1.
+    """
+    x = logits.float()
+    total, own = x.logsumexp(-1, keepdim=True), x.gather(1, tokens[:, None])
+    rank = (x > own).sum(-1) + 1
+    top, top_ids = x.topk(min(num_top, x.shape[-1]), dim=-1)
+    arrays = to_host((own - total)[:, 0], rank, top_ids, top - total)
+    return PromptLogprobs(
+        1, arrays[0], arrays[1].astype(np.uint32), arrays[2].astype(np.uint32), arrays[3]
+    )
 
 
 def _one_hot(logits: Tensor) -> Tensor:

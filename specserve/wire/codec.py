@@ -38,6 +38,12 @@ from specserve.types import (
     VerifyStep,
     Warp,
 )
+from specserve.wire.prompt_logprobs import (
+    read_prompt_logprobs,
+    read_scoring,
+    write_prompt_logprobs,
+    write_scoring,
+)
 
 Row = tuple[Any, ...]
 
@@ -51,7 +57,7 @@ _POLICY = struct.Struct("<QQ?Qd? dQddddd")
 _DRAFT_STEP = struct.Struct("<QQQ")  # seq_id, start, gamma
 _PROPOSAL = struct.Struct("<QQQB?I")  # seq_id, start, num_cached, anticipated, support
 _VERIFY_STEP = struct.Struct("<QQQ??I")  # seq_id, start, gamma, needs_verdict, support
-_VERDICT = struct.Struct("<QQQ")  # seq_id, accepted, next_token
+_VERDICT = struct.Struct("<QQQ?")  # seq_id, accepted, next_token, is_decision
 _STATS = struct.Struct("<?QQQQQQ")  # the fields of Stats behind the verifier
 _SPAN = struct.Struct("<dd")  # start, end
 _CHUNK = struct.Struct("<QQ")  # seq_id, start
@@ -344,11 +350,12 @@ def write_verify_step(step: VerifyStep, arrays: ArrayWriter) -> Row:
         pack_column("I", step.drafts),
         pack_column("I", step.encoder_input),
     )
-    return numbers, tokens, drafts, _write_policy(step.policy), source, _write_grammar(step.grammar)
+    policy, grammar = _write_policy(step.policy), _write_grammar(step.grammar)
+    return numbers, tokens, drafts, policy, source, grammar, write_scoring(step.scoring)
 
 
 def read_verify_step(row: Any, arrays: ArrayReader) -> VerifyStep:
-    numbers, tokens, drafts, policy, source, grammar = row
+    numbers, tokens, drafts, policy, source, grammar, scoring = row
     seq_id, start, gamma, needs_verdict, has_rows, support = _VERIFY_STEP.unpack(numbers)
     drafts = unpack_column("I", drafts)
     q = arrays.take(len(drafts), has_rows=has_rows, support=support)
@@ -364,26 +371,30 @@ def read_verify_step(row: Any, arrays: ArrayReader) -> VerifyStep:
         source,
         _read_grammar(grammar),
         gamma,
+        read_scoring(scoring),
     )
 
 
 def write_verdict(verdict: Verdict, arrays: ArrayWriter) -> Row:
     return (
-        _VERDICT.pack(verdict.seq_id, verdict.accepted, verdict.next_token),
+        _VERDICT.pack(verdict.seq_id, verdict.accepted, verdict.next_token, verdict.is_decision),
         _write_logprobs(verdict.logprobs),
         verdict.error,
+        write_prompt_logprobs(verdict.prompt_logprobs),
     )
 
 
 def read_verdict(row: Any, arrays: ArrayReader) -> Verdict:
-    numbers, logprobs, error = row
-    seq_id, accepted, next_token = _VERDICT.unpack(numbers)
+    numbers, logprobs, error, prompt_logprobs = row
+    seq_id, accepted, next_token, is_decision = _VERDICT.unpack(numbers)
     return Verdict(
         seq_id,
         accepted,
         next_token,
         _read_logprobs(logprobs),
         None if error is None else require_text(error),
+        read_prompt_logprobs(prompt_logprobs),
+        is_decision,
     )
 
 
@@ -415,6 +426,7 @@ def write_chunk(chunk: Chunk, arrays: ArrayWriter) -> Row:
         chunk.finish,
         stats,
         chunk.error,
+        write_prompt_logprobs(chunk.prompt_logprobs),
     )
 
 
@@ -428,7 +440,7 @@ def read_span(row: Any) -> Span:
 
 
 def read_chunk(row: Any, arrays: ArrayReader) -> Chunk:
-    numbers, tokens, origins, logprobs, finish, stats, error = row
+    numbers, tokens, origins, logprobs, finish, stats, error, prompt_logprobs = row
     seq_id, start = _CHUNK.unpack(numbers)
     return Chunk(
         seq_id,
@@ -439,4 +451,5 @@ def read_chunk(row: Any, arrays: ArrayReader) -> Chunk:
         None if finish is None else FinishReason(require_text(finish)),
         None if stats is None else _read_stats(stats),
         None if error is None else require_text(error),
+        read_prompt_logprobs(prompt_logprobs),
     )

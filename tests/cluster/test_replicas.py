@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
@@ -30,7 +31,7 @@ from specserve.errors import (
     VersionMismatch,
     WorkerLost,
 )
-from specserve.types import Chunk, FinishReason, Origin, Request, Stats, Warp
+from specserve.types import Chunk, FinishReason, Origin, PromptLogprobs, Request, Stats, Warp
 from specserve.wire.messages import Chunks
 from specserve.wire.version import VERSION
 from tests.support.relay import Relay
@@ -419,6 +420,22 @@ def test_a_request_that_loses_every_engine_without_getting_further_fails_and_say
             await waiting
 
     run(scenario)
+
+
+def test_logprobs_of_a_prompt_that_did_not_come_are_asked_for_again() -> None:
+    def part(start: int, size: int) -> Chunk:
+        reals, counts = np.zeros((size, 1), np.float32), np.ones((size, 1), np.uint32)
+        scores = PromptLogprobs(start, reals[:, 0], counts[:, 0], counts, reals)
+        return Chunk(0, 0, (), (), prompt_logprobs=scores)
+
+    resumable = ResumableRequest(REQUEST)
+    for arrived in (part(1, 4), part(5, 2), part(1, 3), part(4, 9)):  # computed again from 1 on
+        assert resumable.record_chunk(arrived) is arrived
+    with pytest.raises(WorkerLost, match="logprobs of the prompt were lost"):
+        resumable.record_chunk(part(14, 2))
+    resumable.on_engine_lost(WorkerLost("gone"))
+    assert resumable.request.generated == ()
+    assert resumable.record_chunk(part(1, 20)) is not None
 
 
 def test_a_request_is_given_up_after_many_losses_and_a_long_time_without_a_token() -> None:

@@ -340,7 +340,7 @@ def test_the_verifier_is_the_requests_own_else_coupled_when_seeded_else_the_defa
         ((1, -1), {}, UnknownToken),
         ((1,) * 40, {}, TooLong),
         ((1,), {"gamma": 7}, BadValue),
-        ((1,), {"max_tokens": 0}, BadValue),
+        ((1,), {"max_tokens": -1}, BadValue),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_at_once_and_nothing_is_queued(

@@ -11,10 +11,12 @@ from specserve.types import FinishReason, Policy, Request, Warp
 PAGE = 4
 
 
-def sequence(seq_id: int, prompt: Tokens[int], salt: bytes = b"") -> Sequence:
+def sequence(
+    seq_id: int, prompt: Tokens[int], salt: bytes = b"", prompt_logprobs: int | None = None
+) -> Sequence:
     return Sequence(
         seq_id,
-        Request(tuple(prompt), 10, Warp(), seed=1),
+        Request(tuple(prompt), 10, Warp(), seed=1, prompt_logprobs=prompt_logprobs),
         Policy(Warp(), "block", 1, len(prompt), cache_salt=salt),
         context=1000,
         draft_limit=1000,
@@ -94,3 +96,12 @@ def test_nothing_is_kept_of_sequences_that_are_dropped() -> None:
         index.drop_finished()
     assert len(index) == 0
     assert not index._hashes
+
+
+def test_a_prompt_that_is_scored_shares_nothing_in_the_target_and_others_share_its_pages() -> None:
+    index, scored = PrefixIndex(PAGE), sequence(1, range(20), prompt_logprobs=2)
+    assert index.num_shared(computed(index, scored, 8)) == 0
+    assert index.num_shared(sequence(2, range(20))) == 8
+    computed(index, sequence(0, range(20)), 20)
+    assert index.num_shared(scored) == 0
+    assert index.must_compute(scored)

@@ -27,7 +27,8 @@ from specserve.models.model import open_model
 from specserve.models.network import LLAMA_SHAPED, LibraryNetwork
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
-from specserve.types import Step
+from specserve.models.target import TargetFollower, TargetModel
+from specserve.types import ModelInfo, Policy, PromptScoring, Step, VerifyStep, Warp
 from tests.support import checkpoints
 from tests.support.engines import model_options
 
@@ -152,6 +153,26 @@ def encoder_decoder_logits(directory: Path, shard: Shard | None = None) -> Tenso
     )
 
 
+SCORED = (("llama", True), ("tied", False))
+
+
+def scores(runner: Runner) -> Tensor:  # [tokens]
+    """Return the logprobs of the texts' own tokens, read in slices; rank 1 has none."""
+    info = ModelInfo(checkpoints.VOCAB, checkpoints.CONTEXT, frozenset(), 16, 40)
+    policy = Policy(Warp(), "block", 1, max(LENGTHS))
+    steps = [
+        VerifyStep(i, 0, text, (), None, policy, scoring=PromptScoring(1, None))
+        for i, text in enumerate(TEXTS)
+    ]
+    with patch("specserve.models.runner.MAX_READ_ROWS", 64):
+        if dist.is_initialized() and dist.get_rank():
+            TargetFollower(runner, info).verify(steps)
+            return torch.empty(0)
+        verdicts = TargetModel(runner, info).verify(steps)
+    found = [verdict.prompt_logprobs for verdict in verdicts]
+    return torch.cat([torch.from_numpy(one.token.copy()) for one in found if one is not None])
+
+
 # Two ranks
 
 KINDS = [(True, "float32"), (False, "float32"), (True, "bfloat16")]
@@ -174,6 +195,10 @@ def rank_main(rank: int, root: str) -> None:
         )
         for name in CONFIGS
         for fused, dtype in KINDS
+    }
+    seen |= {
+        ("scores", name): scores(open_runner(Path(root) / name, fused=fused, shard=shard))
+        for name, fused in SCORED
     }
     seen |= {
         name: encoder_decoder_logits(Path(root) / name, shard)
@@ -200,6 +225,15 @@ def test_two_ranks_give_the_logits_of_one(
         logits_of_two_ranks[name, fused, dtype].float(),
     )
     assert (divided - whole).std() < (1e-5 if dtype == "float32" else 0.1) * whole.std()
+
+
+@pytest.mark.parametrize(("name", "fused"), SCORED)
+def test_two_ranks_score_prompts_as_one_does(
+    root: Path, logits_of_two_ranks: dict[Any, Tensor], name: str, fused: bool
+) -> None:
+    whole = scores(open_runner(root / name, fused=fused))
+    assert len(whole) == sum(LENGTHS) - len(LENGTHS)
+    torch.testing.assert_close(logits_of_two_ranks["scores", name], whole, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", checkpoints.ENCODER_DECODERS)

@@ -30,6 +30,7 @@ from specserve.types import (
     FinishReason,
     ModelInfo,
     Origin,
+    PromptLogprobs,
     Proposal,
     Request,
     Stats,
@@ -50,12 +51,18 @@ class Answer:
     finish: FinishReason | None = None
     stats: Stats | None = None
     error: str | None = None
+    prompt_parts: list[PromptLogprobs] = field(default_factory=list)
 
     def add(self, chunk: Chunk) -> None:
         assert self.finish is None, "a chunk came after the last"
         self.tokens += chunk.tokens
         self.origins += chunk.origins
         self.finish, self.stats, self.error = chunk.finish, chunk.stats, chunk.error
+        if (part := chunk.prompt_logprobs) is not None:
+            assert len(self.tokens) == len(chunk.tokens), "logprobs of a prompt behind its text"
+            self.prompt_parts = [one for one in self.prompt_parts if one.start < part.start]
+            assert part.start == (self.prompt_parts[-1].stop if self.prompt_parts else 1)
+            self.prompt_parts.append(part)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,8 @@ from specserve.types import (
     Origin,
     Policy,
     PreparedProposal,
+    PromptLogprobs,
+    PromptScoring,
     Proposal,
     Span,
     SparseDistribution,
@@ -85,6 +87,22 @@ words = st.lists(tokens, min_size=1, max_size=3).map(tuple)
 rules = st.builds(
     TokenRule, counts, many_tokens, st.lists(words, max_size=3).map(tuple), many_tokens
 )
+scorings = st.builds(PromptScoring, st.integers(0, 20), st.none() | tokens)
+
+
+@st.composite
+def prompt_logprobs(draw: st.DrawFn) -> PromptLogprobs:
+    rows, width = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 9)))
+    return PromptLogprobs(
+        draw(counts),
+        rng.random(rows, dtype=np.float32),
+        rng.integers(1, 2**32, rows).astype(np.uint32),
+        rng.integers(0, 2**32, (rows, width)).astype(np.uint32),
+        -rng.random((rows, width), dtype=np.float32),
+    )
+
+
 warps = st.builds(
     Warp,
     reals,
@@ -113,7 +131,14 @@ draft_steps = st.builds(
     DraftStep, counts, counts, many_tokens, counts, policies, many_tokens, grammars
 )
 verdicts = st.builds(
-    Verdict, counts, counts, counts, st.none() | all_logprobs(), st.none() | st.text()
+    Verdict,
+    counts,
+    counts,
+    counts,
+    st.none() | all_logprobs(),
+    st.none() | st.text(),
+    st.none() | prompt_logprobs(),
+    st.booleans(),
 )
 spans = st.builds(Span, st.text(), reals, reals)
 stats = st.builds(Stats, st.text(), st.booleans(), counts, counts, counts, counts, counts, counts)
@@ -127,6 +152,7 @@ chunks = st.builds(
     st.none() | st.sampled_from(FinishReason),
     st.none() | stats,
     st.none() | st.text(),
+    st.none() | prompt_logprobs(),
 )
 
 
@@ -148,7 +174,8 @@ def verify_steps(draw: st.DrawFn) -> VerifyStep:
     drafts = draw(many_tokens)
     q = draw(st.none() | sparse_rows(len(drafts)))
     more = draw(policies), draw(st.booleans()), draw(many_tokens), draw(grammars), draw(counts)
-    return VerifyStep(draw(counts), draw(counts), draw(many_tokens), drafts, q, *more)
+    scoring = draw(st.none() | scorings)
+    return VerifyStep(draw(counts), draw(counts), draw(many_tokens), drafts, q, *more, scoring)
 
 
 def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
@@ -369,7 +396,7 @@ def head(
     return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
 
 
-GOOD_ROW = (bytes(24), None, None)
+GOOD_ROW = (bytes(25), None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -404,11 +431,17 @@ GOOD_ROW = (bytes(24), None, None)
         [head(own=(bytes(40), ((bytes(16), "verify"),)), rows=(GOOD_ROW,))],
         [head(rows=(b"",))],
         [head(rows=((bytes(23), None, None),))],
-        [head(rows=((bytes(24), None),))],
-        [head(rows=((bytes(24), None, 7),))],
-        [head(rows=((bytes(24), (bytes(8), bytes(4), bytes(4), b""), None),))],
-        [head(rows=((bytes(24), (bytes(8), b"\xff\xff\xff\xff", b"", b""), None),))],
-        [head(rows=((bytes(24), (bytes(7), b"", b"", b""), None),))],
+        [head(rows=((bytes(25), None, None),))],
+        [head(rows=((bytes(25), None, 7, None),))],
+        [head(rows=((bytes(25), (bytes(8), bytes(4), bytes(4), b""), None, None),))],
+        [head(rows=((bytes(25), (bytes(8), b"\xff\xff\xff\xff", b"", b""), None, None),))],
+        [head(rows=((bytes(25), (bytes(7), b"", b"", b""), None, None),))],
+        [head(rows=((bytes(25), None, None, (bytes(16), b"", b"", b"")),))],
+        [head(rows=((bytes(25), None, None, (bytes(15), b"", b"", b"", b"")),))],
+        [head(rows=((bytes(25), None, None, (bytes(16), bytes(4), b"", b"", b"")),))],
+        [head(rows=((bytes(25), None, None, (bytes(16), bytes(3), b"", b"", b"")),))],
+        [head(rows=((bytes(25), None, None, (bytes(16), "", b"", b"", b"")),))],
+        [head(rows=((bytes(25), None, None, (b"\xff" * 16, b"", b"", b"", b"")),))],
         [head(rows=({},))],
         [head(rows=({1: 2},))],
         [head(rows=(msgpack.ExtType(5, b"x"),))],
@@ -421,7 +454,7 @@ GOOD_ROW = (bytes(24), None, None)
 def test_malformed_frames_are_refused(frames: list[bytes]) -> None:
     good = unpack([head(rows=(GOOD_ROW,))])
     assert isinstance(good, Verdicts)
-    assert good.verdicts == (Verdict(0, 0, 0, None),)
+    assert good.verdicts == (Verdict(0, 0, 0, None, is_decision=False),)
     with pytest.raises(BadFrame):
         unpack(frames)
 

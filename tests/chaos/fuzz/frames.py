@@ -18,6 +18,8 @@ from specserve.types import (
     Origin,
     Policy,
     PreparedProposal,
+    PromptLogprobs,
+    PromptScoring,
     Proposal,
     Span,
     SparseDistribution,
@@ -77,12 +79,27 @@ def messages() -> list[Message]:
     )
     proposal = Proposal(1, 12, (3, 4, 5), q, 12)
     logprobs = (Logprobs(-0.1, (1, 2), (-0.1, -2.5)),)
+    reals, counts = rng.random((3, 2), dtype=np.float32), np.ones((3, 2), np.uint32)
+    scores = PromptLogprobs(1, reals[:, 0], counts[:, 0], counts, reals)
+    scoring = PromptScoring(2, 7)
     return [
         Propose(1, 0.25, (DraftStep(1, 2, (3, 4), 5, policy),), (6, 7)),
         Proposals(1, (proposal,), 0.01, 12, (Span("draft", 0.1, 0.2),)),
         PreparedProposals(1, (PreparedProposal(8, proposal),)),
-        Verify(1, (VerifyStep(1, 12, (5,), (3, 4, 5), q, policy, True, gamma=2),), (6,)),
-        Verdicts(1, (Verdict(1, 1, 2, logprobs),), 0.1, 3, 4, 5, (Span("verify", 0.1, 0.2),)),
+        Verify(
+            1,
+            (VerifyStep(1, 12, (5,), (3, 4, 5), q, policy, True, gamma=2, scoring=scoring),),
+            (6,),
+        ),
+        Verdicts(
+            1,
+            (Verdict(1, 1, 2, logprobs, prompt_logprobs=scores),),
+            0.1,
+            3,
+            4,
+            5,
+            (Span("verify", 0.1, 0.2),),
+        ),
         Failure(1, "OutOfPages", "no room"),
         Chunks(
             (
@@ -95,6 +112,7 @@ def messages() -> list[Message]:
                     FinishReason.ERROR,
                     Stats("block", True, 1, 2, 3, 4),
                     "fell over",
+                    scores,
                 ),
             )
         ),
