@@ -48,6 +48,8 @@ class Output:
     prompt_token_ids: tuple[int, ...] = ()
     index: int = 0  # among the n of its prompt
     error: SpecserveError | None = None
+    # One for each token of the prompt, None for the first, if they were asked for.
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 class LLM:
@@ -301,7 +303,14 @@ class _PendingOutput:
             stats=done.stats,
             prompt_token_ids=done.prompt,
             index=self._index,
+            prompt_logprobs=_prompt_logprobs(piece),
         )
+
+
+def _prompt_logprobs(delta: OutputDelta) -> tuple[Logprobs | None, ...] | None:
+    """Return the prompt's logprobs one by one."""
+    logprobs = delta.prompt_logprobs
+    return None if logprobs is None else (None, *logprobs.rows(0, len(logprobs)))
 
 
 def _run_to_end(round_: Coroutine[Any, Any, None]) -> None:

@@ -50,7 +50,7 @@ class Sampling:
     raises BadValue, which names the parameter, for values out of range.
     """
 
-    max_tokens: int = setting(16, integer(1, MAX_COUNT))
+    max_tokens: int = setting(16, integer(0, MAX_COUNT))
     temperature: float = setting(1.0, number(0, 100))
     top_p: float = setting(1.0, number(0, 1, above=True))
     top_k: int = setting(0, integer(-1, MAX_COUNT))  # 0 is off, and -1 becomes 0
@@ -68,6 +68,8 @@ class Sampling:
     # a number asks for that many alternatives; True goes with top_logprobs
     logprobs: bool | int | None = None
     top_logprobs: int | None = setting(None, _NUM_LOGPROBS)
+    # alternatives beside each token of the prompt, as vLLM has it
+    prompt_logprobs: int | None = setting(None, _NUM_LOGPROBS)
     echo: bool = setting(False, boolean())
     presence_penalty: float = setting(0.0, number(-2, 2))
     frequency_penalty: float = setting(0.0, number(-2, 2))
@@ -97,6 +99,7 @@ class Sampling:
         self._check_min_tokens()
         keep(self, "speculation", _speculation(self.speculation))
         self._check_logprobs()
+        self._check_max_tokens()
         self._check_grammar_conflicts()
 
     @property
@@ -116,6 +119,15 @@ class Sampling:
         if self.logprobs is None or self.logprobs is False:
             return None
         return self.top_logprobs or 0 if self.logprobs is True else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Number of alternatives to compute beside each token of the prompt; None: no logprobs.
+
+        An echoed prompt has as many as the text.
+        """
+        counts = (self.prompt_logprobs, self.num_logprobs if self.echo else None)
+        return max((count for count in counts if count is not None), default=None)
 
     def requests(
         self,
@@ -163,6 +175,11 @@ class Sampling:
                 "echo is not for encoder-decoders, whose text does not continue the prompt",
                 param="echo",
             )
+        if self.prompt_logprobs is not None:
+            raise BadValue(
+                "prompt_logprobs is not for encoder-decoders, which do not predict their prompt",
+                param="prompt_logprobs",
+            )
 
     def _request(self, prompt: tuple[int, ...], seed: int, tenant: str) -> Request:
         assert isinstance(self.speculation, Speculation)
@@ -175,6 +192,7 @@ class Sampling:
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             speculation=self.speculation,
             grammar=self.grammar,
             cache_salt=_page_salt(tenant, self.cache_salt),
@@ -217,10 +235,13 @@ class Sampling:
             object.__setattr__(self, "logprobs", _parse("logprobs", _NUM_LOGPROBS, self.logprobs))
         if self.top_logprobs is not None and self.logprobs is not True:
             raise BadValue("top_logprobs goes with logprobs true", param="top_logprobs")
-        if self.echo and self.num_logprobs is not None:
+
+    def _check_max_tokens(self) -> None:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise BadValue(
-                "echo with logprobs is not supported: the prompt's own logprobs are not computed",
-                param="echo",
+                "max_tokens must be 1 or more, or 0 with echo or prompt_logprobs, "
+                "which then are all of the answer",
+                param="max_tokens",
             )
 
     def _check_grammar_conflicts(self) -> None:

@@ -31,6 +31,36 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, perturb(target, root / "draft", 0.2)
 
 
+def library_logprobs(target: Path, prompt: list[int]) -> torch.Tensor:  # [tokens - 1, vocab]
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([prompt])).logits[0, :-1]
+    return logits.log_softmax(-1)
+
+
+def test_an_output_has_the_library_s_logprobs_of_its_prompt(pair: tuple[Path, Path]) -> None:
+    with LLM(*pair, **SMALL) as llm:
+        llm.generate(PROMPTS, Sampling(max_tokens=2, temperature=0))  # the pages are cached now
+        outputs = llm.generate(PROMPTS, Sampling(max_tokens=0, prompt_logprobs=3))
+        (plain, echoed) = llm.generate(
+            [PROMPTS[1]] * 2, [Sampling(logprobs=1), Sampling(logprobs=1, echo=True)]
+        )
+    assert plain.prompt_logprobs is None
+    assert echoed.prompt_logprobs is not None
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert (output.token_ids, output.finish_reason) == ((), "length")
+        assert output.prompt_logprobs is not None
+        first, *others = output.prompt_logprobs
+        assert first is None
+        assert len(others) == len(prompt) - 1
+        rows = library_logprobs(pair[0], prompt)
+        for token, row, found in zip(prompt[1:], rows, others, strict=True):
+            assert found is not None
+            assert found.token == pytest.approx(row[token].item(), abs=1e-4)
+            assert found.top == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+            assert found.rank == int((row > row[token]).sum()) + 1
+
+
 def library_greedy(target: Path, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     ids = model.generate(

@@ -196,9 +196,29 @@ def test_top_logprobs_without_logprobs_is_refused(logprobs: bool | int | None) -
         Sampling(logprobs=logprobs, top_logprobs=2)
 
 
-def test_echo_with_logprobs_is_refused() -> None:
-    with pytest.raises(BadValue, match="echo with logprobs"):
-        Sampling(echo=True, logprobs=1)
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"echo": True, "logprobs": 1}, 1),
+        ({"echo": True, "logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 5}, 5),
+        ({"prompt_logprobs": 0, "logprobs": 4}, 0),
+        ({"echo": True}, None),
+        ({"logprobs": 4}, None),
+    ],
+)
+def test_a_prompt_is_scored_for_an_echo_with_logprobs_and_when_it_is_asked_for(
+    options: dict[str, Any], count: int | None
+) -> None:
+    (request,) = Sampling(**options).requests([1])
+    assert request.prompt_logprobs == count
+
+
+def test_nothing_is_written_only_where_the_prompt_is_the_answer() -> None:
+    with pytest.raises(BadValue, match="0 with echo or prompt_logprobs"):
+        Sampling(max_tokens=0, logprobs=1)
+    assert Sampling(max_tokens=0, echo=True).max_tokens == 0
+    assert Sampling(max_tokens=0, prompt_logprobs=0).max_tokens == 0
 
 
 def test_the_first_of_n_has_the_seed_itself_and_the_others_have_their_own() -> None:

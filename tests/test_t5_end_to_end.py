@@ -84,6 +84,8 @@ def test_options_that_an_encoder_decoder_cannot_follow_are_errors(pair: tuple[Pa
     with LLM(pair[0], **SMALL) as llm:
         with pytest.raises(BadValue, match="echo is not for encoder-decoders"):
             llm.generate("abc", Sampling(echo=True))
+        with pytest.raises(BadValue, match="prompt_logprobs is not for encoder-decoders"):
+            llm.generate("abc", Sampling(prompt_logprobs=1))
         with pytest.raises(
             TooLong,
             match=f"the prompt has {CONTEXT + 1} tokens, but the encoder reads at most {CONTEXT}",
@@ -164,6 +166,21 @@ def server(pair: tuple[Path, Path]) -> Iterator[RunningServer]:
         max_context=100,
     ) as running:
         yield running
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": "abc"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+    ],
+)
+def test_logprobs_of_an_encoder_input_are_refused(
+    server: RunningServer, path: str, prompt: dict[str, object]
+) -> None:
+    reply = server.ask(path, {**prompt, "prompt_logprobs": 1, "max_tokens": 0})
+    assert (reply.status, reply.error["param"]) == (400, "prompt_logprobs")
+    assert "encoder-decoders" in str(reply.error["message"])
 
 
 def test_usage_of_a_completion_counts_encoder_input_and_text_separately(

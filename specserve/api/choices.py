@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from specserve.api.continuation import OutputDelta
 from specserve.api.detokenizer import IncrementalDetokenizer
 from specserve.api.parse import Prompt
+from specserve.api.prompt_logprobs import PromptLogprobsJson, blocks, to_json
 from specserve.api.tokenizer import Tokenizer
 from specserve.api.tools.parse import CallDelta, merge_deltas
-from specserve.types import Logprobs
+from specserve.sampling_params import Sampling
+from specserve.types import Logprobs, PromptLogprobs
 
 LOWEST_LOGPROB = -9999.0
 """Logprob of what is impossible. JSON has no infinity; OpenAI sends a very low number, too."""
 
-to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
 
 class Choice(Protocol):
     """One of a response's `choices`, without its index and finish_reason."""
+
+    prompt_logprobs: PromptLogprobsJson
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> Iterator[None]:
+        """Take the logprobs of the prompt, before the first delta, a block at each step.
+
+        A long prompt would keep other requests waiting if it became JSON at once.
+        """
+        ...
 
     def delta_json(self, delta: OutputDelta) -> str:
         """Return the members of a streamed chunk, as JSON without braces.
@@ -46,15 +55,34 @@ class Choice(Protocol):
 
 
 class CompletionChoice:
-    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
-        self._echo = prompt.echo
-        self._logprobs = CompletionLogprobs(tokenizer, prompt.prefix_ids)
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, sampling: Sampling) -> None:
+        self._prompt, self._echo = prompt, prompt.echo
+        self._num_echoed = sampling.num_logprobs if sampling.echo else None
+        prefix_ids = prompt.prefix_ids if self._num_echoed is None else ()
+        self._logprobs = CompletionLogprobs(tokenizer, prefix_ids)
         self._lists = JsonLists()
+        self.prompt_logprobs = _prompt_logprobs(tokenizer, prompt, sampling)
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> Iterator[None]:
+        yield from self.prompt_logprobs.add(logprobs)
+        if self._num_echoed is None:
+            return
+        self._lists.add(self._logprobs.first(self._prompt.ids[0]))
+        for ids, rows in blocks(self._prompt.ids, logprobs, self._num_echoed):
+            delta = OutputDelta("", token_ids=tuple(ids), logprobs=tuple(rows))
+            self._lists.add(self._logprobs.render(delta))
+            yield
+        self._logprobs.start_text(len(self._prompt.echo))
 
     def delta_json(self, delta: OutputDelta) -> str:
         text, self._echo = self._echo + delta.text, ""
-        logprobs = "null" if delta.logprobs is None else to_json(self._logprobs.render(delta))
-        return f'"text":{to_json(text)},"logprobs":{logprobs}'
+        rendered = self._logprobs.render(delta)
+        if self._lists.is_empty:
+            logprobs = to_json(rendered)
+        else:  # the first delta, behind the prompt
+            self._lists.add(rendered)
+            logprobs, self._lists = "".join(self._lists.json()), JsonLists()
+        return f'"text":{to_json(text)},"logprobs":{logprobs}{self.prompt_logprobs.take_member()}'
 
     def add_logprobs(self, delta: OutputDelta) -> None:
         self._lists.add(self._logprobs.render(delta))
@@ -62,13 +90,18 @@ class CompletionChoice:
     def full_json(self, delta: OutputDelta) -> Iterator[str]:
         yield f'"text":{to_json(self._echo + delta.text)},"logprobs":'
         yield from self._lists.json()
+        yield self.prompt_logprobs.member()
 
 
 class ChatChoice:
-    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, sampling: Sampling) -> None:
         self._tokenizer = tokenizer
+        self.prompt_logprobs = _prompt_logprobs(tokenizer, prompt, sampling)
         self._role: dict[str, object] = {"role": "assistant"}  # in the first chunk
         self._lists = JsonLists()
+
+    def add_prompt_logprobs(self, logprobs: PromptLogprobs) -> Iterator[None]:
+        return self.prompt_logprobs.add(logprobs)
 
     def delta_json(self, delta: OutputDelta) -> str:
         members, self._role = self._role, {}
@@ -79,7 +112,8 @@ class ChatChoice:
             members["content"] = delta.text if delta.text or delta.calls is None else None
         if delta.calls:
             members["tool_calls"] = [_call_delta_json(call) for call in delta.calls]
-        return f'"delta":{to_json(members)},"logprobs":{logprobs}'
+        prompt_logprobs = self.prompt_logprobs.take_member()
+        return f'"delta":{to_json(members)},"logprobs":{logprobs}{prompt_logprobs}'
 
     def add_logprobs(self, delta: OutputDelta) -> None:
         self._lists.add(chat_logprobs(self._tokenizer, delta))
@@ -93,6 +127,7 @@ class ChatChoice:
             }
         yield f'"message":{to_json(message)},"logprobs":'
         yield from self._lists.json()
+        yield self.prompt_logprobs.member()
 
 
 class JsonLists:
@@ -101,6 +136,10 @@ class JsonLists:
     def __init__(self) -> None:
         self._parts: dict[str, list[str]] = {}
         self._constants: dict[str, object] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._parts
 
     def add(self, members: Mapping[str, object] | None) -> None:
         """Append the lists of an object with the same members each time; None: there is nothing."""
@@ -154,6 +193,19 @@ class CompletionLogprobs:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prefix_ids)
         self._length = 0
 
+    def first(self, token: int) -> dict[str, object]:
+        """Return the lists of the first token of a prompt, which nothing predicts."""
+        return {
+            "tokens": [_token_text(self._tokenizer, token)],
+            "token_logprobs": [None],
+            "top_logprobs": [None],
+            "text_offset": [self._next_offset(token)],
+        }
+
+    def start_text(self, offset: int) -> None:
+        """Count from the end of the prompt's text, which may differ from that of its tokens."""
+        self._length = offset
+
     def render(self, delta: OutputDelta) -> dict[str, object] | None:
         if delta.logprobs is None:
             return None
@@ -180,6 +232,17 @@ class CompletionLogprobs:
         offset = self._length
         self._length += len(self._detokenizer.push((token,)))
         return offset
+
+
+def _prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Prompt, sampling: Sampling
+) -> PromptLogprobsJson:
+    return PromptLogprobsJson(
+        prompt.ids,
+        sampling.prompt_logprobs,
+        token_text=partial(_token_text, tokenizer),
+        lowest=LOWEST_LOGPROB,
+    )
 
 
 def chat_logprobs(tokenizer: Tokenizer, delta: OutputDelta) -> dict[str, object] | None:
@@ -228,8 +291,16 @@ class ResponseKind:
     id_prefix: str
     object_name: str  # of a response that is not streamed
     chunk_object_name: str  # of a streamed chunk
-    choice: Callable[[Tokenizer, Prompt], Choice]
+    choice: Callable[[Tokenizer, Prompt, Sampling], Choice]
+    # Also beside the choices, where clients of vLLM look for those of a chat.
+    repeats_prompt_logprobs: bool = False
 
 
 COMPLETION = ResponseKind("cmpl-", "text_completion", "text_completion", CompletionChoice)
-CHAT = ResponseKind("chatcmpl-", "chat.completion", "chat.completion.chunk", ChatChoice)
+CHAT = ResponseKind(
+    "chatcmpl-",
+    "chat.completion",
+    "chat.completion.chunk",
+    ChatChoice,
+    repeats_prompt_logprobs=True,
+)

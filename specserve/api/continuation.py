@@ -9,7 +9,7 @@ from specserve.api.detokenizer import IncrementalDetokenizer
 from specserve.api.tokenizer import Tokenizer
 from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.parse import CallDelta, CallParser
-from specserve.types import Chunk, FinishReason, Logprobs, Origin, Stats
+from specserve.types import Chunk, FinishReason, Logprobs, Origin, PromptLogprobs, Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,12 @@ class OutputDelta:
     logprobs: tuple[Logprobs, ...] | None = None
     finish: FinishReason | None = None
     calls: tuple[CallDelta, ...] | None = None  # None: this continuation cannot call tools
+    prompt_logprobs: PromptLogprobs | None = None  # of all of the prompt, in the first delta
+
+    @property
+    def is_empty(self) -> bool:
+        """True for a chunk that had only logprobs of a part of the prompt."""
+        return not self.token_ids and not self.text and self.finish is None
 
     @classmethod
     def merge(cls, deltas: Sequence[OutputDelta]) -> OutputDelta:
@@ -39,6 +45,9 @@ class OutputDelta:
             calls=tuple(call for delta in deltas for call in delta.calls or ())
             if any(delta.calls is not None for delta in deltas)
             else None,
+            prompt_logprobs=next(
+                (one.prompt_logprobs for one in deltas if one.prompt_logprobs is not None), None
+            ),
         )
 
 
@@ -48,7 +57,15 @@ class Continuation:
     A request that moves to another engine is resumed from `prompt` and `token_ids`.
     """
 
-    __slots__ = ("_call_parser", "_detokenizer", "finish", "prompt", "stats", "token_ids")
+    __slots__ = (
+        "_call_parser",
+        "_detokenizer",
+        "_prompt_parts",
+        "finish",
+        "prompt",
+        "stats",
+        "token_ids",
+    )
 
     def __init__(
         self,
@@ -70,6 +87,7 @@ class Continuation:
         self.token_ids: list[int] = []
         self.finish: FinishReason | None = None
         self.stats: Stats | None = None  # the latest received
+        self._prompt_parts: list[PromptLogprobs] = []  # up to the first tokens
         visible_ids = () if call_format is None else call_format.special_ids.values()
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
@@ -91,6 +109,7 @@ class Continuation:
         The token that ends a text counts as one of its tokens and adds no text.
         """
         self.stats = chunk.stats or self.stats
+        self._add_prompt_logprobs(chunk.prompt_logprobs)
         if self.hit_stop_string:
             return OutputDelta("")
         num_before = self._detokenizer.num_tokens
@@ -107,8 +126,25 @@ class Continuation:
         logprobs = None if chunk.logprobs is None else chunk.logprobs[:end]
         content, calls = self._parse_calls(text)
         return OutputDelta(
-            content, chunk.tokens[:end], chunk.origins[:end], logprobs, self.finish, calls
+            content,
+            chunk.tokens[:end],
+            chunk.origins[:end],
+            logprobs,
+            self.finish,
+            calls,
+            self._take_prompt_logprobs() if chunk.tokens or chunk.finish else None,
         )
+
+    def _add_prompt_logprobs(self, part: PromptLogprobs | None) -> None:
+        """Keep a part, and drop what it repeats: a preempted prompt is computed from its start."""
+        if part is not None:
+            self._prompt_parts = [one for one in self._prompt_parts if one.start < part.start]
+            assert part.start == (self._prompt_parts[-1].stop if self._prompt_parts else 1)
+            self._prompt_parts.append(part)
+
+    def _take_prompt_logprobs(self) -> PromptLogprobs | None:
+        parts, self._prompt_parts = self._prompt_parts, []
+        return PromptLogprobs.join(parts) if parts else None
 
     def _parse_calls(self, text: str) -> tuple[str, tuple[CallDelta, ...] | None]:
         """Split text into content and calls.

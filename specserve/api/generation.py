@@ -188,7 +188,8 @@ class Generation:
                 if delta.finish is not None:
                     last = delta
                     break
-                self._queue.put_nowait((index, delta))
+                if chunk.prompt_logprobs is None or not delta.is_empty:
+                    self._queue.put_nowait((index, delta))
                 if self._queue.qsize() > self._max_behind:
                     raise TimedOut("the client does not take its answer")
         if last is None:

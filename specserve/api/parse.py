@@ -24,7 +24,9 @@ from specserve.types import Speculation
 MAX_CONTINUATIONS = 512
 """Continuations of one HTTP request: its prompts times n."""
 MAX_LOGPROBS = 3_000_000
-"""Logprobs of one response, of some 70 bytes each, that is not streamed."""
+"""Logprobs of one response, of some 70 bytes each, that is not streamed; those of its prompts,
+which are sent at once, streamed or not.
+"""
 MAX_TOKENIZE_CHARS = 100_000
 """Characters that /tokenize takes, whatever the context."""
 MAX_INLINE_CHARS = 20_000
@@ -101,6 +103,8 @@ class RequestParser:
         """Parse a chat. Parameters are checked before anything is done with messages."""
         self.check_model(body.model)
         offer, sampling = parse_offer(body), self._sampling(body, default_max_tokens=MAX_COUNT)
+        if self._served.is_encoder_decoder:
+            sampling.check_encoder_input()
         await _check_grammar(sampling)
         if offer is not None:
             sampling = await self._with_tools(sampling, offer)
@@ -247,6 +251,19 @@ class RequestParser:
         return sampling
 
 
+def _check_prompt_logprobs(prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    """Raise BadValue for prompts of which one response would hold too many logprobs."""
+    counts = (sampling.prompt_logprobs, sampling.num_logprobs if sampling.echo else None)
+    each = sum(count + 1 for count in counts if count is not None)
+    num_logprobs = sum(len(prompt.ids) for prompt in prompts) * sampling.n * each
+    if num_logprobs > MAX_LOGPROBS:
+        raise BadValue(
+            f"the logprobs of the prompts come to {num_logprobs:,}, and {MAX_LOGPROBS:,} is the "
+            "most in one response; ask for fewer alternatives, or send fewer prompts",
+            param="logprobs" if sampling.prompt_logprobs is None else "prompt_logprobs",
+        )
+
+
 def _check_logprobs(num_continuations: int, sampling: Sampling, *, is_streamed: bool) -> None:
     """Raise BadValue for logprobs of which one response would hold too many."""
     if sampling.num_logprobs is None or is_streamed:
@@ -268,6 +285,7 @@ def _generation_request(
     if options is not None and not stream:
         raise BadValue("stream_options goes with stream true", param="stream_options")
     _check_logprobs(len(prompts) * sampling.n, sampling, is_streamed=stream)
+    _check_prompt_logprobs(prompts, sampling)
     return GenerationRequest(
         prompts,
         sampling,
@@ -285,9 +303,12 @@ def _max_tokens(body: GenerationBody, default: int) -> int:
             "max_tokens and max_completion_tokens say the same thing; give one of them",
             param="max_completion_tokens",
         )
-    if body.max_completion_tokens < 1:
+    can_be_empty = getattr(body, "echo", None) or body.prompt_logprobs is not None
+    if body.max_completion_tokens < (0 if can_be_empty else 1):
         raise BadValue(
-            "max_completion_tokens must be a whole number, 1 or more", param="max_completion_tokens"
+            "max_completion_tokens must be a whole number, 1 or more, "
+            "or 0 with echo or prompt_logprobs",
+            param="max_completion_tokens",
         )
     return body.max_completion_tokens
 

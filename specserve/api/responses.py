@@ -15,11 +15,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from specserve.api.choices import Choice, ResponseKind, to_json
+from specserve.api.choices import Choice, ResponseKind
 from specserve.api.continuation import OutputDelta
 from specserve.api.generation import Generation
 from specserve.api.metering import RequestMetrics
 from specserve.api.parse import GenerationRequest
+from specserve.api.prompt_logprobs import to_json
 from specserve.api.refusal import INTERNAL, Refusal, log_redacted
 from specserve.api.tokenizer import Tokenizer
 from specserve.types import Stats
@@ -79,7 +80,7 @@ class GenerationResponse(Response):
         self._include_usage = generation_request.include_usage
         n = generation_request.sampling.n
         self._choices: list[Choice] = [
-            head.kind.choice(tokenizer, prompt)
+            head.kind.choice(tokenizer, prompt, generation_request.sampling)
             for prompt in generation_request.prompts
             for _ in range(n)
         ]
@@ -103,6 +104,12 @@ class GenerationResponse(Response):
 
     @abstractmethod
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    async def _add_prompt_logprobs(self, index: int, delta: OutputDelta) -> None:
+        """Render the prompt's logprobs, if the delta has them, between other requests."""
+        if delta.prompt_logprobs is not None:
+            for _ in self._choices[index].add_prompt_logprobs(delta.prompt_logprobs):
+                await asyncio.sleep(0)
 
     def _usage(self) -> dict[str, int]:
         prompt_tokens = self._generation.num_prompt_tokens
@@ -130,8 +137,9 @@ class FullResponse(GenerationResponse):
         deltas: list[list[OutputDelta]] = [[] for _ in self._choices]
         async with self._generation as generation:
             async for index, delta in generation:
+                await self._add_prompt_logprobs(index, delta)
                 self._choices[index].add_logprobs(delta)
-                deltas[index].append(replace(delta, logprobs=None))
+                deltas[index].append(replace(delta, logprobs=None, prompt_logprobs=None))
         slices = [part.encode() async for part in _slices(self._json(deltas))]
         length = str(sum(map(len, slices))).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
@@ -150,7 +158,10 @@ class FullResponse(GenerationResponse):
             yield f'{"," if index else ""}{{"index":{index},'
             yield from self._choices[index].full_json(delta)
             yield f',"finish_reason":"{delta.finish.value}"}}'
-        yield "]," + to_json({"usage": self._usage()} | self._speculation())[1:]
+        yield "]"
+        if self._head.kind.repeats_prompt_logprobs:
+            yield self._choices[0].prompt_logprobs.member()
+        yield "," + to_json({"usage": self._usage()} | self._speculation())[1:]
 
 
 class StreamedResponse(GenerationResponse):
@@ -195,6 +206,7 @@ class StreamedResponse(GenerationResponse):
 
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
         async for index, delta in generation:
+            await self._add_prompt_logprobs(index, delta)
             if self._is_worth_sending(index, delta):
                 yield self._chunk(index, delta, last=generation.is_last)
         if self._include_usage:

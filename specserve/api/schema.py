@@ -148,7 +148,9 @@ class GenerationBody(StrictModel):
     model: str | None = Field(
         None, description="The served model's name; left out, it is that one."
     )
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(
+        None, description="0 goes with echo or prompt_logprobs: nothing is written."
+    )
     max_completion_tokens: int | None = Field(None, description="Another name for max_tokens.")
     temperature: float | None = Field(None, description="0 is greedy.")
     top_p: float | None = None
@@ -175,6 +177,9 @@ class GenerationBody(StrictModel):
         description="Makes the text repeatable, whatever drafts and whatever else is in the batch.",
     )
     top_logprobs: int | None = Field(None, description="Goes with logprobs true.")
+    prompt_logprobs: int | None = Field(
+        None, description="So many alternatives to each token of the prompt, with its own logprob."
+    )
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

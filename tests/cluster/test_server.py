@@ -21,11 +21,14 @@ import openai
 import psutil
 import pytest
 import ray
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoModelForCausalLM
 
+from specserve.api.tokenizer import Tokenizer
 from specserve.cluster.deployments import Engine
 from specserve.cluster.launch import deploy, handle
-from specserve.config.tree import config_from_keys
+from specserve.config.tree import DEMO, config_from_keys
 from specserve.errors import OutOfPages
 from specserve.types import Verdict, VerifyStep
 from tests.support.processes import command_of, own_processes_named
@@ -188,6 +191,35 @@ def test_the_asynchronous_client_is_served_as_well(server: Server) -> None:
         asyncio.run(main())
         == server.complete(PROMPTS[1], max_tokens=20, temperature=0).choices[0].text
     )
+
+
+def test_loglikelihoods_of_a_batch_come_through_the_workers_as_lm_evaluation_harness_asks(
+    server: Server,
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
+    tokenizer = Tokenizer.load(DEMO / "target")
+    prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS[:3]]
+    answer: Any = server.client.completions.create(
+        model="demo",
+        prompt=prompts,
+        temperature=0,
+        max_tokens=1,
+        logprobs=1,
+        seed=1234,
+        echo=True,
+        extra_body={"prompt_logprobs": 0},
+    )
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        with torch.inference_mode():
+            rows = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        own = choice.logprobs.token_logprobs[1:-1]
+        assert own == [
+            entry[str(token)]["logprob"]
+            for token, entry in zip(prompt[1:], choice.prompt_logprobs[1:], strict=True)
+        ]
+        expected = rows.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        # The server computes in bf16 where that is fast.
+        assert (torch.tensor(own) - expected).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
@@ -25,7 +26,15 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO, config_from_keys
 from specserve.errors import Overloaded
 from specserve.metrics import Registry
-from specserve.types import Chunk, FinishReason, Logprobs, Origin, Request, Stats
+from specserve.types import (
+    Chunk,
+    FinishReason,
+    Logprobs,
+    Origin,
+    PromptLogprobs,
+    Request,
+    Stats,
+)
 
 CONTEXT = 256
 TEXT = "Grüße aus 日本! 👩‍👩‍👧‍👦 the END of it. And more."
@@ -82,6 +91,28 @@ class FakeService:
             self.num_live -= 1
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
+        """Yield the text, with the logprobs of the prompt in parts up to its first chunk."""
+        if request.prompt_logprobs is None:
+            yield from self._text_chunks(request)
+            return
+        logprobs, size = prompt_logprobs(request), len(request.prompt) // 2
+        parts = [
+            logprobs.part(first, stop, start=first + 1, num_top=request.prompt_logprobs)
+            for first, stop in ((0, size), (size, len(request.prompt) - 1))
+        ]
+        # The prompt is computed again after a preemption.
+        yield Chunk(0, 0, (), (), prompt_logprobs=parts[0])
+        yield Chunk(0, 0, (), (), prompt_logprobs=parts[0])
+        first, *others = self._text_chunks(request)
+        yield replace(first, prompt_logprobs=parts[1])
+        yield from others
+
+    def _text_chunks(self, request: Request) -> Iterator[Chunk]:
+        if not request.max_tokens:
+            stats = Stats("block", True, 0, 0, 0, 1)
+            finish = FinishReason.LENGTH
+            yield Chunk(0, 0, (), (), None if request.logprobs is None else (), finish, stats)
+            return
         ids = (*self.tokenizer.encode(self.output), 0)[: request.max_tokens]
         finish = FinishReason.STOP if ids[-1] == 0 else FinishReason.LENGTH
         start, rounds = 0, 0
@@ -113,6 +144,20 @@ class FakeService:
 
     async def trace(self, last: int | None = None) -> Mapping[str, object]:
         return {"traceEvents": []} | ({} if last is None else {"rounds": last})
+
+
+def prompt_logprobs(request: Request) -> PromptLogprobs:
+    """Return logprobs in which token i of the prompt is the third likeliest of a few, at -i."""
+    assert request.prompt_logprobs is not None
+    rows = np.arange(1, len(request.prompt), dtype=np.float32)
+    top = np.arange(request.prompt_logprobs)
+    return PromptLogprobs(
+        1,
+        -rows,
+        np.full(len(rows), 3, np.uint32),
+        np.tile((300 + top).astype(np.uint32), (len(rows), 1)),
+        (-rows[:, None] / 10 - top).astype(np.float32),
+    )
 
 
 def _logprobs(token: int, count: int) -> Logprobs:

@@ -31,7 +31,7 @@ OTHER_PATHS = (
 METHODS = "POST GET HEAD PUT DELETE PATCH OPTIONS TRACE CONNECT post BREW".split()
 PARAMETERS = """
     prompt messages tokens model max_tokens max_completion_tokens temperature top_p top_k min_p n
-    stop stop_token_ids ignore_eos seed logprobs top_logprobs echo presence_penalty
+    stop stop_token_ids ignore_eos seed logprobs top_logprobs prompt_logprobs echo presence_penalty
     frequency_penalty repetition_penalty logit_bias response_format stream stream_options user
     speculation tools best_of metadata nonsense guided guided_json guided_regex guided_choice
     guided_grammar tool_choice parallel_tool_calls add_special_tokens suffix
