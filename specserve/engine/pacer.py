@@ -191,7 +191,7 @@ class Pacer:
     def _trial_gamma(self) -> int:
         if not self._max_gamma:
             return 0
-        reach = PRIOR_ALPHA ** np.arange(1, self._max_gamma + 1)
+        reach = np.power(PRIOR_ALPHA, np.arange(1.0, self._max_gamma + 1))
         rates = self._rates(1, reach, self.costs.hit_rate).max(axis=1)  # [gamma]
         return int(rates[1:].argmax()) + 1
 
