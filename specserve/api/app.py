@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.api.access import ClientAccess
+from specserve.api.body import BODY_S, BodyDecoder, BodyLimit
+from specserve.api.http10 import WholeAnswer
 from specserve.api.metering import RequestMetrics
 from specserve.api.middleware import (
-    BODY_S,
     REQUEST_ID,
     AccessLog,
-    BodyLimit,
     HeadLimit,
     HostCheck,
     InternalErrorHandler,
@@ -112,6 +112,7 @@ def _middleware(
     """
     cors, hosts = config.http.cors_origins, _hosts(config.http)
     return [
+        Middleware(WholeAnswer),
         Middleware(AccessLog, metrics=metrics, trusted_proxies=config.http.trusted_proxies),
         *(
             [
@@ -134,6 +135,7 @@ def _middleware(
             LoadLimit, service=service, access=access, paths=(COMPLETIONS, CHAT_COMPLETIONS)
         ),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes, seconds=BODY_S),
+        Middleware(BodyDecoder, limit=config.limits.max_body_bytes),
     ]
 
 

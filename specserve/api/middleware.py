@@ -6,7 +6,6 @@ that a client has left.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 import uuid
@@ -36,8 +35,6 @@ log = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
 MAX_HEAD = 32 * 1024
 """Bytes of a request's path, query and headers. Serve's HAProxy takes no more than 16 kB."""
-BODY_S = 60.0
-"""Seconds within which a body must have arrived."""
 SCOPES_OF_PATHS = {"/trace": TRACE, "/metrics": METRICS, "/health": None, "/ready": None}
 """Scopes that keys need for paths that are not open; all others need GENERATE, probes none."""
 _PORT = re.compile(r":[0-9]+$")
@@ -220,54 +217,6 @@ class HeadLimit:
             await refusal.response({"Connection": "close"})(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """Refusal of bodies that are too long, by their content length or by what arrives, or too slow.
-
-    No more than the limit is ever held, and for no longer than BODY_S.
-    """
-
-    def __init__(self, app: ASGIApp, *, limit: int, seconds: float) -> None:
-        self._app, self._limit, self._seconds = app, limit, seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > self._limit:
-            refusal = Refusal.from_error(self._too_large())
-            await refusal.response({"Connection": "close"})(scope, receive, send)
-            return
-        received, is_complete = 0, False
-        until = asyncio.get_running_loop().time() + self._seconds
-
-        async def limited_receive() -> Message:
-            nonlocal received, is_complete
-            try:
-                async with asyncio.timeout_at(None if is_complete else until):
-                    message = await receive()
-            except TimeoutError:
-                raise HTTPException(
-                    408,
-                    f"the body did not arrive within {self._seconds:g} s",
-                    {"Connection": "close"},
-                ) from None
-            is_complete = not message.get("more_body", False)
-            received += len(message.get("body", b""))
-            if received > self._limit:
-                raise self._too_large()
-            return message
-
-        await self._app(scope, limited_receive, send)
-
-    def _too_large(self) -> HTTPException:
-        return HTTPException(
-            413,
-            f"the body is longer than the {self._limit} bytes that are allowed",
-            {"Connection": "close"},
-        )
 
 
 def _path(scope: Scope) -> str:

@@ -59,6 +59,7 @@ STATUS_KINDS = {
     405: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
     408: ErrorKind(408, "invalid_request_error", "body_too_slow"),
     413: ErrorKind(413, "invalid_request_error", "request_too_large"),
+    415: ErrorKind(415, "invalid_request_error", "unsupported_encoding"),
     421: ErrorKind(421, "invalid_request_error", "wrong_host"),
     431: ErrorKind(431, "invalid_request_error", "headers_too_large"),
 }
