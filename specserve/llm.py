@@ -266,6 +266,8 @@ class _PendingOutput:
             prefix_ids=prefix_ids,
             stop=sampling.stops,
             min_tokens=sampling.min_tokens,
+            includes_stop=sampling.include_stop_str_in_output,
+            shows_special=not sampling.skip_special_tokens,
         )
         self._echo = ""
         if sampling.echo:

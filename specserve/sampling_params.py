@@ -82,6 +82,9 @@ class Sampling:
     guided: Mapping[str, object] | None = None
     # pages are shared only with prompts of the same salt
     cache_salt: str | None = setting(None, text())
+    # the text ends with the stop string, or the text of the token, that ended it
+    include_stop_str_in_output: bool = setting(False, boolean())
+    skip_special_tokens: bool = setting(True, boolean())  # False: they appear by their names
 
     def __post_init__(self) -> None:
         """Replace what was given by plain ints, floats and tuples, or raise BadValue."""
@@ -313,7 +316,18 @@ def _stops(value: object) -> tuple[str, ...]:
             f"each of 1 to {MAX_STOP_LENGTH} characters, not {shortened(value)}",
             param="stop",
         )
+    for stop in stops:
+        _check_unicode("stop", stop)
     return stops
+
+
+def _check_unicode(param: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadValue(
+            f"{param} is not Unicode text: it holds half of a surrogate pair", param=param
+        ) from error
 
 
 def _stop_ids(value: object) -> tuple[int, ...]:

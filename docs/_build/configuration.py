@@ -191,6 +191,9 @@ MEANINGS: Mapping[str, str] = {
     "http.cors_origins": "Other origins whose pages may send requests from a browser.",
     "http.root_path": "Path under which the server answers, such as `/my-model`. On a Ray cluster "
     "that several applications share, each has its own; elsewhere a proxy in front may strip it.",
+    "http.unknown_parameters": "What becomes of parameters of a body that nothing knows: `refuse` "
+    "with 400, `warn` in the log and in the header `X-Specserve-Ignored`, or `ignore` "
+    "([HTTP](../guides/http.md#parameters-of-other-servers)).",
     "http.trusted_proxies": "How many proxies of yours in front of Serve's append to "
     "`X-Forwarded-For`; the access log then has the address that the outermost one saw "
     "([security](../guides/security.md#logs)). 0: the header is ignored.",

@@ -5,6 +5,7 @@ Made from the app's OpenAPI description, the checks of `Sampling` and the table 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -13,6 +14,7 @@ from typing import Any, cast
 from docs._build.table import code, table
 from specserve.api import schema
 from specserve.api.app import build
+from specserve.api.dialects import SERVERS, ForeignParameter
 from specserve.api.refusal import (
     BAD_KEY,
     CLIENT_CLOSED_REQUEST,
@@ -22,6 +24,7 @@ from specserve.api.refusal import (
     ErrorKind,
 )
 from specserve.api.service import ServedModel, Service
+from specserve.api.strict_model import StrictModel
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import Config
 from specserve.errors import BadValue
@@ -53,13 +56,13 @@ def page() -> str:
         for name, shape in shapes.items()
         if "properties" in shape
         and name not in bodies
-        and issubclass(getattr(schema, name), schema.StrictModel)
+        and issubclass(getattr(schema, name), StrictModel)
     ]
     parts += [
         "## Shapes inside bodies\n",
         *(f"### {name}\n\n{_fields(name, shapes[name])}" for name in sorted(inner)),
     ]
-    return "\n".join([*parts, _errors()])
+    return "\n".join([*parts, _dialects(), _errors()])
 
 
 def openapi() -> Mapping[str, Any]:
@@ -124,14 +127,38 @@ def _unsupported(name: str) -> str:
     return f"\n{about}: {taken}.\n"
 
 
+def _dialects() -> str:
+    """Return the parameters of other servers, and what is taken of them."""
+    rows = [
+        (server, code(name), _taken(parameter), parameter.instead)
+        for server, names in SERVERS.items()
+        for name, parameter in names.items()
+    ]
+    about = (
+        "Parameters of other servers that this one has not. Values that change nothing are taken, "
+        "others refused with 400."
+    )
+    head = ("of", "parameter", "values that change nothing", "otherwise")
+    return f"## Parameters of other servers\n\n{about}\n\n" + table(head, rows)
+
+
+def _taken(parameter: ForeignParameter) -> str:
+    kinds = [_PYTHON_KINDS[kind] for kind in parameter.neutral_types if kind is not float]
+    values = [code(json.dumps(value)) for value in parameter.neutral]
+    return ", ".join([code("null"), *values, *kinds])
+
+
+_PYTHON_KINDS = {int: "any number", str: "any text", list: "any list"}
+
+
 def _kind(given: Schema) -> str:
     """Return the type in words. Null is left out: it means that the parameter is not given."""
     if "$ref" in given:
         return _named(_name(given))
-    if "anyOf" in given:
-        return " or ".join(
-            dict.fromkeys(_kind(one) for one in given["anyOf"] if one.get("type") != "null")
-        )
+    several = given.get("anyOf", given.get("oneOf"))
+    if several is not None:
+        kinds = dict.fromkeys(_kind(one) for one in several if one.get("type") != "null")
+        return " or ".join(kinds)
     if "enum" in given or "const" in given:
         return ", ".join(code(one) for one in given.get("enum", [given.get("const")]))
     if "maxLength" in given:
@@ -165,7 +192,13 @@ def _named(name: str) -> str:
     )
 
 
-_LISTS = {"Messages": "Message", "Parts": "TextPart", "ToolCalls": "ToolCall", "Tools": "ToolBody"}
+_LISTS = {
+    "Messages": "Message",
+    "Parts": "TextPart",
+    "ToolCalls": "ToolCall",
+    "Tools": "ToolBody",
+    "NamedTools": "NamedTool",
+}
 
 
 def _name(given: Schema) -> str:

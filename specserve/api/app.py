@@ -18,6 +18,7 @@ from specserve.api.body import BODY_S, BodyDecoder, BodyLimit
 from specserve.api.http10 import WholeAnswer
 from specserve.api.metering import RequestMetrics
 from specserve.api.middleware import (
+    IGNORED,
     REQUEST_ID,
     AccessLog,
     HeadLimit,
@@ -38,7 +39,7 @@ from specserve.metrics import Registry
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-_EXPOSED_HEADERS = (REQUEST_ID, "Retry-After")
+_EXPOSED_HEADERS = (REQUEST_ID, IGNORED, "Retry-After")
 
 
 def build(
@@ -79,6 +80,7 @@ def build(
         log_prompts=config.logs.prompts,
         shares_cache=config.cache.shared,
         min_replicas=config.replicas.min,
+        unknown_parameters=config.http.unknown_parameters,
     )
     _add_routes(app, endpoints)
     app.get(HOME, include_in_schema=False)(page.home)

@@ -59,7 +59,8 @@ class CompletionChoice:
         self._prompt, self._echo = prompt, prompt.echo
         self._num_echoed = sampling.num_logprobs if sampling.echo else None
         prefix_ids = prompt.prefix_ids if self._num_echoed is None else ()
-        self._logprobs = CompletionLogprobs(tokenizer, prefix_ids)
+        visible_ids = tokenizer.special_ids if prompt.shows_special else frozenset()
+        self._logprobs = CompletionLogprobs(tokenizer, prefix_ids, visible_ids)
         self._lists = JsonLists()
         self.prompt_logprobs = _prompt_logprobs(tokenizer, prompt, sampling)
 
@@ -188,9 +189,14 @@ class CompletionLogprobs:
     It counts characters, since every token has its offset in the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prefix_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prefix_ids: tuple[int, ...],
+        visible_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prefix_ids)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prefix_ids, visible_ids=visible_ids)
         self._length = 0
 
     def first(self, token: int) -> dict[str, object]:
@@ -292,11 +298,14 @@ class ResponseKind:
     object_name: str  # of a response that is not streamed
     chunk_object_name: str  # of a streamed chunk
     choice: Callable[[Tokenizer, Prompt, Sampling], Choice]
+    has_prompt_ids: bool = False  # each choice has those of its prompt; else the response has them
     # Also beside the choices, where clients of vLLM look for those of a chat.
     repeats_prompt_logprobs: bool = False
 
 
-COMPLETION = ResponseKind("cmpl-", "text_completion", "text_completion", CompletionChoice)
+COMPLETION = ResponseKind(
+    "cmpl-", "text_completion", "text_completion", CompletionChoice, has_prompt_ids=True
+)
 CHAT = ResponseKind(
     "chatcmpl-",
     "chat.completion",

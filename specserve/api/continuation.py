@@ -60,6 +60,7 @@ class Continuation:
     __slots__ = (
         "_call_parser",
         "_detokenizer",
+        "_includes_stop",
         "_prompt_parts",
         "finish",
         "prompt",
@@ -76,25 +77,31 @@ class Continuation:
         stop: Iterable[str] = (),
         min_tokens: int = 0,
         call_format: ModelCallFormat | None = None,
+        includes_stop: bool = False,
+        shows_special: bool = False,
     ) -> None:
         """Start an empty continuation.
 
         `prefix_ids` are the tokens before the text where these are not the prompt, as for an
         encoder-decoder. No stop string ends the first `min_tokens` tokens. `call_format` is how
-        the text calls tools, if it may.
+        the text calls tools, if it may. If it `includes_stop`, the text ends with what stopped it;
+        `shows_special` is for the names of special tokens.
         """
         self.prompt = prompt
         self.token_ids: list[int] = []
         self.finish: FinishReason | None = None
         self.stats: Stats | None = None  # the latest received
         self._prompt_parts: list[PromptLogprobs] = []  # up to the first tokens
-        visible_ids = () if call_format is None else call_format.special_ids.values()
+        visible_ids = set() if call_format is None else set(call_format.special_ids.values())
+        visible_ids |= tokenizer.special_ids if shows_special else frozenset()
+        self._includes_stop = includes_stop
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             prompt if prefix_ids is None else prefix_ids,
             stop=tuple(stop),
             min_tokens=min_tokens,
             visible_ids=visible_ids,
+            includes_stop=includes_stop,
         )
         self._call_parser = None if call_format is None else CallParser(call_format.format)
 
@@ -106,16 +113,16 @@ class Continuation:
     def add_chunk(self, chunk: Chunk) -> OutputDelta:
         """Add a chunk and return what it adds.
 
-        The token that ends a text counts as one of its tokens and adds no text.
+        The token that ends a text counts as one of its tokens and adds no text, unless the text
+        includes what stopped it.
         """
         self.stats = chunk.stats or self.stats
         self._add_prompt_logprobs(chunk.prompt_logprobs)
         if self.hit_stop_string:
             return OutputDelta("")
         num_before = self._detokenizer.num_tokens
-        text = self._detokenizer.push(
-            chunk.tokens[:-1] if chunk.finish is FinishReason.STOP else chunk.tokens
-        )
+        is_hidden = chunk.finish is FinishReason.STOP and not self._includes_stop
+        text = self._detokenizer.push(chunk.tokens[:-1] if is_hidden else chunk.tokens)
         if chunk.finish is not None:
             text += self._detokenizer.finish()
         end = (

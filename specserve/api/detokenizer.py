@@ -23,7 +23,8 @@ class IncrementalDetokenizer:
 
     It never emits a part of a character or of a stop string. `prefix_ids` are the tokens before
     the first one, which then does not begin a text. Special tokens in `visible_ids` appear by
-    their names. A stop string that the first `min_tokens` tokens complete is text, as in vLLM.
+    their names. A stop string that the first `min_tokens` tokens complete is text, as in vLLM. If
+    it `includes_stop`, the text ends with the stop string.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         visible_ids: Collection[int] = (),
+        includes_stop: bool = False,
     ) -> None:
         self.hit_stop_string = False
         # Tokens pushed until now; after a stop string, up to the one that completed it.
@@ -41,6 +43,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._stop, self._visible_ids = tuple(stop), visible_ids
         self._min_tokens = min_tokens
+        self._includes_stop = includes_stop
         # Characters that may be the beginning of a stop string.
         self._max_partial_stop = max(map(len, self._stop), default=1) - 1
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -88,7 +91,8 @@ class IncrementalDetokenizer:
             if found:
                 self.hit_stop_string = True
                 # The first to be complete; of several that end together, the longest.
-                self._pending = self._pending[: min(found)[1]]
+                end, at = min(found)
+                self._pending = self._pending[: end if self._includes_stop else at]
         return self.hit_stop_string
 
     def _emit(self, num_chars: int) -> str:

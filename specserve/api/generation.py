@@ -67,6 +67,8 @@ class Generation:
                 stop=sampling.stops,
                 min_tokens=sampling.min_tokens,
                 call_format=generation_request.call_format,
+                includes_stop=sampling.include_stop_str_in_output,
+                shows_special=not sampling.skip_special_tokens,
             )
             for request, prefix_ids in zip(self._requests, prefixes, strict=True)
         ]

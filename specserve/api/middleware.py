@@ -33,6 +33,8 @@ from specserve.errors import Overloaded, RateLimited, Unavailable
 log = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
+IGNORED = "x-specserve-ignored"
+"""Header with the names of parameters that nothing knows and that were ignored."""
 MAX_HEAD = 32 * 1024
 """Bytes of a request's path, query and headers. Serve's HAProxy takes no more than 16 kB."""
 SCOPES_OF_PATHS = {"/trace": TRACE, "/metrics": METRICS, "/health": None, "/ready": None}
@@ -69,6 +71,7 @@ class AccessLog:
                     "headers": [
                         *message.get("headers", ()),
                         (REQUEST_ID.encode(), request_id.encode()),
+                        *_ignored_header(scope),
                     ],
                 }
             await send(message)
@@ -260,6 +263,11 @@ def _log_request(scope: Scope, status: int, seconds: float, address: str) -> Non
         client,
         extra=fields,
     )
+
+
+def _ignored_header(scope: Scope) -> list[tuple[bytes, bytes]]:
+    names = scope["state"].get("ignored")
+    return [] if names is None else [(IGNORED.encode(), names.encode())]
 
 
 def _request_id(scope: Scope) -> str:

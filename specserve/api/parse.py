@@ -6,13 +6,18 @@ A request that can never succeed is refused here.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeVar
 
-from specserve.api.schema import ChatBody, CompletionBody, GenerationBody, Message, StrictModel
+from specserve.api.best_of import BestOf
+from specserve.api.chat_template import TemplateOptions
+from specserve.api.constraints import members, parse_constraint
+from specserve.api.schema import ChatBody, CompletionBody, GenerationBody, Message
 from specserve.api.service import ServedModel
+from specserve.api.template_options import parse_template_options
 from specserve.api.tokenizer import Tokenizer
 from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.messages import to_template_messages
@@ -35,6 +40,7 @@ MAX_INLINE_GRAMMAR = 2_000
 """Characters of a grammar that the event loop may check itself, in as long."""
 NESTED_FIELDS = ("max_tokens", "speculation", "response_format", "guided")
 """Fields of Sampling that need more than a copy from the body."""
+DEFAULT_OPTIONS = TemplateOptions()
 FLAT_FIELDS = tuple(field.name for field in fields(Sampling) if field.name not in NESTED_FIELDS)
 
 T = TypeVar("T")
@@ -47,6 +53,7 @@ class Prompt:
     ids: tuple[int, ...]
     echo: str = ""
     is_encoder_input: bool = False
+    shows_special: bool = False  # the text has the names of special tokens
 
     @property
     def prefix_ids(self) -> tuple[int, ...]:
@@ -65,6 +72,10 @@ class GenerationRequest:
     sampling: Sampling
     stream: bool
     include_usage: bool  # in a chunk of its own; a response that is not streamed always has it
+    continuous_usage: bool = False  # in every chunk
+    return_token_ids: bool = False
+    request_id: str | None = None  # the client's, for the response's id
+    best_of: BestOf | None = None  # of the continuations, only so many are sent
     call_format: ModelCallFormat | None = None  # how it calls tools; None: it cannot
 
 
@@ -91,11 +102,13 @@ class RequestParser:
                 "that one request may ask for",
                 param="n",
             )
+        keep = self._truncation(body)
         for prompt in given:
-            self._check_size(len(prompt), param="prompt")
+            self._check_size(len(prompt), param="prompt", is_cut=keep is not None)
         size = sum(len(prompt) for prompt in given)
         prompts = await _in_thread_if_large(
-            size, lambda: tuple(self._prompt(prompt, echo=sampling.echo) for prompt in given)
+            size,
+            lambda: tuple(self._prompt(prompt, echo=sampling.echo, keep=keep) for prompt in given),
         )
         return _generation_request(body, prompts, sampling)
 
@@ -108,7 +121,9 @@ class RequestParser:
         await _check_grammar(sampling)
         if offer is not None:
             sampling = await self._with_tools(sampling, offer)
-        ids = await self.chat_ids(body.messages, offer)
+        keep, options = self._truncation(body), parse_template_options(body, self._tokenizer)
+        ids = await self.chat_ids(body.messages, offer, options, is_cut=keep is not None)
+        ids = ids if keep is None else ids[-keep:]
         self._check_prompt(ids, param="messages")
         sampling = replace(
             sampling, max_tokens=_max_tokens(body, self._served.max_new_tokens(len(ids)))
@@ -141,17 +156,29 @@ class RequestParser:
         )
 
     async def chat_ids(
-        self, messages: Sequence[Message], offer: Offer | None = None
+        self,
+        messages: Sequence[Message],
+        offer: Offer | None = None,
+        options: TemplateOptions = DEFAULT_OPTIONS,
+        *,
+        is_cut: bool = False,
     ) -> tuple[int, ...]:
-        """Return the prompt that the model's template makes of messages and tools."""
+        """Return the prompt that the model's template makes of messages and tools.
+
+        A prompt that will be cut may be longer than the context.
+        """
         tools = [] if offer is None else offer.definitions
         template_messages = to_template_messages(messages, tools, self._call_format)
         size = sum(len(str(value)) for message in template_messages for value in message.values())
         size += offer.size if offer is not None and self._call_format.in_template else 0
-        self._check_size(size, param="messages")
+        size += options.size
+        self._check_size(size, param="messages", is_cut=is_cut)
         try:
             return await _in_thread_if_large(
-                size, lambda: self._tokenizer.apply_chat_template(template_messages, tools=tools)
+                size,
+                lambda: self._tokenizer.apply_chat_template(
+                    template_messages, tools=tools, options=options
+                ),
             )
         except BadRequest as error:
             raise type(error)(str(error), param="messages") from error
@@ -192,19 +219,38 @@ class RequestParser:
                 param=param,
             )
 
-    def _prompt(self, prompt: str | Sequence[int], *, echo: bool) -> Prompt:
+    def _prompt(self, prompt: str | Sequence[int], *, echo: bool, keep: int | None) -> Prompt:
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        is_cut = keep is not None and len(ids) > keep
+        ids = ids[-keep:] if keep is not None else ids
         self._check_prompt(ids, param="prompt")
         if not echo:
             return Prompt(ids, is_encoder_input=self._served.is_encoder_decoder)
-        return Prompt(ids, prompt if isinstance(prompt, str) else self._tokenizer.decode(ids))
+        is_text = isinstance(prompt, str) and not is_cut
+        return Prompt(ids, str(prompt) if is_text else self._tokenizer.decode(ids))
 
-    def _check_size(self, size: int, *, param: str) -> None:
+    def _truncation(self, body: GenerationBody) -> int | None:
+        """Return how many tokens of a prompt are kept, the last ones; None: all."""
+        keep = body.truncate_prompt_tokens
+        if keep is None or keep > 0:
+            return keep
+        if keep != -1:
+            raise BadValue(
+                f"truncate_prompt_tokens must be 1 or more, or -1, not {str(keep)[:30]}",
+                param="truncate_prompt_tokens",
+            )
+        if self._served.is_encoder_decoder:
+            return self._served.max_prompt_length
+        return max(1, self._served.max_context - _max_tokens(body, 1))
+
+    def _check_size(self, size: int, *, param: str, is_cut: bool = False) -> None:
         """Raise TooLong for so many characters or ids that they cannot fit in the context.
 
-        They are refused before tokenizing, which takes a hundred times their memory.
+        They are refused before tokenizing, which takes a hundred times their memory. A prompt
+        that will be cut may have as many as /tokenize takes.
         """
         most = self._served.max_context * self._tokenizer.max_token_length
+        most = max(most, MAX_TOKENIZE_CHARS) if is_cut else most
         if size > most:
             raise TooLong(
                 f"the prompt has a length of {size}, but the context holds "
@@ -232,12 +278,14 @@ class RequestParser:
         given = {
             name: value for name in FLAT_FIELDS if (value := getattr(body, name, None)) is not None
         }
+        if body.cache_prompt is False and body.cache_salt is None:
+            given["cache_salt"] = secrets.token_hex()
         speculation = None if body.speculation is None else body.speculation.model_dump()
         sampling = Sampling(
             max_tokens=_max_tokens(body, default_max_tokens),
             speculation=speculation,
-            response_format=_members(body.response_format),
-            guided=_guided(body),
+            response_format=members(body.response_format),
+            guided=parse_constraint(body),
             **given,
         )
         sampling.check_ids(self._served.vocab_size)
@@ -248,7 +296,9 @@ class RequestParser:
                 f"speculation.gamma must be at most {most}, not {str(gamma)[:30]}",
                 param="speculation.gamma",
             )
-        return sampling
+        _check_repeat_last_n(body, sampling)
+        best_of = BestOf.from_body(body)
+        return sampling if best_of is None else best_of.widen(sampling)
 
 
 def _check_prompt_logprobs(prompts: Sequence[Prompt], sampling: Sampling) -> None:
@@ -286,12 +336,31 @@ def _generation_request(
         raise BadValue("stream_options goes with stream true", param="stream_options")
     _check_logprobs(len(prompts) * sampling.n, sampling, is_streamed=stream)
     _check_prompt_logprobs(prompts, sampling)
+    if not sampling.skip_special_tokens:
+        prompts = tuple(replace(prompt, shows_special=True) for prompt in prompts)
     return GenerationRequest(
         prompts,
         sampling,
         stream,
         include_usage=options is not None and options.include_usage is True,
+        continuous_usage=options is not None and options.continuous_usage_stats is True,
+        return_token_ids=body.return_token_ids is True,
+        request_id=body.request_id,
+        best_of=BestOf.from_body(body),
     )
+
+
+def _check_repeat_last_n(body: GenerationBody, sampling: Sampling) -> None:
+    """Raise BadValue for penalties on a part of the text; they look at all of it."""
+    has_penalties = (
+        sampling.repetition_penalty != 1
+        or sampling.presence_penalty != 0
+        or sampling.frequency_penalty != 0
+    )
+    if body.repeat_last_n not in (None, -1) and has_penalties:
+        raise BadValue(
+            "repeat_last_n must be -1: penalties look at the whole text", param="repeat_last_n"
+        )
 
 
 def _max_tokens(body: GenerationBody, default: int) -> int:
@@ -320,34 +389,6 @@ def _as_prompts(given: str | list[int] | list[str | list[int]]) -> list[str | li
     ids = [token for token in given if isinstance(token, int)]
     prompts = [prompt for prompt in given if not isinstance(prompt, int)]
     return prompts or [ids]
-
-
-def _members(given: StrictModel | None) -> dict[str, object] | None:
-    """Return members by the names that clients use, without those that are null."""
-    return (
-        None
-        if given is None
-        else {
-            name: value
-            for name, value in given.model_dump(by_alias=True).items()
-            if value is not None
-        }
-    )
-
-
-def _guided(body: GenerationBody) -> dict[str, object] | None:
-    """Return the constraint that was given in `guided`, or under names such as `guided_regex`."""
-    flat = {
-        name: value
-        for name in ("regex", "grammar", "json", "choice")
-        if (value := getattr(body, f"guided_{name}")) is not None
-    }
-    if body.guided is not None and flat:
-        raise BadValue(
-            f"guided and guided_{next(iter(flat))} say the same thing; give one of them",
-            param="guided",
-        )
-    return _members(body.guided) if body.guided is not None else flat or None
 
 
 async def _check_grammar(sampling: Sampling) -> None:

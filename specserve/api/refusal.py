@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from specserve import errors
+from specserve.api.strict_model import NOT_UNICODE
 
 RETRY_AFTER_S = 1  # for errors that have no time of their own
 CLIENT_CLOSED_REQUEST = 499
@@ -131,6 +132,8 @@ def _from_validation_error(error: RequestValidationError) -> Refusal:
     param = _path(complaint["loc"][1:])
     if not param:
         return Refusal(BAD_REQUEST, "the body must be a JSON object, sent as application/json")
+    if complaint["type"] == "string_unicode":
+        return Refusal(BAD_REQUEST, f"{param} {NOT_UNICODE}", param)
     return Refusal(
         BAD_REQUEST, f"{param}: {complaint['msg'][0].lower()}{complaint['msg'][1:]}", param
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,11 +78,14 @@ class GenerationResponse(Response):
         self.status_code, self.background = 200, None
         self._generation, self._head, self._metrics = generation, head, metrics
         self._include_usage = generation_request.include_usage
+        self._continuous_usage = generation_request.continuous_usage
+        self._returns_ids = generation_request.return_token_ids
+        self._best_of = generation_request.best_of
         n = generation_request.sampling.n
+        self._prompts = [prompt for prompt in generation_request.prompts for _ in range(n)]
         self._choices: list[Choice] = [
             head.kind.choice(tokenizer, prompt, generation_request.sampling)
-            for prompt in generation_request.prompts
-            for _ in range(n)
+            for prompt in self._prompts
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,14 +114,31 @@ class GenerationResponse(Response):
             for _ in self._choices[index].add_prompt_logprobs(delta.prompt_logprobs):
                 await asyncio.sleep(0)
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self, num_sent: int | None = None) -> dict[str, int]:
+        """Return the usage until now, or until `num_sent` tokens had been sent."""
         prompt_tokens = self._generation.num_prompt_tokens
-        completion_tokens = self._generation.num_completion_tokens
+        completion_tokens = self._generation.num_completion_tokens if num_sent is None else num_sent
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
+
+    def _choice_ids(self, index: int, ids: Sequence[int], *, with_prompt: bool = True) -> str:
+        """Return the members with the ids of a choice's tokens, which may have been asked for."""
+        if not self._returns_ids:
+            return ""
+        prompt = (
+            self._prompts[index].ids if with_prompt and self._head.kind.has_prompt_ids else None
+        )
+        prompt_ids = "" if prompt is None else f',"prompt_token_ids":{to_json(prompt)}'
+        return f',"token_ids":{to_json(ids)}{prompt_ids}'
+
+    def _prompt_ids(self) -> str:
+        """Return the member of a response, or of a first chunk, with the ids of its prompt."""
+        if not self._returns_ids or self._head.kind.has_prompt_ids:
+            return ""
+        return f',"prompt_token_ids":{to_json(self._prompts[0].ids)}'
 
     def _speculation(self) -> dict[str, object]:
         """Return the member `specserve`; it is left out when the engine sent no stats."""
@@ -135,12 +155,17 @@ class FullResponse(GenerationResponse):
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         deltas: list[list[OutputDelta]] = [[] for _ in self._choices]
+        logprobs: list[list[float]] = [[] for _ in self._choices]
         async with self._generation as generation:
             async for index, delta in generation:
                 await self._add_prompt_logprobs(index, delta)
-                self._choices[index].add_logprobs(delta)
+                if self._best_of is not None:
+                    logprobs[index] += [one.token for one in delta.logprobs or ()]
+                if self._best_of is None or self._best_of.shows_logprobs:
+                    self._choices[index].add_logprobs(delta)
                 deltas[index].append(replace(delta, logprobs=None, prompt_logprobs=None))
-        slices = [part.encode() async for part in _slices(self._json(deltas))]
+        sent = range(len(deltas)) if self._best_of is None else self._best_of.choose(logprobs)
+        slices = [part.encode() async for part in _slices(self._json(deltas, sent))]
         length = str(sum(map(len, slices))).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -148,15 +173,16 @@ class FullResponse(GenerationResponse):
             more = number < len(slices)
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    def _json(self, deltas: Sequence[Sequence[OutputDelta]]) -> Iterator[str]:
-        """Yield the object in parts."""
+    def _json(self, deltas: Sequence[Sequence[OutputDelta]], sent: Iterable[int]) -> Iterator[str]:
+        """Yield the object in parts; `sent` are the continuations that it has."""
         head = self._head.members(self._head.kind.object_name)
-        yield to_json(head)[:-1] + ',"choices":['
-        for index, own in enumerate(deltas):
-            delta = OutputDelta.merge(own)
+        yield to_json(head)[:-1] + self._prompt_ids() + ',"choices":['
+        for number, index in enumerate(sent):
+            delta = OutputDelta.merge(deltas[index])
             assert delta.finish is not None
-            yield f'{"," if index else ""}{{"index":{index},'
+            yield f'{"," if number else ""}{{"index":{number},'
             yield from self._choices[index].full_json(delta)
+            yield self._choice_ids(index, delta.token_ids)
             yield f',"finish_reason":"{delta.finish.value}"}}'
         yield "]"
         if self._head.kind.repeats_prompt_logprobs:
@@ -189,6 +215,7 @@ class StreamedResponse(GenerationResponse):
             self._event_head + f'{{"index":{index},' for index in range(len(self._choices))
         ]
         self._has_sent = [False] * len(self._choices)
+        self._num_sent = 0  # tokens of all continuations
         self._event_tail = ',"usage":null' if self._include_usage else ""
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,6 +234,7 @@ class StreamedResponse(GenerationResponse):
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
         async for index, delta in generation:
             await self._add_prompt_logprobs(index, delta)
+            self._num_sent += len(delta.token_ids)
             if self._is_worth_sending(index, delta):
                 yield self._chunk(index, delta, last=generation.is_last)
         if self._include_usage:
@@ -226,17 +254,23 @@ class StreamedResponse(GenerationResponse):
             or delta.logprobs
             or not self._has_sent[index]
             or (self._origins and delta.origins)
+            or (self._returns_ids and delta.token_ids)
         )
 
     def _chunk(self, index: int, delta: OutputDelta, *, last: bool) -> str:
-        self._has_sent[index] = True
+        is_first, self._has_sent[index] = not self._has_sent[index], True
         finish = "null" if delta.finish is None else f'"{delta.finish.value}"'
         extras = self._event_tail
+        if self._continuous_usage:
+            extras = f',"usage":{to_json(self._usage(self._num_sent))}'
+        if is_first:
+            extras += self._prompt_ids()
         if self._origins:
             extras += f',"origins":{to_json(delta.origins)}'
         if last and (speculation := self._speculation()):
             extras += "," + to_json(speculation)[1:-1]
         choice = self._choice_heads[index] + self._choices[index].delta_json(delta)
+        choice += self._choice_ids(index, delta.token_ids, with_prompt=is_first)
         return f'{choice},"finish_reason":{finish}}}]{extras}}}\n\n'
 
     def _error_event(self, error: Exception) -> str:

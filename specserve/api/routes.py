@@ -15,6 +15,7 @@ from starlette.responses import Response
 from specserve import metrics
 from specserve.api.access import ClientAccess
 from specserve.api.choices import CHAT, COMPLETION, ResponseKind
+from specserve.api.constraints import errors_as_sent
 from specserve.api.generation import Generation
 from specserve.api.key_file import KeyTrouble
 from specserve.api.metering import RequestMetrics
@@ -26,9 +27,12 @@ from specserve.api.responses import (
     StreamedResponse,
     json_response,
 )
-from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, StrictModel, TokenizeBody
+from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from specserve.api.service import ServedModel, Service, Status
+from specserve.api.strict_model import Body, StrictModel, shown_names
+from specserve.api.template_options import parse_template_options
 from specserve.api.tokenizer import Tokenizer
+from specserve.config.tree import IGNORE, REFUSE
 from specserve.errors import BadValue, SpecserveError, Unavailable
 from specserve.metrics import Registry, Snapshot
 
@@ -57,24 +61,32 @@ class Endpoints:
         log_prompts: bool = False,
         shares_cache: bool = False,
         min_replicas: int = 1,
+        unknown_parameters: str = REFUSE,
     ) -> None:
         self._service, self._tokenizer, self._served = service, tokenizer, served
         self._registry, self._request_metrics = registry, request_metrics
         self._timeout_s, self._log_prompts = timeout_s, log_prompts
         self._shares_cache, self._min_replicas = shares_cache, min_replicas
+        self._unknown_parameters = unknown_parameters
         self._access, self._parser = access, RequestParser(tokenizer, served)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
         start = self._request_metrics.clock()
         self._log_body(body, request)
-        return self._respond(COMPLETION, await self._parser.completion(body), request, start)
+        self._check_unknown(body, request)
+        with errors_as_sent(body):
+            parsed = await self._parser.completion(body)
+        return self._respond(COMPLETION, parsed, request, start)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         """Write the assistant's next message."""
         start = self._request_metrics.clock()
         self._log_body(body, request)
-        return self._respond(CHAT, await self._parser.chat(body), request, start)
+        self._check_unknown(body, request)
+        with errors_as_sent(body):
+            parsed = await self._parser.chat(body)
+        return self._respond(CHAT, parsed, request, start)
 
     async def models(self) -> Response:
         """Return the model that is served, as a list of one."""
@@ -85,21 +97,24 @@ class Endpoints:
         self._parser.check_model(name)
         return json_response(self._model())
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Return the ids of a prompt, or of the prompt that messages become."""
+        self._check_unknown(body, request)
         self._parser.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadValue("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            ids = await self._parser.chat_ids(body.messages)
+            options = parse_template_options(body, self._tokenizer)
+            ids = await self._parser.chat_ids(body.messages, options=options)
         else:
             ids = await self._parser.text_ids(body.prompt or "", special=body.add_special_tokens)
         return json_response(
             {"tokens": ids, "count": len(ids), "max_model_len": self._served.max_context}
         )
 
-    async def detokenize(self, body: DetokenizeBody) -> Response:
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Return the text of ids."""
+        self._check_unknown(body, request)
         self._parser.check_model(body.model)
         return json_response({"prompt": await self._parser.decode_ids(body.tokens)})
 
@@ -155,7 +170,8 @@ class Endpoints:
             key_use=getattr(request.state, "key_use", None),
             shares_cache=self._shares_cache,
         )
-        head = ResponseHead(kind, request.state.request_id, int(time.time()), self._served.name)
+        request_id = generation_request.request_id or request.state.request_id
+        head = ResponseHead(kind, request_id, int(time.time()), self._served.name)
         if not generation_request.stream:
             return FullResponse(
                 generation, self._tokenizer, generation_request, head, self._request_metrics
@@ -179,6 +195,24 @@ class Endpoints:
                 json.dumps(body.model_dump(exclude_none=True)),
             )
             log.info("%s asks %s", request_id, body_json, extra={"request_id": request_id})
+
+    def _check_unknown(self, body: Body, request: Request) -> None:
+        """Refuse, report or drop parameters that nothing knows, as `http.unknown_parameters` says.
+
+        Reported ones are named in the log and in the response's headers.
+        """
+        if not body.unknown or self._unknown_parameters == IGNORE:
+            return
+        if self._unknown_parameters == REFUSE:
+            raise body.unknown_error(body.unknown[0])
+        request_id, names = request.state.request_id, shown_names(body.unknown)
+        request.state.ignored = names
+        log.warning(
+            "%s: unknown parameters are ignored: %s",
+            request_id,
+            names,
+            extra={"request_id": request_id},
+        )
 
     def _model(self) -> dict[str, object]:
         served = self._served

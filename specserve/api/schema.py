@@ -5,16 +5,15 @@ The ranges of values are checked by `Sampling` (sampling_params.py).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     FailFast,
     Field,
+    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -22,6 +21,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
+from specserve.api.dialects import is_neutral
+from specserve.api.strict_model import Body, StrictModel, Unsupported
 from specserve.errors import BadValue
 from specserve.grammar.request import MAX_DEPTH, is_too_deep
 from specserve.sampling_params import MAX_BIASES
@@ -34,6 +35,8 @@ MAX_METADATA = 16
 MAX_TOOLS = 128
 MAX_CALLS = 128
 FUNCTION_NAME = r"^[A-Za-z0-9_-]{1,64}$"
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 def _max_entries(most: int) -> BeforeValidator:
@@ -68,43 +71,14 @@ Prompts = TypeAliasType("Prompts", Annotated[list[str | Ids], FailFast()])
 JsonSchema = Annotated[dict[str, Any], BeforeValidator(_check_depth)]
 
 
-class StrictModel(BaseModel):
-    """A model that refuses unknown members.
-
-    Members of OpenAI's API are taken with the default that asks for nothing: `suffix: null` is
-    harmless, `suffix: "x"` is not.
-    """
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    # Names of OpenAI's API, and the values that change nothing; null is always one.
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    # Members that clients add to our own answers, and send back with them.
-    IGNORED: ClassVar[tuple[str, ...]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_unknown(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in given:
-            if name in known or name in cls.IGNORED:
-                continue
-            if name not in cls.UNSUPPORTED:
-                near = difflib.get_close_matches(name[:100], known, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise BadValue(f"unknown parameter {name[:100]!r}{hint}", param=name[:100])
-            if given[name] is not None and given[name] not in cls.UNSUPPORTED[name]:
-                raise BadValue(f"{name} is not supported", param=name)
-        return {name: value for name, value in given.items() if name in known}
-
-
 class StreamOptions(StrictModel):
-    UNSUPPORTED = {"include_obfuscation": (False,)}
+    UNSUPPORTED: ClassVar[Unsupported] = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = Field(
         None, description="Send a chunk with the usage, and no choices, before the end."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="Put the usage so far into every chunk."
     )
 
 
@@ -125,6 +99,9 @@ class NamedSchema(StrictModel):
 class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = Field(None, description="Goes with the type json_schema.")
+    object_schema: JsonSchema | None = Field(
+        None, alias="schema", description="Goes with the type json_object."
+    )
 
 
 class Guided(StrictModel):
@@ -136,14 +113,33 @@ class Guided(StrictModel):
     choice: Texts | None = Field(None, description="One of these texts.")
 
 
-class GenerationBody(StrictModel):
+class StructuredOutputs(Guided):
+    """vLLM's form of `guided`."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "structural_tag": (),
+        "whitespace_pattern": (),
+        "disable_fallback": (False, True),  # there is none
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+    }
+
+    json_object: bool | None = Field(None, description="Any JSON object.")
+
+
+class GenerationBody(Body):
     """Parameters that completions and chats share."""
 
-    UNSUPPORTED = {
+    UNSUPPORTED: ClassVar[Unsupported] = {
         "service_tier": ("auto", "default"),
-        "store": (False,),
         "modalities": (["text"],),
     }
+    # Other names of parameters, as other servers call them.
+    SYNONYMS: ClassVar[Mapping[str, str]] = {
+        "n_predict": "max_tokens",
+        "repeat_penalty": "repetition_penalty",
+    }
+    _sent_names: dict[str, str] = PrivateAttr(default_factory=dict)
 
     model: str | None = Field(
         None, description="The served model's name; left out, it is that one."
@@ -204,12 +200,76 @@ class GenerationBody(StrictModel):
     cache_salt: Annotated[Label | None, Field(min_length=1)] = Field(
         None, description="Pages are shared only with prompts of the same salt."
     )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="Another name for guided, vLLM's."
+    )
+    json_schema: JsonSchema | str | None = Field(
+        None, description="Another name for guided_json, llama.cpp's."
+    )
+    grammar: str | None = Field(
+        None, description="llama.cpp's; taken in Lark's notation, if it begins with %llguidance."
+    )
+    n_predict: int | None = Field(
+        None, description="Another name for max_tokens; a chat may say -1, what there is room for."
+    )
+    repeat_penalty: float | None = Field(None, description="Another name for repetition_penalty.")
+    repeat_last_n: int | None = Field(
+        None, description="-1: penalties look at the whole text. Without penalties, any number."
+    )
+    cache_prompt: bool | None = Field(
+        None, description="false: no pages are shared, as with a cache_salt of its own."
+    )
+    best_of: int | None = Field(
+        None, description="Continuations from which the n likeliest are taken, by mean logprob."
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="The text ends with the stop string, or with the text of a stop token."
+    )
+    skip_special_tokens: bool | None = Field(
+        None, description="false: special tokens appear in the text by their names."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep the last so many tokens of each prompt; -1: as many as fit."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Add the ids of the prompt's tokens and of the new ones."
+    )
+    request_id: str | None = Field(
+        None,
+        pattern=REQUEST_ID,
+        description="The end of the response's id: up to 128 letters, digits and . _ : -",
+    )
+    store: bool | None = Field(None, description="Taken; nothing is stored.")
+
+    @property
+    def sent_names(self) -> Mapping[str, str]:
+        """Names that the client used, by the names that checks use."""
+        return self._sent_names
+
+    @model_validator(mode="after")
+    def take_synonyms(self) -> Self:
+        """Copy what was given under another name; refuse two names with different values."""
+        for sent, name in self.SYNONYMS.items():
+            value = getattr(self, sent)
+            if value is None:
+                continue
+            if getattr(self, name) not in (None, value):
+                raise BadValue(
+                    f"{sent} and {name} say the same thing; give one of them", param=sent
+                )
+            setattr(self, name, value)
+            self._sent_names[name] = sent
+        return self
 
 
 class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
 
-    UNSUPPORTED = {**GenerationBody.UNSUPPORTED, "best_of": (1,), "suffix": ("",)}
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        **GenerationBody.UNSUPPORTED,
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+    }
 
     prompt: str | Ids | Prompts = Field(description="A text, token ids, or a list of both.")
     echo: bool | None = None
@@ -219,22 +279,34 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(StrictModel):
+    IGNORES_UNKNOWN = True
+
     type: Literal["text"]
     text: str
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def is_text(cls, kind: Any) -> Any:
+        if isinstance(kind, str) and kind != "text":
+            raise BadValue(
+                f"a part of a message has the type {kind[:40]!r}; this model takes text alone",
+                param="messages",
+            )
+        return kind
 
 
 Parts = TypeAliasType("Parts", Annotated[list[TextPart], FailFast(), Field(max_length=MAX_PARTS)])
 
 
 class CalledFunction(StrictModel):
-    IGNORED = ("parsed_arguments",)
+    IGNORES_UNKNOWN = True
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     arguments: str = Field(description="JSON, as the model wrote it.")
 
 
 class ToolCall(StrictModel):
-    IGNORED = ("index",)
+    IGNORES_UNKNOWN = True
 
     id: Label
     type: Literal["function"]
@@ -247,8 +319,13 @@ ToolCalls = TypeAliasType(
 
 
 class Message(StrictModel):
-    UNSUPPORTED = {"function_call": (), "audio": (), "refusal": (), "annotations": ([],)}
-    IGNORED = ("parsed",)
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "function_call": (),
+        "audio": (),
+        "refusal": (),
+        "annotations": ([],),
+    }
+    IGNORES_UNKNOWN = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: ToolCalls | None = Field(None, description="Of the assistant.")
@@ -306,19 +383,38 @@ class NamedTool(StrictModel):
     function: FunctionName
 
 
+NamedTools = TypeAliasType(
+    "NamedTools",
+    Annotated[list[NamedTool], FailFast(), Field(max_length=MAX_TOOLS)],
+)
+
+
+class ToolSet(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: NamedTools
+
+
+class AllowedTools(StrictModel):
+    """A choice among some of the tools; the model is shown all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSet
+
+
+ChosenTools = Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
 Tools = TypeAliasType("Tools", Annotated[list[ToolBody], FailFast(), Field(max_length=MAX_TOOLS)])
 
 
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
-    UNSUPPORTED = {
+    UNSUPPORTED: ClassVar[Unsupported] = {
         **GenerationBody.UNSUPPORTED,
         "audio": (),
         "function_call": ("none", "auto"),  # without functions, neither asks for anything
         "functions": ([],),
         "prediction": (),
-        "reasoning_effort": ("none",),
+        "add_special_tokens": (False,),
         "verbosity": ("medium",),
         "web_search_options": (),
     }
@@ -326,24 +422,48 @@ class ChatBody(GenerationBody):
     messages: Messages
     logprobs: bool | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = Field(
         None, description="auto, unless there are no tools."
     )
     parallel_tool_calls: bool | None = Field(
         None, description="Whether one answer may call several times; true by default."
     )
+    reasoning_effort: Effort | None = Field(
+        None, description="For a model whose chat template knows it; without one, none is taken."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the prompt ends with the opening of an answer; true by default."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Continue the last message instead of answering it."
+    )
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_check_depth)] = Field(
+        None, description="Variables of the model's chat template."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def take_unbounded(cls, given: Any) -> Any:
+        """Take n_predict -1, which llama.cpp's clients send for what there is room for."""
+        unbounded = isinstance(given, Mapping) and is_neutral(given.get("n_predict"), (-1,))
+        return {**given, "n_predict": None} if unbounded else given
 
 
-class TokenizeBody(StrictModel):
+class TokenizeBody(Body):
     """Body of `POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool | None = Field(None, description="As in chats.")
+    continue_final_message: bool | None = Field(None, description="As in chats.")
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_check_depth)] = Field(
+        None, description="As in chats."
+    )
 
 
-class DetokenizeBody(StrictModel):
+class DetokenizeBody(Body):
     """Body of `POST /detokenize`."""
 
     model: str | None = None

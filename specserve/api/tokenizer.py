@@ -9,9 +9,11 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from specserve.api.chat_template import TemplateOptions, variables_of
 from specserve.api.detokenizer import IncrementalDetokenizer
 from specserve.errors import (
     BadValue,
@@ -104,6 +106,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, object]],
         *,
         tools: Sequence[Mapping[str, object]] = (),
+        options: TemplateOptions | None = None,
     ) -> tuple[int, ...]:
         """Return the prompt that asks for the assistant's next message.
 
@@ -111,16 +114,21 @@ class Tokenizer:
         and `tools` are left out.
         """
         _check_messages(messages)
+        options = options or TemplateOptions()
         if not self._tokenizer.chat_template:
-            lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-            return self.encode("".join(lines) + "assistant:")
+            return self.encode(_plain_chat(messages, options))
         message_dicts, tool_dicts = (
             [dict(message) for message in messages],
             [dict(tool) for tool in tools] or None,
         )
         try:
             prompt = self._tokenizer.apply_chat_template(
-                message_dicts, tools=tool_dicts, tokenize=False, add_generation_prompt=True
+                message_dicts,
+                tools=tool_dicts,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **options.variables,
             )
         # A template is a program of the model's maker and may raise anything.
         except Exception as error:
@@ -142,6 +150,20 @@ class Tokenizer:
             if isinstance(template, str)
             else str(template.get("tool_use", template.get("default", "")))
         )
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template reads and that a request may set."""
+        templates = self._tokenizer.chat_template or ""
+        texts = [templates] if isinstance(templates, str) else list(templates.values())
+        own = signature(self._tokenizer.apply_chat_template).parameters
+        taken = {"messages", *own, *self._tokenizer.special_tokens_map}
+        return frozenset(name for text in texts for name in variables_of(text)) - taken
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, which add no text unless they are asked for."""
+        return frozenset(self._special_ids)
 
     def special_id(self, name: str) -> int | None:
         """Return the id of the special token `name`; None if there is no special token of it."""
@@ -244,6 +266,13 @@ class Tokenizer:
     def _decode(self, *token_ids: int) -> bytes:
         text: str = self._backend.decode(list(token_ids))
         return text.encode()
+
+
+def _plain_chat(messages: Sequence[Mapping[str, object]], options: TemplateOptions) -> str:
+    lines = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+    if options.continue_final_message:
+        return lines[:-1]
+    return lines + "assistant:" if options.add_generation_prompt else lines
 
 
 def _has_decoder(decoder: Any, kind: str) -> bool:

@@ -63,6 +63,7 @@ DRAFT_KINDS = (
 SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own weights
 KINDS_WITHOUT_WORKER = ("heads", "none")  # heads draft in the target's worker
 PLACEMENTS = ("auto", "together", "apart")
+REFUSE, WARN, IGNORE = "refuse", "warn", "ignore"  # of http.unknown_parameters
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it is part of names of files and sockets
@@ -219,6 +220,8 @@ class HttpConfig:
     # names that requests may be addressed to; (): any, but on the loopback without keys its own
     hosts: tuple[str, ...] = setting((), list_of(text()))
     root_path: str = setting("", text(empty=True))
+    # of a body, that nothing knows; those that are only reported stand in log and headers
+    unknown_parameters: str = setting(REFUSE, choice(REFUSE, WARN, IGNORE))
     # proxies in front of Serve's that append to X-Forwarded-For
     trusted_proxies: int = setting(0, integer(0, 16))
     # where Ray may place gateways: clients' connections end with their node

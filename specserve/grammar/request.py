@@ -32,7 +32,7 @@ def parse_response_format(given: object) -> Grammar | None:
     """
     if given is None:
         return None
-    members = _members("response_format", given, ("type", "json_schema"))
+    members = _members("response_format", given, ("type", "json_schema", "schema"))
     kind, described = members.get("type"), members.get("json_schema")
     if kind not in ("text", "json_object", "json_schema"):
         raise BadValue(
@@ -44,10 +44,15 @@ def parse_response_format(given: object) -> Grammar | None:
             "response_format.json_schema goes with the type json_schema, and that type with it",
             param="response_format.json_schema",
         )
+    if "schema" in members and kind != "json_object":
+        raise BadValue(
+            "response_format.schema goes with the type json_object", param="response_format.schema"
+        )
     if kind == "text":
         return None
+    anything = members.get("schema", JSON_OBJECT)
     return schema_grammar(
-        "response_format", JSON_OBJECT if described is None else _openai_schema(described)
+        "response_format", anything if described is None else _openai_schema(described)
     )
 
 

@@ -42,7 +42,7 @@ for _ in range(MAX_DEPTH + 1):
 # served in the 256 positions of the fake engine.
 LIMITS = [
     ("n", None, MAX_N + 1),
-    ("best_of", 1, 2),
+    ("best_of", MAX_N, MAX_N + 1),
     ("max_tokens", MAX_COUNT, MAX_COUNT + 1),
     ("top_k", MAX_COUNT, MAX_COUNT + 1),
     ("top_k", MAX_COUNT, 10**30),

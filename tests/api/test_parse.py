@@ -330,7 +330,7 @@ BOTH: Faults = [
     ({"guided": {"json": {"type": "strang"}}}, "guided"),
     ({"guided": {"patience": "long"}}, "patience"),
     ({"guided_regex": 5}, "guided_regex"),
-    ({"guided_regex": "a", "guided_json": {}}, "guided"),
+    ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
     ({"response_format": "text"}, "response_format"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -342,7 +342,7 @@ BOTH: Faults = [
     ({"speculation": {"verifier": "best"}}, "speculation.verifier"),
     ({"speculation": {"depth": 1}}, "depth"),
     ({"temprature": 1}, "temprature"),
-    ({"store": True}, "store"),
+    ({"store": "yes"}, "store"),
     ({"user": 5}, "user"),
 ]
 COMPLETIONS: Faults = [
@@ -360,7 +360,7 @@ COMPLETIONS: Faults = [
     ({"prompt": "\ud800"}, "prompt"),
     ({"prompt": [1] * CONTEXT}, "prompt"),
     ({"prompt": ["x"] * 10, "n": 100}, "n"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
     ({"suffix": "end"}, "suffix"),
     ({"logprobs": 21}, "logprobs"),
     ({"guided_choice": ["a"], "echo": True}, "echo"),
@@ -378,7 +378,7 @@ CHATS: Faults = [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
             ]
         },
-        "image_url",
+        "messages",
     ),
     ({"messages": [{"role": "user", "content": "x " * 2000}]}, "messages"),
     (

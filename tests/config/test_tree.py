@@ -79,6 +79,7 @@ CONTRACT = {
         "cors_origins",
         "hosts",
         "root_path",
+        "unknown_parameters",
         "trusted_proxies",
         "tls_cert",
         "tls_key",

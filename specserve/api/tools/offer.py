@@ -9,7 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from specserve.api.schema import ChatBody, FunctionTool, NamedTool
+from specserve.api.constraints import constraint_name
+from specserve.api.schema import AllowedTools, ChatBody, FunctionTool, NamedTool
 from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.grammar import CallGrammar
 from specserve.errors import BadValue
@@ -119,6 +120,16 @@ def parse_offer(body: ChatBody) -> Offer | None:
     _check_conflicts(body)
     if isinstance(choice, NamedTool):
         return Offer(tools, (_find_tool(choice, tools),), must_call=True, parallel=False)
+    if isinstance(choice, AllowedTools):
+        if not choice.allowed_tools.tools:
+            raise BadValue("tool_choice allows none of the tools", param="tool_choice")
+        allowed = [_find_tool(one, tools) for one in choice.allowed_tools.tools]
+        return Offer(
+            tools,
+            tuple(tool for tool in tools if tool in allowed),
+            must_call=choice.allowed_tools.mode == "required",
+            parallel=body.parallel_tool_calls is not False,
+        )
     return Offer(
         tools, tools, must_call=choice == "required", parallel=body.parallel_tool_calls is not False
     )
@@ -167,13 +178,13 @@ def _find_tool(choice: NamedTool, tools: Sequence[Tool]) -> Tool:
 
 def _check_conflicts(body: ChatBody) -> None:
     """Raise BadValue for parameters that exclude tools. Tools are a grammar, and a text has one."""
-    for name in ("guided", "guided_regex", "guided_grammar", "guided_json", "guided_choice"):
-        if getattr(body, name) is not None:
-            raise BadValue(
-                f"{name} and tools both say what the text must be; "
-                "give one of them, or tool_choice none",
-                param=name,
-            )
+    name = constraint_name(body)
+    if name is not None:
+        raise BadValue(
+            f"{name} and tools both say what the text must be; "
+            "give one of them, or tool_choice none",
+            param=name,
+        )
     if body.ignore_eos:
         raise BadValue(
             "ignore_eos and tools exclude one another: a call ends where it ends",

@@ -1,0 +1,62 @@
+"""Parse the options of a chat template that a request gives beside messages and tools.
+
+A variable that the template does not read is refused, since it would change nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from specserve.api.chat_template import TemplateOptions
+from specserve.api.schema import ChatBody, TokenizeBody
+from specserve.errors import BadValue
+
+
+class TemplateVariables(Protocol):
+    """The names that a model's chat template reads, as a Tokenizer knows them."""
+
+    @property
+    def template_variables(self) -> frozenset[str]: ...
+
+
+def parse_template_options(
+    body: ChatBody | TokenizeBody, template: TemplateVariables
+) -> TemplateOptions:
+    """Return the options of a chat. Variables that the template does not read are refused."""
+    continues = body.continue_final_message is True
+    if continues and body.add_generation_prompt:
+        raise BadValue(
+            "continue_final_message and add_generation_prompt exclude one another: "
+            "the prompt ends inside the last message, or behind it",
+            param="continue_final_message",
+        )
+    adds = body.add_generation_prompt is not False and not continues
+    return TemplateOptions(adds, continues, _variables(body, template))
+
+
+def _variables(body: ChatBody | TokenizeBody, template: TemplateVariables) -> dict[str, object]:
+    variables = dict(body.chat_template_kwargs or {})
+    for name in variables:
+        if name not in template.template_variables:
+            known = ", ".join(sorted(template.template_variables)) or "none"
+            raise BadValue(
+                f"chat_template_kwargs has {name[:60]!r}, and the model's chat template has no "
+                f"such variable; its variables are: {known[:150]}",
+                param="chat_template_kwargs",
+            )
+    effort = body.reasoning_effort if isinstance(body, ChatBody) else None
+    if effort is None:
+        return variables
+    if "reasoning_effort" in template.template_variables:
+        if "reasoning_effort" in variables:
+            raise BadValue(
+                "reasoning_effort stands in chat_template_kwargs, too; give one of them",
+                param="reasoning_effort",
+            )
+        return variables | {"reasoning_effort": effort}
+    if effort != "none":
+        raise BadValue(
+            "reasoning_effort is not supported: the model's chat template does not know it",
+            param="reasoning_effort",
+        )
+    return variables
