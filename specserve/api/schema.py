@@ -14,6 +14,7 @@ from pydantic import (
     FailFast,
     Field,
     PrivateAttr,
+    StrictInt,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -64,7 +65,8 @@ def _check_depth(given: Any) -> Any:
 
 
 # A faulty list is refused at its first fault, since a body of megabytes may hold a million.
-Ids = TypeAliasType("Ids", Annotated[list[int], FailFast()])
+# Strict by themselves: FastAPI shares their schema outside of the strict models.
+Ids = TypeAliasType("Ids", Annotated[list[StrictInt], FailFast()])
 Texts = TypeAliasType("Texts", Annotated[list[str], FailFast()])
 Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Prompts = TypeAliasType("Prompts", Annotated[list[str | Ids], FailFast()])
