@@ -21,18 +21,20 @@ from specserve.api.middleware import (
     IGNORED,
     REQUEST_ID,
     AccessLog,
+    HeadAsGet,
     HeadLimit,
     HostCheck,
     InternalErrorHandler,
     KeyCheck,
     LoadLimit,
 )
-from specserve.api.playground.page import HOME, PARTS, Page
+from specserve.api.playground.page import HOME, PARTS, REFERENCE, Page
 from specserve.api.refusal import Refusal
 from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
 from specserve.api.service import ServedModel, Service
 from specserve.api.tokenizer import Tokenizer
+from specserve.api.unserved import TEXT_ONLY_PATHS, text_only
 from specserve.config.tree import Config, HttpConfig
 from specserve.errors import SpecserveError
 from specserve.metrics import Registry
@@ -60,7 +62,7 @@ def build(
         title="specserve",
         version="v1",  # of the protocol, not of the package
         redirect_slashes=False,
-        docs_url=None,  # both pages would load scripts from elsewhere
+        docs_url=None,  # the framework's pages would load scripts from elsewhere
         redoc_url=None,
         middleware=_middleware(config, metrics, page, service, access),
         exception_handlers=dict.fromkeys(
@@ -83,7 +85,10 @@ def build(
         unknown_parameters=config.http.unknown_parameters,
     )
     _add_routes(app, endpoints)
+    for path in TEXT_ONLY_PATHS:
+        app.api_route(path, methods=["GET", "POST", "DELETE"], include_in_schema=False)(text_only)
     app.get(HOME, include_in_schema=False)(page.home)
+    app.get(REFERENCE, include_in_schema=False)(page.reference)
     app.get(PARTS + "{name}", include_in_schema=False)(page.part)
     return app
 
@@ -96,7 +101,10 @@ def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
     app.post("/tokenize")(endpoints.tokenize)
     app.post("/detokenize")(endpoints.detokenize)
     app.get("/health")(endpoints.health)
+    app.get("/ping")(endpoints.ping)
+    app.post("/ping")(endpoints.ping)
     app.get("/ready")(endpoints.ready)
+    app.get("/version")(endpoints.version)
     app.get("/metrics")(endpoints.metrics)
     app.get("/trace")(endpoints.trace)
 
@@ -129,6 +137,7 @@ def _middleware(
             if cors
             else []
         ),
+        Middleware(HeadAsGet),
         Middleware(InternalErrorHandler, log_prompts=config.logs.prompts),
         Middleware(HeadLimit),
         *([Middleware(HostCheck, hosts=hosts)] if hosts else []),

@@ -37,7 +37,14 @@ IGNORED = "x-specserve-ignored"
 """Header with the names of parameters that nothing knows and that were ignored."""
 MAX_HEAD = 32 * 1024
 """Bytes of a request's path, query and headers. Serve's HAProxy takes no more than 16 kB."""
-SCOPES_OF_PATHS = {"/trace": TRACE, "/metrics": METRICS, "/health": None, "/ready": None}
+SCOPES_OF_PATHS = {
+    "/trace": TRACE,
+    "/metrics": METRICS,
+    "/health": None,
+    "/ping": None,
+    "/ready": None,
+    "/version": None,
+}
 """Scopes that keys need for paths that are not open; all others need GENERATE, probes none."""
 _PORT = re.compile(r":[0-9]+$")
 _VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -85,6 +92,25 @@ class AccessLog:
                 self._metrics.count_failure(status)
             address = client_address(scope, trusted_proxies=self._trusted_proxies)
             _log_request(scope, status, self._metrics.clock() - start, address)
+
+
+class HeadAsGet:
+    """Answers to HEAD: the status and headers that GET would have, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
 class InternalErrorHandler:

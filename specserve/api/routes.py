@@ -12,7 +12,7 @@ from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve import metrics
+from specserve import __version__, metrics
 from specserve.api.access import ClientAccess
 from specserve.api.choices import CHAT, COMPLETION, ResponseKind
 from specserve.api.constraints import errors_as_sent
@@ -129,6 +129,14 @@ class Endpoints:
         if status.device_troubles:
             healthy["devices"] = "; ".join(status.device_troubles)
         return json_response(healthy | _trouble_member(trouble))
+
+    async def ping(self) -> Response:
+        """Return what `/health` returns, for hosts that probe this path."""
+        return await self.health()
+
+    async def version(self) -> Response:
+        """Return the release of specserve."""
+        return json_response({"version": __version__})
 
     async def ready(self) -> Response:
         """Return 200 if requests are taken."""

@@ -51,7 +51,9 @@ def test_a_key_of_the_file_opens_the_server(locked: RunningServer, key: str) -> 
         {"Authorization": "first-key"},
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/models", "/trace", "/openapi.json", "/v1/nothing", "/docs"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/trace", "/openapi.json", "/v1/nothing", "/version", "/ping"]
+)
 def test_without_a_valid_key_other_paths_are_refused(
     locked: RunningServer, path: str, headers: dict[str, str]
 ) -> None:
@@ -71,18 +73,18 @@ def test_the_official_client_sees_that_its_key_is_wrong(locked: RunningServer) -
         client.models.list()
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/metrics"])
-def test_probes_and_the_page_need_no_key(locked: RunningServer, path: str) -> None:
+@pytest.mark.parametrize("path", ["/", "/docs", "/health", "/ready", "/metrics"])
+def test_probes_and_the_pages_need_no_key(locked: RunningServer, path: str) -> None:
     assert locked.ask(path).status == 200
 
 
 @pytest.mark.parametrize(
     ("key", "opened"),
     [
-        ("all-key", {"/v1/models", "/trace", "/metrics", "/health"}),
-        ("plain-key", {"/v1/models", "/health"}),
-        ("trace-key", {"/trace", "/health"}),
-        ("metrics-key", {"/metrics", "/health"}),
+        ("all-key", {"/v1/models", "/trace", "/metrics", "/health", "/ping", "/version"}),
+        ("plain-key", {"/v1/models", "/health", "/ping", "/version"}),
+        ("trace-key", {"/trace", "/health", "/ping", "/version"}),
+        ("metrics-key", {"/metrics", "/health", "/ping", "/version"}),
     ],
 )
 def test_a_key_is_for_its_scopes(tmp_path: Path, key: str, opened: set[str]) -> None:

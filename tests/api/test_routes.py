@@ -9,6 +9,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from specserve import __version__
 from specserve.api import routes as endpoints
 from specserve.api.service import Status
 from specserve.errors import WorkerLost
@@ -215,3 +216,40 @@ def test_the_openapi_page_names_every_path_and_parameter_of_the_contract(
     assert set(shapes["CompletionBody"]["properties"]) >= common | {"prompt", "echo"}
     assert set(shapes["ChatBody"]["properties"]) >= common | {"messages"}
     assert "422" not in page["paths"]["/v1/completions"]["post"]["responses"]
+
+
+def test_the_release_is_shown_and_a_ping_is_a_health_check(server: RunningServer) -> None:
+    assert server.ask("/version").json == {"version": __version__}
+    assert server.ask("/ping").json == server.ask("/health").json == {"status": "healthy"}
+    assert server.ask("/ping", method="POST").status == 200
+    with serving(FakeService(state=Status(ready=False, healthy=False, why="it hangs"))) as ill:
+        for method in ("GET", "POST"):
+            reply = ill.ask("/ping", method=method)
+            assert (reply.status, reply.error["message"]) == (503, "it hangs")
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/health", "/ready", "/v1/models", "/v1/nothing"])
+def test_head_has_the_status_and_headers_of_get_and_no_body(
+    server: RunningServer, path: str
+) -> None:
+    get, head = server.ask(path), server.ask(path, method="HEAD")
+    kept = ("content-type", "content-length")
+    assert (head.status, head.body) == (get.status, b"")
+    assert [head.headers[name] for name in kept] == [get.headers[name] for name in kept]
+
+
+def test_head_of_a_path_that_is_only_posted_to_is_refused(server: RunningServer) -> None:
+    head = server.ask("/v1/completions", method="HEAD")
+    assert (head.status, head.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/audio/speech", "/v1/images/generations", "/v1/rerank"]
+)
+def test_paths_for_anything_but_text_are_a_404_that_says_so(
+    server: RunningServer, path: str
+) -> None:
+    reply = server.ask(path, {"model": "demo", "input": "hello"})
+    assert (reply.status, reply.error["code"]) == (404, "not_found")
+    assert path in reply.error["message"]
+    assert "text only" in reply.error["message"]

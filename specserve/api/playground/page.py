@@ -1,4 +1,7 @@
-"""Serve the playground: one page and its parts, read once. Knows files and their types only."""
+"""Serve the playground and the API's reference: two pages and their parts, read once.
+
+Knows files and their types only.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from importlib.resources import files
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-HOME, PARTS = "/", "/playground/"
+HOME, REFERENCE, PARTS = "/", "/docs", "/playground/"
 TYPES = {
     ".css": "text/css",
     ".html": "text/html",
@@ -37,7 +40,7 @@ HEADERS = {
 
 
 class Page:
-    """The page at `GET /` and what it loads."""
+    """The pages at `GET /` and `GET /docs`, and what they load."""
 
     def __init__(self) -> None:
         found = files("specserve.api.playground").iterdir()
@@ -48,10 +51,13 @@ class Page:
     @property
     def paths(self) -> frozenset[str]:
         """Paths that a browser requests before it can send a key."""
-        return frozenset((HOME, *(PARTS + name for name in self._files)))
+        return frozenset((HOME, REFERENCE, *(PARTS + name for name in self._files)))
 
     async def home(self) -> Response:
         return self._answer("index.html")
+
+    async def reference(self) -> Response:
+        return self._answer("reference.html")
 
     async def part(self, name: str) -> Response:
         if name not in self._files:

@@ -21,6 +21,10 @@ export class Server {
     return data[0];
   }
 
+  description() {
+    return this.#json("openapi.json");
+  }
+
   // null once requests are taken, else why they are not.
   async unready() {
     try {

@@ -1,0 +1,25 @@
+"""Paths of OpenAI's API that a server of text cannot have, and their refusal. Reads no bodies."""
+
+from __future__ import annotations
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+TEXT_ONLY_PATHS = (
+    "/v1/embeddings",
+    "/v1/moderations",
+    "/v1/rerank",
+    "/v1/audio/{rest:path}",
+    "/v1/images/{rest:path}",
+    "/v1/videos",
+)
+
+
+async def text_only(request: Request) -> Response:
+    """Refuse with 404, in words."""
+    raise HTTPException(
+        404,
+        f"{request.url.path} is not served: this server writes text only, by /v1/completions and "
+        "/v1/chat/completions; embeddings, audio and images need another model server",
+    )
