@@ -109,8 +109,10 @@ class ChatChoice:
         logprobs = (
             "null" if delta.logprobs is None else to_json(chat_logprobs(self._tokenizer, delta))
         )
-        if delta.text or delta.calls is None or members:
-            members["content"] = delta.text if delta.text or delta.calls is None else None
+        has_content = bool(delta.text) or (delta.calls is None and not delta.reasoning)
+        if has_content or members:
+            members["content"] = delta.text if has_content else None
+        members |= _reasoning_members(delta)
         if delta.calls:
             members["tool_calls"] = [_call_delta_json(call) for call in delta.calls]
         prompt_logprobs = self.prompt_logprobs.take_member()
@@ -121,6 +123,8 @@ class ChatChoice:
 
     def full_json(self, delta: OutputDelta) -> Iterator[str]:
         message: dict[str, object] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.reasoning:
+            message |= {"content": delta.text or None, **_reasoning_members(delta)}
         if delta.calls:
             message |= {
                 "content": delta.text or None,
@@ -129,6 +133,12 @@ class ChatChoice:
         yield f'"message":{to_json(message)},"logprobs":'
         yield from self._lists.json()
         yield self.prompt_logprobs.member()
+
+
+def _reasoning_members(delta: OutputDelta) -> dict[str, object]:
+    """Return the reasoning by the name that most clients read, and by vLLM's newer one."""
+    reasoning = delta.reasoning
+    return {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
 
 
 class JsonLists:

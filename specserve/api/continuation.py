@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from specserve.api.detokenizer import IncrementalDetokenizer
+from specserve.api.reasoning.formats import PromptReasoning
+from specserve.api.reasoning.parse import new_parser
 from specserve.api.tokenizer import Tokenizer
 from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.parse import CallDelta, CallParser
@@ -25,6 +27,7 @@ class OutputDelta:
     logprobs: tuple[Logprobs, ...] | None = None
     finish: FinishReason | None = None
     calls: tuple[CallDelta, ...] | None = None  # None: this continuation cannot call tools
+    reasoning: str = ""
     prompt_logprobs: PromptLogprobs | None = None  # of all of the prompt, in the first delta
 
     @property
@@ -48,6 +51,7 @@ class OutputDelta:
             prompt_logprobs=next(
                 (one.prompt_logprobs for one in deltas if one.prompt_logprobs is not None), None
             ),
+            reasoning="".join(delta.reasoning for delta in deltas),
         )
 
 
@@ -62,7 +66,9 @@ class Continuation:
         "_detokenizer",
         "_includes_stop",
         "_prompt_parts",
+        "_reasoning_parser",
         "finish",
+        "num_reasoning_tokens",
         "prompt",
         "stats",
         "token_ids",
@@ -77,6 +83,7 @@ class Continuation:
         stop: Iterable[str] = (),
         min_tokens: int = 0,
         call_format: ModelCallFormat | None = None,
+        reasoning: PromptReasoning | None = None,
         includes_stop: bool = False,
         shows_special: bool = False,
     ) -> None:
@@ -84,17 +91,21 @@ class Continuation:
 
         `prefix_ids` are the tokens before the text where these are not the prompt, as for an
         encoder-decoder. No stop string ends the first `min_tokens` tokens. `call_format` is how
-        the text calls tools, if it may. If it `includes_stop`, the text ends with what stopped it;
-        `shows_special` is for the names of special tokens.
+        the text calls tools, if it may, and `reasoning` how it begins with reasoning. If it
+        `includes_stop`, the text ends with what stopped it; `shows_special` is for the names of
+        special tokens.
         """
         self.prompt = prompt
         self.token_ids: list[int] = []
         self.finish: FinishReason | None = None
         self.stats: Stats | None = None  # the latest received
         self._prompt_parts: list[PromptLogprobs] = []  # up to the first tokens
-        visible_ids = set() if call_format is None else set(call_format.special_ids.values())
-        visible_ids |= tokenizer.special_ids if shows_special else frozenset()
         self._includes_stop = includes_stop
+        visible_ids = {
+            *(() if call_format is None else call_format.special_ids.values()),
+            *(() if reasoning is None else reasoning.model.marker_ids.values()),
+            *(tokenizer.special_ids if shows_special else ()),
+        }
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             prompt if prefix_ids is None else prefix_ids,
@@ -104,6 +115,10 @@ class Continuation:
             includes_stop=includes_stop,
         )
         self._call_parser = None if call_format is None else CallParser(call_format.format)
+        self._reasoning_parser = (
+            None if reasoning is None else new_parser(reasoning, has_calls=call_format is not None)
+        )
+        self.num_reasoning_tokens = 0  # up to the one that ends the reasoning
 
     @property
     def hit_stop_string(self) -> bool:
@@ -122,9 +137,8 @@ class Continuation:
             return OutputDelta("")
         num_before = self._detokenizer.num_tokens
         is_hidden = chunk.finish is FinishReason.STOP and not self._includes_stop
-        text = self._detokenizer.push(chunk.tokens[:-1] if is_hidden else chunk.tokens)
-        if chunk.finish is not None:
-            text += self._detokenizer.finish()
+        shown = chunk.tokens[:-1] if is_hidden else chunk.tokens
+        reasoning, text = self._split_reasoning(shown, is_last=chunk.finish is not None)
         end = (
             self._detokenizer.num_tokens - num_before if self.hit_stop_string else len(chunk.tokens)
         )
@@ -139,6 +153,7 @@ class Continuation:
             logprobs,
             self.finish,
             calls,
+            reasoning,
             self._take_prompt_logprobs() if chunk.tokens or chunk.finish else None,
         )
 
@@ -152,6 +167,22 @@ class Continuation:
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
         parts, self._prompt_parts = self._prompt_parts, []
         return PromptLogprobs.join(parts) if parts else None
+
+    def _split_reasoning(self, tokens: Sequence[int], *, is_last: bool) -> tuple[str, str]:
+        """Return what tokens add to the reasoning, and to the text behind it."""
+        parser = self._reasoning_parser
+        if parser is None:
+            text = self._detokenizer.push(tokens)
+            return "", text + (self._detokenizer.finish() if is_last else "")
+        parts = []
+        for token in tokens:  # one by one, so that those of the reasoning can be counted
+            if self._detokenizer.hit_stop_string:
+                break
+            self.num_reasoning_tokens += parser.is_reasoning
+            parts.append(parser.push(self._detokenizer.push((token,))))
+        if is_last or self._detokenizer.hit_stop_string:
+            parts += [parser.push(self._detokenizer.finish()), parser.finish()]
+        return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
     def _parse_calls(self, text: str) -> tuple[str, tuple[CallDelta, ...] | None]:
         """Split text into content and calls.

@@ -67,6 +67,7 @@ class Generation:
                 stop=sampling.stops,
                 min_tokens=sampling.min_tokens,
                 call_format=generation_request.call_format,
+                reasoning=generation_request.reasoning,
                 includes_stop=sampling.include_stop_str_in_output,
                 shows_special=not sampling.skip_special_tokens,
             )
@@ -86,6 +87,13 @@ class Generation:
     @property
     def num_completion_tokens(self) -> int:
         return sum(len(continuation.token_ids) for continuation in self.continuations)
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """Tokens of reasoning among them; None if the model's format of it is not known."""
+        if self._generation_request.reasoning is None:
+            return None
+        return sum(continuation.num_reasoning_tokens for continuation in self.continuations)
 
     async def __aenter__(self) -> Generation:
         if self._account is not None:

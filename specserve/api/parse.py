@@ -15,6 +15,8 @@ from typing import TypeVar
 from specserve.api.best_of import BestOf
 from specserve.api.chat_template import TemplateOptions
 from specserve.api.constraints import members, parse_constraint
+from specserve.api.reasoning.formats import PROMPT_TAIL, ModelReasoning, PromptReasoning
+from specserve.api.reasoning.grammar import BUDGET, reasoning_grammar
 from specserve.api.schema import ChatBody, CompletionBody, GenerationBody, Message
 from specserve.api.service import ServedModel
 from specserve.api.template_options import parse_template_options
@@ -77,6 +79,7 @@ class GenerationRequest:
     request_id: str | None = None  # the client's, for the response's id
     best_of: BestOf | None = None  # of the continuations, only so many are sent
     call_format: ModelCallFormat | None = None  # how it calls tools; None: it cannot
+    reasoning: PromptReasoning | None = None  # before the answer; None: no known format of it
 
 
 class RequestParser:
@@ -88,6 +91,10 @@ class RequestParser:
     @cached_property
     def _call_format(self) -> ModelCallFormat:
         return ModelCallFormat.from_template(self._tokenizer.tool_template, self._tokenizer)
+
+    @cached_property
+    def _reasoning(self) -> ModelReasoning | None:
+        return ModelReasoning.from_template(self._tokenizer.tool_template, self._tokenizer)
 
     async def completion(self, body: CompletionBody) -> GenerationRequest:
         self.check_model(body.model)
@@ -125,12 +132,21 @@ class RequestParser:
         ids = await self.chat_ids(body.messages, offer, options, is_cut=keep is not None)
         ids = ids if keep is None else ids[-keep:]
         self._check_prompt(ids, param="messages")
+        reasoning = self._prompt_reasoning(ids)
+        sampling = _with_reasoning(sampling, reasoning, body.thinking_token_budget)
         sampling = replace(
             sampling, max_tokens=_max_tokens(body, self._served.max_new_tokens(len(ids)))
         )
         prompt = Prompt(ids, is_encoder_input=self._served.is_encoder_decoder)
         parsed = _generation_request(body, (prompt,), sampling)
+        parsed = replace(parsed, reasoning=reasoning)
         return parsed if offer is None else replace(parsed, call_format=self._call_format)
+
+    def _prompt_reasoning(self, ids: Sequence[int]) -> PromptReasoning | None:
+        if self._reasoning is None or self._served.is_encoder_decoder:
+            return None
+        tail = self._tokenizer.prompt_tail(ids[-PROMPT_TAIL:])
+        return PromptReasoning(self._reasoning, self._reasoning.prompt_state(tail))
 
     async def _with_tools(self, sampling: Sampling, offer: Offer) -> Sampling:
         """Constrain the answer to tool calls, or to the `sampling` without them.
@@ -389,6 +405,30 @@ def _as_prompts(given: str | list[int] | list[str | list[int]]) -> list[str | li
     ids = [token for token in given if isinstance(token, int)]
     prompts = [prompt for prompt in given if not isinstance(prompt, int)]
     return prompts or [ids]
+
+
+def _with_reasoning(
+    sampling: Sampling, reasoning: PromptReasoning | None, budget: int | None
+) -> Sampling:
+    """Let the grammar of the answer begin behind the reasoning, whose tokens may have a limit."""
+    budget = None if budget == -1 else budget
+    if budget is not None and reasoning is None:
+        raise BadValue(
+            f"{BUDGET} is not supported: this model's template shows no known form of reasoning",
+            param=BUDGET,
+        )
+    if budget is not None and sampling.ignore_eos:
+        raise BadValue(
+            f"{BUDGET} and ignore_eos exclude one another: a text with a limit on its reasoning "
+            "follows a grammar, and ends where that does",
+            param=BUDGET,
+        )
+    if reasoning is None:
+        return sampling
+    text = reasoning_grammar(reasoning, sampling.grammar, budget)
+    if text is None:
+        return sampling
+    return replace(sampling, response_format=None, guided={"grammar": text})
 
 
 async def _check_grammar(sampling: Sampling) -> None:

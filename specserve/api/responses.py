@@ -114,15 +114,19 @@ class GenerationResponse(Response):
             for _ in self._choices[index].add_prompt_logprobs(delta.prompt_logprobs):
                 await asyncio.sleep(0)
 
-    def _usage(self, num_sent: int | None = None) -> dict[str, int]:
+    def _usage(self, num_sent: int | None = None) -> dict[str, object]:
         """Return the usage until now, or until `num_sent` tokens had been sent."""
         prompt_tokens = self._generation.num_prompt_tokens
         completion_tokens = self._generation.num_completion_tokens if num_sent is None else num_sent
-        return {
+        reasoning_tokens = self._generation.num_reasoning_tokens
+        usage: dict[str, object] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
+        if reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return usage
 
     def _choice_ids(self, index: int, ids: Sequence[int], *, with_prompt: bool = True) -> str:
         """Return the members with the ids of a choice's tokens, which may have been asked for."""
@@ -250,6 +254,7 @@ class StreamedResponse(GenerationResponse):
         return bool(
             delta.text
             or delta.calls
+            or delta.reasoning
             or delta.finish
             or delta.logprobs
             or not self._has_sent[index]

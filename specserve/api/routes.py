@@ -12,7 +12,7 @@ from fastapi import Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specserve import __version__, metrics
+from specserve import metrics
 from specserve.api.access import ClientAccess
 from specserve.api.choices import CHAT, COMPLETION, ResponseKind
 from specserve.api.constraints import errors_as_sent
@@ -35,6 +35,7 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import IGNORE, REFUSE
 from specserve.errors import BadValue, SpecserveError, Unavailable
 from specserve.metrics import Registry, Snapshot
+from specserve.wire.version import RELEASE
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class Endpoints:
 
     async def version(self) -> Response:
         """Return the release of specserve."""
-        return json_response({"version": __version__})
+        return json_response({"version": RELEASE})
 
     async def ready(self) -> Response:
         """Return 200 if requests are taken."""

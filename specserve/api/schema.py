@@ -26,7 +26,7 @@ from specserve.api.dialects import is_neutral
 from specserve.api.strict_model import Body, StrictModel, Unsupported
 from specserve.errors import BadValue
 from specserve.grammar.request import MAX_DEPTH, is_too_deep
-from specserve.sampling_params import MAX_BIASES
+from specserve.sampling_params import MAX_BIASES, MAX_COUNT
 
 # Bounds of what no other limit bounds. OpenAI takes as many messages, and as much metadata.
 MAX_MESSAGES = 2048
@@ -336,6 +336,8 @@ class Message(StrictModel):
     )
     name: Label | None = None
     tool_call_id: Label | None = Field(None, description="Which call a tool answers.")
+    reasoning_content: str | None = Field(None, description="Of the assistant, for the template.")
+    reasoning: str | None = Field(None, description="A newer name of reasoning_content.")
 
     @field_validator("tool_calls")
     @classmethod
@@ -423,6 +425,9 @@ class ChatBody(GenerationBody):
 
     messages: Messages
     logprobs: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = Field(
+        None, description="Tokens of reasoning, behind which its end is forced; -1 is no limit."
+    )
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = Field(
         None, description="auto, unless there are no tools."

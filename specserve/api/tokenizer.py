@@ -58,9 +58,9 @@ class Tokenizer:
                 f"{type(tokenizer).__name__} is no tokenizer of the tokenizers library "
                 "(tokenizer.json), which specserve needs"
             )
-        self._special_ids = {
-            token for token, added in tokenizer.added_tokens_decoder.items() if added.special
-        }
+        added = tokenizer.added_tokens_decoder
+        self._added_ids = set(added)
+        self._special_ids = {token for token, one in added.items() if one.special}
         decoder = json.loads(self._backend.to_str())["decoder"]
         self._byte_level = _has_decoder(decoder, "ByteLevel")
         self._byte_fallback = _has_decoder(decoder, "ByteFallback")
@@ -165,10 +165,22 @@ class Tokenizer:
         """Ids of special tokens, which add no text unless they are asked for."""
         return frozenset(self._special_ids)
 
-    def special_id(self, name: str) -> int | None:
-        """Return the id of the special token `name`; None if there is no special token of it."""
+    def added_id(self, name: str) -> int | None:
+        """Return the id of the added token `name`; None if there is none.
+
+        A text under a grammar cannot spell an added token, whether it is special or not.
+        """
         token: int | None = self._backend.token_to_id(name)
-        return token if token in self._special_ids else None
+        return token if token in self._added_ids else None
+
+    def prompt_tail(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the last tokens of a prompt, with the names of special ones."""
+        return "".join(
+            self.token_name(token)
+            if token in self._special_ids
+            else self.token_bytes(token).decode(errors="replace")
+            for token in token_ids
+        )
 
     @cached_property
     def fingerprint(self) -> str:

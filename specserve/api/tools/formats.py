@@ -6,7 +6,7 @@ Both the grammars of answers and the parser of answers follow it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -96,10 +96,15 @@ DEFAULT_FORMAT = FORMATS["hermes"]  # if the template teaches none
 
 
 class Vocabulary(Protocol):
-    """A tokenizer's special tokens."""
+    """A tokenizer's added tokens."""
 
-    def special_id(self, name: str) -> int | None:
-        """Return None for what is no token, or a token with a text."""
+    def added_id(self, name: str) -> int | None:
+        """Return None for what is no added token."""
+        ...
+
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Added tokens without a text."""
         ...
 
 
@@ -108,7 +113,7 @@ class ModelCallFormat:
     """The call format of one model, in its tokens."""
 
     format: CallFormat
-    special_ids: Mapping[str, int]  # of markers without a text, which an answer must show
+    special_ids: Mapping[str, int]  # of markers that are one token, which an answer must show
     in_template: bool  # the model's own template teaches the format and renders tools and calls
 
     @classmethod
@@ -116,7 +121,7 @@ class ModelCallFormat:
         """Return the format that a model's template teaches, or the default one."""
         recognised = next(_recognise(template), None)
         form = recognised or DEFAULT_FORMAT
-        ids = {marker: vocabulary.special_id(marker) for marker in form.markers}
+        ids = {marker: vocabulary.added_id(marker) for marker in form.markers}
         return cls(
             form,
             {marker: token for marker, token in ids.items() if token is not None},

@@ -48,6 +48,9 @@ def _convert(message: Message, call_format: ModelCallFormat) -> dict[str, object
         converted["content"] = _content(message) + form.render(
             [(call.function.name, call.function.arguments) for call in calls]
         )
+    if reasoning := message.reasoning_content or message.reasoning:
+        # Templates of most families know the first name, and gpt-oss' the second.
+        converted |= {"reasoning_content": reasoning, "thinking": reasoning}
     if message.name is not None:
         converted["name"] = message.name
     if message.tool_call_id is not None:

@@ -93,7 +93,7 @@ class CallParser:
                 return True
         self._emit_content(
             len(self._pending)
-            - max((_overlap(self._pending, opening) for opening in openings), default=0)
+            - max((overlap(self._pending, opening) for opening in openings), default=0)
         )
         return False
 
@@ -183,7 +183,7 @@ def _may_open(text: str, form: CallFormat) -> bool:
     )
 
 
-def _overlap(text: str, opening: str) -> int:
+def overlap(text: str, opening: str) -> int:
     """Return the length of the longest end of `text` that `opening` begins with."""
     return next(
         (

@@ -58,7 +58,7 @@ def test_an_unrecognised_template_gets_the_default_format(template: str) -> None
 def test_only_special_tokens_are_written_by_their_ids() -> None:
     assert call_format("hermes").special_ids == {}
     assert call_format("mistral").special_ids == {
-        "[TOOL_CALLS]": family("mistral").special_id("[TOOL_CALLS]")
+        "[TOOL_CALLS]": family("mistral").added_id("[TOOL_CALLS]")
     }
     assert set(call_format("mistral_named").special_ids) == {"[TOOL_CALLS]", "[ARGS]"}
     assert set(call_format("llama").special_ids) == {"<|python_tag|>"}
