@@ -23,6 +23,7 @@ from specserve.api.refusal import (
     STATUS_KINDS,
     ErrorKind,
 )
+from specserve.api.response_items import body as response_body
 from specserve.api.service import ServedModel, Service
 from specserve.api.strict_model import StrictModel
 from specserve.api.tokenizer import Tokenizer
@@ -54,9 +55,7 @@ def page() -> str:
     inner = [
         name
         for name, shape in shapes.items()
-        if "properties" in shape
-        and name not in bodies
-        and issubclass(getattr(schema, name), StrictModel)
+        if "properties" in shape and name not in bodies and issubclass(_model(name), StrictModel)
     ]
     parts += [
         "## Shapes inside bodies\n",
@@ -78,6 +77,12 @@ def _operations(description: Mapping[str, Any]) -> Iterator[tuple[str, str, Sche
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
             yield method.upper(), path, operation
+
+
+def _model(name: str) -> type[StrictModel]:
+    """Return the class of a shape."""
+    found: type[StrictModel] = getattr(schema, name, None) or getattr(response_body, name)
+    return found
 
 
 def _body(operation: Schema) -> str | None:
@@ -114,7 +119,7 @@ def _meaning(parameter: Schema, required: bool) -> str:
 
 def _unsupported(name: str) -> str:
     """Return OpenAI's parameters that are refused unless their value changes nothing."""
-    known: Mapping[str, tuple[object, ...]] = getattr(schema, name).UNSUPPORTED
+    known: Mapping[str, tuple[object, ...]] = _model(name).UNSUPPORTED
     if not known:
         return ""
     taken = ", ".join(
@@ -195,9 +200,12 @@ def _named(name: str) -> str:
 _LISTS = {
     "Messages": "Message",
     "Parts": "TextPart",
+    "ResponseInput": "ResponseItem",
+    "ResponseTexts": "ResponseText",
+    "ResponseTools": "ResponseTool",
+    "NamedTools": "NamedTool",
     "ToolCalls": "ToolCall",
     "Tools": "ToolBody",
-    "NamedTools": "NamedTool",
 }
 
 
@@ -209,7 +217,7 @@ def _limits(shape: str, name: str, given: Schema) -> str:
     """Return the range from the message of `Sampling`, and the default."""
     sampled = {field.name: field.default for field in fields(Sampling)}
     if (
-        not issubclass(getattr(schema, shape), schema.GenerationBody)
+        not issubclass(_model(shape), schema.GenerationBody)
         or name not in sampled
         or name == "speculation"
     ):

@@ -34,12 +34,13 @@ from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
 from specserve.api.service import ServedModel, Service
 from specserve.api.tokenizer import Tokenizer
-from specserve.api.unserved import TEXT_ONLY_PATHS, text_only
+from specserve.api.unserved import STORED_RESPONSES, TEXT_ONLY_PATHS, nothing_stored, text_only
 from specserve.config.tree import Config, HttpConfig
 from specserve.errors import SpecserveError
 from specserve.metrics import Registry
 
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _EXPOSED_HEADERS = (REQUEST_ID, IGNORED, "Retry-After")
 
@@ -87,6 +88,9 @@ def build(
     _add_routes(app, endpoints)
     for path in TEXT_ONLY_PATHS:
         app.api_route(path, methods=["GET", "POST", "DELETE"], include_in_schema=False)(text_only)
+    app.api_route(STORED_RESPONSES, methods=["GET", "POST", "DELETE"], include_in_schema=False)(
+        nothing_stored
+    )
     app.get(HOME, include_in_schema=False)(page.home)
     app.get(REFERENCE, include_in_schema=False)(page.reference)
     app.get(PARTS + "{name}", include_in_schema=False)(page.part)
@@ -96,6 +100,7 @@ def build(
 def _add_routes(app: FastAPI, endpoints: Endpoints) -> None:
     app.post(COMPLETIONS)(endpoints.completions)
     app.post(CHAT_COMPLETIONS)(endpoints.chat_completions)
+    app.post(RESPONSES)(endpoints.responses)
     app.get("/v1/models")(endpoints.models)
     app.get("/v1/models/{name:path}")(endpoints.model)
     app.post("/tokenize")(endpoints.tokenize)
@@ -143,7 +148,10 @@ def _middleware(
         *([Middleware(HostCheck, hosts=hosts)] if hosts else []),
         *([_key_check(access, config, page)] if access is not None else []),
         Middleware(
-            LoadLimit, service=service, access=access, paths=(COMPLETIONS, CHAT_COMPLETIONS)
+            LoadLimit,
+            service=service,
+            access=access,
+            paths=(COMPLETIONS, CHAT_COMPLETIONS, RESPONSES),
         ),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes, seconds=BODY_S),
         Middleware(BodyDecoder, limit=config.limits.max_body_bytes),

@@ -227,12 +227,12 @@ class StreamedResponse(GenerationResponse):
             events = self._events(generation)
             first = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-            await _send(send, first)
+            await send_event(send, first)
             try:
                 async for event in events:
-                    await _send(send, event)
+                    await send_event(send, event)
             except Exception as error:  # the status is sent; in mid-stream the error is an event
-                await _send(send, self._error_event(error))
+                await send_event(send, self._error_event(error))
             await send({"type": "http.response.body", "body": DONE.encode(), "more_body": False})
 
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
@@ -322,7 +322,7 @@ async def _slices(parts: Iterator[str]) -> AsyncIterator[str]:
     yield "".join(held)
 
 
-async def _send(send: Send, event: str) -> None:
+async def send_event(send: Send, event: str) -> None:
     await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
 
 

@@ -20,6 +20,8 @@ from specserve.api.generation import Generation
 from specserve.api.key_file import KeyTrouble
 from specserve.api.metering import RequestMetrics
 from specserve.api.parse import GenerationRequest, RequestParser
+from specserve.api.response_items.answer import RESPONSE, ItemsResponse
+from specserve.api.response_items.body import ResponsesBody, to_chat
 from specserve.api.responses import (
     FullResponse,
     GenerationResponse,
@@ -33,7 +35,7 @@ from specserve.api.strict_model import Body, StrictModel, shown_names
 from specserve.api.template_options import parse_template_options
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import IGNORE, REFUSE
-from specserve.errors import BadValue, SpecserveError, Unavailable
+from specserve.errors import BadRequest, BadValue, SpecserveError, Unavailable
 from specserve.metrics import Registry, Snapshot
 from specserve.wire.version import RELEASE
 
@@ -88,6 +90,27 @@ class Endpoints:
         with errors_as_sent(body):
             parsed = await self._parser.chat(body)
         return self._respond(CHAT, parsed, request, start)
+
+    async def responses(self, body: ResponsesBody, request: Request) -> Response:
+        """Answer a text or a list of items with a list of items."""
+        start = self._request_metrics.clock()
+        self._log_body(body, request)
+        self._check_unknown(body, request)
+        try:
+            generation_request = await self._parser.chat(to_chat(body))
+        except BadRequest as error:
+            if getattr(error, "param", None) == "messages":
+                raise type(error)(str(error), param="input") from error
+            raise
+        return ItemsResponse(
+            self._generation(generation_request, request, start),
+            self._tokenizer,
+            generation_request,
+            self._head(RESPONSE, request),
+            self._request_metrics,
+            body=body,
+            log_prompts=self._log_prompts,
+        )
 
     async def models(self) -> Response:
         """Return the model that is served, as a list of one."""
@@ -169,18 +192,8 @@ class Endpoints:
         request: Request,
         start: float,
     ) -> GenerationResponse:
-        generation = Generation(
-            self._service,
-            self._tokenizer,
-            generation_request,
-            timeout_s=self._timeout_s,
-            metrics=self._request_metrics,
-            start=start,
-            key_use=getattr(request.state, "key_use", None),
-            shares_cache=self._shares_cache,
-        )
-        request_id = generation_request.request_id or request.state.request_id
-        head = ResponseHead(kind, request_id, int(time.time()), self._served.name)
+        generation = self._generation(generation_request, request, start)
+        head = self._head(kind, request, generation_request.request_id)
         if not generation_request.stream:
             return FullResponse(
                 generation, self._tokenizer, generation_request, head, self._request_metrics
@@ -194,6 +207,27 @@ class Endpoints:
             self._request_metrics,
             origins=origins,
             log_prompts=self._log_prompts,
+        )
+
+    def _head(
+        self, kind: ResponseKind, request: Request, request_id: str | None = None
+    ) -> ResponseHead:
+        """Return the head of an answer; the client may have chosen its id."""
+        given = request_id or request.state.request_id
+        return ResponseHead(kind, given, int(time.time()), self._served.name)
+
+    def _generation(
+        self, generation_request: GenerationRequest, request: Request, start: float
+    ) -> Generation:
+        return Generation(
+            self._service,
+            self._tokenizer,
+            generation_request,
+            timeout_s=self._timeout_s,
+            metrics=self._request_metrics,
+            start=start,
+            key_use=getattr(request.state, "key_use", None),
+            shares_cache=self._shares_cache,
         )
 
     def _log_body(self, body: StrictModel, request: Request) -> None:

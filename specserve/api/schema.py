@@ -40,7 +40,7 @@ REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-def _max_entries(most: int) -> BeforeValidator:
+def max_entries(most: int) -> BeforeValidator:
     """Return a validator that counts entries before they are checked.
 
     Pydantic would report every single one, in a hundred times the memory of the body.
@@ -181,7 +181,7 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _max_entries(MAX_BIASES)] = Field(
+    logit_bias: Annotated[dict[str, float] | None, max_entries(MAX_BIASES)] = Field(
         None, description="Token ids and what is added to their logits."
     )
     response_format: ResponseFormat | None = Field(None, description="What the text must be.")
@@ -198,7 +198,7 @@ class GenerationBody(Body):
     user: Label | None = Field(None, description="Taken and not used, like the three below.")
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
-    metadata: Annotated[dict[Label, Label] | None, _max_entries(MAX_METADATA)] = None
+    metadata: Annotated[dict[Label, Label] | None, max_entries(MAX_METADATA)] = None
     cache_salt: Annotated[Label | None, Field(min_length=1)] = Field(
         None, description="Pages are shared only with prompts of the same salt."
     )

@@ -6,6 +6,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specserve.api.response_items.body import NO_STATE
+
 TEXT_ONLY_PATHS = (
     "/v1/embeddings",
     "/v1/moderations",
@@ -15,11 +17,19 @@ TEXT_ONLY_PATHS = (
     "/v1/videos",
 )
 
+STORED_RESPONSES = "/v1/responses/{rest:path}"
+
+
+async def nothing_stored() -> Response:
+    """Refuse to look up an earlier response, in words."""
+    raise HTTPException(404, f"there are no stored responses: {NO_STATE}")
+
 
 async def text_only(request: Request) -> Response:
     """Refuse with 404, in words."""
     raise HTTPException(
         404,
-        f"{request.url.path} is not served: this server writes text only, by /v1/completions and "
-        "/v1/chat/completions; embeddings, audio and images need another model server",
+        f"{request.url.path} is not served: this server writes text only, by /v1/completions, "
+        "/v1/chat/completions and /v1/responses; other media and embeddings need "
+        "another model server",
     )

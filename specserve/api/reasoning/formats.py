@@ -57,7 +57,7 @@ FORMATS: Mapping[str, ReasoningFormat] = {
 
 
 class PromptState(Enum):
-    """What a prompt leaves to the answer: whether it may, must or cannot begin with reasoning."""
+    """State in which a prompt ends: the answer may, must or cannot begin with reasoning."""
 
     OPTIONAL = auto()  # the answer opens it, if the model likes to
     OPEN = auto()  # the prompt ends in it
