@@ -8,7 +8,7 @@ from functools import cache
 from transformers import AutoTokenizer
 
 from specserve.api.tokenizer import Tokenizer
-from specserve.api.tools.formats import ModelCallFormat
+from specserve.api.tools.formats import FORMATS, ModelCallFormat
 from specserve.config.tree import DEMO
 
 _HERMES = (
@@ -43,7 +43,28 @@ _MISTRAL = (
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 
+_DEEPSEEK = (
+    "{{ tools | tojson }}{% for m in messages %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "{{ 'PREFIX' + call.function.name + 'INFIX' + call.function.arguments + 'SUFFIX' }}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def _deepseek(name: str) -> str:
+    form, template = FORMATS[name], _DEEPSEEK
+    for part, text in (
+        ("PREFIX", form.prefix),
+        ("INFIX", form.infix),
+        ("SUFFIX", form.suffix + form.end),
+    ):
+        template = template.replace(part, text.replace("\n", "\\n"))
+    return template
+
+
 TEMPLATES: Mapping[str, str] = {
+    "deepseek_v3": _deepseek("deepseek_v3"),
+    "deepseek_v31": _deepseek("deepseek_v31"),
     "plain": "",
     "hermes": _HERMES,
     "llama": _LLAMA,
@@ -54,6 +75,8 @@ TEMPLATES: Mapping[str, str] = {
     ),
 }
 SPECIAL: Mapping[str, tuple[str, ...]] = {
+    "deepseek_v3": FORMATS["deepseek_v3"].markers,
+    "deepseek_v31": FORMATS["deepseek_v31"].markers,
     "hermes": ("<|im_start|>", "<|im_end|>"),
     "llama": ("<|python_tag|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
     "mistral": ("[TOOL_CALLS]", "[INST]", "[/INST]"),

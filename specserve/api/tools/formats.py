@@ -30,6 +30,7 @@ class CallFormat:
     template_marks: tuple[str, ...] = ()  # what a template that teaches this format has in it,
     excluded_marks: tuple[str, ...] = ()  # and what it has not
     id_length: int | None = None  # of the ids that the template takes; None: any
+    has_text_arguments: bool = False  # the template takes arguments as text, not as an object
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -37,7 +38,10 @@ class CallFormat:
         return tuple(
             marker
             for marker in MARKERS
-            if any(marker in text for text in (self.prefix, self.infix, self.suffix, self.prelude))
+            if any(
+                marker in text
+                for text in (self.prefix, self.infix, self.suffix, self.end, self.prelude)
+            )
         )
 
     def call_id(self, given: str) -> str:
@@ -52,7 +56,26 @@ class CallFormat:
         return self.prefix + (self.next_prefix or self.prefix).join(texts) + self.end
 
 
-MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+def _deepseek(name: str) -> str:
+    """Return one of DeepSeek's special tokens, with its wide bars and its low block for a space."""
+    return "<\uff5c" + name.replace(" ", "\u2581") + "\uff5c>"
+
+
+_CALLS, _CALLS_END = _deepseek("tool calls begin"), _deepseek("tool calls end")
+_CALL, _CALL_END = _deepseek("tool call begin"), _deepseek("tool call end")
+_SEPARATOR = _deepseek("tool sep")
+MARKERS = (
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    _CALLS,
+    _CALLS_END,
+    _CALL,
+    _CALL_END,
+    _SEPARATOR,
+)
 
 # The format of a template is the first one whose marks it has.
 FORMATS: Mapping[str, CallFormat] = {
@@ -83,6 +106,26 @@ FORMATS: Mapping[str, CallFormat] = {
         trigger="<tool_call>",
         template_marks=("<tool_call>",),
         excluded_marks=("<function=", "<arg_key>"),  # others write XML between the same tags
+    ),
+    "deepseek_v3": CallFormat(
+        prefix=f"{_CALLS}{_CALL}function{_SEPARATOR}",
+        infix="\n```json\n",
+        suffix=f"\n```{_CALL_END}",
+        next_prefix=f"\n{_CALL}function{_SEPARATOR}",
+        end=_CALLS_END,
+        trigger=_CALLS,
+        template_marks=(_CALLS, "```json"),
+        has_text_arguments=True,
+    ),
+    "deepseek_v31": CallFormat(
+        prefix=f"{_CALLS}{_CALL}",
+        infix=_SEPARATOR,
+        suffix=_CALL_END,
+        next_prefix=_CALL,
+        end=_CALLS_END,
+        trigger=_CALLS,
+        template_marks=(_CALLS,),
+        has_text_arguments=True,
     ),
     "llama": CallFormat(
         prefix='{"name": "',
@@ -125,14 +168,14 @@ class ModelCallFormat:
         return cls(
             form,
             {marker: token for marker, token in ids.items() if token is not None},
-            in_template=recognised is not None,
+            in_template=recognised is not None and "tools" in template,
         )
 
 
 def _recognise(template: str) -> Iterator[CallFormat]:
     for form in FORMATS.values():
         if (
-            "tools" in template
+            ("tools" in template or form.has_text_arguments)  # DeepSeek's show calls without tools
             and all(mark in template for mark in form.template_marks)
             and not any(mark in template for mark in form.excluded_marks)
         ):

@@ -64,7 +64,9 @@ def _content(message: Message) -> str:
 
 
 def _convert_call(call: ToolCall, form: CallFormat) -> dict[str, object]:
-    function = {"name": call.function.name, "arguments": _parse_arguments(call.function.arguments)}
+    given = call.function.arguments
+    arguments = given if form.has_text_arguments else _parse_arguments(given)
+    function = {"name": call.function.name, "arguments": arguments}
     return {"id": form.call_id(call.id), "type": "function", "function": function}
 
 

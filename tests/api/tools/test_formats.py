@@ -119,3 +119,14 @@ def test_of_several_templates_the_one_that_renders_tools_is_used() -> None:
     text = family.__wrapped__("plain")
     text._tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": TEMPLATES["hermes"]}
     assert ModelCallFormat.from_template(text.tool_template, text).in_template
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v31"])
+def test_a_template_of_calls_that_shows_no_tools_gets_them_in_words(name: str) -> None:
+    template = TEMPLATES[name].replace("{{ tools | tojson }}", "")
+    found = ModelCallFormat.from_template(template, family(name))
+    assert (found.format, found.in_template) == (FORMATS[name], False)
+    messages = to_template_messages(TALK, [TOOL], found)
+    assert "You may call functions" in str(messages[0]["content"])
+    called = FORMATS[name].render([("weather", '{"city": "Paris"}')])
+    assert messages[2]["content"] == called
