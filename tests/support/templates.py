@@ -74,9 +74,19 @@ TEMPLATES: Mapping[str, str] = {
         "{{ tools | tojson }}{% for m in messages %}{{ m.content }}[TOOL_CALLS][ARGS]{% endfor %}"
     ),
 }
+_DEEPSEEK_TOKENS = tuple(
+    f"<\uff5ctool\u2581{name}\uff5c>"
+    for name in (
+        "calls\u2581begin",
+        "calls\u2581end",
+        "call\u2581begin",
+        "call\u2581end",
+        "sep",
+    )
+)
 SPECIAL: Mapping[str, tuple[str, ...]] = {
-    "deepseek_v3": FORMATS["deepseek_v3"].markers,
-    "deepseek_v31": FORMATS["deepseek_v31"].markers,
+    "deepseek_v3": _DEEPSEEK_TOKENS,
+    "deepseek_v31": _DEEPSEEK_TOKENS,
     "hermes": ("<|im_start|>", "<|im_end|>"),
     "llama": ("<|python_tag|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
     "mistral": ("[TOOL_CALLS]", "[INST]", "[/INST]"),
