@@ -17,29 +17,36 @@ from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import is_encoder_decoder, read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.heads import require_heads_for
+from specserve.models.model import require_context
 from specserve.models.skip import skipped_layers
 from specserve.progress import ReportProgress, no_progress
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
+    """The target's directory and tokenizer, and the positions of its context."""
+
     target: Path
     tokenizer: Tokenizer
+    context: int
+    reads_prompt_apart: bool = False  # as an encoder input, which takes none of the context
 
 
 def find_checkpoints(config: Config, report_progress: ReportProgress = no_progress) -> Checkpoints:
     """Find the target and check that the draft's files fit it.
 
-    Raises ModelNotFound, ModelError, or TokenizerMismatch.
+    Raises ModelNotFound, ModelError, TokenizerMismatch, or ConfigError for a context beyond the
+    target's.
     """
     target = target_checkpoint(config, report_progress)
     tokenizer = Tokenizer.load(target)
+    context = require_context(target, config.limits)
     if config.draft.kind in SELF_SPECULATIVE_KINDS:
         _require_parts_of_target(target, config.draft)
     else:
         for part in config.draft.drafter_configs:
             _require_same_tokens(target, tokenizer, part)
-    return Checkpoints(target, tokenizer)
+    return Checkpoints(target, tokenizer, context, is_encoder_decoder(read_config(target)))
 
 
 def require_same_kind(target: Path, draft: Path, *, key: str) -> None:

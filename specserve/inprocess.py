@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from specserve.api.tokenizer import Tokenizer
-from specserve.checkpoint_files import find_checkpoints
+from specserve.checkpoint_files import Checkpoints, find_checkpoints
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
 from specserve.drafters.registry import open_local_drafter
@@ -112,11 +112,13 @@ def open_parts(
     config: Config,
     report: Report | None = None,
     report_progress: ReportProgress = no_progress,
+    require: Callable[[Checkpoints], None] | None = None,
 ) -> EngineParts:
     """Load the models of a config.
 
     Mistakes in the paths and the tokenizers are raised before any weights are read. `report` gets
-    every later exchange with the workers.
+    every later exchange with the workers. `require` gets what was found before any weights are
+    read, and raises to end it there.
     """
     if config.target.tensor_parallel > 1:
         degree = config.target.tensor_parallel
@@ -133,6 +135,8 @@ def open_parts(
         log.warning("%s", model)
     report_progress("finding the models")
     checkpoints = find_checkpoints(config, report_progress)
+    if require is not None:
+        require(checkpoints)
     threads = config.target.threads or torch.get_num_threads()
     report_progress("loading the target")
     target = open_target(checkpoints.target, config)

@@ -17,6 +17,7 @@ from typing import Any
 from specserve.api.bad_words import bad_word_ids, forbid_words
 from specserve.api.continuation import Continuation, OutputDelta
 from specserve.api.tokenizer import Tokenizer
+from specserve.checkpoint_files import Checkpoints
 from specserve.config.tree import Config, config_from_keys
 from specserve.engine import Coordinator
 from specserve.engine.trace import TraceJournal
@@ -80,14 +81,15 @@ class LLM:
         config: Config,
         journal: TraceJournal | None = None,
         report_progress: ReportProgress = no_progress,
+        require: Callable[[Checkpoints], None] | None = None,
     ) -> LLM:
         """Open an LLM from a parsed config.
 
         The journal, if there is one, records all rounds and exchanges; `report_progress` is called
-        while the models are loaded.
+        while the models are loaded, and `require` with their files before.
         """
         report = None if journal is None else journal.record_exchange
-        return cls.from_parts(open_parts(config, report, report_progress), config, journal)
+        return cls.from_parts(open_parts(config, report, report_progress, require), config, journal)
 
     @classmethod
     def from_parts(

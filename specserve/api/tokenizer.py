@@ -24,6 +24,7 @@ from specserve.errors import (
     first_line,
 )
 
+_TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -84,7 +85,14 @@ class Tokenizer:
         # The library checks little of what the files say; a wrong value may raise anything.
         except Exception as error:
             missing = ModelError if Path(path).is_dir() else ModelNotFound
-            raise missing(f"no tokenizer can be loaded from {path}: {first_line(error)}") from error
+            why = first_line(error)
+            files = (file for kind in _TOKENIZER_FILES for file in Path(path).glob(kind))
+            if Path(path).is_dir() and not any(files):
+                why = (
+                    "it has no tokenizer.json; copy tokenizer.json and tokenizer_config.json of "
+                    "the model that it was made from"
+                )
+            raise missing(f"no tokenizer can be loaded from {path}: {why}") from error
         finally:
             set_verbosity(verbosity)
 

@@ -42,6 +42,12 @@ KEY_LIMITS = {
 MEMORY_OF_WIDENED = 3 * 2**30
 """Bytes of memory that must be free for the demo to be widened: a server of it takes half."""
 
+NO_DRAFT = "none"  # as --draft and --drafter
+NO_DRAFT_NOTICE = (
+    "no draft: plain decoding; `--draft M` names a smaller model of the same tokenizer, "
+    "`--draft none` keeps it plain"
+)
+
 
 class BadUsage(Exception):
     """Invalid arguments."""
@@ -81,6 +87,10 @@ def config_from_options(options: argparse.Namespace) -> Config:
     Raises ConfigError.
     """
     short = {key: getattr(options, name, None) for name, key in SHORT_NAMES.items()}
+    if options.draft == NO_DRAFT:
+        if short["draft.kind"] not in (None, NO_DRAFT):
+            raise BadUsage(f"--draft none contradicts --drafter {short['draft.kind']}; give one")
+        short |= {"draft.path": None, "draft.kind": NO_DRAFT}
     return config_from_file(
         options.config,
         dict(options.set) | {key: value for key, value in short.items() if value is not None},
@@ -96,6 +106,16 @@ def _available_memory() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     sizes = dict(line.split()[:2] for line in lines)  # in kB
     return int(sizes["MemAvailable:"]) * 1024
+
+
+def draft_notice(options: argparse.Namespace, config: Config) -> str | None:
+    """Return the line that says that nothing drafts; None if something does, or none was asked."""
+    is_asked = (
+        options.draft == NO_DRAFT
+        or getattr(options, "drafter", None) == NO_DRAFT
+        or ("draft.kind", NO_DRAFT) in options.set
+    )
+    return NO_DRAFT_NOTICE if config.draft.kind == NO_DRAFT and not is_asked else None
 
 
 def parse_count(text: str) -> int:
@@ -282,7 +302,12 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", metavar="M", help="a local directory or a hub name; the demo pair's by default"
     )
-    parser.add_argument("--draft", metavar="M", help="a local directory or a hub name")
+    parser.add_argument(
+        "--draft",
+        metavar="M",
+        help="a local directory or a hub name, or none for plain decoding; "
+        "without it a target of yours is decoded plainly",
+    )
     parser.add_argument(
         "--set",
         type=_override,

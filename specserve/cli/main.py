@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +16,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 
-from specserve.cli.arguments import KEY_LIMITS, BadUsage, build_parser, config_from_options
+from specserve.cli.arguments import (
+    KEY_LIMITS,
+    BadUsage,
+    build_parser,
+    config_from_options,
+    draft_notice,
+)
 from specserve.cli.completion import script
+from specserve.cli.prompt import check_length, check_text, summary
+from specserve.cli.start import quick_exit, quick_start
 from specserve.config.tree import Config
 from specserve.errors import BadRequest, ConfigError, ModelError, SpecserveError
 from specserve.progress import ProgressBar
@@ -26,6 +35,7 @@ from specserve.tools.bench.options import BenchOptions
 from specserve.tools.plan.options import PlanOptions
 
 if TYPE_CHECKING:
+    from specserve.checkpoint_files import Checkpoints
     from specserve.llm import Output
 
 Command = Callable[[argparse.Namespace], int | None]  # an exit code, or None for 0
@@ -33,7 +43,10 @@ Command = Callable[[argparse.Namespace], int | None]  # an exit code, or None fo
 
 def entry() -> NoReturn:
     """Run the command line of this process and exit."""
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if sys.argv[1:2] == ["generate"]:
+        quick_exit(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,16 +74,23 @@ def generate(options: argparse.Namespace) -> None:
         seed=options.seed,
         speculation={"gamma": options.gamma, "verifier": options.verifier},
     )
+    check_text(options.prompt)
     config = config_from_options(options)
-    output = _generate(options.prompt, sampling, config, options.trace)
-    if config.demo.note is not None:
-        print(f"specserve: {config.demo.note}", file=sys.stderr)
+
+    def require(checkpoints: Checkpoints) -> None:
+        _note(check_length(options.prompt, sampling.max_tokens, checkpoints, config.cache))
+        _note(draft_notice(options, config))
+        _note(config.demo.note)
+
+    output, seconds = _generate(options.prompt, sampling, config, options.trace, require)
     print(json.dumps(_json_output(output), indent=2) if options.json else output.text)
+    _note(summary(output, seconds))
 
 
 def serve(options: argparse.Namespace) -> None:
     """Deploy on Ray and serve until interrupted."""
     config = config_from_options(options)
+    _note(draft_notice(options, config))
     # Late, as below.
     from specserve.cluster.cluster_address import address_to_join
     from specserve.cluster.launch import serve_until_ended
@@ -220,20 +240,36 @@ COMMANDS: Mapping[str, Command] = {
 }
 
 
-def _generate(prompt: str, sampling: Sampling, config: Config, trace: Path | None) -> Output:
-    from specserve.engine.trace import TraceJournal  # late, like torch
-    from specserve.llm import LLM
-    from specserve.metrics import Registry
+def _generate(
+    prompt: str,
+    sampling: Sampling,
+    config: Config,
+    trace: Path | None,
+    require: Callable[[Checkpoints], None],
+) -> tuple[Output, float]:
+    """Return the output, and the seconds that its text took once the models were loaded.
 
+    `require` gets their files before.
+    """
     if trace is not None:
         _require_writable(trace)  # before minutes are spent on a trace that cannot be saved
+    with quick_start(config):
+        from specserve.engine.trace import TraceJournal  # late, like torch
+        from specserve.llm import LLM
+        from specserve.metrics import Registry
+
     journal = None if trace is None else TraceJournal(Registry())
-    with ProgressBar(sys.stderr) as bar, LLM.from_config(config, journal, bar) as llm:
+    with (
+        ProgressBar(sys.stderr) as bar,
+        LLM.from_config(config, journal, bar, require) as llm,
+    ):
         bar("writing")
+        start = time.perf_counter()
         (output,) = llm.generate(prompt, sampling)
+        seconds = time.perf_counter() - start
     if trace is not None and journal is not None:
         trace.write_text(json.dumps(journal.trace()))
-    return output
+    return output, seconds
 
 
 def _require_writable(file: Path) -> None:
@@ -259,6 +295,12 @@ def _json_output(output: Output) -> Mapping[str, object]:
 def _console() -> Console:
     """Return the terminal, or the stream; NO_COLOR and TERM=dumb are respected."""
     return Console(highlight=False, markup=False)
+
+
+def _note(line: str | None) -> None:
+    """Print a line for people, on stderr: stdout holds the text alone."""
+    if line is not None:
+        print(line, file=sys.stderr, flush=True)
 
 
 def _print_error(error: object, *, code: int) -> int:

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import torch
 
-from specserve.config.tree import MAX_BATCH_TOKENS, Config, DraftConfig, TargetConfig
+from specserve.config.tree import (
+    MAX_BATCH_TOKENS,
+    Config,
+    DraftConfig,
+    LimitsConfig,
+    TargetConfig,
+)
 from specserve.errors import ConfigError
 from specserve.models.attention import (
     Attention,
@@ -26,7 +32,10 @@ from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import (
     Architecture,
     LoadedModel,
+    is_encoder_decoder,
     load_model,
+    longest_context,
+    read_config,
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
@@ -233,6 +242,23 @@ def _context(spec: Architecture, options: ModelOptions) -> int:
     """
     wanted = options.max_context or spec.max_context
     return wanted if spec.is_encoder_decoder else min(spec.max_context, wanted)
+
+
+def require_context(directory: Path, limits: LimitsConfig) -> int:
+    """Return the longest context of a target.
+
+    Raises ConfigError for limits that promise more than the model has.
+    """
+    config = read_config(directory)
+    stated, wanted = longest_context(config), limits.max_context
+    if wanted is None or wanted <= stated:
+        return wanted or stated
+    if is_encoder_decoder(config):  # whose relative positions have no end
+        return wanted
+    raise ConfigError(
+        f"limits.max_context {wanted} is beyond the context of the target {directory}, which has "
+        f"{stated} positions; lower it, or leave it out"
+    )
 
 
 def resolve_device(name: str) -> torch.device:

@@ -19,7 +19,7 @@ from specserve.config.tree import Config
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
 from specserve.models.checkpoints.load import load_tokenizer
-from specserve.models.model import ModelOptions, open_model
+from specserve.models.model import ModelOptions, open_model, require_context
 from specserve.models.network import ShareableNetwork
 from specserve.models.prompt_scores import PromptScores, reader_of
 from specserve.models.runner import Runner
@@ -167,6 +167,7 @@ def open_target(
     Raises TooLittleMemory, or ModelError for what is wrong with the checkpoint.
     """
     returns_hidden = config.draft.kind == "heads"
+    require_context(checkpoint, config.limits)
     opened = open_model(
         checkpoint,
         ModelOptions.from_config(config.target, config),

@@ -97,7 +97,7 @@ GENERATE = ["generate", "--prompt", "a"]
             ("target.tensor_parallel 2", "specserve serve --tp 2"),
         ),
         (
-            [*GENERATE, "--set", "target.device=cuda", "--target", "{model}"],
+            [*GENERATE, "--set", "target.device=cuda", "--target", "{model}", "--draft", "none"],
             ("device cuda", "set target.device", "doctor"),
         ),
         (

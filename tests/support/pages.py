@@ -20,8 +20,6 @@ STAND_INS = (
     ("--target DIR-OR-HUB-NAME", f"--target {DEMO / 'target'}"),
     ("--tokenizer DIR-OR-HUB-NAME", f"--tokenizer {DEMO / 'target'}"),
     ("--draft DIR-OR-HUB-NAME", f"--draft {DEMO / 'draft'}"),
-    ('target="dir-or-hub-name"', f"target={str(DEMO / 'target')!r}"),
-    ('draft="dir-or-hub-name"', f"draft={str(DEMO / 'draft')!r}"),
 )
 """The shipped pair, for the places where readers put their own models."""
 FENCE = re.compile(

@@ -286,7 +286,7 @@ def architecture(directory: Path, config: Any, size: int) -> Architecture:
         v_head_dim=getattr(config, "v_head_dim", None) or head_dim,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        max_context=_context(config),
+        max_context=longest_context(config),
         end_ids=_end_ids(directory, config),
         tied=bool(config.tie_word_embeddings),
         decoder_start=_decoder_start(directory, config) if is_encoder_decoder(config) else None,
@@ -308,8 +308,8 @@ def _decoder_start(directory: Path, config: Any) -> int:
     return start
 
 
-def _context(config: Any) -> int:
-    """Return the longest context.
+def longest_context(config: Any) -> int:
+    """Return the longest context of a config.
 
     Some rotary frequencies switch for all texts of a pass once one is long. Contexts end before
     that length, so that no text changes another's.
