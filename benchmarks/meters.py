@@ -74,8 +74,8 @@ def attach_meter(llm: LLM) -> PassMeter:
 
 def models_of(llm: LLM) -> tuple[TargetModel, OpenDrafter | None]:
     """Return the loaded target and drafter."""
-    assert llm._coordinator is not None
-    workers: Any = llm._coordinator._workers
+    assert llm.engine.coordinator is not None
+    workers: Any = llm.engine.coordinator._workers
     target = workers.target._model
     drafter = None if workers.drafter is None else workers.drafter._model
     assert isinstance(target, TargetModel)

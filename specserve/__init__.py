@@ -9,14 +9,23 @@ from specserve.errors import SpecserveError
 from specserve.sampling_params import Sampling
 
 if TYPE_CHECKING:
+    from specserve.async_llm import AsyncLLM
     from specserve.llm import LLM, Output
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "Output", "Sampling", "SpecserveError", "__version__", "errors"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Output",
+    "Sampling",
+    "SpecserveError",
+    "__version__",
+    "errors",
+]
 
 
 def __getattr__(name: str) -> object:
-    """Import `LLM` and `Output` when they are first used.
+    """Import `LLM`, `AsyncLLM` and `Output` when they are first used.
 
     They import torch, which takes seconds; the config and the types alone do not need it.
     """
@@ -24,4 +33,8 @@ def __getattr__(name: str) -> object:
         from specserve import llm
 
         return getattr(llm, name)
+    if name == "AsyncLLM":
+        from specserve.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'specserve' has no attribute {name!r}")

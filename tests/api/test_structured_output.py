@@ -95,7 +95,7 @@ class Engine(FakeService):
 
 
 def run(llm: LLM, request: Request) -> list[Chunk]:
-    coordinator = llm._coordinator
+    coordinator = llm.engine.coordinator
     assert coordinator is not None
     chunks: list[Chunk] = []
     coordinator._emit, before = chunks.extend, coordinator._emit

@@ -233,6 +233,7 @@ finally:
 
 def test_the_public_names_are_these() -> None:
     assert set(specserve.__all__) == {
+        "AsyncLLM",
         "LLM",
         "Output",
         "Sampling",
