@@ -50,7 +50,7 @@ class DemoConfig:
 
     @property
     def note(self) -> str | None:
-        """What clients and operators must know of the model; None as it ships."""
+        """Line that clients and operators must know of the model; None as it ships."""
         if self.size is None:
             return None
         return (
