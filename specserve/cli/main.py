@@ -90,7 +90,6 @@ def generate(options: argparse.Namespace) -> None:
 def serve(options: argparse.Namespace) -> None:
     """Deploy on Ray and serve until interrupted."""
     config = config_from_options(options)
-    _note(draft_notice(options, config))
     # Late, as below.
     from specserve.cluster.cluster_address import address_to_join
     from specserve.cluster.launch import serve_until_ended
@@ -106,6 +105,7 @@ def serve(options: argparse.Namespace) -> None:
         join=join,
         replace=options.replace,
         may_wait=options.wait,
+        notice=draft_notice(options, config),
     )
 
 

@@ -47,11 +47,13 @@ def serve_until_ended(
     join: str | None = None,
     replace: bool = False,
     may_wait: bool = False,
+    notice: str | None = None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, then remove everything that was started.
 
     `join` is the address of a Ray cluster; without it a Ray of our own starts. On a terminal it
-    draws a page of status; elsewhere it prints a line now and then.
+    draws a page of status; elsewhere it prints a line now and then. The `notice` is said once
+    nothing stands in the way.
     """
     for model in unpinned_models(config):
         say(f"warning: {model}")
@@ -62,8 +64,9 @@ def serve_until_ended(
             owns_ray = stack.enter_context(
                 ray_session(config, report, join=join, may_wait=may_wait)
             )
-            if config.demo.note is not None:
-                report(config.demo.note)
+            for line in (notice, config.demo.note):
+                if line is not None:
+                    report(line)
             stack.enter_context(_signals_as_interrupts())
             url = stack.enter_context(
                 deploy(

@@ -52,7 +52,8 @@ def lines_until(process: subprocess.Popen[str], beginning: str) -> list[str]:
 
 
 def own_files() -> set[Path]:
-    return set(Path("/tmp").glob("specserve-*"))
+    """Return what servers keep in /tmp; tests that run beside these have files of other names."""
+    return set(Path("/tmp").glob("specserve-*")) - set(Path("/tmp").glob("specserve-gpu-*"))
 
 
 def titles(processes: list[psutil.Process]) -> list[str]:
