@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from specserve.models.network import LLAMA_SHAPED
-from specserve.models.runner import Runner
+from specserve.models.runner import LogitsReader, Runner
 from specserve.models.shard import Shard
 from specserve.types import FinishReason, Step
 from tests.support import checkpoints
@@ -215,7 +215,10 @@ class BroadcastRunner:
     def cache(self) -> Any:
         return self.inner.cache
 
-    def run(self, steps: Sequence[Step], wanted: Sequence[int]) -> Tensor:
+    def run(
+        self, steps: Sequence[Step], wanted: Sequence[int], reader: LogitsReader | None = None
+    ) -> Tensor:
+        assert reader is None, "the other rank would not compute what it reads"
         dist.broadcast_object_list([("run", steps, wanted)], src=0)
         return self.inner.run(steps, wanted)
 
