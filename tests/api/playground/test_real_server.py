@@ -38,7 +38,7 @@ class Server:
             {
                 "prompt": PROMPT,
                 "max_tokens": NUM_TOKENS,
-                "temperature": 0,
+                "temperature": 0.7,
                 "seed": 11,
                 "logprobs": 0,
             }

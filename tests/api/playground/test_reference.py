@@ -25,7 +25,7 @@ def test_every_path_and_parameter_is_shown_and_a_key_is_asked_for(
     description = openapi()
     with (
         serving(config={"http.api_keys_file": str(file)}) as server,
-        tab(browser, server.url + "/docs") as page,
+        tab(browser, server.url + "/docs", ready=False) as page,
     ):
         page.get_by_label("Key", exact=True).fill(KEY)
         page.get_by_role("button", name="Use it").click()
