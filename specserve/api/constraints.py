@@ -23,8 +23,8 @@ FLAT_NAMES: Mapping[str, str] = {
 }
 """Parameters that stand for one member of `guided`."""
 LARK_HEADER = "%llguidance"
-"""Beginning of a grammar that llama.cpp's clients write in Lark's notation, as llama.cpp itself
-tells it from GBNF. GBNF is not converted: its rules are matched in other places than Lark's."""
+"""Beginning of a grammar that llama.cpp's clients write in Lark's notation. llama.cpp itself
+separates it from GBNF by this, which is not converted: its rules are matched in other places."""
 
 
 def members(given: StrictModel | None) -> dict[str, object] | None:

@@ -44,8 +44,6 @@ class PromptScores:
 
         A chunk of a prompt that needed no decision gets a verdict without one.
         """
-        if not self._scored:
-            return list(verdicts)
         by_id = self._by_sequence()
         decided = {verdict.seq_id: verdict for verdict in verdicts}
         answered = [step.seq_id for step in self._steps if step.is_answered]

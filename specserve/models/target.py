@@ -74,9 +74,13 @@ class TargetModel:
         self.grammar_states.register(steps)
         # Masks are computed while the pass runs.
         masks = self.grammar_states.submit_masks(decided, self.runner.cache.tokens)
-        scores = PromptScores(steps, self.info.vocab_size)
+        scores = None
+        if any(step.scoring is not None for step in steps):
+            scores = PromptScores(steps, self.info.vocab_size)
         try:
-            logits = self.runner.run(_writes(steps), _num_logits(steps), scores.reader)
+            logits = self.runner.run(
+                _writes(steps), _num_logits(steps), None if scores is None else scores.reader
+            )
         finally:
             masked = None if masks is None else masks.result()
         verdicts: list[Verdict] = []
@@ -84,7 +88,7 @@ class TargetModel:
             verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], masked)
             if self._returns_hidden:
                 self._keep_hidden(decided, verdicts, logits[:, self.info.vocab_size :])
-        return scores.add_to(verdicts)
+        return verdicts if scores is None else scores.add_to(verdicts)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self.runner.release(seq_ids)

@@ -12,6 +12,7 @@ import asyncio
 import os
 import resource
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -111,8 +112,7 @@ def running() -> dict[str, list[int]]:
 @contextmanager
 def small_disk() -> Iterator[str]:
     """Mount a small disk, at a short path: HAProxy's sockets lie there."""
-    directory = Path("/tmp/sx")
-    directory.mkdir()
+    directory = Path(tempfile.mkdtemp(prefix="sx", dir="/tmp"))
     options = ("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(directory))
     try:
         subprocess.run(("mount", *options), check=True)

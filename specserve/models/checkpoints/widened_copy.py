@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +65,12 @@ def cache_directory() -> Path:
 
 
 def _write(checkpoint: Path, parameters: int, copy: Path, report_progress: ReportProgress) -> None:
-    """Write the copy under another name first, so that a process that dies leaves none behind."""
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=copy.parent))
+    """Write the copy under another name first, so that no reader finds half of one.
+
+    The name is always the same, so that what a killed process left is removed by the next.
+    """
+    unfinished = copy.with_name(f".unfinished-{copy.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
         inflate(checkpoint, parameters, unfinished, report_progress)
         unfinished.rename(copy)

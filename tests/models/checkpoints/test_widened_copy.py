@@ -52,6 +52,7 @@ def test_a_copy_that_fails_leaves_nothing_behind(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(checkpoint: Path, parameters: int, out: Path, report: object) -> int:
+        out.mkdir()
         (out / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -59,6 +60,15 @@ def test_a_copy_that_fails_leaves_nothing_behind(
     with pytest.raises(ModelError, match=r"No space left.*demo.size to none"):
         widened_copy(DEMO / "target", SIZE)
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(cache: Path) -> None:
+    copy = widened_copy(DEMO / "target", SIZE)
+    left = copy.rename(cache / f".unfinished-{copy.name}")
+    (left / "half-written").touch()
+    assert widened_copy(DEMO / "target", SIZE) == copy
+    assert not (copy / "half-written").exists()
+    assert not left.exists()
 
 
 def test_a_disk_without_room_is_named_before_anything_is_written(
