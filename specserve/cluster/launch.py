@@ -79,9 +79,10 @@ def serve_until_ended(
                 )
             )
         board, example = handle(config, "Board"), _example(url, config.model)
-        say(f"ready {url}")
-        say(example)
+        # Whoever reads that we are ready may end us at once.
         with contextlib.suppress(KeyboardInterrupt):
+            say(f"ready {url}")
+            say(example)
             if console.is_interactive:
                 draw_status(
                     board,
