@@ -79,7 +79,7 @@ def serve_until_ended(
                 )
             )
         board, example = handle(config, "Board"), _example(url, config.model)
-        # Whoever reads that we are ready may end us at once.
+        # A reader of "ready" may end this process at once.
         with contextlib.suppress(KeyboardInterrupt):
             say(f"ready {url}")
             say(example)
