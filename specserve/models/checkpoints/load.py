@@ -33,11 +33,14 @@ from transformers.utils import logging as library_logging
 
 from specserve.errors import ModelError, SpecserveError, UnsupportedModel, first_line
 from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes
+from specserve.models.checkpoints.quantized.formats import method_of, read_format
 from specserve.models.checkpoints.sizes import check_sizes
-from specserve.models.checkpoints.weights import StoredSize, Weights
+from specserve.models.checkpoints.weights import StoredSize, Weights, weight_files
 from specserve.models.plans import HeadCounts, check_plan
 from specserve.models.shard import Division, Shard
 from specserve.models.skip import layers_of, without_layers
+
+log = logging.getLogger(__name__)
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Layer types with a KV cache; others keep a state that is no list of keys and values."""
@@ -114,13 +117,12 @@ def read_config(directory: Path) -> Any:
     with library_errors(
         directory, "cannot be read as a model that transformers knows", UnsupportedModel
     ):
+        read_format(directory)  # which refuses what it cannot read
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        if getattr(config, "quantization_config", None) is not None:
-            raise UnsupportedModel(
-                "quantized checkpoints are not supported; use one in bf16, fp16 or fp32"
-            )
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # weights are widened as they are read
         if not is_encoder_decoder(config):
             _check_decoder(config)
         check_sizes(directory, config)
@@ -241,6 +243,7 @@ def load_model(
     with quiet_library(), library_errors(directory):
         if packed is None:
             check_fits_files(directory, config)
+            _report_widening(directory, dtype, size)
         if packed is not None:
             module = _empty_part(config, shard, skip, dtype=dtype, attention=attention)
             packed.fill(module)
@@ -250,6 +253,8 @@ def load_model(
             module = _load_partial(
                 directory, config, skip, device, dtype=dtype, attention=attention
             )
+        elif read_format(directory) is not None:
+            module = _load_widened(directory, config, device, dtype=dtype, attention=attention)
         else:
             module = _load_whole(directory, config, device, dtype=dtype, attention=attention)
         if packed is None:
@@ -258,6 +263,23 @@ def load_model(
         spec = architecture(directory, config, size)
         layers = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
         return LoadedModel(module, config, replace(spec, num_layers=len(layers)), layers)
+
+
+def _report_widening(directory: Path, dtype: torch.dtype, size: int) -> None:
+    """Log what the plain weights of a quantised checkpoint take."""
+    if read_format(directory) is None:
+        return
+    stored = sum(path.stat().st_size for path in weight_files(directory))
+    widened = StoredSize.of_files(directory).numbers * dtype.itemsize
+    log.warning(
+        "%s is quantized (%s): its weights are widened to %s and take %.1f GB instead of %.1f GB%s",
+        directory.name,
+        method_of(directory),
+        str(dtype).removeprefix("torch."),
+        widened / size / 1e9,
+        stored / size / 1e9,
+        "" if size == 1 else f" on each of {size} ranks",
+    )
 
 
 def _check_attention(config: Any) -> None:
@@ -368,6 +390,15 @@ def _load_whole(
     return module
 
 
+def _load_widened(
+    directory: Path, config: Any, device: torch.device, *, dtype: torch.dtype, attention: str
+) -> Any:
+    module = empty_module(config, dtype=dtype, attention=attention)
+    fill(module, Weights(directory, prefix=_prefix(module), dtype=dtype), None, device)
+    module.tie_weights()
+    return module
+
+
 def _load_share(
     directory: Path,
     config: Any,
@@ -379,7 +410,8 @@ def _load_share(
 ) -> Any:
     module = empty_module(config, dtype=dtype, attention=attention)
     division = make_division(module, shard)
-    fill(module, Weights(directory, prefix=_prefix(module)), division, device)
+    weights = Weights(directory, prefix=_prefix(module), dtype=dtype)
+    fill(module, weights, division, device)
     division.narrow(module)
     return module
 
@@ -430,7 +462,8 @@ def _load_partial(
     attention: str,
 ) -> Any:
     whole = empty_module(config, dtype=dtype, attention=attention)
-    module, weights = without_layers(whole, skip), Weights(directory, prefix=_prefix(whole))
+    module = without_layers(whole, skip)
+    weights = Weights(directory, prefix=_prefix(whole), dtype=dtype)
     name = layers_of(whole)[0].rpartition(".")[2]
     ignored = rf"(^|\.){name}\.({'|'.join(map(str, skip))})\."
     fill(module, weights, None, device, ignored=ignored)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specserve.errors import ModelError
+from specserve.models.checkpoints.quantized.formats import num_numbers, read_format
+from specserve.models.checkpoints.tensors import StoredTensors, open_file
 
 CONVERT = (
     "If you trust its maker, AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of "
@@ -28,12 +27,8 @@ CONVERT = (
 
 Range = tuple[int, int]  # first, and one past the last
 
-RENAMES = (
-    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
-    (re.compile(r"^embed_out\."), "lm_head."),
-)
-"""Names in a file, and in the module."""
 NORMS = re.compile(r"norm|ln_")
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
 # A module holds all experts in one tensor, gate above up; a file mostly holds each matrix of each
 # expert by itself.
 EXPERT_MATRICES = {
@@ -48,21 +43,21 @@ class Weights:
     No more than the requested ranges of a parameter is read.
     """
 
-    def __init__(self, directory: Path, *, prefix: str) -> None:
+    def __init__(self, directory: Path, *, prefix: str, dtype: torch.dtype = torch.float32) -> None:
         self.directory, self.prefix = directory, prefix
-        # By the module's names: the open file, and the name in it.
-        self._stored: dict[str, tuple[Any, str]] = {}
-        for path in weight_files(directory):
-            file = _open(path)
-            names = file.keys()  # a file is no mapping
-            self._stored.update({_rename(name): (file, name) for name in names})
-        self._read: set[str] = set()
+        self.dtype = dtype  # that quantised matrices are widened to
+        self._stored = StoredTensors(weight_files(directory))
+        self._format = read_format(directory)
 
     def __contains__(self, name: str) -> bool:
         return self._find_tensor(name) is not None or bool(self._find_experts(name))
 
     def unread(self) -> set[str]:
-        return set(self._stored) - self._read
+        return {name for name in self._stored.unread() if not self._is_ignored(name)}
+
+    def _is_ignored(self, name: str) -> bool:
+        """Return whether a tensor scales a KV cache of 8 bits, which a plain one has no use for."""
+        return self._format is not None and name.endswith(CACHE_SCALES)
 
     def read(self, name: str, *, dim: int = -2, ranges: Sequence[Range] | None = None) -> Tensor:
         """Return these ranges of a dimension, joined.
@@ -81,9 +76,15 @@ class Weights:
 
         Some checkpoints leave the base model's prefix out.
         """
-        return next(
-            (n for n in (name, name.removeprefix(f"{self.prefix}.")) if n in self._stored), None
-        )
+        names = (name, name.removeprefix(f"{self.prefix}."))
+        return next((n for n in names if self._is_stored(n)), None)
+
+    def _is_stored(self, name: str) -> bool:
+        return name in self._stored or self._quantized_shape(name) is not None
+
+    def _quantized_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the plain shape of a matrix that is stored quantised; None if it is not."""
+        return None if self._format is None else self._format.shape(self._stored, name)
 
     def _find_experts(self, name: str) -> list[tuple[str, ...]]:
         """Return for each expert the names of the matrices that make up its part of the parameter.
@@ -96,7 +97,7 @@ class Weights:
                 tuple(f"{owner}.{expert}.{matrix}.weight" for matrix in matrices)
                 for expert in count()
             )
-            found = list(takewhile(lambda names: all(n in self._stored for n in names), of_expert))
+            found = list(takewhile(lambda names: all(map(self._is_stored, names)), of_expert))
             if found:
                 return found
         return []
@@ -106,21 +107,40 @@ class Weights:
     ) -> Tensor:
         """Return matrices joined along `dim`, as far as they lie in the ranges."""
         assert len(names) == 1 or dim == -2, "several matrices are joined along their rows"
-        self._read.update(names)
         if ranges is None:
-            whole = [self._stored[name][0].get_tensor(self._stored[name][1]) for name in names]
+            whole = [self._read_whole(name) for name in names]
             return whole[0] if len(whole) == 1 else torch.cat(whole, dim)
         pieces, start = [], 0
         for name in names:
-            file, stored_name = self._stored[name]
-            stored = file.get_slice(stored_name)
-            length = stored.get_shape()[dim]
+            length = (self._quantized_shape(name) or self._stored.shape(name))[dim]
             for first, stop in ranges:
                 inside = slice(max(first - start, 0), min(stop - start, length))
                 if inside.start < inside.stop:
-                    pieces.append(stored[..., inside, :] if dim == -2 else stored[..., inside])
+                    pieces.append(self._read_range(name, dim, inside))
             start += length
         return torch.cat(pieces, dim)
+
+    def _read_whole(self, name: str) -> Tensor:
+        shape = self._quantized_shape(name)
+        if shape is None:
+            return self._stored.read(name)
+        return self._widen(name, slice(0, shape[-2]), slice(0, shape[-1]))
+
+    def _read_range(self, name: str, dim: int, inside: slice) -> Tensor:
+        shape = self._quantized_shape(name)
+        if shape is None:
+            dims = len(self._stored.shape(name))
+            leading = (slice(None),) * (dims + dim)
+            return self._stored.read(name, *leading, inside)
+        if dim == -2:
+            return self._widen(name, inside, slice(0, shape[-1]))
+        return self._widen(name, slice(0, shape[-2]), inside)
+
+    def _widen(self, name: str, rows: slice, columns: slice) -> Tensor:
+        assert self._format is not None, f"{name} is not quantised"
+        numbers = self._format.read(self._stored, name, rows, columns)
+        self._stored.mark_read((name, *self._format.companions(name)))
+        return numbers.to(self.dtype)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -154,17 +174,15 @@ def weight_files(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """How much a checkpoint's files hold, by their headers."""
+    """How much a checkpoint's files hold, by their headers, once it is widened."""
 
     tensors: int
     numbers: int  # in all tensors
 
     @classmethod
     def of_files(cls, directory: Path) -> StoredSize:
-        opened = (_open(path) for path in weight_files(directory))
-        names = ((file, name) for file in opened for name in file.keys())  # noqa: SIM118
-        sizes = [math.prod(file.get_slice(name).get_shape()) for file, name in names]
-        return cls(len(sizes), sum(sizes))
+        stored = StoredTensors(weight_files(directory))
+        return cls(*num_numbers(stored, read_format(directory)))
 
 
 def num_stored_parameters(directory: Path) -> int:
@@ -180,21 +198,8 @@ def fingerprint(directory: Path) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in weight_files(directory):
-        file = _open(path)
+        file = open_file(path)
         for name in sorted(file.keys()):
             if NORMS.search(name) and len(file.get_slice(name).get_shape()) == 1:
                 digest.update(name.encode() + file.get_tensor(name).float().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def _rename(name: str) -> str:
-    for old, new in RENAMES:
-        name = old.sub(new, name)
-    return name

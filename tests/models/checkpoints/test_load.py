@@ -33,7 +33,7 @@ from specserve.models.shard import Shard
 from tests.support import checkpoints
 
 IDS = torch.arange(3, 23)[None]
-QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+QUANTIZED: dict[str, Any] = {"quantization_config": {"quant_method": "hqq"}}
 WHOLE_OR_SHARE = pytest.mark.parametrize("shard", [None, Shard(0, 2)], ids=["whole", "share"])
 
 

@@ -1,0 +1,1 @@
+"""Reading of quantised checkpoints: a module for each family of formats."""

@@ -1,0 +1,82 @@
+"""Find the format of a checkpoint's quantised matrices."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specserve.errors import UnsupportedModel
+from specserve.models.checkpoints.quantized.blocks import Format
+from specserve.models.checkpoints.quantized.floats import Bitsandbytes, Mxfp4
+from specserve.models.checkpoints.quantized.integers import Awq, Gptq
+from specserve.models.checkpoints.quantized.scaled import CompressedTensors, Scaled
+from specserve.models.checkpoints.tensors import StoredTensors
+
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
+    "compressed-tensors": CompressedTensors.from_config,
+    "fp8": Scaled.from_config,
+    "fbgemm_fp8": Scaled.from_config,
+    "gptq": Gptq.from_config,
+    "awq": Awq.from_config,
+    "bitsandbytes": Bitsandbytes.from_config,
+    "mxfp4": Mxfp4.from_config,
+}
+"""By the name that a checkpoint's quantization_config has as quant_method."""
+
+
+def read_format(directory: Path) -> Format | None:
+    """Return the format of a checkpoint's quantised matrices; None if it has none.
+
+    Raises UnsupportedModel for formats that cannot be read.
+    """
+    try:
+        stated = json.loads((directory / "config.json").read_text()).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None  # the config's reader reports it
+    if stated is None:
+        return None
+    if not isinstance(stated, dict):
+        raise UnsupportedModel(f"{directory} has a quantization_config that is no object")
+    method = stated.get("quant_method")
+    if not isinstance(method, str) or method not in FORMATS:
+        raise UnsupportedModel(
+            f"{directory} is quantized by {str(method)[:40]!r}, which specserve cannot read; "
+            f"it reads {', '.join(FORMATS)}, and bf16, fp16 or fp32"
+        )
+    return FORMATS[method](stated)
+
+
+def method_of(directory: Path) -> str:
+    """Return the name of the method by which a checkpoint was quantised."""
+    stated = json.loads((directory / "config.json").read_text())["quantization_config"]
+    return str(stated["quant_method"])
+
+
+def num_numbers(stored: StoredTensors, layout: Format | None) -> tuple[int, int]:
+    """Return how many matrices and how many numbers a checkpoint has, as widened."""
+    plain = set(stored.names())
+    sizes: list[int] = []
+    if layout is not None:
+        names = {_parameter_name(name) for name in plain}
+        shapes = {name: layout.shape(stored, name) for name in names}
+        for name, shape in shapes.items():
+            if shape is not None:
+                sizes.append(math.prod(shape))
+                plain -= {name, *layout.companions(name)}
+    sizes += [math.prod(stored.shape(name)) for name in plain]
+    return len(sizes), sum(sizes)
+
+
+CODE_LEAVES = (".qweight", ".weight_packed", "_blocks")
+
+
+def _parameter_name(name: str) -> str:
+    """Return the parameter that a tensor of codes belongs to."""
+    return (
+        name.removesuffix("_blocks").replace(".qweight", ".weight").replace("_packed", "")
+        if name.endswith(CODE_LEAVES)
+        else name
+    )

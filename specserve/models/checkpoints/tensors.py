@@ -1,0 +1,77 @@
+"""Find and read the tensors of a checkpoint's safetensors files by name. Knows no models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specserve.errors import ModelError
+
+RENAMES = (
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"^embed_out\."), "lm_head."),
+)
+"""Names in a file, and in the module."""
+
+
+class StoredTensors:
+    """The tensors of open files, by the names that the library's modules use."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._files: dict[str, tuple[Any, str]] = {}  # the open file, and the name in it
+        for path in paths:
+            file = open_file(path)
+            names = file.keys()  # a file is no mapping
+            self._files.update({_rename(name): (file, name) for name in names})
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> Iterable[str]:
+        return self._files.keys()
+
+    def unread(self) -> set[str]:
+        return set(self._files) - self._read
+
+    def mark_read(self, names: Iterable[str]) -> None:
+        """Take tensors for read that a format needs no more, such as a matrix's shape."""
+        self._read.update(names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file, stored_name = self._files[name]
+        return tuple(file.get_slice(stored_name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor as the file's header has it: `F8_E4M3`, `I32`, `BF16`."""
+        file, stored_name = self._files[name]
+        return str(file.get_slice(stored_name).get_dtype())
+
+    def read(self, name: str, *ranges: slice) -> Tensor:
+        """Return a tensor, or the part that lies in a range of each leading dimension."""
+        self._read.add(name)
+        file, stored_name = self._files[name]
+        if not ranges:
+            whole: Tensor = file.get_tensor(stored_name)
+            return whole
+        part: Tensor = file.get_slice(stored_name)[ranges]
+        return part
+
+
+def open_file(path: Path) -> Any:
+    """Open a safetensors file. Raises ModelError."""
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _rename(name: str) -> str:
+    for old, new in RENAMES:
+        name = old.sub(new, name)
+    return name
