@@ -114,9 +114,12 @@ class Continuation:
             visible_ids=visible_ids,
             includes_stop=includes_stop,
         )
-        self._call_parser = None if call_format is None else CallParser(call_format.format)
+        self._call_parser = (
+            None if call_format is None else CallParser(call_format.format, kinds=call_format.kinds)
+        )
+        has_calls = call_format is not None and call_format.format.is_channel
         self._reasoning_parser = (
-            None if reasoning is None else new_parser(reasoning, has_calls=call_format is not None)
+            None if reasoning is None else new_parser(reasoning, has_calls=has_calls)
         )
         self.num_reasoning_tokens = 0  # up to the one that ends the reasoning
 

@@ -98,7 +98,8 @@ class RequestParser:
 
     async def completion(self, body: CompletionBody) -> GenerationRequest:
         self.check_model(body.model)
-        sampling = self._sampling(body, default_max_tokens=16)
+        best_of = BestOf.from_body(body)
+        sampling = self._sampling(body, best_of, default_max_tokens=16)
         if self._served.is_encoder_decoder:
             sampling.check_encoder_input()
         await _check_grammar(sampling)
@@ -117,12 +118,13 @@ class RequestParser:
             size,
             lambda: tuple(self._prompt(prompt, echo=sampling.echo, keep=keep) for prompt in given),
         )
-        return _generation_request(body, prompts, sampling)
+        return _generation_request(body, prompts, sampling, best_of=best_of)
 
     async def chat(self, body: ChatBody) -> GenerationRequest:
         """Parse a chat. Parameters are checked before anything is done with messages."""
         self.check_model(body.model)
-        offer, sampling = parse_offer(body), self._sampling(body, default_max_tokens=MAX_COUNT)
+        offer, best_of = parse_offer(body), BestOf.from_body(body)
+        sampling = self._sampling(body, best_of, default_max_tokens=MAX_COUNT)
         if self._served.is_encoder_decoder:
             sampling.check_encoder_input()
         await _check_grammar(sampling)
@@ -133,14 +135,25 @@ class RequestParser:
         ids = ids if keep is None else ids[-keep:]
         self._check_prompt(ids, param="messages")
         reasoning = self._prompt_reasoning(ids)
-        sampling = _with_reasoning(sampling, reasoning, body.thinking_token_budget)
+        sampling = _with_reasoning(
+            sampling,
+            reasoning,
+            body.thinking_token_budget,
+            answer_opens=offer is not None and self._call_format.format.is_channel,
+        )
         sampling = replace(
             sampling, max_tokens=_max_tokens(body, self._served.max_new_tokens(len(ids)))
         )
+        call_format = None if offer is None else offer.typed_format(self._call_format)
         prompt = Prompt(ids, is_encoder_input=self._served.is_encoder_decoder)
-        parsed = _generation_request(body, (prompt,), sampling)
-        parsed = replace(parsed, reasoning=reasoning)
-        return parsed if offer is None else replace(parsed, call_format=self._call_format)
+        return _generation_request(
+            body,
+            (prompt,),
+            sampling,
+            best_of=best_of,
+            reasoning=reasoning,
+            call_format=call_format,
+        )
 
     def _prompt_reasoning(self, ids: Sequence[int]) -> PromptReasoning | None:
         if self._reasoning is None or self._served.is_encoder_decoder:
@@ -269,7 +282,7 @@ class RequestParser:
         most = max(most, MAX_TOKENIZE_CHARS) if is_cut else most
         if size > most:
             raise TooLong(
-                f"the prompt has a length of {size}, but the context holds "
+                f"the prompt has a length of {size}, but this model's maximum context length is "
                 f"{self._served.max_context} tokens, at most {most} characters",
                 param=param,
             )
@@ -285,12 +298,14 @@ class RequestParser:
                 else "of the encoder input alone"
             )
             raise TooLong(
-                f"the prompt has {len(ids)} tokens, but the context holds "
+                f"the prompt has {len(ids)} tokens, but this model's maximum context length is "
                 f"{self._served.max_context}, {what}",
                 param=param,
             )
 
-    def _sampling(self, body: GenerationBody, *, default_max_tokens: int) -> Sampling:
+    def _sampling(
+        self, body: GenerationBody, best_of: BestOf | None, *, default_max_tokens: int
+    ) -> Sampling:
         given = {
             name: value for name in FLAT_FIELDS if (value := getattr(body, name, None)) is not None
         }
@@ -313,7 +328,6 @@ class RequestParser:
                 param="speculation.gamma",
             )
         _check_repeat_last_n(body, sampling)
-        best_of = BestOf.from_body(body)
         return sampling if best_of is None else best_of.widen(sampling)
 
 
@@ -345,7 +359,13 @@ def _check_logprobs(num_continuations: int, sampling: Sampling, *, is_streamed: 
 
 
 def _generation_request(
-    body: GenerationBody, prompts: tuple[Prompt, ...], sampling: Sampling
+    body: GenerationBody,
+    prompts: tuple[Prompt, ...],
+    sampling: Sampling,
+    *,
+    best_of: BestOf | None,
+    reasoning: PromptReasoning | None = None,
+    call_format: ModelCallFormat | None = None,
 ) -> GenerationRequest:
     stream, options = body.stream is True, body.stream_options
     if options is not None and not stream:
@@ -362,7 +382,9 @@ def _generation_request(
         continuous_usage=options is not None and options.continuous_usage_stats is True,
         return_token_ids=body.return_token_ids is True,
         request_id=body.request_id,
-        best_of=BestOf.from_body(body),
+        best_of=best_of,
+        call_format=call_format,
+        reasoning=reasoning,
     )
 
 
@@ -408,7 +430,11 @@ def _as_prompts(given: str | list[int] | list[str | list[int]]) -> list[str | li
 
 
 def _with_reasoning(
-    sampling: Sampling, reasoning: PromptReasoning | None, budget: int | None
+    sampling: Sampling,
+    reasoning: PromptReasoning | None,
+    budget: int | None,
+    *,
+    answer_opens: bool,
 ) -> Sampling:
     """Let the grammar of the answer begin behind the reasoning, whose tokens may have a limit."""
     budget = None if budget == -1 else budget
@@ -425,7 +451,7 @@ def _with_reasoning(
         )
     if reasoning is None:
         return sampling
-    text = reasoning_grammar(reasoning, sampling.grammar, budget)
+    text = reasoning_grammar(reasoning, sampling.grammar, budget, answer_opens=answer_opens)
     if text is None:
         return sampling
     return replace(sampling, response_format=None, guided={"grammar": text})

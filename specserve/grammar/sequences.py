@@ -151,8 +151,13 @@ class GrammarStates:
             )
 
     def promote_branch(self, seq_id: int, branch_id: int) -> None:
-        """Replace a sequence's matcher by that of its branch."""
-        self._grammars.pop(branch_id, None)
+        """Replace a sequence's matcher by that of its branch.
+
+        The grammar comes along: the sequence itself may have been released, as in a cascade's
+        stage that has cached the branch alone.
+        """
+        if branch_id in self._grammars:
+            self._grammars[seq_id] = self._grammars.pop(branch_id)
         if branch_id in self._matchers:
             self._matchers[seq_id] = self._matchers.pop(branch_id)
 

@@ -97,8 +97,10 @@ class WarpBatch:
                 history = replace(history, drafts=history.drafts + _newest(drawn[first], warp))
             if history is not None and warp.has_penalties and x.is_cpu:
                 apply_penalties(x[first:last], warp, history)
-            if warp.logit_bias:
-                ids, values = zip(*warp.logit_bias, strict=True)
+            # A draft's vocabulary may be smaller than the target's.
+            biases = [one for one in warp.logit_bias if one[0] < x.shape[-1]]
+            if biases:
+                ids, values = zip(*biases, strict=True)
                 columns = to_device(np.array(ids, dtype=np.int64), x.device)
                 x[first:last, columns] += to_device(np.array(values, dtype=np.float32), x.device)
             if history is not None and warp.rule is not None:

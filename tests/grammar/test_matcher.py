@@ -171,6 +171,21 @@ def test_a_text_without_its_masks_fails_and_the_others_go_on(
     assert states._masks(updates).errors == {0: sequences.TOO_SLOW}
 
 
+def test_a_branch_that_replaces_a_dropped_sequence_brings_its_grammar(
+    demo: GrammarCompiler,
+) -> None:
+    """A cascade's stage may have dropped the sequence, and have prefilled the branch."""
+    states = GrammarStates(demo)
+    states.set_grammar(9, SequenceGrammar(SCHEMA, 0))
+    assert states._masks([(0, TextUpdate(9, 0, ()))]).errors == {}
+    states.promote_branch(0, 9)
+    states.fork(0, 10, 0)
+    for seq_id in (0, 10):
+        assert states.get(seq_id) is not None
+        assert states._masks([(0, TextUpdate(seq_id, 0, ()))]).errors == {}
+    assert states.get(9) is None
+
+
 def test_equal_texts_share_one_mask(demo: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """`n: 64` continues one text 64 times."""
     asked: list[int] = []

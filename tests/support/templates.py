@@ -62,12 +62,60 @@ def _deepseek(name: str) -> str:
     return template
 
 
+_QWEN3_CODER = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Reply with:\n<tool_call>\n<function=example>\n<parameter=p_1>\nvalue\n</parameter>\n"
+    "</function>\n</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{% if not loop.first %}{{ '\n' }}{% endif %}"
+    "{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}"
+    "{% for key, value in call.function.arguments | items %}{{ '<parameter=' + key + '>\n' }}"
+    "{{ value if value is string else value | tojson }}{{ '\n</parameter>\n' }}{% endfor %}"
+    "{{ '</function>\n</tool_call>' }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# The sentence is that of vLLM's templates for Llama 3.2 and 4.
+_PYTHONIC = (
+    "{% for m in messages %}HEADER{{ m.role }}END\n\n"
+    "{% if tools and loop.first %}Respond in the format [func_name1(params_name1=params_value1, "
+    "params_name2=params_value2...), func_name2(params)]\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% if m.tool_calls %}[{% for call in m.tool_calls %}{{ call.function.name }}("
+    "{% for key, value in call.function.arguments | items %}{{ key }}={{ value | tojson }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %})"
+    "{% if not loop.last %}, {% endif %}{% endfor %}]"
+    "{% else %}{{ m.content }}{% endif %}EOT{% endfor %}HEADERassistantEND\n\n"
+)
+# As gpt-oss' template writes tools, reasoning and calls.
+_HARMONY = (
+    "{% if tools %}<|start|>developer<|message|># Tools\n{% for tool in tools %}"
+    "{{ tool | tojson }}\n{% endfor %}<|end|>{% endif %}"
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"
+    "{{ raise_exception('both content and thinking') }}{% endif %}"
+    "{% set call = m.tool_calls[0].function %}<|start|>assistant to=functions.{{ call.name }}"
+    "<|channel|>commentary json<|message|>{{ call.arguments | tojson }}<|call|>"
+    "{% elif m.role == 'tool' %}<|start|>functions to=assistant<|channel|>commentary<|message|>"
+    "{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "<|start|>assistant"
+)
+
+
+def _pythonic(header: str, header_end: str, end: str) -> str:
+    template = _PYTHONIC.replace("HEADER", header).replace("EOT", end)
+    return template.replace("END", header_end)
+
+
 TEMPLATES: Mapping[str, str] = {
     "deepseek_v3": _deepseek("deepseek_v3"),
     "deepseek_v31": _deepseek("deepseek_v31"),
     "plain": "",
     "hermes": _HERMES,
+    "qwen3_coder": _QWEN3_CODER,
     "llama": _LLAMA,
+    "llama_pythonic": _pythonic("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "llama4_pythonic": _pythonic("<|header_start|>", "<|header_end|>", "<|eot|>"),
+    "harmony": _HARMONY,
     "mistral": _MISTRAL,
     "mistral_tight": _MISTRAL.replace("[TOOL_CALLS] [", "[TOOL_CALLS]["),
     "mistral_named": (
@@ -88,6 +136,17 @@ SPECIAL: Mapping[str, tuple[str, ...]] = {
     "deepseek_v3": _DEEPSEEK_TOKENS,
     "deepseek_v31": _DEEPSEEK_TOKENS,
     "hermes": ("<|im_start|>", "<|im_end|>"),
+    "llama_pythonic": ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+    "llama4_pythonic": ("<|python_start|>", "<|python_end|>", "<|eot|>", "<|header_start|>"),
+    "harmony": (
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|start|>",
+        "<|constrain|>",
+        "<|call|>",
+        "<|return|>",
+    ),
     "llama": ("<|python_tag|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
     "mistral": ("[TOOL_CALLS]", "[INST]", "[/INST]"),
     "mistral_tight": ("[TOOL_CALLS]",),
@@ -101,6 +160,8 @@ def family(name: str) -> Tokenizer:
     """Return the demo pair's tokenizer with a family's template and special tokens."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
     tokenizer.add_tokens(list(SPECIAL.get(name, ())), special_tokens=True)
+    if name == "qwen3_coder":  # tokens that are not special
+        tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     tokenizer.chat_template = TEMPLATES[name] or None
     return Tokenizer(tokenizer)
 

@@ -20,12 +20,16 @@ BUDGET = "thinking_token_budget"
 
 
 def reasoning_grammar(
-    reasoning: PromptReasoning, answer: Grammar | None, budget: int | None
+    reasoning: PromptReasoning,
+    answer: Grammar | None,
+    budget: int | None,
+    *,
+    answer_opens: bool = False,
 ) -> str | None:
     """Return the grammar of reasoning and answer; None if nothing constrains them.
 
     `answer` is that of the answer alone, and None allows any text. The end of the reasoning is
-    forced behind `budget` tokens.
+    forced behind `budget` tokens. With `answer_opens` the grammar of the answer has what opens it.
     """
     if budget is None and answer is None:
         return None
@@ -35,7 +39,7 @@ def reasoning_grammar(
     )
     opening = "" if state is PromptState.OPEN else _literal(reasoning, form.opening)
     thinking = f"{opening} body" if state is PromptState.OPEN else f"({opening} body)?"
-    lead = _literal(reasoning, form.answer_opening) or '"\\n\\n"?'
+    lead = "" if answer_opens else _literal(reasoning, form.answer_opening) or '"\\n\\n"?'
     rules = [f"start: {thinking if may_reason else ''} {lead} answer"]
     if may_reason:
         rules += _body(reasoning, budget)

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from specserve.api.reasoning.formats import FORMATS, PromptReasoning, PromptState
-from specserve.api.tools.parse import overlap
+from specserve.api.tools.formats import FORMATS as CALL_FORMATS
+from specserve.api.tools.reader import overlap
 
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([a-z]+)")
-_CALL = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+_CALLS = CALL_FORMATS["harmony"]
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 
 
@@ -121,7 +122,7 @@ class HarmonyParser:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self.is_reasoning = channel is not None and channel[1] == "analysis" and recipient is None
         if recipient is not None and self._has_calls:
-            self._content += _CALL.format(recipient[1])
+            self._content += _CALLS.prefix + recipient[1] + _CALLS.infix
         self._pending, self._parse = rest, self._parse_body
         return True
 

@@ -48,6 +48,7 @@ COPIED = (
     "min_p",
     "seed",
     "stop",
+    "ignore_eos",
     "stream",
     "speculation",
     "cache_salt",
@@ -162,6 +163,7 @@ class ResponsesBody(Body):
     min_p: float | None = None
     seed: int | None = None
     stop: str | Texts | None = None
+    ignore_eos: bool | None = None
     stream: bool | None = None
     text: ResponseTextOptions | None = Field(None, description="What the text must be.")
     tools: ResponseTools | None = Field(None, description="Functions; other tools are refused.")

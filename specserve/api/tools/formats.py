@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+from specserve.api.tools.arguments import ArgumentStyle, render_arguments
+from specserve.api.tools.parameters import FunctionKinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,22 @@ class CallFormat:
     suffix: str
     next_prefix: str | None = None  # None: there is never a second call
     end: str = ""
+    arguments: ArgumentStyle = ArgumentStyle.JSON
     # The beginning of `prefix`, at which free text ends. If it is empty, calls are the beginning of
-    # the answer, and no other answer begins with {.
+    # the answer, and no other answer begins with the first character of `prefix`.
     trigger: str = ""
-    prelude: str = ""  # a special token that may precede calls
+    prelude: str = ""  # a special token that may precede calls,
+    postlude: str = ""  # and one that may follow them
+    answer_opening: str = ""  # what an answer without calls begins with
     template_marks: tuple[str, ...] = ()  # what a template that teaches this format has in it,
     excluded_marks: tuple[str, ...] = ()  # and what it has not
     id_length: int | None = None  # of the ids that the template takes; None: any
     has_text_arguments: bool = False  # the template takes arguments as text, not as an object
+
+    @property
+    def is_channel(self) -> bool:
+        """True if calls and other answers are messages of different channels."""
+        return bool(self.answer_opening)
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -40,7 +51,15 @@ class CallFormat:
             for marker in MARKERS
             if any(
                 marker in text
-                for text in (self.prefix, self.infix, self.suffix, self.end, self.prelude)
+                for text in (
+                    self.prefix,
+                    self.infix,
+                    self.suffix,
+                    self.end,
+                    self.prelude,
+                    self.postlude,
+                    self.answer_opening,
+                )
             )
         )
 
@@ -52,7 +71,10 @@ class CallFormat:
 
     def render(self, calls: list[tuple[str, str]]) -> str:
         """Return the text of calls, each a name and arguments in JSON."""
-        texts = [name + self.infix + arguments + self.suffix for name, arguments in calls]
+        texts = [
+            name + self.infix + render_arguments(self.arguments, arguments) + self.suffix
+            for name, arguments in calls
+        ]
         return self.prefix + (self.next_prefix or self.prefix).join(texts) + self.end
 
 
@@ -70,6 +92,11 @@ MARKERS = (
     "[TOOL_CALLS]",
     "[ARGS]",
     "<|python_tag|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
     _CALLS,
     _CALLS_END,
     _CALL,
@@ -107,6 +134,23 @@ FORMATS: Mapping[str, CallFormat] = {
         template_marks=("<tool_call>",),
         excluded_marks=("<function=", "<arg_key>"),  # others write XML between the same tags
     ),
+    "qwen3_coder": CallFormat(
+        prefix="<tool_call>\n<function=",
+        infix=">\n",
+        suffix="</function>\n</tool_call>",
+        next_prefix="\n<tool_call>\n<function=",
+        arguments=ArgumentStyle.TAGS,
+        trigger="<tool_call>",
+        template_marks=("<tool_call>", "<function=", "<parameter="),
+    ),
+    "harmony": CallFormat(
+        prefix="<|channel|>commentary to=functions.",
+        infix=" <|constrain|>json<|message|>",
+        suffix="",  # the token <|call|> ends the text
+        trigger="<|channel|>",
+        answer_opening="<|channel|>final<|message|>",
+        template_marks=("<|channel|>", "<|message|>", "<|call|>"),
+    ),
     "deepseek_v3": CallFormat(
         prefix=f"{_CALLS}{_CALL}function{_SEPARATOR}",
         infix="\n```json\n",
@@ -126,6 +170,17 @@ FORMATS: Mapping[str, CallFormat] = {
         trigger=_CALLS,
         template_marks=(_CALLS,),
         has_text_arguments=True,
+    ),
+    "llama_pythonic": CallFormat(
+        prefix="[",
+        infix="(",
+        suffix=")",
+        next_prefix=", ",
+        end="]",
+        arguments=ArgumentStyle.KEYWORDS,
+        prelude="<|python_start|>",  # Llama 4 has these tokens, and uses them or not
+        postlude="<|python_end|>",
+        template_marks=("[func_name1(",),
     ),
     "llama": CallFormat(
         prefix='{"name": "',
@@ -158,6 +213,7 @@ class ModelCallFormat:
     format: CallFormat
     special_ids: Mapping[str, int]  # of markers that are one token, which an answer must show
     in_template: bool  # the model's own template teaches the format and renders tools and calls
+    kinds: FunctionKinds = field(default_factory=dict)  # of the parameters that a request offers
 
     @classmethod
     def from_template(cls, template: str, vocabulary: Vocabulary) -> ModelCallFormat:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 
 from specserve.api.constraints import constraint_name
 from specserve.api.schema import AllowedTools, ChatBody, FunctionTool, NamedTool
+from specserve.api.tools.arguments import ArgumentStyle
 from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.grammar import CallGrammar
+from specserve.api.tools.parameters import parse_parameters
 from specserve.errors import BadValue
 from specserve.grammar.request import MAX_SIZE, schema_grammar
 from specserve.grammar.validate import validate_grammar
@@ -66,6 +68,8 @@ class Offer:
         for tool in self.callable:
             try:
                 validate_grammar(tool.arguments)
+                if call_format.format.arguments is not ArgumentStyle.JSON:
+                    parse_parameters(tool.arguments.text)
             except BadValue as error:
                 raise BadValue(f"{tool.param}: {error}", param=tool.param) from error
         # The check has no tokenizer, so that ids of special tokens would mean nothing.
@@ -74,6 +78,16 @@ class Offer:
             validate_grammar(Grammar("lark", self.grammar(without_ids, answer)))
         except BadValue as error:
             raise BadValue(f"tools together: {error}", param="tools") from error
+
+    def typed_format(self, call_format: ModelCallFormat) -> ModelCallFormat:
+        """Return the format with the kinds of parameters, if its texts do not show them."""
+        if call_format.format.arguments is not ArgumentStyle.TAGS:
+            return call_format
+        kinds = {
+            tool.name: {one.name: one.kind for one in parse_parameters(tool.arguments.text)}
+            for tool in self.callable
+        }
+        return replace(call_format, kinds=kinds)
 
     def grammar(self, call_format: ModelCallFormat, answer: Grammar | None) -> str:
         """Return the grammar of calls, or of calls or an answer if no call is demanded.

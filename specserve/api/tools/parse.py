@@ -10,9 +10,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from specserve.api.tools.arguments import new_reader
 from specserve.api.tools.formats import CallFormat
+from specserve.api.tools.parameters import FunctionKinds
+from specserve.api.tools.reader import MalformedArguments, overlap
 
-_JSON_MARK = re.compile(r'["\\{}\[\]]')
+_NAME = re.compile(r"[A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +48,27 @@ def new_call_id() -> str:
 class CallParser:
     """Parser of one answer.
 
-    The grammar guarantees the form of calls, so that searching for literal texts is enough.
+    The grammar guarantees the form of calls, so that searching for literal texts is enough. What
+    has another form all the same is content; of a call that has begun, what follows its mistake.
     """
 
-    def __init__(self, form: CallFormat, new_call_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(
+        self,
+        form: CallFormat,
+        new_call_id: Callable[[], str] = new_call_id,
+        *,
+        kinds: FunctionKinds | None = None,
+    ) -> None:
         self._format, self._new_call_id = form, new_call_id
+        self._kinds = kinds or {}
         # The parser of what comes next; it returns True if another one goes on at once.
         self._parse: Callable[[], bool] = self._parse_text
         self._pending = ""  # text that is not parsed yet
         self._content = ""
         self._deltas: list[CallDelta] = []
         self._index = -1
-        self._json_end = JsonEndFinder()
+        self._reader = new_reader(form.arguments, {})
+        self._opening = ""  # of the call whose name comes next
         self._is_start = True  # there was no content yet
 
     @property
@@ -79,7 +91,8 @@ class CallParser:
         A call that was cut in its opening adds nothing.
         """
         rest, self._pending = self._pending, ""
-        openings = tuple(filter(None, (self._format.trigger or "{", self._format.prelude)))
+        begin = self._format.trigger or self._format.prefix[0]
+        openings = tuple(filter(None, (begin, self._format.prelude)))
         return rest if self._parse == self._parse_text and not rest.startswith(openings) else ""
 
     def _parse_text(self) -> bool:
@@ -88,8 +101,7 @@ class CallParser:
             at = self._pending.find(opening)
             if at == 0 or (at > 0 and self._format.trigger):
                 self._emit_content(at)
-                self._pending = self._pending[len(opening) :]
-                self._parse = self._parse_name
+                self._open(opening)
                 return True
         self._emit_content(
             len(self._pending)
@@ -114,26 +126,46 @@ class CallParser:
             self._pending = self._pending[length:]
             self._is_start = False
 
+    def _open(self, opening: str) -> None:
+        self._pending = self._pending[len(opening) :]
+        self._opening, self._parse = opening, self._parse_name
+
     def _parse_name(self) -> bool:
-        name, infix, rest = self._pending.partition(self._format.infix)
-        if not infix:
+        match = _NAME.match(self._pending)
+        assert match is not None
+        name, rest, infix = match[0], self._pending[match.end() :], self._format.infix
+        if name and rest.startswith(infix):
+            return self._begin_call(name, rest.removeprefix(infix))
+        if infix.startswith(rest) and (name or not rest):
             return False
+        self._pending = self._opening + self._pending
+        self._parse = self._parse_rest
+        return True
+
+    def _begin_call(self, name: str, rest: str) -> bool:
         self._index, self._pending = self._index + 1, rest
-        self._json_end, self._parse = JsonEndFinder(), self._parse_arguments
+        self._reader = new_reader(self._format.arguments, self._kinds.get(name, {}))
+        self._parse = self._parse_arguments
         self._deltas.append(CallDelta(self._index, "", id=self._new_call_id(), name=name))
         return True
 
     def _parse_arguments(self) -> bool:
-        end = self._json_end.find(self._pending)
-        arguments, self._pending = (
-            (self._pending, "") if end is None else (self._pending[:end], self._pending[end:])
-        )
+        try:
+            arguments, self._pending = self._reader.read(self._pending)
+        except MalformedArguments:
+            self._parse = self._parse_rest
+            return True
         if arguments:
             self._deltas.append(CallDelta(self._index, arguments))
-        if end is None:
-            return False
+        if not self._reader.has_ended:
+            return bool(arguments) and bool(self._pending)
         self._parse = self._parse_between_calls
         return True
+
+    def _parse_rest(self) -> bool:
+        """Take what follows a malformed call as content."""
+        self._emit_content(len(self._pending))
+        return False
 
     def _parse_between_calls(self) -> bool:
         """Look for a further call, which alone may follow a call."""
@@ -141,55 +173,12 @@ class CallParser:
         opening = None if form.next_prefix is None else form.suffix + form.next_prefix
         if opening is None or not self._pending.startswith(opening):
             return False
-        self._pending, self._parse = self._pending[len(opening) :], self._parse_name
+        self._open(opening)
         return True
-
-
-class JsonEndFinder:
-    """Search for the end of a JSON object in a text that arrives in parts."""
-
-    def __init__(self) -> None:
-        self._depth, self._in_quotes, self._escaped = 0, False, False
-
-    def find(self, text: str) -> int | None:
-        """Return the position behind the object's last brace; None if it goes on."""
-        at = 0
-        if self._escaped and text:
-            self._escaped, at = False, 1
-        while mark := _JSON_MARK.search(text, at):
-            at = mark.end()
-            if self._in_quotes:
-                at += self._skip_in_string(mark[0], is_last=at == len(text))
-            elif self._ends(mark[0]):
-                return at
-        return None
-
-    def _skip_in_string(self, char: str, *, is_last: bool) -> int:
-        """Return how many more characters to skip: the escaped one, or none."""
-        self._in_quotes = char != '"'
-        self._escaped = char == "\\" and is_last
-        return int(char == "\\" and not is_last)
-
-    def _ends(self, char: str) -> bool:
-        self._in_quotes = char == '"'
-        self._depth += (char in "{[") - (char in "}]")
-        return not self._in_quotes and self._depth == 0
 
 
 def _may_open(text: str, form: CallFormat) -> bool:
     return any(
         opening.startswith(text[: len(opening)])
         for opening in (form.prefix, form.prelude + form.prefix)
-    )
-
-
-def overlap(text: str, opening: str) -> int:
-    """Return the length of the longest end of `text` that `opening` begins with."""
-    return next(
-        (
-            length
-            for length in range(min(len(text), len(opening) - 1), 0, -1)
-            if opening.startswith(text[-length:])
-        ),
-        0,
     )

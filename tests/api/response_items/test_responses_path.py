@@ -214,6 +214,11 @@ def test_what_is_not_supported_is_refused_by_its_name_and_with_its_reason(
     assert words in reply.error["message"]
 
 
+def test_a_text_may_go_on_behind_its_end_as_in_a_chat(server: RunningServer) -> None:
+    assert ask(server, ignore_eos=True).status == 200
+    assert server.service.requests[-1].ignore_eos
+
+
 def test_values_that_change_nothing_are_taken(server: RunningServer) -> None:
     harmless = {
         "store": True,

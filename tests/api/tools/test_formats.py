@@ -38,7 +38,11 @@ TALK = [
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_template_is_recognised_by_what_it_teaches(name: str) -> None:
     found = call_format(name)
-    wanted = {"plain": "hermes", "mistral_tight": "mistral"}.get(name, name)
+    wanted = {
+        "plain": "hermes",
+        "mistral_tight": "mistral",
+        "llama4_pythonic": "llama_pythonic",
+    }.get(name, name)
     assert found.format.infix == FORMATS[wanted].infix
     assert found.in_template == (name != "plain")
     assert found.format.prefix == (

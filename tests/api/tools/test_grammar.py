@@ -34,7 +34,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 FUNCTIONS = [(name, json.dumps({**schema, **SEPARATORS})) for name, schema in SCHEMAS.items()]
 END = 0  # the token that ends a text
-WITH_TRIGGER = [name for name in FAMILIES if name != "llama"]
+WITH_TRIGGER = [name for name in FAMILIES if call_format(name).format.trigger]
 
 
 @cache
@@ -84,22 +84,21 @@ def test_a_required_call_is_one_of_the_functions_with_its_own_arguments(name: st
 @pytest.mark.parametrize("name", FAMILIES)
 def test_several_calls_get_through_only_where_they_may(name: str) -> None:
     both = written(name, ONE, OTHER)
-    assert admits(name, grammar(name).calls_only(), both) == (name != "llama")
+    may = call_format(name).format.next_prefix is not None
+    assert admits(name, grammar(name).calls_only(), both) == may
     assert not admits(name, grammar(name, parallel=False).calls_only(), both)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_where_no_call_is_needed_any_text_will_do_until_a_call_begins(name: str) -> None:
     text, form = grammar(name).calls_or_text(), call_format(name).format
-    for answer in (
-        "",
-        "Hello.\n",
-        "a < b {} [",
-        written(name, ONE),
-        "Let me see.\n" + written(name, ONE),
-    ):
-        assert admits(name, text, answer), answer
-    begun = "Well. " + form.prefix if form.trigger else form.prefix
+    for answer in ("", "Hello.\n", "a < b {} ["):
+        assert admits(name, text, form.answer_opening + answer), answer
+    assert admits(name, text, written(name, ONE))
+    has_lead = form.trigger and not form.is_channel
+    if not form.is_channel:
+        assert admits(name, text, "Let me see.\n" + written(name, ONE))
+    begun = "Well. " + form.prefix if has_lead else form.prefix
     assert not admits(name, text, begun + "other")
     assert not admits(name, text, begun + "!")
     assert not admits(name, text, begun)
@@ -118,7 +117,7 @@ def test_json_may_be_the_alternative_to_a_call(name: str) -> None:
         '{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"], '
         '"additionalProperties": false}'
     )
-    assert admits(name, text, '{"a": null}')
+    assert admits(name, text, call_format(name).format.answer_opening + '{"a": null}')
     assert admits(name, text, written(name, OTHER))
     assert not admits(name, text, "Hello")
 
@@ -134,9 +133,11 @@ def test_every_text_of_the_grammar_parses_as_calls_that_validate(name: str) -> N
         assert (content, parser.finish(), parser.has_complete_calls) == ("", "", True), text
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name or ""])
-        assert written(
-            name, *((call.name or "", call.arguments) for call in calls)
-        ) == text.removeprefix("<|python_tag|>")
+        form = call_format(name).format
+        calls_text = text.removeprefix(form.prelude)
+        if form.postlude:
+            calls_text = calls_text.removesuffix(form.postlude)
+        assert written(name, *((call.name or "", call.arguments) for call in calls)) == calls_text
         called.add(tuple(call.name for call in calls))
     assert len(called) > 1, "all drawn texts call the same"
 

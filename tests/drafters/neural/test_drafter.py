@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,18 @@ def test_a_larger_target_vocabulary_may_commit_ids_that_the_draft_has_no_row_for
     assert (
         len(model.propose([step(0, (*PROMPT, checkpoints.VOCAB + 3))], NO_DEADLINE)[0].tokens) == 4
     )
+
+
+def test_biases_and_penalties_pass_over_tokens_that_the_draft_has_no_row_for(
+    checkpoint: Path,
+) -> None:
+    model, beyond = drafter(checkpoint, target_vocab=checkpoints.VOCAB + 64), checkpoints.VOCAB + 3
+    own = Warp(temperature=0.0, logit_bias=((7, 100.0),), frequency_penalty=0.5)
+    both = replace(own, logit_bias=((beyond, 100.0), (7, 100.0)))
+    prompt = (*PROMPT, beyond)
+    proposals = model.propose([step(0, prompt, warp=own), step(1, prompt, warp=both)], NO_DEADLINE)
+    assert proposals[0].tokens == proposals[1].tokens
+    assert proposals[0].tokens[0] == 7
 
 
 def test_past_the_deadline_a_shorter_proposal_is_returned(checkpoint: Path) -> None:
