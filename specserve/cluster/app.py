@@ -14,15 +14,18 @@ import ray
 import yaml
 from ray import serve
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
 
 from specserve.cluster.autoscaling import policy
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.logs import logging_config
+from specserve.cluster.model_paths import require_local_models
 from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.cluster.status_board import Board
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config, ReplicasConfig, config_from_keys
+from specserve.errors import SpecserveError
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +42,20 @@ REPORTS_PER_LOOK_BACK = 4
 
 
 def build(args: Mapping[str, object]) -> Application:
-    """Build the application from config keys; dotted keys, as `serve run` gives them, hold YAML."""
-    config = config_from_keys({key: _parse_yaml(value) for key, value in args.items()})
-    for model in unpinned_models(config):
-        log.warning("%s", model)
-    return application(config)
+    """Build the application from config keys; dotted keys, as `serve run` gives them, hold YAML.
+
+    Raises RayServeException for what is wrong with them, of which alone Serve shows the message
+    without a traceback. Replicas that run are not touched then.
+    """
+    try:
+        config = config_from_keys({key: _parse_yaml(value) for key, value in args.items()})
+        for model in unpinned_models(config):
+            log.warning("%s", model)
+        if ray.is_initialized():  # not for `serve build`, whose file is for other machines
+            require_local_models(config)
+        return application(config)
+    except SpecserveError as error:
+        raise RayServeException(str(error)) from error
 
 
 def application(config: Config, *, engine: type[Any] | None = None) -> Application:

@@ -184,7 +184,7 @@ def check_fits(
                 f"{REMEDY[kind]}"
             )
     for bundle in (*wanted, gateway):
-        if not any(_could_hold(node, bundle) for node in nodes):
+        if not any(could_hold(node, bundle) for node in nodes):
             raise ConfigError(_no_node_for(bundle, nodes))
 
 
@@ -290,7 +290,7 @@ def _on_gpu(device: str, has_gpus: bool) -> bool:
     return device.startswith("cuda") or (device == "auto" and has_gpus)
 
 
-def _could_hold(node: NodeResources, bundle: Bundle) -> bool:
+def could_hold(node: NodeResources, bundle: Bundle) -> bool:
     """Return whether the node, if it were empty, could hold the bundle."""
     return node.has_labels(bundle.labels) and _holds(node.total, bundle)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +61,21 @@ def serve(command: str, dashboard: str, *arguments: str) -> str:
     return done.stdout
 
 
-def status(dashboard: str) -> dict[str, Any]:
-    """Return the status of our application, empty if there is none."""
+def any_status(dashboard: str) -> dict[str, Any]:
+    """Return the status of our application, which may have failed; empty if there is none."""
     applications = yaml.safe_load(serve("status", dashboard))["applications"]
     found: dict[str, Any] = applications.get(NAME, {})
+    return found
+
+
+def says(dashboard: str, line: str) -> bool:
+    """Return whether the status of our application has that line."""
+    return line in any_status(dashboard).get("message", "")
+
+
+def status(dashboard: str) -> dict[str, Any]:
+    """Return the status of our application, empty if there is none."""
+    found = any_status(dashboard)
     assert found.get("status") != "DEPLOY_FAILED", found
     return found
 
@@ -71,6 +85,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < until, "it did not happen"
         time.sleep(0.3)
+
+
+def engines(url: str) -> set[str]:
+    """Return the ids of the engines that the metrics name."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
+        return set(re.findall(r'replica="([^"]+)"', reply.read().decode()))
 
 
 def answer(url: str) -> str:
@@ -125,6 +145,22 @@ def test_the_demo_file_is_deployed_updated_under_load_and_deleted(
         updated.set()
         client.join()
     assert set(texts) == {text}
+
+    # A bad path, or a misspelt key, is one line of the status, and the replicas serve on.
+    wait_until(lambda: len(engines(url)) == 1)  # the replaced one is counted for a moment
+    serving, arguments = engines(url), tree["applications"][0]["args"]
+    for mistake, expected in (
+        ({"target": {"path": "/nowhere/target"}}, "/nowhere/target is on no node that could hold"),
+        ({"draft": {"path": "/nowhere/draft"}}, "/nowhere/draft is on no node that could hold"),
+        ({"limits": {"max_runing": 4}}, "did you mean limits.max_running?"),
+    ):
+        tree["applications"][0]["args"] = arguments | mistake
+        deploy()
+        wait_until(partial(says, dashboard, expected))
+        failed = any_status(dashboard)
+        assert failed["status"] == "DEPLOY_FAILED"
+        assert len(failed["message"].strip().splitlines()) == 2, "Serve's own line, and ours"
+        assert (answer(url), engines(url)) == (text, serving)
 
     # A file without it deletes the application; Serve itself stays.
     tree["applications"] = []
