@@ -10,6 +10,7 @@ PEERS := .venv-peers
 PEERS_PINNED := benchmarks/peers/requirements.txt
 VLLM := .venv-vllm
 VLLM_PINNED := benchmarks/peers/requirements-vllm.txt
+CONFORMANCE := .venv-conformance
 LLAMA := .venv-llama
 LLAMA_PINNED := benchmarks/peers/requirements-llama.txt
 LLAMA_BUILD := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
@@ -23,7 +24,7 @@ MEASURED := docs/measurements
 .PHONY: help serve test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-pacer bench-demo bench-drafters bench-peers \
-	proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
+	conformance proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -152,6 +153,10 @@ bench-peers: $(VENV)/installed  ## Measure other engines beside specserve
 	-$(MAKE) $(LLAMA)/installed
 	$(BIN)/python -m benchmarks.peers --out $(MEASURED)/peers-speed.md $(ARGS)
 
+# Each client is installed into an environment of its own below $(CONFORMANCE), once.
+conformance: $(VENV)/installed-for-tests  ## Try clients of other projects on real servers
+	$(BIN)/python -m tests.conformance --out $(MEASURED)/conformance.md $(ARGS)
+
 proofs: $(VENV)/installed-for-tests  ## Sample continuations and compare them with the exact distribution
 	$(BIN)/python -m tests.proofs.distribution --out $(MEASURED)/proofs.md $(ARGS)
 
@@ -230,4 +235,4 @@ $(LLAMA)/installed: $(LLAMA_PINNED)
 	touch $@
 
 clean:  ## Remove environments, builds and caches
-	rm -rf $(VENV) $(BUILDER) $(PEERS) $(VLLM) $(LLAMA) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BUILDER) $(PEERS) $(VLLM) $(LLAMA) $(CONFORMANCE) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

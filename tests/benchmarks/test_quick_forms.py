@@ -25,6 +25,7 @@ IN_PROCESS = {
     "benchmarks.structured": (),
     "benchmarks.twelve_bits": (),
     "tests.chaos.fuzz": (),
+    "tests.conformance": (),
     "tests.support.card.noise": (),
     "tests.support.card.roofline": (),
     "tests.support.card.rounds": (),

@@ -1,0 +1,1 @@
+"""Conformance with clients of other projects: `make conformance`."""

@@ -1,0 +1,76 @@
+"""The page docs/measurements/conformance.md: a table of clients, and the reasons below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+
+from specserve.tools.bench.report import machine
+from tests.conformance.checks import DEMO, FAILED, PASSED, SCRIPTED, SKIPPED
+from tests.conformance.clients import ClientRun
+
+KNOWN: Mapping[tuple[str, str], str] = {}
+"""Failures of a client's check that are understood, and why the server does not answer so."""
+INTRODUCTION = """# Clients of other projects
+
+{when}, {machine}. Command: `make conformance`.
+
+Each client is installed in an environment of its own, at the version in the table, and speaks HTTP
+to a server on this machine. Behind the gateway is one of two engines. *{demo}* is the demo pair by
+`specserve serve`, for what any model can do. *{scripted}* is an engine whose texts follow a script
+(`tests/conformance/answers.py`), for what depends on what a model says: tool calls, structured
+answers, agents. There the gateway alone can fail. guidellm and lm_eval need a model: each request
+must succeed with all its tokens, a generated text must be the one that the server writes when asked
+without a client, and the likelier of two choices must have the higher likelihood.
+
+What LangChain's suite skips needs pictures, audio or PDFs, a second model or recorded traffic.
+"""
+
+
+def page(runs: Sequence[ClientRun]) -> str:
+    """Return the page of these runs."""
+    lines = [
+        INTRODUCTION.format(when=date.today(), machine=machine(), demo=DEMO, scripted=SCRIPTED),
+        "| client | engine | checks | passed | failed | skipped |",
+        "|---|---|---|---|---|---|",
+        *map(_row, runs),
+        "",
+        *_reasons(runs),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def unknown_failures(runs: Sequence[ClientRun]) -> list[str]:
+    """Return the failures that no reason is known for."""
+    return [
+        f"{run.client}: {result.name}: {result.reason}"
+        for run in runs
+        for result in run.results
+        if result.outcome == FAILED and (run.client, result.name) not in KNOWN
+    ]
+
+
+def _row(run: ClientRun) -> str:
+    name = ", ".join(run.versions) or run.client
+    counts = [run.num(outcome) for outcome in (PASSED, FAILED, SKIPPED)]
+    cells = [name, run.engine, len(run.results), *counts]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _reasons(runs: Sequence[ClientRun]) -> Iterator[str]:
+    """Yield a table of the checks that did not pass."""
+    rows = [
+        f"| {run.client} | {_cell(result.name)} | {result.outcome} | {_cell(reason)} |"
+        for run in runs
+        for result in run.results
+        if result.outcome != PASSED
+        for reason in [KNOWN.get((run.client, result.name), result.reason)]
+    ]
+    if not rows:
+        yield "No check failed or was skipped."
+        return
+    yield from ("| client | check | outcome | reason |", "|---|---|---|---|", *rows)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
