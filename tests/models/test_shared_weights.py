@@ -86,7 +86,7 @@ def reads() -> Iterator[list[object]]:
         return real(path, *args, **options)
 
     with (
-        patch("specserve.models.checkpoints.weights.safe_open", record),
+        patch("specserve.models.checkpoints.tensors.safe_open", record),
         patch("transformers.modeling_utils.safe_open", record),
     ):
         yield opened
