@@ -108,8 +108,11 @@ def _torch_shim() -> Any:
 
 
 def _opaque_tensor(address: int, shape: Sequence[int], dtype: torch.dtype, layout: bytes) -> Tensor:
-    assert dtype == torch.bfloat16, "only bf16 weights are packed"
     shim, handle = _torch_shim(), ctypes.c_void_p()
+    dtypes = {
+        torch.bfloat16: shim.aoti_torch_dtype_bfloat16,
+        torch.float32: shim.aoti_torch_dtype_float32,
+    }
     numbers = ctypes.c_int64 * len(shape)
     strides = torch.empty(tuple(shape), device="meta").stride()
     failed = shim.aoti_torch_create_tensor_from_blob_v2(
@@ -118,7 +121,7 @@ def _opaque_tensor(address: int, shape: Sequence[int], dtype: torch.dtype, layou
         numbers(*shape),
         numbers(*strides),
         ctypes.c_int64(0),  # storage offset
-        ctypes.c_int32(shim.aoti_torch_dtype_bfloat16()),
+        ctypes.c_int32(dtypes[dtype]()),
         ctypes.c_int32(shim.aoti_torch_device_type_cpu()),
         ctypes.c_int32(0),  # device index
         ctypes.byref(handle),

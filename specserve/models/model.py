@@ -43,7 +43,7 @@ from specserve.models.flashinfer_attention import FlashInferUnusable, open_flash
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
 from specserve.models.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.layers import PrivateWeights, linear_weights
-from specserve.models.linear_kernels import CompiledKernel, linear_kernel
+from specserve.models.linear_kernels import CompiledKernel, linear_kernel, multiplies_bf16
 from specserve.models.memory import free_memory, keep_freed_memory, num_pages_for, require_room
 from specserve.models.network import ShareableNetwork, build_network, library_attention
 from specserve.models.runner import Runner
@@ -286,7 +286,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the number format `name`; `auto` is the one that the device computes fast."""
     if name != "auto":
         return DTYPES[name]
-    fast = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    fast = device.type == "cuda" or multiplies_bf16()
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
@@ -17,7 +18,9 @@ from specserve.models.compiled_attention import CompiledAttention
 from specserve.models.layout import Layout
 from specserve.models.linear_kernels import (
     CompiledKernel,
+    LinearKernel,
     OneDnnKernel,
+    WidenedOneDnnKernel,
     linear_kernel,
     missing_for_compiled,
 )
@@ -38,13 +41,19 @@ def random_tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
 
 
-@needs_compiled
+KERNELS = [
+    pytest.param(lambda: linear_kernel("compiled"), marks=needs_compiled, id="compiled"),
+    pytest.param(WidenedOneDnnKernel, id="onednn-float32"),
+]
+
+
+@pytest.mark.parametrize("make", KERNELS)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_products_of_any_shape_are_right(
-    rows: int, outputs: int, inputs: int, threads: int
+    rows: int, outputs: int, inputs: int, threads: int, make: Callable[[], LinearKernel]
 ) -> None:
-    kernel = linear_kernel("compiled")
+    kernel = make()
     x, weight, bias, residual = random_tensors(
         (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
     )
@@ -60,6 +69,20 @@ def test_products_of_any_shape_are_right(
     for out, of in ((plain, expected), (full, expected + bias.double() + residual.double())):
         assert out.shape == (rows, outputs)
         assert (out.double() - of).abs().max() < 4e-3 * of.abs().max()
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(33, 96, 1000), (33, 257, 2048)])
+def test_a_row_of_widened_weights_has_the_same_bits_in_any_company(
+    rows: int, outputs: int, inputs: int
+) -> None:
+    kernel = WidenedOneDnnKernel()
+    x, weight, residual = random_tensors((rows, inputs), (outputs, inputs), (rows, outputs))
+    packed = kernel.pack(weight)
+    whole = kernel.product(x, packed, outputs, None, residual)
+    for first, length in [(0, 1), (7, 1), (0, 2), (3, 5), (11, 9), (16, 17)]:
+        part = slice(first, first + length)
+        out = kernel.product(x[part], packed, outputs, None, residual[part])
+        assert torch.equal(out, whole[part])
 
 
 @needs_compiled
@@ -121,10 +144,25 @@ def test_a_kernel_that_cannot_run_is_not_taken(
 ) -> None:
     monkeypatch.setattr(linear_kernels, "_processor_flags", lambda: frozenset(flags))
     monkeypatch.setattr(linear_kernels, "find_spec", lambda name: found or None)
+    monkeypatch.setattr(linear_kernels, "multiplies_bf16", lambda: True)
     assert isinstance(linear_kernel("auto"), OneDnnKernel)
     assert isinstance(linear_kernel("onednn"), OneDnnKernel)
     with pytest.raises(ConfigError, match=f"weights.kernel: compiled needs {missing}"):
         linear_kernel("compiled")
+
+
+def test_a_processor_without_bf16_keeps_bf16_weights_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear_kernels, "_processor_flags", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(linear_kernels, "multiplies_bf16", lambda: False)
+    linear_kernels._onednn.cache_clear()
+    try:
+        assert isinstance(linear_kernel("auto"), WidenedOneDnnKernel)
+        with pytest.raises(ConfigError, match="a processor that has AVX-512 with bf16"):
+            linear_kernel("compiled")
+    finally:
+        linear_kernels._onednn.cache_clear()
 
 
 @needs_compiled

@@ -18,7 +18,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 import specserve
 from specserve.config.tree import DEMO
 from specserve.models.flashinfer_attention import FlashInferUnusable, find_flashinfer
-from specserve.models.linear_kernels import missing_for_compiled
+from specserve.models.linear_kernels import missing_for_compiled, multiplies_bf16
 from specserve.models.memory import free_memory
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
 
@@ -230,7 +230,7 @@ def system() -> Iterator[Finding]:
     """Check this machine."""
     yield from processor(
         flags(),
-        bf16=bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        bf16=multiplies_bf16(),
         threads=torch.get_num_threads(),
     )
     yield from linear_layers(missing_for_compiled())
