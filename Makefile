@@ -23,7 +23,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
-	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-pacer bench-demo bench-drafters bench-peers \
+	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-routing bench-pacer bench-demo bench-drafters bench-peers \
 	conformance proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
@@ -134,6 +134,9 @@ bench-linears: $(VENV)/installed  ## Measure the kernels of linear layers
 
 bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and together with its target
 	$(BIN)/python -m benchmarks.placements --out $(MEASURED)/placements.md $(ARGS)
+
+bench-routing: $(VENV)/installed-for-tests  ## Measure routing by prefixes between engines
+	$(BIN)/python -m benchmarks.routing --out $(MEASURED)/routing.md $(ARGS)
 
 bench-pacer: $(VENV)/installed-for-tests  ## Measure the pacer beside fixed gammas
 	$(BIN)/python -m benchmarks.pacer --out $(MEASURED)/pacer.md $(ARGS)

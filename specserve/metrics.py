@@ -178,6 +178,18 @@ FAMILIES = (
         ("replica", "role"),
     ),
     MetricFamily(
+        "engine_prefix_cache_queries",
+        MetricKind.SUMMED,
+        "Prompt tokens that one engine looked up in its prefix cache since it started.",
+        ("replica",),
+    ),
+    MetricFamily(
+        "engine_prefix_cache_hits",
+        MetricKind.SUMMED,
+        "Prompt tokens that one engine found there.",
+        ("replica",),
+    ),
+    MetricFamily(
         "rank_busy_fraction",
         MetricKind.AVERAGED,
         "Share of the time that one rank of a target computes or waits for others, 0 to 1.",

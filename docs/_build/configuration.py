@@ -176,6 +176,9 @@ MEANINGS: Mapping[str, str] = {
     "replicas.downscale_delay_s": "How long the load must be lower before an engine stops.",
     "replicas.surge_percent": "Percentage of the engines, at least one, that an update starts "
     "before it stops old ones. The default is 25 if there is room.",
+    "replicas.routing": "Which engine gets a request. `prefix`: the one that has its first token "
+    "soonest, by what of its prompt it has cached and by how many requests it has. `queue`: the "
+    "shorter queue of two engines, as Serve chooses by itself.",
     "replicas.gateways": "Largest number of gateways; they scale apart from the engines.",
     "replicas.min_gateways": "Smallest number of gateways. With two or more, the loss of one "
     "leaves others that answer until it is back.",

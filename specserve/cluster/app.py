@@ -14,6 +14,7 @@ import ray
 import yaml
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
 from specserve.cluster.autoscaling import policy
@@ -22,6 +23,7 @@ from specserve.cluster.logs import logging_config
 from specserve.cluster.model_paths import require_local_models
 from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
 from specserve.cluster.placement_watch import PlacementWatch
+from specserve.cluster.request_router import REPORT_EVERY_S, PrefixRequestRouter
 from specserve.cluster.status_board import Board
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config, ReplicasConfig, config_from_keys
@@ -111,6 +113,13 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
         "graceful_shutdown_timeout_s": 20.0,
         "max_constructor_retry_count": 3,
     }
+    if config.replicas.routing == "prefix" and config.cache.prefix_caching:
+        routing: dict[str, Any] = {
+            "request_router_class": PrefixRequestRouter,
+            "request_router_kwargs": {"max_running": limits.max_running},
+            "request_routing_stats_period_s": REPORT_EVERY_S,
+        }
+        options["request_router_config"] = RequestRouterConfig(**routing)
     if any(bundle.labels for bundle in wanted):
         options["placement_group_bundle_label_selector"] = [
             dict(bundle.labels) for bundle in wanted

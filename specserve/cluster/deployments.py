@@ -24,6 +24,7 @@ from specserve.cluster.placement import Bundle
 from specserve.cluster.remote import RemoteDrafter
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.reply_streams import ReplyStreams
+from specserve.cluster.request_router import CACHED_TOKENS, RESTARTS
 from specserve.cluster.status_board import (
     ENGINE,
     GATEWAY,
@@ -126,6 +127,14 @@ class Engine:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the metrics that Serve polls and passes to the autoscaling policy."""
         return autoscaling_stats(self._coordinator, num_pages=self._group.info.num_pages)
+
+    def record_routing_stats(self) -> dict[str, int]:
+        """Return what Serve passes to the routers of all gateways."""
+        info = self._group.info
+        return {
+            CACHED_TOKENS: info.num_pages * info.page_size,
+            RESTARTS: self._group.restarts["target"],
+        }
 
     async def trace(self, last: int | None = None) -> dict[str, Any]:
         return self._journal.trace(last)

@@ -35,8 +35,8 @@ class Gauges:
         self._add_since_last("preemptions_total", scheduler.num_preempted)
         for role, restarts in group.restarts.items():
             self._add_since_last("worker_restarts_total", restarts, role)
-        self._add_since_last("prefix_cache_queries_total", group.target.prefix_queries)
-        self._add_since_last("prefix_cache_hits_total", group.target.prefix_hits)
+        self._set_prefix_counts("queries", group.target.prefix_queries)
+        self._set_prefix_counts("hits", group.target.prefix_hits)
         self._set_both(
             "kv_cache_usage_perc", group.target.pages_used / group.info.num_pages, "target"
         )
@@ -62,6 +62,11 @@ class Gauges:
         """Set a gauge of the application, and that of this engine beside it."""
         self._registry.gauge(name).set(value, *labels)
         self._registry.gauge(f"engine_{name}").set(value, self._replica, *labels)
+
+    def _set_prefix_counts(self, name: str, total: int) -> None:
+        """Count tokens for the application, and set those of this engine, which end with it."""
+        self._add_since_last(f"prefix_cache_{name}_total", total)
+        self._registry.gauge(f"engine_prefix_cache_{name}").set(total, self._replica)
 
     def _set_busy_fraction(self, seconds: dict[str, float], elapsed: float) -> None:
         for role, busy in seconds.items():

@@ -205,6 +205,8 @@ class ReplicasConfig:
     downscale_delay_s: float = setting(120.0, number(0, 1e6))
     # replicas, at least one, that an update starts before it stops old ones; None: if they fit
     surge_percent: int | None = setting(None, integer(0, 100))
+    # which engine gets a request: prefix: by what it has cached and has to do; queue: by the latter
+    routing: str = setting("prefix", choice("prefix", "queue"))
     gateways: int = setting(1, integer(1, 1024))  # at most; they scale apart from the engines
     min_gateways: int = setting(1, integer(1, 1024))
 

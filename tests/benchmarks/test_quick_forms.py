@@ -37,6 +37,7 @@ WITH_RAY = {
     "benchmarks.demo_race": (),
     "benchmarks.pipeline": ("--only", "sweep"),
     "benchmarks.placements": (),
+    "benchmarks.routing": (),
     "benchmarks.start": (),
     "tests.chaos.gateways": (),
     "tests.chaos.misuse": (),

@@ -103,6 +103,8 @@ def test_each_engine_and_rank_has_series_of_its_own_beside_those_of_the_applicat
         'engine_num_requests_running{replica="b2"} 4',
         'engine_num_requests_waiting{replica="a1"} 1',
         'engine_kv_cache_usage_perc{replica="b2",role="draft"} 0.1',
+        f'engine_prefix_cache_queries{{replica="a1"}} {group.target.prefix_queries}',
+        f'engine_prefix_cache_hits{{replica="b2"}} {group.target.prefix_hits}',
         'engine_device_busy_fraction{replica="a1",role="draft"} 0.25',
         'rank_busy_fraction{replica="a1",rank="0"} 0.75',
         'rank_busy_fraction{replica="a1",rank="1"} 0.5',

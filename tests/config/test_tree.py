@@ -68,6 +68,7 @@ CONTRACT = {
         "upscale_delay_s",
         "downscale_delay_s",
         "surge_percent",
+        "routing",
         "gateways",
         "min_gateways",
     },

@@ -1,0 +1,102 @@
+"""Ray Serve's router of requests to engines: where a prompt's prefix is cached, unless it is busy.
+
+It runs in each gateway, inside the handle of the engines. Knows no HTTP and no pages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from specserve.cluster.prefix_affinity import EngineState, PrefixAffinity
+from specserve.types import Request
+
+CACHED_TOKENS, RESTARTS = "cached_tokens", "restarts"
+"""What an engine reports to routers every REPORT_EVERY_S."""
+REPORT_EVERY_S = 1.0
+
+
+class PrefixRequestRouter(RequestRouter):
+    """Router that prefers the engine which has most of a prompt cached and least to do.
+
+    Calls that are no generations go to the least busy engine.
+    """
+
+    # Serve calls it once, with the keyword arguments of the deployment.
+    def initialize_state(self, *, max_running: int) -> None:  # type: ignore[override]
+        self._affinity, self._max_running = PrefixAffinity(), max_running
+        self._under_way: Counter[str] = Counter()  # sent by this router
+        self._engine_of: dict[str, str] = {}  # by the internal id of a request under way
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return all replicas, the best first, those that can take a request before the others."""
+        available = self.select_available_replicas(candidate_replicas)
+        by_name = {str(replica.replica_id): replica for replica in available or candidate_replicas}
+        engines = {name: self._state(replica) for name, replica in by_name.items()}
+        request = _generation(pending_request)
+        tokens, salt = ((), b"") if request is None else (_text(request), request.cache_salt)
+        ranked = self._affinity.rank(tokens, salt, engines)
+        if pending_request is not None:
+            # Serve waits between two attempts only where a router says that it should.
+            pending_request.routing_context.should_backoff = True
+        if request is not None and ranked:
+            # Recorded at once: an equal prompt may come before the engine has answered.
+            self._affinity.record(ranked[0], tokens, salt, engines[ranked[0]])
+        return [[by_name[name]] for name in ranked]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """Record which engine has taken a request."""
+        name = str(replica_id)
+        self._engine_of[pending_request.metadata.internal_request_id] = name
+        self._under_way[name] += 1
+        request, replica = _generation(pending_request), self.curr_replicas.get(replica_id)
+        if request is not None and replica is not None:
+            self._affinity.record(name, _text(request), request.cache_salt, self._state(replica))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        name = self._engine_of.pop(internal_request_id, None)
+        if name is not None and name in self._under_way:
+            self._under_way[name] -= 1
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Drop what was sent to engines that are gone."""
+        super().update_replicas(replicas)
+        names = {str(replica.replica_id) for replica in replicas}
+        self._affinity.keep(names)
+        for name in self._under_way.keys() - names:
+            del self._under_way[name]
+
+    def _state(self, replica: RunningReplica) -> EngineState:
+        """Return what is known of an engine.
+
+        Serve's own count, which has the requests of other gateways, comes with answers and is
+        dropped when it is old.
+        """
+        stats = replica.routing_stats or {}
+        counted = self.replica_queue_len_cache.get(replica.replica_id) or 0
+        return EngineState(
+            requests=max(counted, self._under_way[str(replica.replica_id)]),
+            max_running=self._max_running,
+            cached_tokens=stats.get(CACHED_TOKENS),
+            restarts=stats.get(RESTARTS, 0),
+        )
+
+
+def _generation(pending: PendingRequest | None) -> Request | None:
+    """Return the generation that a call asks for; None if it is another call."""
+    first = pending.args[0] if pending is not None and pending.args else None
+    return first if isinstance(first, Request) else None
+
+
+def _text(request: Request) -> Sequence[int]:
+    """Return the tokens that an engine has to compute before the next one."""
+    return request.prompt + request.generated

@@ -1,0 +1,103 @@
+"""Choice of an engine by prefixes and load: shared prompts stay together unless that costs more."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from specserve.cluster.prefix_affinity import (
+    BLOCK,
+    REQUEST_COST,
+    EngineState,
+    PrefixAffinity,
+    block_hashes,
+)
+
+IDLE = EngineState(max_running=8)
+NAMES = ("a", "b", "c", "d")
+
+
+def text(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(1000), k=length))
+
+
+def engines(**changed: EngineState) -> dict[str, EngineState]:
+    return {name: changed.get(name, IDLE) for name in NAMES}
+
+
+def test_a_prompt_goes_where_its_prefix_was_sent() -> None:
+    affinity, prefix = PrefixAffinity(), text(0, 10 * BLOCK)
+    for other in NAMES[1:]:
+        affinity.record(other, text(hash(other), 10 * BLOCK), b"", IDLE)
+    affinity.record("a", prefix, b"", IDLE)
+    for seed in range(20):
+        assert affinity.rank(prefix + text(seed, 30), b"", engines())[0] == "a"
+
+
+def test_a_prefix_is_left_for_an_idle_engine_once_that_costs_less() -> None:
+    affinity, prefix = PrefixAffinity(), text(0, 8 * BLOCK)
+    affinity.record("a", prefix, b"", IDLE)
+    saved = 7 * BLOCK  # the last block has the last token, which is computed
+    for requests in range(8):
+        busy = EngineState(requests=requests, max_running=8)
+        stays = affinity.rank(prefix, b"", engines(a=busy))[0] == "a"
+        assert stays == (requests * REQUEST_COST < saved)
+
+
+def test_a_full_engine_is_left_however_long_the_prefix() -> None:
+    affinity, prefix = PrefixAffinity(), text(0, 16 * BLOCK)
+    affinity.record("a", prefix, b"", IDLE)
+    full = EngineState(requests=3, max_running=3)
+    assert affinity.rank(prefix, b"", engines(a=full))[0] != "a"
+
+
+def test_clients_with_other_salts_share_no_prefix() -> None:
+    affinity, prefix = PrefixAffinity(), text(0, 6 * BLOCK)
+    affinity.record("a", prefix, b"one", IDLE)
+    busy = EngineState(requests=1, max_running=8)
+    assert affinity.rank(prefix + text(1, BLOCK), b"one", engines(a=busy))[0] == "a"
+    assert affinity.rank(prefix + text(1, BLOCK), b"other", engines(a=busy))[0] != "a"
+
+
+def test_new_prompts_spread_over_idle_engines_alike_in_every_gateway() -> None:
+    prompts = [text(seed, 100) for seed in range(400)]
+    taken = [PrefixAffinity().rank(prompt, b"", engines())[0] for prompt in prompts]
+    assert taken == [PrefixAffinity().rank(prompt, b"", engines())[0] for prompt in prompts]
+    assert min(Counter(taken).values()) > 60  # of 100 expected; 4.6 standard errors
+
+
+def test_an_engine_is_taken_to_have_no_more_than_fits() -> None:
+    affinity = PrefixAffinity()
+    small = EngineState(max_running=8, cached_tokens=6 * BLOCK)
+    old, new = text(0, 4 * BLOCK + 1), text(1, 4 * BLOCK + 1)
+    affinity.record("a", old, b"", small)
+    affinity.record("a", new, b"", small)
+    busy = EngineState(requests=1, max_running=8, cached_tokens=6 * BLOCK)
+    # 4 blocks of the new prompt weigh as much as a request; two are left of the old one.
+    assert affinity._num_matched("a", small, block_hashes(new, b"")) == 4
+    assert affinity._num_matched("a", small, block_hashes(old, b"")) == 2
+    assert affinity.rank(old, b"", engines(a=busy))[0] != "a"
+
+
+def test_a_restarted_target_has_an_empty_cache() -> None:
+    affinity, prefix = PrefixAffinity(), text(0, 6 * BLOCK)
+    affinity.record("a", prefix, b"", IDLE)
+    restarted = EngineState(requests=1, max_running=8, restarts=1)
+    assert affinity.rank(prefix, b"", engines(a=EngineState(requests=1, max_running=8)))[0] == "a"
+    assert affinity.rank(prefix, b"", engines(a=restarted))[0] != "a"
+
+
+def test_an_engine_that_is_gone_is_forgotten() -> None:
+    affinity, prefix = PrefixAffinity(), text(0, 6 * BLOCK)
+    affinity.record("a", prefix, b"", IDLE)
+    affinity.keep(["b"])
+    assert affinity._num_matched("a", IDLE, block_hashes(prefix, b"")) == 0
+
+
+def test_a_conversation_stays_with_its_engine_while_it_grows() -> None:
+    affinity, said = PrefixAffinity(), text(0, 3 * BLOCK)
+    first = affinity.rank(said, b"", engines())[0]
+    for turn in range(1, 6):
+        affinity.record(first, said, b"", IDLE)
+        said += text(turn, 2 * BLOCK)
+        assert affinity.rank(said, b"", engines())[0] == first

@@ -1,0 +1,114 @@
+"""Serve's router of ours, over replicas that are stood in for: which engine gets a call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+
+from specserve.cluster.prefix_affinity import BLOCK
+from specserve.cluster.request_router import CACHED_TOKENS, RESTARTS, PrefixRequestRouter
+from specserve.types import Request, Warp
+
+ENGINES = DeploymentID("Engine", "app")
+A, B, C = (ReplicaID(name, ENGINES) for name in "abc")
+PROMPT = tuple(range(8 * BLOCK))
+Scenario = Callable[[PrefixRequestRouter], Awaitable[None]]
+
+
+@dataclass
+class Replica:
+    """The part of a running replica that a router reads."""
+
+    replica_id: ReplicaID
+    max_ongoing_requests: int = 8
+    routing_stats: dict[str, int] = field(default_factory=dict)
+
+
+def pending(*args: object, call: str = "call") -> Any:
+    return SimpleNamespace(
+        args=list(args),
+        metadata=SimpleNamespace(internal_request_id=call),
+        routing_context=SimpleNamespace(should_backoff=False),
+    )
+
+
+def generation(prompt: tuple[int, ...], *, generated: tuple[int, ...] = ()) -> Any:
+    return pending(Request(prompt, 8, Warp(), seed=1, generated=generated), 1, None)
+
+
+def run(scenario: Scenario, replicas: list[Any]) -> None:
+    async def main() -> None:
+        router = PrefixRequestRouter(
+            ENGINES,
+            DeploymentHandleSource.REPLICA,
+            use_replica_queue_len_cache=True,
+        )
+        router.initialize_state(max_running=4)
+        router._replicas = {replica.replica_id: replica for replica in replicas}
+        router._replicas_list = list(replicas)
+        await scenario(router)
+
+    asyncio.run(main())
+
+
+async def ranked(router: PrefixRequestRouter, call: Any) -> list[ReplicaID]:
+    ranks = await router.choose_replicas(router._replicas_list, call)
+    return [replica.replica_id for (replica,) in ranks]
+
+
+def test_equal_prompts_that_come_together_go_to_one_engine() -> None:
+    async def scenario(router: PrefixRequestRouter) -> None:
+        first = (await ranked(router, generation(PROMPT)))[0]
+        router.on_send_request(first)
+        assert (await ranked(router, generation(PROMPT)))[0] == first
+
+    run(scenario, [Replica(A), Replica(B), Replica(C)])
+
+
+def test_every_engine_is_tried_and_full_ones_only_where_all_are() -> None:
+    async def scenario(router: PrefixRequestRouter) -> None:
+        call = generation(PROMPT)
+        assert set(await ranked(router, call)) == {A, B}
+        assert call.routing_context.should_backoff
+        router.on_new_queue_len_info(A, 8)
+        assert await ranked(router, call) == [B]
+        router.on_new_queue_len_info(B, 8)
+        assert set(await ranked(router, call)) == {A, B}
+
+    run(scenario, [Replica(A), Replica(B)])
+
+
+def test_a_resumed_request_goes_where_its_text_is() -> None:
+    async def scenario(router: PrefixRequestRouter) -> None:
+        written = tuple(range(5000, 5000 + 5 * BLOCK))
+        router.on_request_routed(generation(PROMPT + written), B, None)
+        router.on_request_completed(B, "call")
+        assert (await ranked(router, generation(PROMPT, generated=written)))[0] == B
+
+    run(scenario, [Replica(A), Replica(B), Replica(C)])
+
+
+def test_requests_count_until_they_end() -> None:
+    async def scenario(router: PrefixRequestRouter) -> None:
+        other = pending(call="info")
+        first = (await ranked(router, other))[0]
+        router.on_request_routed(other, first, None)
+        assert (await ranked(router, pending()))[0] != first
+        router.on_request_completed(first, "info")
+        assert (await ranked(router, pending()))[0] == first
+
+    run(scenario, [Replica(A), Replica(B)])
+
+
+def test_reports_of_engines_say_what_is_still_cached() -> None:
+    async def scenario(router: PrefixRequestRouter) -> None:
+        replica = router._replicas_list[0]
+        state = router._state(replica)
+        assert (state.cached_tokens, state.restarts, state.max_running) == (4096, 2, 4)
+
+    run(scenario, [Replica(A, routing_stats={CACHED_TOKENS: 4096, RESTARTS: 2})])
