@@ -21,7 +21,12 @@ from specserve.models.compiled.vectors import LINE
 from specserve.models.compiled_attention import CompiledAttention
 from specserve.models.layers import PackedGate, PackedLinear
 from specserve.models.layout import Layout
-from specserve.models.linear_kernels import MAX_SERIAL, CompiledKernel, row_stride
+from specserve.models.linear_kernels import (
+    MAX_SERIAL,
+    CompiledKernel,
+    row_stride,
+    weight_layout,
+)
 
 if TYPE_CHECKING:
     from specserve.models.llama import FusedLayer
@@ -135,6 +140,11 @@ def _layer(layer: FusedLayer, keys: Tensor, values: Tensor) -> Any:
         layer.down.weight.data_ptr(),
         _address(layer.down.bias),
         layer.variant.window or NO_WINDOW,
+        *(
+            number
+            for linear in (layer.qkv, layer.out, _packed_gate(layer), layer.down)
+            for number in weight_layout(linear.weight, linear.in_features)
+        ),
     )
 
 

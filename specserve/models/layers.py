@@ -49,7 +49,7 @@ class PrivateWeights:
 
     def pack(self, weight: Tensor) -> Tensor:
         packed = self.kernel.pack(weight.detach())
-        use_huge_pages(tensor_address(packed), weight.numel() * weight.element_size())
+        use_huge_pages(tensor_address(packed), packed.numel() * packed.element_size())
         return packed
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class PackedGate(nn.Module):
 
     def __init__(self, gate: Tensor, up: Tensor) -> None:
         super().__init__()
-        self.out_features = len(gate)
+        self.out_features, self.in_features = gate.shape
         weights = _linear_weights.get()
         self.kernel = weights.kernel
         self.weight = weights.pack(self.kernel.interleave(gate, up))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.errors import ConfigError
+from specserve.models.coded_weight import ZERO_CODE, CodedWeight, of_one_width
 from specserve.models.shape_buckets import bucket_size
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ COMPILING_FAILS = (ImportError, OSError, RuntimeError, ValueError, AttributeErro
 """Errors of compiling, and of trying what was compiled."""
 MAX_SERIAL = 1 << 18
 """Multiplications up to which one thread is done before a team of them has begun."""
+
+
+MAX_SPAN = 4096
+"""Inputs of a panel's part with small integers, if halves are even: 64 kB and more of them."""
 
 
 class LinearKernel(Protocol):
@@ -66,6 +71,7 @@ class OneDnnKernel:
         self._product = torch.ops.mkldnn._linear_pointwise
 
     def pack(self, weight: Tensor) -> Tensor:
+        weight = weight.widen() if isinstance(weight, CodedWeight) else weight
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
         return packed
 
@@ -126,6 +132,8 @@ class CompiledKernel:
     def pack(self, weight: Tensor) -> Tensor:
         from specserve.models.compiled.tiles import PANEL
 
+        if isinstance(weight, CodedWeight):
+            return pack_coded(weight)
         outputs, inputs = weight.shape
         weight = F.pad(weight, (0, inputs % 2, 0, -outputs % PANEL))
         return weight.view(-1, PANEL, weight.shape[1] // 2, 2).transpose(1, 2).contiguous()
@@ -136,13 +144,13 @@ class CompiledKernel:
         return self._run(self.functions.product, x, packed, outputs, bias, residual)
 
     def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
-        from specserve.models.compiled.vectors import LANES
-
-        groups = [
-            F.pad(weight, (0, 0, 0, -len(weight) % LANES)).view(-1, LANES, weight.shape[1])
-            for weight in (gate, up)
-        ]
-        return torch.cat(groups, dim=1).flatten(0, 1)
+        coded = [weight for weight in (gate, up) if isinstance(weight, CodedWeight)]
+        if len(coded) < 2 or len({weight.scales.shape[1] for weight in coded}) > 1:
+            return _interleave(gate, up)
+        coded = of_one_width(coded)
+        codes = _interleave(*(weight.codes for weight in coded))
+        scales = _interleave(*(weight.scales for weight in coded))
+        return CodedWeight(codes, scales, coded[0].bits)
 
     def gated_product(self, x: Tensor, packed: Tensor, outputs: int) -> Tensor:
         return self._run(self.functions.gated_product, x, packed, outputs, None, None)
@@ -174,7 +182,8 @@ class CompiledKernel:
         stride = row_stride(width) if rows > 1 else 2 * width
         x = F.pad(x, (0, stride // 2 - inputs)) if stride != 2 * inputs else x.contiguous()
         out = x.new_empty(rows, outputs)
-        pairs, more = packed.shape[1], None if residual is None else residual.contiguous()
+        bits, span = weight_layout(packed, inputs)
+        pairs, more = width // 2, None if residual is None else residual.contiguous()
         threads = 1 if rows * packed.numel() <= MAX_SERIAL else torch.get_num_threads()
         for start in range(0, rows, MAX_ROWS):
             function(
@@ -186,11 +195,56 @@ class CompiledKernel:
                 min(MAX_ROWS, rows - start),
                 pairs,
                 outputs,
+                bits,
+                span,
                 stride,
                 2 * outputs,
                 threads,
             )
         return out
+
+
+def _interleave(gate: Tensor, up: Tensor) -> Tensor:
+    from specserve.models.compiled.vectors import LANES
+
+    groups = [
+        F.pad(weight, (0, 0, 0, -len(weight) % LANES)).view(-1, LANES, weight.shape[1])
+        for weight in (gate, up)
+    ]
+    return torch.cat(groups, dim=1).flatten(0, 1)
+
+
+def pack_coded(weight: CodedWeight) -> Tensor:
+    """Return small integers as the compiled tiles read them, [panels, spans, bytes].
+
+    A span has the scales of its 32 outputs and then its integers.
+    """
+    from specserve.models.compiled.tiles import PANEL
+
+    outputs, inputs = weight.shape
+    missing, spans, scales = -outputs % PANEL, weight.scales.shape[1], weight.scales
+    while inputs // spans > MAX_SPAN and inputs // spans % 4 == 0:
+        spans, scales = 2 * spans, scales.repeat_interleave(2, dim=1)
+    scales = F.pad(scales, (0, 0, 0, missing)).view(-1, PANEL, spans).transpose(1, 2)
+    integers = F.pad(weight.integers, (0, 0, 0, missing))
+    shape = (-1, PANEL, spans, inputs // spans // 2, 2)
+    codes = integers.view(shape).permute(0, 2, 3, 1, 4)  # [panels, spans, pairs, PANEL, 2]
+    if weight.bits == 4:
+        first, second = (codes.flatten(3) + ZERO_CODE).view(torch.uint8).chunk(2, dim=-1)
+        codes = first | second << 4
+    coded = [scales.contiguous().view(torch.uint8), codes.flatten(2).view(torch.uint8)]
+    return torch.cat(coded, dim=-1)
+
+
+def weight_layout(packed: Tensor, inputs: int) -> tuple[int, int]:
+    """Return the bits of a packed weight's numbers, and the pairs of inputs that share scales."""
+    if packed.dtype != torch.uint8:
+        return 16, 0
+    from specserve.models.compiled.coded_tiles import SCALE_BYTES
+    from specserve.models.compiled.tiles import PANEL
+
+    _, spans, num_bytes = packed.shape
+    return (num_bytes - SCALE_BYTES) * 8 * spans // (PANEL * inputs), inputs // 2 // spans
 
 
 def row_stride(width: int) -> int:

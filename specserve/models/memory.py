@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from specserve.errors import TooLittleMemory
-from specserve.models.checkpoints.weights import num_stored_parameters
+from specserve.models.checkpoints.weights import num_weight_bytes
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 KEEP_BYTES, TOP_PAD_BYTES = 2**31 - 1, 2**26
@@ -75,12 +75,19 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def require_room(directory: Path, *, dtype: torch.dtype, device: torch.device, ranks: int) -> None:
+def require_room(
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: int,
+    keeps_codes: bool = False,
+) -> None:
     """Raise TooLittleMemory for a model whose weights cannot fit.
 
     A system that runs out of memory during loading reports nothing: it kills the process.
     """
-    needed = num_stored_parameters(directory) * dtype.itemsize // ranks
+    needed = num_weight_bytes(directory, dtype, keeps_codes=keeps_codes) // ranks
     free = free_memory(device)
     if needed > free:
         share = f", a rank's share of {ranks}," if ranks > 1 else ""

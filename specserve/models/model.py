@@ -132,6 +132,7 @@ def open_model(
     dtype = resolve_dtype(options.dtype, device)
     attention, page_size = _attention_name(options, device, dtype), options.page_size
     ranks = 1 if shard is None else shard.size
+    keeps_codes = reads_codes(options.kernel, dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
     register_attention(ATTENTION_NAME, library_attention)
@@ -145,6 +146,7 @@ def open_model(
             attention=ATTENTION_NAME,
             skip=skip,
             packed=packed,
+            keeps_codes=keeps_codes,
         )
 
     def build(loaded: LoadedModel, cache: PagedCache) -> ShareableNetwork | T5Network:
@@ -180,12 +182,13 @@ def open_model(
             dtype=dtype,
             ranks=ranks,
             kernel=linear_kernel(options.kernel),
+            keeps_codes=keeps_codes,
             part=(None if shard is None else (shard.rank, shard.size, shard.gathers), tuple(skip)),
             load=load,
             build=lambda loaded: build(loaded, make_cache(loaded.spec, 1)),
         )
     if packed is None and not skip:
-        require_room(directory, dtype=dtype, device=device, ranks=ranks)
+        require_room(directory, dtype=dtype, device=device, ranks=ranks, keeps_codes=keeps_codes)
     loaded = load(packed)
     spec = loaded.spec
     context = _context(spec, options)
@@ -290,6 +293,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def reads_codes(kernel: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether linear layers read quantised weights as small integers."""
+    return (
+        device.type == "cpu"
+        and dtype == torch.bfloat16
+        and isinstance(linear_kernel(kernel), CompiledKernel)
+    )
+
+
 def _attention_name(options: ModelOptions, device: torch.device, dtype: torch.dtype) -> str:
     """Return which attention is wanted: on GPUs `auto` until the model is there to try it with.
 
@@ -305,8 +317,7 @@ def _attention_name(options: ModelOptions, device: torch.device, dtype: torch.dt
         return name
     if device.type == "cuda":
         return "auto"
-    compiled = isinstance(linear_kernel(options.kernel), CompiledKernel)
-    return "compiled" if compiled and dtype == torch.bfloat16 else "invariant"
+    return "compiled" if reads_codes(options.kernel, dtype, device) else "invariant"
 
 
 def _attention(

@@ -19,7 +19,7 @@ import torch
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.checkpoints.packed import PackedCheckpoint, PackedWriter
 from specserve.models.checkpoints.store import UnsafeDirectory, WeightStore
-from specserve.models.checkpoints.weights import num_stored_parameters, weight_files
+from specserve.models.checkpoints.weights import num_weight_bytes, weight_files
 from specserve.models.layers import linear_weights
 from specserve.models.linear_kernels import LinearKernel
 from specserve.models.mapped_file import can_map
@@ -38,6 +38,7 @@ def open_shared_weights(
     dtype: torch.dtype,
     ranks: int,
     kernel: LinearKernel,
+    keeps_codes: bool,
     part: object,
     load: Callable[[], LoadedModel],
     build: Callable[[LoadedModel], object],
@@ -62,7 +63,8 @@ def open_shared_weights(
         store = WeightStore(directory)
         key = weights_key(checkpoint, dtype, (kernel.name, part))
         if not store.has(key):
-            _require_room(store, num_stored_parameters(checkpoint) * dtype.itemsize // ranks)
+            num_bytes = num_weight_bytes(checkpoint, dtype, keeps_codes=keeps_codes)
+            _require_room(store, num_bytes // ranks)
         return store.get(key, partial(PackedCheckpoint, kernel=kernel), write)
     except (OSError, UnsafeDirectory) as error:
         log.warning("weights are not shared with other processes: %s", error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ def fill(
     device: torch.device,
     *,
     ignored: str | None = None,
+    keeps_codes: bool = False,
 ) -> None:
     """Read the weights of an empty module, all of them or a rank's part, onto a device.
+
+    With `keeps_codes`, linear layers get their quantised weights as small integers.
 
     Raises ModelError for tensors that are missing, and for tensors that the module has no use for
     unless their names match `ignored`.
@@ -38,10 +42,19 @@ def fill(
     for name, empty in wanted.items():
         key = stored[name] if division is None or division.part(name, empty.shape) is None else name
         if key not in read:
-            part = _read_part(weights, stored[name], division, name, empty)
+            coded = keeps_codes and name == key and _is_linear(module, name)
+            with weights.keeping_codes() if coded else nullcontext():
+                part = _read_part(weights, stored[name], division, name, empty)
             read[key] = part.to(device=device, dtype=empty.dtype)
         set_tensor(module, name, read[key])
     check_complete(weights.directory, unexpected=_unexpected(module, weights, ignored))
+
+
+def _is_linear(module: Any, name: str) -> bool:
+    """Return whether a parameter is the weight of a linear layer alone, and of no embedding."""
+    owner, _, leaf = name.rpartition(".")
+    tied = {*module.all_tied_weights_keys, *module.all_tied_weights_keys.values()}
+    return leaf == "weight" and name not in tied and type(module.get_submodule(owner)) is nn.Linear
 
 
 def fill_shapes(module: Any, division: Division) -> None:

@@ -35,7 +35,12 @@ from specserve.errors import ModelError, SpecserveError, UnsupportedModel, first
 from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes
 from specserve.models.checkpoints.quantized.formats import method_of, read_format
 from specserve.models.checkpoints.sizes import check_sizes
-from specserve.models.checkpoints.weights import StoredSize, Weights, weight_files
+from specserve.models.checkpoints.weights import (
+    StoredSize,
+    Weights,
+    num_weight_bytes,
+    weight_files,
+)
 from specserve.models.plans import HeadCounts, check_plan
 from specserve.models.shard import Division, Shard
 from specserve.models.skip import layers_of, without_layers
@@ -222,12 +227,14 @@ def load_model(
     attention: str = "sdpa",
     skip: Collection[int] = (),
     packed: PackedState | None = None,
+    keeps_codes: bool = False,
 ) -> LoadedModel:
     """Load the model of a checkpoint for inference, without the layers to `skip`.
 
     Weights go to the device one tensor at a time, so that a GPU's never fill the host's memory.
     With layers to skip, or with a shard of several ranks, what is left out is never read. With
-    packed weights nothing is: they are taken from there. Raises ModelError.
+    packed weights nothing is: they are taken from there. With `keeps_codes`, linear layers hold
+    quantised weights as `CodedWeight`. Raises ModelError.
     """
     config, device = read_config(directory), torch.device(device)
     size = 1 if shard is None else shard.size
@@ -243,18 +250,21 @@ def load_model(
     with quiet_library(), library_errors(directory):
         if packed is None:
             check_fits_files(directory, config)
-            _report_widening(directory, dtype, size)
+            _report_quantized(directory, dtype, size, keeps_codes=keeps_codes)
         if packed is not None:
             module = _empty_part(config, shard, skip, dtype=dtype, attention=attention)
             packed.fill(module)
-        elif shard is not None and size > 1 and not skip:
-            module = _load_share(directory, config, shard, device, dtype=dtype, attention=attention)
-        elif skip:
-            module = _load_partial(
-                directory, config, skip, device, dtype=dtype, attention=attention
+        elif skip or size > 1 or read_format(directory) is not None:
+            module = _load_part(
+                directory,
+                config,
+                None if skip else shard,
+                skip,
+                device,
+                dtype=dtype,
+                attention=attention,
+                keeps_codes=keeps_codes,
             )
-        elif read_format(directory) is not None:
-            module = _load_widened(directory, config, device, dtype=dtype, attention=attention)
         else:
             module = _load_whole(directory, config, device, dtype=dtype, attention=attention)
         if packed is None:
@@ -265,21 +275,29 @@ def load_model(
         return LoadedModel(module, config, replace(spec, num_layers=len(layers)), layers)
 
 
-def _report_widening(directory: Path, dtype: torch.dtype, size: int) -> None:
-    """Log what the plain weights of a quantised checkpoint take."""
+def _report_quantized(directory: Path, dtype: torch.dtype, size: int, *, keeps_codes: bool) -> None:
+    """Log what the weights of a quantised checkpoint take."""
     if read_format(directory) is None:
         return
-    stored = sum(path.stat().st_size for path in weight_files(directory))
-    widened = StoredSize.of_files(directory).numbers * dtype.itemsize
+    name, method = directory.name, method_of(directory)
+    stored = sum(path.stat().st_size for path in weight_files(directory)) / size / 1e9
+    kept = num_weight_bytes(directory, dtype, keeps_codes=keeps_codes) / size / 1e9
+    widened = num_weight_bytes(directory, dtype) / size / 1e9
+    ranks = "" if size == 1 else f" on each of {size} ranks"
+    if kept < widened:
+        log.info(
+            "%s is quantized (%s): its weights take %.1f GB%s, and would take %.1f GB in %s",
+            *(name, method, kept, ranks, widened, _dtype_name(dtype)),
+        )
+        return
     log.warning(
         "%s is quantized (%s): its weights are widened to %s and take %.1f GB instead of %.1f GB%s",
-        directory.name,
-        method_of(directory),
-        str(dtype).removeprefix("torch."),
-        widened / size / 1e9,
-        stored / size / 1e9,
-        "" if size == 1 else f" on each of {size} ranks",
+        *(name, method, _dtype_name(dtype), widened, stored, ranks),
     )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_attention(config: Any) -> None:
@@ -390,29 +408,31 @@ def _load_whole(
     return module
 
 
-def _load_widened(
-    directory: Path, config: Any, device: torch.device, *, dtype: torch.dtype, attention: str
-) -> Any:
-    module = empty_module(config, dtype=dtype, attention=attention)
-    fill(module, Weights(directory, prefix=_prefix(module), dtype=dtype), None, device)
-    module.tie_weights()
-    return module
-
-
-def _load_share(
+def _load_part(
     directory: Path,
     config: Any,
-    shard: Shard,
+    shard: Shard | None,
+    skip: Collection[int],
     device: torch.device,
     *,
     dtype: torch.dtype,
     attention: str,
+    keeps_codes: bool,
 ) -> Any:
-    module = empty_module(config, dtype=dtype, attention=attention)
-    division = make_division(module, shard)
-    weights = Weights(directory, prefix=_prefix(module), dtype=dtype)
-    fill(module, weights, division, device)
-    division.narrow(module)
+    """Load what belongs to a rank, or what is not skipped, tensor by tensor."""
+    module = whole = empty_module(config, dtype=dtype, attention=attention)
+    prefix, ignored = _prefix(whole), None
+    if skip:
+        module = without_layers(whole, skip)
+        name = layers_of(whole)[0].rpartition(".")[2]
+        ignored = rf"(^|\.){name}\.({'|'.join(map(str, skip))})\."
+    division = make_division(module, shard) if shard is not None and shard.size > 1 else None
+    weights = Weights(directory, prefix=prefix, dtype=dtype)
+    fill(module, weights, division, device, ignored=ignored, keeps_codes=keeps_codes)
+    if division is None:
+        module.tie_weights()
+    else:
+        division.narrow(module)
     return module
 
 
@@ -450,25 +470,6 @@ def make_division(module: Any, shard: Shard) -> Division:
 
 def _prefix(module: Any) -> str:
     return module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
-
-
-def _load_partial(
-    directory: Path,
-    config: Any,
-    skip: Collection[int],
-    device: torch.device,
-    *,
-    dtype: torch.dtype,
-    attention: str,
-) -> Any:
-    whole = empty_module(config, dtype=dtype, attention=attention)
-    module = without_layers(whole, skip)
-    weights = Weights(directory, prefix=_prefix(whole), dtype=dtype)
-    name = layers_of(whole)[0].rpartition(".")[2]
-    ignored = rf"(^|\.){name}\.({'|'.join(map(str, skip))})\."
-    fill(module, weights, None, device, ignored=ignored)
-    module.tie_weights()
-    return module
 
 
 @contextmanager

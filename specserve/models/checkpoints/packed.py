@@ -68,7 +68,7 @@ class PackedWriter:
             layout = b64encode(packed_layout(packed)).decode()
             stored = replace(self._write(packed, shape), layout=layout)
         self._linears.append(stored)
-        return torch.empty_like(weight, device="meta")
+        return torch.empty(shape, dtype=weight.dtype, device="meta")
 
     def keep(self, tensor: Tensor) -> Tensor:
         self._linears.append(self._write_once(tensor))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -17,7 +18,11 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ModelError
-from specserve.models.checkpoints.quantized.formats import num_numbers, read_format
+from specserve.models.checkpoints.quantized.formats import (
+    num_numbers,
+    num_saved_bytes,
+    read_format,
+)
 from specserve.models.checkpoints.tensors import StoredTensors, open_file
 
 CONVERT = (
@@ -48,6 +53,7 @@ class Weights:
         self.dtype = dtype  # that quantised matrices are widened to
         self._stored = StoredTensors(weight_files(directory))
         self._format = read_format(directory)
+        self._keeps_codes = False
 
     def __contains__(self, name: str) -> bool:
         return self._find_tensor(name) is not None or bool(self._find_experts(name))
@@ -70,6 +76,15 @@ class Weights:
         return torch.stack(
             [self._read_joined(matrices, dim, ranges) for matrices in self._find_experts(name)]
         )
+
+    @contextmanager
+    def keeping_codes(self) -> Iterator[None]:
+        """Read quantised matrices as small integers meanwhile, where they are such."""
+        self._keeps_codes = True
+        try:
+            yield
+        finally:
+            self._keeps_codes = False
 
     def _find_tensor(self, name: str) -> str | None:
         """Return the name of the tensor that is the parameter; None if there is none.
@@ -118,13 +133,13 @@ class Weights:
                 if inside.start < inside.stop:
                     pieces.append(self._read_range(name, dim, inside))
             start += length
-        return torch.cat(pieces, dim)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
     def _read_whole(self, name: str) -> Tensor:
         shape = self._quantized_shape(name)
         if shape is None:
             return self._stored.read(name)
-        return self._widen(name, slice(0, shape[-2]), slice(0, shape[-1]))
+        return self._read_quantized(name, slice(0, shape[-2]), slice(0, shape[-1]))
 
     def _read_range(self, name: str, dim: int, inside: slice) -> Tensor:
         shape = self._quantized_shape(name)
@@ -133,14 +148,15 @@ class Weights:
             leading = (slice(None),) * (dims + dim)
             return self._stored.read(name, *leading, inside)
         if dim == -2:
-            return self._widen(name, inside, slice(0, shape[-1]))
-        return self._widen(name, slice(0, shape[-2]), inside)
+            return self._read_quantized(name, inside, slice(0, shape[-1]))
+        return self._read_quantized(name, slice(0, shape[-2]), inside)
 
-    def _widen(self, name: str, rows: slice, columns: slice) -> Tensor:
+    def _read_quantized(self, name: str, rows: slice, columns: slice) -> Tensor:
         assert self._format is not None, f"{name} is not quantised"
-        numbers = self._format.read(self._stored, name, rows, columns)
+        block = self._format.read(self._stored, name, rows, columns)
         self._stored.mark_read((name, *self._format.companions(name)))
-        return numbers.to(self.dtype)
+        coded = block.coded() if self._keeps_codes else None
+        return block.widen().to(self.dtype) if coded is None else coded
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -174,7 +190,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """How much a checkpoint's files hold, by their headers, once it is widened."""
+    """How much a checkpoint's files hold, once it is widened."""
 
     tensors: int
     numbers: int  # in all tensors
@@ -183,6 +199,16 @@ class StoredSize:
     def of_files(cls, directory: Path) -> StoredSize:
         stored = StoredTensors(weight_files(directory))
         return cls(*num_numbers(stored, read_format(directory)))
+
+
+def num_weight_bytes(directory: Path, dtype: torch.dtype, *, keeps_codes: bool = False) -> int:
+    """Return the bytes of a checkpoint's weights in memory.
+
+    Quantised matrices are widened, unless kernels read their small integers.
+    """
+    stored, layout = StoredTensors(weight_files(directory)), read_format(directory)
+    widened = num_numbers(stored, layout)[1] * dtype.itemsize
+    return widened - (num_saved_bytes(stored, layout, dtype) if keeps_codes else 0)
 
 
 def num_stored_parameters(directory: Path) -> int:

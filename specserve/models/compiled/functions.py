@@ -75,11 +75,11 @@ def compile_module(module: ir.Module) -> Any:
 def _module() -> ir.Module:
     module = ir.Module("specserve")
     module.triple = binding.get_default_triple()
-    tiles, team = Tiles(module), Team(module)
+    tiles, team = Tiles.of_bf16(module), Team(module)
     layers.add_layers(
         module,
         team,
-        products=products.add_products(module, tiles, team),
+        products=products.add_products(module, team, products.AllTiles(module, tiles)),
         attention=attention.AttentionCode(module, tiles, team),
         norms=norms.Norms(module, team),
     )

@@ -30,7 +30,12 @@ LAYER_POINTERS = (
     *("keys", "values", "out", "out_bias"),
     *("norm_mlp", "gate", "down", "down_bias"),
 )
-LAYER = Record(dict.fromkeys(LAYER_POINTERS, POINTER) | {"window": LONG})
+LAYER_WEIGHTS = ("qkv", "out", "gate", "down")
+LAYER = Record(
+    dict.fromkeys(LAYER_POINTERS, POINTER)
+    | {"window": LONG}
+    | {f"{weight}_{what}": LONG for weight in LAYER_WEIGHTS for what in ("bits", "span")}
+)
 """What belongs to a layer."""
 
 PASS_POINTERS = (
@@ -141,6 +146,8 @@ def _add_layer(
             "rows": rows,
             "pairs": code.lshr(inputs, LONG(1)),
             "columns": columns,
+            "bits": layer[f"{weight}_bits"],
+            "span": layer[f"{weight}_span"],
             "x_stride": strides[x],
             "out_stride": strides[out],
         }

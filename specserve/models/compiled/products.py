@@ -13,6 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from specserve.models.compiled.coded_tiles import BITS, CODED_ROWS, SCALE_BYTES, coded_tiles
 from specserve.models.compiled.teams import Record, Stage, Team, new_entry, taking
 from specserve.models.compiled.tiles import (
     PAIR_BYTES,
@@ -64,18 +65,44 @@ OUTPUTS = {"product": PANEL, "gated_product": LANES}
 ARGUMENTS = (
     *("x", "weight", "out", "residual", "bias"),  # pointers; the last two may be null
     *("rows", "pairs", "columns"),
+    *("bits", "span"),  # of a weight: 16, or 8 or 4, and the pairs of inputs that share scales
     *("x_stride", "out_stride"),  # bytes of a row; the residual's is that of the result
 )
 """A team's size follows."""
 PRODUCT = Record(
     dict.fromkeys(ARGUMENTS[:5], POINTER)
     | dict.fromkeys(ARGUMENTS[5:], LONG)
-    | dict.fromkeys(("panels", "chunk", "block", "tile", "group"), LONG)
+    | dict.fromkeys(
+        ("panels", "chunk", "block", "tile", "group", "block_bytes", "panel_bytes"), LONG
+    )
     | {"next": POINTER}  # the number of panels that are taken
 )
 
 
-def add_products(module: ir.Module, tiles: Tiles, team: Team) -> dict[str, Stage]:
+class AllTiles:
+    """The tiles over weights of each number of bits."""
+
+    def __init__(self, module: ir.Module, tiles: Tiles) -> None:
+        self._tiles = tiles
+        self._coded = {bits: coded_tiles(module, bits) for bits in BITS}
+
+    def add_products(self, code: Any, bits: Any, **given: Any) -> None:
+        """Build the products with a block of a panel, whose weights have so many bits."""
+        after = code.append_basic_block("multiplied")
+        others = {code.append_basic_block(f"of{own}"): own for own in self._coded}
+        plain = code.append_basic_block("of16")
+        switch = code.switch(bits, plain)
+        for block, own in others.items():
+            switch.add_case(LONG(own), block)
+        for block in (plain, *others):
+            code.position_at_end(block)
+            tiles = self._coded[others[block]] if block in others else self._tiles
+            tiles.add_products(code, **given)
+            code.branch(after)
+        code.position_at_end(after)
+
+
+def add_products(module: ir.Module, team: Team, tiles: AllTiles) -> dict[str, Stage]:
     """Build `product`, and `gated_product`, which makes silu(gate) * up of its own result.
 
     Panels of the second have 16 rows of the gate's weight and the same 16 of the other; it takes
@@ -93,12 +120,21 @@ def add_products(module: ir.Module, tiles: Tiles, team: Team) -> dict[str, Stage
 
 def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
     """Build the record of a product that makes so many outputs of a panel."""
-    rows, pairs = values["rows"], values["pairs"]
-    panels = code.sdiv(code.add(values["columns"], LONG(outputs - 1)), LONG(outputs))
-    fitting = code.sdiv(LONG(CHUNK_BYTES), code.mul(pairs, LONG(PAIR_BYTES)))
-    fair = code.sdiv(panels, LONG(8))
-    tile = tile_height(code, rows)
+    rows, pairs, bits = values["rows"], values["pairs"], values["bits"]
+    is_coded = code.icmp_signed("!=", bits, LONG(16))
+    most = code.select(is_coded, LONG(CODED_ROWS), LONG(TILE_ROWS))
+    tile = tile_height(code, rows, most)
     has_one_tile = code.icmp_signed("==", tile, rows)
+    # Where scales change, the sums are rounded: integers have the same blocks for all rows.
+    block = code.select(has_one_tile, pairs, LONG(BLOCK_PAIRS))
+    block = code.select(is_coded, values["span"], block)
+    scales = code.select(is_coded, LONG(SCALE_BYTES), LONG(0))
+    block_bytes = code.add(scales, code.mul(block, code.mul(bits, LONG(PAIR_BYTES // 16))))
+    coded_bytes = code.mul(code.sdiv(pairs, block), block_bytes)
+    panel_bytes = code.select(is_coded, coded_bytes, code.mul(pairs, LONG(PAIR_BYTES)))
+    panels = code.sdiv(code.add(values["columns"], LONG(outputs - 1)), LONG(outputs))
+    fitting = code.sdiv(LONG(CHUNK_BYTES), panel_bytes)
+    fair = code.sdiv(panels, LONG(8))
     fits = code.icmp_signed(">", fitting, LONG(0))
     return PRODUCT.new(
         code,
@@ -106,14 +142,16 @@ def _new_record(outputs: int, code: Any, values: Mapping[str, Any]) -> Any:
             **values,
             "panels": panels,
             "chunk": larger(code, LONG(1), smaller(code, fitting, fair)),
-            "block": code.select(has_one_tile, pairs, LONG(BLOCK_PAIRS)),
+            "block": block,
             "tile": tile,
             "group": code.select(fits, code.mul(tile, LONG(GROUP_TILES)), rows),
+            "block_bytes": block_bytes,
+            "panel_bytes": panel_bytes,
         },
     )
 
 
-def _work(module: ir.Module, name: str, tiles: Tiles, finish: ir.Function) -> ir.Function:
+def _work(module: ir.Module, name: str, tiles: AllTiles, finish: ir.Function) -> ir.Function:
     """Build what a thread does: take panels as long as there are any."""
     function, code = new_function(module, f"work_on_{name}", [POINTER])
     memory = function.args[0]
@@ -127,20 +165,22 @@ def _work(module: ir.Module, name: str, tiles: Tiles, finish: ir.Function) -> ir
             counting(code, LONG(0), rows, field["group"]) as group,
             counting(code, first, stop, LONG(1)) as panel,
         ):
-            weight = at(code, field["weight"], code.mul(panel, code.mul(pairs, LONG(PAIR_BYTES))))
+            weight = at(code, field["weight"], code.mul(panel, field["panel_bytes"]))
             group_rows = smaller(code, field["group"], code.sub(rows, group))
             group_x = at(code, field["x"], code.mul(group, in_bytes))
             # The first tile brings the panel into the cache.
             is_first = code.icmp_signed("==", group, LONG(0))
             clear_sums(module, code, sums, group_rows)
             with counting(code, LONG(0), pairs, field["block"]) as pair:
+                number = code.sdiv(pair, field["block"])
                 tiles.add_products(
                     code,
+                    field["bits"],
                     x=at(code, group_x, code.mul(pair, LONG(4))),
                     stride=in_bytes,
                     rows=group_rows,
                     height=field["tile"],
-                    panel=at(code, weight, code.mul(pair, LONG(PAIR_BYTES))),
+                    panel=at(code, weight, code.mul(number, field["block_bytes"])),
                     pairs=smaller(code, field["block"], code.sub(pairs, pair)),
                     sums=sums,
                     fetches=code.select(is_first, LONG(PREFETCH_BYTES), LONG(0)),

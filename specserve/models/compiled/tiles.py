@@ -35,10 +35,14 @@ TILE_ROWS = 14
 
 
 class Tiles:
-    """The tiles of a module, for each number of rows."""
+    """The tiles over weights of one kind, for each number of rows."""
 
-    def __init__(self, module: ir.Module) -> None:
-        self._functions = [_tile(module, rows) for rows in range(1, TILE_ROWS + 1)]
+    def __init__(self, functions: Sequence[ir.Function]) -> None:
+        self._functions = functions
+
+    @classmethod
+    def of_bf16(cls, module: ir.Module) -> Tiles:
+        return cls([_tile(module, rows) for rows in range(1, TILE_ROWS + 1)])
 
     def add_products(
         self,
@@ -71,9 +75,9 @@ class Tiles:
             _call_one_of(code, num_rows, self._functions, given)
 
 
-def tile_height(code: Any, rows: Any) -> Any:
-    """Build the rows of a tile, if `rows` are divided evenly among as few as possible."""
-    num_tiles = code.sdiv(code.add(rows, LONG(TILE_ROWS - 1)), LONG(TILE_ROWS))
+def tile_height(code: Any, rows: Any, most: Any) -> Any:
+    """Build the rows of a tile of at most `most`, if `rows` are divided evenly among few."""
+    num_tiles = code.sdiv(code.sub(code.add(rows, most), LONG(1)), most)
     return code.sdiv(code.sub(code.add(rows, num_tiles), LONG(1)), num_tiles)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specserve.models.checkpoints.tensors import StoredTensors
+from specserve.models.coded_weight import RANGES, CodedWeight
 
 ALL = slice(None)
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -22,8 +23,8 @@ class Format(Protocol):
     def shape(self, stored: StoredTensors, name: str) -> tuple[int, ...] | None:
         """Return the shape of the plain matrix; None if it is not stored in this format."""
 
-    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Tensor:
-        """Return some rows and columns in fp32."""
+    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Block:
+        """Return some rows and columns."""
 
     def companions(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors that describe a matrix, beside its codes."""
@@ -44,6 +45,29 @@ class Block:
         if self.zeros is not None:
             numbers = numbers - self.zeros.float()[:, self.groups]
         return numbers * self.scales.float()[:, self.groups]
+
+    def coded(self) -> CodedWeight | None:
+        """Return integers less their zero points with scales, as kernels take them.
+
+        None if the codes are none, or if neighbouring columns do not share scales evenly.
+        """
+        groups, counts = torch.unique_consecutive(self.groups, return_counts=True)
+        span = int(counts[0])
+        if self.codes.is_floating_point() or span % 2 or bool((counts != span).any()):
+            return None
+        integers = self.codes.short()
+        if self.zeros is not None:
+            integers = integers - self.zeros.short()[:, self.groups]
+        low, high = RANGES[8]
+        if int(integers.min()) < low or int(integers.max()) > high:
+            return None
+        scales = self.scales.float()[:, groups].expand(len(integers), -1).contiguous()
+        return CodedWeight.from_integers(integers.to(torch.int8), scales)
+
+
+def block_of(numbers: Tensor) -> Block:
+    """Return numbers as a block, for formats whose codes are no integers."""
+    return Block(numbers, torch.ones(1, 1), torch.zeros(numbers.shape[-1], dtype=torch.long))
 
 
 def is_weight(name: str) -> bool:

@@ -14,6 +14,7 @@ from specserve.models.checkpoints.quantized.blocks import (
     ALL,
     Block,
     as_scales,
+    block_of,
     column_groups,
     covering,
     fp4,
@@ -37,11 +38,11 @@ class Mxfp4:
         experts, columns, groups, half = stored.shape(f"{name}_blocks")
         return experts, groups * half * 2, columns
 
-    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Tensor:
+    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Block:
         blocks = stored.read(f"{name}_blocks", ALL, columns)  # [experts, columns, groups, 16]
         scales = as_scales(stored.read(f"{name}_scales", ALL, columns))
         numbers = (fp4(blocks) * scales.unsqueeze(-1)).flatten(2)
-        return numbers[..., rows].transpose(1, 2).contiguous()
+        return block_of(numbers[..., rows].transpose(1, 2).contiguous())
 
     def companions(self, name: str) -> tuple[str, ...]:
         return f"{name}_blocks", f"{name}_scales"
@@ -61,11 +62,11 @@ class Bitsandbytes:
         state = self._state(stored, name)
         return None if state is None else tuple(state["shape"])
 
-    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Tensor:
+    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Block:
         if f"{owner_of(name)}.SCB" in stored:
             scales = stored.read(f"{owner_of(name)}.SCB", rows).float()[:, None] / 127
             codes = stored.read(name, rows, columns)
-            return Block(codes, scales, column_groups(columns, 0)).widen()
+            return Block(codes, scales, column_groups(columns, 0))
         state = self._state(stored, name)
         assert state is not None, f"{name} has no quant_state"
         width = state["shape"][1]
@@ -76,7 +77,7 @@ class Bitsandbytes:
         runs = torch.arange(first, stop) // state["blocksize"]
         values = stored.read(f"{name}.quant_map").float()[codes.long()]
         numbers = (values * self._largest(stored, name, state)[runs]).view(-1, width)
-        return numbers[:, columns]
+        return block_of(numbers[:, columns])
 
     def _largest(self, stored: StoredTensors, name: str, state: Mapping[str, Any]) -> Tensor:
         """Return the scale of each run, which may be quantised itself."""

@@ -51,7 +51,7 @@ class Gptq:
         packed, rows = stored.shape(codes)
         return rows, packed * (32 // self.bits)
 
-    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Tensor:
+    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Block:
         owner, per = owner_of(name), 32 // self.bits
         packed, inside = covering(columns, per)
         codes = unpack(stored.read(f"{owner}.qweight", packed, rows).T, self.bits)[:, inside]
@@ -62,7 +62,7 @@ class Gptq:
         groups = column_groups(columns, self.group_size)
         if f"{owner}.g_idx" in stored:
             groups = stored.read(f"{owner}.g_idx", columns).long()
-        return Block(codes, scales, groups, zeros).widen()
+        return Block(codes, scales, groups, zeros)
 
     def companions(self, name: str) -> tuple[str, ...]:
         return tuple(
@@ -90,14 +90,14 @@ class Awq:
         columns, packed = stored.shape(codes)
         return packed * 8, columns
 
-    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Tensor:
+    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Block:
         owner = owner_of(name)
         packed, inside = covering(rows, 8)
         codes = _awq_unpack(stored.read(f"{owner}.qweight", columns, packed))[:, inside].T
         zeros = _awq_unpack(stored.read(f"{owner}.qzeros", ALL, packed))[:, inside].T
         scales = stored.read(f"{owner}.scales", ALL, rows).T
         groups = column_groups(columns, self.group_size)
-        return Block(codes, scales, groups, zeros).widen()
+        return Block(codes, scales, groups, zeros)
 
     def companions(self, name: str) -> tuple[str, ...]:
         return tuple(f"{owner_of(name)}.{leaf}" for leaf in ("qweight", "qzeros", "scales"))

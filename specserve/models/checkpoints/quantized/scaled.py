@@ -52,7 +52,7 @@ class Scaled:
             return None
         return stored.shape(name)
 
-    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Tensor:
+    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Block:
         scale_name = self._scale_name(stored, name)
         assert scale_name is not None, f"{name} has no scales"
         scales = as_matrix(as_scales(stored.read(scale_name)))
@@ -61,7 +61,7 @@ class Scaled:
         zero_name = f"{owner_of(name)}.weight_zero_point"
         zeros = as_matrix(stored.read(zero_name))[row_of] if zero_name in stored else None
         codes = stored.read(name, rows, columns)
-        return Block(codes, scales[row_of], groups, zeros).widen()
+        return Block(codes, scales[row_of], groups, zeros)
 
     def _places(
         self, scales: Tensor, num_rows: int, num_columns: int, rows: slice, columns: slice
@@ -114,7 +114,7 @@ class CompressedTensors:
         rows, packed_columns = stored.shape(packed)
         return rows, packed_columns * 2  # FP4, two codes a byte
 
-    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Tensor:
+    def read(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Block:
         if f"{name}_packed" not in stored:
             return self.scaled.read(stored, name, rows, columns)
         if stored.dtype(f"{name}_packed") == "U8":
@@ -125,7 +125,7 @@ class CompressedTensors:
 
     def _read_packed(
         self, stored: StoredTensors, name: str, rows: slice, columns: slice, *, num_columns: int
-    ) -> Tensor:
+    ) -> Block:
         bits = 32 * stored.shape(f"{name}_packed")[1] // num_columns
         if bits not in PACKED_BITS:
             raise UnsupportedModel(f"{name} is packed in {bits} bits; 2, 4 and 8 can be read")
@@ -141,16 +141,16 @@ class CompressedTensors:
         groups = column_groups(columns, size)
         if f"{name}_g_idx" in stored:
             groups = stored.read(f"{name}_g_idx", columns).long()
-        return Block(codes, scales[rows] if scales.shape[0] > 1 else scales, groups, zeros).widen()
+        return Block(codes, scales[rows] if scales.shape[0] > 1 else scales, groups, zeros)
 
-    def _read_fp4(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Tensor:
+    def _read_fp4(self, stored: StoredTensors, name: str, rows: slice, columns: slice) -> Block:
         packed, inside = covering(columns, 2)
         codes = fp4(stored.read(f"{name}_packed", rows, packed))[:, inside]
         scales = as_scales(stored.read(f"{name}_scale", rows, ALL))
         if f"{name}_global_scale" in stored:
             scales = scales / stored.read(f"{name}_global_scale").float()
         num_columns = stored.shape(f"{name}_packed")[1] * 2
-        return Block(codes, scales, column_groups(columns, num_columns // scales.shape[1])).widen()
+        return Block(codes, scales, column_groups(columns, num_columns // scales.shape[1]))
 
     def companions(self, name: str) -> tuple[str, ...]:
         return self.scaled.companions(name)
