@@ -149,6 +149,7 @@ def _commands() -> dict[str, tuple[AddArguments, str]]:
         ),
         "heads": (_add_heads, "fit heads to a target, for draft.kind heads"),
         "inflate": (_add_inflate, "write a widened copy that costs what a larger model costs"),
+        "quantize": (_add_quantize, "write a copy with weights in 8 or 4 bits"),
         "keys": (_add_keys, "create, list and check keys in a file for http.api_keys_file"),
         "completion": (_add_completion, "print a shell completion script"),
     }
@@ -257,6 +258,25 @@ def _add_inflate(parser: argparse.ArgumentParser) -> None:
         "--params", type=parse_count, required=True, metavar="N", help="such as 200M, 1B or 8e9"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR-OR-HUB-NAME")
+    parser.add_argument("--to", choices=("int8", "int4", "fp8"), required=True)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="text on which the copy is compared; modules of Python's library if left out",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of it (default: %(default)s)",
+    )
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:

@@ -57,6 +57,10 @@ specserve heads --target path/to/target --text one.txt two.txt --out heads --hea
 specserve inflate --model path/to/target --params 200M --out target-200M
 specserve inflate --model path/to/target --params 1B --out target-1B
 """,
+    "quantize": """
+specserve quantize --model path/to/target --to int8 --out target-int8
+specserve quantize --model path/to/target --to int4 --out target-int4 --text corpus.txt
+""",
     "keys": """
 specserve keys create alice --file keys.txt --requests-per-minute 60 --tokens-per-minute 100000
 specserve keys create bob --file keys.txt --concurrent-requests 8 --expires 2027-01-31

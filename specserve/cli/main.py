@@ -167,6 +167,22 @@ def inflate(options: argparse.Namespace) -> None:
     )
 
 
+def quantize(options: argparse.Namespace) -> None:
+    """Write a copy of a model with small weights."""
+    from specserve.tools.quantize import quantize_model  # late, as above
+
+    with ProgressBar(sys.stderr) as bar:
+        report = quantize_model(
+            options.model,
+            options.to,
+            options.out,
+            text=options.text,
+            num_tokens=options.tokens,
+            report_progress=bar,
+        )
+    print(report)
+
+
 def plan(options: argparse.Namespace) -> None:
     """Predict what speculation gains, and what fits on which GPUs."""
     checked = PlanOptions.from_arguments(options)  # before torch is imported
@@ -235,6 +251,7 @@ COMMANDS: Mapping[str, Command] = {
     "reproduce": reproduce,
     "heads": heads,
     "inflate": inflate,
+    "quantize": quantize,
     "keys": keys,
     "completion": completion,
 }

@@ -170,6 +170,14 @@ GENERATE = ["generate", "--prompt", "a"]
             ("--out", "is not empty", "name a new directory"),
         ),
         (
+            ["quantize", "--model", "{model}", "--to", "int8", "--out", "{folder}"],
+            ("--out", "is not empty", "name a new directory"),
+        ),
+        (
+            ["quantize", "--model", "{model}", "--to", "int3", "--out", "{folder}/small"],
+            ("--to", "'int3'", "int4"),
+        ),
+        (
             ["reproduce", "--out", "{folder}/nowhere"],
             ("--out", "nowhere is no directory", "make it first"),
         ),

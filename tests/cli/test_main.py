@@ -152,6 +152,7 @@ def test_inflate_writes_a_copy_of_the_asked_size(
         (["serve", "--join", "nowhere"], "cannot join nowhere: Invalid address format"),
         (["inflate", "--model", "/nowhere", "--params", "many", "--out", "x"], "200M, 1B or 8e9"),
         (["inflate", "--model", "/nowhere", "--params", "1M", "--out", "x"], "/nowhere"),
+        (["quantize", "--model", "/nowhere", "--to", "int8", "--out", "x"], "--model /nowhere"),
     ],
 )
 def test_bad_usage_is_one_clear_line_and_exit_code_2(

@@ -19,6 +19,7 @@ URL = "http://127.0.0.1:8000"
 STAND_INS = (
     ("--target DIR-OR-HUB-NAME", f"--target {DEMO / 'target'}"),
     ("--tokenizer DIR-OR-HUB-NAME", f"--tokenizer {DEMO / 'target'}"),
+    ("--model DIR-OR-HUB-NAME", f"--model {DEMO / 'target'}"),
     ("--draft DIR-OR-HUB-NAME", f"--draft {DEMO / 'draft'}"),
 )
 """The shipped pair, for the places where readers put their own models."""

@@ -27,7 +27,7 @@ class StoredTensors:
         for path in paths:
             file = open_file(path)
             names = file.keys()  # a file is no mapping
-            self._files.update({_rename(name): (file, name) for name in names})
+            self._files.update({rename(name): (file, name) for name in names})
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -71,7 +71,7 @@ def open_file(path: Path) -> Any:
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
 
 
-def _rename(name: str) -> str:
+def rename(name: str) -> str:
     for old, new in RENAMES:
         name = old.sub(new, name)
     return name

@@ -17,18 +17,16 @@ from zlib import crc32
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from specserve.errors import BadValue, ModelError, ModelNotFound, UnsupportedModel
+from specserve.errors import BadValue, ModelNotFound, UnsupportedModel
+from specserve.models.checkpoints.writer import companions, stored_files, write_tensors
 from specserve.progress import ReportProgress, no_progress
 
-SHARD_BYTES = 2_000_000_000
 MULTIPLE = 64
 """Intermediate sizes are multiples of it, because kernels are tuned for round sizes."""
 STD = 0.02
 """Standard deviation of the random columns, as in trained ones, so that they cost the same."""
-INDEX = "model.safetensors.index.json"
 MLP = re.compile(r"\.mlp\.(gate|up|down)_proj\.(weight|bias)$")
 
 CARD = """# {name}, widened to {reached:,} parameters
@@ -95,7 +93,7 @@ def inflate(
     width = _new_width(source, params)
     reached = own + (width - source.width) * source.column_parameters
     out_dir.mkdir(parents=True, exist_ok=True)
-    _write(_widened(source, width, report_progress), out_dir)
+    write_tensors(_widened(source, width, report_progress), out_dir)
     (out_dir / "config.json").write_text(
         json.dumps({**source.config, "intermediate_size": width}, indent=2) + "\n"
     )
@@ -108,7 +106,7 @@ def inflate(
             after=width,
         )
     )
-    for path in _companions(model_dir):
+    for path in companions(model_dir):
         shutil.copyfile(path, out_dir / path.name)
     return reached
 
@@ -121,25 +119,13 @@ def _open(directory: Path) -> Checkpoint:
     config = json.loads((directory / "config.json").read_text())
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, Path] = {}
-    for path in _weight_files(directory):
+    for path in stored_files(directory):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 shapes[name], files[name] = tuple(file.get_slice(name).get_shape()), path
     checkpoint = Checkpoint(directory, config, shapes, files)
     _require_gated_mlps(checkpoint)
     return checkpoint
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """Return the files that the index names; others may repeat the weights in another layout."""
-    if (directory / INDEX).is_file():
-        index = json.loads((directory / INDEX).read_text())
-        return [directory / name for name in sorted(set(index["weight_map"].values()))]
-    if not (directory / "model.safetensors").is_file():
-        raise ModelError(
-            f"--model {directory} has no model.safetensors; other formats are not read."
-        )
-    return [directory / "model.safetensors"]
 
 
 def _require_gated_mlps(checkpoint: Checkpoint) -> None:
@@ -200,52 +186,3 @@ def _widen(name: str, tensor: Tensor, width: int) -> Tensor:
         0.0, STD, generator=generator
     )
     return torch.cat([tensor, fresh])
-
-
-def _write(tensors: Iterator[tuple[str, Tensor]], out_dir: Path) -> None:
-    """Write files of at most SHARD_BYTES or one tensor.
-
-    Their names contain their number, so they are renamed at the end.
-    """
-    shards = [
-        _save(shard, out_dir / f"part-{number}") for number, shard in enumerate(_shards(tensors), 1)
-    ]
-    if len(shards) == 1:
-        (out_dir / "part-1").rename(out_dir / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        (out_dir / f"part-{number}").rename(out_dir / file)
-        weight_map.update(dict.fromkeys(names, file))
-    (out_dir / INDEX).write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n"
-    )
-
-
-def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard
-
-
-def _save(shard: dict[str, Tensor], path: Path) -> list[str]:
-    save_file(shard, path, metadata={"format": "pt"})
-    return list(shard)
-
-
-def _companions(directory: Path) -> list[Path]:
-    """Return tokenizer, generation config and licence: small files that are copied as they are."""
-    fresh = {"config.json", INDEX}
-    kinds = {".json", ".txt", ".model", ".jinja"}
-    return [
-        path
-        for path in sorted(directory.iterdir())
-        if (path.suffix in kinds and path.name not in fresh) or path.stem in ("LICENSE", "NOTICE")
-    ]

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from specserve.errors import BadValue, ModelError, ModelNotFound, UnsupportedModel
-from specserve.models.checkpoints import widen as module
+from specserve.models.checkpoints import writer
 from specserve.models.checkpoints.widen import inflate
 
 ASKED = 900_000
@@ -99,7 +99,7 @@ def test_sharded_checkpoints_are_read_and_written(
     (source / "consolidated.safetensors").write_text(
         "the same weights in another layout, not in the index"
     )
-    monkeypatch.setattr(module, "SHARD_BYTES", 1_000_000)
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1_000_000)
     inflate(source, ASKED, out)
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
     assert len(sizes) > 2

@@ -1,0 +1,228 @@
+"""Write a copy of a checkpoint with small weights, in the files of the compressed-tensors library.
+
+Tensors are read, rounded and written one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from specserve.errors import BadValue, UnsupportedModel
+from specserve.models.checkpoints.load import (
+    empty_module,
+    is_encoder_decoder,
+    quiet_library,
+    read_config,
+)
+from specserve.models.checkpoints.quantized.formats import method_of, read_format
+from specserve.models.checkpoints.tensors import rename
+from specserve.models.checkpoints.writer import companions, stored_files, write_tensors
+from specserve.models.coded_weight import RANGES
+from specserve.progress import ReportProgress, no_progress
+
+GROUPS = (128, 64, 32)
+"""Columns that share a scale in 4 bits: the first of these that divides every matrix."""
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""Shares of the largest number that a group's integers may reach to; the best is taken.
+
+The largest is then cut, and all others are rounded more finely.
+"""
+ROUTERS = (".gate", ".router")
+"""Names of layers that choose experts, which are small and left as they are."""
+LARGEST_FP8 = 448.0
+ENCODED = (torch.bfloat16, torch.float16, torch.float32)
+
+CARD = """# {name} in {to}
+
+A copy of `{name}` whose {matrices} linear layers have weights in {to}, rounded to the nearest by
+`specserve quantize`. It computes something slightly different. The licence is that of the original.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A way to store matrices: the compressed-tensors library's name of it, and its arguments."""
+
+    layout: str
+    weights: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self, name: str, matrix: Tensor, group: int) -> dict[str, Tensor]:
+        """Return the tensors that stand for a matrix [out, in]."""
+        numbers = matrix.float()
+        bits = self.weights["num_bits"]
+        if self.weights["type"] == "float":
+            scales = _usable(numbers.abs().amax(1, keepdim=True) / LARGEST_FP8, matrix.dtype)
+            codes = (numbers / scales.float()).clamp(-LARGEST_FP8, LARGEST_FP8)
+            return {name: codes.to(torch.float8_e4m3fn), f"{name}_scale": scales}
+        integers, scales = round_to_integers(numbers, bits, group or matrix.shape[1], matrix.dtype)
+        return {
+            f"{name}_packed": pack_integers(integers, bits),
+            f"{name}_scale": scales,
+            f"{name}_shape": torch.tensor(matrix.shape),
+        }
+
+    def described(self, group: int, ignored: Collection[str]) -> dict[str, Any]:
+        """Return what config.json says of it."""
+        weights = {**self.weights, "symmetric": True, "dynamic": False, "group_size": group or None}
+        parts = {"targets": ["Linear"], "weights": weights, "format": self.layout}
+        unused = dict.fromkeys(("input_activations", "output_activations"))
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.layout,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {**parts, **unused}},
+            "ignore": sorted(ignored),
+        }
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "int8": Scheme("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+    "int4": Scheme("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group"}),
+    "fp8": Scheme("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+}
+
+
+def write_quantized(
+    source: Path, to: str, out: Path, report_progress: ReportProgress = no_progress
+) -> int:
+    """Write a copy of a checkpoint with small weights to `out`, which must be new or empty.
+
+    Returns how many matrices were rounded. Raises BadValue or ModelError.
+    """
+    if read_format(source) is not None:
+        raise UnsupportedModel(
+            f"--model {source} is quantized already ({method_of(source)}); name the checkpoint "
+            "that it was made from."
+        )
+    config = read_config(source)
+    if is_encoder_decoder(config):
+        raise UnsupportedModel(
+            f"--model {source} is an encoder-decoder; only decoders can be quantized."
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadValue(f"--out {out} is not empty; name a new directory.", param="out")
+    files = _tensor_files(source)
+    matrices, ignored = _choose(config, files, source)
+    scheme, group = SCHEMES[to], _group(to, files, matrices)
+    out.mkdir(parents=True, exist_ok=True)
+    write_tensors(_encoded(files, matrices, scheme, group, report_progress), out)
+    stated = json.loads((source / "config.json").read_text())
+    stated["quantization_config"] = scheme.described(group, ignored)
+    (out / "config.json").write_text(json.dumps(stated, indent=2) + "\n")
+    card = CARD.format(name=source.resolve().name, to=to, matrices=len(matrices))
+    (out / "README.md").write_text(card)
+    for path in companions(source):
+        shutil.copyfile(path, out / path.name)
+    return len(matrices)
+
+
+def _tensor_files(source: Path) -> dict[str, Path]:
+    found = {}
+    for path in stored_files(source):
+        with safe_open(path, framework="pt") as file:
+            found.update(dict.fromkeys(file.keys(), path))
+    return found
+
+
+@quiet_library()
+def _choose(config: Any, names: Collection[str], source: Path) -> tuple[set[str], set[str]]:
+    """Return the stored weights to round, and the linear layers that stay as they are."""
+    module: Any = empty_module(config, dtype=torch.bfloat16, attention="eager")
+    linears = {name for name, part in module.named_modules() if type(part) is nn.Linear}
+    head = next(
+        name for name, part in module.named_modules() if part is module.get_output_embeddings()
+    )
+    prefix = module.base_model_prefix
+    by_name = {f"{name}.weight": name for name in linears}
+    by_name |= {weight.removeprefix(f"{prefix}."): name for weight, name in by_name.items()}
+    owners = {name: by_name[rename(name)] for name in names if rename(name) in by_name}
+    left = {owner for owner in owners.values() if owner == head or owner.endswith(ROUTERS)}
+    chosen = {name for name, owner in owners.items() if owner not in left}
+    if not chosen:
+        raise UnsupportedModel(
+            f"--model {source} cannot be quantized: {config.model_type} keeps no matrix in a "
+            "linear layer."
+        )
+    return chosen, left | {head}
+
+
+def _group(to: str, files: Mapping[str, Path], matrices: Collection[str]) -> int:
+    """Return the columns that share a scale; 0 for whole rows."""
+    if SCHEMES[to].weights["strategy"] != "group":
+        return 0
+    widths = {name: _width(files[name], name) for name in sorted(matrices)}
+    for group in GROUPS:
+        if all(width % group == 0 for width in widths.values()):
+            return group
+    name, width = next((name, width) for name, width in widths.items() if width % GROUPS[-1])
+    raise UnsupportedModel(
+        f"--to int4 needs rows of a multiple of {GROUPS[-1]} numbers, and {name} has {width}; "
+        "use int8."
+    )
+
+
+def _width(path: Path, name: str) -> int:
+    with safe_open(path, framework="pt") as file:
+        return int(file.get_slice(name).get_shape()[1])
+
+
+def _encoded(
+    files: Mapping[str, Path],
+    matrices: Collection[str],
+    scheme: Scheme,
+    group: int,
+    report_progress: ReportProgress,
+) -> Iterator[tuple[str, Tensor]]:
+    for number, (name, path) in enumerate(files.items()):
+        report_progress("rounding", number / len(files), name)
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        if name in matrices and tensor.dtype in ENCODED:
+            yield from scheme.encode(name, tensor, group).items()
+        else:
+            yield name, tensor
+
+
+def round_to_integers(
+    matrix: Tensor, bits: int, group: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return int8 integers [out, in] and scales [out, groups] that are nearest to a matrix.
+
+    In 4 bits, a group's scale is the one of several with the smallest error in its square.
+    """
+    low, high = RANGES[bits]
+    blocks = matrix.view(len(matrix), -1, group)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    best, error = torch.zeros_like(blocks), torch.full_like(largest, torch.inf)
+    scales = torch.zeros_like(largest, dtype=scale_dtype)
+    for clip in CLIPS if bits == 4 else CLIPS[:1]:
+        scale = _usable(clip * largest / (high + 0.5), scale_dtype)
+        integers = (blocks / scale.float()).round().clamp(low, high)
+        own = (integers * scale.float() - blocks).square().sum(-1, keepdim=True)
+        is_better = own < error
+        best, error = torch.where(is_better, integers, best), torch.where(is_better, own, error)
+        scales = torch.where(is_better, scale, scales)
+    return best.flatten(1).to(torch.int8), scales.squeeze(-1)
+
+
+def _usable(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales as they are stored; 1 where all numbers are 0."""
+    stored = scales.to(dtype)
+    return torch.where(stored == 0, torch.ones_like(stored), stored)
+
+
+def pack_integers(integers: Tensor, bits: int) -> Tensor:
+    """Return integers [out, in] in words of 32 bits, lowest first, with the smallest one as 0."""
+    per = 32 // bits
+    codes = (integers.long() - RANGES[bits][0]).view(len(integers), -1, per)
+    words = (codes << torch.arange(0, 32, bits)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
