@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -54,14 +54,26 @@ DRAFTS = {
 }
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: list[str], *, vocab: int = VOCAB, pattern: str | None = None
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on texts split by GPT-2's pattern, or by another one."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if pattern is None
+        else pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
         texts,
-        trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet),
+        trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet),
     )
     build: Any = PreTrainedTokenizerFast
     fast: PreTrainedTokenizerFast = build(
@@ -79,9 +91,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor
     return torch.tensor([token for ids in encoded for token in (end, *ids)])  # [tokens]
 
 
-def new_model(sizes: dict[str, Any], end: int) -> LlamaForCausalLM:
+def new_model(sizes: dict[str, Any], end: int, *, vocab: int = VOCAB) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=end,
@@ -89,6 +101,11 @@ def new_model(sizes: dict[str, Any], end: int) -> LlamaForCausalLM:
         **sizes,
     )
     return LlamaForCausalLM(config)
+
+
+def load_model(directory: Path) -> Any:
+    """Return a checkpoint as the library's model, in fp32."""
+    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 def new_draft(target: Any, sizes: dict[str, Any]) -> Any:
@@ -296,9 +313,7 @@ def main() -> None:
     text, held_out = encode(tokenizer, corpus.train), encode(tokenizer, corpus.held_out)
     print(f"{len(text)} tokens to learn from, {len(held_out)} held out", flush=True)
     target: Any = (
-        LlamaForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
-        if has_target
-        else new_model(TARGET, tokenizer.eos_token_id)
+        load_model(target_dir) if has_target else new_model(TARGET, tokenizer.eos_token_id)
     )
     if args.only != "draft":
         schedule = TrainingSchedule(
@@ -318,11 +333,7 @@ def main() -> None:
                 report_progress=bar,
             )
     if args.only != "target":
-        draft: Any = (
-            LlamaForCausalLM.from_pretrained(draft_dir, dtype=torch.float32)
-            if args.lesson
-            else new_draft(target, DRAFTS[args.draft])
-        )
+        draft: Any = load_model(draft_dir) if args.lesson else new_draft(target, DRAFTS[args.draft])
         lessons = {
             "text": DraftLesson(next_token_loss, share=1 / 12, peak=1.0),
             "divergence": DraftLesson(

@@ -5,6 +5,7 @@ Reads no weights.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +13,18 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
 from specserve.drafters.ngram.tables import load_tables
+from specserve.drafters.translated.translation import TokenTranslation
 from specserve.errors import TokenizerMismatch, UnsupportedModel
-from specserve.models.checkpoints.find import find_checkpoint
+from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import is_encoder_decoder, read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.heads import require_heads_for
 from specserve.models.model import require_context
 from specserve.models.skip import skipped_layers
 from specserve.progress import ReportProgress, no_progress
+from specserve.token_translation import SharedVocabulary, make_translation
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
         _require_parts_of_target(target, config.draft)
     else:
         for part in config.draft.drafter_configs:
-            _require_same_tokens(target, tokenizer, part)
+            _require_known_tokens(target, tokenizer, part, is_stage=bool(config.draft.stages))
     return Checkpoints(target, tokenizer, context, is_encoder_decoder(read_config(target)))
 
 
@@ -66,13 +71,59 @@ def require_same_kind(target: Path, draft: Path, *, key: str) -> None:
         )
 
 
-def _require_same_tokens(target: Path, tokenizer: Tokenizer, draft: DraftConfig) -> None:
+def draft_translation(config: Config) -> TokenTranslation | None:
+    """Return how to translate for a draft model of another tokenizer, and log what is shared.
+
+    None: the draft is no model of its own, or has the target's tokenizer. Tokenizers that differ
+    only in ids that one of them lacks, such as added tokens, are not translated.
+    """
+    draft = config.draft
+    if draft.kind != "neural":
+        return None
+    assert draft.path is not None, "the config has been checked"
+    target_files, draft_files = (
+        find_config(one.path or "", revision=one.revision, patterns=TOKENIZER_FILES)
+        for one in (config.target, draft)
+    )
+    target, own = Tokenizer.load(target_files), Tokenizer.load(draft_files)
+    if not target.has_other_meanings(own):
+        return None
+    shared = SharedVocabulary.from_tokenizers(target, own)
+    log.warning(
+        "The draft %s has another tokenizer: %s. It drafts from the shared ones "
+        "(token-level intersection).",
+        draft.path,
+        shared,
+    )
+    return make_translation(shared, target, own)
+
+
+def _require_known_tokens(
+    target: Path, tokenizer: Tokenizer, draft: DraftConfig, *, is_stage: bool
+) -> None:
+    """Raise unless the drafter knows the target's tokens, or can have them translated."""
     if draft.path is not None and draft.kind in NGRAM_KINDS:
         _require_counted_with(tokenizer, Path(draft.path))
     elif draft.path is not None and draft.kind != "none":
         found = find_checkpoint(draft.path, revision=draft.revision, key="draft.path")
         require_same_kind(target, found, key="draft.path")
-        tokenizer.require_same_vocabulary(Tokenizer.load(found))
+        own = Tokenizer.load(found)
+        if draft.kind != "neural" or is_stage:
+            tokenizer.require_same_vocabulary(own)
+        elif tokenizer.has_other_meanings(own):
+            _require_translatable(target, tokenizer, own, draft)
+
+
+def _require_translatable(
+    target: Path, tokenizer: Tokenizer, own: Tokenizer, draft: DraftConfig
+) -> None:
+    """Raise unless a draft of another tokenizer shares enough tokens, and both are decoders."""
+    if is_encoder_decoder(read_config(target)):
+        raise TokenizerMismatch(
+            f"draft.path {draft.path} has another tokenizer than the target {target}, and that of "
+            "an encoder-decoder is not translated; choose a draft with the target's tokenizer"
+        )
+    SharedVocabulary.from_tokenizers(tokenizer, own).require_overlap(f"draft.path {draft.path}")
 
 
 def _require_counted_with(tokenizer: Tokenizer, tables: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from specserve.api.tokenizer import Tokenizer
-from specserve.checkpoint_files import Checkpoints, find_checkpoints
+from specserve.checkpoint_files import Checkpoints, draft_translation, find_checkpoints
 from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import Config
 from specserve.drafters.registry import open_local_drafter
@@ -150,7 +150,7 @@ def open_parts(
         return EngineParts(checkpoints.tokenizer, local_target, info)
     assert isinstance(target, TargetModel), "the only rank verifies"
     report_progress("loading the draft")
-    drafter = open_local_drafter(config, target)
+    drafter = open_local_drafter(config, target, draft_translation(config))
     return EngineParts(
         checkpoints.tokenizer,
         local_target,

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from specserve import LLM, Sampling
-from specserve.errors import ConfigError, ModelError, ModelNotFound, TokenizerMismatch
+from specserve.errors import ConfigError, ModelError, ModelNotFound
 from tests.support.checkpoints import add_tokenizer, make, perturb
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [9]]
@@ -126,19 +125,6 @@ def test_mistakes_in_paths_are_raised_before_any_weights_are_read(
         LLM(tmp_path / "missing" / "entirely")
     with pytest.raises(ModelNotFound):
         LLM(pair[0], tmp_path / "missing" / "entirely")
-
-
-def test_a_draft_with_another_tokenizer_is_an_error(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specserve.inprocess.open_target", refuse_to_open)
-    other = perturb(pair[0], tmp_path / "other", 0.0)
-    file = other / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.add_tokens(["another"])
-    tokenizer.save(str(file))
-    with pytest.raises(TokenizerMismatch, match="'another' to the draft"):
-        LLM(pair[0], other)
 
 
 def test_a_checkpoint_without_a_tokenizer_is_an_error(

@@ -107,7 +107,7 @@ MEANINGS: Mapping[str, str] = {
     "draft.kind": "Drafter ([the kinds](../guides/your-model.md)). The default is `neural` if "
     "there is a path, else `none`.",
     "draft.path": "Draft model, tables made by `specserve tables`, or heads made by "
-    "`specserve heads`.",
+    "`specserve heads`. A model may have another tokenizer than the target.",
     "draft.revision": "As `target.revision`.",
     "draft.skip": "Layers that `layer_skip` leaves out. The default is every second one between "
     "the first and the last.",

@@ -209,8 +209,19 @@ class Tokenizer:
         raise TokenizerMismatch(
             f"the draft speaks another vocabulary than the target: token {token} is "
             f"{target_name!r} to the target and {draft_name!r} to the draft; "
-            "a draft must have the target's tokenizer: choose one of the target's family, "
-            "or a draft.kind that needs no second model"
+            "only a draft of kind neural is translated, when it serves: a stage of a cascade, and "
+            "specserve plan --measure, need a draft with the target's tokenizer"
+        )
+
+    def has_other_meanings(self, other: Tokenizer) -> bool:
+        """Return True if some id is one token here and another one in `other`.
+
+        Ids that only one of the two has, such as added tokens, mean nothing to the other.
+        """
+        return any(
+            self._backend.id_to_token(token) is not None
+            and other._backend.id_to_token(token) is not None
+            for token in self.differing_ids(other)
         )
 
     def differing_ids(self, other: Tokenizer) -> tuple[int, ...]:
@@ -243,6 +254,38 @@ class Tokenizer:
         if found is None:
             found = self._bytes[token_id] = self._compute_bytes(token_id, first=False)
         return found
+
+    def is_lone_byte(self, token_id: int) -> bool:
+        """Return True if a token stands for a byte of a character that has no token."""
+        return self._byte_fallback and bool(_BYTE_TOKEN.fullmatch(self.token_name(token_id)))
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids that are tokens, added ones included."""
+        return tuple(sorted(self._backend.get_vocab(with_added_tokens=True).values()))
+
+    @property
+    def begin_id(self) -> int | None:
+        """Return the token that begins a text, if there is one."""
+        found: int | None = self._tokenizer.bos_token_id
+        return found
+
+    @property
+    def end_id(self) -> int | None:
+        """Return the token that ends a text, if there is one."""
+        found: int | None = self._tokenizer.eos_token_id
+        return found
+
+    @property
+    def unknown_id(self) -> int | None:
+        """Return the token in the place of what has no token, if there is one."""
+        found: int | None = self._tokenizer.unk_token_id
+        return found
+
+    def encode_many(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the token ids of each text, without those that a model expects around it."""
+        encoded = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [tuple(one.ids) for one in encoded]
 
     def has_text(self, token_id: int) -> bool:
         """Return True if a token adds text: it is not special, and no row of padding."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from specserve.checkpoint_files import draft_translation
 from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement_trial import try_placements, warm_drafter_up
 from specserve.cluster.transport.endpoint import KeyPair
@@ -140,7 +141,7 @@ class TargetWorker:
 
     def _open_drafter(self, model: TargetModel) -> int:
         """Open the drafter here, and return the context that it has."""
-        drafter = open_local_drafter(self._config, model)
+        drafter = open_local_drafter(self._config, model, draft_translation(self._config))
         self._drafter = DraftAfterVerify(drafter, model.runner.cache)
         if self._size == 1:
             warm_drafter_up(model, self._drafter)
@@ -253,6 +254,7 @@ class DraftWorker:
             self._config,
             target_vocab_size=target.vocab_size,
             grammar_compiler=grammar_compiler,
+            translation=draft_translation(self._config),
             has_own_device=True,
         )
         _warm_up_alone(self._drafter, target)

@@ -23,6 +23,8 @@ from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
 from specserve.drafters.ngram.drafter import NgramDrafter
 from specserve.drafters.ngram.tables import TrainableTable
+from specserve.drafters.translated.runner import TranslatedRunner
+from specserve.drafters.translated.translation import TokenTranslation
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
 from specserve.models.checkpoints.find import find_checkpoint
@@ -47,7 +49,7 @@ class DrafterParts:
 
     drafter: ForkableDrafter
     context: int
-    runners: Sequence[Runner] = ()
+    runners: Sequence[Runner | TranslatedRunner] = ()
 
 
 class OpenDrafter:
@@ -58,7 +60,7 @@ class OpenDrafter:
         drafter: ForkableDrafter,
         *,
         context: int,
-        runners: Sequence[Runner] = (),
+        runners: Sequence[Runner | TranslatedRunner] = (),
         fanout: Fanout | None,
     ) -> None:
         self._drafter, self._runners, self.context = drafter, runners, context
@@ -109,6 +111,8 @@ class TargetVocabulary:
     vocab_size: int
     grammar_compiler: GrammarCompiler | None = None
     """None: draft tokens follow no grammar and are rejected more often."""
+    translation: TokenTranslation | None = None
+    """To a draft model of another tokenizer; None: the draft has the target's."""
 
 
 def open_drafter(
@@ -116,9 +120,10 @@ def open_drafter(
     *,
     target_vocab_size: int,
     grammar_compiler: GrammarCompiler | None = None,
+    translation: TokenTranslation | None = None,
     has_own_device: bool = False,
 ) -> OpenDrafter:
-    """Return the drafter of the config.
+    """Return the drafter of the config, with a `translation` if it has another tokenizer.
 
     It can anticipate only if it has its device for itself. Raises whatever is wrong with its files,
     or TooLittleMemory.
@@ -130,13 +135,13 @@ def open_drafter(
         else None
     )
     parts = OPENERS[config.draft.kind](
-        config.draft, config, TargetVocabulary(target_vocab_size, grammar_compiler)
+        config.draft, config, TargetVocabulary(target_vocab_size, grammar_compiler, translation)
     )
     return OpenDrafter(parts.drafter, context=parts.context, runners=parts.runners, fanout=fanout)
 
 
 def open_local_drafter(
-    config: Config, target: TargetModel
+    config: Config, target: TargetModel, translation: TokenTranslation | None = None
 ) -> OpenDrafter | LayerSkipDrafter | HeadsDrafter:
     """Return the drafter that runs in the target's own process. Raises as `open_drafter` does."""
     if config.draft.kind in SELF_SPECULATIVE:
@@ -145,6 +150,7 @@ def open_local_drafter(
         config,
         target_vocab_size=target.info.vocab_size,
         grammar_compiler=target.grammar_states.grammar_compiler,
+        translation=translation,
     )
 
 
@@ -238,9 +244,20 @@ def _open_model_drafter(
 def _neural_drafter(
     model: Model, draft: DraftConfig, vocabulary: TargetVocabulary
 ) -> NeuralDrafter:
+    runner: Runner | TranslatedRunner = model.runner
+    vocab_size = model.spec.vocab_size
+    if vocabulary.translation is not None:
+        runner = TranslatedRunner(
+            model.runner,
+            vocabulary.translation.limited_to(
+                target_vocab=vocabulary.vocab_size, draft_vocab=vocab_size
+            ),
+            target_vocab=vocabulary.vocab_size,
+        )
+        vocab_size = vocabulary.vocab_size
     return NeuralDrafter(
-        model.runner,
-        vocab_size=model.spec.vocab_size,
+        runner,
+        vocab_size=vocab_size,
         target_vocab_size=vocabulary.vocab_size,
         context=model.max_context,
         support=draft.support,

@@ -60,6 +60,10 @@ class Runner:
         self.planner = Planner(geometry)
         self.encoder_cache = None if encoder is None else EncoderCache(encoder, cache, geometry)
 
+    def positions(self, step: Step) -> range:
+        """Return the positions of the cache that a step writes."""
+        return range(step.start, step.stop)
+
     @torch.inference_mode()
     def run(
         self,

@@ -57,6 +57,10 @@ CASES = (
     Case("each", "ahead", None, "mixed"),
     Case("each", "none", 0, "mixed"),
     Case("each", "ahead", None, "ruled"),
+    Case("speculative", "other tokens", 2),
+    Case("block", "other tokens", None),
+    Case("coupled", "other tokens", 2),
+    Case("each", "other ahead", None, "mixed"),
 )
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, PreTrainedConfig
 
+from specserve.drafters.translated.translation import TokenTranslation
 from specserve.sampling import Purpose, exponential, row_keys
 from specserve.sampling import sample as draw
 from specserve.types import VERIFIERS, Origin, Request, Speculation, TokenRule, Warp
@@ -31,6 +32,7 @@ from tests.support.exact_distribution import (
     Floats,
     Ints,
     LibraryModel,
+    TranslatedModel,
     agreement,
     lenient,
     on_support,
@@ -90,14 +92,29 @@ WARPS = {
 }
 
 
+TRANSLATION = TokenTranslation(
+    target_ids=np.array([0, 1, 2, 3, 5, 7]),
+    draft_ids=np.array([2, 4, 3, 1, 6, 0]),
+    spellings=((2,), (4,), (3,), (1,), (2, 4), (6,), (1, 2, 4), (0,)),
+    prefix=(3,),
+)
+"""To a draft with six of the target's tokens, in another order, and a token of its own."""
+ROWS = {VOCAB: range(VOCAB), 7: range(7), "other": (7, 3, 0, 2, 1, 4, 5)}
+"""Rows of the target's embedding that each draft has, by its vocabulary."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
     """A drafter: the vocabulary of its checkpoint, the width of q, its pages."""
 
-    vocab: int = VOCAB
+    vocab: int | str = VOCAB
     support: int = VOCAB
     pages: int = PAGES
     ahead: bool = False  # whether it anticipates
+
+    @property
+    def translation(self) -> TokenTranslation | None:
+        return TRANSLATION if self.vocab == "other" else None
 
 
 DRAFTERS = {
@@ -105,7 +122,11 @@ DRAFTERS = {
     "top 3": DrafterSpec(support=3, pages=PAGES * 3 // 4),
     "7 of 8 ids": DrafterSpec(vocab=7),
     "ahead": DrafterSpec(support=3, pages=2 * PAGES, ahead=True),
+    "other tokens": DrafterSpec("other", support=4),
+    "other ahead": DrafterSpec("other", support=4, pages=3 * PAGES, ahead=True),
 }
+ALL_SHARED = DrafterSpec("other")
+"""What coupled draft tokens of another tokenizer are drawn from; no engine has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +191,10 @@ class Pairs:
         )
         target = rewrite_checkpoint(peaked, directory / "target", logit_divisor=logit_divisor)
         draft = checkpoints.perturb(target, directory / "draft", NOISE)
-        drafts = {VOCAB: draft, 7: rewrite_checkpoint(draft, directory / "narrow", vocab=7)}
+        drafts = {
+            vocab: rewrite_checkpoint(draft, directory / f"draft {vocab}", rows=rows)
+            for vocab, rows in ROWS.items()
+        }
         self.engines = {
             name: Engine(
                 target,
@@ -180,12 +204,18 @@ class Pairs:
                 support=kind.support,
                 ahead=kind.ahead,
                 page_size=page_size,
+                translation=kind.translation,
             )
             for name, kind in DRAFTERS.items()
         }
         self.engines["none"] = Engine(target, pages=pages, page_size=page_size)
         self._target = LibraryModel(target, vocab=VOCAB)
-        self._drafts = {vocab: LibraryModel(draft, vocab=VOCAB) for vocab, draft in drafts.items()}
+        self._drafts = {
+            vocab: TranslatedModel(draft, TRANSLATION, vocab=VOCAB)
+            if vocab == "other"
+            else LibraryModel(draft, vocab=VOCAB)
+            for vocab, draft in drafts.items()
+        }
         self.cache_distributions()
 
     def cache_distributions(self) -> None:
@@ -197,7 +227,7 @@ class Pairs:
         return self._target.conditionals(group.prompt, COUNTED, group.warp)
 
     def _q(self, group: Group, drafter: str) -> Conditionals:
-        kind = DRAFTERS[drafter]
+        kind = ALL_SHARED if drafter == "all shared" else DRAFTERS[drafter]
         return on_support(
             self._drafts[kind.vocab].conditionals(group.prompt, COUNTED, group.warp),
             kind.support,
@@ -212,7 +242,9 @@ class Pairs:
 
         Coupled drafts are drawn from all ids that the drafter knows, since their q is not needed.
         """
-        return "full" if drafter in DRAFTERS and DRAFTERS[drafter].vocab == VOCAB else drafter
+        if drafter not in DRAFTERS:
+            return drafter
+        return {VOCAB: "full", "other": "all shared"}.get(DRAFTERS[drafter].vocab, drafter)
 
     def _lenient(self, group: Group, drafter: str, lenience: float) -> Conditionals:
         q = self.q(group, "full" if drafter == "none" else drafter)
@@ -259,15 +291,19 @@ class Pairs:
 
 
 def rewrite_checkpoint(
-    directory: Path, out: Path, *, vocab: int = VOCAB, logit_divisor: float = 1.0
+    directory: Path,
+    out: Path,
+    *,
+    rows: Sequence[int] = range(VOCAB),
+    logit_divisor: float = 1.0,
 ) -> Path:
-    """Write a copy that knows only the first `vocab` ids, and whose logits are divided."""
+    """Write a copy whose ids are these of the original, and whose logits are divided."""
     out.mkdir()
     config = json.loads((directory / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "vocab_size": vocab}))
+    (out / "config.json").write_text(json.dumps({**config, "vocab_size": len(rows)}))
     weights = load_file(directory / "model.safetensors")
     for name in {"model.embed_tokens.weight", "shared.weight", "lm_head.weight"} & set(weights):
-        weights[name] = weights[name][:vocab].contiguous()
+        weights[name] = weights[name][list(rows)].contiguous()
     weights["lm_head.weight"] /= logit_divisor
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return out

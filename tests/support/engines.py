@@ -17,6 +17,8 @@ from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import ForkableDrafter
 from specserve.drafters.branches import Fanout
 from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.drafters.translated.runner import TranslatedRunner
+from specserve.drafters.translated.translation import TokenTranslation
 from specserve.engine import Coordinator
 from specserve.engine.batch import Batch, Outcome
 from specserve.engine.sequence import Sequence as Running
@@ -172,6 +174,7 @@ class Engine:
         ahead: bool = False,  # the drafter anticipates, and is interrupted at random
         fanout: int | None = None,
         page_size: int = PAGE_SIZE,
+        translation: TokenTranslation | None = None,  # of a draft with another tokenizer
     ) -> None:
         self.target = load_target(
             target,
@@ -189,7 +192,9 @@ class Engine:
                 page_size=page_size,
             )
             opened = open_model(draft, where)
-            self.drafter = load_drafter(opened, self.target.info, support=support)
+            self.drafter = load_drafter(
+                opened, self.target.info, support=support, translation=translation
+            )
         self.ahead = (
             AnticipatingDrafter(self.drafter, fanout)
             if ahead and self.drafter is not None
@@ -283,8 +288,22 @@ def load_target(
     return TargetModel(opened.runner, info, network=opened.network, returns_hidden=returns_hidden)
 
 
-def load_drafter(opened: Model, info: ModelInfo, *, support: int) -> NeuralDrafter:
+def load_drafter(
+    opened: Model,
+    info: ModelInfo,
+    *,
+    support: int,
+    translation: TokenTranslation | None = None,
+) -> NeuralDrafter:
     vocab_size = opened.spec.vocab_size
+    if translation is not None:
+        return NeuralDrafter(
+            TranslatedRunner(opened.runner, translation, target_vocab=info.vocab_size),
+            vocab_size=info.vocab_size,
+            target_vocab_size=info.vocab_size,
+            context=opened.max_context,
+            support=support,
+        )
     return NeuralDrafter(
         opened.runner,
         vocab_size=vocab_size,

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from specserve.drafters.translated.translation import TokenTranslation
 from specserve.types import TokenRule, Warp
 
 Floats = NDArray[np.float64]
@@ -105,6 +106,37 @@ class LibraryModel:
             for part in torch.split(known, 512)
         ]
         return torch.cat(parts).numpy()
+
+
+class TranslatedModel(LibraryModel):
+    """A checkpoint of another vocabulary, whose distributions are of the target's tokens.
+
+    Those that both share are as likely as its logits say, the others are impossible.
+    """
+
+    def __init__(self, directory: Path, translation: TokenTranslation, *, vocab: int) -> None:
+        super().__init__(directory, vocab=vocab)
+        self.translation = translation
+
+    @torch.inference_mode()
+    def _logits(self, texts: Ints, *, last: int) -> Floats:
+        rows = []
+        for text in texts.tolist():
+            ids, stops = list(self.translation.prefix), []
+            for token in text:
+                ids += self.translation.spellings[token]
+                stops.append(len(ids))
+            rows.append((ids, stops[-last:]))
+        longest = max(len(ids) for ids, _ in rows)
+        padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
+        own = torch.cat(
+            [self.model(part, use_cache=False).logits for part in torch.split(padded, 512)]
+        )
+        wanted = torch.tensor([stops for _, stops in rows]) - 1  # [texts, last]
+        kept = own[torch.arange(len(rows))[:, None], wanted].numpy()
+        found = np.full((*kept.shape[:2], self.vocab), -np.inf)
+        found[:, :, self.translation.target_ids] = kept[:, :, self.translation.draft_ids]
+        return found
 
 
 def all_continuations(

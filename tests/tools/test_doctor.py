@@ -210,7 +210,8 @@ def test_tokenizers_that_differ_are_found_by_their_ids(target: Path, tmp_path: P
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (other / "tokenizer.json").write_text(json.dumps(words))
     ours = Tokenizer.load(target)
-    found = only(models.same_tokens(ours, Tokenizer.load(other), key="draft"))
+    theirs = Tokenizer.load(other)
+    found = only(models.same_tokens(ours, theirs, key="draft", is_stage=True))
     assert found.found.startswith(
         f"2 of {ours.vocab_size:,} ids mean something else than to the target: "
         f"5 ({first!r}, {second!r}), 6 ("
@@ -218,6 +219,9 @@ def test_tokenizers_that_differ_are_found_by_their_ids(target: Path, tmp_path: P
     assert "layer_skip or heads" in found.remedy
     assert only(models.same_tokens(ours, Tokenizer.load(target), key="draft"), Grade.OK)
     assert "may have been changed" in found.found, "two of 260 are few"
+    translated = only(models.same_tokens(ours, theirs, key="draft"), Grade.WARN)
+    assert translated.found == found.found
+    assert "draft tokens are translated" in translated.remedy
 
 
 def test_drafts_without_a_second_model_are_looked_at_as_serving_does(target: Path) -> None:

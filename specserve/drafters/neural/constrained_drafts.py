@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.drafters.neural.draft_state import DraftTask, one_hot_draws
 from specserve.drafters.neural.draws import DraftSampler, DrawSpec, HostDraws, fetch
+from specserve.drafters.translated.runner import TranslatedRunner
 from specserve.grammar.mask import TokenMask
 from specserve.grammar.matcher import GrammarMatcher
 from specserve.grammar.sequences import GrammarStates
@@ -59,13 +61,16 @@ class ConstrainedDrafting:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | TranslatedRunner,
         grammar_states: GrammarStates,
         history: Callable[[int, int, Policy], History | None],
         *,
         support: int,
         shared_vocab: int,
+        drawable: NDArray[np.bool_] | None = None,
     ) -> None:
+        """Create it for a model that can draw the `drawable` of the shared ids; None: all."""
+        self._drawable = np.ones(shared_vocab, np.bool_) if drawable is None else drawable
         self._runner, self._grammar_states, self._history = runner, grammar_states, history
         self._support, self._vocab = support, shared_vocab
 
@@ -134,10 +139,12 @@ class ConstrainedDrafting:
                 draft.append(token, draws, 0)
 
     def _can_draw(self, matcher: GrammarMatcher) -> bool:
-        """Return whether the grammar allows any token that the draft model knows."""
-        return not matcher.is_terminated and bool(
-            np.unpackbits(matcher.bits().view(np.uint8), count=self._vocab, bitorder="little").any()
-        )
+        """Return whether the grammar allows any token that the draft model can draw."""
+        if matcher.is_terminated:
+            return False
+        bits = matcher.bits().view(np.uint8)
+        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little")
+        return bool(allowed[self._drawable].any())
 
     def _pass(
         self, steps: Sequence[Step], wanted: Sequence[int], drawing: Sequence[ConstrainedDraft]

@@ -88,15 +88,17 @@ class DraftTask:
     prefill: Step
     state: DraftState
     num_wanted: int
+    written: range
+    """Positions of the model's cache that the prefill writes."""
 
     @property
     def final_length(self) -> int:
-        """Length in the cache afterwards; the last token is drawn and not written."""
-        return self.prefill.stop + max(self.num_wanted - 1, 0)
+        """Length of the model's cache afterwards; the last token is drawn and not written."""
+        return self.written.stop + max(self.num_wanted - 1, 0)
 
     def max_new_pages(self, page_size: int) -> int:
         """Return the pages that the task may take, including those of the encoder input."""
-        pages = max_new_pages(self.prefill.start, self.final_length, page_size)
+        pages = max_new_pages(self.written.start, self.final_length, page_size)
         return pages + -(-len(self.prefill.encoder_input) // page_size)
 
 

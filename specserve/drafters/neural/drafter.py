@@ -17,6 +17,7 @@ from specserve.drafters.neural.constrained_drafts import ConstrainedDrafting
 from specserve.drafters.neural.draft_state import DraftState, DraftTask, max_new_pages
 from specserve.drafters.neural.draws import DraftSampler, DrawSpec, fetch
 from specserve.drafters.ranking import rank_next_tokens
+from specserve.drafters.translated.runner import TranslatedRunner
 from specserve.errors import OutOfPages
 from specserve.grammar.sequences import GrammarStates
 from specserve.models.cache import Fork
@@ -34,7 +35,7 @@ class NeuralDrafter:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | TranslatedRunner,
         *,
         vocab_size: int,
         target_vocab_size: int,
@@ -43,8 +44,9 @@ class NeuralDrafter:
         clock: Callable[[], float] = time.perf_counter,
         grammar_states: GrammarStates | None = None,
     ) -> None:
-        """Create a drafter that runs the model of `runner`.
+        """Create a drafter that runs the model of `runner`, whose vocabulary has `vocab_size` ids.
 
+        A model with another tokenizer comes as a `TranslatedRunner`, and has the target's ids.
         Without `grammar_states` that know grammars, draft tokens follow none, and the target
         rejects those that it must.
         """
@@ -59,6 +61,7 @@ class NeuralDrafter:
             self.history,
             support=support,
             shared_vocab=self.shared_vocab,
+            drawable=runner.drawable if isinstance(runner, TranslatedRunner) else None,
         )
         self._states: dict[int, DraftState] = {}
         # Forks that are requested and not made; made together they cost little more than one.
@@ -170,14 +173,14 @@ class NeuralDrafter:
         self._make_forks()
         cache, free, fit = self.runner.cache, self.runner.cache.num_free, []
         for step in steps:
-            pages = max_new_pages(step.start, step.stop, cache.page_size) + -(
+            if cache.length(step.seq_id) < step.start:
+                fit.append(False)
+                continue
+            written = self.runner.positions(step)
+            pages = max_new_pages(written.start, written.stop, cache.page_size) + -(
                 -len(step.encoder_input) // cache.page_size
             )
-            fit.append(
-                cache.length(step.seq_id) >= step.start
-                and step.stop <= self.context
-                and pages <= free
-            )
+            fit.append(written.stop <= self.context and pages <= free)
             free -= pages * fit[-1]
         return fit
 
@@ -212,7 +215,7 @@ class NeuralDrafter:
             return
 
     def _fitting_tasks(self, steps: Sequence[DraftStep]) -> list[DraftTask]:
-        """Return the tasks with work left that leave no gap and fit into context and pages."""
+        """Return the tasks with work left that fit into context and pages."""
         tasks, free, page_size = [], self.runner.cache.num_free, self.runner.cache.page_size
         for step in steps:
             task = self._task(step)
@@ -234,7 +237,10 @@ class NeuralDrafter:
         return tasks
 
     def _task(self, step: DraftStep) -> DraftTask | None:
-        """Return the work for the step, resuming its drafts; None if it has enough of them."""
+        """Return the work for the step, resuming its drafts.
+
+        None: it has enough of them, or leaves a gap behind what is cached.
+        """
         state = self._states.get(step.seq_id)
         if (
             state is None
@@ -244,6 +250,8 @@ class NeuralDrafter:
             or not self.runner.cache.holds(step.seq_id, step.start, self._known_ids(step.tokens))
         ):
             self._states.pop(step.seq_id, None)
+            if self.runner.cache.length(step.seq_id) < step.start:
+                return None
             prefill = Step(
                 step.seq_id,
                 step.start,
@@ -251,7 +259,9 @@ class NeuralDrafter:
                 self._known_ids(step.encoder_input),
                 step.policy.cache_salt,
             )
-            return DraftTask(step.seq_id, prefill, DraftState(step.stop, step.policy), step.gamma)
+            state = DraftState(step.stop, step.policy)
+            written = self.runner.positions(prefill)
+            return DraftTask(step.seq_id, prefill, state, step.gamma, written)
         if step.gamma <= len(state.tokens):
             del state.tokens[step.gamma :], state.rows[step.gamma :]
             return None
@@ -260,7 +270,7 @@ class NeuralDrafter:
     def _resume_task(self, seq_id: int, state: DraftState, *, num_wanted: int) -> DraftTask:
         """Return the task that writes the uncached draft tokens and continues behind them."""
         step = state.missing_step(seq_id, self.runner.cache.length(seq_id))
-        return DraftTask(seq_id, step, state, num_wanted)
+        return DraftTask(seq_id, step, state, num_wanted, self.runner.positions(step))
 
     def _advance_grammars(self, steps: Sequence[DraftStep]) -> bool:
         """Move the grammar states to the end of the draft tokens, and return if there are any."""
@@ -279,11 +289,7 @@ class NeuralDrafter:
     def _fits(self, task: DraftTask, free: int) -> bool:
         cache = self.runner.cache
         longest = max(task.final_length, len(task.prefill.encoder_input))
-        return (
-            cache.length(task.seq_id) >= task.prefill.start
-            and longest <= self.context
-            and task.max_new_pages(cache.page_size) <= free
-        )
+        return longest <= self.context and task.max_new_pages(cache.page_size) <= free
 
     def _prefill(self, tasks: Sequence[DraftTask]) -> Tensor:  # [drawing, vocab]
         """Write committed or last drawn tokens; return logits where draft tokens are wanted."""

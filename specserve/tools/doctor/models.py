@@ -18,6 +18,7 @@ from specserve.config.hub_models import unpinned_models
 from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
 from specserve.models.checkpoints.find import describe, find_config
 from specserve.models.checkpoints.weights import weight_files
+from specserve.token_translation import SharedVocabulary
 from specserve.tools.doctor.findings import Finding, bad, ok, warn
 
 NUM_SHOWN = 5
@@ -25,7 +26,7 @@ NUM_SHOWN = 5
 SIMILAR = 0.99
 """Share of equal ids from which the tokenizer is likely the same one in another version."""
 SAME_MEANING = (
-    "a draft must give every id the target's meaning, for it proposes ids and the target verifies "
+    "a stage must give every id the target's meaning, for it proposes ids and the target verifies "
     "them: "
 )
 
@@ -118,8 +119,13 @@ def tokenizer(text: Tokenizer) -> Iterator[Finding]:
         )
 
 
-def same_tokens(target: Tokenizer, draft: Tokenizer, *, key: str) -> Iterator[Finding]:
-    """Check that every id has the same meaning in both tokenizers."""
+def same_tokens(
+    target: Tokenizer, draft: Tokenizer, *, key: str, is_stage: bool = False
+) -> Iterator[Finding]:
+    """Check that every id has the same meaning in both tokenizers, or can be translated.
+
+    A stage of a cascade is not translated.
+    """
     differing = target.differing_ids(draft)
     if not differing:
         yield ok(
@@ -139,10 +145,21 @@ def same_tokens(target: Tokenizer, draft: Tokenizer, *, key: str) -> Iterator[Fi
             "; so few that one of the two tokenizers may have been changed since they were alike"
         )
     remedy = (
-        f"{SAME_MEANING}choose a draft of the target's family, or draft.kind prompt_copy, "
+        "choose a draft of the target's family, or draft.kind prompt_copy, "
         "max_gram, layer_skip or heads, which need no second tokenizer"
     )
-    yield bad(f"{key}, tokens", found, remedy)
+    if is_stage:
+        yield bad(f"{key}, tokens", found, f"{SAME_MEANING}{remedy}")
+    elif target.has_other_meanings(draft):
+        shared = SharedVocabulary.from_tokenizers(target, draft)
+        shared.require_overlap(key)
+        yield warn(
+            f"{key}, tokens",
+            found,
+            f"{shared}, and draft tokens are translated, which costs acceptance: {remedy}",
+        )
+    else:
+        yield ok(f"{key}, tokens", f"{found}; only one of the two has each of them")
 
 
 def revisions(config: Config) -> Iterator[Finding]:
@@ -181,7 +198,8 @@ def _part(config: Config, part: DraftConfig, text: Tokenizer) -> Iterator[Findin
         return
     found = find_config(part.path, revision=part.revision, key="draft.path")
     yield from checkpoint("draft", found, local=Path(part.path).exists())
-    yield from same_tokens(text, Tokenizer.load(found), key="draft")
+    own = Tokenizer.load(found)
+    yield from same_tokens(text, own, key="draft", is_stage=bool(config.draft.stages))
 
 
 def _fits(config: Config) -> Iterator[Finding]:
