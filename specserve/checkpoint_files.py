@@ -18,6 +18,7 @@ from specserve.errors import TokenizerMismatch, UnsupportedModel
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import is_encoder_decoder, read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
+from specserve.models.eagle.checkpoint import require_eagle_for
 from specserve.models.heads import require_heads_for
 from specserve.models.model import require_context
 from specserve.models.skip import skipped_layers
@@ -46,7 +47,9 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
     target = target_checkpoint(config, report_progress)
     tokenizer = Tokenizer.load(target)
     context = require_context(target, config.limits)
-    if config.draft.kind in SELF_SPECULATIVE_KINDS:
+    if config.draft.kind == "eagle":
+        _require_head_of_target(target, config.draft)
+    elif config.draft.kind in SELF_SPECULATIVE_KINDS:
         _require_parts_of_target(target, config.draft)
     else:
         for part in config.draft.drafter_configs:
@@ -137,14 +140,26 @@ def _require_counted_with(tokenizer: Tokenizer, tables: Path) -> None:
         )
 
 
-def _require_parts_of_target(target: Path, draft: DraftConfig) -> None:
-    """Raise unless the target has the layers, or the heads were fitted to it."""
+def _require_head_of_target(target: Path, draft: DraftConfig) -> None:
+    """Raise unless the target is what an EAGLE-3 head reads."""
+    _require_decoder_only(target, draft)
+    assert draft.path is not None, "the config has been checked"
+    head = find_checkpoint(draft.path, revision=draft.revision, key="draft.path")
+    require_eagle_for(target, head)
+
+
+def _require_decoder_only(target: Path, draft: DraftConfig) -> None:
     if is_encoder_decoder(read_config(target)):
         raise UnsupportedModel(
             f"draft.kind {draft.kind} is for decoder-only targets, "
             f"and {target} is an encoder-decoder",
             param="draft.kind",
         )
+
+
+def _require_parts_of_target(target: Path, draft: DraftConfig) -> None:
+    """Raise unless the target has the layers, or the heads were fitted to it."""
+    _require_decoder_only(target, draft)
     if draft.path is None:
         skipped_layers(read_config(target).num_hidden_layers, draft.skip)
     else:

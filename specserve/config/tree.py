@@ -58,10 +58,12 @@ DRAFT_KINDS = (
     "cascade",
     "layer_skip",
     "heads",
+    "eagle",
     "none",
 )
 SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own weights
-KINDS_WITHOUT_WORKER = ("heads", "none")  # heads draft in the target's worker
+HIDDEN_STATE_KINDS = ("heads", "eagle")  # draft from the target's hidden states, in its worker
+KINDS_WITHOUT_WORKER = (*HIDDEN_STATE_KINDS, "none")
 PLACEMENTS = ("auto", "together", "apart")
 REFUSE, WARN, IGNORE = "refuse", "warn", "ignore"  # of http.unknown_parameters
 LOG_FORMATS = ("text", "json")
@@ -94,7 +96,7 @@ class DraftConfig:
     # together with the target in its process, or apart; auto: measured on CPUs, apart elsewhere
     placement: str = setting("auto", choice(*PLACEMENTS))
     kind: str = setting("", choice(*DRAFT_KINDS))  # left out: neural if there is a path, else none
-    # of a model, of tables that `specserve tables` made, or of heads that `specserve heads` made
+    # of a model, of an EAGLE-3 head, or of what `specserve tables` and `specserve heads` made
     path: str | None = setting(None, text())
     revision: str | None = setting(None, text())  # of a hub name
     # layers that `layer_skip` leaves out; None: about every second
@@ -496,6 +498,11 @@ def _check_self_speculative(draft: DraftConfig, *, tensor_parallel: int) -> None
             "draft.kind heads needs draft.path, heads that "
             "`specserve heads --target M --text FILE --out DIR` has fitted to the target"
         )
+    if draft.kind == "eagle" and draft.path is None:
+        raise ConfigError(
+            "draft.kind eagle needs draft.path, an EAGLE-3 head that was trained for the target; "
+            "`specserve eagle --target M --text FILE --out DIR` trains one"
+        )
     if draft.kind == "heads" and tensor_parallel > 1:
         raise ConfigError(
             "draft.kind heads needs the whole vocabulary head on one rank, "
@@ -504,9 +511,9 @@ def _check_self_speculative(draft: DraftConfig, *, tensor_parallel: int) -> None
 
 
 def _check_placement(draft: DraftConfig, target: TargetConfig) -> None:
-    if draft.placement == "apart" and draft.kind == "heads":
+    if draft.placement == "apart" and draft.kind in HIDDEN_STATE_KINDS:
         raise ConfigError(
-            "draft.kind heads drafts from the target's hidden states, together with it; "
+            f"draft.kind {draft.kind} drafts from the target's hidden states, together with it; "
             "leave draft.placement out"
         )
     if draft.placement != "together":

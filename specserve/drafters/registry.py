@@ -17,6 +17,7 @@ from specserve.drafters.branches import Fanout
 from specserve.drafters.cascade.build import build_stages
 from specserve.drafters.cascade.drafter import CascadeDrafter
 from specserve.drafters.cascade.stages import PassCounter, StageDrafter
+from specserve.drafters.eagle import EagleDrafter
 from specserve.drafters.heads import HeadsDrafter
 from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.drafters.neural.drafter import NeuralDrafter
@@ -146,6 +147,9 @@ def open_local_drafter(
     """Return the drafter that runs in the target's own process. Raises as `open_drafter` does."""
     if config.draft.kind in SELF_SPECULATIVE:
         return SELF_SPECULATIVE[config.draft.kind](config, target)
+    if config.draft.kind == "eagle":
+        eagle = EagleDrafter.from_config(config, target)
+        return OpenDrafter(eagle, context=eagle.context, runners=(eagle.runner,), fanout=None)
     return open_drafter(
         config,
         target_vocab_size=target.info.vocab_size,

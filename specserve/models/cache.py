@@ -68,7 +68,9 @@ class PagedCache:
         page_size: int = 16,
         v_head_dim: int | None = None,
         prefix_caching: bool = True,
+        state_width: int = 0,
     ) -> None:
+        """Create a cache; with a `state_width` each slot also has a state of so many numbers."""
         self.kv_heads, self.page_size = kv_heads, page_size
         self.device, self.prefix_caching = torch.device(device), prefix_caching
         self.prefix_queries = 0  # tokens looked up in the prefix cache
@@ -78,6 +80,8 @@ class PagedCache:
             (head_dim, v_head_dim or head_dim),
             dtype,
         )
+        self._state_width = state_width
+        self.states = torch.empty(0)  # [slots, state width], for a network that reads and writes it
         self.keys: list[Tensor] = []  # of each layer, [slots, kv_heads, dim]
         self.values: list[Tensor] = []
         self._pools: list[Tensor] = []
@@ -95,6 +99,12 @@ class PagedCache:
             pool = torch.zeros(*shape, dim, dtype=self._dtype, device=self.device)
             self._pools.append(pool)
             layers.extend(pool.flatten(1, 2).unbind(0))
+        if self._state_width:
+            pool = torch.zeros(
+                1, *shape[1:3], self._state_width, dtype=self._dtype, device=self.device
+            )
+            self._pools.append(pool)
+            self.states = pool.flatten(0, 2)
         self._allocator = PageAllocator(num_pages)
         self._sequences: dict[int, _CachedSequence] = {}
         self._block_table = BlockTable()

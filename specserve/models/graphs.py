@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import first_line
+from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layout import AttentionMask, Geometry, Layout, Writes
 from specserve.models.network import ShareableNetwork
 from specserve.models.planner import MAX_BATCHED_QUERIES
@@ -39,6 +40,7 @@ class CapturedGraph:
     ids: Tensor
     layout: Layout
     logits: Tensor
+    tapped: Tensor | None  # what the taps get of each replay
 
 
 def pad_to_bucket(writes: Writes, geometry: Geometry) -> Writes | None:
@@ -68,8 +70,11 @@ class GraphedNetwork:
     no memory left.
     """
 
-    def __init__(self, network: ShareableNetwork, device: torch.device) -> None:
+    def __init__(
+        self, network: ShareableNetwork, device: torch.device, taps: HiddenTaps | None = None
+    ) -> None:
         self.network, self.run_rows, self.device = network, None, device
+        self._taps = taps
         self.captured: dict[GraphShape, CapturedGraph] = {}
         self._num_bytes = 0  # of the tensors that belong to the graphs
         self._is_capturable = True
@@ -90,6 +95,8 @@ class GraphedNetwork:
             return self.network.logits(ids, layout, None)
         _refill(captured, ids, layout)
         captured.graph.replay()
+        if self._taps is not None and captured.tapped is not None:
+            self._taps.rows = captured.tapped.clone()
         return captured.logits.clone()  # the graph's own output is overwritten by its next replay
 
     def logits_in_parts(
@@ -99,6 +106,10 @@ class GraphedNetwork:
 
     def without_layers(self, skip: Collection[int]) -> ShareableNetwork:
         return GraphedNetwork(self.network.without_layers(skip), self.device)
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.network.embedding
 
     def embed(self, ids: Tensor) -> Tensor:
         return self.network.embed(ids)
@@ -140,11 +151,12 @@ class GraphedNetwork:
             graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
         ):
             logits = self.network.logits(ids, _with_fresh_mask(layout), None)
+        tapped = None if self._taps is None else self._taps.rows
         logits.zero_()  # an empty graph would leave right logits here
         graph.replay()
         if not torch.allclose(logits[-1], expected, rtol=0.05, atol=0.05):
             raise RuntimeError("a replay gives other logits than the pass")
-        return CapturedGraph(graph, ids, layout, logits)
+        return CapturedGraph(graph, ids, layout, logits, tapped)
 
 
 def _tensors(layout: Layout) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
+from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layers import (
     HeadShape,
     PackedLinear,
@@ -43,6 +45,7 @@ class FusedNetwork:
         attention: Attention,
         shard: Shard | None,
         returns_hidden: bool = False,
+        taps: HiddenTaps | None = None,
     ) -> None:
         module: Any = loaded.module
         config, spec, body = loaded.config, loaded.spec, module.model
@@ -71,7 +74,9 @@ class FusedNetwork:
             else module.lm_head
         )
         self._compiled: CompiledLayers | Literal[False] | None = None  # None: not yet known
-        self.rotary = _rotary_table(body.rotary_emb, self.embedding, spec.max_context)
+        self._taps = taps
+        self._parts = [] if taps is None else self._parts_between(taps.layers)
+        self.rotary = rotary_table(body.rotary_emb, self.embedding, spec.max_context)
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         x = self._last_states(ids, layout)
@@ -85,8 +90,23 @@ class FusedNetwork:
             yield self._logits(x.index_select(0, rows))
 
     def _last_states(self, ids: Tensor, layout: Layout) -> Tensor:  # [rows] -> [rows, hidden]
-        rotation = Rotation(self.rotary, layout.positions)
-        return self._through_layers(self.embed(ids), rotation, layout)
+        rotation, x = Rotation(self.rotary, layout.positions), self.embed(ids)
+        if self._taps is None:
+            return self._through_layers(x, rotation, layout)
+        for first, part in self._parts:
+            self._taps.add(first, x)
+            x = part._through_layers(x, rotation, layout)
+        self._taps.add(len(self.layers), x)
+        return x
+
+    def _parts_between(self, layers: Sequence[int]) -> list[tuple[int, FusedNetwork]]:
+        """Return networks of the layers between the tapped ones, each with its first layer."""
+        num, every = len(self.layers), set(range(len(self.layers)))
+        bounds = sorted({0, num, *layers})
+        return [
+            (first, self.without_layers(every - set(range(first, stop))))
+            for first, stop in pairwise(bounds)
+        ]
 
     def _logits(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab]
         x = self.norm(x)
@@ -103,7 +123,7 @@ class FusedNetwork:
         return x
 
     def without_layers(self, skip: Collection[int]) -> FusedNetwork:
-        other, other._compiled = copy.copy(self), None
+        other, other._compiled, other._taps = copy.copy(self), None, None
         kept = [i for i in range(len(self.layers)) if i not in skip]
         other.layers = [self.layers[i] for i in kept]
         other.keys, other.values = [self.keys[i] for i in kept], [self.values[i] for i in kept]
@@ -211,7 +231,7 @@ def _layer_types(config: Any) -> list[str]:
     return list(kinds) if kinds is not None else [kind] * config.num_hidden_layers
 
 
-def _rotary_table(
+def rotary_table(
     rotary: Any, like: Tensor, positions: int
 ) -> Tensor:  # [positions, 2, 1, head_dim]
     """Return cos and sin of every position.

@@ -41,6 +41,7 @@ from specserve.models.checkpoints.load import (
 from specserve.models.checkpoints.packed import PackedCheckpoint
 from specserve.models.flashinfer_attention import FlashInferUnusable, open_flashinfer
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
+from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.linear_kernels import CompiledKernel, linear_kernel, multiplies_bf16
@@ -122,6 +123,7 @@ def open_model(
     shard: Shard | None = None,
     skip: Collection[int] = (),
     returns_hidden: bool = False,
+    taps: HiddenTaps | None = None,
 ) -> Model:
     """Open the model of a checkpoint, without the layers to `skip`.
 
@@ -158,6 +160,7 @@ def open_model(
             attention=_attention(attention, options, loaded, dtype, device),
             shard=shard,
             returns_hidden=returns_hidden,
+            taps=taps,
         )
 
     def make_cache(spec: Architecture, num_pages: int) -> PagedCache:
@@ -232,7 +235,7 @@ def open_model(
     # Graphs are captured of passes in groups, on one rank.
     if device.type != "cuda" or shard is not None or net.run_rows is not None:
         return Model(plain, spec, context, net)
-    graphed = GraphedNetwork(net, device)
+    graphed = GraphedNetwork(net, device, taps)
     runner = Runner(graphed, cache, device=device, pad_to_bucket=pad_to_bucket)
     return Model(runner, spec, context, graphed)
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from specserve.models.attention import Attention, AttentionVariant
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
+from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layers import pack_linears
 from specserve.models.layout import Layout
 from specserve.models.llama import FusedNetwork
 from specserve.models.shard import Shard
-from specserve.models.skip import without_layers
+from specserve.models.skip import layers_of, without_layers
 
 LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -50,7 +51,11 @@ class ShareableNetwork(Network, Protocol):
     """A network whose weights a drafter may use.
 
     If it `returns_hidden`, each row has the hidden state that the head was given behind its logits.
+    With taps, each pass leaves the inputs of the tapped layers there, of all its rows.
     """
+
+    @property
+    def embedding(self) -> Tensor: ...  # [vocab, hidden]
 
     def without_layers(self, skip: Collection[int]) -> ShareableNetwork:
         """Return a network with the same weights and pages that leaves some layers out."""
@@ -68,12 +73,20 @@ def build_network(
     attention: Attention,
     shard: Shard | None,
     returns_hidden: bool = False,
+    taps: HiddenTaps | None = None,
 ) -> ShareableNetwork:
     if can_fuse(loaded):
         return FusedNetwork(
-            loaded, cache, attention=attention, shard=shard, returns_hidden=returns_hidden
+            loaded,
+            cache,
+            attention=attention,
+            shard=shard,
+            returns_hidden=returns_hidden,
+            taps=taps,
         )
-    return LibraryNetwork(loaded, cache, attention=attention, returns_hidden=returns_hidden)
+    return LibraryNetwork(
+        loaded, cache, attention=attention, returns_hidden=returns_hidden, taps=taps
+    )
 
 
 def can_fuse(loaded: LoadedModel) -> bool:
@@ -97,6 +110,7 @@ class LibraryNetwork:
         *,
         attention: Attention,
         returns_hidden: bool = False,
+        taps: HiddenTaps | None = None,
     ) -> None:
         module: Any = loaded.module
         self.module, self.run_rows = module, attention.run_rows
@@ -110,6 +124,13 @@ class LibraryNetwork:
             module.get_output_embeddings().register_forward_pre_hook(
                 lambda _, given: self._hidden.append(given[0][0])
             )
+        if taps is not None:
+            _hook_layers(module, taps)
+
+    @property
+    def embedding(self) -> Tensor:
+        weight: Tensor = self.module.get_input_embeddings().weight
+        return weight.detach()
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         self.attention.layout = layout
@@ -156,6 +177,26 @@ class LibraryNetwork:
         logits: Tensor = self.module.get_output_embeddings()(hidden[None])[0]
         self._hidden.clear()
         return logits
+
+
+def _hook_layers(module: Any, taps: HiddenTaps) -> None:
+    """Make the layers of the library's module show the taps their inputs, and the last its output.
+
+    A layer is called with its input by position or by name, and returns it alone or in a tuple.
+    """
+    layers = layers_of(module)[1]
+
+    def show_input(layer: int, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        taps.add(layer, (given[0] if given else named["hidden_states"])[0])
+
+    def show_output(out: Any) -> None:
+        taps.add(len(layers), (out[0] if isinstance(out, tuple) else out)[0])
+
+    for i, layer in enumerate(layers):
+        layer.register_forward_pre_hook(
+            lambda _, given, named, i=i: show_input(i, given, named), with_kwargs=True
+        )
+    layers[-1].register_forward_hook(lambda *call: show_output(call[-1]))
 
 
 @contextmanager

@@ -53,6 +53,8 @@ class Runner:
     ) -> None:
         self.network, self.cache, self.device = network, cache, device
         self.pad_to_bucket = pad_to_bucket
+        # Called with the steps of each `run` as they are computed, between room and pass.
+        self.on_written: Callable[[Sequence[Step]], None] | None = None
         width = cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2])
         geometry = Geometry(
             cache.page_size, cache.kv_heads, key_block_size(width), device, network.run_rows
@@ -87,6 +89,8 @@ class Runner:
         ]
         if self.encoder_cache is not None:
             self.encoder_cache.encode(steps)
+        if self.on_written is not None:
+            self.on_written(steps)
         seq_ids = [step.seq_id for step in steps]
         counts = [len(step.tokens) for step in steps]
         ids = np.fromiter(chain.from_iterable(step.tokens for step in steps), np.int64, sum(counts))

@@ -6,7 +6,7 @@ of every pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +18,10 @@ from torch import Tensor
 from specserve.config.tree import Config
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
-from specserve.models.checkpoints.load import load_tokenizer
+from specserve.models.checkpoints.find import find_checkpoint
+from specserve.models.checkpoints.load import load_tokenizer, read_config
+from specserve.models.eagle.checkpoint import require_eagle_for
+from specserve.models.hidden_taps import HiddenRows, HiddenTaps
 from specserve.models.model import ModelOptions, open_model, require_context
 from specserve.models.network import ShareableNetwork
 from specserve.models.prompt_scores import PromptScores, reader_of
@@ -46,7 +49,7 @@ class TargetModel:
     """Rank 0 of a target, or the only one.
 
     If the network `returns_hidden`, the target keeps the hidden state that heads draft from, for
-    each sequence.
+    each sequence. With taps, it hands those of all committed positions of a pass to `on_hidden`.
     """
 
     def __init__(
@@ -56,12 +59,18 @@ class TargetModel:
         *,
         network: ShareableNetwork | None = None,
         returns_hidden: bool = False,
+        taps: HiddenTaps | None = None,
         grammar_compiler: GrammarCompiler | None = None,
     ) -> None:
         self.runner, self.info, self.network = runner, info, network
         self._returns_hidden = returns_hidden
         self.grammar_states = GrammarStates(grammar_compiler)
         self.latest_hidden: dict[int, LatestHidden] = {}
+        self._taps = taps
+        self._written: Sequence[Step] = ()  # of the pass under way, without what was cached
+        self.on_hidden: Callable[[Sequence[HiddenRows]], None] | None = None
+        if taps is not None:
+            runner.on_written = self._remember_written
 
     @property
     def num_layers(self) -> int:
@@ -88,6 +97,8 @@ class TargetModel:
             verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], masked)
             if self._returns_hidden:
                 self._keep_hidden(decided, verdicts, logits[:, self.info.vocab_size :])
+        if self.on_hidden is not None:
+            self.on_hidden(self._committed_hidden(steps, verdicts))
         return verdicts if scores is None else scores.add_to(verdicts)
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -95,6 +106,23 @@ class TargetModel:
         self.grammar_states.release(seq_ids)
         for seq_id in seq_ids:
             self.latest_hidden.pop(seq_id, None)
+
+    def _remember_written(self, steps: Sequence[Step]) -> None:
+        self._written = steps
+
+    def _committed_hidden(
+        self, steps: Sequence[VerifyStep], verdicts: Sequence[Verdict]
+    ) -> list[HiddenRows]:
+        """Return the tapped states of all positions that the pass computed and did not reject."""
+        assert self._taps is not None, "a target without taps has no hidden states to hand over"
+        rows, found, first = self._taps.take(), [], 0
+        accepted = iter(verdicts)
+        for step, written in zip(steps, self._written, strict=True):
+            stop = step.stop + (next(accepted).accepted if step.needs_verdict else 0)
+            own = rows[first : first + stop - written.start]
+            found.append(HiddenRows(step.seq_id, written.start, own))
+            first += len(written.tokens)
+        return found
 
     @torch.inference_mode()
     def _keep_hidden(
@@ -171,12 +199,15 @@ def open_target(
     Raises TooLittleMemory, or ModelError for what is wrong with the checkpoint.
     """
     returns_hidden = config.draft.kind == "heads"
+    is_first = shard is None or shard.rank == 0
+    taps = eagle_taps(checkpoint, config) if is_first else None
     require_context(checkpoint, config.limits)
     opened = open_model(
         checkpoint,
         ModelOptions.from_config(config.target, config),
         shard=shard,
         returns_hidden=returns_hidden,
+        taps=taps,
     )
     cache, spec = opened.runner.cache, opened.spec
     if cache.device.type == "cuda":
@@ -192,7 +223,7 @@ def open_target(
         prefix_caching=cache.prefix_caching,
         decoder_start=spec.decoder_start,
     )
-    if shard is not None and shard.rank != 0:
+    if not is_first:
         return TargetFollower(opened.runner, info)
     grammar_compiler = GrammarCompiler.from_tokenizer(
         lambda: load_tokenizer(checkpoint), vocab_size=spec.vocab_size, end_ids=spec.end_ids
@@ -202,8 +233,20 @@ def open_target(
         info,
         network=opened.network,
         returns_hidden=returns_hidden,
+        taps=taps,
         grammar_compiler=grammar_compiler,
     )
+
+
+def eagle_taps(checkpoint: Path, config: Config) -> HiddenTaps | None:
+    """Return taps at the layers that an EAGLE-3 head of the config reads, if it has one."""
+    if config.draft.kind != "eagle":
+        return None
+    assert config.draft.path is not None, "the config has been checked"
+    info = require_eagle_for(
+        checkpoint, find_checkpoint(config.draft.path, revision=config.draft.revision)
+    )
+    return HiddenTaps(info.taps(read_config(checkpoint).num_hidden_layers))
 
 
 def _writes(steps: Sequence[VerifyStep]) -> list[Step]:

@@ -23,6 +23,7 @@ from specserve.engine import Coordinator
 from specserve.engine.batch import Batch, Outcome
 from specserve.engine.sequence import Sequence as Running
 from specserve.inprocess import LocalDrafter, LocalTarget, SyncDrafter
+from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.shard import Shard
 from specserve.models.target import TargetModel
@@ -273,8 +274,9 @@ def load_target(
     *,
     shard: Shard | None = None,
     returns_hidden: bool = False,
+    taps: HiddenTaps | None = None,
 ) -> TargetModel:
-    opened = open_model(directory, where, shard=shard, returns_hidden=returns_hidden)
+    opened = open_model(directory, where, shard=shard, returns_hidden=returns_hidden, taps=taps)
     spec, cache = opened.spec, opened.runner.cache
     info = ModelInfo(
         spec.vocab_size,
@@ -285,7 +287,9 @@ def load_target(
         prefix_caching=cache.prefix_caching,
     )
     info = replace(info, decoder_start=spec.decoder_start)
-    return TargetModel(opened.runner, info, network=opened.network, returns_hidden=returns_hidden)
+    return TargetModel(
+        opened.runner, info, network=opened.network, returns_hidden=returns_hidden, taps=taps
+    )
 
 
 def load_drafter(

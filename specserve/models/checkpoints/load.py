@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +23,14 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
+    LlamaConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import logging as library_logging
 
 from specserve.errors import ModelError, SpecserveError, UnsupportedModel, first_line
@@ -132,6 +134,18 @@ def read_config(directory: Path) -> Any:
             _check_decoder(config)
         check_sizes(directory, config)
         return config
+
+
+@quiet_library()
+def llama_config(keys: Mapping[str, Any]) -> Any:
+    """Return the library's config of a Llama with these keys, whatever release they are of."""
+    return LlamaConfig(**keys)
+
+
+@quiet_library()
+def llama_rotary(config: Any) -> nn.Module:
+    """Return the module that computes the rotary angles of a Llama."""
+    return LlamaRotaryEmbedding(config)
 
 
 @quiet_library()

@@ -1,0 +1,1 @@
+"""EAGLE-3 heads: their files, their forward pass, and the target's states that they read."""

@@ -1,0 +1,95 @@
+"""The hidden states that an EAGLE-3 head reads, beside its KV cache.
+
+Each slot of the cache holds the state behind its position: the target's, once it is there, and
+until then the head's own. Branches and truncated sequences thus have their states with their pages.
+Knows no network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specserve.models.cache import PagedCache
+from specserve.models.hidden_taps import HiddenRows
+from specserve.models.layout import Layout
+from specserve.types import Step
+
+UNKNOWN = math.nan
+"""Value of a state that is not there."""
+
+
+class TargetStates:
+    """The target's states that have arrived and are not in the cache yet.
+
+    Those of positions that a prefix cache of the target has attached never arrive. Rows that follow
+    such a position are computed and not attended to.
+    """
+
+    def __init__(self, cache: PagedCache, project: Callable[[Tensor], Tensor]) -> None:
+        self._cache, self._project = cache, project
+        self._arrived: dict[int, list[HiddenRows]] = {}  # of each sequence, by position
+
+    def receive(self, hidden: Sequence[HiddenRows]) -> None:
+        """Keep new states of the target, joined into the head's own width.
+
+        They replace those of the same and of later positions of their sequences.
+        """
+        if not hidden:
+            return
+        projected = self._project(torch.cat([each.rows for each in hidden]))
+        parts = torch.split(projected, [len(each.rows) for each in hidden])
+        for each, rows in zip(hidden, parts, strict=True):
+            known = self._arrived.get(each.seq_id, [])
+            kept = [part for one in known if len((part := one.between(0, each.start)).rows)]
+            self._arrived[each.seq_id] = [*kept, HiddenRows(each.seq_id, each.start, rows)]
+
+    def release(self, seq_ids: Sequence[int]) -> None:
+        for seq_id in seq_ids:
+            self._arrived.pop(seq_id, None)
+
+    @torch.inference_mode()
+    def store(self, steps: Sequence[Step]) -> None:
+        """Write the states that these steps' rows read into the cache, where there is room now.
+
+        What a step has read is kept until a later step of the sequence begins behind it, since the
+        same step may come again.
+        """
+        slots, states = [], []
+        for step in steps:
+            first, last = max(step.start - 1, 0), step.stop - 1
+            arrived = [part.between(first) for part in self._arrived.get(step.seq_id, [])]
+            if step.seq_id in self._arrived:
+                self._arrived[step.seq_id] = [part for part in arrived if len(part.rows)]
+            if step.stop - 1 > step.start:  # the rows of this step read one another's states
+                fresh = self._cache.slots(step.seq_id, step.start, last)
+                slots.append(fresh)
+                states.append(self._unknown(len(fresh)))
+            for part in (one.between(first, last) for one in arrived):
+                if len(part.rows):
+                    slots.append(self._cache.slots(step.seq_id, part.start, part.stop))
+                    states.append(part.rows)
+        # In order: what is known replaces what is not.
+        for where, rows in zip(slots, states, strict=True):
+            self._cache.states.index_copy_(0, where, rows.to(self._cache.states.dtype))
+
+    def _unknown(self, num: int) -> Tensor:
+        return self._cache.states.new_full((num, self._cache.states.shape[1]), UNKNOWN)
+
+
+def previous_slots(layout: Layout) -> Tensor:  # [rows]
+    """Return the slot of the position before each row, or the row's own at position 0."""
+    slots = torch.empty_like(layout.slots)
+    for group in layout.groups:
+        before = (group.last_keys - 1).clamp_min(0)  # [seqs, queries]
+        found = group.pages.slots.gather(1, before).flatten()
+        rows = group.rows
+        if rows is None:
+            return found
+        if group.valid is not None:
+            rows, found = rows.index_select(0, group.valid), found.index_select(0, group.valid)
+        slots.index_copy_(0, rows, found)
+    return slots

@@ -1,0 +1,256 @@
+"""EAGLE-3 heads for tests: files as they are published, and what a head computes, by torch alone.
+
+Nothing here comes from the code under test. The names and keys of the files are those of SpecForge
+(LlamaForCausalLMEagle3) and of speculators 0.3 (Eagle3Speculator).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSizes:
+    """The sizes of a head, and of the target that it reads."""
+
+    hidden_size: int = 64
+    target_hidden_size: int = 64
+    intermediate_size: int = 96
+    num_heads: int = 4
+    kv_heads: int = 2
+    vocab_size: int = 300
+    draft_vocab_size: int = 120
+    # Inputs of the target's layers; None: config.json does not say.
+    taps: tuple[int, ...] | None = (1, 2, 3)
+    norm_before_residual: bool = False
+    has_embedding: bool = True
+
+
+def write_specforge(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys: Any) -> Path:
+    """Write a head as SpecForge saves it; `keys` replace those of config.json."""
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "draft_vocab_size": sizes.draft_vocab_size,
+        "eos_token_id": 1,
+        "head_dim": sizes.hidden_size // sizes.num_heads,
+        "hidden_act": "silu",
+        "hidden_size": sizes.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": sizes.intermediate_size,
+        "max_position_embeddings": 128,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": sizes.num_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": sizes.kv_heads,
+        "pad_token_id": 0,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "target_hidden_size": sizes.target_hidden_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.53.0",
+        "use_cache": True,
+        "vocab_size": sizes.vocab_size,
+    }
+    if sizes.taps is not None:  # which are counted by the layers' outputs
+        outputs = [layer - 1 for layer in sizes.taps]
+        config["eagle_config"] = {
+            "eagle_aux_hidden_state_layer_ids": outputs,
+            "use_aux_hidden_state": True,
+        }
+    return _write(directory, config | keys, _tensors(sizes, "midlayer", seed))
+
+
+def write_speculators(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys: Any) -> Path:
+    """Write a head as speculators saves it; `keys` replace those of config.json."""
+    layer = {
+        "attention_bias": False,
+        "head_dim": sizes.hidden_size // sizes.num_heads,
+        "hidden_size": sizes.hidden_size,
+        "intermediate_size": sizes.intermediate_size,
+        "max_position_embeddings": 128,
+        "model_type": "llama",
+        "num_attention_heads": sizes.num_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": sizes.kv_heads,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "vocab_size": sizes.vocab_size,
+    }
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": sizes.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": None if sizes.taps is None else list(sizes.taps),
+        "has_no_defaults_at_init": False,
+        "norm_before_residual": sizes.norm_before_residual,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "accept_tolerance": 0.0,
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 5,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "owner/target"},
+        },
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "target_hidden_size": sizes.target_hidden_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "transformer_layer_config": layer,
+        "transformers_version": "4.57.1",
+    }
+    return _write(directory, config | keys, _tensors(sizes, "layers.0", seed))
+
+
+def _write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def _tensors(sizes: HeadSizes, layer: str, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, dim = sizes.hidden_size, sizes.hidden_size // sizes.num_heads
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        drawn: Tensor = torch.randn(rows, columns, generator=generator) * columns**-0.5
+        return drawn
+
+    def norm(width: int) -> Tensor:
+        return 1 + 0.2 * torch.randn(width, generator=generator)
+
+    tensors = {
+        "fc.weight": matrix(hidden, 3 * sizes.target_hidden_size),
+        f"{layer}.hidden_norm.weight": norm(hidden),
+        f"{layer}.input_layernorm.weight": norm(hidden),
+        f"{layer}.mlp.down_proj.weight": matrix(hidden, sizes.intermediate_size),
+        f"{layer}.mlp.gate_proj.weight": matrix(sizes.intermediate_size, hidden),
+        f"{layer}.mlp.up_proj.weight": matrix(sizes.intermediate_size, hidden),
+        f"{layer}.post_attention_layernorm.weight": norm(hidden),
+        f"{layer}.self_attn.k_proj.weight": matrix(sizes.kv_heads * dim, 2 * hidden),
+        f"{layer}.self_attn.o_proj.weight": matrix(hidden, hidden),
+        f"{layer}.self_attn.q_proj.weight": matrix(hidden, 2 * hidden),
+        f"{layer}.self_attn.v_proj.weight": matrix(sizes.kv_heads * dim, 2 * hidden),
+        "lm_head.weight": 3 * matrix(sizes.draft_vocab_size, hidden),
+        "norm.weight": norm(hidden),
+    }
+    if sizes.has_embedding:
+        tensors["embed_tokens.weight"] = matrix(sizes.vocab_size, hidden)
+    if sizes.draft_vocab_size != sizes.vocab_size:
+        known = torch.randperm(sizes.vocab_size, generator=generator)[: sizes.draft_vocab_size]
+        known = known.sort().values
+        tensors["d2t"] = known - torch.arange(sizes.draft_vocab_size)  # offsets, not ids
+        tensors["t2d"] = torch.zeros(sizes.vocab_size, dtype=torch.bool).index_fill_(0, known, True)
+    return tensors
+
+
+class ReferenceHead:
+    """A head by its formulas, recomputed whole for every row, in the number format given."""
+
+    def __init__(
+        self,
+        directory: Path,
+        sizes: HeadSizes,
+        embedding: Tensor | None = None,
+        *,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.sizes, self.dtype = sizes, dtype
+        stored = load_file(directory / "model.safetensors")
+        self.weights = {
+            name.replace("midlayer.", "layers.0."): tensor.to(dtype)
+            for name, tensor in stored.items()
+            if tensor.is_floating_point()
+        }
+        self.embedding = self.weights.get(
+            "embed_tokens.weight", None if embedding is None else embedding.to(dtype)
+        )
+        ids = torch.arange(sizes.draft_vocab_size)
+        self.target_ids = ids + stored["d2t"] if "d2t" in stored else ids
+        config = LlamaConfig(
+            hidden_size=sizes.hidden_size,
+            num_attention_heads=sizes.num_heads,
+            max_position_embeddings=128,
+        )
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def draft(
+        self, tokens: Sequence[int], taps: Tensor, chain: Sequence[int]
+    ) -> Tensor:  # [1 + chain, vocab]
+        """Return the logits behind a text, and behind each token of a chain that continues it.
+
+        `taps` [positions, 3 * hidden] are the target's states behind all tokens but the last.
+        """
+        states = self._linear("fc", taps.to(self.dtype))
+        logits = []
+        for i in range(len(chain) + 1):
+            ids = torch.tensor([*tokens, *chain[:i]][1:])
+            out = self._layer(states, ids)
+            logits.append(self._to_target(self._linear("lm_head", self._norm("norm", out[-1:])))[0])
+            states = torch.cat([states, out[-1:]])
+        return torch.stack(logits)
+
+    def _layer(self, states: Tensor, ids: Tensor) -> Tensor:  # [rows, hidden], [rows]
+        assert self.embedding is not None
+        normed = self._norm("layers.0.hidden_norm", states)
+        residual = normed if self.sizes.norm_before_residual else states
+        both = torch.cat(
+            [self._norm("layers.0.input_layernorm", self.embedding[ids]), normed], dim=-1
+        )
+        x = residual + self._linear("layers.0.self_attn.o_proj", self._attend(both))
+        normed = self._norm("layers.0.post_attention_layernorm", x)
+        gate, up = (self._linear(f"layers.0.mlp.{name}_proj", normed) for name in ("gate", "up"))
+        return x + self._linear("layers.0.mlp.down_proj", F.silu(gate) * up)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            self._linear(f"layers.0.self_attn.{name}_proj", x)
+            .view(1, len(x), heads, -1)
+            .transpose(1, 2)
+            for name, heads in (
+                ("q", self.sizes.num_heads),
+                ("k", self.sizes.kv_heads),
+                ("v", self.sizes.kv_heads),
+            )
+        )
+        cos, sin = self.rotary(x, torch.arange(len(x))[None])
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1).reshape(len(x), -1)
+
+    def _to_target(self, logits: Tensor) -> Tensor:
+        whole = logits.new_full((len(logits), self.sizes.vocab_size), -torch.inf)
+        return whole.index_copy(1, self.target_ids, logits)
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], 1e-5)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return x @ self.weights[f"{name}.weight"].T
+
+
+def without_embedding(sizes: HeadSizes) -> HeadSizes:
+    return replace(sizes, has_embedding=False)
