@@ -24,7 +24,7 @@ MEASURED := docs/measurements
 .PHONY: help serve test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-routing bench-pacer bench-demo bench-drafters bench-peers \
-	conformance proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
+	conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -159,6 +159,9 @@ bench-peers: $(VENV)/installed  ## Measure other engines beside specserve
 # Each client is installed into an environment of its own below $(CONFORMANCE), once.
 conformance: $(VENV)/installed-for-tests  ## Try clients of other projects on real servers
 	$(BIN)/python -m tests.conformance --out $(MEASURED)/conformance.md $(ARGS)
+
+families: $(VENV)/installed-for-tests  ## Try what works for each family of models
+	$(BIN)/python -m tests.families --out $(MEASURED)/families.md $(ARGS)
 
 proofs: $(VENV)/installed-for-tests  ## Sample continuations and compare them with the exact distribution
 	$(BIN)/python -m tests.proofs.distribution --out $(MEASURED)/proofs.md $(ARGS)

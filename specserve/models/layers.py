@@ -203,10 +203,11 @@ def pack_linears(module: nn.Module) -> None:
 
 
 def _linear_weight(module: Any) -> Tensor | None:  # [out, in]
-    """Return the weight of a linear layer, GPT-2's transposed kind included; else None."""
-    if type(module) is nn.Linear:
-        return module.weight
-    return module.weight.t() if type(module).__name__ == "Conv1D" else None
+    """Return the weight of a linear layer, the kinds of GPT-2 and Falcon included; else None."""
+    kind = type(module)
+    if kind is nn.Linear or kind.__name__ == "FalconLinear":
+        return module.weight  # type: ignore[no-any-return]
+    return module.weight.t() if kind.__name__ == "Conv1D" else None
 
 
 class RMSNorm:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specserve.models.attention import Attention, AttentionVariant
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
+from specserve.models.falcon import attend_by
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layers import pack_linears
 from specserve.models.layout import Layout
@@ -119,6 +120,10 @@ class LibraryNetwork:
         for part in module.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
                 part.paged_attention = self.attention
+                # By the row of the pass, not the position; within our context it scales by 1.
+                part.attn_temperature_tuning = False
+        if loaded.config.model_type == "falcon":
+            attend_by(module, library_attention)
         pack_linears(module)
         if returns_hidden:
             module.get_output_embeddings().register_forward_pre_hook(

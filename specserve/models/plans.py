@@ -42,6 +42,8 @@ class Style:
     With `sums`, the ranks' outputs add up to the module's, so its bias belongs to rank 0 alone.
     With `gathers`, each rank computes a share of the outputs from all of the ranks' inputs.
     With `once`, a bare parameter belongs to rank 0 alone.
+    With `joins`, each rank computes its share of the outputs from all inputs, as a norm over the
+    width of all heads does.
     """
 
     weight: Cut | None = None
@@ -49,6 +51,7 @@ class Style:
     sums: bool = False
     gathers: bool = False
     once: bool = False
+    joins: bool = False
 
 
 QKV = (HEADS, KV_HEADS, KV_HEADS)
@@ -70,6 +73,10 @@ STYLES: Mapping[str, Style] = {
     "last": Style(Cut(-1)),
     "second_to_last": Style(Cut(-2)),
     "once": Style(once=True),
+    "packed_last": Style(Cut(-1, (ANY, ANY))),
+    "joined": Style(joins=True),
+    "head_rows": Style(Cut(-2, (HEADS,))),
+    "kv_head_rows": Style(Cut(-2, (KV_HEADS,))),
     "gathered_rowwise": Style(Cut(-2), Cut(-1), gathers=True),
     "transposed_gathered_rowwise": Style(Cut(-1), Cut(-1), gathers=True),
 }
@@ -99,6 +106,26 @@ T5_PLAN = {
     for stack in ("encoder", "decoder")
     for part, style in T5_PARTS.items()
 }
+ATTENTION = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+GATED_MLP = {
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+FUSED_MLP = {
+    "layers.*.mlp.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+JOINED_NORMS = {
+    "layers.*.self_attn.q_norm": "joined",
+    "layers.*.self_attn.k_norm": "joined",
+}
+"""Norms over the width of all heads."""
 OWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {  # Conv1D keeps its weight transposed; no plan in the library
         "h.*.attn.c_attn": "transposed_colwise_qkv",
@@ -106,11 +133,41 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "h.*.mlp.c_fc": "transposed_colwise",
         "h.*.mlp.c_proj": "transposed_rowwise",
     },
-    "phi3": {  # the library's plan gathers the fused parts
+    # The library's plans of the next ones gather what is fused or what a norm sees whole, or leave
+    # norms of heads whole.
+    "phi3": {
         "layers.*.self_attn.qkv_proj": "colwise_qkv",
         "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_up_proj": "packed_colwise",
-        "layers.*.mlp.down_proj": "rowwise",
+        **FUSED_MLP,
+    },
+    "cohere": {
+        **ATTENTION,
+        "layers.*.self_attn.q_norm": "head_rows",
+        "layers.*.self_attn.k_norm": "kv_head_rows",
+        **GATED_MLP,
+    },
+    "glm": {**ATTENTION, **FUSED_MLP},
+    "glm4": {**ATTENTION, **FUSED_MLP},
+    "olmo2": {**ATTENTION, **JOINED_NORMS, **GATED_MLP},
+    "olmo3": {**ATTENTION, **JOINED_NORMS, **GATED_MLP},
+    "olmoe": {
+        **ATTENTION,
+        **JOINED_NORMS,
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
+    "llama4_text": {  # experts are stored transposed
+        **ATTENTION,
+        "layers.*.feed_forward.gate_proj": "colwise",
+        "layers.*.feed_forward.up_proj": "colwise",
+        "layers.*.feed_forward.down_proj": "rowwise",
+        "layers.*.feed_forward.shared_expert.gate_proj": "colwise",
+        "layers.*.feed_forward.shared_expert.up_proj": "colwise",
+        "layers.*.feed_forward.shared_expert.down_proj": "rowwise",
+        "layers.*.feed_forward.experts.gate_up_proj": "packed_last",
+        "layers.*.feed_forward.experts.down_proj": "second_to_last",
+        "layers.*.feed_forward.experts": "moe_tp_experts",
     },
     "t5": T5_PLAN,  # none in the library
     "mt5": T5_PLAN,
@@ -134,6 +191,7 @@ QUERY_NAMES = ("q_proj", "query_key_value", "qkv_proj", "c_attn", "SelfAttention
 KV_NAMES = ("k_proj", "v_proj")
 INNER_SIZES = (
     "intermediate_size",
+    "intermediate_size_mlp",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "d_ff",
@@ -150,6 +208,10 @@ class HeadCounts:
     @classmethod
     def from_config(cls, config: Any) -> HeadCounts:
         query = config.num_attention_heads
+        if config.model_type == "falcon":
+            if config.new_decoder_architecture:
+                return cls(query, config.num_kv_heads)
+            return cls(query, 1 if config.multi_query else query)
         return cls(query, getattr(config, "num_key_value_heads", None) or query)
 
     def local(self, size: int) -> HeadCounts:

@@ -177,8 +177,8 @@ class Division:
         self._resize(module)
         for name, child in list(module.named_modules()):
             style = self._style(name)
-            if style is not None and (style.sums or style.gathers):
-                wrapper = SummedModule if style.sums else GatheredModule
+            wrapper = None if style is None else _wrapper(style)
+            if wrapper is not None:
                 _replace(module, name, wrapper(child, self.shard))
         _replace(
             module, self.head, GatheredHead(module.get_submodule(self.head), self.vocab, self.shard)
@@ -276,6 +276,14 @@ class GatheredModule(RowWiseModule):
         return self.shard.join(own)
 
 
+class JoinedModule(RowWiseModule):
+    """A module over all ranks' inputs, of whose outputs each rank keeps its own part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole: Tensor = self.inner(self.shard.join(x))
+        return whole.chunk(self.shard.size, dim=-1)[self.shard.rank]
+
+
 class GatheredHead(nn.Module):
     """The vocabulary head, of which each rank has a share.
 
@@ -294,6 +302,15 @@ class GatheredHead(nn.Module):
         if parts is None:
             return part.new_zeros(1).expand(*part.shape[:-1], self.vocab)
         return torch.cat(parts, dim=-1)[..., : self.vocab]
+
+
+def _wrapper(style: Style) -> type[RowWiseModule] | None:
+    """Return what computes a module of this style on several ranks; None: the module itself."""
+    if style.sums:
+        return SummedModule
+    if style.gathers:
+        return GatheredModule
+    return JoinedModule if style.joins else None
 
 
 def _add_in_order(parts: Tensor) -> Tensor:  # [ranks, n] -> [n]

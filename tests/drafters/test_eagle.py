@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specserve.drafters.eagle import EagleDrafter
+from specserve.models.cache import PagedCache
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.types import DraftStep, Policy, Proposal, TokenRule, Verdict, VerifyStep, Warp
 from tests.support import checkpoints
@@ -199,6 +200,7 @@ def test_positions_whose_states_never_arrive_are_not_attended_to(llama: Path, he
     prefill(pair, 0, text)
     cache = pair.drafter.runner.cache
     pair.drafter.release([0])
+    assert isinstance(cache, PagedCache)
     cache.resize(cache.num_pages)
     whole, proposal = prefill(pair, 1, [*text, 7, 8])
     assert pair.target.runner.cache.prefix_hits == 32

@@ -34,9 +34,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import logging as library_logging
 
 from specserve.errors import ModelError, SpecserveError, UnsupportedModel, first_line
+from specserve.models.checkpoints.decoders import check_decoder, decoder_context
 from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes
 from specserve.models.checkpoints.quantized.formats import method_of, read_format
 from specserve.models.checkpoints.sizes import check_sizes
+from specserve.models.checkpoints.text_part import DECODERS, is_multimodal
 from specserve.models.checkpoints.weights import (
     StoredSize,
     Weights,
@@ -49,13 +51,13 @@ from specserve.models.skip import layers_of, without_layers
 
 log = logging.getLogger(__name__)
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
-"""Layer types with a KV cache; others keep a state that is no list of keys and values."""
 ENCODER_DECODERS = ("mt5", "t5")
 DEFAULT_POSITIONS = 512
 """Positions that T5s were trained with, where a checkpoint does not say."""
 LIBRARY_ATTENTION = {"eager", "sdpa"}
 """The library's own attention, which every model supports without registering."""
+UNDECLARED = ("stablelm",)
+"""Models that take any registered attention, and do not say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +130,33 @@ def read_config(directory: Path) -> Any:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
+        if is_multimodal(directory):
+            config = _decoder_config(config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config  # weights are widened as they are read
         if not is_encoder_decoder(config):
-            _check_decoder(config)
+            check_decoder(config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type))
         check_sizes(directory, config)
         return config
+
+
+def _decoder_config(config: Any) -> Any:
+    """Return the config of the decoder that computes what a multimodal text model does."""
+    text = config.get_text_config()
+    kind = DECODERS[config.model_type]
+    if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        stated = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+        if kind == "qwen3_moe":
+            stated["norm_topk_prob"] = True  # as the multimodal router does, whatever is stated
+        text = AutoConfig.for_model(kind, **stated)
+        text.rope_parameters.pop("mrope_section", None)
+        text.rope_parameters.pop("mrope_interleaved", None)
+    text.architectures = None
+    text.tie_word_embeddings = config.tie_word_embeddings
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(text, name, None) is None:
+            setattr(text, name, getattr(config, name, None))
+    return text
 
 
 @quiet_library()
@@ -173,36 +196,6 @@ def is_encoder_decoder(config: Any) -> bool:
     return config.model_type in ENCODER_DECODERS and known in (
         getattr(config, "architectures", None) or [known]
     )
-
-
-def _check_decoder(config: Any) -> None:
-    kind = config.model_type
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    stated = set(getattr(config, "architectures", None) or [known])
-    sees_ahead = (
-        config.is_encoder_decoder or getattr(config, "use_bidirectional_attention", None) is True
-    )
-    if known not in stated or sees_ahead or config.get_text_config() is not config:
-        others = (
-            f", nor an encoder-decoder of the kinds {', '.join(ENCODER_DECODERS)}"
-            if sees_ahead
-            else ""
-        )
-        raise UnsupportedModel(
-            f"{kind} ({', '.join(map(str, stated))}) is no decoder-only language model{others}"
-        )
-    unsupported = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
-    if unsupported or not isinstance(getattr(config, "num_attention_heads", None), int):
-        raise UnsupportedModel(
-            f"{kind} has layers that are not plain attention: "
-            f"{', '.join(sorted(unsupported)) or 'no heads'}"
-        )
-    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "is_heterogeneous", False):
-        raise UnsupportedModel(
-            f"{kind} has layers that differ in their sizes, or share keys and values"
-        )
-    if not isinstance(getattr(config, "max_position_embeddings", None), int):
-        raise UnsupportedModel(f"{kind} states no context length (max_position_embeddings)")
 
 
 def check_fits_files(directory: Path, config: Any) -> None:
@@ -259,16 +252,25 @@ def load_model(
             raise UnsupportedModel(
                 f"{config.model_type} models overflow in float16; use dtype bfloat16 or float32"
             )
+    elif config.model_type == "falcon":
+        attention = "eager"  # which `falcon` replaces
+        if skip:
+            raise UnsupportedModel("falcon models cannot leave layers out; use another draft.kind")
     elif attention not in LIBRARY_ATTENTION:
         _check_attention(config)
     with quiet_library(), library_errors(directory):
         if packed is None:
             check_fits_files(directory, config)
             _report_quantized(directory, dtype, size, keeps_codes=keeps_codes)
+            if is_multimodal(directory):
+                log.warning(
+                    "%s: the text model alone is opened; what sees images or hears is left out",
+                    directory.name,
+                )
         if packed is not None:
             module = _empty_part(config, shard, skip, dtype=dtype, attention=attention)
             packed.fill(module)
-        elif skip or size > 1 or read_format(directory) is not None:
+        elif skip or size > 1 or read_format(directory) is not None or is_multimodal(directory):
             module = _load_part(
                 directory,
                 config,
@@ -316,7 +318,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _check_attention(config: Any) -> None:
     modelling: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    if not modelling._supports_attention_backend:
+    if not modelling._supports_attention_backend and config.model_type not in UNDECLARED:
         raise UnsupportedModel(
             f"{config.model_type} computes its attention itself, so that no other can be put "
             "in its place"
@@ -363,21 +365,9 @@ def _decoder_start(directory: Path, config: Any) -> int:
 
 
 def longest_context(config: Any) -> int:
-    """Return the longest context of a config.
-
-    Some rotary frequencies switch for all texts of a pass once one is long. Contexts end before
-    that length, so that no text changes another's.
-    """
     if is_encoder_decoder(config):
         return getattr(config, "n_positions", None) or DEFAULT_POSITIONS
-    rotary = getattr(config, "rope_parameters", None) or {}
-    switch: int | None = (
-        rotary["original_max_position_embeddings"]
-        if rotary.get("rope_type") == "longrope"
-        else None
-    )
-    longest: int = config.max_position_embeddings
-    return longest if switch is None else min(longest, switch)
+    return decoder_context(config)
 
 
 def _end_ids(directory: Path, config: Any) -> frozenset[int]:
@@ -483,7 +473,12 @@ def make_division(module: Any, shard: Shard) -> Division:
 
 
 def _prefix(module: Any) -> str:
-    return module.base_model_prefix if hasattr(module, module.base_model_prefix) else ""
+    """Return the name of the base model in a module; empty if it is the module itself.
+
+    Llama 4 states that of its multimodal model.
+    """
+    names = (module.base_model_prefix, "model")
+    return next((name for name in names if name and hasattr(module, name)), "")
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,23 @@ RENAMES = (
 
 
 class StoredTensors:
-    """The tensors of open files, by the names that the library's modules use."""
+    """The tensors of open files, by the names that the library's modules use.
 
-    def __init__(self, paths: Iterable[Path]) -> None:
+    Those that `module_name` has no name for are left out.
+    """
+
+    def __init__(
+        self, paths: Iterable[Path], module_name: Callable[[str], str | None] | None = None
+    ) -> None:
+        module_name = module_name or rename
         self._files: dict[str, tuple[Any, str]] = {}  # the open file, and the name in it
         for path in paths:
             file = open_file(path)
             names = file.keys()  # a file is no mapping
-            self._files.update({rename(name): (file, name) for name in names})
+            for name in names:
+                renamed = module_name(name)
+                if renamed is not None:
+                    self._files[renamed] = (file, name)
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:

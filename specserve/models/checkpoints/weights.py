@@ -24,12 +24,19 @@ from specserve.models.checkpoints.quantized.formats import (
     read_format,
 )
 from specserve.models.checkpoints.tensors import StoredTensors, open_file
+from specserve.models.checkpoints.text_part import (
+    TRANSPOSED_EXPERTS,
+    decoder_name,
+    is_multimodal,
+    model_type,
+)
 
 CONVERT = (
     "If you trust its maker, AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of "
     "transformers writes safetensors"
 )
 
+EMBEDDING = "model.embed_tokens.weight"
 Range = tuple[int, int]  # first, and one past the last
 
 NORMS = re.compile(r"norm|ln_")
@@ -51,9 +58,10 @@ class Weights:
     def __init__(self, directory: Path, *, prefix: str, dtype: torch.dtype = torch.float32) -> None:
         self.directory, self.prefix = directory, prefix
         self.dtype = dtype  # that quantised matrices are widened to
-        self._stored = StoredTensors(weight_files(directory))
+        self._stored = stored_tensors(directory)
         self._format = read_format(directory)
         self._keeps_codes = False
+        self._may_transpose = model_type(directory) in TRANSPOSED_EXPERTS
 
     def __contains__(self, name: str) -> bool:
         return self._find_tensor(name) is not None or bool(self._find_experts(name))
@@ -71,6 +79,9 @@ class Weights:
         `dim` counts from the end, so that it means the same for one expert as for all.
         """
         found = self._find_tensor(name)
+        if found is not None and self._is_transposed(found):
+            other = -1 if dim == -2 else -2
+            return self._read_joined((found,), other, ranges).transpose(-2, -1).contiguous()
         if found is not None:
             return self._read_joined((found,), dim, ranges)
         return torch.stack(
@@ -85,6 +96,17 @@ class Weights:
             yield
         finally:
             self._keeps_codes = False
+
+    def _is_transposed(self, name: str) -> bool:
+        """Return whether a tensor has the matrices of all experts with columns for rows.
+
+        Released files do, and those that later versions of the library write do not.
+        """
+        leaf = name.rpartition("experts.")[2]
+        if not self._may_transpose or leaf not in EXPERT_MATRICES:
+            return False
+        width = self._stored.shape(EMBEDDING)[-1]
+        return self._stored.shape(name)[-1 if leaf == "gate_up_proj" else -2] != width
 
     def _find_tensor(self, name: str) -> str | None:
         """Return the name of the tensor that is the parameter; None if there is none.
@@ -188,6 +210,12 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
+def stored_tensors(directory: Path) -> StoredTensors:
+    """Return the tensors of a checkpoint, of a multimodal one those of its text model."""
+    module_name = decoder_name if is_multimodal(directory) else None
+    return StoredTensors(weight_files(directory), module_name)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredSize:
     """How much a checkpoint's files hold, once it is widened."""
@@ -197,7 +225,7 @@ class StoredSize:
 
     @classmethod
     def of_files(cls, directory: Path) -> StoredSize:
-        stored = StoredTensors(weight_files(directory))
+        stored = stored_tensors(directory)
         return cls(*num_numbers(stored, read_format(directory)))
 
 
