@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
 # specserve on one machine; for clusters, see deploy/Dockerfile. From the top of the repository:
-#   docker build -t specserve .                                                     CPU and CUDA
-#   docker build -t specserve:cpu --build-arg TORCH=cpu --build-arg TORCH_INDEX=URL-OF-THE-CPU-WHEELS .
-#   docker run --rm -p 8000:8000 --shm-size 2g specserve                            the demo pair
-#   docker run --rm -p 8000:8000 --shm-size 2g --gpus all -v models:/models specserve \
+#   make image                                             for CPUs, by docker or podman
+#   make image IMAGE=specserve:cuda TORCH=cuda             with CUDA's libraries, gigabytes larger
+#   docker run --rm -p 8000:8000 --shm-size 2g specserve   the demo pair
+#   docker run --rm -p 8000:8000 --shm-size 2g --gpus all -v models:/models specserve:cuda \
 #     serve --host 0.0.0.0 --target /models/target --draft /models/draft
 # A tag may name another image tomorrow. For a build that can be repeated, name the base by its digest:
 #   docker buildx imagetools inspect python:3.11-slim                               prints it
@@ -12,18 +12,23 @@
 ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS install
-# cuda is torch as the package index has it, with CUDA's libraries; cpu is smaller, from an index of its
-# own. Either way nothing is installed whose hash is not in locks/.
-ARG TORCH=cuda
+# cpu is torch from an index of its own, which uv knows, unless TORCH_INDEX names a copy; cuda is torch as
+# the package index has it, with CUDA's libraries. Nothing is installed whose hash is not in locks/; of
+# torch's builds for CPUs uv wants to know the local version, too.
+ARG TORCH=cpu
 ARG TORCH_INDEX=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-RUN python -m venv /opt/specserve
+RUN python -m venv /opt/specserve && python -m venv /opt/tools
 ENV PATH=/opt/specserve/bin:$PATH
 WORKDIR /source
 # Dependencies are large and change seldom, so they get a layer of their own.
 COPY locks locks
-RUN pip install --require-hashes --only-binary :all: ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
-    -r locks/runtime.txt -r "locks/torch-$TORCH.txt"
+RUN /opt/tools/bin/pip install --require-hashes --only-binary :all: -r locks/tools.txt \
+    && if [ "$TORCH" = cpu ] && [ -z "$TORCH_INDEX" ]; then index="--torch-backend cpu"; \
+       else index="${TORCH_INDEX:+--extra-index-url $TORCH_INDEX}"; fi \
+    && sed -i 's/^torch==[0-9.]*/&+cpu/' locks/torch-cpu.txt \
+    && /opt/tools/bin/uv pip install --python /opt/specserve/bin/python --no-cache --require-hashes \
+       --only-binary :all: $index -r locks/runtime.txt -r "locks/torch-$TORCH.txt"
 COPY pyproject.toml README.md LICENSE ./
 COPY specserve specserve
 # Built by the setuptools of the lock.

@@ -16,12 +16,20 @@ LLAMA_PINNED := benchmarks/peers/requirements-llama.txt
 LLAMA_BUILD := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
 	-DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
 
+# Built by docker or podman. torch's builds for CPUs are in an index of their own, which uv knows;
+# TORCH_INDEX names a copy of it, TORCH=cuda takes the package index's build, gigabytes larger.
+CONTAINERS = $(shell sh -c 'command -v docker || command -v podman')
+IMAGE ?= specserve
+TORCH ?= cpu
+TORCH_INDEX ?=
+TORCH_FROM = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
 # The commands whose results stand in docs/measurements/ are slow and not part of the tests.
 MEASURED := docs/measurements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
+.PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-routing bench-pacer bench-demo bench-drafters bench-peers \
 	conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
@@ -96,6 +104,11 @@ dist: $(BUILDER)/installed $(VENV)/installed  ## Build wheel, sdist and bill of 
 	$(BUILDER)/bin/python -m build --no-isolation --outdir dist $(ARGS)
 	$(BIN)/python -m locks.sbom --out dist
 
+image:  ## Build the image of a server: IMAGE=specserve TORCH=cpu, or TORCH=cuda for GPUs
+	@test -n "$(CONTAINERS)" || { echo "make image needs docker or podman, and neither is here" >&2; exit 1; }
+	@$(CONTAINERS) info >/dev/null 2>&1 || { echo "make image: $(notdir $(CONTAINERS)) does not answer; is its daemon running?" >&2; exit 1; }
+	$(CONTAINERS) build -t $(IMAGE) --build-arg TORCH=$(TORCH) --build-arg TORCH_INDEX=$(TORCH_INDEX) $(ARGS) .
+
 sbom: $(VENV)/installed  ## Write the bill of materials of a server into dist/
 	$(BIN)/python -m locks.sbom $(ARGS)
 
@@ -155,6 +168,7 @@ bench-peers: $(VENV)/installed  ## Measure other engines beside specserve
 	-$(MAKE) $(VLLM)/installed
 	-$(MAKE) $(LLAMA)/installed
 	$(BIN)/python -m benchmarks.peers --out $(MEASURED)/peers-speed.md $(ARGS)
+	$(BIN)/python -m benchmarks.peers.summary $(MEASURED)/peers-speed.json --out $(MEASURED)/comparison.svg
 
 # Each client is installed into an environment of its own below $(CONFORMANCE), once.
 conformance: $(VENV)/installed-for-tests  ## Try clients of other projects on real servers
@@ -197,16 +211,16 @@ docs: $(VENV)/installed-for-docs  ## Build the site into site/; ARGS=serve shows
 # A stamp that is older than its files triggers a new installation.
 $(VENV)/installed: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[cpu]'
+	$(BIN)/python -m pip install $(TORCH_FROM) -c constraints.txt -e '.[cpu]'
 	touch $@
 
 $(VENV)/installed-for-tests: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[cpu,test]'
+	$(BIN)/python -m pip install $(TORCH_FROM) -c constraints.txt -e '.[cpu,test]'
 	touch $(VENV)/installed $@
 
 $(VENV)/installed-for-browser: $(VENV)/installed-for-tests
-	$(BIN)/python -m pip install -c constraints.txt -e '.[cpu,test,browser]'
+	$(BIN)/python -m pip install $(TORCH_FROM) -c constraints.txt -e '.[cpu,test,browser]'
 	touch $@
 
 $(BUILDER)/installed: locks/tools.txt
@@ -216,7 +230,7 @@ $(BUILDER)/installed: locks/tools.txt
 
 $(VENV)/installed-for-docs: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[cpu,docs]'
+	$(BIN)/python -m pip install $(TORCH_FROM) -c constraints.txt -e '.[cpu,docs]'
 	touch $(VENV)/installed $@
 
 # The converter depends on torchvision but works without it; its build may not fit the pinned torch.

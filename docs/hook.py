@@ -23,7 +23,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, page in PAGES.items():
         files.append(File.generated(config, name, content=page()))
     for name in BESIDE:
-        for file in sorted((ROOT / name).iterdir()) if name.endswith("/") else [ROOT / name]:
+        for file in sorted((ROOT / name).rglob("*")) if name.endswith("/") else [ROOT / name]:
+            if file.is_dir():
+                continue
             files.append(
                 File.generated(config, str(file.relative_to(ROOT)), abs_src_path=str(file))
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -140,6 +142,44 @@ def test_the_image_copies_only_files_that_exist_and_are_not_ignored() -> None:
     assert names
     assert all((ROOT / name).exists() for name in names)
     assert set(names) == set(allowed)
+
+
+def image(programs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `make image` where these programs and a few of the system are all that there is."""
+    for name in ("make", "sh", "test", "id"):
+        if found := shutil.which(name):
+            (programs / name).symlink_to(found)
+    return subprocess.run(
+        ["make", "image", *arguments],
+        cwd=ROOT,
+        env={"PATH": str(programs)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_make_image_builds_for_cpus_with_whatever_builds_images(tmp_path: Path) -> None:
+    podman = tmp_path / "podman"
+    podman.write_text('#!/bin/sh\necho podman "$@"\n')
+    podman.chmod(0o755)
+    built = image(tmp_path, "IMAGE=mine")
+    assert built.returncode == 0, built.stderr
+    assert "podman build -t mine --build-arg TORCH=cpu" in built.stdout.splitlines()[-1]
+    text = (ROOT / "Dockerfile").read_text()
+    assert "ARG TORCH=cpu" in text, "a plain build would download CUDA's libraries"
+    assert {f"ARG {name}" for name in ("TORCH", "TORCH_INDEX")} <= {
+        line.partition("=")[0] for line in text.splitlines()
+    }
+
+
+def test_make_image_says_in_a_line_that_nothing_here_builds_images(tmp_path: Path) -> None:
+    refused = image(tmp_path)
+    assert refused.returncode != 0
+    assert (
+        refused.stderr.splitlines()[0] == "make image needs docker or podman, and neither is here"
+    )
+    assert not refused.stdout
 
 
 def test_the_image_runs_an_existing_command_as_another_user_than_root() -> None:

@@ -51,5 +51,5 @@ def _bar(row: ComparisonRow, top: int, scale: float) -> list[str]:
         f'<rect x="{LEFT}" y="{top}" width="{scale * row.median_rate:.1f}" height="{BAR - 3}" '
         f'fill="{colour}"/>',
         f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}" stroke="#222"/>',
-        f'<text x="{high + 6:.1f}" y="{middle + 4}">{row.median_rate:.0f}</text>',
+        f'<text x="{high + 6:.1f}" y="{middle + 4}">{row.median_rate:.1f}</text>',
     ]

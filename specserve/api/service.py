@@ -46,6 +46,7 @@ class Status:
     replicas: int = 0
     troubles: tuple[str, ...] = ()  # of single replicas, also while others are well
     device_troubles: tuple[str, ...] = ()  # devices that are avoided
+    losses: tuple[str, ...] = ()  # why workers were last lost, by role
     draft_placements: tuple[str, ...] = ()  # where the drafts live, and why
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
 

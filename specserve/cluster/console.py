@@ -45,6 +45,8 @@ class StatusFigures:
     """Shares, by role."""
     restarts: Mapping[str, int]
     """Restarts since the start, by role."""
+    losses: Sequence[str]
+    """Why workers were last lost, by role."""
     succeeded: int
     failures: Mapping[str, int]
     """Failed requests by HTTP status."""
@@ -84,6 +86,7 @@ class StatusWindow:
             cache=_averages(merged, "kv_cache_usage_perc"),
             busy=_averages(merged, "device_busy_fraction"),
             restarts=_counts(merged, "worker_restarts_total"),
+            losses=status.losses,
             succeeded=int(total(merged, "request_success_total")),
             failures=_counts(merged, "request_failure_total"),
             resumed=int(total(merged, "requests_resumed_total")),
@@ -240,6 +243,8 @@ def _rows(figures: StatusFigures) -> Iterator[str]:
         for role, share in shares.items():
             yield _row(f"{name}, {role}", f"{_bar(share)} {share:4.0%}")
     yield _row("restarts", _joined(figures.restarts) or "none")
+    for loss in figures.losses:
+        yield _row("  last of", " ".join(loss.split()))
     yield _row("resumed", f"{figures.resumed} requests; {figures.preempted} sequences preempted")
 
 

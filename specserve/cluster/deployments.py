@@ -166,6 +166,7 @@ class Engine:
             self._registry.snapshot(),
             self._group.draft_placement,
             self._health.device_troubles,
+            self._group.losses,
             engine_key=self._replies.public_key,
         )
 

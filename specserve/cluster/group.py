@@ -175,6 +175,15 @@ class WorkerGroup:
         return {supervisor.role: supervisor.num_restarts for supervisor in self.supervisors}
 
     @property
+    def losses(self) -> tuple[str, ...]:
+        """Why the workers of each role were last lost, if they ever were."""
+        return tuple(
+            f"{supervisor.role}: {supervisor.last_loss}"
+            for supervisor in self.supervisors
+            if supervisor.last_loss is not None
+        )
+
+    @property
     def is_lost(self) -> bool:
         """True if the target will not be restarted."""
         return any(

@@ -41,6 +41,7 @@ class ReplicaReport:
     metrics: Snapshot
     draft_placement: str | None = None  # of an engine that drafts, and why
     device_troubles: tuple[str, ...] = ()  # of an engine: devices that it avoids
+    losses: tuple[str, ...] = ()  # of an engine: why workers were last lost, by role
     uses: tuple[ClientUse, ...] = ()  # of a gateway by its clients
     engine_key: bytes | None = None  # public key with which an engine sends its chunks
 
@@ -129,6 +130,7 @@ class Board:
             replicas=len(engines),
             troubles=tuple(troubles),
             device_troubles=tuple(sorted(device_troubles)),
+            losses=tuple(sorted({loss for report in engines for loss in report.losses})),
             draft_placements=tuple(
                 sorted({report.draft_placement for report in engines if report.draft_placement})
             ),

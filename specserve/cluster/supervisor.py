@@ -100,6 +100,7 @@ class WorkerSupervisor:
         self.trouble: str | None = None  # why there are no workers at present
         self.has_given_up = False
         self.num_restarts = 0
+        self.last_loss: str | None = None  # why workers were last lost
         self._remote, self._start, self._max_restarts = remote, start, max_restarts
         self._on_failure = on_failure
         # Consecutive failures: starts that failed, and workers that were lost before any answer.
@@ -120,6 +121,7 @@ class WorkerSupervisor:
         if worker is not None and self._on_failure is not None:
             self._on_failure(worker)
         log.error("%s worker lost: %s", self.role, reason)
+        self.last_loss = reason
         self.trouble = f"the {self.role} is being restarted: {reason}"
         self._num_failures = 0 if self._remote.has_answered else self._num_failures + 1
         self._remote.detach()

@@ -30,6 +30,7 @@ LEGEND = {
     "accepted": "accepted draft",
     "rejected": "rejected draft",
     "next": "the target's own token",
+    "plain": "a pass without drafts",
     "draft": "drafting that the target waits for",
     "anticipate": "preparing the next proposal",
 }
@@ -211,11 +212,11 @@ def _axis(window: TraceWindow, scale: float) -> Iterator[str]:
 
 
 def _legend(y: float) -> Iterator[str]:
-    x = LEFT
+    x: float = LEFT
     for kind, words in LEGEND.items():
         yield f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{COLOURS[kind]}"/>'
         yield f'<text x="{x + 17}" y="{y}" fill="#333">{words}</text>'
-        x += 40 + 7 * len(words)
+        x += 34 + 6.2 * len(words)
 
 
 def _y(lane: int) -> float:

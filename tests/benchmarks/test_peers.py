@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.peers import summary
 from benchmarks.peers.__main__ import installation_error, main
 from benchmarks.peers.comparison import (
     GAMMAS,
@@ -259,6 +260,28 @@ def test_a_plot_has_a_bar_for_each_system_that_ran() -> None:
     assert len(bars) == 3
     widths = [float(bar.get("width", "nan")) for bar in bars]
     assert widths[0] / widths[1] == pytest.approx(1.5 / 4, rel=0.01)
+
+
+def test_the_overview_has_ours_and_the_best_of_each_other_with_the_numbers_of_the_table(
+    tmp_path: Path,
+) -> None:
+    kept = section(
+        row(OURS, "plain", 1.0, 2.0, mode="plain"),
+        row(OURS, "gamma auto", 3.04),
+        row(OURS, "fixed gamma", 3.5),
+        row("peer", "slow", 1.5),
+        row("peer", "good", 2.5),
+        row("gone", "plain", error="absent"),
+    )
+    (figures := tmp_path / "figures.json").write_text(as_json([kept], DESCRIPTION))
+    summary.main([str(figures), "--out", str(tmp_path / "out.svg")])
+    svg = ElementTree.parse(tmp_path / "out.svg")
+    words = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    names = [word for word in words if word is not None and ", " in word][1:]
+    assert names == ["specserve, plain", "specserve, gamma auto", "peer, good"]
+    assert {"1.5", "3.0", "2.5"} <= set(words)
+    with pytest.raises(SystemExit):
+        summary.main([str(figures), "--out", str(tmp_path / "out.svg"), "--section", "2"])
 
 
 @pytest.mark.parametrize("interface", [IN_PROCESS, HTTP])

@@ -11,7 +11,7 @@ from benchmarks.simulation_check import decode_rate, fit_devices, idle_seconds, 
 from specserve.engine.batch import Outcome
 from specserve.engine.pacer import Pacer
 from specserve.engine.trace import Exchange, Round
-from specserve.tools.timeline import draw, select_rounds
+from specserve.tools.timeline import COLOURS, LEGEND, draw, select_rounds
 from specserve.types import Span
 
 
@@ -129,6 +129,9 @@ def test_acceptance_at_a_position_counts_the_tokens_verified_there() -> None:
 
 def test_plot_and_timeline_show_the_measured_figures() -> None:
     bars = plot({1: {"0": [100.0, 110.0], "auto": [210.0, 220.0]}})
-    assert ">2.05<" in bars
+    assert ">215<" in bars, "the number that stands in the table"
     trace = trace_of(make_run(verify=0.01, draft=0.001, accepted=(3,) * 20))
-    assert "+4" in draw(select_rounds(trace, first=None, count=6))
+    drawn = draw(select_rounds(trace, first=None, count=6))
+    assert "+4" in drawn
+    assert LEGEND.keys() == COLOURS.keys(), "a block without its colour in the legend"
+    assert all(words in drawn for words in LEGEND.values())

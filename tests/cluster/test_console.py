@@ -80,6 +80,7 @@ def status(
     why: str = "",
     troubles: tuple[str, ...] = (),
     draft_placements: tuple[str, ...] = (),
+    losses: tuple[str, ...] = (),
 ) -> Status:
     return Status(
         ready=not why,
@@ -89,6 +90,7 @@ def status(
         metrics=metrics,
         troubles=troubles,
         draft_placements=draft_placements,
+        losses=losses,
     )
 
 
@@ -134,7 +136,9 @@ def test_the_page_has_what_runs_and_what_went_wrong() -> None:
     screen.render(status(snapshot()))
     served = snapshot(drafts=10, accepted=(8, 5), hits=9, misses=1)
     trouble, apart = ("the draft is\nbeing restarted",), ("apart, expected to reach 9 tokens/s",)
-    lines = page(screen, status(served, troubles=trouble, draft_placements=apart))
+    losses = ("draft: killed\nby a signal",)
+    shown = status(served, troubles=trouble, draft_placements=apart, losses=losses)
+    lines = page(screen, shown)
     assert lines[0].startswith(f"{title}   up 0:00:0")
     assert lines[1] == "healthy, one engine or more in trouble"
     assert lines[2] == "draft apart, expected to reach 9 tokens/s"
@@ -145,6 +149,7 @@ def test_the_page_has_what_runs_and_what_went_wrong() -> None:
     assert rows["anticipated"] == "90% of proposals"
     assert rows["busy, target"] == "[##################..]  90%"
     assert rows["restarts"] == "draft: 2"
+    assert rows["last of"] == "draft: killed by a signal", "restarts are shown with their reason"
     assert [line for line in lines if line.endswith("  the draft is being restarted")]
     assert lines[-1] == "curl it"
 

@@ -68,6 +68,7 @@ def test_lost_workers_are_forked_again_by_the_same_server_and_nothing_remains_at
         process(group, "draft").kill()
         await until(lambda: replaced(group, "draft", first["draft"]))
         assert group.restarts == {"target": 1, "draft": 1}
+        assert [loss.partition(":")[0] for loss in group.losses] == ["target", "draft"]
         assert {process(group, name).ppid() for name in first} == servers
 
         last = [process(group, name) for name in first]

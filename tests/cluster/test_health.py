@@ -190,10 +190,14 @@ def test_devices_that_are_avoided_are_named_and_make_no_engine_unhealthy() -> No
         board = Board()
         for name in ("r", "s"):
             snapshot = Registry().snapshot()
-            board.report(ReplicaReport(name, ENGINE, None, snapshot, device_troubles=troubles))
+            report = ReplicaReport(
+                name, ENGINE, None, snapshot, device_troubles=troubles, losses=("draft: killed",)
+            )
+            board.report(report)
         status = board.status()
         assert status.healthy
         assert status.device_troubles == troubles
         assert status.troubles == troubles
+        assert status.losses == ("draft: killed",), "one reason of two engines stands there once"
 
     play(scene)

@@ -174,6 +174,8 @@ def test_a_target_that_has_become_slow_is_replaced_past_the_limit_and_no_token_i
             await asyncio.sleep(0)
         assert list(scene.texts.values()) == [text((i, 2, 3), 300) for i in range(3)]
         assert (scene.supervisor.num_restarts, scene.first.is_killed) == (1, True)
+        assert scene.supervisor.last_loss is not None, "why it was restarted"
+        assert "times as long as usual" in scene.supervisor.last_loss
         assert scene.failed == [scene.first]
         assert scene.health.trouble is None
         await scene.supervisor.close()

@@ -1,15 +1,16 @@
 // Draws a scene of rounds as two lanes, target over draft, in SVG; and as a table for who would rather read.
 
+import { label, node } from "./svg.js";
 import { sumOf } from "./trace.js";
 import { element, percent } from "./words.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const LEFT = 56, RIGHT = 8, TOP = 18, LANE = 34, BETWEEN = 22, AXIS = 20;
 const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 60000];
 const KINDS = {
   accepted: "accepted draft",
   rejected: "rejected draft",
   next: "the target's own token",
+  plain: "its own, in a round without drafts",
   draft: "drafting while the target waits",
   anticipate: "drafting in advance",
 };
@@ -75,7 +76,7 @@ function sentence({ rounds, committed, sequences, hits, misses, median, busy }) 
 // A cell for each share of the pass's rows: accepted, rejected, or added by the target.
 function cells({ begun, ended, round }) {
   const about = round?.about ?? { drafted: 0, accepted: 0, sequences: 1 };
-  const kinds = [...Array(about.accepted).fill("accepted"), ...Array(about.drafted - about.accepted).fill("rejected"), ...Array(about.sequences).fill("next")];
+  const kinds = [...Array(about.accepted).fill("accepted"), ...Array(about.drafted - about.accepted).fill("rejected"), ...Array(about.sequences).fill(about.drafted ? "next" : "plain")];
   const each = (ended - begun) / kinds.length;
   return kinds.map((kind, i) => ({ kind, begun: begun + i * each, ended: begun + (i + 1) * each }));
 }
@@ -119,16 +120,4 @@ function patterns() {
 
 function top(lane) {
   return TOP + lane * (LANE + BETWEEN);
-}
-
-function label(x, y, text, anchor) {
-  const made = node("text", { x, y, "text-anchor": anchor });
-  made.textContent = text;
-  return made;
-}
-
-function node(name, attributes) {
-  const made = document.createElementNS(SVG, name);
-  for (const [attribute, value] of Object.entries(attributes)) made.setAttribute(attribute, value);
-  return made;
 }

@@ -1,6 +1,7 @@
 // Puts the page together: what the buttons do, and in which order.
 
 import { Conversation } from "./conversation.js";
+import { History } from "./history.js";
 import { Inspector } from "./inspector.js";
 import { Key } from "./key.js";
 import { Lanes } from "./lanes.js";
@@ -29,6 +30,7 @@ const watch = new Watch(server, {
   },
   say: (words) => lanes.say(words),
 });
+const history = new History(server);
 const conversation = new Conversation(part("chat"));
 const drafts = { completion: prompt.value, chat: "" }; // what stands in the box, in either mode
 let model = null, running = null;
@@ -43,6 +45,7 @@ async function greet() {
     for (let why; (why = await server.unready()) !== null; await pause(2)) setText("state", why);
     setText("state", "Ready");
     part("state").classList.add("ready");
+    history.follow();
   } catch (refusal) {
     setText("state", refusal.message);
     if (refusal.status === 401) {

@@ -39,6 +39,10 @@ export class Server {
     return this.#json(`trace?rounds=${rounds}`, { signal });
   }
 
+  async metrics() {
+    return (await this.#fetch("metrics")).text();
+  }
+
   // The chunks of an answer, as they come.
   async *stream(path, body, signal) {
     const response = await this.#fetch(path, {

@@ -25,14 +25,16 @@ class Axis:
     start_px: float
     end_px: float
     label: str
+    counts: bool = False  # whole numbers only
 
     def at(self, value: float) -> float:
         return self.start_px + (self.end_px - self.start_px) * min(1.0, value / self.end)
 
     def ticks(self) -> list[float]:
-        """Return about five round numbers."""
+        """Return about five round numbers, or fewer where they count something."""
         step = 10 ** math.floor(math.log10(self.end / 5))
         step = next(step * factor for factor in (1, 2, 5, 10) if self.end / (step * factor) <= 6)
+        step = max(step, 1.0) if self.counts else step
         return [step * number for number in range(int(self.end / step + 1e-9) + 1)]
 
 
@@ -49,7 +51,7 @@ def histogram(values: Sequence[float], *, label: str, marks: Mapping[str, float]
     counts = [0] * _BINS
     for value in ordered:
         counts[min(_BINS - 1, int(value / end * _BINS))] += 1
-    up = _up(max(counts) * 1.2, "count")
+    up = _up(max(counts) * 1.2, "count", counts=True)
     bars = [
         _bar(
             across.at(end * i / _BINS),
@@ -113,8 +115,8 @@ def _across(end: float, label: str) -> Axis:
     return Axis(_shown(end), _LEFT, WIDTH - _RIGHT, label)
 
 
-def _up(end: float, label: str) -> Axis:
-    return Axis(_shown(end), HEIGHT - _BOTTOM, _TOP, label)
+def _up(end: float, label: str, *, counts: bool = False) -> Axis:
+    return Axis(_shown(end), HEIGHT - _BOTTOM, _TOP, label, counts)
 
 
 def _shown(end: float) -> float:

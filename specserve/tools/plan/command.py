@@ -278,7 +278,13 @@ def _panels(advice: tuple[GammaAdvice, ...]) -> list[Panel]:
         ]
         by_alpha.append(Curve(name, alphas, best, dashed=hit_rate > 0, colour=0))
     return [
-        Panel(f"by gamma, c = {pair.c:.3g}", "gamma", "times faster than plain decoding", by_gamma),
+        Panel(
+            f"by gamma, c = {pair.c:.3g}",
+            "gamma",
+            "times faster than plain decoding",
+            by_gamma,
+            counts_across=True,
+        ),
         Panel(
             f"the best gamma up to {most - 1}, c = {pair.c:.3g}",
             "alpha",

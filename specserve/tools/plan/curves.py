@@ -34,6 +34,7 @@ class Panel:
     y_label: str
     curves: Sequence[Curve]
     steps: bool = False
+    counts_across: bool = False  # only whole numbers on the axis below
 
 
 def check_drawable(file: Path) -> None:
@@ -55,6 +56,7 @@ def draw(panels: Sequence[Panel], file: Path) -> None:
     check_drawable(file)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with rc_context(
         {
@@ -81,6 +83,10 @@ def draw(panels: Sequence[Panel], file: Path) -> None:
                     drawstyle="steps-post" if panel.steps else "default",
                 )
             axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+            if panel.steps:
+                axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+            if panel.counts_across:
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.legend(fontsize="small", frameon=False)
         figure.savefig(
             file, dpi=100, metadata={"Date": None} if file.suffix.lower() == ".svg" else None

@@ -82,7 +82,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_finds_its_parts_under_any_pat
         path
         for text in SCRIPTS.values()
         for path in re.findall(
-            r"[\"`](/?(?:v1/[a-z/]+|ready|trace|openapi\.json)\b)[^\"`]*[\"`]", text
+            r"[\"`](/?(?:v1/[a-z/]+|ready|trace|metrics|openapi\.json)\b)[^\"`]*[\"`]", text
         )
     }
     assert asked == {
@@ -91,6 +91,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_finds_its_parts_under_any_pat
         "v1/chat/completions",
         "ready",
         "trace",
+        "metrics",
         "openapi.json",
     }, "paths that begin with a slash would miss a prefix"
 

@@ -41,6 +41,13 @@ def test_ticks_are_round_few_and_on_the_axis(end: float) -> None:
     assert all(len(f"{tick:g}") <= 7 for tick in ticks)
 
 
+@pytest.mark.parametrize("end", [1.2, 3.6, 7.3, 59.0])
+def test_an_axis_of_counts_has_whole_numbers_only(end: float) -> None:
+    ticks = Axis(end, 0, 100, "", counts=True).ticks()
+    assert len(ticks) > 1
+    assert all(tick == int(tick) for tick in ticks)
+
+
 def test_steps_are_as_high_as_their_values() -> None:
     plot = ET.fromstring(steps([0.0, 10.0], end=4.0, x_label="s", y_label="tokens/s"))
     line = plot.find("polyline")
