@@ -15,12 +15,15 @@ from specserve.config.tree import SELF_SPECULATIVE_KINDS, Config, DraftConfig
 from specserve.drafters.ngram.tables import load_tables
 from specserve.drafters.translated.translation import TokenTranslation
 from specserve.errors import TokenizerMismatch, UnsupportedModel
+from specserve.models.adapters.files import AdapterFiles, read_adapter
+from specserve.models.adapters.layers import adaptable_layers
+from specserve.models.adapters.store import adapter_bytes, require_room_for
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
 from specserve.models.checkpoints.load import is_encoder_decoder, read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.eagle.checkpoint import require_eagle_for
 from specserve.models.heads import require_heads_for
-from specserve.models.model import require_context
+from specserve.models.model import require_context, resolve_device, resolve_dtype
 from specserve.models.skip import skipped_layers
 from specserve.progress import ReportProgress, no_progress
 from specserve.token_translation import SharedVocabulary, make_translation
@@ -54,6 +57,8 @@ def find_checkpoints(config: Config, report_progress: ReportProgress = no_progre
     else:
         for part in config.draft.drafter_configs:
             _require_known_tokens(target, tokenizer, part, is_stage=bool(config.draft.stages))
+    if config.adapters.num_bytes:
+        _require_adapters_fit(target, config)
     return Checkpoints(target, tokenizer, context, is_encoder_decoder(read_config(target)))
 
 
@@ -72,6 +77,17 @@ def require_same_kind(target: Path, draft: Path, *, key: str) -> None:
             "both must be of one kind",
             param=key,
         )
+
+
+def _require_adapters_fit(target: Path, config: Config) -> None:
+    """Raise AdapterError unless every adapter of the config is one of the target."""
+    layers = adaptable_layers(target)
+    dtype = resolve_dtype(config.target.dtype, resolve_device(config.target.device))
+    for name, path in config.adapters.paths.items():
+        adapter = read_adapter(name, path)
+        files = AdapterFiles.open(Path(adapter.path))
+        files.require_fits(layers)
+        require_room_for(adapter, adapter_bytes(files, dtype), config.adapters.num_bytes)
 
 
 def draft_translation(config: Config) -> TokenTranslation | None:

@@ -98,6 +98,10 @@ class NoShardingPlan(UnsupportedModel):
     """An architecture that cannot be split over the requested number of ranks."""
 
 
+class AdapterError(ModelError):
+    """An adapter that cannot be read, or that is not one of the target."""
+
+
 class TokenizerMismatch(ModelError):
     """A draft whose tokens are not the target's."""
 

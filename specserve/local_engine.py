@@ -12,6 +12,7 @@ from numbers import Integral
 from reprlib import repr as shortened
 from typing import Any
 
+from specserve.api.adapters import AdapterRegistry
 from specserve.api.bad_words import bad_word_ids, forbid_words
 from specserve.api.continuation import Continuation, OutputDelta
 from specserve.api.tokenizer import Tokenizer
@@ -54,6 +55,7 @@ class LocalEngine:
         self, parts: EngineParts, config: Config, journal: TraceJournal | None = None
     ) -> None:
         self.tokenizer = parts.tokenizer
+        self.adapters = AdapterRegistry.from_config(config.model, config.adapters)
         self._vocab_size = parts.info.vocab_size
         self._has_encoder = parts.info.decoder_start is not None
         self._live: dict[int, PendingOutput] = {}
@@ -118,6 +120,7 @@ class LocalEngine:
             if self._has_encoder:
                 sampling.check_encoder_input()
             words = bad_word_ids(self.tokenizer, sampling)
+            adapter = None if sampling.adapter is None else self.adapters.find(sampling.adapter)
         except BadRequest as error:
             return [
                 PendingOutput(self.tokenizer, (), sampling, index=i, error=error)
@@ -135,7 +138,9 @@ class LocalEngine:
                 echo=echo,
                 prefix_ids=prefix_ids,
             )
-            for i, request in enumerate(forbid_words(sampling.requests(ids), words))
+            for i, request in enumerate(
+                forbid_words(sampling.requests(ids, adapter=adapter), words)
+            )
         ]
 
     def _prompt_ids(self, prompt: object) -> tuple[int, ...]:

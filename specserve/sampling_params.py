@@ -16,7 +16,7 @@ from specserve.config.fields import FieldRule, boolean, integer, number, setting
 from specserve.errors import BadValue
 from specserve.grammar.request import parse_guided, parse_response_format
 from specserve.grammar.validate import validate_grammar
-from specserve.types import Grammar, Request, Speculation, TokenRule, Warp
+from specserve.types import Adapter, Grammar, Request, Speculation, TokenRule, Warp
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -82,6 +82,7 @@ class Sampling:
     guided: Mapping[str, object] | None = None
     # pages are shared only with prompts of the same salt
     cache_salt: str | None = setting(None, text())
+    adapter: str | None = setting(None, text())  # of the target, by its name in adapters.paths
     # the text ends with the stop string, or the text of the token, that ended it
     include_stop_str_in_output: bool = setting(False, boolean())
     skip_special_tokens: bool = setting(True, boolean())  # False: they appear by their names
@@ -138,13 +139,14 @@ class Sampling:
         random_seed: Callable[[], int] = random_seed,
         *,
         tenant: str = "",
+        adapter: Adapter | None = None,
     ) -> list[Request]:
         """Return `n` requests. The first has the seed itself, the others seeds derived from it.
 
         Requests of different tenants share no pages.
         """
         seed = (self.seed if self.seed is not None else random_seed()) & _BITS
-        first = self._request(tuple(prompt), seed, tenant)
+        first = replace(self._request(tuple(prompt), seed, tenant), adapter=adapter)
         return [first, *(replace(first, seed=_derive_seed(seed, i)) for i in range(1, self.n))]
 
     def check_ids(self, vocab_size: int) -> None:

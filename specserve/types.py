@@ -86,6 +86,15 @@ class Warp:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter (LoRA) of the target, whose files every rank can read."""
+
+    name: str
+    path: str  # of its directory
+    version: bytes  # a hash of its files: another version is another adapter
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """How the tokens of one sequence are drawn, and whose pages it may share.
 
@@ -105,6 +114,8 @@ class Policy:
     constrained: bool = False
     # Sequences find one another's pages only if their salts are equal.
     cache_salt: bytes = b""
+    # Of the target alone; the drafter stays as it is. It is part of the salt.
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,7 @@ class Step:
     # with no other.
     encoder_input: tuple[int, ...] = ()
     cache_salt: bytes = b""  # as in Policy
+    adapter: Adapter | None = None  # as in Policy
 
     @property
     def stop(self) -> int:
@@ -366,7 +378,8 @@ class Request:
     prompt_logprobs: int | None = None  # alternatives beside each token of the prompt; None: none
     speculation: Speculation = field(default_factory=Speculation)
     grammar: Grammar | None = None
-    cache_salt: bytes = b""  # as in Policy
+    cache_salt: bytes = b""  # as in Policy, without what an adapter adds
+    adapter: Adapter | None = None  # None: the target as it is
     priority: int = 0  # among the client's own requests; a lower one runs first
     # Whose request it is, for fair shares of a full engine; "": all such requests are one client's.
     client: str = ""

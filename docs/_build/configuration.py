@@ -160,6 +160,12 @@ MEANINGS: Mapping[str, str] = {
     "weights.kernel": "Linear layers on CPUs, and attention with them: `compiled` for the "
     "processor, which needs AVX-512 with bf16 and `specserve[cpu]`, or oneDNN's. `auto` is "
     "`compiled` where it runs, unless the processor has AMX.",
+    "adapters.paths": "Directories of adapters by name: low-rank adapters (LoRA) of the target in "
+    "PEFT's layout ([adapters](../guides/adapters.md)). Each must lie there on every node of the "
+    "target, and on those of gateways.",
+    "adapters.memory_mb": "Memory of each rank for loaded adapters; of those that no sequence of a "
+    "pass needs, the least recently used is evicted first.",
+    "adapters.load_from": "Directory below which adapters may be loaded while the server runs.",
     "limits.max_context": "Prompt and continuation together. The default is the model's own.",
     "limits.max_running": "Sequences in a round, per engine.",
     "limits.max_queued": "Requests that wait beyond those, per engine; more get 429.",

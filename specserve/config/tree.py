@@ -187,6 +187,21 @@ class WeightsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptersConfig:
+    """Low-rank adapters (LoRA) of the target, which a request names behind the model's name."""
+
+    paths: Mapping[str, str] = setting({}, labels())  # directories by name
+    memory_mb: int = setting(1024, integer(1, 2**20))  # of each rank, for those that are loaded
+    # clients may load adapters that lie below this directory; None: they may not
+    load_from: str | None = setting(None, text())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory for adapters; 0 if there are none."""
+        return self.memory_mb * 2**20 if self.paths or self.load_from is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
 class LimitsConfig:
     max_context: int | None = setting(None, integer(2, 2**31))  # None: the model's
     max_running: int = setting(64, integer(1, 65536))
@@ -263,6 +278,7 @@ class Config:
     speculation: SpeculationConfig = subsection(SpeculationConfig)
     cache: CacheConfig = subsection(CacheConfig)
     weights: WeightsConfig = subsection(WeightsConfig)
+    adapters: AdaptersConfig = subsection(AdaptersConfig)
     limits: LimitsConfig = subsection(LimitsConfig)
     replicas: ReplicasConfig = subsection(ReplicasConfig)
     http: HttpConfig = subsection(HttpConfig)
@@ -434,6 +450,12 @@ def _validate(config: Config) -> Config:
         raise ConfigError(
             f"http.root_path {root!r} must begin with / and not end with it, such as /my-model"
         )
+    for adapter in config.adapters.paths:
+        if not NAME.fullmatch(adapter):
+            raise ConfigError(
+                f"adapters.paths names the adapter {adapter!r}; a name begins with a letter or a "
+                "digit and has nothing but letters, digits, '-', '_' and '.'"
+            )
     check_stages(draft.kind, draft.stages, draft.k, draft.lenience)
     if draft.kind in CASCADE_KINDS and draft.path is not None:
         raise ConfigError(

@@ -6,6 +6,7 @@ Knows nothing of load.
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import blake2b
 
 from specserve.config.tree import SpeculationConfig
 from specserve.engine.verifier_choice import DEFAULT_VERIFIER
@@ -98,7 +99,8 @@ class Admission:
             logprobs=request.logprobs,
             lenience=self._lenience if verifier == "lenient" else 1.0,
             constrained=request.grammar is not None,
-            cache_salt=request.cache_salt,
+            cache_salt=_page_salt(request),
+            adapter=request.adapter,
         )
 
     def is_verifier_open(self, request: Request) -> bool:
@@ -166,3 +168,10 @@ class Admission:
             raise TooLong(
                 f"the prompt has {length} tokens, next to which the cache has no room for a text"
             )
+
+
+def _page_salt(request: Request) -> bytes:
+    """Return the salt of a request's pages, which no other adapter can find."""
+    if request.adapter is None:
+        return request.cache_salt
+    return blake2b(request.cache_salt, key=request.adapter.version, digest_size=16).digest()

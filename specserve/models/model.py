@@ -21,6 +21,7 @@ from specserve.config.tree import (
     TargetConfig,
 )
 from specserve.errors import ConfigError
+from specserve.models.adapters.store import AdapterStore
 from specserve.models.attention import (
     Attention,
     GroupedAttention,
@@ -46,7 +47,12 @@ from specserve.models.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.linear_kernels import CompiledKernel, linear_kernel, multiplies_bf16
 from specserve.models.memory import free_memory, keep_freed_memory, num_pages_for, require_room
-from specserve.models.network import ShareableNetwork, build_network, library_attention
+from specserve.models.network import (
+    LibraryNetwork,
+    ShareableNetwork,
+    build_network,
+    library_attention,
+)
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.models.shared_weights import open_shared_weights
@@ -82,6 +88,7 @@ class ModelOptions:
     shares_weights: bool = False  # with other processes of the node, on CPUs
     weights_directory: Path | None = None  # None: in memory
     kernel: str = "auto"  # of linear layers on CPUs
+    adapter_bytes: int = 0  # of memory for adapters; 0: the model takes none
 
     @classmethod
     def from_config(cls, own: TargetConfig | DraftConfig, config: Config) -> ModelOptions:
@@ -103,6 +110,7 @@ class ModelOptions:
             if config.weights.directory is None
             else Path(config.weights.directory),
             kernel=config.weights.kernel,
+            adapter_bytes=config.adapters.num_bytes if isinstance(own, TargetConfig) else 0,
         )
 
 
@@ -114,6 +122,7 @@ class Model:
     spec: Architecture
     max_context: int
     network: ShareableNetwork | None = None  # the runner's, if others can draft with it
+    adapters: AdapterStore | None = None  # the runner's
 
 
 def open_model(
@@ -161,6 +170,7 @@ def open_model(
             shard=shard,
             returns_hidden=returns_hidden,
             taps=taps,
+            is_adaptable=options.adapter_bytes > 0,
         )
 
     def make_cache(spec: Architecture, num_pages: int) -> PagedCache:
@@ -186,7 +196,11 @@ def open_model(
             ranks=ranks,
             kernel=linear_kernel(options.kernel),
             keeps_codes=keeps_codes,
-            part=(None if shard is None else (shard.rank, shard.size, shard.gathers), tuple(skip)),
+            part=(
+                None if shard is None else (shard.rank, shard.size, shard.gathers),
+                tuple(skip),
+                options.adapter_bytes > 0,
+            ),
             load=load,
             build=lambda loaded: build(loaded, make_cache(loaded.spec, 1)),
         )
@@ -205,7 +219,7 @@ def open_model(
             page_size=page_size,
             dtype=dtype,
             device=device,
-            reserved=reserved,
+            reserved=reserved + options.adapter_bytes * (ranks if device.type == "cpu" else 1),
         )
 
     # A GPU's pages are counted once the largest pass has shown what it needs itself.
@@ -226,15 +240,29 @@ def open_model(
         packed.check_finished()
     if isinstance(net, T5Network):
         return Model(Runner(net, cache, device=device, encoder=net), spec, context)
-    plain = Runner(net, cache, device=device)
+    adapters = None
+    if options.adapter_bytes:
+        assert isinstance(net, LibraryNetwork)
+        adapters = AdapterStore(
+            directory,
+            loaded.config,
+            net.module,
+            max_bytes=options.adapter_bytes,
+            dtype=dtype,
+            device=device,
+            shard=shard,
+            kernel=options.kernel,
+        )
+    plain = Runner(net, cache, device=device, adapters=adapters)
     if needs_trial:
         taken = largest_pass_bytes(plain, largest)
         cache.resize(1)
         torch.cuda.empty_cache()
         cache.resize(count_pages(reserved=taken))
-    # Graphs are captured of passes in groups, on one rank.
-    if device.type != "cuda" or shard is not None or net.run_rows is not None:
-        return Model(plain, spec, context, net)
+    # Graphs are captured of passes in groups, on one rank, without adapters.
+    is_captured = device.type == "cuda" and shard is None and net.run_rows is None
+    if not is_captured or adapters is not None:
+        return Model(plain, spec, context, net, adapters)
     graphed = GraphedNetwork(net, device, taps)
     runner = Runner(graphed, cache, device=device, pad_to_bucket=pad_to_bucket)
     return Model(runner, spec, context, graphed)

@@ -75,8 +75,10 @@ def build_network(
     shard: Shard | None,
     returns_hidden: bool = False,
     taps: HiddenTaps | None = None,
+    is_adaptable: bool = False,
 ) -> ShareableNetwork:
-    if can_fuse(loaded):
+    """Return a fused network where there is one; an adaptable one has the library's layers."""
+    if can_fuse(loaded) and not is_adaptable:
         return FusedNetwork(
             loaded,
             cache,

@@ -6,6 +6,7 @@ Prefill, verification and drafting are all steps of such a pass; target and draf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specserve.models.adapters.store import AdapterStore
 from specserve.models.cache import Fork, PagedCache
 from specserve.models.encoder_cache import Encoder, EncoderCache
 from specserve.models.layout import Geometry, Ints, Layout, Writes
@@ -50,9 +52,10 @@ class Runner:
         device: torch.device,
         pad_to_bucket: Callable[[Writes, Geometry], Writes | None] | None = None,
         encoder: Encoder | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.network, self.cache, self.device = network, cache, device
-        self.pad_to_bucket = pad_to_bucket
+        self.pad_to_bucket, self.adapters = pad_to_bucket, adapters
         # Called with the steps of each `run` as they are computed, between room and pass.
         self.on_written: Callable[[Sequence[Step]], None] | None = None
         width = cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2])
@@ -99,14 +102,16 @@ class Runner:
             starts, np.array(counts), self.block_table(seq_ids, max(step.stop for step in steps))
         )
         if reader is None and counts == list(num_logits):
-            return self._forward(ids, seq_ids, writes, None)
+            with self._adapting(steps):
+                return self._forward(ids, seq_ids, writes, None)
         rows = _last_rows(writes.counts, np.array(num_logits))
         kept = rows if len(rows) else np.zeros(1, np.int64)
-        logits = (
-            self._forward(ids, seq_ids, writes, kept)
-            if reader is None
-            else self._forward_in_parts(ids, seq_ids, writes, kept, reader)
-        )
+        with self._adapting(steps):
+            logits = (
+                self._forward(ids, seq_ids, writes, kept)
+                if reader is None
+                else self._forward_in_parts(ids, seq_ids, writes, kept, reader)
+            )
         # Prompts are committed as soon as they are computed: the next pass may attach their pages,
         # even if the sequence itself has ended.
         for step, keep in zip(steps, num_logits, strict=True):
@@ -173,10 +178,20 @@ class Runner:
             prompt = step.tokens[: len(step.tokens) - max(keep, 1) + 1]
             found = cache.attach_prefix(step.seq_id, prompt)
             if found:
-                step = Step(step.seq_id, step.start + found, step.tokens[found:])
+                step = Step(
+                    step.seq_id, step.start + found, step.tokens[found:], adapter=step.adapter
+                )
         cache.reserve(step.seq_id, step.stop)
         cache.append(step.seq_id, step.tokens)
         return step
+
+    def _adapting(self, steps: Sequence[Step]) -> AbstractContextManager[None]:
+        """Return a context in which the network applies the adapters of these steps."""
+        adapters = [step.adapter for step in steps]
+        if self.adapters is None:
+            assert not any(adapters), "a network without adaptable layers"
+            return nullcontext()
+        return self.adapters.running(adapters, [len(step.tokens) for step in steps])
 
     def _forward(
         self, ids: Ints, seq_ids: Sequence[int], writes: Writes, rows: Ints | None

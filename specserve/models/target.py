@@ -18,6 +18,7 @@ from torch import Tensor
 from specserve.config.tree import Config
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates, PassMasks
+from specserve.models.adapters.store import AdapterStore
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import load_tokenizer, read_config
 from specserve.models.eagle.checkpoint import require_eagle_for
@@ -61,8 +62,10 @@ class TargetModel:
         returns_hidden: bool = False,
         taps: HiddenTaps | None = None,
         grammar_compiler: GrammarCompiler | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.runner, self.info, self.network = runner, info, network
+        self.adapters = adapters
         self._returns_hidden = returns_hidden
         self.grammar_states = GrammarStates(grammar_compiler)
         self.latest_hidden: dict[int, LatestHidden] = {}
@@ -77,6 +80,11 @@ class TargetModel:
         return len(self.runner.cache.keys)
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        if self.adapters is not None:
+            return self.adapters.verify(steps, self._verify)
+        return self._verify(steps)
+
+    def _verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if not steps:
             return []
         decided = [step for step in steps if step.needs_verdict]
@@ -104,6 +112,8 @@ class TargetModel:
     def release(self, seq_ids: Sequence[int]) -> None:
         self.runner.release(seq_ids)
         self.grammar_states.release(seq_ids)
+        if self.adapters is not None:
+            self.adapters.release(seq_ids)
         for seq_id in seq_ids:
             self.latest_hidden.pop(seq_id, None)
 
@@ -177,10 +187,19 @@ class TargetModel:
 class TargetFollower:
     """A rank other than 0. Its cache takes the same steps; its logits are not used."""
 
-    def __init__(self, runner: Runner, info: ModelInfo) -> None:
-        self.runner, self.info = runner, info
+    def __init__(
+        self, runner: Runner, info: ModelInfo, adapters: AdapterStore | None = None
+    ) -> None:
+        self.runner, self.info, self.adapters = runner, info, adapters
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
+        if self.adapters is None:
+            self._run(steps)
+        else:
+            self.adapters.verify(steps, self._run)
+        return ()
+
+    def _run(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if steps:
             # The ranks compute the logits of each slice together.
             reader = reader_of(steps, lambda logits: None)
@@ -189,6 +208,8 @@ class TargetFollower:
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self.runner.release(seq_ids)
+        if self.adapters is not None:
+            self.adapters.release(seq_ids)
 
 
 def open_target(
@@ -224,7 +245,7 @@ def open_target(
         decoder_start=spec.decoder_start,
     )
     if not is_first:
-        return TargetFollower(opened.runner, info)
+        return TargetFollower(opened.runner, info, opened.adapters)
     grammar_compiler = GrammarCompiler.from_tokenizer(
         lambda: load_tokenizer(checkpoint), vocab_size=spec.vocab_size, end_ids=spec.end_ids
     )
@@ -235,6 +256,7 @@ def open_target(
         returns_hidden=returns_hidden,
         taps=taps,
         grammar_compiler=grammar_compiler,
+        adapters=opened.adapters,
     )
 
 
@@ -257,6 +279,7 @@ def _writes(steps: Sequence[VerifyStep]) -> list[Step]:
             step.tokens + step.drafts,
             step.encoder_input,
             step.policy.cache_salt,
+            step.policy.adapter,
         )
         for step in steps
     ]

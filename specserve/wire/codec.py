@@ -21,6 +21,7 @@ import numpy as np
 from specserve.types import (
     GRAMMARS,
     VERIFIERS,
+    Adapter,
     Chunk,
     DraftStep,
     FinishReason,
@@ -168,11 +169,12 @@ def _write_policy(policy: Policy) -> Row:
         warp.repetition_penalty,
     )
     rule = None if warp.rule is None else _write_rule(warp.rule)
+    adapter = _write_adapter(policy.adapter)
     if not warp.logit_bias:
-        return numbers, policy.verifier, policy.cache_salt, b"", b"", rule
+        return numbers, policy.verifier, policy.cache_salt, b"", b"", rule, adapter
     tokens, biases = zip(*warp.logit_bias, strict=True)
     columns = pack_column("I", tokens), pack_column("d", biases)
-    return numbers, policy.verifier, policy.cache_salt, *columns, rule
+    return numbers, policy.verifier, policy.cache_salt, *columns, rule, adapter
 
 
 @lru_cache(maxsize=256)  # a sequence's policy comes with each of its steps, always the same
@@ -183,6 +185,7 @@ def _read_policy(
     tokens: bytes,
     biases: bytes,
     rule: Row | None,
+    adapter: Row | None,
 ) -> Policy:
     seed, prompt_length, has_logprobs, logprobs, lenience, constrained, *knobs = _POLICY.unpack(
         numbers
@@ -203,7 +206,18 @@ def _read_policy(
         lenience,
         constrained,
         cache_salt,
+        None if adapter is None else _read_adapter(*adapter),
     )
+
+
+def _write_adapter(adapter: Adapter | None) -> Row | None:
+    return None if adapter is None else (adapter.name, adapter.path, adapter.version)
+
+
+def _read_adapter(name: object, path: object, version: object) -> Adapter:
+    if type(version) is not bytes or len(version) > MAX_SALT:
+        raise ValueError("a version of an adapter that is none")
+    return Adapter(require_text(name), require_text(path), version)
 
 
 def _write_rule(rule: TokenRule) -> Row:

@@ -13,7 +13,7 @@ from benchmarks.structured import PROMPT, accepted_schemas, generate_texts, sche
 from specserve import LLM
 from specserve.errors import WorkerLost
 from specserve.sampling_params import Sampling, random_seed
-from specserve.types import Grammar, Request
+from specserve.types import Adapter, Grammar, Request
 
 COUNT = 3 * LEVELS
 
@@ -93,9 +93,10 @@ class UncheckedSampling(Sampling):
         random_seed: Callable[[], int] = random_seed,
         *,
         tenant: str = "",
+        adapter: Adapter | None = None,
     ) -> list[Request]:
         broken = Grammar("lark", "start: <|no such token|>")
-        requests = super().requests(prompt, random_seed, tenant=tenant)
+        requests = super().requests(prompt, random_seed, tenant=tenant, adapter=adapter)
         return [replace(request, grammar=broken) for request in requests]
 
 

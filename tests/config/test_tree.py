@@ -53,6 +53,7 @@ CONTRACT = {
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching", "shared"},
     "weights": {"shared", "directory", "kernel"},  # beyond the first contract
+    "adapters": {"paths", "memory_mb", "load_from"},  # beyond the first contract
     "limits": {
         "max_context",
         "max_running",

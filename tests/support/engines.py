@@ -176,11 +176,16 @@ class Engine:
         fanout: int | None = None,
         page_size: int = PAGE_SIZE,
         translation: TokenTranslation | None = None,  # of a draft with another tokenizer
+        adapter_bytes: int = 0,
     ) -> None:
         self.target = load_target(
             target,
             model_options(
-                dtype=dtype, pages=pages, prefix_caching=prefix_caching, page_size=page_size
+                dtype=dtype,
+                pages=pages,
+                prefix_caching=prefix_caching,
+                page_size=page_size,
+                adapter_bytes=adapter_bytes,
             ),
             shard=shard,
         )
@@ -262,9 +267,15 @@ def model_options(
     pages: int = 400,
     prefix_caching: bool = True,
     page_size: int = PAGE_SIZE,
+    adapter_bytes: int = 0,
 ) -> ModelOptions:
     return ModelOptions(
-        dtype=dtype, device="cpu", page_size=page_size, pages=pages, prefix_caching=prefix_caching
+        dtype=dtype,
+        device="cpu",
+        page_size=page_size,
+        pages=pages,
+        prefix_caching=prefix_caching,
+        adapter_bytes=adapter_bytes,
     )
 
 
@@ -288,7 +299,12 @@ def load_target(
     )
     info = replace(info, decoder_start=spec.decoder_start)
     return TargetModel(
-        opened.runner, info, network=opened.network, returns_hidden=returns_hidden, taps=taps
+        opened.runner,
+        info,
+        network=opened.network,
+        returns_hidden=returns_hidden,
+        taps=taps,
+        adapters=opened.adapters,
     )
 
 

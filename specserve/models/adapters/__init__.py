@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): their files, the layers that they change, and their memory."""
