@@ -25,6 +25,7 @@ from specserve.models.checkpoints.load import (
 )
 from specserve.models.checkpoints.quantized.formats import method_of, read_format
 from specserve.models.checkpoints.tensors import rename
+from specserve.models.checkpoints.text_part import is_multimodal
 from specserve.models.checkpoints.writer import companions, stored_files, write_tensors
 from specserve.models.coded_weight import RANGES
 from specserve.progress import ReportProgress, no_progress
@@ -107,6 +108,10 @@ def write_quantized(
     if is_encoder_decoder(config):
         raise UnsupportedModel(
             f"--model {source} is an encoder-decoder; only decoders can be quantized."
+        )
+    if is_multimodal(source):
+        raise UnsupportedModel(
+            f"--model {source} has parts that see or hear; only plain decoders can be quantized."
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadValue(f"--out {out} is not empty; name a new directory.", param="out")

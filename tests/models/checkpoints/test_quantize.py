@@ -23,6 +23,7 @@ from specserve.models.checkpoints.quantize import (
 )
 from specserve.models.checkpoints.quantized.blocks import unpack
 from specserve.tools.quantize import Shift
+from tests.families.make import write as write_family
 from tests.formats.check import MADE
 from tests.support import checkpoints
 
@@ -137,6 +138,7 @@ def test_large_checkpoints_are_written_in_several_files(
     ("name", "to", "why"),
     [
         ("t5", "int8", "is an encoder-decoder; only decoders"),
+        ("qwen3_vl", "int8", "has parts that see or hear; only plain decoders"),
         ("gpt2", "int8", "gpt2 keeps no matrix in a linear layer"),
         ("odd", "int4", "needs rows of a multiple of 32 numbers, and .* has 80; use int8"),
         ("quantised", "int4", r"is quantized already \(compressed-tensors\)"),
@@ -149,6 +151,8 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_written(
     if name == "odd":
         sizes = {**checkpoints.GROUPED, "intermediate_size": 80}
         checkpoints.write(LlamaConfig(**sizes), source)
+    elif name == "qwen3_vl":
+        write_family(name, source)
     elif name == "quantised":
         source = MADE / "int8-w8a16"
     else:
