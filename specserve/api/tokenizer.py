@@ -77,9 +77,12 @@ class Tokenizer:
         verbosity = get_verbosity()
         set_verbosity(logging.ERROR)
         try:
-            return cls(
-                AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=False)
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(path), revision=revision, trust_remote_code=False
             )
+            if not tokenizer.chat_template:
+                tokenizer.chat_template = _processor_template(Path(path))
+            return cls(tokenizer)
         except SpecserveError:
             raise
         # The library checks little of what the files say; a wrong value may raise anything.
@@ -389,3 +392,12 @@ def _check_messages(messages: Sequence[Mapping[str, object]]) -> None:
             raise BadValue(
                 f"messages[{i}] must have a role and a content, both text", param=f"messages[{i}]"
             )
+
+
+def _processor_template(directory: Path) -> str | None:
+    """Return the chat template that a multimodal model has beside its tokenizer; None without."""
+    path = directory / "chat_template.json"
+    if not path.is_file():
+        return None
+    template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
+    return template if isinstance(template, str) else None

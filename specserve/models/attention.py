@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from specserve.models.layout import AttentionGroup, Layout
 from specserve.models.shape_buckets import BATCH_PIECES, QUERY_PIECES, pieces
 
+MAX_SCORES = 2**25
+"""Scores of one product on a CPU, so that long contexts take no more memory than this times ten."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionVariant:
@@ -150,12 +153,14 @@ def invariant_kernel(
 
     The second product sums over blocks of keys, which are added up in order. A product's bits
     depend on the length that it sums over, and on nothing else once oneDNN computes it. So its
-    shape may be any: queries and batches are cut into pieces of few sizes.
+    shape may be any: queries and batches are cut into pieces of few sizes, and of MAX_SCORES.
     """
     n, t, heads = group.seqs, group.queries, q.shape[1]
     k, v, bias = _gather(group, keys), _gather(group, values), group.bias(variant.window)
     q = q.view(n, t, heads, -1)
-    parts = pieces(t, QUERY_PIECES) if q.is_cpu else ()
+    most = max(1, MAX_SCORES // (n * heads * group.context))
+    sizes = tuple(size for size in QUERY_PIECES if size <= most)
+    parts = pieces(t, sizes) if q.is_cpu else ()
     if len(parts) < 2:
         return _attend_queries(group, k, v, q, bias, variant).flatten(0, 1)
     attended = [

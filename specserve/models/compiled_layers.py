@@ -47,22 +47,24 @@ class CompiledLayers:
         assert isinstance(first.attention, CompiledAttention)
         assert isinstance(first.qkv, PackedLinear)
         assert isinstance(first.qkv.kernel, CompiledKernel)
+        assert isinstance(first.out, PackedLinear)
         self._function, self._heads = first.qkv.kernel.functions.layers, first.heads
         self._kept = (layers, keys, values)  # whose memory the addresses are of
         self._layers = (Layer * len(layers))(
             *(_layer(*of_layer) for of_layer in zip(layers, keys, values, strict=True))
         )
         self._hidden, self._inner = first.qkv.in_features, _packed_gate(first).out_features
+        inputs = first.out.in_features
         self._eps, self._scaling = first.norm_in.eps, first.variant.scaling
         self._page_size = first.attention.page_size
         self._strides = (
             row_stride(self._hidden),
             2 * first.qkv.out_features,
-            row_stride(first.out.in_features),
+            row_stride(inputs),
             row_stride(self._inner),
         )
         self._num_weights = len(layers) * (
-            self._hidden * (first.qkv.out_features + first.out.in_features + 3 * self._inner)
+            self._hidden * (first.qkv.out_features + inputs + 3 * self._inner)
         )
 
     def forward(self, x: Tensor, layout: Layout, rotation: Rotation) -> Tensor:
@@ -112,6 +114,7 @@ def can_compile(layers: Sequence[FusedLayer]) -> bool:
     """Return whether the compiled code takes these layers as they are."""
     return all(
         layer.shard is None
+        and layer.rotates
         and isinstance(layer.attention, CompiledAttention)
         and isinstance(layer.gate, PackedGate)
         and all(
@@ -126,6 +129,9 @@ def can_compile(layers: Sequence[FusedLayer]) -> bool:
 
 def _layer(layer: FusedLayer, keys: Tensor, values: Tensor) -> Any:
     norms: Any = layer.norms_qk or (None, None)
+    out, down = layer.out, layer.down
+    assert isinstance(out, PackedLinear)
+    assert isinstance(down, PackedLinear)
     return Layer(
         layer.norm_in.weight.data_ptr(),
         layer.qkv.weight.data_ptr(),
@@ -133,12 +139,12 @@ def _layer(layer: FusedLayer, keys: Tensor, values: Tensor) -> Any:
         *(None if norm is None else norm.weight.data_ptr() for norm in norms),
         keys.data_ptr(),
         values.data_ptr(),
-        layer.out.weight.data_ptr(),
-        _address(layer.out.bias),
+        out.weight.data_ptr(),
+        _address(out.bias),
         layer.norm_mlp.weight.data_ptr(),
         _packed_gate(layer).weight.data_ptr(),
-        layer.down.weight.data_ptr(),
-        _address(layer.down.bias),
+        down.weight.data_ptr(),
+        _address(down.bias),
         layer.variant.window or NO_WINDOW,
         *(
             number

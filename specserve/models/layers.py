@@ -123,6 +123,19 @@ class PlainLinear(nn.Module):
         return residual + F.linear(x, self.weight, self.bias)
 
 
+class ScaledLinear:
+    """A linear layer whose output is scaled before it is added to the residual."""
+
+    def __init__(self, linear: PackedLinear | PlainLinear, scale: float) -> None:
+        self.linear, self.scale = linear, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear.forward(x) * self.scale
+
+    def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.forward(x)
+
+
 class PackedGate(nn.Module):
     """The product silu(x G^T) * (x U^T) of a gated MLP, with packed weights."""
 

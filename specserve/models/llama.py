@@ -19,6 +19,7 @@ from specserve.models.layers import (
     PackedLinear,
     PlainLinear,
     RMSNorm,
+    ScaledLinear,
     join_linears,
     pack_linears,
     take_gate,
@@ -55,11 +56,17 @@ class FusedNetwork:
             config.sliding_window if kind == "sliding_attention" else None
             for kind in _layer_types(config)
         ]
+        rotates = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
+        self._embedding_scale: float = getattr(config, "embedding_multiplier", 1.0)  # of Granite
+        self._logits_scale: float = getattr(config, "logits_scaling", 1.0)
         self.layers = [
             FusedLayer(
                 body.layers[i],
                 HeadShape(spec.num_heads, spec.kv_heads, spec.head_dim),
                 window=windows[i],
+                rotates=bool(rotates[i]),
+                scaling=getattr(config, "attention_multiplier", spec.head_dim**-0.5),
+                output_scale=getattr(config, "residual_multiplier", 1.0),
                 attention=attention,
                 shard=shard,
             )
@@ -74,9 +81,10 @@ class FusedNetwork:
             else module.lm_head
         )
         self._compiled: CompiledLayers | Literal[False] | None = None  # None: not yet known
+        self.rotary = rotary_table(body.rotary_emb, self.embedding, spec.max_context)
+        self._unrotated = None if all(rotates) else _identity_table(self.rotary)
         self._taps = taps
         self._parts = [] if taps is None else self._parts_between(taps.layers)
-        self.rotary = rotary_table(body.rotary_emb, self.embedding, spec.max_context)
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         x = self._last_states(ids, layout)
@@ -91,6 +99,8 @@ class FusedNetwork:
 
     def _last_states(self, ids: Tensor, layout: Layout) -> Tensor:  # [rows] -> [rows, hidden]
         rotation, x = Rotation(self.rotary, layout.positions), self.embed(ids)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
         if self._taps is None:
             return self._through_layers(x, rotation, layout)
         for first, part in self._parts:
@@ -111,6 +121,8 @@ class FusedNetwork:
     def _logits(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab]
         x = self.norm(x)
         logits = self.head(x)
+        if self._logits_scale != 1.0:
+            logits = logits / self._logits_scale
         return torch.cat([logits, x], dim=-1) if self.returns_hidden else logits
 
     def _through_layers(self, x: Tensor, rotation: Rotation, layout: Layout) -> Tensor:
@@ -118,8 +130,11 @@ class FusedNetwork:
             self._compiled = x.is_cpu and _compile(self.layers, self.keys, self.values)
         if self._compiled and len(x) <= self._compiled.max_rows:
             return self._compiled.forward(x, layout, rotation)
+        unrotated = self._unrotated
+        identity = rotation if unrotated is None else Rotation(unrotated, layout.positions)
         for layer, keys, values in zip(self.layers, self.keys, self.values, strict=True):
-            x = layer.forward(x, rotation, layout, keys, values)
+            own = rotation if layer.rotates else identity
+            x = layer.forward(x, own, layout, keys, values)
         return x
 
     def without_layers(self, skip: Collection[int]) -> FusedNetwork:
@@ -146,16 +161,20 @@ class FusedLayer:
         heads: HeadShape,
         *,
         window: int | None,
+        rotates: bool,
+        scaling: float,
+        output_scale: float,
         attention: Attention,
         shard: Shard | None,
     ) -> None:
         own, mlp = layer.self_attn, layer.mlp
         self.heads, self.attention, self.shard = heads, attention, shard
-        self.variant = AttentionVariant(scaling=heads.dim**-0.5, window=window)
+        self.rotates = rotates
+        self.variant = AttentionVariant(scaling=scaling, window=window)
         self.qkv = join_linears(own, "q_proj", "k_proj", "v_proj")
-        self.out = take_linear(own, "o_proj")
+        self.out = _scaled(take_linear(own, "o_proj"), output_scale)
         self.gate = take_gate(mlp, "gate_proj", "up_proj")
-        self.down = take_linear(mlp, "down_proj")
+        self.down = _scaled(take_linear(mlp, "down_proj"), output_scale)
         eps = layer.input_layernorm.variance_epsilon
         self.norm_in, self.norm_mlp = (
             RMSNorm(layer.input_layernorm.weight, eps),
@@ -200,7 +219,7 @@ class FusedLayer:
         return out.reshape(-1, query * dim)
 
     def _add_to_residual(
-        self, linear: PackedLinear | PlainLinear, x: Tensor, residual: Tensor
+        self, linear: PackedLinear | PlainLinear | ScaledLinear, x: Tensor, residual: Tensor
     ) -> Tensor:
         """Add a row-wise layer's output, of all ranks, to the residual."""
         return (
@@ -208,6 +227,12 @@ class FusedLayer:
             if self.shard is None
             else self.shard.add_to_residual(linear, x, residual)
         )
+
+
+def _scaled(
+    linear: PackedLinear | PlainLinear, scale: float
+) -> PackedLinear | PlainLinear | ScaledLinear:
+    return linear if scale == 1.0 else ScaledLinear(linear, scale)
 
 
 def _compile(
@@ -242,3 +267,10 @@ def rotary_table(
     sin = sin[0].clone()
     sin[:, : sin.shape[1] // 2].neg_()
     return torch.stack([cos[0], sin], dim=1).unsqueeze(2)
+
+
+def _identity_table(table: Tensor) -> Tensor:  # [positions, 2, 1, head_dim]
+    """Return a table that rotates by nothing, for the layers without rotation: their bits stay."""
+    identity = torch.zeros_like(table)
+    identity[:, 0] = 1.0
+    return identity

@@ -24,9 +24,12 @@ from specserve.models.llama import FusedNetwork
 from specserve.models.shard import Shard
 from specserve.models.skip import layers_of, without_layers
 
-LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3")
-STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose angle depends on the position alone, so that a table will do."""
+LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3", "granite", "seed_oss", "smollm3")
+STATIC_ROTARY = ("default", "linear", "llama3", "yarn", "dynamic")
+"""Rotary embeddings whose angle depends on the position alone, so that a table will do.
+
+`dynamic` ones change with a text's length from `max_position_embeddings` on, where contexts end.
+"""
 
 
 class Network(Protocol):

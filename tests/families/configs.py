@@ -33,6 +33,7 @@ from transformers import (
     Qwen2VLConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -133,6 +134,7 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "cohere2": lambda: Cohere2Config(
         **THREE, sliding_window=WINDOW, layer_types=ALTERNATING, logit_scale=0.5
     ),
+    "seed_oss": lambda: SeedOssConfig(**GROUPED, head_dim=16, attention_out_bias=True),
     "smollm3": lambda: SmolLM3Config(**THREE, no_rope_layers=[1, 0, 1]),
     "phi": lambda: PhiConfig(**GROUPED),
     "nemotron": lambda: NemotronConfig(**GROUPED, head_dim=16),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, FalconConfig, Llama4TextConfig
 
+from specserve.api.tokenizer import Tokenizer
 from specserve.errors import ModelError, UnsupportedModel
 from specserve.models.checkpoints.decoders import REFUSED
 from specserve.models.checkpoints.load import load_model, longest_context, read_config
@@ -143,3 +144,14 @@ def test_the_end_token_may_be_stated_for_the_whole_model_alone(
     del config["text_config"]["eos_token_id"]
     (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": 77}))
     assert read_config(tmp_path).eos_token_id == 77
+
+
+def test_the_chat_template_may_lie_beside_the_tokenizer(image_text: Path, tmp_path: Path) -> None:
+    """Released image-text models have it in a file of their processor."""
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    (tmp_path / "config.json").write_text((image_text / "config.json").read_text())
+    checkpoints.add_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    tokenizer = Tokenizer.load(tmp_path)
+    messages = [{"role": "user", "content": "What is this?"}]
+    assert tokenizer.decode(tokenizer.apply_chat_template(messages)) == "<user>What is this?"

@@ -29,6 +29,7 @@ from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.models.target import TargetFollower, TargetModel
 from specserve.types import ModelInfo, Policy, PromptScoring, Step, VerifyStep, Warp
+from tests.families.configs import FAMILIES
 from tests.support import checkpoints
 from tests.support.engines import model_options
 
@@ -42,7 +43,7 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
 }
 CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
-    **{name: checkpoints.CONFIGS[name] for name in LLAMA_SHAPED},
+    **{name: {**checkpoints.CONFIGS, **FAMILIES}[name] for name in LLAMA_SHAPED},
     "biases": lambda: LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
     # Both ranks hold the one head.
     "one_kv_head": lambda: LlamaConfig(**checkpoints.SIZES, num_key_value_heads=1),
@@ -56,6 +57,9 @@ CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
         **GROUPED, rope_parameters={**SCALED, "rope_type": "linear"}
     ),
     "llama3_rope": lambda: LlamaConfig(**GROUPED, rope_parameters=LLAMA3),
+    "dynamic_rope": lambda: LlamaConfig(
+        **GROUPED, rope_parameters={**SCALED, "rope_type": "dynamic"}
+    ),
     "yarn_rope": lambda: LlamaConfig(**GROUPED, rope_parameters={**SCALED, "rope_type": "yarn"}),
 }
 LENGTHS = (1, 40, 150)
