@@ -31,7 +31,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
-	bench bench-engine bench-linears bench-serving bench-pipeline bench-placements bench-routing bench-pacer bench-demo bench-drafters bench-peers \
+	bench bench-engine bench-linears bench-quantized bench-serving bench-pipeline bench-placements bench-routing bench-pacer bench-demo bench-drafters bench-peers \
 	conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
@@ -144,6 +144,9 @@ bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
 bench-linears: $(VENV)/installed  ## Measure the kernels of linear layers
 	$(BIN)/python -m benchmarks.linears --out $(MEASURED)/linears.md $(ARGS)
 	$(BIN)/python -m benchmarks.twelve_bits --out $(MEASURED)/twelve-bits.md
+
+bench-quantized: $(VENV)/installed  ## Measure targets and drafts in INT8 and INT4 beside bf16
+	$(BIN)/python -m benchmarks.quantized --out $(MEASURED)/quantized.md $(ARGS)
 
 bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and together with its target
 	$(BIN)/python -m benchmarks.placements --out $(MEASURED)/placements.md $(ARGS)

@@ -19,7 +19,7 @@ from specserve.models.adapters.files import AdapterFiles, read_adapter
 from specserve.models.adapters.layers import adaptable_layers
 from specserve.models.adapters.store import adapter_bytes, require_room_for
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
-from specserve.models.checkpoints.load import is_encoder_decoder, read_config
+from specserve.models.checkpoints.load import check_can_round, is_encoder_decoder, read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.eagle.checkpoint import require_eagle_for
 from specserve.models.heads import require_heads_for
@@ -126,6 +126,8 @@ def _require_known_tokens(
     elif draft.path is not None and draft.kind != "none":
         found = find_checkpoint(draft.path, revision=draft.revision, key="draft.path")
         require_same_kind(target, found, key="draft.path")
+        if draft.quantize is not None:
+            check_can_round(found, read_config(found))
         own = Tokenizer.load(found)
         if draft.kind != "neural" or is_stage:
             tokenizer.require_same_vocabulary(own)

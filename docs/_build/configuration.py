@@ -109,6 +109,8 @@ MEANINGS: Mapping[str, str] = {
     "draft.path": "Draft model, tables made by `specserve tables`, or heads made by "
     "`specserve heads`. A model may have another tokenizer than the target.",
     "draft.revision": "As `target.revision`.",
+    "draft.quantize": "`int8` or `int4` rounds a neural draft's weights as they are read; the "
+    "text stays the target's ([what it gains](../guides/your-model.md#a-quantised-draft)).",
     "draft.skip": "Layers that `layer_skip` leaves out. The default is every second one between "
     "the first and the last.",
     "draft.learn": "Whether tables count the served texts. The default is yes if no tables are "

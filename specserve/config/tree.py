@@ -99,6 +99,8 @@ class DraftConfig:
     # of a model, of an EAGLE-3 head, or of what `specserve tables` and `specserve heads` made
     path: str | None = setting(None, text())
     revision: str | None = setting(None, text())  # of a hub name
+    # of a neural draft's weights, as they are read: int8 or int4
+    quantize: str | None = setting(None, none_as("none", choice("int8", "int4")))
     # layers that `layer_skip` leaves out; None: about every second
     skip: tuple[int, ...] | None = setting(None, list_of(integer(0, 10_000)))
     # whether tables are updated from the served texts; None: if there are none to begin with
@@ -468,6 +470,7 @@ def _validate(config: Config) -> Config:
             "give --draft, or choose a draft.kind that needs none"
         )
     _check_self_speculative(draft, tensor_parallel=config.target.tensor_parallel)
+    _check_quantize(draft)
     _check_placement(draft, config.target)
     if draft.learn is not None and draft.kind not in NGRAM_KINDS:
         raise ConfigError(
@@ -499,6 +502,14 @@ def _validate(config: Config) -> Config:
             f"replicas.gateways {replicas.gateways}; lower the one or raise the other"
         )
     return config
+
+
+def _check_quantize(draft: DraftConfig) -> None:
+    if draft.quantize is not None and draft.kind != "neural":
+        raise ConfigError(
+            f"draft.quantize rounds a neural draft's weights, and draft.kind is {draft.kind}; "
+            "leave it out, or name a draft model with draft.path"
+        )
 
 
 def _check_self_speculative(draft: DraftConfig, *, tensor_parallel: int) -> None:

@@ -63,12 +63,12 @@ class CodedWeight(Tensor):
     def num_bytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
-    def widen(self) -> Tensor:
-        """Return the matrix in bf16."""
+    def widen(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return the matrix as plain numbers."""
         groups = self.scales.shape[1]
         by_groups = self.integers.view(len(self), groups, -1).float()
         numbers: Tensor = by_groups * self.scales.unsqueeze(-1)
-        return numbers.flatten(1).bfloat16()
+        return numbers.flatten(1).to(dtype)
 
     def detach(self) -> CodedWeight:
         # Not left to torch, which fails to detach what was made outside of its inference mode.

@@ -66,6 +66,8 @@ ATTENTION_NAME = "specserve"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_MEMORY_FRACTION = 0.5
 """Fraction of the free memory for one model's pages, unless cache.memory_fraction names another."""
+QUANTISED_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
+"""By what `draft.quantize` names."""
 KERNELS: Mapping[str, Kernel] = {"invariant": invariant_kernel, "sdpa": sdpa_kernel}
 """Attention kernels that run on every device."""
 
@@ -89,6 +91,7 @@ class ModelOptions:
     weights_directory: Path | None = None  # None: in memory
     kernel: str = "auto"  # of linear layers on CPUs
     adapter_bytes: int = 0  # of memory for adapters; 0: the model takes none
+    round_to: int | None = None  # bits of weights that are quantised as they are read
 
     @classmethod
     def from_config(cls, own: TargetConfig | DraftConfig, config: Config) -> ModelOptions:
@@ -111,6 +114,9 @@ class ModelOptions:
             else Path(config.weights.directory),
             kernel=config.weights.kernel,
             adapter_bytes=config.adapters.num_bytes if isinstance(own, TargetConfig) else 0,
+            round_to=QUANTISED_BITS[own.quantize]
+            if isinstance(own, DraftConfig) and own.quantize
+            else None,
         )
 
 
@@ -158,6 +164,7 @@ def open_model(
             skip=skip,
             packed=packed,
             keeps_codes=keeps_codes,
+            round_to=options.round_to,
         )
 
     def build(loaded: LoadedModel, cache: PagedCache) -> ShareableNetwork | T5Network:
@@ -200,6 +207,7 @@ def open_model(
                 None if shard is None else (shard.rank, shard.size, shard.gathers),
                 tuple(skip),
                 options.adapter_bytes > 0,
+                options.round_to,
             ),
             load=load,
             build=lambda loaded: build(loaded, make_cache(loaded.spec, 1)),

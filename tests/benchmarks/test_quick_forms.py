@@ -22,6 +22,7 @@ IN_PROCESS = {
     "benchmarks.masks": (),
     "benchmarks.pacer": ("--texts", "json"),
     "benchmarks.prompts": (),
+    "benchmarks.quantized": (),
     "benchmarks.structured": (),
     "benchmarks.twelve_bits": (),
     "tests.chaos.fuzz": (),

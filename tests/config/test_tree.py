@@ -37,6 +37,7 @@ CONTRACT = {
         "kind",
         "path",
         "revision",  # beyond the first contract
+        "quantize",
         "skip",
         "learn",
         "placement",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specserve.errors import ModelError
+from specserve.models.checkpoints.rounding import Rounding
 from specserve.models.checkpoints.weights import Weights
 from specserve.models.shard import Division
 
@@ -24,10 +25,12 @@ def fill(
     *,
     ignored: str | None = None,
     keeps_codes: bool = False,
+    rounding: Rounding | None = None,
 ) -> None:
     """Read the weights of an empty module, all of them or a rank's part, onto a device.
 
-    With `keeps_codes`, linear layers get their quantised weights as small integers.
+    With `keeps_codes`, linear layers get quantised weights as small integers, also those that
+    `rounding` quantises.
 
     Raises ModelError for tensors that are missing, and for tensors that the module has no use for
     unless their names match `ignored`.
@@ -45,6 +48,9 @@ def fill(
             coded = keeps_codes and name == key and _is_linear(module, name)
             with weights.keeping_codes() if coded else nullcontext():
                 part = _read_part(weights, stored[name], division, name, empty)
+            if rounding is not None and name in rounding.weights:
+                rounded = rounding.apply(part)
+                part = rounded if coded else rounded.widen(empty.dtype)
             read[key] = part.to(device=device, dtype=empty.dtype)
         set_tensor(module, name, read[key])
     check_complete(weights.directory, unexpected=_unexpected(module, weights, ignored))

@@ -37,6 +37,7 @@ from specserve.errors import ModelError, SpecserveError, UnsupportedModel, first
 from specserve.models.checkpoints.decoders import check_decoder, decoder_context
 from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes
 from specserve.models.checkpoints.quantized.formats import method_of, read_format
+from specserve.models.checkpoints.rounding import Rounding
 from specserve.models.checkpoints.sizes import check_sizes
 from specserve.models.checkpoints.text_part import DECODERS, is_multimodal
 from specserve.models.checkpoints.weights import (
@@ -235,17 +236,21 @@ def load_model(
     skip: Collection[int] = (),
     packed: PackedState | None = None,
     keeps_codes: bool = False,
+    round_to: int | None = None,
 ) -> LoadedModel:
     """Load the model of a checkpoint for inference, without the layers to `skip`.
 
     Weights go to the device one tensor at a time, so that a GPU's never fill the host's memory.
     With layers to skip, or with a shard of several ranks, what is left out is never read. With
     packed weights nothing is: they are taken from there. With `keeps_codes`, linear layers hold
-    quantised weights as `CodedWeight`. Raises ModelError.
+    quantised weights as `CodedWeight`; `round_to` so many bits quantises them as they are read.
+    Raises ModelError.
     """
     config, device = read_config(directory), torch.device(device)
     size = 1 if shard is None else shard.size
     check_plan(config, size)
+    if round_to is not None:
+        check_can_round(directory, config)
     if is_encoder_decoder(config):
         attention = "eager"  # nothing of it is used: the forward pass is ours
         if dtype == torch.float16:
@@ -270,7 +275,13 @@ def load_model(
         if packed is not None:
             module = _empty_part(config, shard, skip, dtype=dtype, attention=attention)
             packed.fill(module)
-        elif skip or size > 1 or read_format(directory) is not None or is_multimodal(directory):
+        elif (
+            skip
+            or size > 1
+            or round_to
+            or read_format(directory) is not None
+            or is_multimodal(directory)
+        ):
             module = _load_part(
                 directory,
                 config,
@@ -280,6 +291,7 @@ def load_model(
                 dtype=dtype,
                 attention=attention,
                 keeps_codes=keeps_codes,
+                round_to=round_to,
             )
         else:
             module = _load_whole(directory, config, device, dtype=dtype, attention=attention)
@@ -289,6 +301,17 @@ def load_model(
         spec = architecture(directory, config, size)
         layers = tuple(layer for layer in range(spec.num_layers) if layer not in skip)
         return LoadedModel(module, config, replace(spec, num_layers=len(layers)), layers)
+
+
+def check_can_round(directory: Path, config: Any) -> None:
+    """Raise UnsupportedModel for a checkpoint whose weights cannot be quantised here."""
+    if read_format(directory) is not None:
+        raise UnsupportedModel(
+            f"{directory} is quantized already ({method_of(directory)}); name the checkpoint that "
+            "it was made from"
+        )
+    if is_encoder_decoder(config):
+        raise UnsupportedModel(f"{directory} is an encoder-decoder; only decoders can be quantized")
 
 
 def _report_quantized(directory: Path, dtype: torch.dtype, size: int, *, keeps_codes: bool) -> None:
@@ -422,6 +445,7 @@ def _load_part(
     dtype: torch.dtype,
     attention: str,
     keeps_codes: bool,
+    round_to: int | None,
 ) -> Any:
     """Load what belongs to a rank, or what is not skipped, tensor by tensor."""
     module = whole = empty_module(config, dtype=dtype, attention=attention)
@@ -432,7 +456,15 @@ def _load_part(
         ignored = rf"(^|\.){name}\.({'|'.join(map(str, skip))})\."
     division = make_division(module, shard) if shard is not None and shard.size > 1 else None
     weights = Weights(directory, prefix=prefix, dtype=dtype)
-    fill(module, weights, division, device, ignored=ignored, keeps_codes=keeps_codes)
+    fill(
+        module,
+        weights,
+        division,
+        device,
+        ignored=ignored,
+        keeps_codes=keeps_codes,
+        rounding=None if round_to is None else Rounding.from_module(whole, round_to),
+    )
     if division is None:
         module.tie_weights()
     else:

@@ -14,31 +14,28 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from specserve.errors import BadValue, UnsupportedModel
 from specserve.models.checkpoints.load import (
+    check_can_round,
     empty_module,
-    is_encoder_decoder,
     quiet_library,
     read_config,
 )
-from specserve.models.checkpoints.quantized.formats import method_of, read_format
+from specserve.models.checkpoints.rounding import (
+    group_for,
+    linear_layers,
+    pack_integers,
+    round_to_integers,
+    rounded_layers,
+    usable_scales,
+)
 from specserve.models.checkpoints.tensors import rename
 from specserve.models.checkpoints.text_part import is_multimodal
 from specserve.models.checkpoints.writer import companions, stored_files, write_tensors
-from specserve.models.coded_weight import RANGES
 from specserve.progress import ReportProgress, no_progress
 
-GROUPS = (128, 64, 32)
-"""Columns that share a scale in 4 bits: the first of these that divides every matrix."""
-CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
-"""Shares of the largest number that a group's integers may reach to; the best is taken.
-
-The largest is then cut, and all others are rounded more finely.
-"""
-ROUTERS = (".gate", ".router")
-"""Names of layers that choose experts, which are small and left as they are."""
 LARGEST_FP8 = 448.0
 ENCODED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -61,7 +58,7 @@ class Scheme:
         numbers = matrix.float()
         bits = self.weights["num_bits"]
         if self.weights["type"] == "float":
-            scales = _usable(numbers.abs().amax(1, keepdim=True) / LARGEST_FP8, matrix.dtype)
+            scales = usable_scales(numbers.abs().amax(1, keepdim=True) / LARGEST_FP8, matrix.dtype)
             codes = (numbers / scales.float()).clamp(-LARGEST_FP8, LARGEST_FP8)
             return {name: codes.to(torch.float8_e4m3fn), f"{name}_scale": scales}
         integers, scales = round_to_integers(numbers, bits, group or matrix.shape[1], matrix.dtype)
@@ -99,20 +96,10 @@ def write_quantized(
 
     Returns how many matrices were rounded. Raises BadValue or ModelError.
     """
-    if read_format(source) is not None:
-        raise UnsupportedModel(
-            f"--model {source} is quantized already ({method_of(source)}); name the checkpoint "
-            "that it was made from."
-        )
     config = read_config(source)
-    if is_encoder_decoder(config):
-        raise UnsupportedModel(
-            f"--model {source} is an encoder-decoder; only decoders can be quantized."
-        )
+    check_can_round(source, config)
     if is_multimodal(source):
-        raise UnsupportedModel(
-            f"--model {source} has parts that see or hear; only plain decoders can be quantized."
-        )
+        raise UnsupportedModel(f"{source} is multimodal; only plain decoders can be copied so")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadValue(f"--out {out} is not empty; name a new directory.", param="out")
     files = _tensor_files(source)
@@ -142,37 +129,24 @@ def _tensor_files(source: Path) -> dict[str, Path]:
 def _choose(config: Any, names: Collection[str], source: Path) -> tuple[set[str], set[str]]:
     """Return the stored weights to round, and the linear layers that stay as they are."""
     module: Any = empty_module(config, dtype=torch.bfloat16, attention="eager")
-    linears = {name for name, part in module.named_modules() if type(part) is nn.Linear}
-    head = next(
-        name for name, part in module.named_modules() if part is module.get_output_embeddings()
-    )
+    linears, rounded = linear_layers(module), rounded_layers(module)
     prefix = module.base_model_prefix
     by_name = {f"{name}.weight": name for name in linears}
     by_name |= {weight.removeprefix(f"{prefix}."): name for weight, name in by_name.items()}
     owners = {name: by_name[rename(name)] for name in names if rename(name) in by_name}
-    left = {owner for owner in owners.values() if owner == head or owner.endswith(ROUTERS)}
-    chosen = {name for name, owner in owners.items() if owner not in left}
+    chosen = {name for name, owner in owners.items() if owner in rounded}
     if not chosen:
         raise UnsupportedModel(
-            f"--model {source} cannot be quantized: {config.model_type} keeps no matrix in a "
-            "linear layer."
+            f"{source} cannot be quantized: {config.model_type} keeps no matrix in a linear layer."
         )
-    return chosen, left | {head}
+    return chosen, linears - rounded
 
 
 def _group(to: str, files: Mapping[str, Path], matrices: Collection[str]) -> int:
     """Return the columns that share a scale; 0 for whole rows."""
     if SCHEMES[to].weights["strategy"] != "group":
         return 0
-    widths = {name: _width(files[name], name) for name in sorted(matrices)}
-    for group in GROUPS:
-        if all(width % group == 0 for width in widths.values()):
-            return group
-    name, width = next((name, width) for name, width in widths.items() if width % GROUPS[-1])
-    raise UnsupportedModel(
-        f"--to int4 needs rows of a multiple of {GROUPS[-1]} numbers, and {name} has {width}; "
-        "use int8."
-    )
+    return group_for({name: _width(files[name], name) for name in sorted(matrices)})
 
 
 def _width(path: Path, name: str) -> int:
@@ -195,39 +169,3 @@ def _encoded(
             yield from scheme.encode(name, tensor, group).items()
         else:
             yield name, tensor
-
-
-def round_to_integers(
-    matrix: Tensor, bits: int, group: int, scale_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return int8 integers [out, in] and scales [out, groups] that are nearest to a matrix.
-
-    In 4 bits, a group's scale is the one of several with the smallest error in its square.
-    """
-    low, high = RANGES[bits]
-    blocks = matrix.view(len(matrix), -1, group)
-    largest = blocks.abs().amax(-1, keepdim=True)
-    best, error = torch.zeros_like(blocks), torch.full_like(largest, torch.inf)
-    scales = torch.zeros_like(largest, dtype=scale_dtype)
-    for clip in CLIPS if bits == 4 else CLIPS[:1]:
-        scale = _usable(clip * largest / (high + 0.5), scale_dtype)
-        integers = (blocks / scale.float()).round().clamp(low, high)
-        own = (integers * scale.float() - blocks).square().sum(-1, keepdim=True)
-        is_better = own < error
-        best, error = torch.where(is_better, integers, best), torch.where(is_better, own, error)
-        scales = torch.where(is_better, scale, scales)
-    return best.flatten(1).to(torch.int8), scales.squeeze(-1)
-
-
-def _usable(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return scales as they are stored; 1 where all numbers are 0."""
-    stored = scales.to(dtype)
-    return torch.where(stored == 0, torch.ones_like(stored), stored)
-
-
-def pack_integers(integers: Tensor, bits: int) -> Tensor:
-    """Return integers [out, in] in words of 32 bits, lowest first, with the smallest one as 0."""
-    per = 32 // bits
-    codes = (integers.long() - RANGES[bits][0]).view(len(integers), -1, per)
-    words = (codes << torch.arange(0, 32, bits)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

@@ -15,13 +15,9 @@ from transformers import LlamaConfig
 from specserve.errors import BadValue, SpecserveError, UnsupportedModel
 from specserve.models.checkpoints import writer
 from specserve.models.checkpoints.load import load_model
-from specserve.models.checkpoints.quantize import (
-    SCHEMES,
-    pack_integers,
-    round_to_integers,
-    write_quantized,
-)
+from specserve.models.checkpoints.quantize import SCHEMES, write_quantized
 from specserve.models.checkpoints.quantized.blocks import unpack
+from specserve.models.checkpoints.rounding import pack_integers, round_to_integers
 from specserve.tools.quantize import Shift
 from tests.families.make import write as write_family
 from tests.formats.check import MADE
@@ -55,7 +51,8 @@ def test_matrices_are_near_and_everything_else_is_as_it_was(
         if not name.endswith("proj.weight"):
             assert torch.equal(matrix, after[name]), name
             continue
-        groups = matrix.unflatten(1, (-1, 32 if to == "int4" else matrix.shape[1]))  # type: ignore[no-untyped-call]
+        size = 32 if to == "int4" else matrix.shape[1]
+        groups = matrix.view(len(matrix), -1, size)
         largest = groups.abs().amax(-1, keepdim=True)
         error = (after[name].view_as(groups) - groups).abs()
         # The largest numbers of 4 bits may be cut to three quarters.
@@ -138,7 +135,7 @@ def test_large_checkpoints_are_written_in_several_files(
     ("name", "to", "why"),
     [
         ("t5", "int8", "is an encoder-decoder; only decoders"),
-        ("qwen3_vl", "int8", "has parts that see or hear; only plain decoders"),
+        ("qwen3_vl", "int8", "is multimodal; only plain decoders"),
         ("gpt2", "int8", "gpt2 keeps no matrix in a linear layer"),
         ("odd", "int4", "needs rows of a multiple of 32 numbers, and .* has 80; use int8"),
         ("quantised", "int4", r"is quantized already \(compressed-tensors\)"),

@@ -1,0 +1,81 @@
+"""A draft whose weights are rounded as they are read: the text stays the target's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specserve import LLM, Sampling
+from specserve.checkpoint_files import find_checkpoints
+from specserve.config.tree import config_from_keys
+from specserve.errors import ConfigError, UnsupportedModel
+from specserve.models.checkpoints.quantize import write_quantized
+from specserve.models.model import ModelOptions, open_model
+from specserve.types import Step
+from tests.formats.check import MADE
+from tests.support import checkpoints
+from tests.support.self_speculative_engines import LLM_KEYS, TEXT
+
+PROMPTS = [TEXT, TEXT[5:], TEXT[::-1]]
+GREEDY = Sampling(max_tokens=32, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = checkpoints.make("llama", tmp_path_factory.mktemp("target"))
+    checkpoints.add_tokenizer(directory)
+    return directory
+
+
+def generate(target: Path, **keys: object) -> tuple[list[tuple[int, ...]], int, int]:
+    """Return greedy texts, and how many draft tokens were drafted and accepted."""
+    with LLM(target, **{**LLM_KEYS, "target.dtype": "auto", "draft.dtype": "auto", **keys}) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY)
+    stats = [output.stats for output in outputs if output.stats is not None]
+    return (
+        [tuple(output.token_ids) for output in outputs],
+        sum(stat.drafted for stat in stats),
+        sum(stat.accepted for stat in stats),
+    )
+
+
+def test_texts_are_those_without_a_draft(target: Path) -> None:
+    plain, _, _ = generate(target, **{"draft.kind": "none"})
+    for bits in ("int8", "int4"):
+        # The target itself drafts, rounded: what it computes is near, and not the same.
+        keys = {"draft.kind": "neural", "draft.path": str(target), "draft.quantize": bits}
+        texts, drafted, accepted = generate(target, **keys)
+        assert texts == plain
+        assert drafted > 20
+        assert 0 < accepted <= drafted
+
+
+@pytest.mark.parametrize(("bits", "to"), [(8, "int8"), (4, "int4")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounding_while_loading_gives_the_numbers_of_a_written_copy(
+    bits: int, to: str, dtype: str, target: Path, tmp_path: Path
+) -> None:
+    write_quantized(target, to, tmp_path / to)
+    found = []
+    for directory, round_to in ((target, bits), (tmp_path / to, None), (target, None)):
+        options = ModelOptions(dtype=dtype, device="cpu", pages=8, round_to=round_to)
+        runner = open_model(directory, options).runner
+        found.append(runner.run([Step(0, 0, TEXT)], [len(TEXT)]))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_a_draft_that_is_quantised_already_is_refused_before_it_is_read(target: Path) -> None:
+    keys = {"target.path": str(target), "draft.path": str(MADE / "gptq"), "draft.quantize": "int4"}
+    with pytest.raises(UnsupportedModel, match=r"is quantized already \(gptq\)"):
+        find_checkpoints(config_from_keys(keys))
+
+
+def test_what_has_no_weights_of_a_model_is_not_rounded() -> None:
+    keys = {"target.path": "x", "draft.kind": "max_gram", "draft.quantize": "int8"}
+    with pytest.raises(ConfigError, match=r"draft.quantize rounds a neural draft's weights"):
+        config_from_keys(keys)
+    with pytest.raises(ConfigError, match=r"draft.quantize must be one of int8, int4, not 'int2'"):
+        config_from_keys(keys | {"draft.kind": "neural", "draft.quantize": "int2"})
