@@ -5,12 +5,11 @@ Knows names and files; the target's ranks load an adapter with the first request
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from specserve.config.tree import AdaptersConfig
-from specserve.errors import NotServed
+from specserve.config.tree import NAME, AdaptersConfig
+from specserve.errors import AdapterError, BadValue, NotServed
 from specserve.models.adapters.files import read_adapter
 from specserve.types import Adapter
 
@@ -19,7 +18,6 @@ SEPARATOR = ":"
 MAX_ADAPTERS = 10_000
 MAX_LISTED = 20
 """Names that an error lists."""
-PLAIN_PATH = re.compile(r"[^\x00]{1,4096}")
 
 
 class AdapterRegistry:
@@ -70,3 +68,40 @@ class AdapterRegistry:
         raise NotServed(
             f"the model {model[:200]!r} is not served here; {self._base!r} is", param="model"
         )
+
+    def read(self, name: str, path: str) -> Adapter:
+        """Return an adapter that a client wants to load. Raises BadValue."""
+        if not NAME.fullmatch(name):
+            raise BadValue(
+                "lora_name begins with a letter or a digit and has nothing but letters, digits, "
+                "'-', '_' and '.'",
+                param="lora_name",
+            )
+        if len(self._adapters) >= MAX_ADAPTERS:
+            raise BadValue(f"there are {MAX_ADAPTERS} adapters; unload one", param="lora_name")
+        try:
+            assert self._load_from is not None
+            directory = (self._load_from / path).resolve()
+            if not directory.is_relative_to(self._load_from):
+                raise BadValue(
+                    "lora_path is not below the directory that adapters.load_from allows",
+                    param="lora_path",
+                )
+            adapter = read_adapter(name, str(directory))
+        except (AdapterError, ValueError, OSError) as error:
+            raise BadValue(str(error), param="lora_path") from error
+        if self._adapters.get(name, adapter) != adapter:
+            raise BadValue(
+                f"the adapter {name!r} is there with other files; unload it first",
+                param="lora_name",
+            )
+        return adapter
+
+    def add(self, adapter: Adapter) -> None:
+        """Let requests name an adapter from now on."""
+        self._adapters[adapter.name] = adapter
+
+    def remove(self, name: str) -> Adapter:
+        """Let no further request name an adapter; those under way go on. Raises NotServed."""
+        self.find(name)
+        return self._adapters.pop(name)

@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve.api.access import ClientAccess
+from specserve.api.adapter_loading import LOAD, UNLOAD, AdapterLoading
+from specserve.api.adapters import AdapterRegistry
 from specserve.api.body import BODY_S, BodyDecoder, BodyLimit
 from specserve.api.http10 import WholeAnswer
 from specserve.api.metering import RequestMetrics
@@ -59,6 +61,7 @@ def build(
     it asks for keys.
     """
     metrics, page = RequestMetrics(registry, time.perf_counter), Page()
+    adapters = AdapterRegistry.from_config(served.name, config.adapters)
     app = FastAPI(
         title="specserve",
         version="v1",  # of the protocol, not of the package
@@ -80,12 +83,17 @@ def build(
         request_metrics=metrics,
         timeout_s=config.limits.request_timeout_s,
         access=access,
+        adapters=adapters,
         log_prompts=config.logs.prompts,
         shares_cache=config.cache.shared,
         min_replicas=config.replicas.min,
         unknown_parameters=config.http.unknown_parameters,
     )
     _add_routes(app, endpoints)
+    if config.adapters.load_from is not None:
+        loading = AdapterLoading(adapters, service, endpoints.model_entry)
+        app.post(LOAD)(loading.load)
+        app.post(UNLOAD)(loading.unload)
     for path in TEXT_ONLY_PATHS:
         app.api_route(path, methods=["GET", "POST", "DELETE"], include_in_schema=False)(text_only)
     app.api_route(STORED_RESPONSES, methods=["GET", "POST", "DELETE"], include_in_schema=False)(

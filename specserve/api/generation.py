@@ -56,7 +56,10 @@ class Generation:
         self._requests = [
             replace(request, client=client)
             for prompt in prompts
-            for request in forbid_words(sampling.requests(prompt.ids, tenant=tenant), words)
+            for request in forbid_words(
+                sampling.requests(prompt.ids, tenant=tenant, adapter=generation_request.adapter),
+                words,
+            )
         ]
         prefixes = [prompt.prefix_ids for prompt in prompts for _ in range(sampling.n)]
         self.continuations = [

@@ -17,8 +17,10 @@ RATES = ("requests_per_minute", "tokens_per_minute")
 CONCURRENT = "concurrent_requests"
 LIMITS = (*RATES, CONCURRENT)
 EXPIRES = "expires"
-GENERATE, TRACE, METRICS = "generate", "trace", "metrics"
-ALL_SCOPES = (GENERATE, TRACE, METRICS)
+GENERATE, TRACE, METRICS, ADAPTERS = "generate", "trace", "metrics", "adapters"
+DEFAULT_SCOPES = (GENERATE, TRACE, METRICS)
+"""Scopes of a key that names none: what changes the server for all clients has to be named."""
+ALL_SCOPES = (*DEFAULT_SCOPES, ADAPTERS)
 SCOPES = "scopes"
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -33,7 +35,7 @@ class ApiClient:
     tokens_per_minute: float | None = None
     concurrent_requests: float | None = None
     expires: date | None = None  # the key's last day, by UTC
-    scopes: frozenset[str] = frozenset(ALL_SCOPES)  # what the key may be used for
+    scopes: frozenset[str] = frozenset(DEFAULT_SCOPES)  # what the key may be used for
     line: int = field(default=0, compare=False)  # of the file
 
     @property
@@ -156,7 +158,7 @@ def _parse_line(words: Sequence[str], number: int) -> ApiClient:
                 f"{EXPIRES}=YYYY-MM-DD and {SCOPES}=A,B behind the key, once each, "
                 "N a whole number above 0"
             )
-    allowed = frozenset(ALL_SCOPES) if scopes is None else scopes
+    allowed = frozenset(DEFAULT_SCOPES) if scopes is None else scopes
     return ApiClient(name, _hash(key), **limits, expires=expires, scopes=allowed, line=number)
 
 

@@ -17,8 +17,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.api.access import ClientAccess
+from specserve.api.adapter_loading import LOAD, UNLOAD
 from specserve.api.client_address import client_address
-from specserve.api.keys import GENERATE, METRICS, TRACE, ApiClient
+from specserve.api.keys import ADAPTERS, GENERATE, METRICS, TRACE, ApiClient
 from specserve.api.metering import RequestMetrics
 from specserve.api.refusal import (
     BAD_KEY,
@@ -40,6 +41,8 @@ MAX_HEAD = 32 * 1024
 SCOPES_OF_PATHS = {
     "/trace": TRACE,
     "/metrics": METRICS,
+    LOAD: ADAPTERS,
+    UNLOAD: ADAPTERS,
     "/health": None,
     "/ping": None,
     "/ready": None,

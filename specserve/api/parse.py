@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TypeVar
 
+from specserve.api.adapters import AdapterRegistry
 from specserve.api.best_of import BestOf
 from specserve.api.chat_template import TemplateOptions
 from specserve.api.constraints import members, parse_constraint
@@ -24,9 +25,9 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.api.tools.formats import ModelCallFormat
 from specserve.api.tools.messages import to_template_messages
 from specserve.api.tools.offer import Offer, parse_offer
-from specserve.errors import BadRequest, BadValue, EmptyPrompt, NotServed, TooLong, UnknownToken
+from specserve.errors import BadRequest, BadValue, EmptyPrompt, TooLong, UnknownToken
 from specserve.sampling_params import MAX_COUNT, Sampling
-from specserve.types import Speculation
+from specserve.types import Adapter, Speculation
 
 MAX_CONTINUATIONS = 512
 """Continuations of one HTTP request: its prompts times n."""
@@ -40,8 +41,8 @@ MAX_INLINE_CHARS = 20_000
 """Characters that the event loop may tokenize itself, in some 5 ms; more go to a thread."""
 MAX_INLINE_GRAMMAR = 2_000
 """Characters of a grammar that the event loop may check itself, in as long."""
-NESTED_FIELDS = ("max_tokens", "speculation", "response_format", "guided")
-"""Fields of Sampling that need more than a copy from the body."""
+NESTED_FIELDS = ("max_tokens", "speculation", "response_format", "guided", "adapter")
+"""Fields of Sampling that are no copies of the body's; `model` names an adapter there."""
 DEFAULT_OPTIONS = TemplateOptions()
 FLAT_FIELDS = tuple(field.name for field in fields(Sampling) if field.name not in NESTED_FIELDS)
 
@@ -80,13 +81,17 @@ class GenerationRequest:
     best_of: BestOf | None = None  # of the continuations, only so many are sent
     call_format: ModelCallFormat | None = None  # how it calls tools; None: it cannot
     reasoning: PromptReasoning | None = None  # before the answer; None: no known format of it
+    adapter: Adapter | None = None  # that `model` names
 
 
 class RequestParser:
     """Parser of bodies that have passed the schema."""
 
-    def __init__(self, tokenizer: Tokenizer, served: ServedModel) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, served: ServedModel, adapters: AdapterRegistry | None = None
+    ) -> None:
         self._tokenizer, self._served = tokenizer, served
+        self._adapters = adapters or AdapterRegistry(served.name)
 
     @cached_property
     def _call_format(self) -> ModelCallFormat:
@@ -97,8 +102,7 @@ class RequestParser:
         return ModelReasoning.from_template(self._tokenizer.tool_template, self._tokenizer)
 
     async def completion(self, body: CompletionBody) -> GenerationRequest:
-        self.check_model(body.model)
-        best_of = BestOf.from_body(body)
+        adapter, best_of = self.find_adapter(body.model), BestOf.from_body(body)
         sampling = self._sampling(body, best_of, default_max_tokens=16)
         if self._served.is_encoder_decoder:
             sampling.check_encoder_input()
@@ -118,11 +122,11 @@ class RequestParser:
             size,
             lambda: tuple(self._prompt(prompt, echo=sampling.echo, keep=keep) for prompt in given),
         )
-        return _generation_request(body, prompts, sampling, best_of=best_of)
+        return _generation_request(body, prompts, sampling, best_of=best_of, adapter=adapter)
 
     async def chat(self, body: ChatBody) -> GenerationRequest:
         """Parse a chat. Parameters are checked before anything is done with messages."""
-        self.check_model(body.model)
+        adapter = self.find_adapter(body.model)
         offer, best_of = parse_offer(body), BestOf.from_body(body)
         sampling = self._sampling(body, best_of, default_max_tokens=MAX_COUNT)
         if self._served.is_encoder_decoder:
@@ -153,6 +157,7 @@ class RequestParser:
             best_of=best_of,
             reasoning=reasoning,
             call_format=call_format,
+            adapter=adapter,
         )
 
     def _prompt_reasoning(self, ids: Sequence[int]) -> PromptReasoning | None:
@@ -230,13 +235,9 @@ class RequestParser:
         self.check_ids(ids, param="tokens")
         return await _in_thread_if_large(len(ids), lambda: self._tokenizer.decode(ids))
 
-    def check_model(self, name: str | None) -> None:
-        """Raise NotServed for the name of another model."""
-        if name is not None and name != self._served.name:
-            raise NotServed(
-                f"the model {name[:200]!r} is not served here; {self._served.name!r} is",
-                param="model",
-            )
+    def find_adapter(self, model: str | None) -> Adapter | None:
+        """Return the adapter that `model` names. Raises NotServed for the name of another model."""
+        return self._adapters.of_model(model)
 
     def check_ids(self, ids: Sequence[int], *, param: str) -> None:
         """Raise UnknownToken for an id outside the vocabulary."""
@@ -366,6 +367,7 @@ def _generation_request(
     best_of: BestOf | None,
     reasoning: PromptReasoning | None = None,
     call_format: ModelCallFormat | None = None,
+    adapter: Adapter | None = None,
 ) -> GenerationRequest:
     stream, options = body.stream is True, body.stream_options
     if options is not None and not stream:
@@ -383,6 +385,7 @@ def _generation_request(
         return_token_ids=body.return_token_ids is True,
         request_id=body.request_id,
         best_of=best_of,
+        adapter=adapter,
         call_format=call_format,
         reasoning=reasoning,
     )

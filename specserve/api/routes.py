@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from specserve import metrics
 from specserve.api.access import ClientAccess
+from specserve.api.adapters import AdapterRegistry
 from specserve.api.choices import CHAT, COMPLETION, ResponseKind
 from specserve.api.constraints import errors_as_sent
 from specserve.api.generation import Generation
@@ -37,6 +38,7 @@ from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import IGNORE, REFUSE
 from specserve.errors import BadRequest, BadValue, SpecserveError, Unavailable
 from specserve.metrics import Registry, Snapshot
+from specserve.types import Adapter
 from specserve.wire.version import RELEASE
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Endpoints:
         request_metrics: RequestMetrics,
         timeout_s: float,
         access: ClientAccess | None = None,
+        adapters: AdapterRegistry | None = None,
         log_prompts: bool = False,
         shares_cache: bool = False,
         min_replicas: int = 1,
@@ -71,7 +74,8 @@ class Endpoints:
         self._timeout_s, self._log_prompts = timeout_s, log_prompts
         self._shares_cache, self._min_replicas = shares_cache, min_replicas
         self._unknown_parameters = unknown_parameters
-        self._access, self._parser = access, RequestParser(tokenizer, served)
+        self._access, self._adapters = access, adapters or AdapterRegistry(served.name)
+        self._parser = RequestParser(tokenizer, served, self._adapters)
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
@@ -106,25 +110,25 @@ class Endpoints:
             self._generation(generation_request, request, start),
             self._tokenizer,
             generation_request,
-            self._head(RESPONSE, request),
+            self._head(RESPONSE, request, generation_request),
             self._request_metrics,
             body=body,
             log_prompts=self._log_prompts,
         )
 
     async def models(self) -> Response:
-        """Return the model that is served, as a list of one."""
-        return json_response({"object": "list", "data": [self._model()]})
+        """Return the model that is served, and its adapters."""
+        served = [None, *map(self._adapters.find, self._adapters.names)]
+        return json_response({"object": "list", "data": [self.model_entry(one) for one in served]})
 
     async def model(self, name: str) -> Response:
-        """Return the model that is served, by its name."""
-        self._parser.check_model(name)
-        return json_response(self._model())
+        """Return the model that is served, or an adapter of it, by its name."""
+        return json_response(self.model_entry(self._parser.find_adapter(name)))
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Return the ids of a prompt, or of the prompt that messages become."""
         self._check_unknown(body, request)
-        self._parser.check_model(body.model)
+        self._parser.find_adapter(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadValue("give either prompt or messages", param="prompt")
         if body.messages is not None:
@@ -139,7 +143,7 @@ class Endpoints:
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Return the text of ids."""
         self._check_unknown(body, request)
-        self._parser.check_model(body.model)
+        self._parser.find_adapter(body.model)
         return json_response({"prompt": await self._parser.decode_ids(body.tokens)})
 
     async def health(self) -> Response:
@@ -193,7 +197,7 @@ class Endpoints:
         start: float,
     ) -> GenerationResponse:
         generation = self._generation(generation_request, request, start)
-        head = self._head(kind, request, generation_request.request_id)
+        head = self._head(kind, request, generation_request)
         if not generation_request.stream:
             return FullResponse(
                 generation, self._tokenizer, generation_request, head, self._request_metrics
@@ -210,11 +214,12 @@ class Endpoints:
         )
 
     def _head(
-        self, kind: ResponseKind, request: Request, request_id: str | None = None
+        self, kind: ResponseKind, request: Request, generation_request: GenerationRequest
     ) -> ResponseHead:
         """Return the head of an answer; the client may have chosen its id."""
-        given = request_id or request.state.request_id
-        return ResponseHead(kind, given, int(time.time()), self._served.name)
+        given = generation_request.request_id or request.state.request_id
+        model = self._adapters.model_name(generation_request.adapter)
+        return ResponseHead(kind, given, int(time.time()), model)
 
     def _generation(
         self, generation_request: GenerationRequest, request: Request, start: float
@@ -257,15 +262,17 @@ class Endpoints:
             extra={"request_id": request_id},
         )
 
-    def _model(self) -> dict[str, object]:
+    def model_entry(self, adapter: Adapter | None) -> dict[str, object]:
+        """Return what `/v1/models` says of the target, or of an adapter of it."""
         served = self._served
+        parent = {} if adapter is None else {"parent": served.name}
         return {
-            "id": served.name,
+            "id": self._adapters.model_name(adapter),
             "object": "model",
             "created": served.created,
             "owned_by": "specserve",
             "max_model_len": served.max_context,
-        } | ({} if served.note is None else {"note": served.note})
+        } | (parent if served.note is None else {**parent, "note": served.note})
 
     def _key_trouble(self) -> KeyTrouble | None:
         return None if self._access is None else self._access.trouble()

@@ -307,7 +307,8 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scopes",
         metavar="A,B",
-        help="what the new key may be used for: some of generate,trace,metrics; all by default",
+        help="what the new key may be used for: some of generate,trace,metrics,adapters; "
+        "all but the last by default",
     )
 
 

@@ -486,6 +486,11 @@ def _validate(config: Config) -> Config:
         raise ConfigError(
             "cache.pages and cache.memory_fraction say the same thing twice; give one of them"
         )
+    if config.adapters.load_from is not None and replicas.gateways > 1:
+        raise ConfigError(
+            "adapters.load_from lets clients load adapters into the gateway that they reach, and "
+            f"replicas.gateways is {replicas.gateways}; set it to 1, or name them in adapters.paths"
+        )
     if (config.http.tls_cert is None) != (config.http.tls_key is None):
         raise ConfigError(
             "http.tls_cert and http.tls_key go together: a certificate and the key that belongs "

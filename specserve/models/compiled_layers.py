@@ -148,7 +148,7 @@ def _layer(layer: FusedLayer, keys: Tensor, values: Tensor) -> Any:
         layer.variant.window or NO_WINDOW,
         *(
             number
-            for linear in (layer.qkv, layer.out, _packed_gate(layer), layer.down)
+            for linear in (layer.qkv, out, _packed_gate(layer), down)
             for number in weight_layout(linear.weight, linear.in_features)
         ),
     )

@@ -112,7 +112,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 
 def test_adapters_that_do_not_fit_together_run_in_passes_of_their_own(llama: Adapted) -> None:
-    """Only one of the two fits in memory, so that every round loads one and evicts the other."""
+    """One of the two fits in memory, so that every round loads one and evicts the other."""
     whole = Engine(llama.target, adapter_bytes=MEBIBYTE)
     whole.run(requests(llama)[:3])
     assert whole.target.adapters is not None

@@ -165,7 +165,8 @@ def _read_shapes(directory: Path) -> Mapping[str, tuple[int, ...]]:
         raise AdapterError(f"{directory} has no {WEIGHTS_FILE}; save the adapter as safetensors")
     try:
         with safe_open(path, framework="np") as file:
-            return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+            keys = file.keys()  # a file is no mapping
+            return {key: tuple(file.get_slice(key).get_shape()) for key in keys}
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{path} cannot be read as safetensors: {error}") from error
 
