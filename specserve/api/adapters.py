@@ -89,7 +89,9 @@ class AdapterRegistry:
                 )
             adapter = read_adapter(name, str(directory))
         except (AdapterError, ValueError, OSError) as error:
-            raise BadValue(str(error), param="lora_path") from error
+            raise BadValue(
+                str(error).replace(f"{self._load_from}/", ""), param="lora_path"
+            ) from error
         if self._adapters.get(name, adapter) != adapter:
             raise BadValue(
                 f"the adapter {name!r} is there with other files; unload it first",

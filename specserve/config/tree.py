@@ -193,7 +193,7 @@ class AdaptersConfig:
     """Low-rank adapters (LoRA) of the target, which a request names behind the model's name."""
 
     paths: Mapping[str, str] = setting({}, labels())  # directories by name
-    memory_mb: int = setting(1024, integer(1, 2**20))  # of each rank, for those that are loaded
+    memory_mb: int = setting(256, integer(1, 2**20))  # of each rank, for those that are loaded
     # clients may load adapters that lie below this directory; None: they may not
     load_from: str | None = setting(None, text())
 

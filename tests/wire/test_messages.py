@@ -19,6 +19,7 @@ from specserve.errors import BadFrame, OutOfPages, VersionMismatch, WorkerLost
 from specserve.types import (
     GRAMMARS,
     VERIFIERS,
+    Adapter,
     Chunk,
     DraftStep,
     FinishReason,
@@ -257,6 +258,7 @@ def samples() -> list[Message]:
                         logprobs=0,
                         constrained=True,
                         cache_salt=b"\0salt",
+                        adapter=Adapter("sql", "/adapters/sql", b"\0version"),
                     ),
                     (9, 8),
                     Grammar("regex", "a+"),

@@ -139,7 +139,12 @@ class AdapterStore:
             try:
                 fits = adapter is None or self._take(adapter, in_use)
             except AdapterError as error:
-                self._errors[step.seq_id] = str(error)
+                assert adapter is not None
+                log.warning("a sequence fails: %s", error)
+                # A client may know the adapter's name, but not where it lies.
+                self._errors[step.seq_id] = str(error).replace(
+                    adapter.path, f"the adapter {adapter.name}"
+                )
             else:
                 (now if fits else later).append(step)
         return now, later
@@ -190,10 +195,7 @@ class AdapterStore:
     def _load(self, adapter: Adapter) -> dict[str, Factors]:
         directory = Path(adapter.path)
         if digest(directory) != adapter.version:
-            raise AdapterError(
-                f"the files of the adapter {adapter.name} at {directory} have changed since it "
-                "was named; load it again"
-            )
+            raise AdapterError(f"{directory} has changed since it was named; load it again")
         files = AdapterFiles.open(directory)
         files.require_fits(self._layers)
         try:
