@@ -106,7 +106,7 @@ MEANINGS: Mapping[str, str] = {
     "([how](../design/drafters.md#apart-or-together)).",
     "draft.kind": "Drafter ([the kinds](../guides/your-model.md)). The default is `neural` if "
     "there is a path, else `none`.",
-    "draft.path": "Draft model, tables made by `specserve tables`, or heads made by "
+    "draft.path": "Draft model, EAGLE-3 head, tables made by `specserve tables`, or heads made by "
     "`specserve heads`. A model may have another tokenizer than the target.",
     "draft.revision": "As `target.revision`.",
     "draft.quantize": "`int8` or `int4` rounds a neural draft's weights as they are read; the "

@@ -148,6 +148,7 @@ def _commands() -> dict[str, tuple[AddArguments, str]]:
             "the papers' tables, ours beside theirs",
         ),
         "heads": (_add_heads, "fit heads to a target, for draft.kind heads"),
+        "eagle": (_add_eagle, "train an EAGLE-3 head for a target, for draft.kind eagle"),
         "inflate": (_add_inflate, "write a widened copy that costs what a larger model costs"),
         "quantize": (_add_quantize, "write a copy with weights in 8 or 4 bits"),
         "keys": (_add_keys, "create, list and check keys in a file for http.api_keys_file"),
@@ -208,8 +209,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter",
         metavar="D",
-        help="what drafts: neural, layer_skip, heads, bigram, unigram, max_gram, prompt_copy, "
-        "random or none",
+        help="what drafts: neural, layer_skip, heads, eagle, bigram, unigram, max_gram, "
+        "prompt_copy, random or none",
     )
     parser.add_argument("--json", action="store_true", help="print token ids and statistics too")
     parser.add_argument(
@@ -227,6 +228,27 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_heads(parser: argparse.ArgumentParser) -> None:
+    _add_training(parser)
+    parser.add_argument(
+        "--heads", type=int, default=4, metavar="N", help="tokens that are drafted at once"
+    )
+
+
+def _add_eagle(parser: argparse.ArgumentParser) -> None:
+    _add_training(parser)
+    parser.add_argument(
+        "--draft-vocab",
+        type=int,
+        metavar="N",
+        help="most frequent tokens of the texts that the head can draft (32,000, or all)",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on training the head that is in --out"
+    )
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Add what every training on a target's own distribution takes."""
     parser.add_argument(
         "--target", required=True, metavar="M", help="a local directory or a hub name"
     )
@@ -239,9 +261,6 @@ def _add_heads(parser: argparse.ArgumentParser) -> None:
         help="UTF-8 text of the kind that the target will write",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for draft.path")
-    parser.add_argument(
-        "--heads", type=int, default=4, metavar="N", help="tokens that are drafted at once"
-    )
     parser.add_argument(
         "--minutes",
         type=float,

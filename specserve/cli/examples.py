@@ -53,6 +53,10 @@ specserve reproduce --out docs/measurements
 specserve heads --target meta-llama/Llama-3.1-8B --text corpus.txt --out heads
 specserve heads --target path/to/target --text one.txt two.txt --out heads --heads 6 --minutes 30
 """,
+    "eagle": """
+specserve eagle --target meta-llama/Llama-3.1-8B --text corpus.txt --out eagle --minutes 600
+specserve eagle --target path/to/target --text one.txt two.txt --out eagle --draft-vocab 8192
+""",
     "inflate": """
 specserve inflate --model path/to/target --params 200M --out target-200M
 specserve inflate --model path/to/target --params 1B --out target-1B

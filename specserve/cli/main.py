@@ -154,6 +154,24 @@ def heads(options: argparse.Namespace) -> None:
     print(summary)
 
 
+def eagle(options: argparse.Namespace) -> None:
+    """Train an EAGLE-3 head for a target."""
+    from specserve.tools.train_eagle import train  # late, as below
+
+    with ProgressBar(sys.stderr) as bar:
+        summary = train(
+            options.target,
+            options.text,
+            options.out,
+            minutes=options.minutes,
+            draft_vocab=options.draft_vocab,
+            resume=options.resume,
+            threads=options.threads,
+            report_progress=bar,
+        )
+    print(summary)
+
+
 def inflate(options: argparse.Namespace) -> None:
     """Write a widened copy of a model."""
     # Late: torch takes seconds to import, and --help and bad usage do not need it.
@@ -250,6 +268,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": plan,
     "reproduce": reproduce,
     "heads": heads,
+    "eagle": eagle,
     "inflate": inflate,
     "quantize": quantize,
     "keys": keys,

@@ -111,7 +111,7 @@ def fit(
     checkpoint = find_checkpoint(target, key="--target")
     tokenizer = Tokenizer.load(checkpoint)
     report_progress("reading the texts")
-    windows = _windows([tokenizer.encode(read_text(text)) for text in texts], num_heads)
+    windows = text_windows([tokenizer.encode(read_text(text)) for text in texts], num_heads)
     report_progress("loading the target")
     teacher = Teacher(checkpoint)
     heads = Heads(num_heads, teacher.spec.hidden_size).to(teacher.device)
@@ -177,7 +177,7 @@ def _train(
     )
     fade = torch.tensor([FADE**i for i in range(heads.num_heads)], device=teacher.device)
     start = time.monotonic()
-    for step, window in enumerate(_for_ever(windows)):
+    for step, window in enumerate(repeat_shuffled(windows)):
         progress = (time.monotonic() - start) / (60 * minutes)
         if progress >= 1:
             return
@@ -213,7 +213,7 @@ def _losses(p: Tensor, log_q: Tensor, *, rejection: bool) -> Tensor:  # [heads]
     return (p * (p.log() - log_q)).sum(-1).mean(-1)
 
 
-def _windows(texts: Sequence[Sequence[int]], num_heads: int) -> list[Tensor]:
+def text_windows(texts: Sequence[Sequence[int]], num_heads: int) -> list[Tensor]:
     """Return whole windows of the texts in order, or one shorter window of short texts."""
     tokens = torch.tensor([token for text in texts for token in text])
     if len(tokens) < num_heads + 2:
@@ -225,7 +225,7 @@ def _windows(texts: Sequence[Sequence[int]], num_heads: int) -> list[Tensor]:
     return list(torch.split(tokens, WINDOW)[: max(1, len(tokens) // WINDOW)])
 
 
-def _for_ever(windows: Sequence[Tensor]) -> Iterator[Tensor]:
+def repeat_shuffled(windows: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield the windows again and again, each time in another order."""
     generator = torch.Generator().manual_seed(0)
     while True:

@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from specserve.drafters.after_verify import DraftAfterVerify
 from specserve.drafters.eagle import EagleDrafter
 from specserve.models.cache import PagedCache
 from specserve.models.hidden_taps import HiddenTaps
-from specserve.types import DraftStep, Policy, Proposal, TokenRule, Verdict, VerifyStep, Warp
+from specserve.types import (
+    DraftStep,
+    Policy,
+    Proposal,
+    SparseDistribution,
+    TokenRule,
+    Verdict,
+    VerifyStep,
+    Warp,
+)
 from tests.support import checkpoints
 from tests.support.eagle_heads import HeadSizes, ReferenceHead, write_speculators
 from tests.support.engines import load_target, model_options
@@ -105,7 +115,7 @@ def run_rounds(pair: Pair, seq_id: int, text: list[int], *, num: int = 5) -> int
     """Run rounds, check q of each, and return how many draft tokens were accepted."""
     accepted = start = draft_start = 0
     drafts: tuple[int, ...] = ()
-    q = None
+    q: SparseDistribution | None = None
     for _ in range(num):
         step = VerifyStep(seq_id, start, tuple(text[start:]), drafts, q, POLICY)
         (verdict,) = pair.verify(step)
@@ -236,3 +246,27 @@ def test_a_grammars_tokens_are_drafted_though_the_head_does_not_know_them(
     assert set(proposal.tokens) <= set(lacking)
     assert proposal.q is not None
     np.testing.assert_allclose(proposal.q.probs.sum(1), 1, rtol=1e-5)
+
+
+def test_drafting_after_each_pass_gives_the_same_q(
+    llama: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft as a worker does, which catches up with a long prompt over several passes."""
+    monkeypatch.setattr("specserve.drafters.after_verify.MAX_CATCH_UP", 24)
+    pair = Pair(llama, head)
+    after_verify = DraftAfterVerify(pair.drafter, pair.target.runner.cache)
+    text, start, checked = list(range(20, 90)), 0, 0
+    drafts: tuple[int, ...] = ()
+    q: SparseDistribution | None = None
+    for _ in range(8):
+        step = VerifyStep(3, start, tuple(text[start:]), drafts, q, POLICY, gamma=GAMMA)
+        verdicts = pair.verify(step)
+        start = len(text) + verdicts[0].accepted
+        text += [*drafts[: verdicts[0].accepted], verdicts[0].next_token]
+        drafts, q = (), None
+        for prepared in after_verify.draft_after([step], verdicts):
+            pair.check(prepared.proposal, text)
+            drafts, q, checked = prepared.proposal.tokens, prepared.proposal.q, checked + 1
+    assert 3 <= checked < 8, "it drafted before it had caught up, or never did"
+    after_verify.release([3])
+    assert pair.drafter.runner.cache.num_used == 0

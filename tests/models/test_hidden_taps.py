@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from specserve.config.tree import DEMO
 from specserve.models.hidden_taps import HiddenRows, HiddenTaps
+from specserve.models.model import open_model
+from specserve.models.shard import Shard
+from specserve.models.target import TargetFollower
 from specserve.types import Policy, VerifyStep, Warp
 from tests.support import checkpoints
 from tests.support.engines import load_target, model_options
@@ -87,3 +94,31 @@ def test_the_last_layers_output_can_be_tapped(tmp_path: Path) -> None:
         out = library(torch.tensor([[7, 8, 9]]), output_hidden_states=True)
         normed = library.model.norm(found.rows[:, 128:])
     torch.testing.assert_close(normed, out.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"], ids=["fused", "library"])
+def test_rank_0_of_two_hands_over_whole_states(name: str, tmp_path: Path) -> None:
+    target = checkpoints.make(name, tmp_path / "target")
+    step = VerifyStep(1, 0, tuple(range(50, 70)), (), None, POLICY)
+    (alone,) = handed_over(target, (0, 1, 2), step, dtype="float32")
+    store: Any = cast(Any, dist).HashStore()
+
+    def join(rank: int) -> Shard:
+        backend = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        group: Any = dist.ProcessGroup(store, rank, 2)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        return Shard(rank, 2, group)
+
+    with ThreadPoolExecutor(2) as threads:
+        shards = list(threads.map(join, range(2)))
+        first = load_target(
+            target, model_options(pages=20), shard=shards[0], taps=HiddenTaps((0, 1, 2))
+        )
+        other = open_model(target, model_options(pages=20), shard=shards[1])
+        found: list[HiddenRows] = []
+        first.on_hidden = found.extend
+        follower = TargetFollower(other.runner, first.info)
+        list(threads.map(lambda rank: rank.verify([step]), (first, follower)))
+    torch.testing.assert_close(found[0].rows, alone.rows, rtol=1e-3, atol=1e-4)
+    assert first.network is not None
+    assert first.network.embedding.shape == (checkpoints.VOCAB, 64), "a head reads it whole"

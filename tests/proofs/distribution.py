@@ -86,8 +86,9 @@ later draft tokens affect the first, and there is no such formula.)
   quarters of the pages, `7 of 8 ids` lacks an id of the target, `none` drafts nothing.
   `layer_skip` and `heads` are tied to a target of three layers: one without the second layer,
   on the target's own pages; the other with random heads, and, as `top 3 heads`, with a support
-  of three. The others are cascades ([cascades](../design/drafters.md#cascades)): largest stage
-  first, each smaller one agrees less.
+  of three. `eagle` is a random EAGLE-3 head of the same target with pages of its own, and a
+  second one knows 6 of 8 ids. The others are cascades
+  ([cascades](../design/drafters.md#cascades)): largest stage first, each smaller one agrees less.
 - **gamma**: `random` is another gamma from 0 to 4 for each sequence in each round.
 - **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at
   temperature 1, truncated, with penalties (presence, frequency, repetition), with min-p and

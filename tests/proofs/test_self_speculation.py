@@ -14,6 +14,7 @@ from tests.support.continuations import VOCAB, Case, sample
 from tests.support.engines import GREEDY, Engine, RandomPacer
 from tests.support.self_speculative_engines import (
     SELF_SPECULATIVE,
+    WITHOUT_CACHE,
     SelfSpeculativeEngine,
     SelfSpeculativePairs,
     random_heads,
@@ -42,6 +43,9 @@ CASES = (
     Case("each", "layer_skip", None, "mixed"),
     Case("each", "heads", None, "mixed"),
     Case("each", "top 3 heads", None, "truncated"),
+    Case("speculative", "eagle", 2),
+    Case("coupled", "eagle, 6 of 8 ids", 3),
+    Case("each", "eagle, 6 of 8 ids", None, "mixed"),
 )
 
 
@@ -75,7 +79,7 @@ def requests_for(verifier: str, *, warp: Warp = GREEDY) -> list[Request]:
 
 @pytest.mark.parametrize("gamma", [1, 4, None], ids=["1", "4", "random"])
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("drafter", SELF_SPECULATIVE)
+@pytest.mark.parametrize("drafter", [*WITHOUT_CACHE, "eagle, 6 of 8 ids"])
 def test_greedy_texts_are_those_of_plain_decoding(
     pairs: SelfSpeculativePairs, drafter: str, verifier: str, gamma: int | None
 ) -> None:
@@ -151,7 +155,7 @@ def test_in_bf16_texts_are_identical_and_prefix_hits_are_the_whole_models(
     assert hits[1] > hits[0]
 
 
-@pytest.mark.parametrize("drafter", SELF_SPECULATIVE)
+@pytest.mark.parametrize("drafter", WITHOUT_CACHE)
 def test_a_sequence_that_the_target_has_not_cached_gets_no_drafts(
     pairs: SelfSpeculativePairs, drafter: str
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class HeadSizes:
     taps: tuple[int, ...] | None = (1, 2, 3)
     norm_before_residual: bool = False
     has_embedding: bool = True
+    logit_scale: float = 3.0  # of the random vocabulary head
 
 
 def write_specforge(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys: Any) -> Path:
@@ -154,7 +155,7 @@ def _tensors(sizes: HeadSizes, layer: str, seed: int) -> dict[str, Tensor]:
         f"{layer}.self_attn.o_proj.weight": matrix(hidden, hidden),
         f"{layer}.self_attn.q_proj.weight": matrix(hidden, 2 * hidden),
         f"{layer}.self_attn.v_proj.weight": matrix(sizes.kv_heads * dim, 2 * hidden),
-        "lm_head.weight": 3 * matrix(sizes.draft_vocab_size, hidden),
+        "lm_head.weight": sizes.logit_scale * matrix(sizes.draft_vocab_size, hidden),
         "norm.weight": norm(hidden),
     }
     if sizes.has_embedding:
@@ -204,16 +205,22 @@ class ReferenceHead:
 
         `taps` [positions, 3 * hidden] are the target's states behind all tokens but the last.
         """
+        texts = torch.tensor([*tokens, *chain])[None]
+        return self.draft_many(texts, taps[None], num_drafted=len(chain))[0]
+
+    def draft_many(
+        self, texts: Tensor, taps: Tensor, *, num_drafted: int = 0
+    ) -> Tensor:  # [texts, 1 + num_drafted, vocab]
+        """Return what `draft` does for several texts, whose last tokens are their chains."""
         states = self._linear("fc", taps.to(self.dtype))
         logits = []
-        for i in range(len(chain) + 1):
-            ids = torch.tensor([*tokens, *chain[:i]][1:])
-            out = self._layer(states, ids)
-            logits.append(self._to_target(self._linear("lm_head", self._norm("norm", out[-1:])))[0])
-            states = torch.cat([states, out[-1:]])
-        return torch.stack(logits)
+        for _ in range(num_drafted + 1):
+            newest = self._layer(states, texts[:, 1 : states.shape[1] + 1])[:, -1:]
+            logits.append(self._to_target(self._linear("lm_head", self._norm("norm", newest))))
+            states = torch.cat([states, newest], dim=1)
+        return torch.cat(logits, dim=1)
 
-    def _layer(self, states: Tensor, ids: Tensor) -> Tensor:  # [rows, hidden], [rows]
+    def _layer(self, states: Tensor, ids: Tensor) -> Tensor:  # [texts, rows, hidden], [texts, rows]
         assert self.embedding is not None
         normed = self._norm("layers.0.hidden_norm", states)
         residual = normed if self.sizes.norm_before_residual else states
@@ -228,7 +235,7 @@ class ReferenceHead:
     def _attend(self, x: Tensor) -> Tensor:
         q, k, v = (
             self._linear(f"layers.0.self_attn.{name}_proj", x)
-            .view(1, len(x), heads, -1)
+            .view(*x.shape[:2], heads, -1)
             .transpose(1, 2)
             for name, heads in (
                 ("q", self.sizes.num_heads),
@@ -236,21 +243,17 @@ class ReferenceHead:
                 ("v", self.sizes.kv_heads),
             )
         )
-        cos, sin = self.rotary(x, torch.arange(len(x))[None])
+        cos, sin = self.rotary(x, torch.arange(x.shape[1])[None])
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1).reshape(len(x), -1)
+        return out.transpose(1, 2).flatten(2)
 
     def _to_target(self, logits: Tensor) -> Tensor:
-        whole = logits.new_full((len(logits), self.sizes.vocab_size), -torch.inf)
-        return whole.index_copy(1, self.target_ids, logits)
+        whole = logits.new_full((*logits.shape[:2], self.sizes.vocab_size), -torch.inf)
+        return whole.index_copy(2, self.target_ids, logits)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], 1e-5)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self.weights[f"{name}.weight"].T
-
-
-def without_embedding(sizes: HeadSizes) -> HeadSizes:
-    return replace(sizes, has_embedding=False)

@@ -6,6 +6,7 @@ The expected q of each kind is computed by the library alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from specserve.drafters.eagle import EagleDrafter
 from specserve.drafters.heads import HeadsDrafter
 from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.models.heads import WEIGHTS, Heads, HeadsInfo, load_heads, save_heads
+from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.target import TargetModel
 from tests.support import checkpoints
 from tests.support.continuations import (
@@ -30,6 +33,7 @@ from tests.support.continuations import (
     Pairs,
     rewrite_checkpoint,
 )
+from tests.support.eagle_heads import HeadSizes, ReferenceHead, write_speculators
 from tests.support.engines import Engine, load_target, model_options
 from tests.support.exact_distribution import (
     Conditionals,
@@ -38,7 +42,27 @@ from tests.support.exact_distribution import (
     warp_logits,
 )
 
-SELF_SPECULATIVE = ("layer_skip", "heads", "top 3 heads")
+WITHOUT_CACHE = ("layer_skip", "heads", "top 3 heads")  # they have none of their own
+EAGLES = {
+    "eagle": HeadSizes(
+        num_heads=2,
+        intermediate_size=64,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        taps=(0, 1, 2),
+        logit_scale=0.6,
+    ),
+    "eagle, 6 of 8 ids": HeadSizes(
+        num_heads=1,
+        kv_heads=1,
+        vocab_size=VOCAB,
+        draft_vocab_size=6,
+        taps=(2, 1, 2),
+        has_embedding=False,
+        logit_scale=0.6,
+    ),
+}
+SELF_SPECULATIVE = (*WITHOUT_CACHE, *EAGLES)
 SKIP, NUM_HEADS = (1,), 3
 TEXT = tuple(range(20, 60))
 LLM_KEYS: dict[str, Any] = {
@@ -68,6 +92,23 @@ class SelfSpeculativeEngine(Engine):
         cache.check()
         assert cache.num_used == 0
         assert not self.target.latest_hidden
+
+
+class EagleEngine(Engine):
+    """An engine whose drafter runs an EAGLE-3 head on the target's states, with pages of its own.
+
+    There are so many that a preempted sequence finds its states again.
+    """
+
+    def __init__(self, target: Path, head: Path, sizes: HeadSizes, *, pages: int = PAGES) -> None:
+        assert sizes.taps is not None
+        self.target = load_target(target, model_options(pages=pages), taps=HiddenTaps(sizes.taps))
+        self.drafter, self.ahead = (
+            EagleDrafter.from_files(
+                head, self.target, dtype="float32", support=VOCAB, pages=4 * pages
+            ),
+            None,
+        )
 
 
 def layer_skip(target: TargetModel) -> LayerSkipDrafter:
@@ -126,13 +167,21 @@ class SelfSpeculativePairs(Pairs):
         self.directory = directory
         target = rewrite_checkpoint(peaked, directory / "target", logit_divisor=LOGIT_DIVISOR)
         heads = random_heads(target, directory / "heads", hidden_size=64, vocab_size=VOCAB)
+        eagles = {
+            name: write_speculators(directory / name, sizes) for name, sizes in EAGLES.items()
+        }
         self.engines = {
             "layer_skip": SelfSpeculativeEngine(target, layer_skip),
             "heads": SelfSpeculativeEngine(target, with_heads(heads)),
             "top 3 heads": SelfSpeculativeEngine(target, with_heads(heads, support=3)),
+            **{name: EagleEngine(target, eagles[name], EAGLES[name]) for name in EAGLES},
             "none": Engine(target, pages=PAGES),
         }
         self._target = LibraryModel(target, vocab=VOCAB)
+        embedding = self._target.model.get_input_embeddings().weight.detach()
+        self._eagles = {
+            name: ReferenceHead(head, EAGLES[name], embedding) for name, head in eagles.items()
+        }
         self._heads = {name: tensor.double() for name, tensor in load_file(heads / WEIGHTS).items()}
         self.cache_distributions()
 
@@ -146,6 +195,8 @@ class SelfSpeculativePairs(Pairs):
         The whole target has cached the tokens before the newest.
         """
         logits = self._layer_skip_logits if drafter == "layer_skip" else self._first_heads_logits
+        if drafter in EAGLES:
+            logits = partial(self._eagle_logits, drafter)
         support = 3 if drafter == "top 3 heads" else VOCAB
         rows = []
         for depth in range(COUNTED):
@@ -173,6 +224,14 @@ class SelfSpeculativePairs(Pairs):
         cached = whole(texts[:, :-1], use_cache=True).past_key_values
         logits: Tensor = partial(texts[:, -1:], past_key_values=cached, use_cache=True).logits
         return logits[:, -1]
+
+    @torch.inference_mode()
+    def _eagle_logits(self, drafter: str, texts: Tensor) -> Tensor:
+        """Return the logits of a head behind each text, [texts, length] -> [texts, vocab]."""
+        reference = self._eagles[drafter]
+        states = self._target.model(texts[:, :-1], output_hidden_states=True).hidden_states
+        taps = torch.cat([states[i] for i in reference.sizes.taps or ()], dim=-1)
+        return reference.draft_many(texts, taps)[:, 0]
 
     @torch.inference_mode()
     def _first_heads_logits(self, texts: Tensor) -> Tensor:  # [texts, length] -> [texts, vocab]

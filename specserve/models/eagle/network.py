@@ -126,7 +126,9 @@ class EagleNetwork:
         self._head: PackedLinear | PlainLinear = make_linear(read("lm_head.weight"))
         ids = weights.target_ids()
         self._target_ids = None if ids is None else ids.to(device)
-        self._rotary = rotary_table(llama_rotary(config).to(device), embedding, context)
+        self._rotary = rotary_table(
+            llama_rotary(config).to(device), embedding[:1].to(dtype), context
+        )
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         x = self._last_states(ids, layout)
