@@ -1,4 +1,4 @@
-"""What holds for one family: the cells of a row of docs/measurements/families.md."""
+"""Checks of one family: the cells of a row of docs/measurements/families.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ IMAGE_IDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What holds for a family."""
+    """The columns that hold for a family."""
 
     opens: bool
     tensor_parallel: bool

@@ -147,7 +147,7 @@ def test_bits_do_not_depend_on_how_queries_are_cut(
 
 @pytest.mark.long
 def test_memory_for_a_long_prompt_is_bounded(tmp_path: Path) -> None:
-    """In a process of its own, whose largest size is that of the prefill."""
+    """Prefill in a process of its own, whose largest size is that of the prefill."""
     many = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 1}
     directory = write(tmp_path, "yarn", LONG, **many, head_dim=16)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -179,7 +179,7 @@ def test_a_long_shared_prompt_is_prefilled_once(one_thread: None, tmp_path: Path
 
 
 def test_dynamic_frequencies_end_where_they_would_change(tmp_path: Path) -> None:
-    """They would then depend on the longest text of a pass, and on how prompts are cut."""
+    """Frequencies would then depend on the longest text of a pass, and on how prompts are cut."""
     directory = write(tmp_path, "dynamic", SHORT)
     options = ModelOptions(dtype="float32", device="cpu", pages=4, max_context=2 * SHORT)
     assert open_model(directory, options).max_context == SHORT

@@ -1,4 +1,4 @@
-"""Which decoders run here, and the reason for each that does not. Knows configs; no weights."""
+"""The decoders that run here, and the reason for each that does not. Knows configs; no weights."""
 
 from __future__ import annotations
 
