@@ -23,12 +23,12 @@ ENV PATH=/opt/specserve/bin:$PATH
 WORKDIR /source
 # Dependencies are large and change seldom, so they get a layer of their own.
 COPY locks locks
-RUN /opt/tools/bin/pip install --require-hashes --only-binary :all: -r locks/tools.txt \
-    && if [ "$TORCH" = cpu ] && [ -z "$TORCH_INDEX" ]; then index="--torch-backend cpu"; \
+RUN /opt/tools/bin/pip install --require-hashes --only-binary :all: -r locks/tools.txt
+RUN if [ "$TORCH" = cpu ] && [ -z "$TORCH_INDEX" ]; then index="--torch-backend cpu"; \
        else index="${TORCH_INDEX:+--extra-index-url $TORCH_INDEX}"; fi \
     && sed -i 's/^torch==[0-9.]*/&+cpu/' locks/torch-cpu.txt \
-    && /opt/tools/bin/uv pip install --python /opt/specserve/bin/python --no-cache --require-hashes \
-       --only-binary :all: $index -r locks/runtime.txt -r "locks/torch-$TORCH.txt"
+    && /opt/tools/bin/uv pip install --python /opt/specserve/bin/python --no-cache $index \
+       --require-hashes --only-binary :all: -r locks/runtime.txt -r "locks/torch-$TORCH.txt"
 COPY pyproject.toml README.md LICENSE ./
 COPY specserve specserve
 # Built by the setuptools of the lock.

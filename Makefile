@@ -162,6 +162,9 @@ bench-pacer: $(VENV)/installed-for-tests  ## Measure the pacer beside fixed gamm
 bench-demo: $(VENV)/installed-for-tests  ## Measure the race on the demo pair
 	$(BIN)/python -m benchmarks.demo_race --out $(MEASURED)/demo-race.md $(ARGS)
 
+first-minutes: $(VENV)/installed-for-tests  ## Run the quick start in a fresh environment and time it
+	$(BIN)/python -m benchmarks.first_minutes --out $(MEASURED)/first-minutes.md $(ARGS)
+
 bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
 	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)
 

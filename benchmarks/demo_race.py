@@ -84,7 +84,7 @@ def _page(pairs: int, tokens: int, *, quick: bool) -> Iterator[str]:
 def _races(name: str, pairs: int, tokens: int, *, busy: bool) -> Iterator[str]:
     """Yield the rows of one server: the first pair of each temperature, and the others."""
     port = free_port()
-    with _busy_core() if busy else contextlib.nullcontext(), server(port=port):
+    with busy_core() if busy else contextlib.nullcontext(), server(port=port):
         for temperature in TEMPERATURES:
             races = [
                 _race(port, PROMPTS[pair % len(PROMPTS)], temperature, tokens)
@@ -140,7 +140,7 @@ def _ask(port: int, body: Mapping[str, object]) -> tuple[float, str]:
 
 
 @contextlib.contextmanager
-def _busy_core() -> Iterator[None]:
+def busy_core() -> Iterator[None]:
     """Keep one core busy, as another program of the user's would."""
     process = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
     process.start()

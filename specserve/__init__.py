@@ -11,6 +11,7 @@ from specserve.sampling_params import Sampling
 if TYPE_CHECKING:
     from specserve.async_llm import AsyncLLM
     from specserve.llm import LLM, Output
+    from specserve.ray_llm import open_ray_llm
 
 __version__ = "0.2.0"
 __all__ = [
@@ -21,11 +22,12 @@ __all__ = [
     "SpecserveError",
     "__version__",
     "errors",
+    "open_ray_llm",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """Import `LLM`, `AsyncLLM` and `Output` when they are first used.
+    """Import `LLM`, `AsyncLLM`, `Output` and `open_ray_llm` when they are first used.
 
     They import torch, which takes seconds; the config and the types alone do not need it.
     """
@@ -37,4 +39,8 @@ def __getattr__(name: str) -> object:
         from specserve.async_llm import AsyncLLM
 
         return AsyncLLM
+    if name == "open_ray_llm":
+        from specserve.ray_llm import open_ray_llm
+
+        return open_ray_llm
     raise AttributeError(f"module 'specserve' has no attribute {name!r}")

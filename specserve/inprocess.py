@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -97,6 +97,18 @@ class LocalDrafter:
         self._model.release(seq_ids)
 
 
+def run_to_end(round_: Coroutine[Any, Any, None]) -> None:
+    """Run a round whose workers answer at once.
+
+    It never waits, so it needs no event loop, and a notebook may have its own.
+    """
+    try:
+        round_.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a worker in this process has made the round wait")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """The workers of a coordinator, and the tokenizer in front of it."""
@@ -106,6 +118,9 @@ class EngineParts:
     info: ModelInfo
     drafter: Drafter | None = None
     draft_context: int | None = None  # None: as long as the target's
+    remote_workers: bool = False  # target and drafter can be busy at the same time
+    run_round: Callable[[Coroutine[Any, Any, None]], None] = field(default=run_to_end)
+    close: Callable[[], None] = field(default=lambda: None)
 
 
 def open_parts(
@@ -124,12 +139,13 @@ def open_parts(
         degree = config.target.tensor_parallel
         raise ConfigError(
             f"target.tensor_parallel {degree} takes {degree} processes, "
-            f"and LLM and generate are one; use `specserve serve --tp {degree}`"
+            f"and LLM and generate are one; use `specserve serve --tp {degree}`, "
+            "or specserve.open_ray_llm from Python"
         )
     if config.draft.placement == APART:
         raise ConfigError(
             "draft.placement apart takes a process of its own, and LLM and generate are one; "
-            "leave it out, or use `specserve serve`"
+            "leave it out, use `specserve serve`, or specserve.open_ray_llm from Python"
         )
     for model in unpinned_models(config):
         log.warning("%s", model)

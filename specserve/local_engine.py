@@ -1,4 +1,4 @@
-"""The engine of `LLM` and `AsyncLLM`: a coordinator over workers in this process, round by round.
+"""The engine of `LLM` and `AsyncLLM`: a coordinator over its workers, round by round.
 
 It knows prompts and outputs, and neither threads nor event loops.
 """
@@ -6,7 +6,7 @@ It knows prompts and outputs, and neither threads nor event loops.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from reprlib import repr as shortened
@@ -59,6 +59,7 @@ class LocalEngine:
         self._vocab_size = parts.info.vocab_size
         self._has_encoder = parts.info.decoder_start is not None
         self._live: dict[int, PendingOutput] = {}
+        self._run_round, self._close_parts = parts.run_round, parts.close
 
         def open_coordinator() -> Coordinator:
             return Coordinator(
@@ -70,7 +71,8 @@ class LocalEngine:
                 emit=self._receive,
                 report=None if journal is None else journal.record_round,
                 draft_context=parts.draft_context,
-                drafts_prompts=False,  # the first token would wait for both
+                remote_workers=parts.remote_workers,
+                drafts_prompts=parts.remote_workers,  # else the first token would wait for both
             )
 
         self._open_coordinator: Callable[[], Coordinator] | None = open_coordinator
@@ -98,7 +100,7 @@ class LocalEngine:
         if self.coordinator is None or self._open_coordinator is None:
             raise Overloaded("this LLM is closed")
         self._submit(self.coordinator, waiting)
-        _run_to_end(self.coordinator.round())
+        self._run_round(self.coordinator.round())
 
     def cancel(self, given_up: Sequence[PendingOutput]) -> None:
         """Cancel those that are live when the next round begins; their chunks are dropped."""
@@ -110,6 +112,7 @@ class LocalEngine:
     def close(self) -> None:
         """Free the models."""
         self.coordinator = self._open_coordinator = None
+        self._close_parts()
 
     def continuations(self, prompt: object, sampling: Sampling) -> list[PendingOutput]:
         """Return the `n` continuations of a prompt, with their error if it is faulty."""
@@ -261,18 +264,6 @@ def _prompt_logprobs(delta: OutputDelta) -> tuple[Logprobs | None, ...] | None:
     """Return the prompt's logprobs one by one."""
     logprobs = delta.prompt_logprobs
     return None if logprobs is None else (None, *logprobs.rows(0, len(logprobs)))
-
-
-def _run_to_end(round_: Coroutine[Any, Any, None]) -> None:
-    """Run a round whose workers answer at once.
-
-    It never waits, so it needs no event loop, and a notebook may have its own.
-    """
-    try:
-        round_.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("a worker in this process has made the round wait")
 
 
 def items_of(value: object) -> list[Any] | None:

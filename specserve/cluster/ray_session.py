@@ -16,7 +16,7 @@ from typing import Any
 
 from specserve.cluster import header_encoding
 from specserve.cluster.cluster_address import WAYS, require_answer, resolve, running_clusters
-from specserve.cluster.placement import GATEWAY_CPUS, bundles, check_fits, gateway_bundle
+from specserve.cluster.placement import GATEWAY_CPUS, Bundle, bundles, check_fits, gateway_bundle
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, Unavailable, first_line
 
@@ -69,13 +69,11 @@ def ray_session(
         if join is not None:
             say(_joined())
         if not may_wait:
-            _require_room(config)
+            require_room(config, gateway=gateway_bundle(config))
         yield join is None
 
 
 def _start_ray(config: Config, say: Callable[[str], None], stack: contextlib.ExitStack) -> None:
-    import ray
-
     require_free_port(config)
     beside = "".join(
         f", beside the cluster at {address} (--join {address} would join it)"
@@ -85,7 +83,20 @@ def _start_ray(config: Config, say: Callable[[str], None], stack: contextlib.Exi
     stack.enter_context(_environment(proxy_ports(excluded=config.http.port)))
     directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="specserve-", dir=SHORT_TMP))
     stack.enter_context(_environment(_proxy_settings(config, directory)))
-    ray.init(address="local", num_cpus=_num_cpus(config), include_dashboard=False, **QUIET)
+    _start_local(_num_cpus(config))
+
+
+def _start_local(num_cpus: int) -> None:
+    """Start a Ray. Raises Unavailable if its processes do not answer in the time that it gives."""
+    import ray
+
+    try:
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
+    except Exception as error:  # Ray raises a plain one after half a minute of waiting
+        raise Unavailable(
+            f"Ray did not start on this machine: {first_line(error)} "
+            "Where other work keeps it busy, end that, or join a Ray that runs (--join ADDRESS)"
+        ) from error
 
 
 def _joined() -> str:
@@ -105,7 +116,7 @@ def _joined() -> str:
     )
 
 
-def _require_room(config: Config) -> None:
+def require_room(config: Config, *, gateway: Bundle) -> None:
     """Raise ConfigError if the config does not fit beside what runs.
 
     A cluster that is large enough when empty is asked again, since Ray takes a moment to count
@@ -122,7 +133,7 @@ def _require_room(config: Config) -> None:
                 wanted,
                 nodes,
                 replicas=max(1, config.replicas.min),
-                gateway=gateway_bundle(config),
+                gateway=gateway,
             )
         except ConfigError:
             if time.monotonic() > until:
@@ -140,7 +151,7 @@ def local_ray(*, num_cpus: int) -> Iterator[None]:
     """
     import ray
 
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **QUIET)
+    _start_local(num_cpus)
     try:
         yield
     finally:

@@ -36,6 +36,7 @@ IN_PROCESS = {
 WITH_RAY = {
     "benchmarks.constrained": (),
     "benchmarks.demo_race": (),
+    "benchmarks.first_minutes": (),
     "benchmarks.pipeline": ("--only", "sweep"),
     "benchmarks.placements": (),
     "benchmarks.routing": (),

@@ -12,10 +12,11 @@ from specserve.cluster.ray_session import (
     PROXY_PORTS,
     _environment,
     _proxy_settings,
+    local_ray,
     proxy_ports,
 )
 from specserve.config.tree import config_from_keys
-from specserve.errors import ConfigError
+from specserve.errors import ConfigError, Unavailable
 
 
 def test_each_proxy_gets_a_free_port_that_is_not_the_servers(
@@ -39,6 +40,18 @@ def test_a_port_that_the_environment_sets_is_kept_or_refused_by_its_name(
         with pytest.raises(ConfigError, match=rf"{PROXY_PORTS[0]} is {port}, .* leave it out"):
             proxy_ports(excluded=1)
     assert PROXY_PORTS[0] not in proxy_ports(excluded=1)
+
+
+def test_a_ray_that_does_not_start_in_time_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nMore of it.")
+
+    monkeypatch.setattr("ray.init", time_out)
+    with (
+        pytest.raises(Unavailable, match=r"timed out during startup\. Where other work"),
+        local_ray(num_cpus=1),
+    ):
+        pytest.fail("it went on without Ray")
 
 
 def test_the_system_and_ray_hand_out_none_of_these_ports() -> None:

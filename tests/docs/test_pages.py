@@ -56,6 +56,9 @@ OTHERS = {
     "--device-draft",
     "--require-hashes",
     "--only-binary",
+    "--extra-index-url",
+    "--torch-backend",
+    "--compile-bytecode",
 }
 """Options of Ray and of others."""
 OTHER_PROGRAMS = {"from-vllm.md", "from-llama-cpp.md"}

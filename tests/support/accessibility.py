@@ -1,7 +1,8 @@
-"""Check a page for faint text, and for controls without a name for screen readers."""
+"""Check a page for faint text, for controls without a name, and by the rules of axe."""
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from tests.support.browser import inside
@@ -74,3 +75,14 @@ def nameless(page: Page) -> list[str]:
         for node in seen
         if not node.get("name", {}).get("value") and node["role"]["value"] != "group"
     ]
+
+
+AXE = """axe.run().then(found => found.violations.map(
+  rule => rule.id + ": " + rule.nodes.map(node => node.target.join(" ")).join(", ")))"""
+
+
+def violations(page: Page) -> list[str]:
+    """Return the rules of axe-core that the page breaks, each with the elements that do."""
+    inside(page, files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8"))
+    broken: list[str] = inside(page, AXE)
+    return broken

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.accessibility import faint, nameless
+from tests.support.accessibility import faint, nameless, violations
 from tests.support.browser import KEY, PHONE, ColorScheme, Slow, expect, finish, inside, tab
 from tests.support.http_server import RunningServer, serving
 
@@ -124,3 +124,30 @@ def test_text_and_marks_stand_out_and_every_control_has_a_name(
         page.get_by_role("button", name="API key: set").click()
         assert faint(page) == []
         assert nameless(page) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_violation_in_any_state_of_the_page(
+    browser: Browser, keys: str, scheme: ColorScheme
+) -> None:
+    with (
+        serving(Slow(pace_s=0), config={"http.api_keys_file": keys}) as server,
+        tab(browser, server.url, scheme=scheme, key=KEY) as page,
+    ):
+        page.get_by_label("Gamma").fill("99")
+        page.get_by_role("button", name="Continue").click()
+        expect(page.get_by_role("alert")).to_be_visible()
+        assert violations(page) == [], "with an error"
+        page.get_by_label("Gamma").fill("")
+        page.get_by_role("button", name="Race").click()
+        finish(page, re.compile("times as fast"))
+        expect(page.locator("#history figure").first).to_be_visible()
+        page.locator("#history-table summary").click()
+        assert violations(page) == [], "after a race, with the metrics drawn and as a table"
+        page.get_by_text("Chat", exact=True).click()
+        assert violations(page) == [], "as a chat"
+        page.get_by_role("button", name="API key: set").click()
+        assert violations(page) == [], "with the dialog"
+        page.goto(f"{server.url}/docs")
+        page.locator("h1").wait_for()
+        assert violations(page) == [], "the reference"
