@@ -145,9 +145,9 @@ def first_minutes(newcomer: Newcomer, *, quick: bool) -> list[TimedCommand]:
 
 
 def _title(block: Block) -> str:
-    """Return the line of a Python block that says most: its first call."""
+    """Return the line of a Python block that says most: the first that asks for a text."""
     lines = [line.strip() for line in block.text.splitlines()]
-    return f"Python: {next(line for line in lines if '(' in line and 'import' not in line)}"
+    return f"Python: {next(line for line in lines if 'create(' in line or 'LLM(' in line)}"
 
 
 def _cell(text: str) -> str:
@@ -156,17 +156,23 @@ def _cell(text: str) -> str:
 
 
 def page(
-    installed: Sequence[TimedCommand], quiet: Sequence[TimedCommand], busy: Sequence[TimedCommand]
+    installed: Sequence[TimedCommand],
+    quiet: Sequence[TimedCommand],
+    busy: Sequence[TimedCommand],
+    *,
+    load: float,
 ) -> str:
     """Return the page: a row for each command."""
+    shared = load > (os.cpu_count() or 1)
+    note = " Other programs used the cores as well: the seconds are upper bounds." if shared else ""
     lines = [
         "# A new user's first minutes",
         "",
-        f"{date.today()}, {machine()}, load before {os.getloadavg()[0]:.1f}.",
+        f"{date.today()}, {machine()}, load before {load:.1f}.",
         "`python -m benchmarks.first_minutes` (`make first-minutes`): the commands of the",
         "[quick start](../guides/quickstart.md) in their order, in a copy of the repository with",
         "an environment of its own: Python, `make` and curl are all that it finds. *Busy*: the",
-        "same again beside a process that keeps one core busy. One run of each.",
+        f"same again beside a process that keeps one core busy. One run of each.{note}",
         "",
         "| command | s | busy, s | the last line that it prints |",
         "|---|---|---|---|",
@@ -199,18 +205,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="specserve-first-") as name:
         folder = Path(name) / "specserve"
         shutil.copytree(ROOT, folder, ignore=LEFT_OUT)
-        newcomer = Newcomer(folder, free_port())
+        newcomer, load = Newcomer(folder, free_port()), os.getloadavg()[0]
         installed: list[TimedCommand] = []
         if options.quick:
             (folder / ".venv").symlink_to(ROOT / ".venv")
         else:
             installed = [newcomer.install(), newcomer.run_line(CLIENT)]
         quiet = first_minutes(newcomer, quick=options.quick)
-        _write(page(installed, quiet, []), options.out)
+        _write(page(installed, quiet, [], load=load), options.out)
         if not options.quick:
             with busy_core():
                 busy = first_minutes(newcomer, quick=False)
-            _write(page(installed, quiet, busy), options.out)
+            _write(page(installed, quiet, busy, load=load), options.out)
     if newcomer.failed:
         raise SystemExit(f"failed: {'; '.join(newcomer.failed)}")
 

@@ -46,6 +46,7 @@ WITH_RAY = {
 }
 ELSEWHERE = {
     "benchmarks.peers": "tests/benchmarks/test_peers.py: the other engines have their own Python",
+    "benchmarks.peers.summary": "tests/benchmarks/test_peers.py",
     "benchmarks.ranks": "tests/benchmarks/test_ranks.py",
     "benchmarks.shared_weights": "tests/benchmarks/test_shared_weights.py",
     "tests.chaos.link_pauses": "tests/chaos/test_link_pauses.py",
