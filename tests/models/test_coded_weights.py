@@ -22,6 +22,7 @@ from specserve.models.linear_kernels import linear_kernel, missing_for_compiled
 from specserve.models.llama import FusedNetwork
 from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.shard import Shard
+from specserve.tools.plan.memory import MemoryPlan, share_here, whole_model_share
 from specserve.types import Step
 from tests.formats.check import MADE, Said
 from tests.formats.make import PROMPT
@@ -178,6 +179,16 @@ def test_memory_is_estimated_as_it_is_taken(kind: str) -> None:
     )
     assert num_weight_bytes(directory, torch.bfloat16, keeps_codes=True) == taken
     assert (num_weight_bytes(directory, torch.bfloat16) > taken) == (kind != "fp8-dynamic")
+
+
+@needs_compiled
+def test_a_plan_counts_small_weights_as_they_are() -> None:
+    plan = MemoryPlan(torch.bfloat16, 16, 0.5, 64)
+    for kind, is_small in (("int4-w4a16", True), ("fp8-dynamic", False)):
+        whole = whole_model_share(MADE / kind, plan)
+        here = share_here(MADE / kind, whole, torch.bfloat16)
+        assert (here.weight_bytes < whole.weight_bytes) == is_small
+        assert share_here(MADE / kind, whole, torch.float32) == whole
 
 
 @needs_compiled

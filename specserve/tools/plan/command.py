@@ -30,6 +30,7 @@ from specserve.tools.plan.memory import (
     MemoryShare,
     PlannedFit,
     fits,
+    share_here,
     smallest_fit,
     whole_model_share,
 )
@@ -227,6 +228,9 @@ def _memory(options: PlanOptions, models: ModelPaths) -> PlannedMemory:
     target = MemoryShare.from_description(described, memory.dtype, memory.page_size)
     draft = None if models.draft is None else whole_model_share(models.draft, memory)
     if not options.gpus:
+        target = share_here(models.target, target, memory.dtype)
+        if models.draft is not None and draft is not None:
+            draft = share_here(models.draft, draft, memory.dtype)
         return PlannedMemory(memory, target, draft)
     groups = [GpuGroup.parse(text) for text in options.gpus]
     found = fits(models.target, groups[0], memory)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from specserve.errors import BadValue, NoShardingPlan, TooLittleMemory
 from specserve.models.checkpoints.find import ModelDescription, describe
+from specserve.models.checkpoints.quantized.formats import read_format
+from specserve.models.checkpoints.weights import num_weight_bytes
 from specserve.models.memory import num_pages_for
+from specserve.models.model import reads_codes, resolve_device
 
 GIB = 2**30
 GPUS = {
@@ -125,6 +128,20 @@ class MemoryPlan:
 def whole_model_share(model: Path, plan: MemoryPlan) -> MemoryShare:
     """Return the share of a device that has the whole model."""
     return MemoryShare.from_description(describe(model), plan.dtype, plan.page_size)
+
+
+def share_here(model: Path, share: MemoryShare, dtype: torch.dtype) -> MemoryShare:
+    """Return a whole model's share with what its weights take on this machine.
+
+    Where the processor computes with quantised weights as they are, that is less than config.json
+    says. Weights that are not here are counted as widened.
+    """
+    has_weights = (model / "config.json").is_file() and any(model.glob("*.safetensors"))
+    if not has_weights or read_format(model) is None:
+        return share
+    if not reads_codes("auto", dtype, resolve_device("auto")):
+        return share
+    return replace(share, weight_bytes=num_weight_bytes(model, dtype, keeps_codes=True))
 
 
 def fits(model: Path, gpus: GpuGroup, plan: MemoryPlan) -> list[PlannedFit]:
