@@ -27,13 +27,13 @@ SAMPLINGS = {
 }
 
 
-def generate(draft: Path | None, name: str) -> list[Output]:
+def generate(draft: Path | None, sampling: Sampling) -> list[Output]:
     with LLM(
         None,
         None if draft is None else str(draft),
         **{"draft.kind": "none" if draft is None else "neural", **SMALL},
     ) as llm:
-        return llm.generate(list(PROMPTS), SAMPLINGS[name])
+        return llm.generate(list(PROMPTS), sampling)
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +49,24 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_renumbered_draft_proposes_what_the_demo_draft_does(renumbered: Path, name: str) -> None:
     """Token by token: all tokens are shared, and the noise goes by the target's ids."""
-    ours, demos = generate(renumbered, name), generate(DEMO / "draft", name)
+    ours, demos = (generate(draft, SAMPLINGS[name]) for draft in (renumbered, DEMO / "draft"))
     assert [one.token_ids for one in ours] == [one.token_ids for one in demos]
     assert [one.stats for one in ours] == [one.stats for one in demos]
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_texts_are_those_without_a_draft(smaller: Path, name: str) -> None:
-    drafted, plain = generate(smaller, name), generate(None, name)
+    drafted, plain = (generate(draft, SAMPLINGS[name]) for draft in (smaller, None))
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     stats = [one.stats for one in drafted if one.stats]
     assert sum(one.accepted for one in stats) > 0.1 * sum(one.drafted for one in stats) > 0
+
+
+def test_a_text_under_a_grammar_is_that_without_a_draft(smaller: Path) -> None:
+    words = {"regex": r"(import|from|return) [a-z_]+(, [a-z_]+)*\n日本"}
+    sampling = Sampling(max_tokens=24, temperature=0.0, guided=words)
+    drafted, plain = generate(smaller, sampling), generate(None, sampling)
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
 
 
 def test_what_is_shared_is_logged(smaller: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,11 +26,7 @@ from specserve.types import Step
 
 @dataclass(frozen=True, slots=True)
 class TranslatedStep:
-    """A step in the draft's tokens, and what it adds to the text.
-
-    It may begin before the target's step: where a draft token goes beyond the step's start, that
-    token is dropped and its beginning spelt again.
-    """
+    """A step in the draft's tokens, and what it adds to the text."""
 
     text: TranslatedText
     start: int  # of the target's step
@@ -122,7 +118,7 @@ class TranslatedRunner:
         }
         self._runner.fork_many(
             [
-                replace(fork, length=texts[fork.branch_id].last_boundary(fork.length)[1])
+                replace(fork, length=texts[fork.branch_id].lengths[fork.length])
                 if fork.branch_id in texts
                 else fork
                 for fork in forks
@@ -142,24 +138,18 @@ class TranslatedRunner:
 
     def _translate(self, step: Step) -> TranslatedStep:
         text = self._texts.get(step.seq_id) or TranslatedText()
-        boundary, start = text.last_boundary(step.start)
-        spelt_again = text.tokens[boundary : step.start]
-        spellings = [self._translation.spellings[token] for token in (*spelt_again, *step.tokens)]
-        if boundary == 0:
+        start = text.lengths[step.start]
+        spellings = [self._translation.spellings[token] for token in step.tokens]
+        if step.start == 0:
             spellings[0] = self._translation.prefix + spellings[0]
-        lengths = tuple(accumulate(map(len, spellings), initial=start))
-        return TranslatedStep(
-            text,
-            step.start,
-            step.tokens,
-            Step(
-                step.seq_id,
-                start,
-                tuple(chain.from_iterable(spellings)),
-                cache_salt=step.cache_salt,
-            ),
-            lengths[len(spelt_again) + 1 :],
+        own = Step(
+            step.seq_id,
+            start,
+            tuple(chain.from_iterable(spellings)),
+            cache_salt=step.cache_salt,
         )
+        _, *lengths = accumulate(map(len, spellings), initial=start)
+        return TranslatedStep(text, step.start, step.tokens, own, tuple(lengths))
 
 
 class TranslatedPasses:

@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaConfig
 
 from specserve.drafters.translated.runner import TranslatedRunner
-from specserve.drafters.translated.text import TranslatedText
 from specserve.models.cache import Fork
 from specserve.models.model import open_model
 from specserve.types import Step
@@ -104,22 +103,6 @@ def test_a_step_says_which_positions_of_the_draft_it_writes(runner: TranslatedRu
     assert runner.positions(Step(1, 0, (4, 6, 0))) == range(1 + 2 + 3 + 1)
     runner.run([Step(1, 0, (4, 6, 0))], [0])
     assert runner.positions(Step(1, 2, (6,))) == range(1 + 2 + 3, 1 + 2 + 3 + 3)
-
-
-def test_inside_a_draft_token_the_text_is_cut_to_the_last_boundary() -> None:
-    text = TranslatedText()
-    text.extend([5, 6, 7, 8], [2, None, None, 3])
-    assert [text.last_boundary(length) for length in range(5)] == [
-        (0, 0),
-        (1, 2),
-        (1, 2),
-        (1, 2),
-        (4, 3),
-    ]
-    assert text.fork(3).last_boundary(3) == (1, 2)
-    text.truncate(2)
-    assert text.last_boundary(2) == (1, 2)
-    assert text.tokens == [5, 6]
 
 
 def test_ids_that_a_model_lacks_are_left_out() -> None:
