@@ -31,6 +31,11 @@ class Fork:
     length: int
 
 
+def num_spare_pages(device: torch.device) -> int:
+    """Return how many pages a cache has that no sequence owns: spare rows of graphs write one."""
+    return int(device.type == "cuda")
+
+
 class _CachedSequence:
     """The cached part of one sequence. Its pages are row `row` of the cache's block table."""
 
@@ -94,7 +99,8 @@ class PagedCache:
             tensors.clear()  # before there are new ones
         # Zeros, not uninitialised memory: padding reads slots that were never written, and a masked
         # NaN would still spoil the sum.
-        shape = (self._num_layers, num_pages, self.page_size, self.kv_heads)
+        all_pages = num_pages + num_spare_pages(self.device)
+        shape = (self._num_layers, all_pages, self.page_size, self.kv_heads)
         for layers, dim in zip((self.keys, self.values), self._dims, strict=True):
             pool = torch.zeros(*shape, dim, dtype=self._dtype, device=self.device)
             self._pools.append(pool)

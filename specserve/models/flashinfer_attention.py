@@ -7,7 +7,7 @@ a pass without padding. Not row-invariant. FlashInfer is an optional dependency.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from specserve.models.attention import (
     write_cache,
 )
 from specserve.models.card_kernels import CardKernels, card_kernels
+from specserve.models.flashinfer_plans import GraphBuffers, LayerKind, Plans
 from specserve.models.layout import Geometry, Layout, Runs, Writes
 from specserve.models.planner import Planner, key_block_size
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 TYPES = (torch.bfloat16, torch.float16)
 WITH_SINKS = ("gpt_oss",)
 """Architectures whose softmax has logits without values."""
-WORKSPACE_BYTES = 2**28  # sums of keys that are divided among blocks; 2**27 is too little
 UNDIVIDED = 2**31
 """Rows of a run, so that no sequence is divided into several."""
 TOLERANCE = 2**-5
@@ -49,27 +49,6 @@ class FlashInferUnusable(Exception):
     """FlashInfer is not there, fails, or computes something else; says which."""
 
 
-@dataclass(slots=True)
-class _Plan:
-    """FlashInfer's wrapper for one kind of layer, and the pass that it is planned for.
-
-    A plan is copied to the card from memory of the wrapper, which the next plan overwrites, so
-    that must wait for the copy.
-    """
-
-    wrapper: Any
-    runs: Runs | None = None
-    copied: Any = None  # an event behind the copy
-
-
-@dataclass(slots=True)
-class _Plans:
-    """Two plans for one kind of layer, used in turn: one pass may be planned ahead of another."""
-
-    plans: list[_Plan]
-    newest: int = 0
-
-
 class FlashInferAttention:
     """FlashInfer's paged attention; the layers of a pass share what is planned for it."""
 
@@ -84,11 +63,8 @@ class FlashInferAttention:
         kernels: CardKernels | None = None,
     ) -> None:
         """Attend with wrappers of that class; with `kernels`, also rotate and write."""
-        self._make_wrapper, self.page_size = make_wrapper, page_size
-        self._kernels = kernels
-        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._device = device
-        self._plans: dict[tuple[float, int | None, float | None], _Plans] = {}
+        self.page_size, self._kernels = page_size, kernels
+        self._plans = Plans(make_wrapper, page_size, device)
 
     @property
     def rotates(self) -> bool:
@@ -114,61 +90,26 @@ class FlashInferAttention:
                 q, k, v, rotation.table, layout.positions, layout.slots, keys, values
             )
         pools = tuple(pool.view(-1, self.page_size, *pool.shape[1:]) for pool in (keys, values))
-        plan = self._planned(layout.runs, q, pools, variant)
-        return plan.wrapper.run(q.contiguous(), pools)  # type: ignore[no-any-return]
-
-    def _planned(
-        self, runs: Runs, q: Tensor, pools: tuple[Tensor, ...], variant: AttentionVariant
-    ) -> _Plan:
-        """Return the plan for layers of this kind, made for this pass."""
-        key = (variant.scaling, variant.window, variant.softcap)
-        if key not in self._plans:
-            wrappers = [self._make_wrapper(self._workspace, "NHD") for _ in range(2)]
-            self._plans[key] = _Plans([_Plan(wrapper) for wrapper in wrappers])
-        both = self._plans[key]
-        if both.plans[both.newest].runs is runs:
-            return both.plans[both.newest]
-        both.newest = 1 - both.newest
-        plan = both.plans[both.newest]
-        if plan.copied is not None:
-            plan.copied.synchronize()
-        row_starts, page_starts, pages, last = _page_lists(runs, self.page_size)
-        plan.wrapper.plan(
-            row_starts,
-            page_starts,
-            pages.pin_memory(),
-            last,
+        kind = LayerKind(
             q.shape[1],
             pools[0].shape[2],
             pools[0].shape[3],
-            self.page_size,
-            head_dim_vo=pools[1].shape[3],
-            causal=True,
-            sm_scale=variant.scaling,
-            window_left=-1 if variant.window is None else variant.window - 1,
-            logits_soft_cap=variant.softcap,
-            q_data_type=q.dtype,
-            kv_data_type=pools[0].dtype,
-            non_blocking=True,
+            pools[1].shape[3],
+            q.dtype,
+            variant.scaling,
+            variant.window,
+            variant.softcap,
         )
-        plan.runs, plan.copied = runs, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        plan.copied.record(torch.cuda.current_stream(self._device))
-        return plan
+        plan = self._plans.get(layout.runs, kind)
+        return plan.wrapper.run(q.contiguous(), pools)  # type: ignore[no-any-return]
 
+    def make_room(self, *, seqs: int, pages: int, device: torch.device) -> None:
+        """Make room for the lists of captured passes of so many sequences and pages."""
+        self._plans.buffers = GraphBuffers.with_room(seqs, pages, device)
 
-def _page_lists(runs: Runs, page_size: int) -> tuple[Tensor, ...]:
-    """Return row starts, page starts, page numbers and sizes of last pages, on the host."""
-    _, counts, positions, owners = runs.runs.numpy().T
-    lengths = positions + counts
-    num_pages = -(-lengths // page_size)
-    table = runs.block_table.numpy()[owners]
-    pages = table[np.arange(table.shape[1]) < num_pages[:, None]]
-    lists = (_starts(counts), _starts(num_pages), pages, (lengths - 1) % page_size + 1)
-    return tuple(torch.from_numpy(array.astype(np.int32)) for array in lists)
-
-
-def _starts(sizes: Any) -> Any:
-    return np.concatenate([[0], np.cumsum(sizes)])
+    def plan_graph(self, runs: Runs) -> None:
+        """Plan the next replay of a captured pass."""
+        self._plans.plan_graph(runs)
 
 
 def find_flashinfer() -> Callable[..., Any]:

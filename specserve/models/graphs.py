@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specserve.errors import first_line
+from specserve.models.graph_capture import GraphCapture
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layout import AttentionMask, Geometry, Layout, Writes
 from specserve.models.network import ShareableNetwork
@@ -77,11 +78,7 @@ class GraphedNetwork:
         self._taps = taps
         self.captured: dict[GraphShape, CapturedGraph] = {}
         self._num_bytes = 0  # of the tensors that belong to the graphs
-        self._is_capturable = True
-        # Without these, torch captures what runs on the current device, whatever the model's is.
-        with torch.cuda.device(device):
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._is_capturable, self._capture = True, GraphCapture(device)
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         group = layout.groups[0]
@@ -119,44 +116,22 @@ class GraphedNetwork:
 
     def _try_to_capture(self, key: GraphShape, ids: Tensor, layout: Layout) -> None:
         """Capture a pass; what torch or a kernel refuses turns graphs off for this network."""
+        ids, layout = ids.clone(), _clone(layout)
+
+        def run() -> Tensor:
+            return self.network.logits(ids, _with_fresh_mask(layout), None)
+
         try:
-            # A capture that fails leaves the thread on its own stream.
-            own = torch.cuda.current_stream(self.device)
-            with torch.cuda.device(self.device), torch.cuda.stream(own):
-                captured = self._capture(ids, layout)
+            captured = self._capture.capture(run, run)
         except RuntimeError as error:
             self._is_capturable = False
             log.warning("CUDA graphs are off: a pass cannot be captured: %s", first_line(error))
             return
-        self.captured[key] = captured
-        self._num_bytes += captured.logits.nbytes + sum(
-            tensor.nbytes for tensor in _tensors(captured.layout)
+        tapped = None if self._taps is None else self._taps.rows  # of the pass that was captured
+        self.captured[key] = CapturedGraph(captured.graph, ids, layout, captured.result, tapped)
+        self._num_bytes += captured.result.nbytes + sum(
+            tensor.nbytes for tensor in _tensors(layout)
         )
-
-    def _capture(self, ids: Tensor, layout: Layout) -> CapturedGraph:
-        """Capture a pass, after two passes on a side stream that warm the kernels up.
-
-        Those write what the replay writes again: a step is idempotent. Raises RuntimeError, also
-        if the replay gives other logits than the pass.
-        """
-        ids, layout, side = ids.clone(), _clone(layout), self._stream
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                expected = self.network.logits(ids, _with_fresh_mask(layout), None)[-1].clone()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may go on calling the driver meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
-        ):
-            logits = self.network.logits(ids, _with_fresh_mask(layout), None)
-        tapped = None if self._taps is None else self._taps.rows
-        logits.zero_()  # an empty graph would leave right logits here
-        graph.replay()
-        if not torch.allclose(logits[-1], expected, rtol=0.05, atol=0.05):
-            raise RuntimeError("a replay gives other logits than the pass")
-        return CapturedGraph(graph, ids, layout, logits, tapped)
 
 
 def _tensors(layout: Layout) -> tuple[Tensor, ...]:

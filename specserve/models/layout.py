@@ -133,6 +133,14 @@ class AttentionGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RunsSize:
+    """The sizes that a captured pass of runs is made for: any runs that are no more will do."""
+
+    rows: int
+    seqs: int
+
+
+@dataclass(frozen=True, slots=True)
 class Runs:
     """Runs of a pass's rows, each of one sequence, for attention that reads pages in place.
 
@@ -141,6 +149,7 @@ class Runs:
 
     runs: Tensor  # [n, 4] first row, rows, position of the first, row of the block table
     block_table: Tensor  # [seqs, pages]
+    size: RunsSize | None = None  # of the graph that computes the pass, if one does
 
 
 @dataclass(frozen=True, slots=True)

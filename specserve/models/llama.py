@@ -87,17 +87,16 @@ class FusedNetwork:
         self._parts = [] if taps is None else self._parts_between(taps.layers)
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
-        x = self._last_states(ids, layout)
-        return self._logits(x if rows is None else x.index_select(0, rows))
+        return self.finish(self.run_layers(ids, layout), rows)
 
     def logits_in_parts(
         self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
-        x = self._last_states(ids, layout)
+        x = self.run_layers(ids, layout)
         for rows in parts:
-            yield self._logits(x.index_select(0, rows))
+            yield self.finish(x, rows)
 
-    def _last_states(self, ids: Tensor, layout: Layout) -> Tensor:  # [rows] -> [rows, hidden]
+    def run_layers(self, ids: Tensor, layout: Layout) -> Tensor:  # [rows] -> [rows, hidden]
         rotation, x = Rotation(self.rotary, layout.positions), self.embed(ids)
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -118,8 +117,8 @@ class FusedNetwork:
             for first, stop in pairwise(bounds)
         ]
 
-    def _logits(self, x: Tensor) -> Tensor:  # [rows, hidden] -> [rows, vocab]
-        x = self.norm(x)
+    def finish(self, x: Tensor, rows: Tensor | None) -> Tensor:  # [n, hidden] -> [rows, vocab]
+        x = self.norm(x if rows is None else x.index_select(0, rows))
         logits = self.head(x)
         if self._logits_scale != 1.0:
             logits = logits / self._logits_scale

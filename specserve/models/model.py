@@ -29,7 +29,7 @@ from specserve.models.attention import (
     invariant_kernel,
     sdpa_kernel,
 )
-from specserve.models.cache import PagedCache
+from specserve.models.cache import PagedCache, num_spare_pages
 from specserve.models.checkpoints.load import (
     Architecture,
     LoadedModel,
@@ -40,7 +40,11 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
-from specserve.models.flashinfer_attention import FlashInferUnusable, open_flashinfer
+from specserve.models.flashinfer_attention import (
+    FlashInferAttention,
+    FlashInferUnusable,
+    open_flashinfer,
+)
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.largest_pass import LargestPass, largest_pass_bytes
@@ -48,11 +52,13 @@ from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.linear_kernels import CompiledKernel, linear_kernel, multiplies_bf16
 from specserve.models.memory import free_memory, keep_freed_memory, num_pages_for, require_room
 from specserve.models.network import (
+    CapturableNetwork,
     LibraryNetwork,
     ShareableNetwork,
     build_network,
     library_attention,
 )
+from specserve.models.row_graphs import RowGraphs
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
 from specserve.models.shared_weights import open_shared_weights
@@ -147,7 +153,7 @@ def open_model(
     """
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
-    attention, page_size = _attention_name(options, device, dtype), options.page_size
+    attention_name, page_size = _attention_name(options, device, dtype), options.page_size
     ranks = 1 if shard is None else shard.size
     keeps_codes = reads_codes(options.kernel, dtype, device)
     if device.type == "cpu":
@@ -167,13 +173,18 @@ def open_model(
             round_to=options.round_to,
         )
 
-    def build(loaded: LoadedModel, cache: PagedCache) -> ShareableNetwork | T5Network:
+    def attention_for(loaded: LoadedModel) -> Attention:
+        return _attention(attention_name, options, loaded, dtype, device)
+
+    def build(
+        loaded: LoadedModel, cache: PagedCache, attention: Attention
+    ) -> CapturableNetwork | T5Network:
         if loaded.spec.is_encoder_decoder:
             return T5Network(loaded, cache, shard=shard)
         return build_network(
             loaded,
             cache,
-            attention=_attention(attention, options, loaded, dtype, device),
+            attention=attention,
             shard=shard,
             returns_hidden=returns_hidden,
             taps=taps,
@@ -210,7 +221,7 @@ def open_model(
                 options.round_to,
             ),
             load=load,
-            build=lambda loaded: build(loaded, make_cache(loaded.spec, 1)),
+            build=lambda loaded: build(loaded, make_cache(loaded.spec, 1), attention_for(loaded)),
         )
     if packed is None and not skip:
         require_room(directory, dtype=dtype, device=device, ranks=ranks, keeps_codes=keeps_codes)
@@ -243,7 +254,8 @@ def open_model(
     else:
         cache = make_cache(spec, options.pages or count_pages())
     with torch.inference_mode(), linear_weights(packed or PrivateWeights(options.kernel)):
-        net = build(loaded, cache)
+        attention = attention_for(loaded)
+        net = build(loaded, cache, attention)
     if packed is not None:
         packed.check_finished()
     if isinstance(net, T5Network):
@@ -267,11 +279,31 @@ def open_model(
         cache.resize(1)
         torch.cuda.empty_cache()
         cache.resize(count_pages(reserved=taken))
-    # Graphs are captured of passes in groups, on one rank, without adapters.
-    is_captured = device.type == "cuda" and shard is None and net.run_rows is None
-    if not is_captured or adapters is not None:
+    if device.type != "cuda" or adapters is not None:  # whose products differ between passes
         return Model(plain, spec, context, net, adapters)
-    graphed = GraphedNetwork(net, device, taps)
+    return with_graphs(net, attention, cache, spec, context=context, shard=shard, taps=taps)
+
+
+def with_graphs(
+    network: CapturableNetwork,
+    attention: Attention,
+    cache: PagedCache,
+    spec: Architecture,
+    *,
+    context: int,
+    shard: Shard | None,
+    taps: HiddenTaps | None = None,
+) -> Model:
+    """Return a model on a GPU whose passes are captured, if they can be."""
+    device = cache.device
+    if isinstance(attention, FlashInferAttention) and taps is None:
+        by_rows = RowGraphs(
+            network, attention, cache, device=device, max_context=context, shard=shard
+        )
+        return Model(Runner(by_rows, cache, device=device), spec, context, by_rows)
+    if shard is not None or network.run_rows is not None:  # passes in groups, on one rank alone
+        return Model(Runner(network, cache, device=device), spec, context, network)
+    graphed = GraphedNetwork(network, device, taps)
     runner = Runner(graphed, cache, device=device, pad_to_bucket=pad_to_bucket)
     return Model(runner, spec, context, graphed)
 
@@ -420,6 +452,7 @@ def _num_pages(
         dtype=dtype,
         page_size=page_size,
     )
+    pages = max(1, pages - num_spare_pages(device))
     if shard is not None:
         pages = shard.minimum(pages, device=device)
     # An encoder-decoder has the encoder input's pages, and the text's.

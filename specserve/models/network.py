@@ -70,6 +70,20 @@ class ShareableNetwork(Network, Protocol):
     def head(self, hidden: Tensor) -> Tensor: ...  # [rows, hidden] -> [rows, vocab]
 
 
+class CapturableNetwork(ShareableNetwork, Protocol):
+    """A network whose pass can be captured, up to what is computed for some rows alone."""
+
+    def without_layers(self, skip: Collection[int]) -> CapturableNetwork: ...
+
+    def run_layers(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Return a row for each row of the pass, from which `finish` computes logits."""
+        ...
+
+    def finish(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        """Return the logits of these rows of what `run_layers` returned; None: of all of them."""
+        ...
+
+
 def build_network(
     loaded: LoadedModel,
     cache: PagedCache,
@@ -79,7 +93,7 @@ def build_network(
     returns_hidden: bool = False,
     taps: HiddenTaps | None = None,
     is_adaptable: bool = False,
-) -> ShareableNetwork:
+) -> CapturableNetwork:
     """Return a fused network where there is one; an adaptable one has the library's layers."""
     if can_fuse(loaded) and not is_adaptable:
         return FusedNetwork(
@@ -153,6 +167,12 @@ class LibraryNetwork:
         logits: Tensor = out.logits[0]
         return torch.cat([logits, self._hidden.pop()], dim=-1) if self._hidden else logits
 
+    def run_layers(self, ids: Tensor, layout: Layout) -> Tensor:
+        return self.logits(ids, layout, None)  # the head is inside the library's code
+
+    def finish(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        return x.clone() if rows is None else x.index_select(0, rows)
+
     def logits_in_parts(
         self, ids: Tensor, layout: Layout, parts: Sequence[Tensor]
     ) -> Iterator[Tensor]:
@@ -174,7 +194,7 @@ class LibraryNetwork:
                 logits = self.logits(ids, layout, rows)
             yield logits
 
-    def without_layers(self, skip: Collection[int]) -> ShareableNetwork:
+    def without_layers(self, skip: Collection[int]) -> LibraryNetwork:
         other = copy.copy(self)
         other.module = without_layers(self.module, skip)
         return other

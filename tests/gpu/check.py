@@ -27,7 +27,7 @@ from tests.gpu.random_models import LLAMA_1B, TINY, VOCAB, find_attention, load_
 from tests.gpu.sections import Results, Scale, Section
 from tests.gpu.timing import counted_waits
 from tests.support import checkpoints
-from tests.support.card.rounds import MODES, load_pair, run_rounds, uneven
+from tests.support.card.rounds import MODES, OPTIONS, load_pair, run_rounds, uneven
 
 TEXT = tuple(np.random.default_rng(0).integers(3, checkpoints.VOCAB, 900).tolist())
 PROMPT_LENGTHS = (7, 130, 240)
@@ -214,7 +214,7 @@ def count_waits(scale: Scale) -> Results:
                     yield
                 kept[stage_name] = waits
 
-            target, drafter = load_pair(checkpoint("llama"))
+            target, drafter = load_pair(checkpoint("llama"), OPTIONS)
             run_rounds(target, drafter, MODES[name], gammas, stage)
             counts: Mapping[str, int] = {key: waits.total() for key, waits in stages.items()}
             places = sum(stages.values(), Counter[str]()).most_common(5)

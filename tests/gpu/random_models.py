@@ -17,8 +17,7 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.flashinfer_attention import FlashInferUnusable, open_flashinfer
-from specserve.models.graphs import GraphedNetwork, pad_to_bucket
-from specserve.models.model import ATTENTION_NAME, Model
+from specserve.models.model import ATTENTION_NAME, Model, with_graphs
 from specserve.models.network import build_network, library_attention
 from specserve.models.runner import Runner
 from specserve.models.shard import Shard
@@ -126,8 +125,6 @@ def assemble(
     )
     with torch.inference_mode():
         network = build_network(loaded, cache, attention=attention, shard=shard)
-    if shard is not None or network.run_rows is not None or not captures:
+    if not captures:
         return Model(Runner(network, cache, device=device), spec, spec.max_context, network)
-    graphed = GraphedNetwork(network, device)
-    runner = Runner(graphed, cache, device=device, pad_to_bucket=pad_to_bucket)
-    return Model(runner, spec, spec.max_context, graphed)
+    return with_graphs(network, attention, cache, spec, context=spec.max_context, shard=shard)

@@ -96,7 +96,7 @@ class CudaStandIn:
         try:
             yield
         finally:
-            self._cards.recordings.pop()
+            self._cards.recordings.pop().end()
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:

@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -16,8 +17,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from specserve.models import row_graphs
 from specserve.sampling.truncation import renormaliser_of
 from tests.support.card.tensors import CARDS, CardTensor, launch
+
+FEW_ROWS = (4, 16)
+"""Rows of graphs, each of which takes a tenth of a second or more to capture here."""
 
 
 class FlashInferWrapper:
@@ -27,11 +32,43 @@ class FlashInferWrapper:
     """Wrong numbers: what is added to every result."""
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
 
-    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        *,
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+    ) -> None:
         assert isinstance(float_workspace_buffer, CardTensor)
         assert float_workspace_buffer.dtype == torch.uint8
         assert kv_layout == "NHD"
-        self._planned: tuple[Any, ...] | None = None
+        self._plan: Plan | None = None
+        self._buffers: Any = None
+        self._max_rows: int | None = None
+        if not use_cuda_graph:
+            return
+        buffers = (
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+        )
+        for buffer in buffers:
+            assert isinstance(buffer, CardTensor)
+            assert buffer.dtype == torch.int32
+        self._buffers = buffers
+        rows, pages, _, last = self._buffers
+        assert len(rows) == len(pages) == len(last) + 1, "batch_size + 1"
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None:
+        assert isinstance(int_workspace_buffer, CardTensor)
+        assert int_workspace_buffer.dtype == torch.uint8
 
     def plan(
         self,
@@ -52,11 +89,19 @@ class FlashInferWrapper:
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
         non_blocking: bool = True,
+        seq_lens: Tensor | None = None,
     ) -> None:
-        lists = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        assert all(given.dtype == torch.int32 for given in lists), "indices are int32"
-        # Lists on a card are read back, which waits.
+        cards = CARDS[-1]
+        assert not cards.recordings, "plan() cannot be used in a CUDA graph"
+        lists = (qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
+        assert all(given.dtype == torch.int32 for given in (*lists, paged_kv_indices))
+        # Lists on a card are read back, which waits; so does a copy that is not of pinned memory.
         assert not any(isinstance(given, CardTensor) for given in lists)
+        from_host = [*lists, *([] if seq_lens is None else [seq_lens])]
+        if self._buffers is None:
+            from_host.append(paged_kv_indices)
+        for given in from_host:
+            assert given.untyped_storage().data_ptr() in cards.pinned, "a copy that waits"
         assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1
         assert int(paged_kv_indptr[-1]) == len(paged_kv_indices)
         assert bool(((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all())
@@ -65,36 +110,88 @@ class FlashInferWrapper:
         assert kv_data_type == q_data_type
         assert head_dim_qk in (16, 64, 128, 256), "no kernel for heads of this size"
         assert causal
-        cards = CARDS[-1]
-        for given in lists:  # `to(device, non_blocking=...)` each
-            if given is paged_kv_indices:
-                assert given.untyped_storage().data_ptr() in cards.pinned, "a copy that waits"
-        self._planned = (
-            *(given.tolist() for given in lists),
-            (num_qo_heads, head_dim_qk),
-            (page_size, num_kv_heads, head_dim_vo or head_dim_qk),
-            (sm_scale or head_dim_qk**-0.5, window_left, logits_soft_cap or 0.0),
-        )
+        how = (sm_scale or head_dim_qk**-0.5, window_left, logits_soft_cap or 0.0)
+        sizes = (num_qo_heads, head_dim_qk, page_size, num_kv_heads, head_dim_vo or head_dim_qk)
+        pages = torch.zeros(len(paged_kv_indices), dtype=torch.int32)
+        if cards.has_values:
+            held = paged_kv_indices
+            pages = held.host if isinstance(held, CardTensor) else held
+        plan = Plan(qo_indptr, paged_kv_indptr, pages, paged_kv_last_page_len, how, sizes)
+        if self._buffers is not None:
+            self._plan_graph(plan, paged_kv_indices)
+        self._plan = plan
+
+    def _plan_graph(self, plan: Plan, pages: Tensor) -> None:
+        """Copy the lists into the buffers; what a graph has baked in must not change."""
+        assert self._buffers is not None
+        rows = int(plan.row_starts[-1])
+        if self._max_rows is None:
+            self._max_rows = rows
+        row_starts, page_starts, all_pages, last = self._buffers
+        assert rows <= self._max_rows, "more rows than in the first plan"
+        assert len(plan.last) == len(last), "the batch size is fixed"
+        assert len(pages) <= len(all_pages), "more pages than the buffer has room for"
+        assert isinstance(pages, CardTensor), "a copy that waits"
+        assert self._plan is None or (self._plan.how, self._plan.sizes) == (plan.how, plan.sizes)
+        row_starts.copy_(plan.row_starts, non_blocking=True)
+        page_starts.copy_(plan.page_starts, non_blocking=True)
+        last.copy_(plan.last, non_blocking=True)
+        all_pages[: len(pages)].copy_(pages, non_blocking=True)
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
-        assert self._planned is not None, "plan info is not initialized"
-        starts, page_starts, pages, last, (heads, dim), (size, kv_heads, v_dim), how = self._planned
+        plan = self._plan
+        assert plan is not None, "plan info is not initialized"
+        heads, dim, size, kv_heads, v_dim = plan.sizes
         keys, values = paged_kv_cache
         assert q.is_contiguous()
-        assert q.shape == (starts[-1], heads, dim), "q does not match qo_indptr"
+        rows = int(plan.row_starts[-1]) if self._buffers is None else self._max_rows
+        assert q.shape == (rows, heads, dim), "q does not match qo_indptr"
         assert keys.shape[1:] == (size, kv_heads, dim)
         assert values.shape[1:] == (size, kv_heads, v_dim)
-        plan = (starts, page_starts, pages, last, how)
-
-        def batch_prefill(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            if not cards.has_values:
-                return q.new_empty(*q.shape[:2], values.shape[-1])
-            return _attend(q, keys, values, plan) + self.error
-
-        cards = CARDS[-1]
-        cards.ledger.add_paged_attention(*_work(plan, q, keys, values))
-        out: Tensor = launch(cards, batch_prefill, (q, keys, values), {})
+        cards, lists = CARDS[-1], self._buffers
+        kernel = PagedKernel(self)
+        if lists is None:
+            lists = (plan.row_starts, plan.page_starts, plan.pages, plan.last)
+            kernel.lists, lists = lists, ()
+        cards.ledger.add_paged_attention(*kernel.work(q, keys, values))
+        out: Tensor = launch(cards, kernel, (q, keys, values, *lists), {})
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a wrapper was planned for; the lists lie on the host."""
+
+    row_starts: Tensor
+    page_starts: Tensor
+    pages: Tensor
+    last: Tensor
+    how: tuple[float, int, float]
+    sizes: tuple[int, ...]
+
+
+class PagedKernel:
+    """One launch: of a graph, it reads its lists from the card's memory at each replay."""
+
+    __name__ = "batch_prefill"
+
+    def __init__(self, wrapper: FlashInferWrapper) -> None:
+        self._wrapper, plan = wrapper, wrapper._plan
+        assert plan is not None
+        self._how, self.lists = plan.how, ()  # type: tuple[float, int, float], tuple[Tensor, ...]
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, *buffers: Tensor) -> Tensor:
+        if not CARDS[-1].has_values:
+            return q.new_empty(*q.shape[:2], values.shape[-1])
+        lists = [given.tolist() for given in (buffers or self.lists)]
+        return _attend(q, keys, values, (*lists, self._how)) + self._wrapper.error
+
+    def work(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int]:
+        """Return the bytes of keys and values that the kernel reads, and its operations."""
+        plan = self._wrapper._plan
+        assert plan is not None
+        lists = (plan.row_starts, plan.page_starts, plan.pages, plan.last)
+        return _work((*(given.tolist() for given in lists), plan.how), q, keys, values)
 
 
 def _work(plan: Any, q: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int]:
@@ -102,7 +199,7 @@ def _work(plan: Any, q: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int]
     starts, page_starts, _, last, _ = plan
     size = keys.shape[1]
     lengths = [
-        (stop - start - 1) * size + rest
+        max(stop - start - 1, 0) * size + rest * (stop > start)
         for (start, stop), rest in zip(pairwise(page_starts), last, strict=True)
     ]
     slot_bytes = (keys[0, 0].numel() + values[0, 0].numel()) * keys.element_size()
@@ -114,11 +211,13 @@ def _work(plan: Any, q: Tensor, keys: Tensor, values: Tensor) -> tuple[int, int]
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, plan: Any) -> Tensor:
     starts, page_starts, pages, last, (scaling, window_left, softcap) = plan
-    out = q.new_empty(*q.shape[:2], values.shape[-1])
+    out = q.new_zeros(*q.shape[:2], values.shape[-1])
     shared = q.shape[1] // keys.shape[2]
     for number, size in enumerate(last):
         rows = slice(starts[number], starts[number + 1])
         own = pages[page_starts[number] : page_starts[number + 1]]
+        if not own:
+            continue
         length = (len(own) - 1) * keys.shape[1] + size
         k, v = (
             pool[own].flatten(0, 1)[:length].float().repeat_interleave(shared, 1)
@@ -172,9 +271,12 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor) -> Tensor:
 
 @contextmanager
 def installed(
-    *, error: float = 0.0, dtypes: tuple[torch.dtype, ...] = FlashInferWrapper.dtypes
+    *,
+    error: float = 0.0,
+    dtypes: tuple[torch.dtype, ...] = FlashInferWrapper.dtypes,
+    graph_rows: tuple[int, ...] = FEW_ROWS,
 ) -> Iterator[None]:
-    """Let `import flashinfer` find the stand-in."""
+    """Let `import flashinfer` find the stand-in, and graphs be captured for so many rows."""
 
     class Wrapper(FlashInferWrapper):
         pass
@@ -190,7 +292,10 @@ def installed(
     renormaliser_of.cache_clear()
     modules = {"flashinfer": module, "flashinfer.sampling": sampling}
     try:
-        with mock.patch.dict(sys.modules, modules):
+        with (
+            mock.patch.dict(sys.modules, modules),
+            mock.patch.object(row_graphs, "ROWS", graph_rows),
+        ):
             yield
     finally:
         renormaliser_of.cache_clear()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specserve.models import shard as shard_module
 from tests.support.card.ledger import CardError
-from tests.support.card.tensors import CardTensor, FactoryMode
+from tests.support.card.tensors import CARDS, CardTensor, FactoryMode, Repeated
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
@@ -96,24 +96,39 @@ def card_ranks(size: int) -> Iterator[CardRanks]:
     """Let the collectives of torch.distributed be those of ranks in threads."""
     ranks = CardRanks(size)
 
+    def captured(tensor: Any, call: Callable[[], None]) -> None:
+        """Make a call; during a capture, leave it to the replays."""
+        CARDS[-1].record(tensor.card, (Repeated(call), (), {}, ()))
+        if not CARDS[-1].recordings:
+            call()
+
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: object = None) -> None:
-        parts = torch.stack(ranks.exchange("all_reduce", tensor))
-        tensor.host.copy_(parts.amin(0) if op == dist.ReduceOp.MIN else parts.sum(0))
+        def call() -> None:
+            parts = torch.stack(ranks.exchange("all_reduce", tensor))
+            tensor.host.copy_(parts.amin(0) if op == dist.ReduceOp.MIN else parts.sum(0))
 
-    def all_gather(parts: Any, part: Tensor, group: object = None) -> None:
-        parts.host.copy_(torch.cat(ranks.exchange("all_gather", part)))
+        captured(tensor, call)
 
-    def all_to_all(shares: Any, given: Tensor, group: object = None) -> None:
-        chunks = [one.chunk(size)[ranks.rank] for one in ranks.exchange("all_to_all", given)]
-        shares.host.copy_(torch.cat(chunks))
+    def all_gather(parts: Any, part: Any, group: object = None) -> None:
+        captured(part, lambda: parts.host.copy_(torch.cat(ranks.exchange("all_gather", part))))
+
+    def all_to_all(shares: Any, given: Any, group: object = None) -> None:
+        def call() -> None:
+            chunks = [one.chunk(size)[ranks.rank] for one in ranks.exchange("all_to_all", given)]
+            shares.host.copy_(torch.cat(chunks))
+
+        captured(given, call)
 
     def gather(
-        part: Tensor, parts: Sequence[Any] | None, group: object = None, group_dst: int = 0
+        part: Any, parts: Sequence[Any] | None, group: object = None, group_dst: int = 0
     ) -> None:
-        given = ranks.exchange("gather", part)
-        assert (parts is not None) == (ranks.rank == group_dst)
-        for own, other in zip(parts or (), given, strict=False):
-            own.host.copy_(other)
+        def call() -> None:
+            given = ranks.exchange("gather", part)
+            assert (parts is not None) == (ranks.rank == group_dst)
+            for own, other in zip(parts or (), given, strict=False):
+                own.host.copy_(other)
+
+        captured(part, call)
 
     with (
         mock.patch.multiple(

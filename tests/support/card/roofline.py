@@ -50,8 +50,11 @@ from tests.gpu.random_models import (
 from tests.support.card import CardTensor, Ledger, emulated_cards, flashinfer
 from tests.support.card.kernels import interpreted_kernels
 from tests.support.card.rounds import GAMMA, MODES, CardMode, run_rounds, uneven
+from tests.support.card.tensors import CARDS, Repeated
 from tests.support.engines import load_drafter
 
+GRAPH_ROWS = (1, 8, 32, 64, 224, 256)
+"""Rows of the graphs that the passes of a round have; each takes seconds to capture here."""
 RANKS, PROMPT, NUM_PAGES, CARD_BYTES = 4, 2048, 20_000, 80 * 10**9
 SHOWN_MODES = (
     "greedy",
@@ -138,6 +141,10 @@ class TimedLedger(Ledger):
         self.host_s += self.speed.collective_launch_s
         self._run(name, self.speed.sum_seconds(num_bytes))
 
+    def repeat_collective(self, name: str, num_bytes: int) -> None:
+        """Note a collective of a captured graph."""
+        self._run(name, self.speed.sum_seconds(num_bytes))
+
     def add_paged_attention(self, read_bytes: int, flops: int) -> None:
         speed = self.speed
         self._run("paged attention", max(read_bytes / speed.read_bytes_s, flops / speed.flops_s))
@@ -151,17 +158,22 @@ class TimedLedger(Ledger):
 def timed_collectives(ledger: TimedLedger) -> Iterator[None]:
     """Let ranks that are not there take part: results have the right shapes."""
 
+    def add(name: str, tensor: Any, num_bytes: int) -> None:
+        repeated = Repeated(lambda: ledger.repeat_collective(name, num_bytes))
+        CARDS[-1].record(tensor.card, (repeated, (), {}, ()))
+        ledger.add_collective(name, num_bytes)
+
     def all_reduce(tensor: Tensor, **_: object) -> None:
-        ledger.add_collective("all_reduce", tensor.nbytes)
+        add("all_reduce", tensor, tensor.nbytes)
 
     def all_gather(parts: Tensor, part: Tensor, **_: object) -> None:
-        ledger.add_collective("all_gather", parts.nbytes)
+        add("all_gather", parts, parts.nbytes)
 
     def all_to_all(parts: Tensor, given: Tensor, **_: object) -> None:
-        ledger.add_collective("all_to_all", given.nbytes)
+        add("all_to_all", given, given.nbytes)
 
     def gather(part: Tensor, parts: list[Tensor] | None, **_: object) -> None:
-        ledger.add_collective("gather", part.nbytes * RANKS)
+        add("gather", part, part.nbytes * RANKS)
 
     with (
         mock.patch.multiple(
@@ -215,7 +227,7 @@ def chosen_kernels(*, has_libraries: bool) -> Iterator[None]:
         mock.patch.object(layers, "card_kernels", chosen(KERNELS)),
         mock.patch.object(row_draws, "draw_kernel_of", chosen(draw_rows)),
         mock.patch.object(truncation, "renormaliser_of", chosen(renormalise)),
-        flashinfer.installed() if has_libraries else nullcontext(),
+        flashinfer.installed(graph_rows=GRAPH_ROWS) if has_libraries else nullcontext(),
     ):
         yield
 

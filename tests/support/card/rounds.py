@@ -12,7 +12,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
@@ -22,17 +22,19 @@ import torch
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import ForkableDrafter
 from specserve.drafters.branches import Fanout
+from specserve.models import row_graphs
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, Policy, VerifyStep, Warp
 from tests.support import checkpoints
-from tests.support.card import Ledger, emulated_cards
+from tests.support.card import Ledger, emulated_cards, flashinfer
 from tests.support.engines import load_drafter, load_target
 
 GAMMA, PROMPT, ROUNDS = 7, 100, 4
 NUCLEUS = Warp(temperature=0.7, top_p=0.9)
 PENALISED = Warp(temperature=0.7, top_p=0.9, presence_penalty=0.5, repetition_penalty=1.1)
 OPTIONS = ModelOptions(dtype="bfloat16", device="cuda:0", attention="sdpa", pages=3000)
+FLASHINFER_OPTIONS = replace(OPTIONS, attention="flashinfer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +68,28 @@ class CardCounts:
         return f"{self.waits}, {self.kernels}"
 
 
+BY_FLASHINFER = ("greedy", "T = 0.7, top-p 0.9")
+"""Modes that are counted with FlashInfer, too."""
+
 Stage = Callable[[str], AbstractContextManager[None]]
 """Is entered for each stage of a round: `propose`, `verify` and `prepare`."""
 
 
-def count_round(checkpoint: Path, mode: CardMode, gammas: Sequence[int]) -> dict[str, CardCounts]:
+def count_round(
+    checkpoint: Path, mode: CardMode, gammas: Sequence[int], options: ModelOptions = OPTIONS
+) -> dict[str, CardCounts]:
     """Count the stages of the last of several rounds."""
     counts: dict[str, CardCounts] = {}
     with emulated_cards() as ledger:
-        pair = load_pair(checkpoint)
+        pair = load_pair(checkpoint, options)
         run_rounds(*pair, mode, gammas, lambda name: _counting(ledger, counts, name))
     return counts
 
 
-def load_pair(checkpoint: Path) -> tuple[TargetModel, ForkableDrafter]:
+def load_pair(checkpoint: Path, options: ModelOptions) -> tuple[TargetModel, ForkableDrafter]:
     """Load a target onto the card, and a draft of the same weights."""
-    target = load_target(checkpoint, OPTIONS)
-    return target, load_drafter(open_model(checkpoint, OPTIONS), target.info, support=64)
+    target = load_target(checkpoint, options)
+    return target, load_drafter(open_model(checkpoint, options), target.info, support=64)
 
 
 def run_rounds(
@@ -145,7 +152,9 @@ def run_rounds(
 def _counting(ledger: Ledger, counts: dict[str, CardCounts], stage: str) -> Iterator[None]:
     ledger.clear()
     yield
-    counts[stage] = CardCounts(ledger.num_waits, ledger.num_kernels, str(ledger))
+    # A capture happens once for each of its sizes, in no steady round.
+    captures = sum(n for (_, place), n in ledger.waits.items() if "graph_capture.py" in place)
+    counts[stage] = CardCounts(ledger.num_waits - captures, ledger.num_kernels, str(ledger))
 
 
 def uneven(batch: int) -> list[int]:
@@ -161,6 +170,12 @@ def table(checkpoint: Path, batch: int) -> Iterator[str]:
         for gammas, described in (([GAMMA], "1"), (uneven(batch), f"{batch}, uneven")):
             found = count_round(checkpoint, mode, gammas)
             yield f"| {name} | {described} | {' | '.join(map(str, found.values()))} |"
+    for name in BY_FLASHINFER:
+        for gammas, described in (([GAMMA], "1"), (uneven(batch), f"{batch}, uneven")):
+            with flashinfer.installed(graph_rows=row_graphs.ROWS):
+                found = count_round(checkpoint, MODES[name], gammas, FLASHINFER_OPTIONS)
+            counts = " | ".join(map(str, found.values()))
+            yield f"| {name}, FlashInfer | {described} | {counts} |"
 
 
 def main() -> None:
@@ -181,7 +196,7 @@ def main() -> None:
     text = (
         f"{date.today()}, torch {torch.__version__}, an emulated card. Waits of the host and "
         f"kernels that it launches in one steady round: a Llama of two layers, gamma up to {GAMMA}"
-        f", anticipation on, attention by torch.\n\n{lines}\n"
+        f", anticipation on, attention by torch where nothing else is said.\n\n{lines}\n"
     )
     print(text)
     if args.out:

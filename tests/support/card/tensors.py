@@ -8,8 +8,9 @@ launches a kernel. Kernels refuse tensors of the host and of other cards.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,14 +59,27 @@ class Cards:
     def __init__(
         self, count: int, ledger: Ledger, *, memory_bytes: int, has_values: bool = True
     ) -> None:
-        self.count, self.current = count, 0
+        self.count, self._own = count, ThreadState()
         self.ledger, self.has_values = ledger, has_values
         self.memory = torch.device("cpu" if has_values else "meta")
         self.memory_of = [CardMemory(memory_bytes) for _ in range(count)]
-        self.recordings: list[Recording] = []  # of the captures under way
         # Memory that a card copies from by itself, by its address; kept, so that no other gets it.
         self.pinned: dict[int, Tensor] = {}
         self.makers: list[int] = []  # cards of the tensors whose functions are running
+
+    @property
+    def current(self) -> int:
+        """The current card of this thread."""
+        return self._own.current
+
+    @current.setter
+    def current(self, number: int) -> None:
+        self._own.current = number
+
+    @property
+    def recordings(self) -> list[Recording]:
+        """The captures under way in this thread."""
+        return self._own.recordings
 
     def number_of(self, device: Any) -> int | None:
         """Return the number of the card that a device is; None: it is no card."""
@@ -107,6 +121,14 @@ class Cards:
             self.makers.pop()
 
 
+class ThreadState(threading.local):
+    """What each thread has of its own: ranks capture and run beside one another."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.recordings: list[Recording] = []
+
+
 class CardMemory:
     """The bytes of a card that its tensors hold."""
 
@@ -144,21 +166,39 @@ class MemoryHolder:
         self._memory.drop(self._address, self._size)
 
 
+class Repeated:
+    """A call that a replay makes as it stands, on tensors of cards."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+
 class Recording:
     """The calls of a capture, on the very tensors that it used."""
 
     def __init__(self, card: int) -> None:
         self.card = card
         self.calls: list[tuple[Any, ...]] = []
+        self.made: list[CardTensor] = []
+
+    def end(self) -> None:
+        """Count the memory of what was made no longer: all graphs of a pool use it in turn."""
+        for tensor in self.made:
+            del tensor.holder
 
     def replay(self, cards: Cards) -> None:
         for function, args, kwargs, out in self.calls:
+            if isinstance(function, Repeated):
+                function.call()
+                continue
             if name_of(function) in VIEWS:
                 continue  # the recorded view looks at the recorded memory
             if name_of(function) not in NO_KERNELS:
                 cards.ledger.add_replayed(
                     name_of(function), _tensors((args, kwargs)), _tensors(out)
                 )
+            if hasattr(function, "work"):
+                cards.ledger.add_paged_attention(*function.work(*args[:3]))
             if not cards.has_values:
                 continue
             args, kwargs = _in_memory(cards, (args, kwargs))
@@ -194,6 +234,8 @@ class CardTensor(torch.Tensor):
         wrapper.host, wrapper.card = host, card
         if CARDS:
             CARDS[-1].memory_of[card].add(wrapper)
+            for recording in CARDS[-1].recordings:
+                recording.made.append(wrapper)
         return wrapper
 
     def __init__(self, host: Tensor, card: int) -> None:
@@ -240,7 +282,7 @@ class CardTensor(torch.Tensor):
         cards = CARDS[-1]
         own = next(tensor for tensor in _tensors((args, kwargs)) if isinstance(tensor, CardTensor))
         if func is torch.Tensor.copy_:  # its C++ asks for the driver of `cuda`
-            return _copy(cards, *args)
+            return _copy(cards, *args, **kwargs)
         if func is torch.Tensor.detach:  # its C++ asks wrappers for versions, in inference mode
             return CardTensor(own.host.detach(), own.card)
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
