@@ -32,9 +32,14 @@ from benchmarks.train_demo import (
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts, standard_library
+from specserve.drafters.translated.runner import TranslatedRunner
 from specserve.llm import LLM
+from specserve.models.model import ModelOptions, open_model
+from specserve.models.runner import Runner
 from specserve.progress import ProgressBar
 from specserve.sampling_params import Sampling
+from specserve.token_translation import SharedVocabulary, make_translation
+from specserve.types import Step
 
 VOCAB = 6144
 PATTERN = (
@@ -82,7 +87,7 @@ def _embeddings(demo: torch.Tensor, own: Tokenizer) -> torch.Tensor:  # [vocab, 
 
 
 @dataclass(slots=True)
-class Engine:
+class DraftEngine:
     """The demo target with one draft, or none, and what its draft tokens have been worth."""
 
     llm: LLM
@@ -114,10 +119,10 @@ def measure(
     turns: int,
     prompts: int,
     max_tokens: int,
-) -> dict[str, tuple[Engine, ThroughputSample]]:
+) -> dict[str, tuple[DraftEngine, ThroughputSample]]:
     """Run an engine for each draft in turns, over the same prompts."""
     engines = {
-        name: Engine(
+        name: DraftEngine(
             LLM(
                 None,
                 None if path is None else str(path),
@@ -137,6 +142,36 @@ def measure(
     return {name: (engine, samples[name]) for name, engine in engines.items()}
 
 
+def overlaps(out: Path, *, prompts: int, length: int) -> dict[str, float]:
+    """Return alpha of both drafts at T = 1, the sum of min(p, q) on the same held-out prefixes."""
+    options = ModelOptions(
+        dtype="float32", device="cpu", page_size=16, pages=256, prefix_caching=False
+    )
+    target, own = Tokenizer.load(DEMO / "target"), Tokenizer.load(out)
+    shared = SharedVocabulary.from_tokenizers(target, own)
+    opened = {
+        name: open_model(path, options)
+        for name, path in (("target", DEMO / "target"), ("demo draft", DEMO / "draft"), ("o", out))
+    }
+    vocab = opened["target"].spec.vocab_size
+    translation = make_translation(shared, target, own).limited_to(
+        target_vocab=vocab, draft_vocab=opened["o"].spec.vocab_size
+    )
+    drafts: dict[str, Runner | TranslatedRunner] = {
+        "demo draft": opened["demo draft"].runner,
+        "other tokenizer": TranslatedRunner(opened["o"].runner, translation, target_vocab=vocab),
+    }
+    sums, count = dict.fromkeys(drafts, 0.0), 0
+    for prompt in held_out_prompts(count=prompts, length=length):
+        step = Step(1, 0, prompt)
+        p = opened["target"].runner.run([step], [len(prompt)]).float().softmax(-1)
+        count += len(prompt)
+        for name, draft in drafts.items():
+            q = draft.run([step], [len(prompt)]).float().softmax(-1)
+            sums[name] += float(torch.minimum(p, q).sum())
+    return {name: total / count for name, total in sums.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -148,10 +183,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--only-make", action="store_true", help="measure nothing")
+    parser.add_argument("--only-alpha", action="store_true", help="write no texts")
     args = parser.parse_args()
     if not (args.out / "model.safetensors").is_file():
         make_draft(args.out, minutes=args.minutes, vocab=args.vocab, threads=args.threads)
     if args.only_make:
+        return
+    alphas = overlaps(args.out, prompts=args.prompts, length=300)
+    print(f"alpha by p and q: {', '.join(f'{name} {a:.2f}' for name, a in alphas.items())}")
+    if args.only_alpha:
         return
     drafts = {"none": None, "demo draft": DEMO / "draft", "other tokenizer": args.out}
     print(

@@ -83,7 +83,8 @@ the probability that two draws with the same Gumbel noise agree. (Under `block` 
 later draft tokens affect the first, and there is no such formula.)
 
 - **drafters**: `full` draws from all ids, `top 3` from the three likeliest and has three
-  quarters of the pages, `7 of 8 ids` lacks an id of the target, `none` drafts nothing.
+  quarters of the pages, `7 of 8 ids` lacks an id of the target, `none` drafts nothing. `other
+  tokens` has another tokenizer: six of the target's tokens in another order, and a support of four.
   `layer_skip` and `heads` are tied to a target of three layers: one without the second layer,
   on the target's own pages; the other with random heads, and, as `top 3 heads`, with a support
   of three. `eagle` is a random EAGLE-3 head of the same target with pages of its own, and a
