@@ -20,7 +20,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MambaConfig,
-    Olmo2Config,
+    MiniMaxM2Config,
     PreTrainedConfig,
     Qwen3MoeConfig,
 )
@@ -246,7 +246,7 @@ def test_ranks_hold_every_row_of_the_vocabulary_head_once(root: Path) -> None:
             "moe_intermediate_size 31",
         ),
         (GPT2Config(n_head=4, n_embd=64), 8, "4 attention heads"),
-        (Olmo2Config(), 2, "colwise_gather_output"),
+        (MiniMaxM2Config(), 2, "colwise_gather_output"),
         (DeepseekV3Config(), 2, "leaves attention whole"),
         (MambaConfig(), 2, "no tensor-parallel plan"),
     ],
