@@ -332,11 +332,27 @@ def _check(kernel: LinearKernel) -> None:
         torch.randn(shape, generator=generator).bfloat16()
         for shape in ((31, 96), (80, 96), (31, 80))
     )
+    coded = weight.mul(20).round().clamp(-128, 127).to(torch.int8)
+    scales = torch.full((80, 3), 0.05)
+    for own in (
+        weight,
+        CodedWeight.from_integers(coded, scales),
+        CodedWeight.from_integers(coded // 16, scales),
+    ):
+        _check_product(kernel, x, own, weight[:, 0].contiguous(), residual)
+
+
+def _check_product(
+    kernel: LinearKernel, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
+) -> None:
     packed = kernel.pack(weight)
-    out = kernel.product(x, packed, 80, weight[:, 0].contiguous(), residual)
-    expected = x.double() @ weight.double().T + weight[:, 0].double() + residual.double()
+    out = kernel.product(x, packed, 80, bias, residual)
+    exact = weight.double()
+    if isinstance(weight, CodedWeight):
+        exact = weight.integers.double() * weight.scales[:, :1].double()  # all are equal
+    expected = x.double() @ exact.T + bias.double() + residual.double()
     if (out.double() - expected).abs().max() > 4e-3 * expected.abs().max():
         raise ValueError("its numbers are wrong")
-    alone = kernel.product(x[:1], packed, 80, weight[:, 0].contiguous(), residual[:1])
+    alone = kernel.product(x[:1], packed, 80, bias, residual[:1])
     if not torch.equal(alone, out[:1]):
         raise ValueError("its rows depend on one another")

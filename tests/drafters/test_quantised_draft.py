@@ -18,6 +18,7 @@ from tests.formats.check import MADE
 from tests.support import checkpoints
 from tests.support.self_speculative_engines import LLM_KEYS, TEXT
 
+DTYPES = ["float32"] + ["bfloat16"] * torch.ops.mkldnn._is_mkldnn_bf16_supported()
 PROMPTS = [TEXT, TEXT[5:], TEXT[::-1]]
 GREEDY = Sampling(max_tokens=32, temperature=0, ignore_eos=True)
 
@@ -53,7 +54,7 @@ def test_texts_are_those_without_a_draft(target: Path) -> None:
 
 
 @pytest.mark.parametrize(("bits", "to"), [(8, "int8"), (4, "int4")])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_while_loading_gives_the_numbers_of_a_written_copy(
     bits: int, to: str, dtype: str, target: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,9 @@ from tests.formats.make import PROMPT
 needs_compiled = pytest.mark.skipif(
     missing_for_compiled() is not None, reason=f"it needs {missing_for_compiled()}"
 )
+needs_bf16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="it needs a processor with bf16"
+)
 # (outputs, inputs, bits, groups): neither whole panels nor few groups, and a span that is cut.
 SHAPES = [(100, 256, 8, 1), (33, 96, 8, 3), (64, 8192, 8, 1), (100, 256, 4, 8), (32, 64, 4, 1)]
 PRODUCT_ERROR = 4e-3
@@ -160,6 +163,7 @@ def test_shared_weights_are_small_and_give_the_same_bits(tmp_path: Path) -> None
         assert torch.equal(logits(shared), private)
 
 
+@needs_bf16
 @pytest.mark.parametrize("kind", ["int8-w8a16", "int4-w4a16"])
 def test_a_processor_without_the_kernel_gets_bf16(
     kind: str, caplog: pytest.LogCaptureFixture
