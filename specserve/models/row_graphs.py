@@ -24,11 +24,11 @@ from specserve.models.shard import Shard
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))
-"""Numbers of rows that passes are padded to; longer ones are bound by their products.
+ROWS = (1, 2, 4, 8, 16, 24, *range(32, 129, 16))
+"""Numbers of rows that passes are padded to.
 
-Steps are short where products already are what takes time: 256 rows in the place of 224 would cost
-a 70B model on four cards 8% of a pass, by the roofline.
+In longer passes products take the time, and the host is ahead of the card without graphs: by the
+roofline, 256 rows in the place of 225 cost a 70B model on four cards 8% of a pass.
 """
 MAX_LISTED_PAGES = 2**22
 """Pages of all sequences of a pass, shared ones counted each time: 16 MiB on the card."""

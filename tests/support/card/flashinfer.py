@@ -160,7 +160,7 @@ class FlashInferWrapper:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a wrapper was planned for; the lists lie on the host."""
+    """The lists that a wrapper was planned for, on the host."""
 
     row_starts: Tensor
     page_starts: Tensor

@@ -53,7 +53,7 @@ from tests.support.card.rounds import GAMMA, MODES, CardMode, run_rounds, uneven
 from tests.support.card.tensors import CARDS, Repeated
 from tests.support.engines import load_drafter
 
-GRAPH_ROWS = (1, 8, 32, 64, 224, 256)
+GRAPH_ROWS = (1, 8, 32, 64, 128)
 """Rows of the graphs that the passes of a round have; each takes seconds to capture here."""
 RANKS, PROMPT, NUM_PAGES, CARD_BYTES = 4, 2048, 20_000, 80 * 10**9
 SHOWN_MODES = (

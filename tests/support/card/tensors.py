@@ -122,7 +122,7 @@ class Cards:
 
 
 class ThreadState(threading.local):
-    """What each thread has of its own: ranks capture and run beside one another."""
+    """The state of one thread: ranks capture and run beside one another."""
 
     def __init__(self) -> None:
         self.current = 0
