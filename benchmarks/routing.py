@@ -1,4 +1,4 @@
-"""Which of several engines gets a prompt, over HTTP: `python -m benchmarks.routing`.
+"""Routing of prompts to several engines, over HTTP: `python -m benchmarks.routing`.
 
 Four engines whose gateway looks at prefixes, four that Ray Serve's own router serves, and one with
 the memory of four, on one Ray beside one another and measured in turns. Most prompts begin with one
@@ -74,7 +74,7 @@ QUICK = Workload(requests=24, clients=4, shared_texts=4, shared_tokens=256, own_
 
 @dataclass(slots=True)
 class Measured:
-    """What was seen of one application, by turn."""
+    """Hit rates and times of one application, by turn."""
 
     hit_rates: list[float] = field(default_factory=list)
     first_tokens: list[list[float]] = field(default_factory=list)  # seconds

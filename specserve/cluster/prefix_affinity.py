@@ -28,7 +28,7 @@ DEFAULT_CACHED_TOKENS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What a router knows of one engine at the moment."""
+    """State of one engine, as far as a router knows it."""
 
     requests: int = 0  # under way, waiting ones included
     max_running: int = 1

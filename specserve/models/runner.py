@@ -6,7 +6,6 @@ Prefill, verification and drafting are all steps of such a pass; target and draf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specserve.models.adapters.store import AdapterStore
+from specserve.models.adapters.store import AdapterStore, adapters_of
 from specserve.models.cache import Fork, PagedCache
 from specserve.models.encoder_cache import Encoder, EncoderCache
 from specserve.models.layout import Geometry, Ints, Layout, Writes
@@ -102,11 +101,11 @@ class Runner:
             starts, np.array(counts), self.block_table(seq_ids, max(step.stop for step in steps))
         )
         if reader is None and counts == list(num_logits):
-            with self._adapting(steps):
+            with adapters_of(steps, self.adapters):
                 return self._forward(ids, seq_ids, writes, None)
         rows = _last_rows(writes.counts, np.array(num_logits))
         kept = rows if len(rows) else np.zeros(1, np.int64)
-        with self._adapting(steps):
+        with adapters_of(steps, self.adapters):
             logits = (
                 self._forward(ids, seq_ids, writes, kept)
                 if reader is None
@@ -184,14 +183,6 @@ class Runner:
         cache.reserve(step.seq_id, step.stop)
         cache.append(step.seq_id, step.tokens)
         return step
-
-    def _adapting(self, steps: Sequence[Step]) -> AbstractContextManager[None]:
-        """Return a context in which the network applies the adapters of these steps."""
-        adapters = [step.adapter for step in steps]
-        if self.adapters is None:
-            assert not any(adapters), "a network without adaptable layers"
-            return nullcontext()
-        return self.adapters.running(adapters, [len(step.tokens) for step in steps])
 
     def _forward(
         self, ids: Ints, seq_ids: Sequence[int], writes: Writes, rows: Ints | None

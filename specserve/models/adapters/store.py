@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +30,7 @@ from specserve.models.adapters.layers import (
 from specserve.models.checkpoints.load import empty_module, make_division
 from specserve.models.layers import PrivateWeights, linear_weights, make_linear
 from specserve.models.shard import Division, Shard
-from specserve.types import Adapter, Verdict, VerifyStep
+from specserve.types import Adapter, Step, Verdict, VerifyStep
 
 if TYPE_CHECKING:
     from torch import nn
@@ -235,6 +235,15 @@ class AdapterStore:
         for adapter, own in rows.items():
             where = None if len(own) == start else torch.tensor(own, device=self._device)
             yield AdaptedRows(where, self._loaded[adapter].factors)
+
+
+def adapters_of(steps: Sequence[Step], store: AdapterStore | None) -> AbstractContextManager[None]:
+    """Return a context in which the network applies the adapters of these steps."""
+    adapters = [step.adapter for step in steps]
+    if store is None:
+        assert not any(adapters), "a network without adaptable layers"
+        return nullcontext()
+    return store.running(adapters, [len(step.tokens) for step in steps])
 
 
 def adapter_bytes(files: AdapterFiles, dtype: torch.dtype) -> int:
