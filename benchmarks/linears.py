@@ -20,7 +20,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from specserve.models.linear_kernels import LinearKernel, linear_kernel, missing_for_compiled
+from specserve.models.linear_kernels import (
+    LinearKernel,
+    OneDnnKernel,
+    linear_kernel,
+    missing_for_compiled,
+)
 from specserve.models.mapped_file import tensor_address
 from specserve.models.memory import keep_freed_memory, use_huge_pages
 from specserve.tools.bench.report import machine
@@ -78,13 +83,15 @@ class KernelTimes:
     reads: list[float] = field(default_factory=list)
 
     def row(self) -> str:
-        first = self.by_kernel["onednn"]
+        base = next(iter(self.by_kernel))  # oneDNN's
         cells = [f"{median(times):.2f}" for times in self.by_kernel.values()]
         ratios = [
             f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             for name, times in self.by_kernel.items()
-            if name != "onednn"
-            for ratios in [[own / other for own, other in zip(times, first, strict=True)]]
+            if name != base
+            for ratios in [
+                [own / other for own, other in zip(times, self.by_kernel[base], strict=True)]
+            ]
         ]
         return f"| {self.rows} | {' | '.join([f'{median(self.reads):.2f}', *cells, *ratios])} |"
 
@@ -129,7 +136,7 @@ def _layers(kernel: LinearKernel, weights: Sequence[Tensor]) -> list[Layer]:
     layers: list[Layer] = []
     for weight in weights:
         packed = kernel.pack(weight)
-        if packed.layout == torch.strided or kernel.name == "onednn":
+        if packed.layout == torch.strided or isinstance(kernel, OneDnnKernel):
             use_huge_pages(tensor_address(packed), weight.nbytes)
         layers.append(partial(_multiply, kernel, packed, tuple(weight.shape)))
     return layers
@@ -160,7 +167,7 @@ def table(name: str, shapes: Shapes, times: Sequence[KernelTimes]) -> str:
         "rows",
         "reading",
         *(f"{kernel}, ms" for kernel in names),
-        *(f"{kernel} / onednn" for kernel in names if kernel != "onednn"),
+        *(f"{kernel} / {names[0]}" for kernel in names[1:]),
     ]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(row.row() for row in times)]
     return f"## {name}, {size:.0f} MB\n\n" + "\n".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from datetime import date
 from functools import partial
@@ -16,6 +15,7 @@ from specserve.cli.examples import epilog, overview
 from specserve.config.demo import WIDENED, parse_parameters
 from specserve.config.tree import Config, config_from_file, parse_override
 from specserve.errors import ConfigError
+from specserve.host_memory import available_memory
 from specserve.tools import count_ngrams
 from specserve.tools.bench.options import add_options as add_bench
 from specserve.tools.plan.options import add_arguments as add_plan
@@ -94,18 +94,8 @@ def config_from_options(options: argparse.Namespace) -> Config:
     return config_from_file(
         options.config,
         dict(options.set) | {key: value for key, value in short.items() if value is not None},
-        demo_size=WIDENED if _available_memory() > MEMORY_OF_WIDENED else None,
+        demo_size=WIDENED if available_memory() > MEMORY_OF_WIDENED else None,
     )
-
-
-def _available_memory() -> int:
-    """Return the bytes of memory that programs can get, files in the cache included."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    sizes = dict(line.split()[:2] for line in lines)  # in kB
-    return int(sizes["MemAvailable:"]) * 1024
 
 
 def draft_notice(options: argparse.Namespace, config: Config) -> str | None:

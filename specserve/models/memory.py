@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from pathlib import Path
 
 import torch
 
 from specserve.errors import TooLittleMemory
+from specserve.host_memory import available_memory
 from specserve.models.checkpoints.weights import num_weight_bytes
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
@@ -69,10 +69,10 @@ def use_huge_pages(address: int, num_bytes: int) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes of a device that are free now."""
+    """Return the bytes of a device that can be taken now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_memory()
 
 
 def require_room(

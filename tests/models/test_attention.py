@@ -20,7 +20,12 @@ from specserve.models.attention import (
     sdpa_kernel,
 )
 from specserve.models.layout import Geometry, Writes
-from specserve.models.linear_kernels import CompiledKernel, linear_kernel, missing_for_compiled
+from specserve.models.linear_kernels import (
+    CompiledKernel,
+    linear_kernel,
+    missing_for_compiled,
+    multiplies_bf16,
+)
 from specserve.models.planner import MAX_BATCHED_QUERIES, Planner, key_block_size
 
 PAGE_SIZE = 16
@@ -436,8 +441,10 @@ def test_these_texts_would_show_another_order_of_summing(dim: int, kind: str, ke
     shuffled = shuffle(paged, kind)
     for which in range(len(TESTED)):
         ours, others = (one_by_one(one, variant, which, kernel) for one in (paged, shuffled))
-        # Compiled sums are rounded less, so that more of them come out the same.
-        assert float((ours != others).float().mean()) > (0.5 if kernel == "invariant" else 0.3)
+        # Compiled sums, and those of processors that do not multiply bf16, are rounded less, so
+        # that more of them come out the same.
+        is_rounded_often = kernel == "invariant" and multiplies_bf16()
+        assert float((ours != others).float().mean()) > (0.5 if is_rounded_often else 0.3)
 
 
 def shuffle(paged: Paged, kind: str) -> Paged:

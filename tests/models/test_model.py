@@ -142,7 +142,13 @@ def test_the_llama_shaped_models_are_fused_and_no_others(tmp_path: Path, name: s
     "change",
     [
         {"hidden_act": "gelu"},
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
     ],
 )
 def test_a_llama_that_differs_from_the_fused_form_runs_the_library_s_code(
