@@ -5,7 +5,7 @@ from __future__ import annotations
 from specserve import __version__
 from specserve.errors import VersionMismatch
 
-VERSION = 9
+VERSION = 10
 RELEASE = __version__
 
 
