@@ -20,6 +20,9 @@ LLAMA_BUILD := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=O
 # TORCH_INDEX names a copy of it, TORCH=cuda takes the package index's build, gigabytes larger.
 CONTAINERS = $(shell sh -c 'command -v docker || command -v podman')
 IMAGE ?= specserve
+# Built by the digest that it has today, which the image says in a label. BASE=python@sha256:DIGEST builds
+# on the same bytes again.
+BASE ?= python:3.11-slim
 TORCH ?= cpu
 TORCH_INDEX ?=
 TORCH_FROM = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -107,7 +110,10 @@ dist: $(BUILDER)/installed $(VENV)/installed  ## Build wheel, sdist and bill of 
 image:  ## Build the image of a server: IMAGE=specserve TORCH=cpu, or TORCH=cuda for GPUs
 	@test -n "$(CONTAINERS)" || { echo "make image needs docker or podman, and neither is here" >&2; exit 1; }
 	@$(CONTAINERS) info >/dev/null 2>&1 || { echo "make image: $(notdir $(CONTAINERS)) does not answer; is its daemon running?" >&2; exit 1; }
-	$(CONTAINERS) build -t $(IMAGE) --build-arg TORCH=$(TORCH) --build-arg TORCH_INDEX=$(TORCH_INDEX) $(ARGS) .
+	$(CONTAINERS) pull $(BASE)
+	base=$$($(CONTAINERS) image inspect --format '{{index .RepoDigests 0}}' $(BASE)) && \
+	$(CONTAINERS) build -t $(IMAGE) --build-arg BASE=$$base --label org.opencontainers.image.base.name=$$base \
+		--build-arg TORCH=$(TORCH) --build-arg TORCH_INDEX=$(TORCH_INDEX) $(ARGS) .
 
 sbom: $(VENV)/installed  ## Write the bill of materials of a server into dist/
 	$(BIN)/python -m locks.sbom $(ARGS)

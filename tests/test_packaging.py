@@ -161,11 +161,16 @@ def image(programs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_make_image_builds_for_cpus_with_whatever_builds_images(tmp_path: Path) -> None:
     podman = tmp_path / "podman"
-    podman.write_text('#!/bin/sh\necho podman "$@"\n')
+    podman.write_text(
+        '#!/bin/sh\nif [ "$2" = inspect ]; then echo mine@sha256:12; else echo podman "$@"; fi\n'
+    )
     podman.chmod(0o755)
     built = image(tmp_path, "IMAGE=mine")
     assert built.returncode == 0, built.stderr
-    assert "podman build -t mine --build-arg TORCH=cpu" in built.stdout.splitlines()[-1]
+    last = built.stdout.splitlines()[-1]
+    assert last.startswith("podman build -t mine --build-arg BASE=mine@sha256:12 ")
+    assert "--label org.opencontainers.image.base.name=mine@sha256:12" in last
+    assert "--build-arg TORCH=cpu" in last
     text = (ROOT / "Dockerfile").read_text()
     assert "ARG TORCH=cpu" in text, "a plain build would download CUDA's libraries"
     assert {f"ARG {name}" for name in ("TORCH", "TORCH_INDEX")} <= {
