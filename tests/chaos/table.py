@@ -59,7 +59,7 @@ wait for neither: only for a server that says that it is healthy.
 """
 EARLY = ("target-early", "coordinator-early")
 STOP_SHARE = 0.2
-KEYS = {"target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
+KEYS = {"target.dtype": "bfloat16", "target.threads": 1, "draft.threads": 1, "cache.pages": 4096}
 # For Ray's scheduler; the machine may have fewer. An engine needs three: with room for two of them
 # on a node, its loss could take both.
 CPUS = {"head": 4, "node": 4}
