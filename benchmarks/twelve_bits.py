@@ -137,7 +137,7 @@ def build(rows: Sequence[int]) -> tuple[Mapping[tuple[str, int], Callable[..., N
     """Return products with plain and with decoded weights, by the number of rows."""
     module = ir.Module("trial")
     module.triple = binding.get_default_triple()
-    tiles, team = Tiles(module), Team(module)
+    tiles, team = Tiles.of_bf16(module), Team(module)
     names = [(kind, count) for count in rows for kind in ("plain", "decoded")]
     for kind, count in names:
         decodes = decoding_tile(module, count) if kind == "decoded" else None

@@ -28,6 +28,7 @@ IN_PROCESS = {
     "benchmarks.structured": (),
     "benchmarks.twelve_bits": (),
     "tests.chaos.fuzz": (),
+    "tests.families": (),
     "tests.conformance": (),
     "tests.support.card.noise": (),
     "tests.support.card.roofline": (),

@@ -241,6 +241,7 @@ def test_the_public_names_are_these() -> None:
         "SpecserveError",
         "__version__",
         "errors",
+        "open_ray_llm",
     }
     assert all(getattr(specserve, name) is not None for name in specserve.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):

@@ -20,18 +20,20 @@ from tests.support import checkpoints
 KNOWN = (*checkpoints.ARCHITECTURES, *FAMILIES)
 
 
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="the page to write")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
     decoders, text_parts = tuple(KNOWN), tuple(MULTIMODAL)
     if args.quick:
         decoders, text_parts = ("granite",), ("qwen2_vl",)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         text = page(check_all(decoders, Path(scratch)), check_all(text_parts, Path(scratch)))
+    torch.set_num_threads(threads)
     if args.out is None:
         print(text)
     else:
