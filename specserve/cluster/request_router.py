@@ -9,7 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import (
+    FIFOMixin,
+    PendingRequest,
+    ReplicaID,
+    RequestRouter,
+    RunningReplica,
+)
 
 from specserve.cluster.prefix_affinity import EngineState, PrefixAffinity
 from specserve.types import Request
@@ -19,17 +25,19 @@ CACHED_TOKENS, RESTARTS = "cached_tokens", "restarts"
 REPORT_EVERY_S = 1.0
 
 
-class PrefixRequestRouter(RequestRouter):
+class PrefixRequestRouter(FIFOMixin, RequestRouter):
     """Router that prefers the engine which has most of a prompt cached and least to do.
 
-    Calls that are no generations go to the least busy engine.
+    Calls that are no generations go to the least busy engine. In order of arrival: Serve would
+    otherwise look calls up by an id that all calls of one HTTP request share, such as those of its
+    several prompts, and find only the first.
     """
 
     # Serve calls it once, with the keyword arguments of the deployment.
     def initialize_state(self, *, max_running: int) -> None:  # type: ignore[override]
         self._affinity, self._max_running = PrefixAffinity(), max_running
         self._under_way: Counter[str] = Counter()  # sent by this router
-        self._engine_of: dict[str, str] = {}  # by the internal id of a request under way
+        self._calls: Counter[tuple[str, str]] = Counter()  # of these, by HTTP request and engine
 
     async def choose_replicas(
         self,
@@ -56,16 +64,22 @@ class PrefixRequestRouter(RequestRouter):
     ) -> None:
         """Record which engine has taken a request."""
         name = str(replica_id)
-        self._engine_of[pending_request.metadata.internal_request_id] = name
+        self._calls[pending_request.metadata.internal_request_id, name] += 1
         self._under_way[name] += 1
         request, replica = _generation(pending_request), self.curr_replicas.get(replica_id)
         if request is not None and replica is not None:
             self._affinity.record(name, _text(request), request.cache_salt, self._state(replica))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        name = self._engine_of.pop(internal_request_id, None)
-        if name is not None and name in self._under_way:
-            self._under_way[name] -= 1
+        """Count a request no longer, unless the engine had refused it."""
+        name = str(replica_id)
+        call = internal_request_id, name
+        if call not in self._calls:
+            return
+        self._calls[call] -= 1
+        if not self._calls[call]:
+            del self._calls[call]
+        self._under_way[name] -= 1
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Drop what was sent to engines that are gone."""
@@ -74,6 +88,7 @@ class PrefixRequestRouter(RequestRouter):
         self._affinity.keep(names)
         for name in self._under_way.keys() - names:
             del self._under_way[name]
+        self._calls = Counter({call: n for call, n in self._calls.items() if call[1] in names})
 
     def _state(self, replica: RunningReplica) -> EngineState:
         """Return what is known of an engine.

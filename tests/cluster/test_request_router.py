@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
+from ray.serve.request_router import PendingRequest
 
 from specserve.cluster.prefix_affinity import BLOCK
 from specserve.cluster.request_router import CACHED_TOKENS, RESTARTS, PrefixRequestRouter
@@ -43,7 +49,7 @@ def generation(prompt: tuple[int, ...], *, generated: tuple[int, ...] = ()) -> A
 
 def run(scenario: Scenario, replicas: list[Any]) -> None:
     async def main() -> None:
-        router = PrefixRequestRouter(
+        router = PrefixRequestRouter(  # type: ignore[no-untyped-call]
             ENGINES,
             DeploymentHandleSource.REPLICA,
             use_replica_queue_len_cache=True,
@@ -112,3 +118,30 @@ def test_reports_of_engines_say_what_is_still_cached() -> None:
         assert (state.cached_tokens, state.restarts, state.max_running) == (4096, 2, 4)
 
     run(scenario, [Replica(A, routing_stats={CACHED_TOKENS: 4096, RESTARTS: 2})])
+
+
+def test_all_calls_of_one_http_request_are_sent_and_counted() -> None:
+    async def scenario(router: PrefixRequestRouter) -> None:
+        for replica in (A, B):
+            router.on_new_queue_len_info(replica, 0)
+        calls = [
+            PendingRequest(
+                args=generation(prompt).args,
+                kwargs={},
+                metadata=RequestMetadata(request_id="r", internal_request_id="same"),
+            )
+            for prompt in (PROMPT, (1, 2, 3), (4, 5, 6))
+        ]
+        async with asyncio.timeout(10):
+            chosen = await asyncio.gather(*map(router._choose_replica_for_request, calls))
+        for call, engine in zip(calls, chosen, strict=True):
+            router.on_request_routed(call, engine.replica_id, None)
+        assert sum(router._under_way.values()) == 3
+        router.on_request_completed(C, "same")
+        assert sum(router._under_way.values()) == 3, "it was refused there"
+        for engine in chosen:
+            router.on_request_completed(engine.replica_id, "same")
+        assert not sum(router._under_way.values())
+        assert not router._calls
+
+    run(scenario, [Replica(A), Replica(B)])
