@@ -130,10 +130,10 @@ def test_the_page_shows_text_origins_probabilities_and_rounds_of_the_server(
         assert float(page.locator("#accepted").inner_text()) == pytest.approx(
             counts["accepted"] / (NUM_TOKENS - counts["accepted"]), rel=0.3
         )
-        page.get_by_text("As a table").click()
+        page.get_by_role("region", name="The last rounds").get_by_text("As a table").click()
         # The table is filled a moment after the click.
         expect(page.locator("#rounds-table tbody tr")).to_have_count(int(drawn[1]))
-        page.get_by_text("As a table").click()
+        page.get_by_role("region", name="The last rounds").get_by_text("As a table").click()
         place = next(
             i for i, text in enumerate(tokens.all_text_contents()) if text.strip() and i > 8
         )
