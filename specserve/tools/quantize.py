@@ -20,7 +20,7 @@ from specserve.tools.count_ngrams import read_text
 from specserve.tools.plan.measure import ModelReader
 
 WINDOW = 256
-"""Positions that are read together; the next ones begin anew."""
+"""Positions that are read together; the next ones see none of them."""
 
 
 @dataclass(frozen=True, slots=True)

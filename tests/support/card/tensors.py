@@ -143,7 +143,7 @@ class CardMemory:
         address, size = storage._cdata, storage.nbytes()
         if not self._holders[address]:
             if self.allocated + size > self.total:
-                gc.collect()  # whether cycles of other tests are gone by now is chance
+                gc.collect()  # a card would not: it keeps one rare failure of unknown cause away
             if self.allocated + size > self.total:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
             self.allocated += size
