@@ -143,7 +143,7 @@ def test_the_page_shows_text_origins_probabilities_and_rounds_of_the_server(
             i for i, text in enumerate(tokens.all_text_contents()) if text.strip() and i > 8
         )
         tokens.nth(place).scroll_into_view_if_needed()
-        page.evaluate(TWO_FRAMES)  # a scroll, which is told with the next frame, closes the card
+        page.evaluate(TWO_FRAMES)  # a scroll event comes with the next frame, and closes it
         tokens.nth(place).hover()
         found = re.search(r"([\d.]+) %", page.get_by_role("tooltip").inner_text())
         assert found
