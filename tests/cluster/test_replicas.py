@@ -164,7 +164,9 @@ def another_engine(replicas: EngineReplicas) -> ChunkSender:
 
 def test_only_a_complete_answer_of_the_board_ends_the_trust_in_an_engine() -> None:
     async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
-        other = another_engine(replicas)  # a board that has just restarted names one engine only
+        # A board that has just restarted names one engine only.
+        another = KeyPair.generate().public
+        replicas.admit_engines(EngineKeys(frozenset({another}), is_complete=False))
         waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
         await engine.called(1)
         sender.send(Chunks((chunk(engine.numbers[0], 0, 4),)))
@@ -177,7 +179,6 @@ def test_only_a_complete_answer_of_the_board_ends_the_trust_in_an_engine() -> No
         await replicas.unknown_engine.wait()
         assert not waiting.done()
         waiting.cancel()
-        other.close()
 
     run(scenario)
 
