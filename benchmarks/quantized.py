@@ -1,7 +1,8 @@
 """Targets and drafts with small weights beside bf16: `python -m benchmarks.quantized`.
 
 The demo target is widened to 200M parameters and quantised; all variants are open in one process
-and take turns, at one stream and at eight, plain and with a draft.
+and take turns, at one stream and at eight, plain and with a draft. OpenVINO GenAI, in a process of
+its own for each kind of weights, takes its turns between them if `make bench-peers` installed it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.peers.comparison import GAMMAS
+from benchmarks.peers.entries import python_of
+from benchmarks.peers.process import ROOT, PeerFailed, SystemProcess
+from benchmarks.peers.turn import TurnRequest
 from specserve import LLM, Sampling
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
@@ -29,6 +34,9 @@ PARAMETERS = 200_000_000
 PROMPT_LENGTH = 64
 STREAMS = (1, 8)
 TARGETS = ("bf16", "int8", "int4")
+PEER = "openvino-genai"
+PEER_WEIGHTS = {"bf16": "fp16", "int8": "int8", "int4": "int4"}  # it computes in bf16
+Prompts = tuple[tuple[int, ...], ...]
 Keys = Mapping[str, Any]
 
 
@@ -52,7 +60,50 @@ class Figures:
     rates: list[float] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
-    is_same_text: bool = True  # as that of its target without a draft
+    is_same_text: bool | None = None  # as that of its target without a draft
+
+    def record_texts(self, is_same: bool) -> None:
+        self.is_same_text = is_same and self.is_same_text is not False
+
+
+@dataclass(slots=True)
+class PeerVariant:
+    """OpenVINO with one kind of weights, in one mode, with the gamma that gives most."""
+
+    process: SystemProcess
+    weights: str
+    mode: str
+    gammas: tuple[int | None, ...]
+    gamma: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{PEER}, {self.weights}, {self.mode}"
+
+    def rate(self, prompts: Prompts, tokens: int) -> float:
+        """Return tokens a second, while everybody else rests."""
+        self.process.wake()
+        try:
+            return self.process.rate(TurnRequest(self.mode, self.gamma, prompts, tokens, True))
+        finally:
+            self.process.rest()
+
+    def choose_gamma(self, prompts: Prompts, tokens: int) -> None:
+        """Try each gamma twice, for the first time to compile."""
+        rates = {}
+        for gamma in self.gammas:
+            self.gamma = gamma
+            self.rate(prompts, tokens)
+            rates[gamma] = self.rate(prompts, tokens)
+        self.gamma = max(rates, key=rates.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Variants, or the reason why there are none."""
+
+    variants: tuple[PeerVariant, ...] = ()
+    absent: str | None = None
 
 
 def variants(draft: Path, target: Path) -> tuple[Variant, ...]:
@@ -94,11 +145,49 @@ def opened(
         }
 
 
+@contextmanager
+def opened_peers(target: Path, draft: Path, work: Path, *, quick: bool) -> Iterator[Peers]:
+    """Start OpenVINO once for each kind of weights, and let it rest."""
+    python = python_of(PEER, ROOT)
+    if not python.exists():
+        yield Peers(absent=f"{PEER} is not installed")
+        return
+    gammas = GAMMAS[:1] if quick else GAMMAS
+    with ExitStack() as stack:
+        found: list[PeerVariant] = []
+        try:
+            for weights in TARGETS[:2] if quick else TARGETS:
+                command = (python, "-m", "benchmarks.peers.openvino", "--target", target)
+                own = ("--draft", draft, "--work", work / f"openvino-{weights}")
+                kind = ("--weights", PEER_WEIGHTS[weights])
+                process = SystemProcess(list(map(str, (*command, *own, *kind))))
+                stack.enter_context(process)
+                process.about()  # it has converted
+                process.rest()
+                found += [
+                    PeerVariant(process, weights, "plain", (None,)),
+                    PeerVariant(process, weights, "draft", gammas),
+                ]
+        except PeerFailed as error:
+            yield Peers(absent=f"{PEER}: {error}")
+        else:
+            yield Peers(tuple(found))
+
+
 def measure(
-    models: Mapping[str, LLM], found: Sequence[Variant], *, streams: int, tokens: int, turns: int
+    models: Mapping[str, LLM],
+    found: Sequence[Variant],
+    peers: Sequence[PeerVariant],
+    *,
+    streams: int,
+    tokens: int,
+    turns: int,
 ) -> dict[str, Figures]:
     prompts = held_out_prompts(count=streams, length=PROMPT_LENGTH)
-    figures = {variant.name: Figures() for variant in found}
+    names = [*(variant.name for variant in found), *(peer.name for peer in peers)]
+    figures = {name: Figures() for name in names}
+    for peer in peers:
+        peer.choose_gamma(prompts, tokens)
     sampling = Sampling(max_tokens=tokens, temperature=0, ignore_eos=True)
     for turn in range(turns + 1):
         texts: dict[str, list[tuple[int, ...]]] = {}
@@ -112,29 +201,45 @@ def measure(
                 continue
             of_variant = figures[variant.name]
             of_variant.rates.append(streams * tokens / seconds)
-            of_variant.is_same_text &= own == first
+            of_variant.record_texts(own == first)
             stats = [output.stats for output in outputs if output.stats is not None]
             of_variant.drafted += sum(stat.drafted for stat in stats)
             of_variant.accepted += sum(stat.accepted for stat in stats)
+        if turn:
+            for peer in peers:
+                figures[peer.name].rates.append(peer.rate(prompts, tokens))
     return figures
 
 
-def table(streams: int, found: Sequence[Variant], figures: Mapping[str, Figures]) -> str:
+def table(
+    streams: int,
+    found: Sequence[Variant],
+    peers: Sequence[PeerVariant],
+    figures: Mapping[str, Figures],
+) -> str:
     lines = [
         "| target | drafter | tokens/s | over bf16, plain | accepted of drafted | plain text |",
         "|---|---|---|---|---|---|",
     ]
     first = figures[found[0].name].rates
     for variant in found:
-        own = figures[variant.name]
-        ratios = [mine / base for mine, base in zip(own.rates, first, strict=True)]
         lines.append(
-            f"| {variant.target} | {variant.drafter} | {median(own.rates):.0f} | "
-            f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | "
-            f"{f'{own.accepted / own.drafted:.2f}' if own.drafted else '-'} | "
-            f"{'the same' if own.is_same_text else 'another'} |"
+            f"| {variant.target} | {variant.drafter} | {row(figures[variant.name], first)} |"
         )
+    for peer in peers:
+        mode = peer.mode if peer.gamma is None else f"{peer.mode}, gamma {peer.gamma}"
+        lines.append(f"| {PEER}, {peer.weights} | {mode} | {row(figures[peer.name], first)} |")
     return f"## {streams} stream{'s' * (streams > 1)}\n\n" + "\n".join(lines)
+
+
+def row(own: Figures, first: Sequence[float]) -> str:
+    """Return the columns of a variant; `first` are the rates of bf16 without a draft."""
+    ratios = [mine / base for mine, base in zip(own.rates, first, strict=True)]
+    same = {None: "-", True: "the same", False: "another"}[own.is_same_text]
+    return (
+        f"{median(own.rates):.0f} | {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) "
+        f"| {f'{own.accepted / own.drafted:.2f}' if own.drafted else '-'} | {same}"
+    )
 
 
 def write_targets(work: Path, parameters: int | None) -> dict[str, Path]:
@@ -157,19 +262,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the page here, too")
     args = parser.parse_args()
     turns, tokens = (1, 8) if args.quick else (args.turns, args.tokens)
-    with tempfile.TemporaryDirectory() as work:
-        targets = write_targets(Path(work), None if args.quick else PARAMETERS)
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        targets = write_targets(work, None if args.quick else PARAMETERS)
         choose = quick_variants if args.quick else variants
         found = choose(DEMO / "draft", targets["bf16"])
-        with opened(targets, found, args.threads) as models:
-            tables = [
-                table(
-                    streams,
-                    found,
-                    measure(models, found, streams=streams, tokens=tokens, turns=turns),
+        with (
+            opened_peers(targets["bf16"], DEMO / "draft", work, quick=args.quick) as peers,
+            opened(targets, found, args.threads) as models,
+        ):
+            tables = []
+            for streams in STREAMS:
+                figures = measure(
+                    models, found, peers.variants, streams=streams, tokens=tokens, turns=turns
                 )
-                for streams in STREAMS
-            ]
+                tables.append(table(streams, found, peers.variants, figures))
     missing = missing_for_compiled()
     text = "\n\n".join(
         (
@@ -180,6 +287,7 @@ def main() -> None:
             f"greedy, {tokens} tokens of each stream with its prompt of {PROMPT_LENGTH}, {turns} "
             "turns in which all variants alternate, medians of each turn's ratio and their range.",
             *([f"Small weights are widened here: the kernel needs {missing}."] if missing else []),
+            *([f"Without a peer: {peers.absent}."] if peers.absent else []),
             *tables,
         )
     )

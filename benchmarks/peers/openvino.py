@@ -24,6 +24,8 @@ from benchmarks.peers.turn import System, TurnRequest, serve_turns
 
 DEVICE = "CPU"
 PRECISION = {"INFERENCE_PRECISION_HINT": "bf16"}
+WEIGHTS = ("fp16", "int8", "int4")
+"""Formats of the target's weights; the draft keeps the first."""
 MAX_BATCHED_TOKENS = 2048
 """With the default and a draft the first tokens are wrong."""
 NGRAM = 3
@@ -122,14 +124,14 @@ def _rt_value(value: Any) -> str:
     return str(value.astype(str))
 
 
-def _convert(checkpoint: str, directory: Path) -> Path:
-    """Convert to 16-bit weights; the pipeline decides what the layers compute in."""
+def _convert(checkpoint: str, directory: Path, weights: str) -> Path:
+    """Convert to weights of this format; the pipeline decides what the layers compute in."""
     program = Path(sys.executable).parent / "optimum-cli"
     options = [
         "--task",
         "text-generation-with-past",
         "--weight-format",
-        "fp16",
+        weights,
         "--library",
         "transformers",
     ]
@@ -148,8 +150,10 @@ def _convert(checkpoint: str, directory: Path) -> Path:
 
 
 @contextmanager
-def open_system(target: str, draft: str, work: Path) -> Iterator[System]:
-    yield OpenVinoSystem(_convert(target, work / "target"), _convert(draft, work / "draft"))
+def open_system(target: str, draft: str, work: Path, weights: str) -> Iterator[System]:
+    yield OpenVinoSystem(
+        _convert(target, work / "target", weights), _convert(draft, work / "draft", WEIGHTS[0])
+    )
 
 
 def main() -> None:
@@ -159,8 +163,9 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, required=True, help="an empty directory for the converted models"
     )
+    parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of the target")
     args = parser.parse_args()
-    serve_turns(lambda: open_system(args.target, args.draft, args.work))
+    serve_turns(lambda: open_system(args.target, args.draft, args.work, args.weights))
 
 
 if __name__ == "__main__":
