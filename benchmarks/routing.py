@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -196,9 +197,9 @@ def report(found: Mapping[str, Measured], load: Workload, *, turns: int, busy: f
             "",
             "`python -m benchmarks.routing`",
             "",
-            f"{machine()}. The demo target without a draft, {ENGINES} engines of one thread with "
-            f"{load.pages_of_engine} pages each, or one engine with as many as all; "
-            f"{load.requests} requests a turn from {load.clients} clients, prompts of "
+            f"{date.today()}, {machine()}. The demo target without a draft, {ENGINES} engines of "
+            f"one thread with {load.pages_of_engine} pages each, or one engine with as many as "
+            f"all; {load.requests} requests a turn from {load.clients} clients, prompts of "
             f"{load.shared_tokens + load.own_tokens} tokens, of which {SHARED_SHARE:.0%} begin "
             f"with one of {load.shared_texts} texts of {load.shared_tokens} tokens; {NEW_TOKENS} "
             f"new tokens; {turns} turns, medians with the least and the most. The machine was "

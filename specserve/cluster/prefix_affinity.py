@@ -53,19 +53,26 @@ class PrefixAffinity:
     def rank(
         self, tokens: Sequence[int], salt: bytes, engines: Mapping[str, EngineState]
     ) -> list[str]:
-        """Return the engines, the one that has the first token soonest first.
+        """Return the engines, the one that costs all requests the least time first.
 
-        Of equals, the prefix itself decides, so that several gateways take the same one.
+        A second copy of a prefix costs its tokens twice: they are computed now, and so is what
+        they displace in a full cache when it is next asked for. Of equals, the prefix itself
+        decides, so that several gateways take the same one.
         """
         hashes = block_hashes(tokens, salt)
         start = array("q", tokens[:BLOCK]).tobytes() + salt
+        matched = {
+            name: self._num_matched(name, engine, hashes) for name, engine in engines.items()
+        }
+        longest = max(matched.values(), default=0)
 
         def cost(name: str) -> tuple[int, int]:
             engine = engines[name]
-            computed = len(tokens) - BLOCK * self._num_matched(name, engine, hashes)
+            computed = len(tokens) - BLOCK * matched[name]
+            displaced = BLOCK * (longest - matched[name])
             waiting = max(0, engine.requests + 1 - engine.max_running)
             return (
-                computed + REQUEST_COST * engine.requests + QUEUED_COST * waiting,
+                computed + displaced + REQUEST_COST * engine.requests + QUEUED_COST * waiting,
                 zlib.crc32(start + name.encode()),
             )
 

@@ -41,7 +41,7 @@ def test_a_prefix_is_left_for_an_idle_engine_once_that_costs_less() -> None:
     for requests in range(8):
         busy = EngineState(requests=requests, max_running=8)
         stays = affinity.rank(prefix, b"", engines(a=busy))[0] == "a"
-        assert stays == (requests * REQUEST_COST < saved)
+        assert stays == (requests * REQUEST_COST < 2 * saved)  # a copy displaces as much
 
 
 def test_a_full_engine_is_left_however_long_the_prefix() -> None:
