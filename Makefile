@@ -11,6 +11,7 @@ PEERS_PINNED := benchmarks/peers/requirements.txt
 VLLM := .venv-vllm
 VLLM_PINNED := benchmarks/peers/requirements-vllm.txt
 CONFORMANCE := .venv-conformance
+RAY_LLM := .venv-ray-llm
 LLAMA := .venv-llama
 LLAMA_PINNED := benchmarks/peers/requirements-llama.txt
 LLAMA_BUILD := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
@@ -182,6 +183,15 @@ bench-peers: $(VENV)/installed  ## Measure other engines beside specserve
 	$(BIN)/python -m benchmarks.peers --out $(MEASURED)/peers-speed.md $(ARGS)
 	$(BIN)/python -m benchmarks.peers.summary $(MEASURED)/peers-speed.json --out $(MEASURED)/comparison.svg
 
+# Ray Serve LLM takes requests in vLLM's classes, and refuses to be imported without them.
+ray-llm: $(RAY_LLM)/installed  ## Test the engine behind Ray Serve LLM, behind its router and by direct streaming
+	$(RAY_LLM)/bin/python -m pytest -W default -m long tests/ray_llm $(ARGS)
+	RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 \
+		$(RAY_LLM)/bin/python -m pytest -W default -m long tests/ray_llm $(ARGS)
+
+bench-ray-llm: $(RAY_LLM)/installed  ## Measure the engine beside vLLM's, both behind Ray Serve LLM
+	$(RAY_LLM)/bin/python -m benchmarks.ray_llm --out $(MEASURED)/ray-llm.md $(ARGS)
+
 # Each client is installed into an environment of its own below $(CONFORMANCE), once.
 conformance: $(VENV)/installed-for-tests  ## Try clients of other projects on real servers
 	$(BIN)/python -m tests.conformance --out $(MEASURED)/conformance.md $(ARGS)
@@ -259,6 +269,14 @@ $(VLLM)/installed: $(VLLM_PINNED)
 	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
+# vLLM comes first, since its own range of llguidance is older than ours.
+$(RAY_LLM)/installed: $(VLLM_PINNED) $(PINNED)
+	$(PYTHON) -m venv $(RAY_LLM)
+	$(RAY_LLM)/bin/python -m pip install -r $(VLLM_PINNED)
+	$(RAY_LLM)/bin/python -m pip install -e '.[cpu,ray-llm]' openai psutil pytest pytest-timeout
+	$(RAY_LLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
 # Compiles llama.cpp for this processor: a quarter of an hour on two cores.
 $(LLAMA)/installed: $(LLAMA_PINNED)
 	$(PYTHON) -m venv $(LLAMA)
@@ -267,4 +285,4 @@ $(LLAMA)/installed: $(LLAMA_PINNED)
 	touch $@
 
 clean:  ## Remove environments, builds and caches
-	rm -rf $(VENV) $(BUILDER) $(PEERS) $(VLLM) $(LLAMA) $(CONFORMANCE) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BUILDER) $(PEERS) $(VLLM) $(RAY_LLM) $(LLAMA) $(CONFORMANCE) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

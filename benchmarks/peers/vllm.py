@@ -58,7 +58,7 @@ def server_command(
     if request.mode != "plain":
         speculation = _speculation(request, draft)
         arguments += ["--speculative-config", json.dumps(speculation)]
-    return ServerCommand(arguments, _environment(python))
+    return ServerCommand(arguments, environment_of(python))
 
 
 def _speculation(request: TurnRequest, draft: str | None) -> Mapping[str, object]:
@@ -69,7 +69,7 @@ def _speculation(request: TurnRequest, draft: str | None) -> Mapping[str, object
     return {**methods[request.mode], "num_speculative_tokens": request.gamma}
 
 
-def _environment(python: Path) -> Mapping[str, str]:
+def environment_of(python: Path) -> Mapping[str, str]:
     """Return settings that a server needs, and those that make it fast."""
     openmp = python.parent.parent / "lib" / "libiomp5.so"
     return {

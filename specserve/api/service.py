@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from specserve.config.tree import Config
 from specserve.metrics import Snapshot
-from specserve.types import Chunk, Request
+from specserve.types import Chunk, ModelInfo, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,19 @@ class ServedModel:
         False  # if so, a prompt is encoder input and the text does not continue it
     )
     note: str | None = None  # what must be known of it
+
+    @classmethod
+    def of(cls, config: Config, info: ModelInfo, *, created: int) -> ServedModel:
+        """Return the model that an engine has opened under a config."""
+        return cls(
+            name=config.model,
+            vocab_size=info.vocab_size,
+            max_context=min(info.max_context, info.num_pages * info.page_size),
+            created=created,
+            max_gamma=config.speculation.max_gamma,
+            is_encoder_decoder=info.decoder_start is not None,
+            note=config.demo.note,
+        )
 
     @property
     def max_prompt_length(self) -> int:

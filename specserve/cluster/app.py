@@ -79,7 +79,8 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
         name="Engine",
         logging_config=logs,
         max_surge_percent=surge,
-        **_engine_options(config, wanted),
+        **engine_options(config, wanted),
+        **_scaling_options(config.replicas),
     )(engine or Engine).bind(config, wanted, board)
     gateway = serve.deployment(
         name="Gateway",
@@ -97,7 +98,8 @@ def _with_shared_weights(config: Config) -> Config:
     return replace(config, weights=replace(config.weights, shared=shared))
 
 
-def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any]:
+def engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any]:
+    """Return the options of an engine's replicas, apart from their number."""
     limits = config.limits
     options: dict[str, Any] = {
         "placement_group_bundles": [dict(bundle.resources) for bundle in wanted],
@@ -124,7 +126,7 @@ def _engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any
         options["placement_group_bundle_label_selector"] = [
             dict(bundle.labels) for bundle in wanted
         ]
-    return options | _scaling_options(config.replicas)
+    return options
 
 
 def _surge_percent(replicas: ReplicasConfig, wanted: tuple[Bundle, ...]) -> int:

@@ -14,17 +14,13 @@ from ray import serve
 from specserve.api.rates import ClientUse
 from specserve.api.service import ServedModel
 from specserve.cluster.autoscaling import autoscaling_stats
-from specserve.cluster.gauges import Gauges
-from specserve.cluster.group import WorkerGroup
-from specserve.cluster.health import EngineHealth
 from specserve.cluster.logs import join_serve
 from specserve.cluster.long_lived import freeze_objects
-from specserve.cluster.node_drain import DrainWatch
 from specserve.cluster.placement import Bundle
-from specserve.cluster.remote import RemoteDrafter
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.reply_streams import ReplyStreams
 from specserve.cluster.request_router import CACHED_TOKENS, RESTARTS
+from specserve.cluster.running_engine import RunningEngine
 from specserve.cluster.status_board import (
     ENGINE,
     GATEWAY,
@@ -35,15 +31,11 @@ from specserve.cluster.status_board import (
 from specserve.cluster.transport.chunk_stream import ChunkReceiver
 from specserve.cluster.transport.endpoint import Address
 from specserve.config.tree import Config
-from specserve.engine import Coordinator
-from specserve.engine.trace import TraceJournal
-from specserve.errors import Overloaded, SpecserveError
+from specserve.errors import SpecserveError
 from specserve.metrics import Registry
 from specserve.types import Chunk, ModelInfo, Request
 
 log = logging.getLogger(__name__)
-
-DISPLACED = "the queue is full, and this client has most of it; try again later"
 
 
 class Engine:
@@ -54,37 +46,18 @@ class Engine:
         self, config: Config, bundles: Sequence[Bundle], board: Any
     ) -> None:
         join_serve(config)
-        self._config = config
         self._replica = serve.get_replica_context().replica_id.unique_id
-        self._registry = Registry()
         self._replies = ReplyStreams()
-        self._journal = TraceJournal(self._registry)
-        self._group = await WorkerGroup.start(
-            config, bundles, self._journal.record_exchange, self._journal.record_event
-        )
-        self._coordinator = Coordinator(
-            self._group.target,
-            self._group.drafter,
-            info=self._group.info,
-            limits=config.limits,
-            speculation=config.speculation,
+        self._running_engine = await RunningEngine.start(
+            config,
+            bundles,
+            replica=self._replica,
             emit=self._emit,
-            draft_context=self._group.draft_context,
-            report=self._journal.record_round,
-            remote_workers=isinstance(self._group.drafter, RemoteDrafter),
-            on_displaced=lambda seq_id: self._replies.end(seq_id, Overloaded(DISPLACED)),
+            on_displaced=self._replies.end,
         )
-        self._gauges = Gauges(self._registry, self._replica)
-        self._rounds = asyncio.create_task(self._coordinator.run())
-        node = ray.get_runtime_context().get_node_id()
-        drain = DrainWatch(lambda: self._group.places, node)
-        self._drain_checks = asyncio.create_task(drain.run())
-        self._health = EngineHealth(
-            self._coordinator,
-            self._group,
-            self._rounds,
-            round_deadline_s=config.faults.round_deadline_s,
-            drain=drain,
+        self._coordinator, self._group = (
+            self._running_engine.coordinator,
+            self._running_engine.group,
         )
         self._reports = asyncio.create_task(report_forever(board, self._report))
         freeze_objects()
@@ -137,35 +110,32 @@ class Engine:
         }
 
     async def trace(self, last: int | None = None) -> dict[str, Any]:
-        return self._journal.trace(last)
+        return self._running_engine.journal.trace(last)
 
     def check_health(self) -> None:
         """Raise WorkerLost when this replica can serve no more; Serve then replaces all of it."""
-        self._health.check()
+        self._running_engine.health.check()
 
     async def __del__(self) -> None:
         """Stop the workers; Serve calls this before it removes the replica."""
-        if not hasattr(self, "_rounds"):
+        if not hasattr(self, "_reports"):
             return
         self._reports.cancel()
-        self._drain_checks.cancel()
-        self._coordinator.close()
-        await asyncio.wait([self._rounds], timeout=5.0)
-        await self._group.close()
+        await self._running_engine.close()
         self._replies.close()
 
     def _emit(self, chunks: Sequence[Chunk]) -> None:
         self._replies.send(chunks, can_resume_elsewhere=self._coordinator.can_resume_elsewhere)
 
     def _report(self) -> ReplicaReport:
-        self._gauges.observe(self._coordinator, self._group)
+        health = self._running_engine.health
         return ReplicaReport(
             self._replica,
             ENGINE,
-            self._health.trouble,
-            self._registry.snapshot(),
+            health.trouble,
+            self._running_engine.snapshot(),
             self._group.draft_placement,
-            self._health.device_troubles,
+            health.device_troubles,
             self._group.losses,
             engine_key=self._replies.public_key,
         )
@@ -186,15 +156,7 @@ class Gateway:
         self._tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)
         self._receiver = ChunkReceiver(ray.util.get_node_ip_address())
         info: ModelInfo = await engine.info.remote()
-        self._model = ServedModel(
-            name=config.model,
-            vocab_size=info.vocab_size,
-            max_context=min(info.max_context, info.num_pages * info.page_size),
-            created=int(time.time()),
-            max_gamma=config.speculation.max_gamma,
-            is_encoder_decoder=info.decoder_start is not None,
-            note=config.demo.note,
-        )
+        self._model = ServedModel.of(config, info, created=int(time.time()))
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._registry = Registry()
         self._access = ClientAccess.from_config(config.http, self._registry)

@@ -25,8 +25,10 @@ from docs._build.commands import commands
 from docs._build.configuration import all_keys
 from specserve.cli import arguments
 from specserve.cli import main as cli
+from specserve.cluster.serve_llm import config_of
 from specserve.config.tree import config_from_keys
 from tests.support import pages as guide
+from tests.support.llm_configs import llm_config
 from tests.support.pages import DOCS, ROOT, Block, Command
 from tests.support.ray_server import served
 
@@ -233,7 +235,10 @@ def test_yaml_is_what_it_is_for(block: Block) -> None:
         (application,) = ServeDeploySchema.model_validate(tree).applications
         assert set(tree) <= set(ServeDeploySchema.model_fields)
         tree = application.args
-    config_from_keys(tree)
+    for entry in tree.get("llm_configs", ()):
+        config_of(llm_config(loading=entry.pop("model_loading_config"), **entry))
+    if "llm_configs" not in tree:
+        config_from_keys(tree)
 
 
 @pytest.mark.parametrize(
