@@ -78,7 +78,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | None = None
     speculation: Speculation | Mapping[str, object] | None = None  # a Speculation once checked
     response_format: Mapping[str, object] | None = None  # OpenAI's structured output
-    # one of `regex`, `grammar` (Lark), `json` (a schema) and `choice`
+    # one of `regex`, `grammar` (Lark or GBNF), `json` (a schema), `choice` and `structural_tag`
     guided: Mapping[str, object] | None = None
     # pages are shared only with prompts of the same salt
     cache_salt: str | None = setting(None, text())

@@ -22,9 +22,6 @@ FLAT_NAMES: Mapping[str, str] = {
     "grammar": "grammar",
 }
 """Parameters that stand for one member of `guided`."""
-LARK_HEADER = "%llguidance"
-"""Beginning of a grammar that llama.cpp's clients write in Lark's notation. llama.cpp itself
-separates it from GBNF by this, which is not converted: its rules are matched in other places."""
 
 
 def members(given: StrictModel | None) -> dict[str, object] | None:
@@ -60,12 +57,6 @@ def parse_constraint(body: GenerationBody) -> dict[str, object] | None:
         if given.pop("json_object", False):
             given.setdefault("json", {"type": "object"})
         return given
-    if name == "grammar" and not (body.grammar or "").startswith(LARK_HEADER):
-        raise BadValue(
-            f"grammar is taken in Lark's notation only, beginning with {LARK_HEADER}; "
-            "GBNF is not supported: send guided_grammar, guided_regex or guided_json",
-            param="grammar",
-        )
     return {FLAT_NAMES[name]: getattr(body, name)}
 
 

@@ -59,7 +59,7 @@ VLLM: Mapping[str, ForeignParameter] = {
     "mm_processor_kwargs": _off({}),
     "guided_decoding_backend": _off("auto", "guidance"),
     "guided_whitespace_pattern": _off(instead="send x-guidance in the schema"),
-    "structural_tag": _off(instead="send tools, or guided_grammar in Lark's notation"),
+    "structural_tag": _off(instead="send structured_outputs"),
     "return_tokens_as_token_ids": _off(False, instead="send return_token_ids"),
     "kv_transfer_params": _off({}),
     "vllm_xargs": _off({}),
@@ -122,7 +122,7 @@ OLLAMA: Mapping[str, ForeignParameter] = {
     "think": _off(instead="send chat_template_kwargs, if the model's template has a switch"),
 }
 SGLANG: Mapping[str, ForeignParameter] = {
-    "ebnf": _off(instead="send guided_grammar in Lark's notation"),
+    "ebnf": _off(instead="send guided_grammar"),
     "regex": _off(instead="send guided_regex"),
     "no_stop_trim": _off(False, instead="send include_stop_str_in_output"),
     "rid": _off(instead="send request_id"),

@@ -110,16 +110,20 @@ class Guided(StrictModel):
     """A constraint on the text; exactly one member is given."""
 
     regex: str | None = None
-    grammar: str | None = Field(None, description="In Lark's notation, as llguidance reads it.")
+    grammar: str | None = Field(
+        None, description="In Lark's notation, as llguidance reads it, or in GBNF."
+    )
     json_schema: JsonSchema | str | None = Field(None, alias="json")
     choice: Texts | None = Field(None, description="One of these texts.")
+    structural_tag: JsonSchema | str | None = Field(
+        None, description="Free text with tags whose content is constrained, as vLLM has them."
+    )
 
 
 class StructuredOutputs(Guided):
     """vLLM's form of `guided`."""
 
     UNSUPPORTED: ClassVar[Unsupported] = {
-        "structural_tag": (),
         "whitespace_pattern": (),
         "disable_fallback": (False, True),  # there is none
         "disable_any_whitespace": (False,),
@@ -208,9 +212,7 @@ class GenerationBody(Body):
     json_schema: JsonSchema | str | None = Field(
         None, description="Another name for guided_json, llama.cpp's."
     )
-    grammar: str | None = Field(
-        None, description="llama.cpp's; taken in Lark's notation, if it begins with %llguidance."
-    )
+    grammar: str | None = Field(None, description="llama.cpp's: in GBNF, or in Lark's notation.")
     n_predict: int | None = Field(
         None, description="Another name for max_tokens; a chat may say -1, what there is room for."
     )

@@ -11,6 +11,8 @@ from reprlib import repr as shortened
 from typing import Any
 
 from specserve.errors import BadValue
+from specserve.grammar.gbnf import is_gbnf, lark_from_gbnf
+from specserve.grammar.structural_tag import lark_from_structural_tag
 from specserve.types import Grammar
 
 MAX_SIZE = 64 * 1024  # characters of a schema, an expression or a grammar
@@ -57,7 +59,7 @@ def parse_response_format(given: object) -> Grammar | None:
 
 
 def parse_guided(given: object) -> Grammar | None:
-    """Parse `guided`: one of an expression, a Lark grammar, a schema and a choice of texts."""
+    """Parse `guided`: one of an expression, a grammar, a schema and a choice of texts."""
     if given is None:
         return None
     members = {
@@ -156,12 +158,35 @@ def _text(param: str, value: object) -> str:
 
 def _json(value: object) -> Grammar:
     """Return the grammar of a schema, which may be given as text."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(_text("guided.json", value))
-        except (ValueError, RecursionError) as error:
-            raise BadValue("guided.json is a text that is not JSON", param="guided") from error
-    return schema_grammar("guided", value)
+    return schema_grammar("guided", _parsed("guided.json", value))
+
+
+def _structural_tag(value: object) -> Grammar:
+    """Return the grammar of a structural tag, which vLLM's clients send as text."""
+    value = _parsed("guided.structural_tag", value)
+    if not isinstance(value, Mapping) or is_too_deep(value):
+        raise BadValue(
+            f"guided.structural_tag must be an object, at most {MAX_DEPTH} levels deep, not "
+            f"{shortened(value)}",
+            param="guided",
+        )
+    return Grammar("lark", _check_size("guided", lark_from_structural_tag(value)) + NO_FORCING)
+
+
+def _parsed(param: str, value: object) -> object:
+    """Return JSON that may be given as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(_text(param, value))
+    except (ValueError, RecursionError) as error:
+        raise BadValue(f"{param} is a text that is not JSON", param="guided") from error
+
+
+def _grammar(value: object) -> Grammar:
+    """Return the grammar of Lark's notation or of GBNF."""
+    text = _text("guided.grammar", value)
+    return Grammar("lark", (lark_from_gbnf(text) if is_gbnf(text) else text) + NO_FORCING)
 
 
 def _choice(value: object) -> Grammar:
@@ -176,7 +201,8 @@ def _choice(value: object) -> Grammar:
 
 _GUIDES: Mapping[str, Callable[[object], Grammar]] = {
     "regex": lambda value: Grammar("regex", _text("guided.regex", value)),
-    "grammar": lambda value: Grammar("lark", _text("guided.grammar", value) + NO_FORCING),
+    "grammar": _grammar,
     "json": _json,
     "choice": _choice,
+    "structural_tag": _structural_tag,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specserve.grammar.gbnf import lark_from_gbnf
 from specserve.grammar.request import NO_FORCING
 from specserve.types import Grammar, Speculation
 
@@ -46,6 +47,7 @@ TOOL: dict[str, object] = {"type": "function", "function": FUNCTION}
 SCHEMA: dict[str, object] = {"type": "null"}
 NULL = Grammar("json_schema", '{"type": "null"}')
 OBJECT = Grammar("json_schema", '{"type": "object"}')
+GBNF = 'root ::= "a" [b-d]'
 LARK = '%llguidance {}\nstart: "a"'
 PROMPT, CONTINUED = "hello there", "hello there"
 
@@ -170,7 +172,7 @@ BOTH: list[Row] = [
     ("guided_decoding_backend", "auto", NOTHING),
     ("guided_decoding_backend", "outlines", refused(UNSUPPORTED)),
     ("guided_whitespace_pattern", " ?", refused("x-guidance")),
-    ("structural_tag", "{}", refused("send tools")),
+    ("structural_tag", "{}", refused("send structured_outputs")),
     ("kv_transfer_params", {"a": 1}, refused(UNSUPPORTED)),
     ("vllm_xargs", {}, NOTHING),
     ("prompt_embeds", "AAAA", refused("token ids")),
@@ -192,7 +194,8 @@ BOTH: list[Row] = [
     ("json_schema", '{"type": "null"}', engine("grammar", NULL)),
     ("json_schema", {"type": "strang"}, refused("json_schema: the JSON schema")),
     ("grammar", LARK, engine("grammar", Grammar("lark", LARK + NO_FORCING))),
-    ("grammar", 'root ::= "a"', refused("GBNF is not supported")),
+    ("grammar", GBNF, engine("grammar", Grammar("lark", lark_from_gbnf(GBNF) + NO_FORCING))),
+    ("grammar", 'root ::= "a', refused('line 1, column 12: " is missing')),
     ("dynatemp_range", 0, NOTHING),
     ("dynatemp_range", 0.5, refused(UNSUPPORTED)),
     ("dynatemp_exponent", 1.0, NOTHING),

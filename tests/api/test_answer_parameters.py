@@ -193,7 +193,7 @@ def test_penalties_on_a_part_of_the_text_are_refused(app: FastAPI) -> None:
         ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
         ({"repeat_penalty": 2, "repetition_penalty": 3}, "repeat_penalty"),
         ({"structured_outputs": {"regex": "a"}, "json_schema": {}}, "structured_outputs"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
     ],
 )
 def test_two_names_for_one_thing_with_two_values_are_refused(

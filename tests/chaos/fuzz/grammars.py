@@ -1,4 +1,4 @@
-"""Damaged grammars: schemas, regular expressions and Lark, through the check and a few masks."""
+"""Damaged grammars: schemas, regular expressions, Lark and GBNF, under the check and masks."""
 
 from __future__ import annotations
 
@@ -46,11 +46,15 @@ LARKS = (
     'start: A B? C~2..4\nA: "a"i\nB: A "b"\nC: /c+/ & ~/ccc/',
     "%import common.INT\n%ignore /[ ]+/\nstart: INT+ // end",
 )
+GBNFS = (
+    'root ::= item ("," item)*\nitem ::= [a-z]+ "=" [0-9]{1,9} # pairs',
+    'root ::= "a" root "b" | ""\nx ::= [^\\x00-\\x1F"] .',
+)
 PIECES = {
     "regex": r"( ) [ ] { } {2,} {1000} {4000000000} * + ? | \ \p{L} \u{d800} \x \b (?= (?i) [^ -] ."
     r" ^ $ \w & ~ 日 \0",
     "lark": '( ) [ ] " / : | ~ ~1000 ~1..99999 * + ? -> ! %import %json{} %regex <[1-5]> \\ \n'
-    ' start a0 start:"x" A: & // @ % {} $ 日 "\\u{d800}" (?P<',
+    ' start a0 start:"x" ::= root A: & // @ % {} $ 日 "\\u{d800}" (?P<',
 }
 KEYWORDS = (
     *"type properties items required enum const anyOf allOf oneOf not $ref $defs pattern".split(),
@@ -89,7 +93,7 @@ def damaged_grammar(rng: random.Random) -> Grammar:
     kind = rng.choice(("json_schema", "regex", "lark"))
     if kind == "json_schema":
         return Grammar(kind, _damaged_schema(rng))
-    text = rng.choice(REGEXES if kind == "regex" else LARKS)
+    text = rng.choice(REGEXES if kind == "regex" else LARKS + GBNFS)
     for _ in range(rng.choice((1, 1, 2, 3, 8))):
         text = _damaged_text(rng, text, PIECES[kind].split(" "))
     guide = "grammar" if kind == "lark" else kind
