@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from specserve.config.demo import WIDENED
 from tests.support.browser import KEY, PHONE, expect, finish, inside, tab
 from tests.support.ray_server import served
 
@@ -51,12 +52,14 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
     (keys := tmp_path_factory.mktemp("keys") / "keys").write_text(f"{KEY}\n")
-    with served({"http.api_keys_file": str(keys), "target.threads": 1, "draft.threads": 1}) as (
-        url,
-        _,
-    ):
+    # The pictures show what `specserve serve` serves, where a draft pays.
+    size = WIDENED if request.config.getoption("--screenshots") else "none"
+    of_models = {"demo.size": size, "target.threads": 1, "draft.threads": 1}
+    with served({"http.api_keys_file": str(keys), **of_models}) as (url, _):
         yield Server(url)
 
 
@@ -68,6 +71,8 @@ def picture(request: pytest.FixtureRequest) -> Callable[[Page, str], None]:
     def take(page: Page, name: str) -> None:
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
+            if "Collecting" in page.locator("#history-words").inner_text():
+                page.locator("#history svg").first.wait_for(timeout=30_000)
             page.screenshot(path=f"{folder}/{name}.png", full_page=True)
 
     return take
@@ -81,7 +86,7 @@ def ask(page: Page, button: str, outcome: str, *, prompt: str = PROMPT) -> None:
 
 def parameters(page: Page, **values: object) -> None:
     if not page.get_by_label("Max tokens").is_visible():
-        page.get_by_text("Parameters").click()
+        page.get_by_role("heading", name="Parameters").click()
     for label, value in values.items():
         page.get_by_label(label.replace("_", " ")).fill(str(value))
 
@@ -157,7 +162,8 @@ def test_a_race_shows_the_same_text_twice_once_without_a_single_draft(
     server: Server, browser: Browser, picture: Callable[[Page, str], None]
 ) -> None:
     with tab(browser, server.url, scheme="dark", key=KEY) as page:
-        parameters(page, Max_tokens=NUM_TOKENS, Temperature=0.7, Seed=11, Gamma=4)
+        parameters(page, Max_tokens=NUM_TOKENS, Gamma=4)
+        expect(page.get_by_label("Temperature")).to_have_value("0")
         ask(page, "Race", "tokens a second against.*The texts are the same")
         fast, plain = (
             page.get_by_role("article", name=f"{name} speculation") for name in ("With", "Without")
@@ -178,7 +184,7 @@ def test_a_chat_of_two_turns_on_a_phone(
 ) -> None:
     with tab(browser, server.url, size=PHONE, key=KEY) as page:
         parameters(page, Max_tokens=32, Temperature=0, Gamma=4)
-        page.get_by_text("Parameters").click()
+        page.get_by_role("heading", name="Parameters").click()
         page.get_by_text("Chat", exact=True).click()
         for said in ("def add(a, b):", "class Stack:"):
             ask(page, "Send", "^Done", prompt=said)
