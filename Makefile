@@ -144,9 +144,10 @@ bench-serving: $(VENV)/installed  ## Measure the links between processes and the
 
 bench-pipeline: $(VENV)/installed  ## Measure drafting behind verification
 	$(BIN)/python -m benchmarks.pipeline --out $(MEASURED)/pipeline-speed.md \
-		--trace docs/trace.json --plot $(MEASURED)/pacer.svg $(ARGS)
-	$(BIN)/python -m specserve.tools.timeline docs/trace.json --out $(MEASURED)/trace.svg
-	rm docs/trace.json
+		--trace docs/trace.json --greedy-trace docs/trace-greedy.json --plot $(MEASURED)/pacer.svg $(ARGS)
+	for name in trace trace-greedy; do \
+		$(BIN)/python -m specserve.tools.timeline docs/$$name.json --rounds 10 --out $(MEASURED)/$$name.svg && \
+		rm docs/$$name.json || exit 1; done
 
 bench-linears: $(VENV)/installed  ## Measure the kernels of linear layers
 	$(BIN)/python -m benchmarks.linears --out $(MEASURED)/linears.md $(ARGS)

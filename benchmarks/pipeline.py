@@ -346,10 +346,14 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
                 add_section(
                     "hidden", await measure_hiding(rigs, gamma=options.gamma, turns=options.turns)
                 )
-                traced = await rigs.anticipating.run_closed_loop(
-                    make_requests(prompts[:1], *SAMPLINGS["T = 1, `coupled`"]), gamma=options.gamma
-                )
-                options.trace.write_text(json.dumps(trace_of(traced)))
+                for name, file in (
+                    ("greedy", options.greedy_trace),
+                    ("T = 1, `coupled`", options.trace),
+                ):
+                    traced = await rigs.anticipating.run_closed_loop(
+                        make_requests(prompts[:1], *SAMPLINGS[name]), gamma=options.gamma
+                    )
+                    file.write_text(json.dumps(trace_of(traced)))
             if "light" in only:
                 add_section("light", await compare_best_gammas(rigs, turns=options.turns))
             if "sweep" in only:
@@ -387,7 +391,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="where the report goes; the terminal by default")
     parser.add_argument(
-        "--trace", type=Path, default=Path("trace.json"), help="of one run of the first section"
+        "--trace", type=Path, default=Path("trace.json"), help="of one run at temperature 1"
+    )
+    parser.add_argument(
+        "--greedy-trace", type=Path, default=Path("trace-greedy.json"), help="of a greedy run"
     )
     parser.add_argument("--plot", type=Path, default=Path("pacer.svg"))
     parser.add_argument("--turns", type=int, default=5)
