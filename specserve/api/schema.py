@@ -151,7 +151,9 @@ class GenerationBody(Body):
         None, description="The served model's name; left out, it is that one."
     )
     max_tokens: int | None = Field(
-        None, description="0 goes with echo or prompt_logprobs: nothing is written."
+        None,
+        description="A text ends where the context does, too, with finish_reason length. "
+        "0 goes with echo or prompt_logprobs: nothing is written.",
     )
     max_completion_tokens: int | None = Field(None, description="Another name for max_tokens.")
     temperature: float | None = Field(None, description="0 is greedy.")
