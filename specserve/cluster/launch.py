@@ -13,6 +13,7 @@ from rich.console import Console
 
 from specserve import errors
 from specserve.cluster.checkpoint_check import checkpoint_check
+from specserve.cluster.cluster_address import require_answer, resolve
 from specserve.cluster.logs import logging_config
 from specserve.cluster.ray_session import ray_session, require_free_port
 from specserve.cluster.serve_instance import (
@@ -57,6 +58,11 @@ def serve_until_ended(
     """
     for model in unpinned_models(config):
         say(f"warning: {model}")
+    # Before the fork server starts, which holds this process's output until its imports are done.
+    if join is None:
+        require_free_port(config)
+    else:
+        require_answer(resolve(join))
     with contextlib.ExitStack() as stack:
         require_checkpoints = stack.enter_context(checkpoint_check(config))
         stack.callback(remove_unused_weights)

@@ -11,10 +11,15 @@ import time
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
+from rich.console import Console
 
+from specserve.cluster import launch
+from specserve.config.tree import Config, config_from_keys
+from specserve.errors import ConfigError, Unavailable
 from tests.support.processes import own_processes
 from tests.support.ray_server import free_port
 
@@ -147,6 +152,20 @@ def test_what_is_wrong_is_said_in_one_line(arguments: list[str], message: str) -
     assert process.returncode == 2
     assert message in errors
     assert len(errors.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("join", [None, "127.0.0.1:1"])
+def test_a_place_that_cannot_be_served_at_is_said_before_a_process_is_forked(
+    join: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: Config) -> NoReturn:
+        raise AssertionError("the models' files are checked already")
+
+    monkeypatch.setattr(launch, "checkpoint_check", fail)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = config_from_keys({"http.port": taken.getsockname()[1]})
+        with pytest.raises((ConfigError, Unavailable), match=r"cannot listen|no Ray cluster"):
+            launch.serve_until_ended(config, print, Console(), join=join)
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_started() -> None:
