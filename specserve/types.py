@@ -259,8 +259,8 @@ class Verdict:
     # Why this sequence alone cannot go on; the other fields mean nothing then.
     error: str | None = None
     prompt_logprobs: PromptLogprobs | None = None  # of the step's `scored_tokens`
-    # False: the step is a chunk of a prompt and needed no decision; only the logprobs of the prompt
-    # mean anything then.
+    # False: the step is a chunk of a prompt and needed no decision, or its grammar is not compiled
+    # yet, so that it has to be repeated. Only the logprobs of the prompt mean anything then.
     is_decision: bool = True
 
 

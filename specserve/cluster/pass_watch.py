@@ -54,6 +54,15 @@ class PassWatch:
         self._on_slow_pass, self._on_too_slow = on_slow_pass, on_too_slow
         self._times = PassMedians()
         self.ranks: dict[int, RankTimes] = {}  # since the first round
+        self._has_undecided = False  # the last pass left a verdict open
+
+    def _waits_for_grammars(self, answers: Sequence[Verdicts]) -> bool:
+        """Return whether this pass has left a verdict open, or the last one had."""
+        waited = self._has_undecided
+        self._has_undecided = not all(
+            verdict.is_decision for answer in answers for verdict in answer.verdicts
+        )
+        return waited or self._has_undecided
 
     def restart(self) -> None:
         """Start from nothing: other ranks are attached, perhaps on other devices."""
@@ -62,14 +71,16 @@ class PassWatch:
     def observe(self, steps: Sequence[VerifyStep], answers: Sequence[Verdicts]) -> str | None:
         """Include a pass; return why its ranks are too slow to go on with, or None.
 
-        Passes that read encoder input or wait for masks of grammars are left out, since their times
-        do not follow from their tokens.
+        Passes that read encoder input or wait for grammars are left out, since their times do not
+        follow from their tokens.
         """
         for rank, answer in enumerate(answers):
             self.ranks[rank] = self.ranks.get(rank, RankTimes()).after(answer)
         if not steps or any(
             step.grammar is not None or (step.encoder_input and not step.start) for step in steps
         ):
+            return None
+        if self._waits_for_grammars(answers):
             return None
         now = self._clock()
         slow = self._times.observe(

@@ -122,7 +122,8 @@ class TargetWorker:
                 draft_context = self._open_drafter(self._model)
             if is_tried:
                 choice, curve = self._try_placements(self._model, curve)
-            self._model.grammar_states.preload_tokenizer()
+            if (compiler := self._model.grammar_states.grammar_compiler) is not None:
+                compiler.preload_tokenizer()
         freeze_objects()
         info = replace(self._model.info, curve=curve)
         return WorkerReady(

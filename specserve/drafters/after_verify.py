@@ -88,9 +88,9 @@ class DraftAfterVerify:
         self, steps: Sequence[VerifyStep], verdicts: Sequence[Verdict]
     ) -> Iterator[DraftStep]:
         """Yield a step for each sequence that is drafted for, or prefilled for that."""
-        decided = (verdict for verdict in verdicts if verdict.is_decision)
+        decided = {verdict.seq_id: verdict for verdict in verdicts if verdict.is_decision}
         for step in steps:
-            verdict = next(decided) if step.needs_verdict else None
+            verdict = decided.get(step.seq_id)
             if not step.start:  # a new sequence, or one whose caches are not to be relied on
                 self._drop(step.seq_id)
                 self._sources[step.seq_id] = step.encoder_input, step.grammar

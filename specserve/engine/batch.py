@@ -49,6 +49,7 @@ class Batch:
     num_prompt_tokens: int = 0  # in chunks of prompts
     num_positions: int = 0  # in the target's pass, once the proposals are in
     num_caught_up: int = 0  # tokens that the drafter prefills beyond the newest of each entry
+    awaits_grammars: bool = False  # the target may wait for one to be compiled
 
     @property
     def is_steady(self) -> bool:
@@ -56,7 +57,11 @@ class Batch:
 
         The seconds of other rounds do not say what a pass costs.
         """
-        return not self.num_prompt_tokens and self.num_caught_up <= len(self.entries)
+        return (
+            not self.num_prompt_tokens
+            and self.num_caught_up <= len(self.entries)
+            and not self.awaits_grammars
+        )
 
     def draft_steps(self) -> list[DraftStep]:
         return [
@@ -85,9 +90,12 @@ class Batch:
     def with_verdicts(
         self, verdicts: abc.Sequence[Verdict]
     ) -> abc.Iterator[tuple[BatchEntry, Verdict]]:
-        """Return the entries that need a decision, each with its own."""
-        decisions = [verdict for verdict in verdicts if verdict.is_decision]
-        return zip([entry for entry in self.entries if entry.needs_verdict], decisions, strict=True)
+        """Yield the entries on which was decided, each with its verdict."""
+        entries = {entry.sequence.seq_id: entry for entry in self.entries if entry.needs_verdict}
+        own = [verdict for verdict in verdicts if verdict.seq_id in entries]
+        for entry, verdict in zip(entries.values(), own, strict=True):
+            if verdict.is_decision:
+                yield entry, verdict
 
     def outcomes(self, verdicts: abc.Sequence[Verdict]) -> tuple[Outcome, ...]:
         """Return the outcomes of the sequences that had a proposal."""
@@ -111,13 +119,16 @@ class Batch:
 
     def commit(self, verdicts: abc.Sequence[Verdict]) -> list[Chunk]:
         """Commit the verdicts, advance the prefilled prompts, and return the chunks."""
-        scored = {verdict.seq_id: verdict for verdict in verdicts if not verdict.is_decision}
+        undecided = {verdict.seq_id: verdict for verdict in verdicts if not verdict.is_decision}
         chunks = []
         for entry in self.entries:
+            sequence, verdict = entry.sequence, undecided.get(entry.sequence.seq_id)
             if not entry.needs_verdict:
-                entry.sequence.advance(stop=entry.stop, proposal=entry.proposal)
-                if verdict := scored.get(entry.sequence.seq_id):
-                    chunks.append(entry.sequence.prompt_chunk(verdict))
+                sequence.advance(stop=entry.stop, proposal=entry.proposal)
+            elif verdict is not None:
+                sequence.wait_for_grammar(entry.proposal)
+            if verdict is not None and verdict.prompt_logprobs is not None:
+                chunks.append(sequence.prompt_chunk(verdict))
         return chunks + [
             entry.sequence.commit(verdict, entry.proposal)
             for entry, verdict in self.with_verdicts(verdicts)

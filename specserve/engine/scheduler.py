@@ -12,14 +12,8 @@ from specserve.engine.budget import TokenBudget
 from specserve.engine.prefill import distinct_prompts, encoder_inputs, prompt_chunks
 from specserve.engine.prefixes import IN_DRAFTER, PrefixIndex
 from specserve.engine.sequence import Sequence
-from specserve.engine.waiting_queue import WaitingQueue
+from specserve.engine.waiting_queue import WaitingQueue, held_back
 from specserve.types import ModelInfo
-
-MAX_NEW_GRAMMARS = 2**16
-"""Characters of new grammars that are admitted in a round, unless a single one is longer.
-
-One of that length takes some 0.06 s to compile (`tests/chaos/misuse.py` has the dearest known).
-"""
 
 
 class Scheduler:
@@ -122,10 +116,11 @@ class Scheduler:
         while there are any, and at least a quarter of the budget. An `isolated` sequence runs
         alone.
         """
+        kept_out = held_back(self.running) if isolated is None else set()
         wanted = [
             (sequence, max(0, min(gamma, sequence.max_drafts)))
             for sequence, gamma in zip(self.running, gammas, strict=True)
-            if isolated is None or sequence is isolated
+            if sequence not in kept_out and (isolated is None or sequence is isolated)
         ]
         decoding = [pair for pair in wanted if pair[0].num_pending == 1]
         prompts = distinct_prompts(
@@ -156,6 +151,7 @@ class Scheduler:
             entries + chunks,
             num_prompt_tokens=num_prompt_tokens,
             num_caught_up=self._limit_drafter(entries + chunks, limit),
+            awaits_grammars=any(sequence.awaits_grammar for sequence, _ in wanted),
         )
 
     def _pages(self, length: int) -> int:
@@ -186,21 +182,14 @@ class Scheduler:
         """Move waiting sequences to the running ones, in the order of the queue.
 
         There must be room for one more round of all of them, so that what is admitted is not
-        preempted at once. New grammars, which the workers compile in their next pass, are few.
+        preempted at once.
         """
         need = sum(self._need(sequence, self._headroom) for sequence in self.running)
-        grammars = {sequence.grammar for sequence in self.running}
-        new_text = 0
         while self.waiting and len(self.running) < self._max_running:
             head = self.waiting.next(self.running)
             need += self._need(head, self._headroom)
             if need > self._num_pages and self.running:
                 return
-            if head.grammar not in grammars and head.grammar is not None:
-                new_text += len(head.grammar.text)
-                if new_text > MAX_NEW_GRAMMARS and new_text > len(head.grammar.text):
-                    return
-                grammars.add(head.grammar)
             self.waiting.remove(head)
             self._num_begun += 1
             head.turn = self._num_begun

@@ -35,6 +35,7 @@ class Sequence:
         "_prompt_logprobs",
         "_rounds",
         "_stop_ids",
+        "awaits_grammar",
         "client",
         "committed",
         "draft_cached",
@@ -80,6 +81,7 @@ class Sequence:
         # Positions that the drafter has room for; 0 when nothing drafts.
         self.draft_limit = draft_limit if len(self.encoder_input) <= draft_limit else 0
         self.grammar = request.grammar
+        self.awaits_grammar = False  # the target has yet to compile it
         self.requested_gamma = request.speculation.gamma
         self.finish: FinishReason | None = None
         # Alternatives beside each token of the prompt; None: no logprobs, or a chunk with tokens,
@@ -121,6 +123,8 @@ class Sequence:
         The round adds one more token by itself.
         """
         length = len(self.committed)
+        if self.awaits_grammar:
+            return 0
         return min(self._max_length - length - 1, self.draft_limit - length)
 
     @property
@@ -192,6 +196,11 @@ class Sequence:
             self.draft_cached = min(proposal.num_cached, stop)
         self._passes += 1
 
+    def wait_for_grammar(self, proposal: Proposal | None) -> None:
+        """Record a pass that decided nothing; the next one computes the newest token again."""
+        self.awaits_grammar = True
+        self.advance(stop=len(self.committed) - 1, proposal=proposal)
+
     def prompt_chunk(self, verdict: Verdict) -> Chunk:
         """Return the chunk that sends logprobs of a part of the prompt."""
         assert not verdict.is_decision
@@ -210,6 +219,7 @@ class Sequence:
         assert self.finish is None
         assert accepted <= len(drafts)
         assert verdict.is_decision
+        self.awaits_grammar = False
         tokens = self._cut_at_end((*drafts[:accepted], verdict.next_token))
         self.advance(stop=len(self.committed) + accepted, proposal=proposal)
         self.committed += tokens

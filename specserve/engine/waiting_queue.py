@@ -11,6 +11,7 @@ from itertools import chain
 from operator import attrgetter
 
 from specserve.engine.sequence import Sequence
+from specserve.types import Grammar
 
 _PRIORITY = attrgetter("priority")
 
@@ -77,3 +78,15 @@ class WaitingQueue:
         counts.update({name: len(own) for name, own in self._new.items()})
         largest = max(self._new, key=lambda name: counts[name], default=client)
         return self._new[largest][-1] if counts[largest] > counts[client] + 1 else None
+
+
+def held_back(running: abc.Sequence[Sequence]) -> set[Sequence]:
+    """Return the sequences that stay out of the round, since their grammar is not compiled yet.
+
+    The oldest sequence of each such grammar takes part, and finds out whether it is.
+    """
+    oldest: dict[Grammar | None, Sequence] = {}
+    waiting = [sequence for sequence in running if sequence.awaits_grammar]
+    for sequence in waiting:
+        oldest.setdefault(sequence.grammar, sequence)
+    return set(waiting).difference(oldest.values())

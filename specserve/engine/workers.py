@@ -125,7 +125,9 @@ def _check_verdicts(steps: abc.Sequence[VerifyStep], verdicts: abc.Sequence[Verd
         raise BadAnswer("the target verified other sequences than were asked for")
     for step, verdict in zip(steps, verdicts, strict=True):
         fits = 0 <= verdict.accepted <= len(step.drafts)
-        if not fits or verdict.is_decision != step.needs_verdict:
+        # A verdict may leave open what a grammar that is not compiled yet will allow.
+        may_be = (True, False) if step.policy.constrained else (True,)
+        if not fits or verdict.is_decision not in (may_be if step.needs_verdict else (False,)):
             raise BadAnswer(f"the target's verdict on sequence {step.seq_id} does not fit its step")
         scores = verdict.prompt_logprobs
         if (scores is not None) != (step.scoring is not None) or (

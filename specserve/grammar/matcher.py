@@ -26,7 +26,8 @@ from llguidance.numpy import (
 )
 from numpy.typing import NDArray
 
-from specserve.errors import SpecserveError, first_line
+from specserve.errors import first_line
+from specserve.grammar.compile_queue import CompileQueue
 from specserve.grammar.validate import library_grammar, parser_limits
 from specserve.types import Grammar
 
@@ -47,6 +48,7 @@ class GrammarCompiler:
     def __init__(self, load: Callable[[], LLTokenizer], *, end_ids: frozenset[int]) -> None:
         self.end_ids = end_ids
         self._load = load
+        self._queue = CompileQueue(self._compile)
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     @classmethod
@@ -76,6 +78,30 @@ class GrammarCompiler:
         """Number of int32 words in a row of bits."""
         return (self.tokenizer.vocab_size + 31) // 32
 
+    def preload_tokenizer(self) -> None:
+        """Load the tokenizer in the background, before the first grammar needs it."""
+        self._queue.run(lambda: self.tokenizer)
+
+    def request(self, grammar: Grammar) -> None:
+        """Compile the grammar in the background, unless it is kept compiled."""
+        if self.end_ids and grammar not in self._compiled:
+            self._queue.request(grammar)
+
+    def is_ready(self, grammar: Grammar, *, until: float = -math.inf) -> bool:
+        """Return whether `start` answers at once, after a short wait that may last `until` then.
+
+        The time is that of `time.monotonic`.
+        """
+        return (
+            not self.end_ids
+            or grammar in self._compiled
+            or self._queue.is_ready(grammar, until=until)
+        )
+
+    def drop(self, grammar: Grammar) -> None:
+        """Drop a request that no text waits for any more."""
+        self._queue.drop(grammar)
+
     def start(self, grammar: Grammar) -> GrammarMatcher:
         """Return the matcher of an empty text. For an impossible grammar its `error` says why."""
         if not self.end_ids:
@@ -84,17 +110,19 @@ class GrammarCompiler:
                 None,
                 error="the model has no token to end a text with, so it can follow no grammar",
             )
-        matcher = self._compiled.pop(grammar, None)
         try:
-            matcher = matcher or LLMatcher(
-                self.tokenizer, library_grammar(grammar), log_level=0, limits=parser_limits()
-            )
-        except SpecserveError as error:
-            return GrammarMatcher(self, None, error=str(error))
+            matcher = self._compiled.pop(grammar, None) or self._queue.take(grammar)
+        except Exception as error:  # of this grammar: it ends the texts under it alone
+            return GrammarMatcher(self, None, error=first_line(error))
         self._compiled[grammar] = matcher
         while len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
         return GrammarMatcher(self, matcher.deep_copy())
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        return LLMatcher(
+            self.tokenizer, library_grammar(grammar), log_level=0, limits=parser_limits()
+        )
 
 
 class GrammarMatcher:

@@ -5,10 +5,12 @@ It knows no logits.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -24,6 +26,9 @@ NO_VALID_TOKEN = "the grammar leaves no token that the model knows"
 TOO_SLOW = "the grammar takes too long to follow; simplify it"
 PASS_MASKS_S = 2.0
 """Seconds of a pass's masks, after which texts without theirs fail, and the pass goes on."""
+
+PATIENCE_S = 0.25
+"""Seconds for which a pass waits for grammars if no other sequence takes part in it."""
 
 TokenLookup = Callable[[int], Sequence[int] | NDArray[np.int64]]
 """All tokens of a sequence that a worker has cached, the prompt's included."""
@@ -63,6 +68,8 @@ class PassMasks:
 
     token_mask: TokenMask
     errors: dict[int, str] = field(default_factory=dict)  # by sequence
+    undecided: frozenset[int] = frozenset()
+    """Sequences whose grammars are not compiled yet. Nothing is decided on them in this pass."""
 
 
 class GrammarStates:
@@ -82,13 +89,11 @@ class GrammarStates:
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "grammar")
 
-    def preload_tokenizer(self) -> None:
-        """Load the tokenizer in the background, before the first grammar needs it."""
-        if self.grammar_compiler is not None:
-            self._thread.submit(lambda compiler: compiler.tokenizer, self.grammar_compiler)
-
     def register(self, steps: Sequence[DraftStep | VerifyStep]) -> None:
-        """Take over the grammars of these steps. A worker calls this before it executes steps."""
+        """Take over the grammars of these steps, and begin to compile them.
+
+        A worker calls this before it executes steps.
+        """
         if self.grammar_compiler is None:
             return
         for step in steps:
@@ -102,10 +107,15 @@ class GrammarStates:
         if self._grammars.get(seq_id) != grammar:
             self._grammars[seq_id] = grammar
             self._matchers.pop(seq_id, None)
+            if self.grammar_compiler is not None:
+                self.grammar_compiler.request(grammar.grammar)
 
     def advance(self, step: DraftStep, lookup: TokenLookup) -> GrammarMatcher | None:
-        """Return the matcher of the text up to the end of the step; None without a grammar."""
-        if step.seq_id not in self._grammars:
+        """Return the matcher of the text up to the end of the step.
+
+        None without a grammar, or with one that is not compiled yet: draft tokens then follow none.
+        """
+        if step.seq_id not in self._grammars or not self._is_ready(step.seq_id, -math.inf):
             return None
         return self._apply_update(self._text_update(step, lookup))
 
@@ -129,23 +139,31 @@ class GrammarStates:
         return self._matchers.get(seq_id)
 
     def submit_masks(
-        self, steps: Sequence[VerifyStep], lookup: TokenLookup
+        self, steps: Sequence[VerifyStep], lookup: TokenLookup, *, has_others: bool = False
     ) -> Future[PassMasks] | None:
         """Start to compute the masks of a pass beside it; None if no step has a grammar.
 
-        `lookup` is called before this returns.
+        `lookup` is called before this returns. The pass `has_others` if steps without a decision
+        take part in it.
         """
         updates, first = [], 0
         for step in steps:
             if step.policy.constrained:
                 updates.append((first, self._text_update(step, lookup)))
             first += len(step.drafts) + 1
-        return self._thread.submit(self._masks, updates) if updates else None
+        if not updates:
+            return None
+        return self._thread.submit(
+            self._masks, updates, has_others=has_others or len(updates) < len(steps)
+        )
 
     def fork(self, seq_id: int, branch_id: int, length: int) -> None:
         """Make `branch_id` another sequence with the same first `length` tokens."""
+        grammar = self._grammars.get(seq_id)
+        if grammar is None:
+            return
+        self._grammars[branch_id] = grammar
         if seq_id in self._matchers:
-            grammar = self._grammars[branch_id] = self._grammars[seq_id]
             self._matchers[branch_id] = self._matchers[seq_id].fork(
                 max(length - grammar.prompt_length, 0)
             )
@@ -162,9 +180,17 @@ class GrammarStates:
             self._matchers[seq_id] = self._matchers.pop(branch_id)
 
     def release(self, seq_ids: Sequence[int]) -> None:
+        """Drop these sequences. A grammar that none of the others has is not compiled any more."""
         for seq_id in seq_ids:
-            self._grammars.pop(seq_id, None)
-            self._matchers.pop(seq_id, None)
+            dropped = self._grammars.pop(seq_id, None)
+            is_compiled = self._matchers.pop(seq_id, None) is not None
+            if (
+                self.grammar_compiler is not None
+                and dropped is not None
+                and not is_compiled
+                and all(dropped.grammar != other.grammar for other in self._grammars.values())
+            ):
+                self.grammar_compiler.drop(dropped.grammar)
 
     def _text_update(self, step: DraftStep | VerifyStep, lookup: TokenLookup) -> TextUpdate:
         """Return what the step changes in the text that its grammar constrains.
@@ -213,8 +239,31 @@ class GrammarStates:
         matcher.write(same, text[same:])
         return matcher
 
-    def _masks(self, updates: Sequence[tuple[int, TextUpdate]]) -> PassMasks:
+    def _is_ready(self, seq_id: int, until: float) -> bool:
+        """Return whether the sequence's matcher exists, or can be made at once."""
+        assert self.grammar_compiler is not None
+        return seq_id in self._matchers or self.grammar_compiler.is_ready(
+            self._grammars[seq_id].grammar, until=until
+        )
+
+    def _masks(
+        self, updates: Sequence[tuple[int, TextUpdate]], *, has_others: bool = False
+    ) -> PassMasks:
         """Return the masks of a pass, from each update and the first of its rows.
+
+        Texts whose grammars are not compiled yet have none; others do not wait for them.
+        """
+        has_others |= any(update.seq_id in self._matchers for _, update in updates)
+        until = -math.inf if has_others else time.monotonic() + PATIENCE_S
+        ready = {update.seq_id for _, update in updates if self._is_ready(update.seq_id, until)}
+        undecided = frozenset(update.seq_id for _, update in updates) - ready
+        known = [(first, update) for first, update in updates if update.seq_id in ready]
+        if not known:
+            return PassMasks(TokenMask.from_rows([]), undecided=undecided)
+        return replace(self._masks_of_ready(known), undecided=undecided)
+
+    def _masks_of_ready(self, updates: Sequence[tuple[int, TextUpdate]]) -> PassMasks:
+        """Return the masks of texts whose grammars are compiled.
 
         Equal texts have the masks of the first of them. Other threads run meanwhile.
         """

@@ -90,7 +90,9 @@ class TargetModel:
         decided = [step for step in steps if step.needs_verdict]
         self.grammar_states.register(steps)
         # Masks are computed while the pass runs.
-        masks = self.grammar_states.submit_masks(decided, self.runner.cache.tokens)
+        masks = self.grammar_states.submit_masks(
+            decided, self.runner.cache.tokens, has_others=len(decided) < len(steps)
+        )
         scores = None
         if any(step.scoring is not None for step in steps):
             scores = PromptScores(steps, self.info.vocab_size)
@@ -169,9 +171,12 @@ class TargetModel:
             if warps.all_greedy
             else _verify_drafts(steps, warps.probabilities(logits))
         )
-        rows, errors = _logprobs(steps, unmasked, outcomes), {} if masks is None else masks.errors
+        rows = _logprobs(steps, unmasked, outcomes)
+        errors, undecided = ({}, ()) if masks is None else (masks.errors, masks.undecided)
         return [
-            Verdict(step.seq_id, *outcome, row, errors.get(step.seq_id))
+            Verdict(step.seq_id, 0, 0, None, is_decision=False)
+            if step.seq_id in undecided
+            else Verdict(step.seq_id, *outcome, row, errors.get(step.seq_id))
             for step, outcome, row in zip(steps, outcomes, rows, strict=True)
         ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from specserve import __version__
 from specserve.errors import VersionMismatch
 
-VERSION = 10
+VERSION = 11
 RELEASE = __version__
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from specserve.engine.batch import Batch
 from specserve.engine.budget import TokenBudget
 from specserve.engine.prefill import share
-from specserve.engine.scheduler import MAX_NEW_GRAMMARS, Scheduler
+from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
 from specserve.types import Grammar, Policy, Proposal, Request, Verdict, Warp
 from tests.support.fakes import model_info
@@ -283,23 +283,6 @@ def test_admission_leaves_room_for_one_more_round_of_the_running_sequences_too()
     queue(schedule, 3)  # 1 page, 2 after a round
     schedule.select_running()
     assert len(schedule.running) == 1
-
-
-def test_new_grammars_join_a_few_a_round_and_known_ones_at_once() -> None:
-    schedule = scheduler()
-    large, other = (Grammar("lark", letter * MAX_NEW_GRAMMARS) for letter in "ab")
-    queue(schedule, 4, 4, grammar=large)
-    queue(schedule, 4, grammar=other)
-    queue(schedule, 4)
-    running = []
-    for _ in range(3):
-        schedule.select_running()
-        running.append(len(schedule.running))
-    assert running == [2, 4, 4]
-    too_long = scheduler()
-    queue(too_long, 4, grammar=Grammar("lark", "a" * (MAX_NEW_GRAMMARS + 1)))
-    too_long.select_running()
-    assert too_long.running
 
 
 def test_a_sequence_alone_is_admitted_even_without_room_for_drafts() -> None:

@@ -6,7 +6,9 @@ They have the target's distribution, constrained and renormalised, with any draf
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from specserve.drafters.ngram.build import open_ngram_drafter
 from specserve.errors import BadValue
+from specserve.grammar.matcher import GrammarCompiler
 from specserve.types import (
     VERIFIERS,
     FinishReason,
@@ -324,6 +327,32 @@ def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(
     assert all(answer.error and not answer.tokens for answer in run.answers[:4])
     check_finished(Run(run.answers[4:]))
     assert all(answer.error is None for answer in run.answers[4:])
+
+
+@pytest.mark.parametrize("drafter", ["full", "ahead", "none"])
+def test_texts_are_the_same_if_their_grammars_are_compiled_late(
+    pairs: Pairs, drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeded texts: each grammar is found to be compiled when it has been asked for four times."""
+    asked = [
+        replace(request, seeded=True)
+        for request in requests("coupled", 12, first_seed=SEED * 14, max_tokens=9)
+    ]
+    asked = [replace(one, grammar=LONG) if i % 3 == 0 else one for i, one in enumerate(asked)]
+    engine = pairs.engines[drafter]
+    expected = run_requests(engine, asked, 3)
+    num_asked, is_ready = Counter[Grammar](), GrammarCompiler.is_ready
+
+    def is_ready_late(
+        compiler: GrammarCompiler, grammar: Grammar, *, until: float = -math.inf
+    ) -> bool:
+        num_asked[grammar] += 1
+        return num_asked[grammar] > 3 and is_ready(compiler, grammar, until=math.inf)
+
+    monkeypatch.setattr(GrammarCompiler, "is_ready", is_ready_late)
+    late = run_requests(engine, asked, 3)
+    assert late.texts == expected.texts
+    assert num_asked[LONG] > 3
 
 
 def test_logprobs_are_those_of_the_model_without_its_grammar(pairs: Pairs) -> None:

@@ -17,6 +17,7 @@ from specserve.types import (
     Curve,
     Drafter,
     DraftStep,
+    Grammar,
     ModelInfo,
     Proposal,
     Target,
@@ -134,6 +135,8 @@ class FakeTarget:
         self.caches: dict[int, list[int]] = {}
         self.rounds: list[Sequence[VerifyStep]] = []
         self.errors: list[Exception] = []  # each fails one call
+        self.uncompiled: set[Grammar] = set()
+        self._grammars: dict[int, Grammar] = {}
 
     async def verify(self, steps: Sequence[VerifyStep]) -> list[Verdict]:
         self.clock.now += self.seconds
@@ -145,6 +148,8 @@ class FakeTarget:
             cache = self.caches.setdefault(step.seq_id, [])
             demand(bool(step.tokens) and step.start <= len(cache))
             cache[step.start :] = [*step.tokens, *step.drafts]
+            if step.grammar is not None:
+                self._grammars[step.seq_id] = step.grammar
         demand(
             sum(-(-len(cache) // self.info.page_size) for cache in self.caches.values())
             <= self.info.num_pages
@@ -152,6 +157,8 @@ class FakeTarget:
         return [self._verdict(step) for step in steps if step.needs_verdict]
 
     def _verdict(self, step: VerifyStep) -> Verdict:
+        if self._grammars.get(step.seq_id) in self.uncompiled:
+            return Verdict(step.seq_id, 0, 0, None, is_decision=False)
         prefix = self.caches[step.seq_id][: step.stop]
         for accepted, draft in enumerate(step.drafts):
             if draft != next_token(prefix):
@@ -162,6 +169,7 @@ class FakeTarget:
     async def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self.caches.pop(seq_id, None)
+            self._grammars.pop(seq_id, None)
 
 
 class FakeDrafter:
