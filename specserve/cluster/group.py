@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specserve.cluster.device_failures import DeviceId
-from specserve.cluster.pass_watch import PassWatch
+from specserve.cluster.pass_watch import DraftWatch, PassWatch
 from specserve.cluster.placement import (
     FIRST_RANK,
     Bundle,
@@ -62,11 +62,7 @@ class WorkerGroup:
         self.target = RemoteTarget(
             deadline_s=config.faults.round_deadline_s,
             report=report,
-            watch=PassWatch(
-                max_slow_s=config.faults.max_slow_s,
-                on_slow_pass=self._report_slow_pass,
-                on_too_slow=self._avoid_slow_device,
-            ),
+            watch=PassWatch(**self._watch_options(TARGET)),
         )
         self.drafter: RemoteDrafter | PushedProposals | None = None
         self.choice: PlacementChoice | None = None  # if the draft's placement was measured
@@ -130,7 +126,11 @@ class WorkerGroup:
             self.draft_context = ranks[0].ready.draft_context
             return False
         deadline_s = self._config.faults.round_deadline_s
-        self.drafter = RemoteDrafter(deadline_s=deadline_s, report=self._report)
+        self.drafter = RemoteDrafter(
+            deadline_s=deadline_s,
+            report=self._report,
+            watch=DraftWatch(**self._watch_options(DRAFT)),
+        )
         return True
 
     @property
@@ -147,7 +147,7 @@ class WorkerGroup:
 
     @property
     def draft_worker(self) -> Worker | None:
-        return next((worker for worker in self.workers if worker.role == DRAFT), None)
+        return next(iter(self._workers_of(DRAFT)), None)
 
     @property
     def troubles(self) -> dict[str, str]:
@@ -193,7 +193,7 @@ class WorkerGroup:
     @property
     def places(self) -> dict[str, WorkerPlace]:
         """Place of each worker, by target-0, target-1, ..., draft."""
-        ranks = [worker for worker in self.workers if worker.role == TARGET]
+        ranks = self._workers_of(TARGET)
         places = {f"target-{number}": rank.ready.place for number, rank in enumerate(ranks)}
         draft = self.draft_worker
         return places if draft is None else places | {"draft": draft.ready.place}
@@ -203,16 +203,28 @@ class WorkerGroup:
         await asyncio.gather(*(supervisor.close() for supervisor in self.supervisors))
         self._hosts.kill_all()
 
-    def _report_slow_pass(self, slow: SlowPass) -> None:
-        if self._report_event is not None and self.workers:
-            about = asdict(slow) | {"node": self.workers[0].ready.place.node}
-            self._report_event(DeviceEvent(SLOW_PASS, TARGET, time.perf_counter(), about))
+    def _watch_options(self, role: str) -> dict[str, Any]:
+        """Return what is done about slow passes of a role."""
+        return {
+            "max_slow_s": self._config.faults.max_slow_s,
+            "on_slow_pass": partial(self._report_slow_pass, role),
+            "on_too_slow": partial(self._avoid_slow_device, role),
+        }
 
-    def _avoid_slow_device(self) -> None:
-        """Avoid the device of a single rank; of several nothing says which one is slow."""
-        ranks = [worker for worker in self.workers if worker.role == TARGET]
-        if len(ranks) == 1:
-            self._hosts.avoid(TARGET, ranks[0].ready.place)
+    def _report_slow_pass(self, role: str, slow: SlowPass) -> None:
+        workers = self._workers_of(role)
+        if self._report_event is not None and workers:
+            about = asdict(slow) | {"node": workers[0].ready.place.node}
+            self._report_event(DeviceEvent(SLOW_PASS, role, time.perf_counter(), about))
+
+    def _avoid_slow_device(self, role: str) -> None:
+        """Avoid the device of a single worker; of several ranks nothing says which one is slow."""
+        workers = self._workers_of(role)
+        if len(workers) == 1:
+            self._hosts.avoid(role, workers[0].ready.place)
+
+    def _workers_of(self, role: str) -> Workers:
+        return tuple(worker for worker in self.workers if worker.role == role)
 
     def _supervise(self, ranks: Workers, drafters: Workers) -> None:
         """Create the supervisors.

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from specserve.cluster.clocks import ClockAlignment
-from specserve.cluster.pass_watch import PassWatch
+from specserve.cluster.pass_watch import DraftWatch, PassWatch
 from specserve.cluster.remote_calls import (
     all_answers,
     are_held,
@@ -195,8 +195,15 @@ class RemoteDrafter:
     It is asked again once it has answered.
     """
 
-    def __init__(self, *, deadline_s: float, report: ReportExchange | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        deadline_s: float,
+        report: ReportExchange | None = None,
+        watch: DraftWatch | None = None,
+    ) -> None:
         self._deadline_s, self._report = deadline_s, report
+        self._watch = watch or DraftWatch()
         self._worker: Client | None = None
         self._clocks = ClockAlignment()
         self._number = 0
@@ -217,6 +224,7 @@ class RemoteDrafter:
         (self._worker,) = workers
         self._worker.on_prepared = self._on_prepared
         self._clocks, self.has_answered = ClockAlignment(), False
+        self._watch.restart()
         self._released.clear()
         self._held.clear()
 
@@ -343,6 +351,9 @@ class RemoteDrafter:
                     self._clocks.align(answer.spans, sent=sent, answered=answered),
                 )
             )
+        too_slow = self._watch.observe(steps, answer)
+        if too_slow is not None and worker is self._worker:
+            self._report_lost(too_slow)
         return answer.proposals
 
     def _handle_loss(

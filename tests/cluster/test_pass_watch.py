@@ -1,4 +1,4 @@
-"""Passes of a target's ranks: what counts as one, which rank sets its time, and when it is over."""
+"""Passes of workers: what counts as one, which rank sets its time, and when it is over."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from specserve.cluster.pass_watch import PassWatch, RankTimes
+from specserve.cluster.pass_watch import DraftWatch, PassWatch, RankTimes
 from specserve.engine.stragglers import MIN_PASSES, NUM_RECENT, SlowPass
-from specserve.types import Policy, Span, VerifyStep, Warp
-from specserve.wire.messages import Verdicts
+from specserve.types import DraftStep, Policy, Proposal, Span, Verdict, VerifyStep, Warp
+from specserve.wire.messages import Proposals, Verdicts
 
 STEP = VerifyStep(3, 7, (1, 2), (5,), None, Policy(Warp(), "block", seed=1, prompt_length=2))
 GRAMMAR: Any = object()
@@ -103,3 +103,52 @@ def test_each_rank_has_totals_of_its_own_which_other_processes_go_on_with() -> N
     watch.restart()
     watch.observe([STEP], [replace(one, seconds=0.25), replace(other, seconds=0.5)])
     assert watch.ranks == {0: RankTimes(1.5, 0.5, 2), 1: RankTimes(1.0, 1.0, 2)}
+
+
+def test_passes_that_wait_for_a_grammar_are_left_out() -> None:
+    watched = Watched()
+    is_open, is_decided = (
+        [replace(each, verdicts=(Verdict(3, 0, 0, None, is_decision=is_decision),))]
+        for (each,), is_decision in ((answers(9.0), False), (answers(9.0), True))
+    )
+    assert watched.watch.observe([STEP], is_open) is None
+    assert watched.watch.observe([STEP], is_decided) is None, "it may have waited for the end"
+    assert watched.found == []
+    watched.watch.observe([STEP], is_decided)
+    assert watched.found == [SlowPass(3, 9.0, 0.125)]
+
+
+DRAFT_STEP = DraftStep(3, 7, (1, 2), 2, STEP.policy)
+
+
+def drafts(seconds: float, *, anticipated: bool | None = None) -> Proposals:
+    return Proposals(1, (Proposal(3, 9, (5, 6), None, 9, anticipated=anticipated),), seconds, 0)
+
+
+def test_a_slow_answer_of_the_drafter_is_found_and_ends_it_past_the_limit() -> None:
+    found: list[SlowPass] = []
+    now = [0.0]
+    watch = DraftWatch(max_slow_s=60.0, on_slow_pass=found.append, clock=lambda: now[0])
+    for _ in range(MIN_PASSES):
+        watch.observe([DRAFT_STEP], drafts(0.01))
+    assert watch.observe([DRAFT_STEP], drafts(1.0)) is None
+    assert found == [SlowPass(4, 1.0, 0.01)]
+    for _ in range(NUM_RECENT):
+        assert watch.observe([DRAFT_STEP], drafts(1.0)) is None
+    now[0] = 61.0
+    why = watch.observe([DRAFT_STEP], drafts(1.0))
+    assert why is not None
+    assert "for 61 s most of the last 32 passes" in why
+
+
+def test_answers_of_the_drafter_whose_time_says_nothing_are_left_out() -> None:
+    found: list[SlowPass] = []
+    watch = DraftWatch(on_slow_pass=found.append)
+    for _ in range(MIN_PASSES):
+        watch.observe([DRAFT_STEP], drafts(0.0, anticipated=True))
+        watch.observe([], drafts(0.0))
+        constrained = replace(DRAFT_STEP.policy, constrained=True)
+        watch.observe([replace(DRAFT_STEP, policy=constrained)], drafts(0.0))
+    for _ in range(MIN_PASSES + 1):
+        watch.observe([DRAFT_STEP], drafts(1.0))
+    assert found == []

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specserve.cluster.pass_watch import DraftWatch
 from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarget
+from specserve.engine.stragglers import MIN_PASSES, NUM_RECENT
 from specserve.errors import Displaced, OutOfPages, TargetReplaced, WorkerLost
 from specserve.types import (
     DraftStep,
@@ -284,6 +286,30 @@ def test_a_drafter_that_is_late_is_waited_for_once_and_asked_again_when_it_has_a
 
     asyncio.run(main())
     assert losses == ["no answer within 0.1 s"], "it never came back"
+
+
+def test_a_drafter_that_has_become_slow_is_lost_past_the_limit_and_its_last_answer_is_used() -> (
+    None
+):
+    now, proposal = [0.0], Proposal(3, 2, (4, 5), None, 3)
+    quick, slow = (Proposals(1, (proposal,), seconds, 2) for seconds in (0.01, 1.0))
+    client = Client(*[quick] * MIN_PASSES, *[slow] * (NUM_RECENT + 1))
+    watch = DraftWatch(max_slow_s=60.0, clock=lambda: now[0])
+    losses: list[str] = []
+
+    async def main() -> None:
+        drafter = attached(RemoteDrafter(deadline_s=5, watch=watch), client)
+        drafter.on_lost = losses.append
+        for _ in range(MIN_PASSES + NUM_RECENT):
+            await drafter.propose([DRAFT], 1.0)
+        assert losses == []
+        now[0] = 61.0
+        assert await drafter.propose([DRAFT], 1.0) == (proposal,)
+        assert await drafter.propose([DRAFT], 1.0) == [Proposal(3, 2, (), None, 0)]
+
+    asyncio.run(main())
+    assert len(losses) == 1
+    assert "times as long as usual" in losses[0]
 
 
 def test_a_drafter_that_was_replaced_is_not_sent_steps_that_build_on_the_old_one() -> None:

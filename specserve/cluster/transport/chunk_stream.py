@@ -34,6 +34,12 @@ log = logging.getLogger(__name__)
 SENDER_HIGH_WATER_MARK = 100_000
 """Messages queued for a gateway, beyond which further ones are dropped."""
 SENDER_LINGER_S = 1.0
+SENDER_TIMING = LinkTiming(heartbeat_interval=0.2, heartbeat_timeout=0.8, connect=0.25)
+"""Times of an engine's connection to a gateway, by which a silent gateway is noticed after 1 s.
+
+That is a third of a worker's. A false alarm costs a request one prefill, since the gateway resumes
+it; and a gateway resumes a request itself after 1 s without its next chunk.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,7 @@ class ChunkSender:
     ) -> None:
         """Connect to a gateway with the engine's keys, unless it runs another release."""
         address.require_same_version()
-        timing = timing or LinkTiming()
+        timing = timing or SENDER_TIMING
         self._context = zmq.Context()
         self._socket = open_socket(self._context, zmq.PUSH, keys, timing)
         self._socket.set(zmq.SNDHWM, SENDER_HIGH_WATER_MARK)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender
+from specserve.cluster.transport.chunk_stream import SENDER_TIMING, ChunkReceiver, ChunkSender
 from specserve.cluster.transport.connection_watch import AwayTimes
 from specserve.cluster.transport.endpoint import Address, KeyPair
 from tests.support.relay import Relay
@@ -99,6 +99,40 @@ def test_a_gateway_is_reported_whose_host_accepts_connections_and_closes_them(
             run(main(address, relay), loop)
         finally:
             relay.close()
+
+
+@LOOPS
+def test_a_gateway_that_is_cut_off_is_reported(
+    loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def main(address: Address, relay: Relay) -> None:
+        gone = asyncio.Event()
+        sender = ChunkSender(relay.through(address), ENGINE, on_gone=gone.set)
+        await connected(sender)
+        relay.partition()
+        await gone.wait()
+        sender.close()
+
+    with gateway() as (_, address):
+        relay = Relay.to(address)
+        try:
+            run(main(address, relay), loop)
+        finally:
+            relay.close()
+
+
+def test_a_silent_gateway_counts_as_gone_within_the_two_seconds_that_are_promised() -> None:
+    """The sums of the settings: measured times are in docs/measurements/reliability.md."""
+    timing, away = SENDER_TIMING, AwayTimes()
+    assert timing.heartbeat_interval + timing.heartbeat_timeout + away.remote <= 1.75
+    assert timing.local_heartbeat_interval + timing.local_heartbeat_timeout + away.local <= 1.75
+
+
+def test_a_lost_attempt_to_connect_again_makes_no_gateway_gone() -> None:
+    """Each wait between two attempts is at most twice `reconnect`."""
+    timing, local_round_trip_s = SENDER_TIMING, 0.01
+    longest = 2 * timing.reconnect + timing.connect + 2 * timing.reconnect + 4 * local_round_trip_s
+    assert longest < AwayTimes().remote
 
 
 @LOOPS
