@@ -21,9 +21,10 @@ LLAMA_BUILD := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=O
 # TORCH_INDEX names a copy of it, TORCH=cuda takes the package index's build, gigabytes larger.
 CONTAINERS = $(shell sh -c 'command -v docker || command -v podman')
 IMAGE ?= specserve
+IMAGE_FILE ?= Dockerfile
 # Built by the digest that it has today, which the image says in a label. BASE=python@sha256:DIGEST builds
 # on the same bytes again.
-BASE ?= python:3.11-slim
+BASE ?= $(shell while IFS== read -r name tag; do test "$$name" = "ARG BASE" && echo "$$tag"; done < $(IMAGE_FILE))
 TORCH ?= cpu
 TORCH_INDEX ?=
 TORCH_FROM = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -108,12 +109,12 @@ dist: $(BUILDER)/installed $(VENV)/installed  ## Build wheel, sdist and bill of 
 	$(BUILDER)/bin/python -m build --no-isolation --outdir dist $(ARGS)
 	$(BIN)/python -m locks.sbom --out dist
 
-image:  ## Build the image of a server: IMAGE=specserve TORCH=cpu, or TORCH=cuda for GPUs
+image:  ## Build the image of a server: IMAGE=specserve TORCH=cpu, or TORCH=cuda for GPUs; IMAGE_FILE=deploy/Dockerfile for clusters
 	@test -n "$(CONTAINERS)" || { echo "make image needs docker or podman, and neither is here" >&2; exit 1; }
 	@$(CONTAINERS) info >/dev/null 2>&1 || { echo "make image: $(notdir $(CONTAINERS)) does not answer; is its daemon running?" >&2; exit 1; }
 	$(CONTAINERS) pull $(BASE)
 	base=$$($(CONTAINERS) image inspect --format '{{index .RepoDigests 0}}' $(BASE)) && \
-	$(CONTAINERS) build -t $(IMAGE) --build-arg BASE=$$base --label org.opencontainers.image.base.name=$$base \
+	$(CONTAINERS) build -f $(IMAGE_FILE) -t $(IMAGE) --build-arg BASE=$$base --label org.opencontainers.image.base.name=$$base \
 		--build-arg TORCH=$(TORCH) --build-arg TORCH_INDEX=$(TORCH_INDEX) $(ARGS) .
 
 sbom: $(VENV)/installed  ## Write the bill of materials of a server into dist/

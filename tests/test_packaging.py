@@ -159,17 +159,41 @@ def image(programs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_make_image_builds_for_cpus_with_whatever_builds_images(tmp_path: Path) -> None:
-    podman = tmp_path / "podman"
-    podman.write_text(
-        '#!/bin/sh\nif [ "$2" = inspect ]; then echo mine@sha256:12; else echo podman "$@"; fi\n'
+PODMAN = """#!/bin/sh
+if [ "$2" != inspect ]; then echo podman "$@"; exit; fi
+for base; do :; done
+echo "${base%%:*}@sha256:12"
+"""
+"""Prints what it is called with; each image has the same digest."""
+
+
+def podman(programs: Path) -> None:
+    program = programs / "podman"
+    program.write_text(PODMAN)
+    program.chmod(0o755)
+
+
+def test_make_image_builds_the_image_for_clusters_by_the_digest_of_its_own_base(
+    tmp_path: Path,
+) -> None:
+    podman(tmp_path)
+    built = image(tmp_path, "IMAGE=mine", "IMAGE_FILE=deploy/Dockerfile")
+    assert built.returncode == 0, built.stderr
+    *_, pulled, _, last = built.stdout.splitlines()
+    (base,) = re.findall(r"^ARG BASE=(.*)$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE)
+    assert pulled == f"podman pull {base}"
+    assert last.startswith(
+        "podman build -f deploy/Dockerfile -t mine --build-arg BASE=rayproject/ray@sha256:12 "
     )
-    podman.chmod(0o755)
+
+
+def test_make_image_builds_for_cpus_with_whatever_builds_images(tmp_path: Path) -> None:
+    podman(tmp_path)
     built = image(tmp_path, "IMAGE=mine")
     assert built.returncode == 0, built.stderr
     last = built.stdout.splitlines()[-1]
-    assert last.startswith("podman build -t mine --build-arg BASE=mine@sha256:12 ")
-    assert "--label org.opencontainers.image.base.name=mine@sha256:12" in last
+    assert last.startswith("podman build -f Dockerfile -t mine --build-arg BASE=python@sha256:12 ")
+    assert "--label org.opencontainers.image.base.name=python@sha256:12" in last
     assert "--build-arg TORCH=cpu" in last
     text = (ROOT / "Dockerfile").read_text()
     assert "ARG TORCH=cpu" in text, "a plain build would download CUDA's libraries"

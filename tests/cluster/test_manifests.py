@@ -293,7 +293,7 @@ def test_manifests_and_image_name_the_ray_that_the_tests_run_with() -> None:
 def test_manifests_name_the_image_of_this_version() -> None:
     image = f"registry.example.com/specserve:{__version__}"
     assert _load("cluster.yaml")["docker"]["image"] == image
-    assert f"-t {image} ." in _text("deploy/Dockerfile")
+    assert f" IMAGE={image}\n" in _text("deploy/Dockerfile")
 
 
 def test_the_image_is_built_of_files_that_are_there_and_all_that_the_package_needs() -> None:
