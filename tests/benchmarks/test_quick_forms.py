@@ -47,6 +47,7 @@ WITH_RAY = {
     "benchmarks.routing": (),
     "benchmarks.start": (),
     "tests.chaos.gateways": (),
+    "tests.chaos.loop_pauses": (),
     "tests.chaos.misuse": (),
 }
 ELSEWHERE = {

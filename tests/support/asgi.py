@@ -14,6 +14,13 @@ from tests.support.http_server import Reply
 
 def send(app: ASGIApp, path: str, body: object, headers: Mapping[str, str] | None = None) -> Reply:
     """POST a body, as JSON unless it is bytes, and return the whole answer."""
+    return asyncio.run(answer(app, path, body, headers))
+
+
+async def answer(
+    app: ASGIApp, path: str, body: object, headers: Mapping[str, str] | None = None
+) -> Reply:
+    """Do the same in the running event loop."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     given = {"content-type": "application/json", "content-length": str(len(data))}
     given |= {name.lower(): value for name, value in (headers or {}).items()}
@@ -30,7 +37,7 @@ def send(app: ASGIApp, path: str, body: object, headers: Mapping[str, str] | Non
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 8000),
     }
-    return asyncio.run(_run(app, scope, data))
+    return await _run(app, scope, data)
 
 
 async def _run(app: ASGIApp, scope: dict[str, Any], data: bytes) -> Reply:

@@ -62,6 +62,7 @@ class FakeService:
     requests: list[Request] = field(default_factory=list)
     num_live: int = 0
     num_chunks: int = 0
+    tokens: tuple[int, ...] | None = None  # of `output`, if they are known
 
     def require_room(self) -> None:
         if self.full:
@@ -113,7 +114,8 @@ class FakeService:
             finish = FinishReason.LENGTH
             yield Chunk(0, 0, (), (), None if request.logprobs is None else (), finish, stats)
             return
-        ids = (*self.tokenizer.encode(self.output), 0)[: request.max_tokens]
+        ids = self.tokens or (*self.tokenizer.encode(self.output), 0)
+        ids = ids[: request.max_tokens]
         finish = FinishReason.STOP if ids[-1] == 0 else FinishReason.LENGTH
         start, rounds = 0, 0
         for size in cycle(_ROUNDS):

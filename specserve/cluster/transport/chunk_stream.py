@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 SENDER_HIGH_WATER_MARK = 100_000
 """Messages queued for a gateway, beyond which further ones are dropped."""
 SENDER_LINGER_S = 1.0
-SENDER_TIMING = LinkTiming(heartbeat_interval=0.2, heartbeat_timeout=0.8, connect=0.25)
+SENDER_TIMING = LinkTiming(
+    heartbeat_interval=0.2, heartbeat_timeout=0.8, connect=0.25, reconnect=0.05
+)
 """Times of an engine's connection to a gateway, by which a silent gateway is noticed after 1 s.
 
 That is a third of a worker's. A false alarm costs a request one prefill, since the gateway resumes

@@ -18,12 +18,12 @@ WATCHED_EVENTS = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_SUCCEEDED
 class AwayTimes:
     """Seconds without a connection after which a peer counts as gone.
 
-    A connection that was cut is back after 0.1 to 0.35 s on one host. Elsewhere the first attempt
-    may be lost, and the next one follows 0.35 to 0.45 s later (SENDER_TIMING).
+    A connection that was cut is back after 0.05 to 0.3 s on one host. Elsewhere the first attempt
+    may be lost, and the next one follows 0.3 to 0.35 s later (SENDER_TIMING).
     """
 
     local: float = 0.5  # over the abstract socket of one host
-    remote: float = 0.75
+    remote: float = 0.6
     first: float = 5.0  # until the first connection: a busy peer takes a while to admit a new key
 
 
