@@ -19,6 +19,7 @@ from specserve.types import FinishReason, Request
 
 MAX_BEHIND = 200
 """Deltas of each continuation, on average, that wait for a client; beyond, none are made."""
+READER_TURN_S = 0.05
 UNBILLED_ERRORS = (NotBegun, Overloaded, Unavailable)
 """Errors that cost a client no tokens."""
 LOST_FINISHES = (FinishReason.ERROR, FinishReason.CANCELLED)
@@ -150,6 +151,10 @@ class Generation:
         """True if every continuation has ended with the deltas that were returned."""
         return not self._num_running
 
+    @property
+    def _is_behind(self) -> bool:
+        return self._queue.qsize() > self._max_behind
+
     def _time_out(self) -> None:
         self._queue.put_nowait(
             TimedOut(f"the request took longer than {self.timeout_s:g} s")
@@ -203,8 +208,12 @@ class Generation:
                     break
                 if chunk.prompt_logprobs is None or not delta.is_empty:
                     self._queue.put_nowait((index, delta))
-                if self._queue.qsize() > self._max_behind:
-                    raise TimedOut("the client does not take its answer")
+                if self._is_behind:
+                    # A reader that takes its answer has not had its turn yet if the chunks came in
+                    # a burst, as they do after a break of the network.
+                    await asyncio.sleep(READER_TURN_S)
+                    if self._is_behind:
+                        raise TimedOut("the client does not take its answer")
         if last is None:
             raise WorkerLost("the engine ended the request without saying why")
         timer.finish(continuation)

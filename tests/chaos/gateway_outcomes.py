@@ -35,7 +35,8 @@ class Request:
     def failure(self) -> str:
         """Say how the stream broke, and whether the engine had run it."""
         begun = "not begun" if self.port is None else "begun"
-        return f"{begun}, {self.stream.status} {self.connection_error or self.stream.body[:100]!r}"
+        what = self.connection_error or self.stream.error or self.stream.body[:100]
+        return f"{begun}, {self.stream.status} {what!r}"
 
     def gap_after(self, moment: float) -> float | None:
         """Return the longest gap that ends behind a moment of this stream, if there is one."""
