@@ -5,9 +5,11 @@ It runs in each gateway, inside the handle of the engines. Knows no HTTP and no 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from ray.serve.request_router import (
     FIFOMixin,
@@ -20,6 +22,9 @@ from ray.serve.request_router import (
 from specserve.cluster.prefix_affinity import EngineState, PrefixAffinity
 from specserve.types import Request
 
+if TYPE_CHECKING:
+    from ray.serve._private.common import RequestMetadata
+
 CACHED_TOKENS, RESTARTS = "cached_tokens", "restarts"
 """What an engine reports to routers every REPORT_EVERY_S."""
 REPORT_EVERY_S = 1.0
@@ -28,9 +33,10 @@ REPORT_EVERY_S = 1.0
 class PrefixRequestRouter(FIFOMixin, RequestRouter):
     """Router that prefers the engine which has most of a prompt cached and least to do.
 
-    Calls that are no generations go to the least busy engine. In order of arrival: Serve would
-    otherwise look calls up by an id that all calls of one HTTP request share, such as those of its
-    several prompts, and find only the first.
+    Calls that are no generations go to the least busy engine. A call gets the engine that was
+    chosen for it. Serve would look it up by an id that all calls of one HTTP request share, such as
+    those of its several prompts, and find only the first; or, in order of arrival, give the engine
+    to a call that waits for another engine's answer.
     """
 
     # Serve calls it once, with the keyword arguments of the deployment.
@@ -38,6 +44,7 @@ class PrefixRequestRouter(FIFOMixin, RequestRouter):
         self._affinity, self._max_running = PrefixAffinity(), max_running
         self._under_way: Counter[str] = Counter()  # sent by this router
         self._calls: Counter[tuple[str, str]] = Counter()  # of these, by HTTP request and engine
+        self._routed: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = WeakKeyDictionary()
 
     async def choose_replicas(
         self,
@@ -51,13 +58,23 @@ class PrefixRequestRouter(FIFOMixin, RequestRouter):
         request = _generation(pending_request)
         tokens, salt = ((), b"") if request is None else (_text(request), request.cache_salt)
         ranked = self._affinity.rank(tokens, salt, engines)
-        if pending_request is not None:
+        task = asyncio.current_task()
+        if pending_request is not None and task is not None:
+            self._routed[task] = pending_request
             # Serve waits between two attempts only where a router says that it should.
             pending_request.routing_context.should_backoff = True
         if request is not None and ranked:
             # Recorded at once: an equal prompt may come before the engine has answered.
             self._affinity.record(ranked[0], tokens, salt, engines[ranked[0]])
         return [[by_name[name]] for name in ranked]
+
+    def _get_pending_request_matching_metadata(
+        self, request_metadata: RequestMetadata | None = None
+    ) -> PendingRequest | None:
+        """Return the call for which the task that asks has chosen an engine."""
+        task = asyncio.current_task()
+        pending = None if task is None else self._routed.get(task)
+        return pending if pending is not None and not pending.future.done() else None
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any

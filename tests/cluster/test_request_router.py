@@ -145,3 +145,37 @@ def test_all_calls_of_one_http_request_are_sent_and_counted() -> None:
         assert not router._calls
 
     run(scenario, [Replica(A), Replica(B)])
+
+
+def test_a_call_gets_the_engine_that_was_chosen_for_it_though_it_has_to_be_asked_first() -> None:
+    answers = asyncio.Event()
+
+    @dataclass
+    class SlowReplica(Replica):
+        async def get_queue_len(self, *, deadline_s: float) -> int:
+            await answers.wait()
+            return 0
+
+    async def scenario(router: PrefixRequestRouter) -> None:
+        router.queue_len_response_deadline_s = 10.0
+        router.on_new_queue_len_info(B, 0)
+        other = tuple(range(9000, 9000 + 8 * BLOCK))
+        slow, quick = (
+            PendingRequest(
+                args=generation(prompt).args,
+                kwargs={},
+                metadata=RequestMetadata(request_id="r", internal_request_id=name),
+            )
+            for prompt, name in ((PROMPT, "slow"), (other, "quick"))
+        )
+        for call, replica in ((slow, A), (quick, B)):
+            router.on_request_routed(call, replica, None)
+            router.on_request_completed(replica, call.metadata.internal_request_id)
+        async with asyncio.timeout(10):
+            first = asyncio.ensure_future(router._choose_replica_for_request(slow))
+            second = asyncio.ensure_future(router._choose_replica_for_request(quick))
+            assert (await second).replica_id == B
+            answers.set()
+            assert (await first).replica_id == A
+
+    run(scenario, [SlowReplica(A), Replica(B)])
