@@ -19,7 +19,12 @@ from specserve.models.adapters.files import AdapterFiles, read_adapter
 from specserve.models.adapters.layers import adaptable_layers
 from specserve.models.adapters.store import adapter_bytes, require_room_for
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_checkpoint, find_config
-from specserve.models.checkpoints.load import check_can_round, is_encoder_decoder, read_config
+from specserve.models.checkpoints.load import (
+    check_can_round,
+    check_can_train,
+    is_encoder_decoder,
+    read_config,
+)
 from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.eagle.checkpoint import require_eagle_for
 from specserve.models.heads import require_heads_for
@@ -128,10 +133,17 @@ def _require_known_tokens(
         require_same_kind(target, found, key="draft.path")
         if draft.quantize is not None:
             check_can_round(found, read_config(found))
+        if draft.learn and draft.kind == "neural":
+            check_can_train(found, read_config(found))
         own = Tokenizer.load(found)
         if draft.kind != "neural" or is_stage:
             tokenizer.require_same_vocabulary(own)
         elif tokenizer.has_other_meanings(own):
+            if draft.learn:
+                raise TokenizerMismatch(
+                    "draft.learn trains a draft on the target's tokens, and draft.path "
+                    f"{draft.path} has another tokenizer; leave draft.learn out"
+                )
             _require_translatable(target, tokenizer, own, draft)
 
 

@@ -103,7 +103,8 @@ class DraftConfig:
     quantize: str | None = setting(None, none_as("none", choice("int8", "int4")))
     # layers that `layer_skip` leaves out; None: about every second
     skip: tuple[int, ...] | None = setting(None, list_of(integer(0, 10_000)))
-    # whether tables are updated from the served texts; None: if there are none to begin with
+    # whether a neural draft is trained on the served texts, or tables are counted from them;
+    # None: tables if there are none to begin with
     learn: bool | None = setting(None, boolean())
     dtype: str = setting("auto", choice(*DTYPES))
     device: str = setting("auto", device_name())
@@ -472,11 +473,7 @@ def _validate(config: Config) -> Config:
     _check_self_speculative(draft, tensor_parallel=config.target.tensor_parallel)
     _check_quantize(draft)
     _check_placement(draft, config.target)
-    if draft.learn is not None and draft.kind not in NGRAM_KINDS:
-        raise ConfigError(
-            f"draft.learn belongs to the kinds {', '.join(NGRAM_KINDS)}, "
-            f"and draft.kind is {draft.kind}; leave it out"
-        )
+    _check_learn(draft)
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
         raise ConfigError(
             f"speculation.gamma {speculation.gamma} is above "
@@ -514,6 +511,18 @@ def _check_quantize(draft: DraftConfig) -> None:
         raise ConfigError(
             f"draft.quantize rounds a neural draft's weights, and draft.kind is {draft.kind}; "
             "leave it out, or name a draft model with draft.path"
+        )
+
+
+def _check_learn(draft: DraftConfig) -> None:
+    if draft.learn is not None and draft.kind not in ("neural", *NGRAM_KINDS):
+        raise ConfigError(
+            f"draft.learn belongs to the kinds neural, {', '.join(NGRAM_KINDS)}, "
+            f"and draft.kind is {draft.kind}; leave it out"
+        )
+    if draft.learn and draft.quantize is not None:
+        raise ConfigError(
+            "draft.learn trains whole weights, and draft.quantize rounds them; leave one out"
         )
 
 

@@ -20,6 +20,9 @@ from specserve.drafters.cascade.stages import PassCounter, StageDrafter
 from specserve.drafters.eagle import EagleDrafter
 from specserve.drafters.heads import HeadsDrafter
 from specserve.drafters.layer_skip import LayerSkipDrafter
+from specserve.drafters.learning.learner import DraftLearner
+from specserve.drafters.learning.swap import DraftWeights
+from specserve.drafters.learning.trainer import DraftTrainer
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
 from specserve.drafters.ngram.drafter import NgramDrafter
@@ -51,6 +54,7 @@ class DrafterParts:
     drafter: ForkableDrafter
     context: int
     runners: Sequence[Runner | TranslatedRunner] = ()
+    learner: DraftLearner | None = None
 
 
 class OpenDrafter:
@@ -63,8 +67,10 @@ class OpenDrafter:
         context: int,
         runners: Sequence[Runner | TranslatedRunner] = (),
         fanout: Fanout | None,
+        learner: DraftLearner | None = None,
     ) -> None:
         self._drafter, self._runners, self.context = drafter, runners, context
+        self.learner = learner
         self._anticipation = (
             None if fanout is None else Anticipation(drafter, fanout, clock=time.perf_counter)
         )
@@ -90,11 +96,20 @@ class OpenDrafter:
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return one proposal for each step; the deadline is a time of `time.perf_counter`."""
-        if self._anticipation is not None:
-            return self._anticipation.propose(steps, deadline)
-        return self._drafter.draft(steps, lambda: time.perf_counter() > deadline)
+        if self.learner is not None:
+            self.learner.on_steps(steps)
+        proposals = (
+            self._drafter.draft(steps, lambda: time.perf_counter() > deadline)
+            if self._anticipation is None
+            else self._anticipation.propose(steps, deadline)
+        )
+        if self.learner is not None:
+            self.learner.on_proposals(proposals)
+        return proposals
 
     def prepare(self, has_message: Callable[[], bool]) -> None:
+        if self.learner is not None:
+            self.learner.refresh_one()  # before branches share its pages
         if self._anticipation is not None:
             self._anticipation.prepare(has_message)
 
@@ -103,6 +118,8 @@ class OpenDrafter:
 
     def release(self, seq_ids: Sequence[int]) -> None:
         (self._anticipation or self._drafter).release(seq_ids)
+        if self.learner is not None:
+            self.learner.release(seq_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +155,13 @@ def open_drafter(
     parts = OPENERS[config.draft.kind](
         config.draft, config, TargetVocabulary(target_vocab_size, grammar_compiler, translation)
     )
-    return OpenDrafter(parts.drafter, context=parts.context, runners=parts.runners, fanout=fanout)
+    return OpenDrafter(
+        parts.drafter,
+        context=parts.context,
+        runners=parts.runners,
+        fanout=fanout,
+        learner=parts.learner,
+    )
 
 
 def open_local_drafter(
@@ -159,8 +182,16 @@ def open_local_drafter(
 
 
 def _open_neural(draft: DraftConfig, config: Config, vocabulary: TargetVocabulary) -> DrafterParts:
-    neural = _open_model_drafter(draft, config, vocabulary)
-    return DrafterParts(neural, neural.context, (neural.runner,))
+    assert draft.path is not None, "the config has been checked"
+    checkpoint = find_checkpoint(draft.path, revision=draft.revision)
+    model = open_model(checkpoint, ModelOptions.from_config(draft, config))
+    neural = _neural_drafter(model, draft, vocabulary)
+    learner = None
+    if draft.learn:
+        assert model.rebuild is not None, "the files have been checked"
+        trainer = DraftTrainer.from_checkpoint(checkpoint, model.runner.device)
+        learner = DraftLearner(DraftWeights(neural), trainer, model.rebuild)
+    return DrafterParts(neural, neural.context, (neural.runner,), learner)
 
 
 def _open_layer_skip(

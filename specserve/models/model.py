@@ -7,11 +7,12 @@ once, before anything runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from specserve.config.tree import (
     MAX_BATCH_TOKENS,
@@ -54,6 +55,7 @@ from specserve.models.memory import free_memory, keep_freed_memory, num_pages_fo
 from specserve.models.network import (
     CapturableNetwork,
     LibraryNetwork,
+    Network,
     ShareableNetwork,
     build_network,
     library_attention,
@@ -135,6 +137,8 @@ class Model:
     max_context: int
     network: ShareableNetwork | None = None  # the runner's, if others can draft with it
     adapters: AdapterStore | None = None  # the runner's
+    # Returns a network with other weights, by their names, over the runner's cache.
+    rebuild: Callable[[Mapping[str, Tensor]], Network] | None = None
 
 
 def open_model(
@@ -279,9 +283,32 @@ def open_model(
         cache.resize(1)
         torch.cuda.empty_cache()
         cache.resize(count_pages(reserved=taken))
-    if device.type != "cuda" or adapters is not None:  # whose products differ between passes
-        return Model(plain, spec, context, net, adapters)
-    return with_graphs(net, attention, cache, spec, context=context, shard=shard, taps=taps)
+    is_captured = device.type == "cuda" and adapters is None  # whose products differ by pass
+
+    def rebuild(weights: Mapping[str, Tensor]) -> Network:
+        fresh = load()
+        _set_weights(fresh.module, weights)
+        with torch.inference_mode(), linear_weights(PrivateWeights(options.kernel)):
+            other = build(fresh, cache, attention)
+        assert not isinstance(other, T5Network)
+        if not is_captured:
+            return other
+        return with_graphs(
+            other, attention, cache, spec, context=context, shard=shard, taps=taps
+        ).runner.network
+
+    model = (
+        with_graphs(net, attention, cache, spec, context=context, shard=shard, taps=taps)
+        if is_captured
+        else Model(plain, spec, context, net, adapters)
+    )
+    return replace(model, rebuild=rebuild)
+
+
+def _set_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give a module copies of these weights, in its own number format."""
+    for name, parameter in module.named_parameters():
+        parameter.data = weights[name].to(parameter.device, parameter.dtype, copy=True)
 
 
 def with_graphs(
