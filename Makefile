@@ -36,7 +36,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
-	bench bench-engine bench-linears bench-quantized bench-serving bench-pipeline bench-placements bench-routing bench-pacer bench-demo bench-drafters bench-peers \
+	bench bench-engine bench-linears bench-quantized bench-serving bench-pipeline bench-placements bench-routing bench-pacer bench-demo bench-drafters bench-learning bench-peers \
 	conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
@@ -173,6 +173,9 @@ bench-demo: $(VENV)/installed-for-tests  ## Measure the race on the demo pair
 
 first-minutes: $(VENV)/installed-for-tests  ## Run the quick start in a fresh environment and time it
 	$(BIN)/python -m benchmarks.first_minutes --out $(MEASURED)/first-minutes.md $(ARGS)
+
+bench-learning: $(VENV)/installed-for-tests  ## Measure a draft that learns, for an hour
+	$(BIN)/python -m benchmarks.learning --out $(MEASURED)/learning.md $(ARGS)
 
 bench-drafters: $(VENV)/installed  ## Measure every kind of drafter
 	$(BIN)/python -m benchmarks.drafters --out $(MEASURED)/drafters.md $(ARGS)

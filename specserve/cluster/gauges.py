@@ -8,6 +8,7 @@ from specserve.cluster.group import WorkerGroup
 from specserve.cluster.pass_watch import RankTimes
 from specserve.cluster.remote import PushedProposals
 from specserve.engine import Coordinator
+from specserve.learning_progress import LearningProgress
 from specserve.metrics import Registry
 
 
@@ -23,6 +24,7 @@ class Gauges:
         self._last_busy = {"target": 0.0, "draft": 0.0}
         self._last_ranks: dict[int, RankTimes] = {}
         self._last_counts: dict[str, int] = {}
+        self._last_learning = LearningProgress()
 
     def observe(self, coordinator: Coordinator, group: WorkerGroup) -> None:
         scheduler = coordinator.scheduler
@@ -53,10 +55,30 @@ class Gauges:
                     "draft",
                 )
             busy["draft"] = group.drafter.busy_seconds
+            self._observe_learning(group.drafter.learning)
+        self._observe_learning(group.target.learning)
         now = time.monotonic()
         elapsed, self._last_time = max(now - self._last_time, 1e-9), now
         self._set_busy_fraction(busy, elapsed)
         self._set_ranks(group.target.watch.ranks, elapsed)
+
+    def _observe_learning(self, progress: LearningProgress | None) -> None:
+        """Count what a draft has learned; a worker that was replaced counts from 0 again."""
+        if progress is None:
+            return
+        last, self._last_learning = self._last_learning, progress
+        if progress.steps < last.steps:
+            last = LearningProgress()
+        for name in ("steps", "swaps", "rollbacks"):
+            self._registry.counter(f"draft_learning_{name}_total").add(
+                getattr(progress, name) - getattr(last, name)
+            )
+        for when, rate in (
+            ("before", progress.acceptance_before),
+            ("since", progress.acceptance),
+        ):
+            if rate is not None:
+                self._registry.gauge("draft_learning_acceptance").set(rate, when)
 
     def _set_both(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge of the application, and that of this engine beside it."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specserve.checkpoint_files import draft_translation
+from specserve.cluster.idle_learning import IdleLearning
 from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement_trial import try_placements, warm_drafter_up
 from specserve.cluster.transport.endpoint import KeyPair
@@ -77,6 +78,7 @@ class TargetWorker:
         self._store: TCPStore | None = None
         self._model: TargetModel | TargetFollower | None = None
         self._drafter: DraftAfterVerify | None = None  # if the draft lives here
+        self._learning: IdleLearning | None = None  # of a draft that lives here
         self._to_draft: tuple[Verify, tuple[Verdict, ...]] | None = None
         self._idle_spans: tuple[Span, ...] = ()  # drafting since the last answer
 
@@ -138,12 +140,13 @@ class TargetWorker:
 
     def run(self) -> None:
         """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
-        _serve(self._server, self._answer, self._draft, spin_s=0.0)
+        _serve(self._server, self._answer, self._draft, spin_s=0.0, learning=self._learning)
 
     def _open_drafter(self, model: TargetModel) -> int:
         """Open the drafter here, and return the context that it has."""
         drafter = open_local_drafter(self._config, model, draft_translation(self._config))
         self._drafter = DraftAfterVerify(drafter, model.runner.cache)
+        self._learning = _learning(drafter, self._server)
         if self._size == 1:
             warm_drafter_up(model, self._drafter)
         else:  # the other ranks take no part, so without a pass of the target
@@ -168,7 +171,7 @@ class TargetWorker:
             draft_threads=draft.threads or share,
         )
         if choice.placement == APART:
-            self._drafter = None
+            self._drafter = self._learning = None
             _set_num_threads(target.threads, sharers=self._size + 1)
         return choice, curve
 
@@ -271,7 +274,9 @@ class DraftWorker:
 
     def run(self) -> None:
         """Answer rounds until `Stop`. The worker is alive as long as this call lasts."""
-        _serve(self._server, self._answer, self._prepare, spin_s=SPIN_S)
+        assert self._drafter is not None
+        learning = _learning(self._drafter, self._server)
+        _serve(self._server, self._answer, self._prepare, spin_s=SPIN_S, learning=learning)
 
     def _tokenizer(self) -> str:
         """Return the target's tokenizer, which a draft model shares if it has one at all."""
@@ -307,15 +312,24 @@ def _serve(
     idle: Callable[[], None],
     *,
     spin_s: float,
+    learning: IdleLearning | None = None,
 ) -> None:
-    """Answer each message, then call `idle`, until `Stop`.
+    """Answer each message, then call `idle`, until `Stop`; learn while there is no message.
 
     An exception is answered with a `Failure` of its round. One of `idle` has no round: it ends the
     worker, which is then replaced.
     """
-    while not isinstance(message := server.receive(None, spin_s=spin_s), Stop):
+    wait_s: float | None = None  # for a message, before the next step of learning
+    while True:
+        message = server.receive(wait_s, spin_s=spin_s if wait_s is None else min(spin_s, wait_s))
+        if isinstance(message, Stop):
+            break
+        if message is None and learning is not None:
+            wait_s = learning.step()
         if not isinstance(message, (Propose, Verify)):
             continue
+        if learning is not None:
+            learning.on_message()
         try:
             server.send(answer(message))
         except Exception as error:
@@ -323,7 +337,16 @@ def _serve(
             server.send(Failure.from_error(message.number, error))
         else:
             idle()
+        if learning is not None:
+            learning.on_answer()
+            wait_s = 0.0
     server.close()
+
+
+def _learning(drafter: object, server: Server) -> IdleLearning | None:
+    if isinstance(drafter, OpenDrafter) and drafter.learner is not None:
+        return IdleLearning(drafter.learner, server)
+    return None
 
 
 def _warm_up_alone(drafter: OpenDrafter, target: ModelInfo) -> None:

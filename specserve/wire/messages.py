@@ -7,6 +7,7 @@ every id, then every probability.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from specserve import errors
 from specserve.errors import BadFrame, SpecserveError, WorkerLost
+from specserve.learning_progress import LearningProgress
 from specserve.types import Chunk, DraftStep, PreparedProposal, Proposal, Span, Verdict, VerifyStep
 from specserve.wire.codec import (
     ArrayReader,
@@ -135,6 +137,13 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class LearningReport:
+    """How far a draft has learned, pushed by the worker that it lives in about once a second."""
+
+    progress: LearningProgress
+
+
+@dataclass(frozen=True, slots=True)
 class Chunks:
     """Tokens that one round committed for the requests of one gateway.
 
@@ -149,7 +158,17 @@ class Stop:
     """Request to end a worker's run."""
 
 
-Message = Propose | Proposals | PreparedProposals | Verify | Verdicts | Failure | Chunks | Stop
+Message = (
+    Propose
+    | Proposals
+    | PreparedProposals
+    | Verify
+    | Verdicts
+    | Failure
+    | LearningReport
+    | Chunks
+    | Stop
+)
 
 
 def pack(message: Message) -> list[bytes]:
@@ -229,6 +248,7 @@ _PROPOSE = struct.Struct("<Qd")  # number, deadline
 _PROPOSALS = struct.Struct("<QdQ")  # number, seconds, pages_used
 _VERDICTS = struct.Struct("<QdQQQ")  # number, seconds, pages_used, prefix_queries, prefix_hits
 _NUMBER = struct.Struct("<Q")
+_LEARNING = struct.Struct("<QQQdd")  # as in LearningProgress; what is None there is NaN
 
 
 def _propose(fields: Any, steps: tuple[DraftStep, ...]) -> Propose:
@@ -277,6 +297,31 @@ def _failure(fields: Any, nothing: tuple[()]) -> Failure:
     (numbers, kind, message), () = fields, nothing
     (number,) = _NUMBER.unpack(numbers)
     return Failure(number, require_text(kind), require_text(message))
+
+
+def _learning(fields: Any, nothing: tuple[()]) -> LearningReport:
+    (numbers,), () = fields, nothing
+    steps, swaps, rollbacks, before, acceptance = _LEARNING.unpack(numbers)
+    return LearningReport(
+        LearningProgress(steps, swaps, rollbacks, _number(before), _number(acceptance))
+    )
+
+
+def _learning_fields(report: LearningReport) -> Row:
+    progress = report.progress
+    return (
+        _LEARNING.pack(
+            progress.steps,
+            progress.swaps,
+            progress.rollbacks,
+            math.nan if progress.acceptance_before is None else progress.acceptance_before,
+            math.nan if progress.acceptance is None else progress.acceptance,
+        ),
+    )
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _chunks(fields: Any, chunks: tuple[Chunk, ...]) -> Chunks:
@@ -344,6 +389,7 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         fields=lambda message: (_NUMBER.pack(message.number), message.kind, message.message),
         build=_failure,
     ),
+    LearningReport: _Layout(fields=_learning_fields, build=_learning),
     Chunks: _Layout(
         fields=lambda message: (),
         build=_chunks,

@@ -42,6 +42,7 @@ WITH_RAY = {
     "benchmarks.constrained": (),
     "benchmarks.demo_race": (),
     "benchmarks.first_minutes": (),
+    "benchmarks.learning": (),
     "benchmarks.pipeline": ("--only", "sweep"),
     "benchmarks.placements": (),
     "benchmarks.routing": (),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specserve.errors import BadFrame, OutOfPages, VersionMismatch, WorkerLost
+from specserve.learning_progress import LearningProgress
 from specserve.types import (
     GRAMMARS,
     VERIFIERS,
@@ -43,6 +44,7 @@ from specserve.wire.codec import MAX_SALT
 from specserve.wire.messages import (
     Chunks,
     Failure,
+    LearningReport,
     Message,
     PreparedProposals,
     Proposals,
@@ -183,6 +185,7 @@ def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ..
     return st.lists(items, max_size=4).map(tuple)
 
 
+shares = st.floats(0, 1)
 messages = st.one_of(
     st.builds(Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts),
     st.builds(Proposals, counts, some(proposals()), reals, counts, some(spans)),
@@ -190,6 +193,10 @@ messages = st.one_of(
     st.builds(Verify, counts, some(verify_steps()), many_counts),
     st.builds(Verdicts, counts, some(verdicts), reals, counts, counts, counts, some(spans)),
     st.builds(Failure, counts, st.text(), st.text()),
+    st.builds(
+        LearningReport,
+        st.builds(LearningProgress, counts, counts, counts, st.none() | shares, st.none() | shares),
+    ),
     st.builds(Chunks, some(chunks)),
     st.just(Stop()),
 )

@@ -11,6 +11,8 @@ from specserve.types import DraftStep, Proposal
 
 MEASURED_TOKENS = 2000
 """Verified draft tokens that a measurement of acceptance rests on, the latest."""
+TOKENS_ALIKE = 8
+"""Tokens of a text are accepted alike: so many say about as much as one that is independent."""
 
 
 class AcceptanceWindow:
@@ -32,9 +34,9 @@ class AcceptanceWindow:
 
     @property
     def variance(self) -> float:
-        """Variance of the rate, as if tokens were independent; with few tokens it is not 0."""
+        """Variance of the rate; with few tokens it is not 0."""
         rate = (self.num_accepted + 1) / (self.num_verified + 2)
-        return rate * (1 - rate) / max(1, self.num_verified)
+        return rate * (1 - rate) * TOKENS_ALIKE / max(1, self.num_verified)
 
     def add(self, accepted: int, verified: int) -> None:
         self._rounds.append((accepted, verified))
@@ -74,13 +76,15 @@ class PendingProposals:
         proposal = self._proposals.pop(step.seq_id, None)
         if proposal is None:
             return step, None
-        start, num_drafts = proposal.start, len(proposal.tokens)
+        start, num_drafts, first = proposal.start, len(proposal.tokens), step.start
         accepted = step.stop - start - 1
         if not 0 <= accepted <= num_drafts:
             return step, None
         if step.start > start:
             known = proposal.tokens[: step.start - start]
             step = replace(step, start=start, tokens=known + step.tokens)
+        # A step from further back comes of a round that went on without the proposal.
+        is_counted &= start <= first
         return step, (accepted, min(accepted + 1, num_drafts)) if is_counted else None
 
     def add(self, proposals: Sequence[Proposal]) -> None:

@@ -1,4 +1,4 @@
-"""When a worker may do work that nobody waits for. Knows no model, and no clock but its own.
+"""Idle time of a worker, for work that no message waits for. Knows no model.
 
 Such work comes in steps that cannot be interrupted. One starts if it will probably end before the
 next message, if no message is expected at all, or if all steps that a message may have waited for

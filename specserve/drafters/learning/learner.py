@@ -1,4 +1,4 @@
-"""A neural draft that learns from what is served: train a copy, compare, swap, and keep or drop.
+"""A learning draft, trained on what is served: train a copy, compare, swap, and keep or drop.
 
 Text never changes: the target verifies every draft token, and q is what it was drawn from, whatever
 weights computed it. Knows no target.
@@ -36,7 +36,7 @@ MAX_PATIENCE = 16
 
 @dataclass(frozen=True, slots=True)
 class LearningOptions:
-    """When weights are compared, swapped and dropped."""
+    """Conditions under which weights are compared, swapped and dropped."""
 
     min_windows: int = 32
     """Windows to learn from before the first step."""
@@ -65,7 +65,7 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """What was served before the latest swap, until its acceptance is measured."""
+    """Network and weights before the latest swap, until its acceptance is measured."""
 
     network: Network
     weights: Weights
@@ -73,7 +73,7 @@ class _Earlier:
 
 
 class DraftLearner:
-    """Training beside a drafter, in steps that its worker calls for when nobody waits.
+    """Training beside a drafter, in steps that its worker calls for in idle time.
 
     `rebuild` returns the draft's network with other weights, over the same KV cache.
     """

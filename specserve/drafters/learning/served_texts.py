@@ -125,7 +125,7 @@ class ServedTexts:
             text.start += drop
 
     def release(self, seq_ids: Sequence[int]) -> None:
-        """Forget texts that have ended, after a window of their last tokens."""
+        """Drop texts that have ended, after a window of their last tokens."""
         for seq_id in seq_ids:
             text = self._texts.pop(seq_id, None)
             if text is not None and text.stop - text.first_new >= MIN_TOKENS:

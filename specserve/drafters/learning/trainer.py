@@ -25,8 +25,10 @@ WARM_UP = 20
 """Steps until the learning rate is reached."""
 MAX_BATCH = 4
 """Windows in a step, if the step is short enough."""
-TARGET_STEP_S = 0.05
-"""Steps that take longer on average are made of fewer windows from then on."""
+TARGET_STEP_S = 0.03
+"""Steps that take longer on average are made of fewer windows; far shorter ones of more again."""
+FIRST_STEPS = 3
+"""Steps that are slower than those that follow."""
 STEP_BLEND = 0.1
 """Weight of the latest step in the average."""
 
@@ -133,14 +135,17 @@ class DraftTrainer:
         return scores
 
     def _observe(self, seconds: float) -> None:
-        """Average the time of a step; the first ones say little of those that follow."""
-        if self._num_since_reset <= WARM_UP:
+        """Average the time of a step, and choose how many windows the next ones have."""
+        if self.num_steps <= FIRST_STEPS:
             self.step_seconds = seconds
             return
         self.step_seconds += STEP_BLEND * (seconds - self.step_seconds)
         if self.step_seconds > TARGET_STEP_S and self.batch_size > 1:
             self.batch_size //= 2
             self.step_seconds /= 2
+        elif self.step_seconds < TARGET_STEP_S / 4 and self.batch_size < MAX_BATCH:
+            self.batch_size *= 2
+            self.step_seconds *= 2
 
     def _logits(self, batch: WindowBatch, weights: Weights | None) -> Tensor:
         given = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}

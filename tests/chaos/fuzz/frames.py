@@ -10,6 +10,7 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from specserve.errors import BadFrame
+from specserve.learning_progress import LearningProgress
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -32,6 +33,7 @@ from specserve.types import (
 from specserve.wire.messages import (
     Chunks,
     Failure,
+    LearningReport,
     Message,
     PreparedProposals,
     Proposals,
@@ -101,6 +103,7 @@ def messages() -> list[Message]:
             (Span("verify", 0.1, 0.2),),
         ),
         Failure(1, "OutOfPages", "no room"),
+        LearningReport(LearningProgress(3, 2, 1, 0.5, None)),
         Chunks(
             (
                 Chunk(
@@ -158,6 +161,7 @@ def _invent(rng: random.Random, frame: bytes) -> bytes:
             "Verify",
             "Verdicts",
             "Failure",
+            "LearningReport",
             "Chunks",
             "Stop",
             "Gossip",

@@ -1,4 +1,4 @@
-"""Steps that nobody waits for start where they fit, and else seldom."""
+"""Steps of idle work start where they fit, and else seldom."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_acceptance_rises_with_what_is_served(target: Path, draft: Path) -> None
 
 
 class ClaimingTrainer(DraftTrainer):
-    """A trainer that forgets all, and scores that best."""
+    """A trainer that returns random weights, and scores them best."""
 
     def scores(
         self, windows: Sequence[Window], weights: Mapping[str, Tensor] | None
