@@ -159,6 +159,7 @@ class Rig:
             draft_context=self.group.draft_context,
             report=report,
             remote_workers=True,
+            drafts_prompts=self.group.drafts_prompts,
         )
 
 

@@ -124,6 +124,8 @@ class EngineParts:
     drafter: Drafter | None = None
     draft_context: int | None = None  # None: as long as the target's
     remote_workers: bool = False  # target and drafter can be busy at the same time
+    # The drafter reads prompts while the target does; else the first token would wait for both.
+    drafts_prompts: bool = False
     run_round: Callable[[Coroutine[Any, Any, None]], None] = field(default=run_to_end)
     close: Callable[[], None] = field(default=lambda: None)
 

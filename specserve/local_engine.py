@@ -72,7 +72,7 @@ class LocalEngine:
                 report=None if journal is None else journal.record_round,
                 draft_context=parts.draft_context,
                 remote_workers=parts.remote_workers,
-                drafts_prompts=parts.remote_workers,  # else the first token would wait for both
+                drafts_prompts=parts.drafts_prompts,
             )
 
         self._open_coordinator: Callable[[], Coordinator] | None = open_coordinator

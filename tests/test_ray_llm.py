@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -10,6 +11,8 @@ import pytest
 
 from specserve import LLM, AsyncLLM, Sampling, open_ray_llm
 from specserve.errors import ConfigError, ModelNotFound
+from tests.support import checkpoints
+from tests.support.eagle_heads import HeadSizes, write_speculators
 from tests.support.processes import own_processes_named
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -51,6 +54,32 @@ def test_two_ranks_write_the_text_of_one_process_and_leave_nothing_behind() -> N
         assert asyncio.run(together()) == expected
     psutil.wait_procs(own_processes_named("ray::TargetWorker"), timeout=30)
     assert not own_processes_named("ray::TargetWorker")
+
+
+def test_a_head_apart_from_two_ranks_drafts_from_the_states_that_the_first_one_sends(
+    tmp_path: Path,
+) -> None:
+    config = checkpoints.CONFIGS["llama"]()
+    config.num_hidden_layers = 4
+    target = checkpoints.write(config, tmp_path / "target")
+    checkpoints.add_tokenizer(target)
+    head = write_speculators(tmp_path / "head", HeadSizes(vocab_size=checkpoints.VOCAB))
+    prompts = [tuple(range(20, 60)), tuple(range(90, 99))]
+    eagle: dict[str, Any] = {
+        "draft.kind": "eagle",
+        "draft.path": str(head),
+        "draft.placement": "apart",
+        "draft.dtype": "float32",
+        "target.tensor_parallel": 2,
+    }
+    wanted = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
+    with LLM(target, **KEYS) as alone:
+        expected = [output.token_ids for output in alone.generate(prompts, wanted)]
+    with open_ray_llm(target, **KEYS | eagle) as llm:
+        assert len(own_processes_named("ray::DraftWorker")) == 1
+        outputs = llm.generate(prompts, wanted)
+    assert [output.token_ids for output in outputs] == expected
+    assert all(output.stats and output.stats.drafted for output in outputs)
 
 
 def test_mistakes_are_raised_before_ray_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

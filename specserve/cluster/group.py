@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specserve.cluster.device_failures import DeviceId
+from specserve.cluster.hidden_relay import HiddenRelay
 from specserve.cluster.pass_watch import DraftWatch, PassWatch
 from specserve.cluster.placement import (
     FIRST_RANK,
@@ -59,9 +60,11 @@ class WorkerGroup:
         self._config = with_draft_placement(config, wanted)
         self._draft_config, self._wanted, self._keys = config, wanted, keys
         self._report, self._report_event = report, report_event
+        self._relay = HiddenRelay()
         self.target = RemoteTarget(
             deadline_s=config.faults.round_deadline_s,
             report=report,
+            relay=self._relay,
             watch=PassWatch(**self._watch_options(TARGET)),
         )
         self.drafter: RemoteDrafter | PushedProposals | None = None
@@ -129,9 +132,15 @@ class WorkerGroup:
         self.drafter = RemoteDrafter(
             deadline_s=deadline_s,
             report=self._report,
+            relay=self._relay,
             watch=DraftWatch(**self._watch_options(DRAFT)),
         )
         return True
+
+    @property
+    def drafts_prompts(self) -> bool:
+        """True if the drafter can read a prompt while the target does."""
+        return not self._config.draft.reads_sent_hidden
 
     @property
     def draft_placement(self) -> str | None:

@@ -70,8 +70,9 @@ def local_models(config: Config, *, has_gpus: bool) -> Iterator[LocalModel]:
     for number, draft in enumerate(config.draft.drafter_configs):
         key = f"draft.stages[{number}].path" if config.draft.stages else "draft.path"
         has_files = draft.path is not None and draft.kind != "none"
-        # Only a draft model may come from the hub.
-        if has_files and not (draft.kind == "neural" and is_hub_name(draft.path or "")):
+        # Only a draft model and a head may come from the hub.
+        may_be_on_hub = draft.kind in ("neural", "eagle")
+        if has_files and not (may_be_on_hub and is_hub_name(draft.path or "")):
             holder = wanted[-1] if config.draft.may_be_apart else wanted[FIRST_RANK]
             is_checkpoint = draft.kind not in (*NGRAM_KINDS, "heads")
             yield LocalModel(key, draft.path or "", holder, is_checkpoint=is_checkpoint)

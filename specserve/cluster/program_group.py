@@ -97,13 +97,15 @@ def open_parts_on_ray(
         report_progress("starting the workers")
         group = loop.run(WorkerGroup.start(config, bundles(config, has_gpus=has_gpus)))
         opening.callback(lambda: loop.run(group.close()))
+        is_remote = isinstance(group.drafter, RemoteDrafter)
         return EngineParts(
             tokenizer,
             group.target,
             group.info,
             group.drafter,
             draft_context=group.draft_context,
-            remote_workers=isinstance(group.drafter, RemoteDrafter),
+            remote_workers=is_remote,
+            drafts_prompts=is_remote and group.drafts_prompts,
             run_round=loop.run,
             close=opening.pop_all().close,
         )

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from specserve.cluster.clocks import ClockAlignment
+from specserve.cluster.hidden_relay import HiddenRelay
 from specserve.cluster.pass_watch import DraftWatch, PassWatch
 from specserve.cluster.remote_calls import (
     all_answers,
@@ -70,8 +71,11 @@ class RemoteTarget:
         deadline_s: float,
         report: ReportExchange | None = None,
         watch: PassWatch | None = None,
+        relay: HiddenRelay | None = None,
     ) -> None:
+        """Create a target; the relay gets the hidden states that come with verdicts."""
         self._deadline_s, self._report = deadline_s, report
+        self._relay = relay or HiddenRelay()
         self.watch = watch or PassWatch()
         self._ranks: tuple[Client, ...] = ()
         # Set while there are ranks, and once it is known that there will be none.
@@ -163,6 +167,7 @@ class RemoteTarget:
             queries + first.prefix_queries,
             hits + first.prefix_hits,
         )
+        self._relay.add(first.hidden)
         self.has_answered = True
         self.busy_seconds += first.seconds
         if self._report is not None:
@@ -207,9 +212,12 @@ class RemoteDrafter:
         deadline_s: float,
         report: ReportExchange | None = None,
         watch: DraftWatch | None = None,
+        relay: HiddenRelay | None = None,
     ) -> None:
+        """Create a drafter, which is sent the hidden states of the relay."""
         self._deadline_s, self._report = deadline_s, report
         self._watch = watch or DraftWatch()
+        self._relay = relay or HiddenRelay()
         self._worker: Client | None = None
         self._clocks = ClockAlignment()
         self._number = 0
@@ -272,6 +280,7 @@ class RemoteDrafter:
         """Release the sequences with the next round's message."""
         self._released += seq_ids
         self._held.difference_update(seq_ids)
+        self._relay.release(seq_ids)
 
     def _on_learning(self, progress: LearningProgress) -> None:
         self.learning = progress
@@ -328,7 +337,9 @@ class RemoteDrafter:
     ) -> Awaitable[Sequence[Proposal]]:
         self._held.update(step.seq_id for step in steps)
         self._number += 1
-        message = Propose(self._number, deadline, tuple(steps), tuple(self._released))
+        message = Propose(
+            self._number, deadline, tuple(steps), tuple(self._released), self._relay.take()
+        )
         self._released.clear()
         sent = time.perf_counter()
         timeout_s = min(self._deadline_s, max(MIN_WAIT_S, WAIT_FACTOR * self._mean_answer_s))

@@ -82,6 +82,7 @@ class RunningEngine:
             emit=emit,
             draft_context=group.draft_context,
             report=journal.record_round,
+            drafts_prompts=group.drafts_prompts,
             remote_workers=isinstance(group.drafter, RemoteDrafter),
             on_displaced=lambda seq_id: on_displaced(seq_id, Overloaded(DISPLACED)),
         )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specserve.checkpoint_files import draft_translation
+from specserve.cluster.hidden_relay import MAX_SENT_BYTES, newest_states
 from specserve.cluster.idle_learning import IdleLearning
 from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement_trial import try_placements, warm_drafter_up
@@ -28,13 +29,14 @@ from specserve.cluster.worker_host import WorkerHello, WorkerPlace, WorkerReady,
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import Config
 from specserve.drafters.after_verify import DraftAfterVerify
-from specserve.drafters.registry import OpenDrafter, open_drafter, open_local_drafter
+from specserve.drafters.registry import OpenDrafter, open_apart_drafter, open_local_drafter
 from specserve.engine.draft_placement import APART, PlacementChoice
 from specserve.errors import DeviceFault
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.models.checkpoints.widened_copy import target_checkpoint
+from specserve.models.hidden_taps import HiddenRows, pack_hidden
 from specserve.models.model import resolve_device
 from specserve.models.self_test import find_fault
 from specserve.models.shard import Shard
@@ -81,6 +83,7 @@ class TargetWorker:
         self._learning: IdleLearning | None = None  # of a draft that lives here
         self._to_draft: tuple[Verify, tuple[Verdict, ...]] | None = None
         self._idle_spans: tuple[Span, ...] = ()  # drafting since the last answer
+        self._hidden: list[HiddenRows] = []  # of the pass under way, for a head apart
 
     def hello(self) -> WorkerHello:
         return WorkerHello(self._server.address, self._site.node, os.getpid())
@@ -120,6 +123,8 @@ class TargetWorker:
             warm_up_briefly(self._model)
         draft_context = choice = None
         if isinstance(self._model, TargetModel):
+            if draft.reads_sent_hidden:
+                self._model.on_hidden = self._hidden.extend
             if draft.kind != "none" and not is_apart:
                 draft_context = self._open_drafter(self._model)
             if is_tried:
@@ -206,6 +211,8 @@ class TargetWorker:
             self._drafter.release(message.released)
         self._model.release(message.released)
         verdicts = tuple(self._model.verify(message.steps))
+        hidden = newest_states(pack_hidden(self._hidden), MAX_SENT_BYTES)
+        self._hidden.clear()
         spans = (*self._idle_spans, Span("verify", start, time.perf_counter()))
         self._to_draft, self._idle_spans = (message, verdicts), ()
         cache = self._model.runner.cache
@@ -217,6 +224,7 @@ class TargetWorker:
             cache.prefix_queries,
             cache.prefix_hits,
             spans,
+            hidden,
         )
 
     def _draft(self) -> None:
@@ -254,12 +262,11 @@ class DraftWorker:
         grammar_compiler = GrammarCompiler.from_tokenizer(
             self._tokenizer, vocab_size=target.vocab_size, end_ids=target.end_ids
         )
-        self._drafter = open_drafter(
+        self._drafter = open_apart_drafter(
             self._config,
-            target_vocab_size=target.vocab_size,
+            target,
             grammar_compiler=grammar_compiler,
             translation=draft_translation(self._config),
-            has_own_device=True,
         )
         _warm_up_alone(self._drafter, target)
         freeze_objects()
@@ -290,6 +297,7 @@ class DraftWorker:
         assert isinstance(message, Propose)
         start, self._number = time.perf_counter(), message.number
         self._drafter.release(message.released)
+        self._drafter.receive_hidden(message.hidden)
         proposals = tuple(self._drafter.propose(message.steps, start + message.deadline))
         ended = time.perf_counter()
         spans, self._idle_spans = (*self._idle_spans, Span("draft", start, ended)), ()

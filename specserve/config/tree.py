@@ -62,8 +62,8 @@ DRAFT_KINDS = (
     "none",
 )
 SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own weights
-HIDDEN_STATE_KINDS = ("heads", "eagle")  # draft from the target's hidden states, in its worker
-KINDS_WITHOUT_WORKER = (*HIDDEN_STATE_KINDS, "none")
+# draft on a target's rank, where they need no threads of their own
+KINDS_WITHOUT_WORKER = ("heads", "eagle", "none")
 PLACEMENTS = ("auto", "together", "apart")
 REFUSE, WARN, IGNORE = "refuse", "warn", "ignore"  # of http.unknown_parameters
 LOG_FORMATS = ("text", "json")
@@ -122,7 +122,14 @@ class DraftConfig:
     @property
     def may_be_apart(self) -> bool:
         """True if the drafter needs, or may turn out to need, a worker of its own."""
+        if self.kind == "eagle":
+            return self.placement == "apart"  # it is cheap, and its states have to be sent there
         return self.kind not in KINDS_WITHOUT_WORKER and self.placement != "together"
+
+    @property
+    def reads_sent_hidden(self) -> bool:
+        """True if the target's hidden states have to be sent to the drafter."""
+        return self.kind == "eagle" and self.may_be_apart
 
     @property
     def drafter_configs(self) -> tuple[DraftConfig, ...]:
@@ -558,9 +565,9 @@ def _check_self_speculative(draft: DraftConfig, *, tensor_parallel: int) -> None
 
 
 def _check_placement(draft: DraftConfig, target: TargetConfig) -> None:
-    if draft.placement == "apart" and draft.kind in HIDDEN_STATE_KINDS:
+    if draft.placement == "apart" and draft.kind == "heads":
         raise ConfigError(
-            f"draft.kind {draft.kind} drafts from the target's hidden states, together with it; "
+            "draft.kind heads drafts with the target's own vocabulary head, together with it; "
             "leave draft.placement out"
         )
     if draft.placement != "together":

@@ -6,46 +6,66 @@ that rows of draft tokens are computed again once the target's own states are th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from specserve.config.tree import Config
 from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
 from specserve.models.attention import GroupedAttention, invariant_kernel, sdpa_kernel
 from specserve.models.cache import PagedCache
+from specserve.models.checkpoints.embedding import load_embedding
 from specserve.models.checkpoints.find import find_checkpoint
+from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.eagle.checkpoint import EagleInfo, EagleWeights
 from specserve.models.eagle.network import KEY_PADDING, EagleNetwork, EagleProjection
 from specserve.models.eagle.states import TargetStates
 from specserve.models.layers import PrivateWeights, linear_weights
-from specserve.models.model import resolve_dtype
+from specserve.models.model import resolve_device, resolve_dtype
 from specserve.models.runner import Runner
 from specserve.models.target import TargetModel
-from specserve.types import DraftStep, Proposal
+from specserve.types import DraftStep, ModelInfo, Proposal
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """The device and format of a head, and what it has to know of its target."""
+
+    device: torch.device
+    dtype: str
+    num_pages: int
+    page_size: int
+    prefix_caching: bool
+    vocab_size: int  # the target's
+    context: int
+    support: int = 64
+    kernel: str = "auto"  # of linear layers on CPUs
 
 
 class EagleDrafter(NeuralDrafter):
-    """A drafter that runs a head on the states of a target in the same process."""
+    """A drafter that runs a head on the states of a target, which `receive_hidden` brings."""
 
     def __init__(self, runner: Runner, states: TargetStates, **options: Any) -> None:
         """Create a drafter; `options` are those of `NeuralDrafter`."""
         super().__init__(runner, **options)
         self._target_states = states
+        self.receive_hidden = states.receive
         runner.on_written = states.store
 
     @classmethod
     def from_config(cls, config: Config, target: TargetModel) -> EagleDrafter:
-        """Open the head of a config, and let the target hand its hidden states over."""
-        draft = config.draft
-        assert draft.path is not None, "the config has been checked"
+        """Open the head of a config beside its target, which hands its hidden states over."""
         return cls.from_files(
-            find_checkpoint(draft.path, revision=draft.revision),
+            _find_head(config),
             target,
-            dtype=draft.dtype,
-            support=draft.support,
+            dtype=config.draft.dtype,
+            support=config.draft.support,
             kernel=config.weights.kernel,
         )
 
@@ -60,49 +80,102 @@ class EagleDrafter(NeuralDrafter):
         pages: int | None = None,  # None: as many as the target's
         kernel: str = "auto",
     ) -> EagleDrafter:
-        """Open a head that has been checked to be of this target."""
-        cache, info = target.runner.cache, EagleInfo.from_directory(directory)
-        assert target.network is not None, "the config has been checked"
-        weights = EagleWeights(directory, info)
-        number_format = resolve_dtype(dtype, cache.device)
-        own_cache = PagedCache(
+        """Open a head that has been checked to be of this target, in the target's process."""
+        cache, network = target.runner.cache, target.network
+        assert network is not None, "the config has been checked"
+        drafter = cls.open(
+            directory,
+            HeadOptions(
+                cache.device,
+                dtype,
+                pages or cache.num_pages,
+                cache.page_size,
+                cache.prefix_caching,
+                target.info.vocab_size,
+                target.info.max_context,
+                support,
+                kernel,
+            ),
+            target_embedding=lambda dtype: network.embedding,
+            grammar_compiler=target.grammar_states.grammar_compiler,
+        )
+        target.on_hidden = drafter.receive_hidden
+        return drafter
+
+    @classmethod
+    def apart(
+        cls, config: Config, target: ModelInfo, grammar_compiler: GrammarCompiler | None
+    ) -> EagleDrafter:
+        """Open the head of a config on a device of its own.
+
+        Of the target's files it reads the embedding, if the head has none of its own.
+        """
+        draft = config.draft
+        return cls.open(
+            _find_head(config),
+            HeadOptions(
+                resolve_device(draft.device),
+                draft.dtype,
+                target.num_pages,
+                target.page_size,
+                target.prefix_caching,
+                target.vocab_size,
+                target.max_context,
+                draft.support,
+                config.weights.kernel,
+            ),
+            target_embedding=lambda dtype: load_embedding(target_checkpoint(config), dtype=dtype),
+            grammar_compiler=grammar_compiler,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        options: HeadOptions,
+        *,
+        target_embedding: Callable[[torch.dtype], Tensor],
+        grammar_compiler: GrammarCompiler | None = None,
+    ) -> EagleDrafter:
+        """Open a head; it asks for the target's embedding only if it has none of its own."""
+        info, device = EagleInfo.from_directory(directory), options.device
+        weights, dtype = EagleWeights(directory, info), resolve_dtype(options.dtype, device)
+        cache = PagedCache(
             num_layers=1,
             kv_heads=info.layer.num_key_value_heads,
             head_dim=info.layer.head_dim + KEY_PADDING,
             v_head_dim=info.layer.head_dim,
             state_width=info.layer.hidden_size,
-            num_pages=pages or cache.num_pages,
-            page_size=cache.page_size,
-            dtype=number_format,
-            device=cache.device,
-            prefix_caching=cache.prefix_caching,
+            num_pages=options.num_pages,
+            page_size=options.page_size,
+            dtype=dtype,
+            device=device,
+            prefix_caching=options.prefix_caching,
         )
         embedding = (
-            weights.read("embed_tokens.weight").to(cache.device, number_format)
+            weights.read("embed_tokens.weight").to(device, dtype)
             if "embed_tokens.weight" in weights
-            else target.network.embedding
+            else target_embedding(dtype).to(device)
         )
-        with linear_weights(PrivateWeights(kernel)):
+        with linear_weights(PrivateWeights(options.kernel)):
             network = EagleNetwork(
                 weights,
-                own_cache,
+                cache,
                 embedding=embedding,
                 attention=GroupedAttention(
-                    sdpa_kernel if cache.device.type == "cuda" else invariant_kernel
+                    sdpa_kernel if device.type == "cuda" else invariant_kernel
                 ),
-                context=target.info.max_context,
+                context=options.context,
             )
-            projection = EagleProjection(weights, dtype=number_format, device=cache.device)
-        states = TargetStates(own_cache, projection)
-        target.on_hidden = states.receive
+            projection = EagleProjection(weights, dtype=dtype, device=device)
         return cls(
-            Runner(network, own_cache, device=cache.device),
-            states,
-            vocab_size=target.info.vocab_size,
-            target_vocab_size=target.info.vocab_size,
-            context=target.info.max_context,
-            support=support,
-            grammar_states=GrammarStates(target.grammar_states.grammar_compiler),
+            Runner(network, cache, device=device),
+            TargetStates(cache, projection),
+            vocab_size=options.vocab_size,
+            target_vocab_size=options.vocab_size,
+            context=options.context,
+            support=options.support,
+            grammar_states=GrammarStates(grammar_compiler),
         )
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -116,3 +189,9 @@ class EagleDrafter(NeuralDrafter):
         """
         proposal = super()._proposal(step)
         return replace(proposal, num_cached=min(proposal.num_cached, step.stop))
+
+
+def _find_head(config: Config) -> Path:
+    draft = config.draft
+    assert draft.path is not None, "the config has been checked"
+    return find_checkpoint(draft.path, revision=draft.revision, key="draft.path")

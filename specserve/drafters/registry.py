@@ -31,14 +31,16 @@ from specserve.drafters.translated.runner import TranslatedRunner
 from specserve.drafters.translated.translation import TokenTranslation
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
+from specserve.hidden_states import HiddenStates
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
+from specserve.models.hidden_taps import unpack_hidden
 from specserve.models.model import Model, ModelOptions, open_model
 from specserve.models.runner import Runner
 from specserve.models.skip import skipped_layers
 from specserve.models.target import TargetModel
-from specserve.types import DraftStep, PreparedProposal, Proposal
+from specserve.types import DraftStep, ModelInfo, PreparedProposal, Proposal
 
 SELF_SPECULATIVE: Mapping[str, Callable[[Config, TargetModel], LayerSkipDrafter | HeadsDrafter]] = {
     "layer_skip": LayerSkipDrafter.from_config,
@@ -93,6 +95,11 @@ class OpenDrafter:
     def passes(self) -> tuple[int, ...] | None:
         """Number of passes of each stage of a cascade, the largest first; else None."""
         return self._drafter.passes if isinstance(self._drafter, CascadeDrafter) else None
+
+    def receive_hidden(self, hidden: Sequence[HiddenStates]) -> None:
+        """Keep hidden states of the target, if this is a head that reads them."""
+        if isinstance(self._drafter, EagleDrafter):
+            self._drafter.receive_hidden(unpack_hidden(hidden))
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return one proposal for each step; the deadline is a time of `time.perf_counter`."""
@@ -161,6 +168,26 @@ def open_drafter(
         runners=parts.runners,
         fanout=fanout,
         learner=parts.learner,
+    )
+
+
+def open_apart_drafter(
+    config: Config,
+    target: ModelInfo,
+    *,
+    grammar_compiler: GrammarCompiler | None,
+    translation: TokenTranslation | None,
+) -> OpenDrafter:
+    """Return the drafter that has a device of its own. Raises as `open_drafter` does."""
+    if config.draft.kind == "eagle":
+        eagle = EagleDrafter.apart(config, target, grammar_compiler)
+        return OpenDrafter(eagle, context=eagle.context, runners=(eagle.runner,), fanout=None)
+    return open_drafter(
+        config,
+        target_vocab_size=target.vocab_size,
+        grammar_compiler=grammar_compiler,
+        translation=translation,
+        has_own_device=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""Hidden states between the layers of a target, for a drafter that reads them.
+"""Hidden states between the layers of a target, for a drafter that reads them, here or elsewhere.
 
 Knows no drafter and no sequences but their rows in a pass.
 """
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from specserve.hidden_states import HiddenStates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +31,38 @@ class HiddenRows:
         first = min(max(start, self.start), self.stop)
         last = self.stop if stop is None else max(min(stop, self.stop), first)
         return HiddenRows(self.seq_id, first, self.rows[first - self.start : last - self.start])
+
+
+def pack_hidden(hidden: Sequence[HiddenRows]) -> list[HiddenStates]:
+    """Return the bytes of these rows, after one copy from the device."""
+    hidden = [each for each in hidden if len(each.rows)]
+    if not hidden:
+        return []
+    rows = torch.cat([each.rows for each in hidden])
+    width, dtype = rows.shape[1] * rows.element_size(), str(rows.dtype).removeprefix("torch.")
+    host = rows.contiguous().view(torch.uint8).cpu()
+    data, packed, first = memoryview(host.numpy().tobytes()), [], 0
+    for each in hidden:
+        stop = first + len(each.rows) * width
+        packed.append(
+            HiddenStates(each.seq_id, each.start, len(each.rows), dtype, data[first:stop])
+        )
+        first = stop
+    return packed
+
+
+def unpack_hidden(hidden: Sequence[HiddenStates]) -> list[HiddenRows]:
+    """Return the rows of these bytes, each in a copy of its own."""
+    return [
+        HiddenRows(
+            each.seq_id,
+            each.start,
+            torch.frombuffer(bytearray(each.data), dtype=getattr(torch, each.dtype)).view(
+                each.num_positions, -1
+            ),
+        )
+        for each in hidden
+    ]
 
 
 class HiddenTaps:

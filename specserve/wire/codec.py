@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from specserve.hidden_states import HIDDEN_DTYPES, HiddenStates
 from specserve.types import (
     GRAMMARS,
     VERIFIERS,
@@ -62,20 +63,22 @@ _VERDICT = struct.Struct("<QQQ?")  # seq_id, accepted, next_token, is_decision
 _STATS = struct.Struct("<?QQQQQQ")  # the fields of Stats behind the verifier
 _SPAN = struct.Struct("<dd")  # start, end
 _CHUNK = struct.Struct("<QQ")  # seq_id, start
+_HIDDEN = struct.Struct("<QQQQ")  # seq_id, start, num_positions, num_bytes
 _NUMBER = struct.Struct("<Q")
 
 
 class ArrayWriter:
-    """Sparse distributions of a message, gathered for one frame.
+    """Arrays of a message: sparse distributions, gathered for one frame, and states for another.
 
     On an encrypted link a frame costs more than a copy.
     """
 
-    __slots__ = ("_ids", "_probs")
+    __slots__ = ("_ids", "_probs", "_states")
 
     def __init__(self) -> None:
         self._ids: list[bytes] = []
         self._probs: list[bytes] = []
+        self._states: list[bytes | memoryview] = []
 
     def put(self, q: SparseDistribution | None, num_tokens: int) -> tuple[bool, int]:
         """Append q, and return whether there are rows and their width. Each token has one row."""
@@ -89,17 +92,23 @@ class ArrayWriter:
         self._probs.append(q.probs.tobytes())
         return True, q.ids.shape[1]
 
+    def put_states(self, states: bytes | memoryview) -> None:
+        self._states.append(states)
+
     def frames(self) -> list[bytes]:
-        frame = b"".join(self._ids + self._probs)
+        frame, states = b"".join(self._ids + self._probs), b"".join(self._states)
+        if states:
+            return [frame, states]
         return [frame] if frame else []
 
 
 class ArrayReader:
-    """Sparse distributions of a frame, taken in the order in which they were put."""
+    """Arrays of a message's frames, taken in the order in which they were put."""
 
-    __slots__ = ("_at", "_ids", "_probs", "_size")
+    __slots__ = ("_at", "_ids", "_probs", "_size", "_states")
 
-    def __init__(self, frame: bytes | memoryview) -> None:
+    def __init__(self, frame: bytes | memoryview, states: bytes | memoryview = b"") -> None:
+        self._states = memoryview(states)
         self._at, self._size = 0, len(frame) // 8
         if self._size * 8 != len(frame):
             raise ValueError("a frame of arrays that is cut off")
@@ -122,9 +131,15 @@ class ArrayReader:
             self._ids[at:stop].reshape(shape), self._probs[at:stop].reshape(shape)
         )
 
+    def take_states(self, num_bytes: int) -> memoryview:
+        taken, self._states = self._states[:num_bytes], self._states[num_bytes:]
+        if len(taken) != num_bytes:
+            raise ValueError("a frame of states that is too short for the message")
+        return taken
+
     @property
     def is_empty(self) -> bool:
-        return self._at == self._size
+        return self._at == self._size and not len(self._states)
 
 
 _ANTICIPATED = (None, False, True)  # by their codes
@@ -410,6 +425,28 @@ def read_verdict(row: Any, arrays: ArrayReader) -> Verdict:
         read_prompt_logprobs(prompt_logprobs),
         is_decision,
     )
+
+
+def write_hidden_states(hidden: Sequence[HiddenStates], arrays: ArrayWriter) -> Row:
+    """Return the shapes of all states of a message, which have one number format."""
+    if not hidden:
+        return b"", ""
+    assert len({each.dtype for each in hidden}) == 1, "the states of one target"
+    for each in hidden:
+        arrays.put_states(each.data)
+    shapes = [(each.seq_id, each.start, each.num_positions, each.num_bytes) for each in hidden]
+    return pack_column("Q", list(chain.from_iterable(shapes))), hidden[0].dtype
+
+
+def read_hidden_states(row: Any, arrays: ArrayReader) -> tuple[HiddenStates, ...]:
+    column, dtype = row
+    hidden = []
+    for seq_id, start, num_positions, num_bytes in _HIDDEN.iter_unpack(column):
+        if dtype not in HIDDEN_DTYPES or not num_positions or num_bytes % num_positions:
+            raise ValueError("hidden states of no known shape")
+        data = arrays.take_states(num_bytes)
+        hidden.append(HiddenStates(seq_id, start, num_positions, dtype, data))
+    return tuple(hidden)
 
 
 def _write_stats(stats: Stats) -> Row:

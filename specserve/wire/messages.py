@@ -2,7 +2,7 @@
 
 Frame 0, the head, is a stream of msgpack arrays: one that opens the message, then one for each of
 its items (codec.py). Frame 1, if there is one, has all sparse distributions of the message: first
-every id, then every probability.
+every id, then every probability. Frame 2, if there is one, has all its hidden states, as they are.
 """
 
 from __future__ import annotations
@@ -17,8 +17,17 @@ import msgpack  # type: ignore[import-untyped]
 
 from specserve import errors
 from specserve.errors import BadFrame, SpecserveError, WorkerLost
+from specserve.hidden_states import HiddenStates
 from specserve.learning_progress import LearningProgress
-from specserve.types import Chunk, DraftStep, PreparedProposal, Proposal, Span, Verdict, VerifyStep
+from specserve.types import (
+    Chunk,
+    DraftStep,
+    PreparedProposal,
+    Proposal,
+    Span,
+    Verdict,
+    VerifyStep,
+)
 from specserve.wire.codec import (
     ArrayReader,
     ArrayWriter,
@@ -26,6 +35,7 @@ from specserve.wire.codec import (
     pack_column,
     read_chunk,
     read_draft_step,
+    read_hidden_states,
     read_prepared_proposal,
     read_proposal,
     read_span,
@@ -35,6 +45,7 @@ from specserve.wire.codec import (
     unpack_column,
     write_chunk,
     write_draft_step,
+    write_hidden_states,
     write_prepared_proposal,
     write_proposal,
     write_span,
@@ -58,6 +69,7 @@ class Propose:
     deadline: float  # seconds from now, since clocks differ between hosts
     steps: tuple[DraftStep, ...]
     released: tuple[int, ...] = ()
+    hidden: tuple[HiddenStates, ...] = ()  # for a head that reads them; those of the last verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,8 @@ class Verdicts:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache so far
     prefix_hits: int = 0  # of these, tokens found
     spans: tuple[Span, ...] = ()
+    # Of committed positions that the pass computed, where a head in another process reads them.
+    hidden: tuple[HiddenStates, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +193,9 @@ def pack(message: Message) -> list[bytes]:
     layout, arrays = _LAYOUTS[type(message)], ArrayWriter()
     items = layout.items(message)
     packer = msgpack.Packer(autoreset=False, buf_size=4096, unicode_errors="backslashreplace")
-    packer.pack((MAGIC, VERSION, type(message).__name__, len(items), layout.fields(message)))
+    packer.pack(
+        (MAGIC, VERSION, type(message).__name__, len(items), layout.fields(message, arrays))
+    )
     for item in items:
         packer.pack(layout.write(item, arrays))
     head: bytes = packer.bytes()
@@ -220,25 +236,26 @@ def _unpack(frames: Sequence[Frame]) -> Message:
     if unpacker.unpack() != MAGIC:
         raise BadFrame("not a message of specserve")
     require_same_version(unpacker.unpack())
-    if num_fields != _NUM_OPENING_FIELDS or len(frames) > 2:
+    if num_fields != _NUM_OPENING_FIELDS or len(frames) > 3 or not all(map(len, frames[2:])):
         raise BadFrame("a message of another shape")
     kind, num_items, fields = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
     layout = _KINDS.get(require_text(kind))
     if layout is None or type(num_items) is not int or num_items < 0:
         raise BadFrame("a message of no known kind or size")
-    arrays = ArrayReader(frames[1] if len(frames) == 2 else b"")
+    arrays = ArrayReader(*(frames[1:] or [b""]))
     items = tuple([layout.read(unpacker.unpack(), arrays) for _ in range(num_items)])
+    message = layout.build(fields, items, arrays)
     if unpacker.tell() != size or not arrays.is_empty:
         raise BadFrame("a message with more in it than it says")
-    return layout.build(fields, items)
+    return message
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """Layout of one kind of message: its own fields, and a row for each of its items."""
 
-    fields: Callable[[Any], Row]
-    build: Callable[[Any, tuple[Any, ...]], Message]
+    fields: Callable[[Any, ArrayWriter], Row]
+    build: Callable[[Any, tuple[Any, ...], ArrayReader], Message]
     items: Callable[[Any], Sequence[Any]] = lambda message: ()
     write: Callable[[Any, ArrayWriter], Row] = lambda item, arrays: ()
     read: Callable[[Any, ArrayReader], Any] = lambda row, arrays: None
@@ -251,13 +268,14 @@ _NUMBER = struct.Struct("<Q")
 _LEARNING = struct.Struct("<QQQdd")  # as in LearningProgress; what is None there is NaN
 
 
-def _propose(fields: Any, steps: tuple[DraftStep, ...]) -> Propose:
-    numbers, released = fields
+def _propose(fields: Any, steps: tuple[DraftStep, ...], arrays: ArrayReader) -> Propose:
+    numbers, released, hidden = fields
     number, deadline = _PROPOSE.unpack(numbers)
-    return Propose(number, deadline, steps, unpack_column("Q", released))
+    states = read_hidden_states(hidden, arrays)
+    return Propose(number, deadline, steps, unpack_column("Q", released), states)
 
 
-def _proposals(fields: Any, proposals: tuple[Proposal, ...]) -> Proposals:
+def _proposals(fields: Any, proposals: tuple[Proposal, ...], arrays: ArrayReader) -> Proposals:
     numbers, spans = fields
     number, seconds, pages_used = _PROPOSALS.unpack(numbers)
     return Proposals(
@@ -266,21 +284,21 @@ def _proposals(fields: Any, proposals: tuple[Proposal, ...]) -> Proposals:
 
 
 def _prepared_proposals(
-    fields: Any, prepared_proposals: tuple[PreparedProposal, ...]
+    fields: Any, prepared_proposals: tuple[PreparedProposal, ...], arrays: ArrayReader
 ) -> PreparedProposals:
     (numbers,) = fields
     (number,) = _NUMBER.unpack(numbers)
     return PreparedProposals(number, prepared_proposals)
 
 
-def _verify(fields: Any, steps: tuple[VerifyStep, ...]) -> Verify:
+def _verify(fields: Any, steps: tuple[VerifyStep, ...], arrays: ArrayReader) -> Verify:
     numbers, released = fields
     (number,) = _NUMBER.unpack(numbers)
     return Verify(number, steps, unpack_column("Q", released))
 
 
-def _verdicts(fields: Any, verdicts: tuple[Verdict, ...]) -> Verdicts:
-    numbers, spans = fields
+def _verdicts(fields: Any, verdicts: tuple[Verdict, ...], arrays: ArrayReader) -> Verdicts:
+    numbers, spans, hidden = fields
     number, seconds, pages_used, queries, hits = _VERDICTS.unpack(numbers)
     return Verdicts(
         number,
@@ -290,16 +308,17 @@ def _verdicts(fields: Any, verdicts: tuple[Verdict, ...]) -> Verdicts:
         queries,
         hits,
         tuple([read_span(span) for span in spans]),
+        read_hidden_states(hidden, arrays),
     )
 
 
-def _failure(fields: Any, nothing: tuple[()]) -> Failure:
+def _failure(fields: Any, nothing: tuple[()], arrays: ArrayReader) -> Failure:
     (numbers, kind, message), () = fields, nothing
     (number,) = _NUMBER.unpack(numbers)
     return Failure(number, require_text(kind), require_text(message))
 
 
-def _learning(fields: Any, nothing: tuple[()]) -> LearningReport:
+def _learning(fields: Any, nothing: tuple[()], arrays: ArrayReader) -> LearningReport:
     (numbers,), () = fields, nothing
     steps, swaps, rollbacks, before, acceptance = _LEARNING.unpack(numbers)
     return LearningReport(
@@ -307,7 +326,7 @@ def _learning(fields: Any, nothing: tuple[()]) -> LearningReport:
     )
 
 
-def _learning_fields(report: LearningReport) -> Row:
+def _learning_fields(report: LearningReport, arrays: ArrayWriter) -> Row:
     progress = report.progress
     return (
         _LEARNING.pack(
@@ -324,21 +343,22 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _chunks(fields: Any, chunks: tuple[Chunk, ...]) -> Chunks:
+def _chunks(fields: Any, chunks: tuple[Chunk, ...], arrays: ArrayReader) -> Chunks:
     () = fields
     return Chunks(chunks)
 
 
-def _stop(fields: Any, nothing: tuple[()]) -> Stop:
+def _stop(fields: Any, nothing: tuple[()], arrays: ArrayReader) -> Stop:
     (), () = fields, nothing
     return Stop()
 
 
 _LAYOUTS: dict[type[Any], _Layout] = {
     Propose: _Layout(
-        fields=lambda message: (
+        fields=lambda message, arrays: (
             _PROPOSE.pack(message.number, message.deadline),
             pack_column("Q", message.released),
+            write_hidden_states(message.hidden, arrays),
         ),
         build=_propose,
         items=lambda message: message.steps,
@@ -346,7 +366,7 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         read=read_draft_step,
     ),
     Proposals: _Layout(
-        fields=lambda message: (
+        fields=lambda message, arrays: (
             _PROPOSALS.pack(message.number, message.seconds, message.pages_used),
             [write_span(span) for span in message.spans],
         ),
@@ -356,21 +376,24 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         read=read_proposal,
     ),
     PreparedProposals: _Layout(
-        fields=lambda message: (_NUMBER.pack(message.number),),
+        fields=lambda message, arrays: (_NUMBER.pack(message.number),),
         build=_prepared_proposals,
         items=lambda message: message.prepared_proposals,
         write=write_prepared_proposal,
         read=read_prepared_proposal,
     ),
     Verify: _Layout(
-        fields=lambda message: (_NUMBER.pack(message.number), pack_column("Q", message.released)),
+        fields=lambda message, arrays: (
+            _NUMBER.pack(message.number),
+            pack_column("Q", message.released),
+        ),
         build=_verify,
         items=lambda message: message.steps,
         write=write_verify_step,
         read=read_verify_step,
     ),
     Verdicts: _Layout(
-        fields=lambda message: (
+        fields=lambda message, arrays: (
             _VERDICTS.pack(
                 message.number,
                 message.seconds,
@@ -379,6 +402,7 @@ _LAYOUTS: dict[type[Any], _Layout] = {
                 message.prefix_hits,
             ),
             [write_span(span) for span in message.spans],
+            write_hidden_states(message.hidden, arrays),
         ),
         build=_verdicts,
         items=lambda message: message.verdicts,
@@ -386,17 +410,21 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         read=read_verdict,
     ),
     Failure: _Layout(
-        fields=lambda message: (_NUMBER.pack(message.number), message.kind, message.message),
+        fields=lambda message, arrays: (
+            _NUMBER.pack(message.number),
+            message.kind,
+            message.message,
+        ),
         build=_failure,
     ),
     LearningReport: _Layout(fields=_learning_fields, build=_learning),
     Chunks: _Layout(
-        fields=lambda message: (),
+        fields=lambda message, arrays: (),
         build=_chunks,
         items=lambda message: message.chunks,
         write=write_chunk,
         read=read_chunk,
     ),
-    Stop: _Layout(fields=lambda message: (), build=_stop),
+    Stop: _Layout(fields=lambda message, arrays: (), build=_stop),
 }
 _KINDS = {kind.__name__: layout for kind, layout in _LAYOUTS.items()}

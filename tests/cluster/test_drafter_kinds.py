@@ -39,6 +39,14 @@ def test_only_drafters_with_a_device_of_their_own_get_a_bundle() -> None:
         config = config_from_keys({"draft.kind": kind, "draft.path": None})
         num_bundles[kind] = len(bundles(config, has_gpus=False))
     assert num_bundles == {"none": 2, "heads": 2, "layer_skip": 3, "bigram": 3}
+    head = {"draft.kind": "eagle", "draft.path": "head"}
+    placements = {
+        placement: len(
+            bundles(config_from_keys({**head, "draft.placement": placement}), has_gpus=False)
+        )
+        for placement in ("auto", "together", "apart")
+    }
+    assert placements == {"auto": 2, "together": 2, "apart": 3}
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,7 @@ def open_coordinator(
     draft_context: int | None = None,
     max_batch_tokens: int | None = None,
     remote_workers: bool = False,
+    drafts_prompts: bool = True,
     report: Callable[[Round], None] | None = None,
     on_displaced: Callable[[int], None] | None = None,
 ) -> Coordinator:
@@ -97,6 +98,7 @@ def open_coordinator(
         clock=clock,
         draft_context=draft_context,
         remote_workers=remote_workers,
+        drafts_prompts=drafts_prompts,
         report=report,
         on_displaced=on_displaced,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 import tracemalloc
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from specserve.errors import BadFrame, OutOfPages, VersionMismatch, WorkerLost
+from specserve.hidden_states import HIDDEN_DTYPES, HiddenStates
 from specserve.learning_progress import LearningProgress
 from specserve.types import (
     GRAMMARS,
@@ -181,17 +183,42 @@ def verify_steps(draw: st.DrawFn) -> VerifyStep:
     return VerifyStep(draw(counts), draw(counts), draw(many_tokens), drafts, q, *more, scoring)
 
 
+@st.composite
+def hidden_states(draw: st.DrawFn) -> tuple[HiddenStates, ...]:
+    """Return states of many sequences: more than the items that an array of the head may have."""
+    dtype, width = draw(st.sampled_from(HIDDEN_DTYPES)), draw(st.integers(0, 3))
+    rows = draw(st.lists(st.integers(1, 3), max_size=30))
+    return tuple(
+        HiddenStates(
+            draw(counts), draw(counts), num, dtype, bytes(i % 256 for i in range(num * width))
+        )
+        for num in rows
+    )
+
+
 def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
     return st.lists(items, max_size=4).map(tuple)
 
 
 shares = st.floats(0, 1)
 messages = st.one_of(
-    st.builds(Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts),
+    st.builds(
+        Propose, counts, st.just(math.inf) | reals, some(draft_steps), many_counts, hidden_states()
+    ),
     st.builds(Proposals, counts, some(proposals()), reals, counts, some(spans)),
     st.builds(PreparedProposals, counts, some(st.builds(PreparedProposal, counts, proposals()))),
     st.builds(Verify, counts, some(verify_steps()), many_counts),
-    st.builds(Verdicts, counts, some(verdicts), reals, counts, counts, counts, some(spans)),
+    st.builds(
+        Verdicts,
+        counts,
+        some(verdicts),
+        reals,
+        counts,
+        counts,
+        counts,
+        some(spans),
+        hidden_states(),
+    ),
     st.builds(Failure, counts, st.text(), st.text()),
     st.builds(
         LearningReport,
@@ -211,6 +238,8 @@ def plain(value: object) -> object:
         return value.dtype.str, value.shape, value.tobytes()
     if is_dataclass(value):
         return type(value), [plain(getattr(value, field.name)) for field in fields(value)]
+    if isinstance(value, memoryview):
+        value = bytes(value)
     return [plain(each) for each in value] if isinstance(value, tuple) else (type(value), value)
 
 
@@ -331,6 +360,18 @@ def test_a_round_of_32_sequences_takes_two_frames_and_8_bytes_a_pair() -> None:
     assert len(arrays) == 32 * 5 * 64 * 8
 
 
+def test_states_are_a_view_of_a_frame_of_their_own_without_a_copy() -> None:
+    hidden = tuple(HiddenStates(i, 4, 2, "bfloat16", bytes([i]) * 96) for i in range(40))
+    frames = sent(Verdicts(1, (), 0.0, 0, hidden=hidden))
+    assert [len(frame) for frame in frames[1:]] == [0, 40 * 96]
+    got = unpack(frames)
+    assert isinstance(got, Verdicts)
+    assert got.hidden == hidden
+    assert all(isinstance(each.data, memoryview) for each in got.hidden)
+    assert [memoryview(each.data).obj is frames[2] for each in got.hidden] == [True] * 40
+    assert sent(Propose(1, 0.0, (), hidden=got.hidden))[1:] == frames[1:], "they are sent on"
+
+
 def test_arrays_that_are_not_contiguous_are_packed_in_order() -> None:
     ids, probs = (
         np.arange(24).reshape(4, 6)[:, ::2],
@@ -393,6 +434,10 @@ def test_the_refusal_of_another_version_names_the_releases_that_are_known() -> N
         require_same_version("10.0.0.1", 5)
 
 
+NO_HIDDEN = (b"", "")
+HIDDEN_OF_6_BYTES = struct.pack("<QQQQ", 1, 0, 3, 6)
+
+
 def head(
     *,
     magic: object = b"specserve",
@@ -401,7 +446,7 @@ def head(
     own: object = None,
     rows: tuple[object, ...],
 ) -> bytes:
-    own = (bytes(40), ()) if own is None else own
+    own = (bytes(40), (), NO_HIDDEN) if own is None else own
     return b"".join(map(msgpack.packb, ((magic, VERSION, kind, num_items, own), *rows)))
 
 
@@ -436,8 +481,22 @@ GOOD_ROW = (bytes(25), None, None, None)
         [head(kind="Stop", num_items=1, own=(), rows=(GOOD_ROW,))],
         [head(kind="Failure", num_items=1, own=(bytes(8), "a", "b"), rows=(GOOD_ROW,))],
         [head(own=(), rows=(GOOD_ROW,))],
-        [head(own=("x" * 40, ()), rows=(GOOD_ROW,))],
-        [head(own=(bytes(40), ((bytes(16), "verify"),)), rows=(GOOD_ROW,))],
+        [head(own=("x" * 40, (), NO_HIDDEN), rows=(GOOD_ROW,))],
+        [head(own=(bytes(40), ((bytes(16), "verify"),), NO_HIDDEN), rows=(GOOD_ROW,))],
+        *(
+            [head(own=(bytes(40), (), hidden), rows=(GOOD_ROW,)), b"", *states]
+            for hidden, *states in (
+                (NO_HIDDEN, bytes(6)),
+                ((HIDDEN_OF_6_BYTES, "bfloat16"), bytes(5)),
+                ((HIDDEN_OF_6_BYTES, "bfloat16"), bytes(7)),
+                ((HIDDEN_OF_6_BYTES, "int8"), bytes(6)),
+                ((HIDDEN_OF_6_BYTES, b"float32"), bytes(6)),
+                ((HIDDEN_OF_6_BYTES[:-1], "float32"), bytes(6)),
+                ((struct.pack("<QQQQ", 1, 0, 0, 6), "float32"), bytes(6)),
+                ((struct.pack("<QQQQ", 1, 0, 4, 6), "float32"), bytes(6)),
+                ((HIDDEN_OF_6_BYTES,), bytes(6)),
+            )
+        ),
         [head(rows=(b"",))],
         [head(rows=((bytes(23), None, None),))],
         [head(rows=((bytes(25), None, None),))],

@@ -462,7 +462,7 @@ def _load_part(
 ) -> Any:
     """Load what belongs to a rank, or what is not skipped, tensor by tensor."""
     module = whole = empty_module(config, dtype=dtype, attention=attention)
-    prefix, ignored = _prefix(whole), None
+    prefix, ignored = base_model_name(whole), None
     if skip:
         module = without_layers(whole, skip)
         name = layers_of(whole)[0].rpartition(".")[2]
@@ -514,10 +514,10 @@ def make_division(module: Any, shard: Shard) -> Division:
     head = next(
         name for name, part in module.named_modules() if part is module.get_output_embeddings()
     )
-    return Division(module, shard, prefix=_prefix(module), head=head)
+    return Division(module, shard, prefix=base_model_name(module), head=head)
 
 
-def _prefix(module: Any) -> str:
+def base_model_name(module: Any) -> str:
     """Return the name of the base model in a module; empty if it is the module itself.
 
     Llama 4 states that of its multimodal model.

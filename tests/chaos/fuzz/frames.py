@@ -10,6 +10,7 @@ import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from specserve.errors import BadFrame
+from specserve.hidden_states import HiddenStates
 from specserve.learning_progress import LearningProgress
 from specserve.types import (
     Chunk,
@@ -84,8 +85,9 @@ def messages() -> list[Message]:
     reals, counts = rng.random((3, 2), dtype=np.float32), np.ones((3, 2), np.uint32)
     scores = PromptLogprobs(1, reals[:, 0], counts[:, 0], counts, reals)
     scoring = PromptScoring(2, 7)
+    hidden = tuple(HiddenStates(i, 4, 2, "bfloat16", rng.bytes(24)) for i in (1, 2))
     return [
-        Propose(1, 0.25, (DraftStep(1, 2, (3, 4), 5, policy),), (6, 7)),
+        Propose(1, 0.25, (DraftStep(1, 2, (3, 4), 5, policy),), (6, 7), hidden),
         Proposals(1, (proposal,), 0.01, 12, (Span("draft", 0.1, 0.2),)),
         PreparedProposals(1, (PreparedProposal(8, proposal),)),
         Verify(
@@ -101,6 +103,7 @@ def messages() -> list[Message]:
             4,
             5,
             (Span("verify", 0.1, 0.2),),
+            hidden,
         ),
         Failure(1, "OutOfPages", "no room"),
         LearningReport(LearningProgress(3, 2, 1, 0.5, None)),

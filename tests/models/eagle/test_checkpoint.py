@@ -158,9 +158,12 @@ def test_a_head_of_ours_is_refused_for_another_target_of_the_same_sizes(
     ("keys", "named"),
     [
         ({"target.path": "another"}, r"draft\.path.*specserve eagle"),
-        ({"draft.path": "head", "draft.placement": "apart"}, r"draft\.placement"),
+        (
+            {"draft.path": "head", "draft.placement": "together", "draft.num_gpus": 1},
+            r"draft\.num_gpus",
+        ),
     ],
-    ids=["no path", "apart"],
+    ids=["no path", "together with a device of its own"],
 )
 def test_keys_that_a_head_cannot_use_are_refused(keys: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
