@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import Config
+from specserve.drafters.anticipation import MAX_BRANCHES
+from specserve.drafters.neural.draft_state import DraftState, DraftTask
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
@@ -30,7 +32,10 @@ from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.model import resolve_device, resolve_dtype
 from specserve.models.runner import Runner
 from specserve.models.target import TargetModel
-from specserve.types import DraftStep, ModelInfo, Proposal
+from specserve.types import DraftStep, ModelInfo, Proposal, Step
+
+PAGES_FOR_BRANCHES = 2 * MAX_BRANCHES
+"""Pages of a head apart beside those of its sequences: each branch takes one or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,9 @@ class EagleDrafter(NeuralDrafter):
         super().__init__(runner, **options)
         self._target_states = states
         self.receive_hidden = states.receive
-        runner.on_written = states.store
+        # Rows of each sequence that were computed when it had all states that they read.
+        self._num_firm: dict[int, int] = {}
+        runner.on_written = self._on_written
 
     @classmethod
     def from_config(cls, config: Config, target: TargetModel) -> EagleDrafter:
@@ -116,7 +123,8 @@ class EagleDrafter(NeuralDrafter):
             HeadOptions(
                 resolve_device(draft.device),
                 draft.dtype,
-                target.num_pages,
+                target.num_pages
+                + (PAGES_FOR_BRANCHES if config.speculation.anticipation.enabled else 0),
                 target.page_size,
                 target.prefix_caching,
                 target.vocab_size,
@@ -145,7 +153,7 @@ class EagleDrafter(NeuralDrafter):
             kv_heads=info.layer.num_key_value_heads,
             head_dim=info.layer.head_dim + KEY_PADDING,
             v_head_dim=info.layer.head_dim,
-            state_width=info.layer.hidden_size,
+            state_width=info.layer.hidden_size + 1,
             num_pages=options.num_pages,
             page_size=options.page_size,
             dtype=dtype,
@@ -181,6 +189,40 @@ class EagleDrafter(NeuralDrafter):
     def release(self, seq_ids: Sequence[int]) -> None:
         super().release(seq_ids)
         self._target_states.release(seq_ids)
+        for seq_id in seq_ids:
+            self._num_firm.pop(seq_id, None)
+
+    def promote_branch(self, seq_id: int, branch_id: int) -> None:
+        """Replace the sequence; behind its own firm rows, the branch's are computed again."""
+        super().promote_branch(seq_id, branch_id)
+        self._num_firm.pop(branch_id, None)
+
+    def _on_written(self, steps: Sequence[Step]) -> None:
+        self._target_states.store(steps)
+        for step in steps:
+            self._num_firm[step.seq_id] = self._states[step.seq_id].start
+
+    def _task(self, step: DraftStep) -> DraftTask | None:
+        task = super()._task(step)
+        return None if task is None else self._with_loose_rows(task)
+
+    def _resume_task(self, seq_id: int, state: DraftState, *, num_wanted: int) -> DraftTask:
+        return self._with_loose_rows(super()._resume_task(seq_id, state, num_wanted=num_wanted))
+
+    def _with_loose_rows(self, task: DraftTask) -> DraftTask:
+        """Return the task, begun at the first row that the head computed from its own states.
+
+        These are rows of a promoted branch, whose states of the target are there now. Rows of its
+        draft tokens are computed again with them, from the states that they were drafted from.
+        """
+        prefill, seq_id = task.prefill, task.seq_id
+        start = self._num_firm.get(seq_id, prefill.start)
+        if start >= min(prefill.start, task.state.start):
+            return task
+        self._target_states.keep_own(seq_id, start)
+        tokens = tuple(self.runner.cache.tokens(seq_id, start, prefill.start).tolist())
+        prefill = replace(prefill, start=start, tokens=tokens + prefill.tokens)
+        return replace(task, prefill=prefill, written=self.runner.positions(prefill))
 
     def _proposal(self, step: DraftStep) -> Proposal:
         """Return the proposal, with the rows of its draft tokens not counted as cached.

@@ -153,12 +153,7 @@ def open_drafter(
     It can anticipate only if it has its device for itself. Raises whatever is wrong with its files,
     or TooLittleMemory.
     """
-    anticipation = config.speculation.anticipation
-    fanout = (
-        Fanout(per_position=anticipation.fanout)
-        if has_own_device and anticipation.enabled
-        else None
-    )
+    fanout = _fanout(config) if has_own_device else None
     parts = OPENERS[config.draft.kind](
         config.draft, config, TargetVocabulary(target_vocab_size, grammar_compiler, translation)
     )
@@ -181,7 +176,9 @@ def open_apart_drafter(
     """Return the drafter that has a device of its own. Raises as `open_drafter` does."""
     if config.draft.kind == "eagle":
         eagle = EagleDrafter.apart(config, target, grammar_compiler)
-        return OpenDrafter(eagle, context=eagle.context, runners=(eagle.runner,), fanout=None)
+        return OpenDrafter(
+            eagle, context=eagle.context, runners=(eagle.runner,), fanout=_fanout(config)
+        )
     return open_drafter(
         config,
         target_vocab_size=target.vocab_size,
@@ -206,6 +203,11 @@ def open_local_drafter(
         grammar_compiler=target.grammar_states.grammar_compiler,
         translation=translation,
     )
+
+
+def _fanout(config: Config) -> Fanout | None:
+    anticipation = config.speculation.anticipation
+    return Fanout(per_position=anticipation.fanout) if anticipation.enabled else None
 
 
 def _open_neural(draft: DraftConfig, config: Config, vocabulary: TargetVocabulary) -> DrafterParts:

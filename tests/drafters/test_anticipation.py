@@ -349,3 +349,15 @@ def test_prepared_proposals_are_sent_only_while_all_sequences_probably_hit() -> 
             [*text.committed, proposal.tokens[0], after],
         )
     assert (sent[0], sent[11], sent[-1]) == (False, True, False)
+
+
+def test_a_text_that_is_new_to_the_drafter_is_prepared_for_although_it_has_penalties() -> None:
+    """The first step leaves no time to draft, so nothing of it is cached when it is forecast."""
+    drafter = neural()
+    ahead = anticipating(drafter, per_position=2)
+    policy = Policy(Warp(presence_penalty=0.5), "speculative", 1, prompt_length=9)
+    step = DraftStep(3, 0, tuple(range(40, 50)), 3, policy)
+    (proposal,) = ahead.propose([step], -1.0)
+    assert not proposal.tokens
+    ahead.prepare(lambda: False)
+    assert ahead._prepared[3].branches

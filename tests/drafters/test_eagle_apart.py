@@ -100,7 +100,7 @@ def test_states_survive_the_way_over_the_wire_bit_for_bit(dtype: str) -> None:
 def test_apart_a_head_drafts_what_it_drafts_together_with_one_message_a_round(
     llama: Path, head: Path
 ) -> None:
-    """At T = 1 any other state would give other draft tokens, and others would be accepted."""
+    """Any other state at T = 3 would give other draft tokens, and others would be accepted."""
     requests = requests_for(warp=Warp(temperature=3.0))
     together = open_target(llama)
     beside = EagleDrafter.from_files(head, together, dtype="float32")

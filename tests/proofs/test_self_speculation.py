@@ -15,6 +15,7 @@ from tests.support.engines import GREEDY, Engine, RandomPacer
 from tests.support.self_speculative_engines import (
     SELF_SPECULATIVE,
     WITHOUT_CACHE,
+    EagleApartEngine,
     SelfSpeculativeEngine,
     SelfSpeculativePairs,
     random_heads,
@@ -46,6 +47,10 @@ CASES = (
     Case("speculative", "eagle", 2),
     Case("coupled", "eagle, 6 of 8 ids", 3),
     Case("each", "eagle, 6 of 8 ids", None, "mixed"),
+    Case("speculative", "eagle apart", 2),
+    Case("coupled", "eagle apart", 3),
+    Case("block", "eagle ahead", 3),
+    Case("each", "eagle ahead", None, "mixed"),
 )
 
 
@@ -67,6 +72,16 @@ def test_continuations_have_the_targets_distribution_and_measured_alpha_is_the_e
         assert abs(result.acceptance.num_standard_errors) < 3
 
 
+def test_a_head_apart_has_prepared_proposals_that_are_taken(pairs: SelfSpeculativePairs) -> None:
+    """Otherwise the cases above would say nothing of drafts from a head's own states."""
+    engine = pairs.engines["eagle ahead"]
+    assert isinstance(engine, EagleApartEngine)
+    run = engine.run(requests_for("block", warp=Warp()), gamma=3, max_gamma=4)
+    anticipated = [answer.stats.anticipated for answer in run.answers if answer.stats]
+    assert sum(anticipated) > len(anticipated)
+    assert run.accepted > 0
+
+
 def requests_for(verifier: str, *, warp: Warp = GREEDY) -> list[Request]:
     prompts = [tuple((3 * i + j * j) % VOCAB for j in range(5 + i)) for i in range(8)]
     seeded = verifier == "coupled"
@@ -79,7 +94,7 @@ def requests_for(verifier: str, *, warp: Warp = GREEDY) -> list[Request]:
 
 @pytest.mark.parametrize("gamma", [1, 4, None], ids=["1", "4", "random"])
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("drafter", [*WITHOUT_CACHE, "eagle, 6 of 8 ids"])
+@pytest.mark.parametrize("drafter", [*WITHOUT_CACHE, "eagle, 6 of 8 ids", "eagle ahead"])
 def test_greedy_texts_are_those_of_plain_decoding(
     pairs: SelfSpeculativePairs, drafter: str, verifier: str, gamma: int | None
 ) -> None:

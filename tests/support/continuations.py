@@ -449,7 +449,7 @@ def _rule(case: Case) -> Callable[[Floats, Floats], Floats] | None:
     Under `block` it depends on later draft tokens too, unless gamma is 1; then there is no formula.
     """
     if (
-        case.drafter == "none"
+        case.drafter in ("none", "eagle ahead")  # whose q depends on what it had prepared for
         or "l = " in case.drafter
         or case.warps != "T = 1"
         or not case.is_lossless

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,8 @@ class LocalWorker:
 class LocalDraftWorker:
     """Client whose draft worker lives here and works on after each answer.
 
-    With a generator the next message interrupts that after a random number of passes.
+    With a generator the next message interrupts that after a random number of passes, and some
+    messages leave no time for proposals that were not prepared.
     """
 
     def __init__(self, drafter: OpenDrafter, rng: np.random.Generator | None = None) -> None:
@@ -73,11 +75,13 @@ class LocalDraftWorker:
         self.num_calls += 1
         message = _sent(message)
         assert isinstance(message, Propose)
+        if self._rng is not None and self._rng.random() < 0.3:
+            message = replace(message, deadline=0.0)
         self.received += message.hidden
-        answer = self._worker._answer(message)
+        answer = _sent(self._worker._answer(message))
         self._looks = 1 if self._rng is None else int(self._rng.integers(1, 12))
-        asyncio.get_running_loop().call_soon(self._worker._prepare)
-        return _sent(answer)
+        self._worker._prepare()  # at once: an engine without sockets leaves the loop no time
+        return answer
 
     def has_message(self) -> bool:
         return self._rng is not None and bool(self._rng.random() < 1 / self._looks)

@@ -5,24 +5,30 @@ The expected q of each kind is computed by the library alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specserve.drafters.eagle import EagleDrafter
+from specserve.drafters.branches import Fanout
+from specserve.drafters.eagle import EagleDrafter, HeadOptions
 from specserve.drafters.heads import HeadsDrafter
 from specserve.drafters.layer_skip import LayerSkipDrafter
+from specserve.drafters.registry import OpenDrafter
+from specserve.inprocess import SyncDrafter
+from specserve.models.checkpoints.embedding import load_embedding
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.models.heads import WEIGHTS, Heads, HeadsInfo, load_heads, save_heads
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.target import TargetModel
+from specserve.types import Request
 from tests.support import checkpoints
 from tests.support.continuations import (
     COUNTED,
@@ -34,13 +40,14 @@ from tests.support.continuations import (
     rewrite_checkpoint,
 )
 from tests.support.eagle_heads import HeadSizes, ReferenceHead, write_speculators
-from tests.support.engines import Engine, load_target, model_options
+from tests.support.engines import Engine, PacerLike, Run, load_target, model_options
 from tests.support.exact_distribution import (
     Conditionals,
     LibraryModel,
     all_continuations,
     warp_logits,
 )
+from tests.support.local_worker import run_apart
 
 WITHOUT_CACHE = ("layer_skip", "heads", "top 3 heads")  # they have none of their own
 EAGLES = {
@@ -62,6 +69,9 @@ EAGLES = {
         logit_scale=0.6,
     ),
 }
+EAGLES["eagle apart"] = EAGLES["eagle"]
+EAGLES["eagle ahead"] = EAGLES["eagle, 6 of 8 ids"]
+APART = ("eagle apart", "eagle ahead")  # the latter anticipates
 SELF_SPECULATIVE = (*WITHOUT_CACHE, *EAGLES)
 SKIP, NUM_HEADS = (1,), 3
 TEXT = tuple(range(20, 60))
@@ -109,6 +119,56 @@ class EagleEngine(Engine):
             ),
             None,
         )
+
+
+class EagleApartEngine(Engine):
+    """An engine whose head lives in a draft worker and is sent the target's states."""
+
+    def __init__(
+        self, target: Path, head: Path, sizes: HeadSizes, *, ahead: bool, pages: int = PAGES
+    ) -> None:
+        assert sizes.taps is not None
+        self.target = load_target(target, model_options(pages=pages), taps=HiddenTaps(sizes.taps))
+        info, self.ahead = self.target.info, None
+        where = HeadOptions(
+            torch.device("cpu"),
+            "float32",
+            8 * pages,
+            info.page_size,
+            True,
+            info.vocab_size,
+            info.max_context,
+            VOCAB,
+        )
+        self.drafter = EagleDrafter.open(
+            head, where, target_embedding=lambda dtype: load_embedding(target, dtype=dtype)
+        )
+        self.worker_drafter = OpenDrafter(
+            self.drafter,
+            context=self.drafter.context,
+            runners=(self.drafter.runner,),
+            fanout=Fanout() if ahead else None,
+        )
+        self.rng = np.random.default_rng(0) if ahead else None
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        *,
+        pacer: PacerLike | None = None,
+        drafts: bool = True,
+        with_drafter: SyncDrafter | None = None,
+        **options: Any,
+    ) -> Run:
+        """Generate all requests at once; with anticipation, which is interrupted at random."""
+        assert drafts
+        assert with_drafter is None
+        run, _ = run_apart(
+            self.target, self.worker_drafter, requests, pacer=pacer, rng=self.rng, **options
+        )
+        self.worker_drafter.prepare(lambda: True)  # it drops what is stale
+        self.check_idle()
+        return run
 
 
 def layer_skip(target: TargetModel) -> LayerSkipDrafter:
@@ -174,7 +234,12 @@ class SelfSpeculativePairs(Pairs):
             "layer_skip": SelfSpeculativeEngine(target, layer_skip),
             "heads": SelfSpeculativeEngine(target, with_heads(heads)),
             "top 3 heads": SelfSpeculativeEngine(target, with_heads(heads, support=3)),
-            **{name: EagleEngine(target, eagles[name], EAGLES[name]) for name in EAGLES},
+            **{
+                name: EagleApartEngine(target, eagles[name], sizes, ahead=name == "eagle ahead")
+                if name in APART
+                else EagleEngine(target, eagles[name], sizes)
+                for name, sizes in EAGLES.items()
+            },
             "none": Engine(target, pages=PAGES),
         }
         self._target = LibraryModel(target, vocab=VOCAB)

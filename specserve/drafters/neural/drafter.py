@@ -127,11 +127,11 @@ class NeuralDrafter:
         ]
         if not tasks:
             return []
+        logits = self._shared(self._prefill(tasks))  # before the history is looked at
         sampler = self._sampler(tasks)
         sampler.draw(
             self._constrained.mask_logits(
-                [self.grammar_states.get(task.seq_id) for task in tasks],
-                self._shared(self._prefill(tasks)),
+                [self.grammar_states.get(task.seq_id) for task in tasks], logits
             )
         )
         positions = [

@@ -18,7 +18,7 @@ from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import llama_rotary
 from specserve.models.eagle.checkpoint import EagleWeights
-from specserve.models.eagle.states import UNKNOWN, previous_slots
+from specserve.models.eagle.states import OWN, TARGETS, UNKNOWN, previous_slots
 from specserve.models.layers import (
     HeadShape,
     PackedLinear,
@@ -142,21 +142,22 @@ class EagleNetwork:
             yield self._logits(x.index_select(0, rows))
 
     def _last_states(self, ids: Tensor, layout: Layout) -> Tensor:  # [rows] -> [rows, hidden]
-        """Run the layer, and keep its output as the state behind the last row of each sequence.
+        """Run the layer, and keep its outputs as the states behind rows without one of the target.
 
-        The state behind any other row is read by the next row of this pass, so it was there before.
+        The state behind the last row of a sequence is never the target's yet. That behind any other
+        row is read by the next row of this pass, so it was there before.
         """
         states, previous = self._cache.states, previous_slots(layout)
-        read = states.index_select(0, previous)  # [rows, hidden]
+        read = states.index_select(0, previous)[:, :-1]  # [rows, hidden]
         known = ~read[:, :1].isnan() & (layout.positions > 0)[:, None]  # [rows, 1]
         tokens = self._embedding.index_select(0, ids).to(states.dtype)
         x = self._layer(tokens, read.where(known, 0), known, layout)
         is_last = torch.ones_like(layout.slots, dtype=torch.bool)
         is_last[:-1] = previous[1:] != layout.slots[:-1]
         kept = states.index_select(0, layout.slots)
-        states.index_copy_(
-            0, layout.slots, torch.where(is_last[:, None], x.where(known, UNKNOWN), kept)
-        )
+        is_own = is_last[:, None] | (kept[:, -1:] != TARGETS)
+        own = F.pad(x.where(known, UNKNOWN), (0, 1), value=OWN)
+        states.index_copy_(0, layout.slots, torch.where(is_own, own, kept))
         return x
 
     def _layer(self, tokens: Tensor, states: Tensor, known: Tensor, layout: Layout) -> Tensor:

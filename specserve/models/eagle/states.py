@@ -2,7 +2,7 @@
 
 Each slot of the cache holds the state behind its position: the target's, once it is there, and
 until then the head's own. Branches and truncated sequences thus have their states with their pages.
-Knows no network.
+One number more in each slot says whose the state is. Knows no network.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specserve.models.cache import PagedCache
 from specserve.models.hidden_taps import HiddenRows
@@ -20,6 +21,8 @@ from specserve.types import Step
 
 UNKNOWN = math.nan
 """Value of a state that is not there."""
+OWN, TARGETS = 0.0, 1.0
+"""The number behind a state: of the head's own, and of the target's."""
 
 
 class TargetStates:
@@ -32,6 +35,8 @@ class TargetStates:
     def __init__(self, cache: PagedCache, project: Callable[[Tensor], Tensor]) -> None:
         self._cache, self._project = cache, project
         self._arrived: dict[int, list[HiddenRows]] = {}  # of each sequence, by position
+        # Own states that the next step of a sequence overwrites and reads.
+        self._kept: dict[int, HiddenRows] = {}
 
     def receive(self, hidden: Sequence[HiddenRows]) -> None:
         """Keep new states of the target, joined into the head's own width.
@@ -40,7 +45,9 @@ class TargetStates:
         """
         if not hidden:
             return
-        projected = self._project(torch.cat([each.rows for each in hidden]))
+        projected = F.pad(
+            self._project(torch.cat([each.rows for each in hidden])), (0, 1), value=TARGETS
+        )
         parts = torch.split(projected, [len(each.rows) for each in hidden])
         for each, rows in zip(hidden, parts, strict=True):
             known = self._arrived.get(each.seq_id, [])
@@ -50,6 +57,12 @@ class TargetStates:
     def release(self, seq_ids: Sequence[int]) -> None:
         for seq_id in seq_ids:
             self._arrived.pop(seq_id, None)
+            self._kept.pop(seq_id, None)
+
+    def keep_own(self, seq_id: int, start: int) -> None:
+        """Keep the cached states from `start` on for a step that computes their rows again."""
+        slots = self._cache.slots(seq_id, start, self._cache.length(seq_id))
+        self._kept[seq_id] = HiddenRows(seq_id, start, self._cache.states.index_select(0, slots))
 
     @torch.inference_mode()
     def store(self, steps: Sequence[Step]) -> None:
@@ -68,6 +81,10 @@ class TargetStates:
                 fresh = self._cache.slots(step.seq_id, step.start, last)
                 slots.append(fresh)
                 states.append(self._unknown(len(fresh)))
+            kept = self._kept.pop(step.seq_id, None)
+            if kept is not None and len((part := kept.between(step.start, last)).rows):
+                slots.append(self._cache.slots(step.seq_id, part.start, part.stop))
+                states.append(part.rows)
             for part in (one.between(first, last) for one in arrived):
                 if len(part.rows):
                     slots.append(self._cache.slots(step.seq_id, part.start, part.stop))
