@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.drafters import options, report
 from benchmarks.drafters.copy_model import CopyModel, TrainingBudget
+from benchmarks.drafters.eagle_rounds import trained_head
 from benchmarks.drafters.options import Budget
 from benchmarks.drafters.rewriting import RewritingCorpus
 from specserve.tools.reproduce.family import DemoFamily
@@ -38,13 +39,18 @@ class SectionInputs:
         corpus = RewritingCorpus.from_standard_library()
         return CopyModel.load_or_train(cache, corpus, TrainingBudget(self.budget.minutes))
 
+    @cached_property
+    def head(self) -> Path:
+        cache = self.new_directory() if self._cache is None else self._cache / "eagle"
+        return trained_head(cache, minutes=self.budget.minutes)
+
     def new_directory(self) -> Path:
         """Create a directory that is deleted when the command ends."""
         return Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
 
 
 SECTIONS: Mapping[str, Callable[[SectionInputs], Sequence[Section]]] = {
-    "alpha": lambda inputs: report.measure_alphas(inputs.family, inputs.budget),
+    "alpha": lambda inputs: report.measure_alphas(inputs.family, inputs.head, inputs.budget),
     "copy": lambda inputs: (
         report.measure_copying(
             inputs.copy_model, inputs.new_directory() / "widened", inputs.budget
@@ -52,6 +58,7 @@ SECTIONS: Mapping[str, Callable[[SectionInputs], Sequence[Section]]] = {
     ),
     "speed": lambda inputs: (report.measure_proposals(inputs.new_directory(), inputs.budget),),
     "heads": lambda inputs: (report.measure_heads(inputs.family, inputs.budget),),
+    "eagle": lambda inputs: (report.measure_eagle(inputs.head, inputs.budget),),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specserve.tools.plan.options import positive
 
-SECTIONS = ("alpha", "copy", "speed", "heads")
+SECTIONS = ("alpha", "copy", "speed", "heads", "eagle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--cache",
         type=Path,
         metavar="DIR",
-        help="where the trained copying model is kept, and found again",
+        help="where the trained copying model and EAGLE-3 head are kept, and found again",
     )
     parser.add_argument(
         "--prompts", type=positive, default=usual.prompts, help="that alpha is measured on"
@@ -60,7 +60,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         "--minutes",
         type=float,
         default=usual.minutes,
-        help="that the copying model may learn, if it is not in --cache",
+        help="that either may learn, if it is not in --cache",
     )
     parser.add_argument(
         "--params", type=positive, default=usual.params, help="of the widened models"

@@ -14,7 +14,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.drafters import alpha, copy_speed, heads_overhead
+from benchmarks.drafters import alpha, copy_speed, eagle_rounds, heads_overhead
 from benchmarks.drafters.configs import drafter_configs
 from benchmarks.drafters.copy_model import CopyModel
 from benchmarks.drafters.options import Budget
@@ -42,14 +42,15 @@ ABOUT = (
 PROMPT_TOKENS = 128
 ACCURACY_TEXTS = 40
 """Texts on which the copying model's accuracy is computed, without generating."""
-ALPHA, GOOD_FOR, COPY, SPEED, HEADS = (
+ALPHA, GOOD_FOR, COPY, SPEED, HEADS, EAGLE = (
     "alpha, measured and by p and q",
     "What each is good for",
     "Prompt copy, rewriting a text",
     "What proposals without a model take",
     "What heads add to a pass",
+    "An EAGLE-3 head beside a draft model and heads",
 )
-TITLES = (GOOD_FOR, ALPHA, COPY, SPEED, HEADS)
+TITLES = (GOOD_FOR, ALPHA, COPY, SPEED, HEADS, EAGLE)
 REMARKS = {
     "neural, draft": (
         "the usual choice: a model of the target's family, a tenth of its size or less, on a "
@@ -95,6 +96,10 @@ REMARKS = {
         "no second model, and a c near 0: all places of all sequences in one product. They are to "
         "be fitted to the target first."
     ),
+    "eagle": (
+        "targets whose head is published, or trained with `specserve eagle`: a layer a token, and "
+        "later places are accepted nearly as often as the first."
+    ),
 }
 Measurements = Mapping[str, alpha.DrafterMeasurement]
 
@@ -125,12 +130,12 @@ def conditions(threads: int) -> str:
     )
 
 
-def measure_alphas(family: DemoFamily, budget: Budget) -> tuple[Section, ...]:
+def measure_alphas(family: DemoFamily, head: Path, budget: Budget) -> tuple[Section, ...]:
     module = load_model(DEMO / "target", dtype=torch.float32, device="cpu").module
     prompts = held_out_prompts(count=budget.prompts, length=PROMPT_TOKENS)
     measurements = {
         name: alpha.measure_drafter(keys, prompts, module, tokens=budget.tokens)
-        for name, keys in drafter_configs(family.tables).items()
+        for name, keys in drafter_configs(family.tables, head).items()
     }
     return recommendations(measurements), alpha_section(measurements, budget)
 
@@ -277,6 +282,50 @@ def measure_heads(family: DemoFamily, budget: Budget) -> Section:
     return Section(
         HEADS,
         text + table(("target", "sequences", "pass alone, ms", "with heads, ms", "ratio"), rows),
+    )
+
+
+def measure_eagle(head: Path, budget: Budget) -> Section:
+    """Measure a trained head in turns with the other drafters that know the target well."""
+    prompts = held_out_prompts(count=budget.prompts, length=PROMPT_TOKENS)
+    rows = []
+    for temperature in (0.0, 1.0):
+        found: dict[str, list[eagle_rounds.RoundsMeasurement]] = {}
+        for _ in range(budget.turns):
+            for name, keys in eagle_rounds.configs(head).items():
+                found.setdefault(name, []).append(
+                    eagle_rounds.measure_rounds(
+                        name,
+                        keys,
+                        prompts,
+                        tokens=budget.tokens,
+                        temperature=temperature,
+                        threads=budget.threads,
+                    )
+                )
+        rows += [(f"{temperature:g}", name, *_rounds(each)) for name, each in found.items()]
+    text = (
+        f"{conditions(budget.threads)}. The demo target continues {len(prompts)} held-out prompts "
+        f"by {budget.tokens} tokens each, one after the other, gamma {eagle_rounds.GAMMA}; "
+        f"{budget.turns} turns. The head was trained for {budget.minutes:g} minutes or found in "
+        "--cache. Seconds are those of the target's passes and of the answers that rounds waited "
+        "for. What the last row prepares behind its answers is not counted, as on a device of its "
+        "own, and never interrupted; its prepared proposals come from the head's own states.\n\n"
+    )
+    heads = ("T", "drafter", "tokens a round", "prepared", "tokens a second", "spread")
+    return Section(EAGLE, text + table(heads, rows))
+
+
+def _rounds(turns: Sequence[eagle_rounds.RoundsMeasurement]) -> tuple[str, ...]:
+    rates = sorted(one.rate for one in turns)
+    tokens, rounds, prepared = (
+        sum(getattr(one, name) for one in turns) for name in ("tokens", "rounds", "prepared")
+    )
+    return (
+        f"{tokens / rounds:.2f}",
+        f"{prepared / rounds:.0%}" if prepared else "",
+        f"{median(rates):.0f}",
+        f"{rates[0]:.0f} to {rates[-1]:.0f}",
     )
 
 

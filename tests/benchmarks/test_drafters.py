@@ -47,14 +47,14 @@ def copy_model(corpus: RewritingCorpus, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_every_kind_of_drafter_is_measured_and_has_a_remark() -> None:
-    configs = drafter_configs(Path("tables"))
+    configs = drafter_configs(Path("tables"), Path("head"))
     kinds = {
         config_from_keys(
             {"draft.path": "x", **keys} if keys["draft.kind"] == "heads" else keys
         ).draft.kind
         for keys in configs.values()
     }
-    assert kinds == set(DRAFT_KINDS) - {"none", "random", "eagle"}, "no EAGLE-3 head is shipped"
+    assert kinds == set(DRAFT_KINDS) - {"none", "random"}
     assert set(configs) == set(report.REMARKS)
     assert tuple(SECTIONS) == NAMES
 

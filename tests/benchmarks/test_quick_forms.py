@@ -16,7 +16,7 @@ MEASURED = ROOT / "docs" / "measurements"
 
 IN_PROCESS = {
     "benchmarks.acceptance_by_position": (),
-    "benchmarks.drafters": ("--only", "alpha", "heads"),
+    "benchmarks.drafters": ("--only", "alpha", "heads", "eagle"),
     "benchmarks.engine": (),
     "benchmarks.first_token": (),
     "benchmarks.linears": (),
