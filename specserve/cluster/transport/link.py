@@ -272,6 +272,8 @@ class Client:
             ) from None
 
     def _on_timeout(self, timeout_s: float) -> None:
+        if self._answer is None or self._answer.done():
+            return  # it came at the same moment, or just before
         self.is_late = True
         broken = "" if self.is_connected else "; the connection to it is broken"
         self._fail_call(

@@ -262,6 +262,22 @@ def test_a_worker_that_does_not_answer_is_lost_at_the_deadline_and_not_later() -
         run(main(thread))
 
 
+def test_an_answer_that_a_busy_loop_finds_with_the_deadline_is_not_late() -> None:
+    server, client = pair()
+
+    async def main(thread: threading.Thread) -> None:
+        await client.call(verify(1), SECONDS)  # both ends are connected
+        call = asyncio.ensure_future(client.call(verify(2), 0.01))
+        assert later(lambda: server._number == 2 and server._answer is not None)
+        time.sleep(0.1)  # the loop stands still, and finds both at once
+        assert number_of(await call) == 2
+        assert not client.is_late, "a drafter that is late is not asked before it answers"
+        await finish(client, thread)
+
+    with worker(server) as thread:
+        run(main(thread))
+
+
 def test_a_worker_that_fails_raises_at_the_coordinator_what_it_raised() -> None:
     server, client = pair()
     errors = {1: OutOfPages("no room"), 2: ZeroDivisionError("by zero")}
