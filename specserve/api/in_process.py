@@ -39,7 +39,7 @@ async def post(
         if request is not None:
             message, request = request, None
             return message
-        await asyncio.Event().wait()  # it is cancelled, and never sees that nobody listens
+        await asyncio.Event().wait()  # until it is cancelled
         raise AssertionError
 
     async def serve() -> None:

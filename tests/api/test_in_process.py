@@ -44,7 +44,7 @@ def test_pieces_of_an_answer_arrive_before_it_ends() -> None:
     run(scenario())
 
 
-def test_an_answer_that_nobody_takes_is_cancelled() -> None:
+def test_an_answer_that_is_not_taken_is_cancelled() -> None:
     async def scenario() -> None:
         ended = asyncio.Event()
 

@@ -111,7 +111,7 @@ def test_requests_of_one_process_get_the_text_of_the_target() -> None:
     run(scenario())
 
 
-def test_a_request_that_nobody_reads_is_cancelled() -> None:
+def test_a_request_whose_reader_leaves_is_cancelled() -> None:
     async def scenario() -> None:
         served = Served()
         task = asyncio.create_task(served.tokens())
