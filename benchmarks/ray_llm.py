@@ -42,7 +42,7 @@ GAMMA = 5
 
 
 @dataclass(slots=True)
-class EngineFigures:
+class RatesBehindRay:
     """Tokens a second, turn by turn, and the greedy texts."""
 
     rates: list[float] = field(default_factory=list)
@@ -147,10 +147,10 @@ async def ask_all(url: str, prompts: Sequence[tuple[int, ...]], tokens: int) -> 
 
 def measure(
     urls: Mapping[str, str], *, streams: int, tokens: int, turns: int
-) -> dict[str, EngineFigures]:
+) -> dict[str, RatesBehindRay]:
     """Measure the engines in turns; the first turn, which warms up, does not count."""
     prompts = held_out_prompts(count=streams, length=PROMPT_LENGTH)
-    found = {name: EngineFigures() for name in urls}
+    found = {name: RatesBehindRay() for name in urls}
     for turn in range(turns + 1):
         for name, url in urls.items():
             start = time.perf_counter()
@@ -162,7 +162,7 @@ def measure(
     return found
 
 
-def table(streams: int, found: Mapping[str, EngineFigures]) -> str:
+def table(streams: int, found: Mapping[str, RatesBehindRay]) -> str:
     lines = [
         f"## {streams} stream{'s' * (streams > 1)}",
         "",
