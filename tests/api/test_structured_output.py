@@ -180,7 +180,7 @@ def test_the_examples_of_the_docs_run(llm: LLM, capsys: pytest.CaptureFixture[st
         names: dict[str, Any] = {"__name__": "docs"}
         exec(code, names)
         names["client"].close()
-    event, choice, call, *_ = capsys.readouterr().out.splitlines()
+    event, choice, *others = capsys.readouterr().out.splitlines()
     assert event.startswith("kind=")
     assert choice in ("True", "False")
-    assert call.startswith("get_weather {")
+    assert any(line.startswith("get_weather {") for line in others)

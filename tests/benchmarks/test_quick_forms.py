@@ -55,6 +55,7 @@ ELSEWHERE = {
     "benchmarks.peers": "tests/benchmarks/test_peers.py: the other engines have their own Python",
     "benchmarks.peers.summary": "tests/benchmarks/test_peers.py",
     "benchmarks.ranks": "tests/benchmarks/test_ranks.py",
+    "benchmarks.ray_llm": "tests/ray_llm/test_behind_ray_llm.py: vLLM has its own Python",
     "benchmarks.shared_weights": "tests/benchmarks/test_shared_weights.py",
     "tests.chaos.link_pauses": "tests/chaos/test_link_pauses.py",
     "tests.chaos.network": "tests/chaos/test_network.py",

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,3 +164,11 @@ def test_direct_streaming_is_what_this_run_was_asked_for() -> None:
     from ray.llm._internal.serve.constants import RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING as direct
 
     assert direct == (os.environ.get("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING") == "1")
+
+
+def test_the_comparison_with_vllm_runs_in_its_tiny_form() -> None:
+    command = [sys.executable, "-m", "benchmarks.ray_llm", "--quick"]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("RAY_SERVE")}
+    done = subprocess.run(command, env=plain, capture_output=True, text=True, check=True)
+    assert "| specserve | " in done.stdout
+    assert "| vLLM, draft | " in done.stdout
