@@ -76,7 +76,8 @@ def models(url: str) -> list[str]:
 
 
 def complete(url: str, model: str) -> int:
-    body = json.dumps({"model": model, "prompt": "import", "max_tokens": 3}).encode()
+    asked = {"model": model, "prompt": "import", "max_tokens": 3, "ignore_eos": True}
+    body = json.dumps(asked).encode()
     request = urllib.request.Request(
         f"{url}/v1/completions", body, {"Content-Type": "application/json"}
     )
