@@ -36,7 +36,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
-	bench bench-engine bench-linears bench-quantized bench-serving bench-pipeline bench-placements bench-routing bench-pacer bench-demo bench-drafters bench-learning bench-peers \
+	bench bench-engine bench-linears bench-quantized bench-serving bench-pipeline bench-placements bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
 	conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
@@ -162,6 +162,9 @@ bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and to
 
 bench-routing: $(VENV)/installed-for-tests  ## Measure routing by prefixes between engines
 	$(BIN)/python -m benchmarks.routing --out $(MEASURED)/routing.md $(ARGS)
+
+bench-neighbours: $(VENV)/installed-for-tests  ## Measure passes beside processes that use a core now and then
+	$(BIN)/python -m benchmarks.neighbours --out $(MEASURED)/neighbours.md $(ARGS)
 
 bench-pacer: $(VENV)/installed-for-tests  ## Measure the pacer beside fixed gammas
 	$(BIN)/python -m benchmarks.pacer --out $(MEASURED)/pacer.md $(ARGS)

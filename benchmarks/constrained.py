@@ -18,13 +18,11 @@ from benchmarks.pipeline import (
     GAMMA,
     SAMPLINGS,
     TOKENS,
-    RigPair,
     make_requests,
     measure_in_turns,
-    open_rigs,
     widen_demo_target,
 )
-from benchmarks.rig import run_with_uvloop
+from benchmarks.rig import RigPair, open_rigs, run_with_uvloop
 from specserve.cluster.ray_session import local_ray
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts

@@ -7,11 +7,10 @@ measured in turns (A B A B) in one run, beside what theory predicts from the sam
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -19,10 +18,11 @@ from statistics import mean, median
 
 from benchmarks.coordinator_overhead import report as overhead_table
 from benchmarks.gamma_plot import CHOICES, Rates, in_turn, plot, table
-from benchmarks.rig import LoopRun, Rig, run_with_uvloop, trace_of
+from benchmarks.heavy_drafting import GAMMAS, STREAMS, compare_with_lockstep
+from benchmarks.rig import LoopRun, Prompts, Rig, RigPair, open_rigs, run_with_uvloop, trace_of
 from benchmarks.simulation_check import check_simulation
 from specserve.cluster.ray_session import local_ray
-from specserve.config.tree import DEMO, config_from_keys
+from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
 from specserve.models.checkpoints.widen import inflate
 from specserve.tools.bench.report import machine
@@ -30,8 +30,6 @@ from specserve.types import Request, Speculation, Warp
 
 log = logging.getLogger(__name__)
 
-TARGET_CORE = 0
-DRAFT_CORE = 1
 TOKENS = 128
 GAMMA = 5
 LOOP_TOKENS = 48  # of each request of the closed loops
@@ -41,16 +39,6 @@ SAMPLINGS = {
     "T = 1, `speculative`": (Warp(), "speculative"),
     "T = 1, `block`": (Warp(), "block"),
 }
-Prompts = Sequence[tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class RigPair:
-    """The same target twice: with a drafter that anticipates, and with one in lockstep."""
-
-    anticipating: Rig
-    lockstep: Rig
-    prompts: Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,26 +119,6 @@ class DecodeFigures:
         return f"{self.rate:.0f} ({min(self.rates):.0f} to {max(self.rates):.0f})"
 
 
-@contextlib.asynccontextmanager
-async def open_rigs(target: Path, draft: Path, prompts: Prompts) -> AsyncIterator[RigPair]:
-    """Open both rigs on the same two cores."""
-
-    def config(*, anticipates: bool) -> dict[str, object]:
-        return {
-            "target": {"path": str(target), "threads": 1},
-            "draft": {"path": str(draft), "threads": 1, "placement": "apart"},
-            "cache": {"pages": 2048, "prefix_caching": False},
-            "speculation.anticipation.enabled": anticipates,
-        }
-
-    cores = {"target_core": TARGET_CORE, "draft_core": DRAFT_CORE}
-    async with (
-        Rig.open(config_from_keys(config(anticipates=True)), **cores) as anticipating,
-        Rig.open(config_from_keys(config(anticipates=False)), **cores) as lockstep,
-    ):
-        yield RigPair(anticipating, lockstep, prompts)
-
-
 def make_requests(
     prompts: Prompts, warp: Warp, verifier: str | None, *, tokens: int = TOKENS
 ) -> list[Request]:
@@ -224,47 +192,8 @@ def _hiding_row(
     return f"| {' | '.join(cells)} |"
 
 
-async def compare_best_gammas(rigs: RigPair, *, turns: int) -> Iterator[str]:
-    """Compare anticipation with lockstep, each at its best gamma, at batch 1 and greedy.
-
-    The upper bound is the gain if all drafting were hidden.
-    """
-    requests = make_requests(rigs.prompts, *SAMPLINGS["greedy"])
-    cases: dict[str, tuple[Rig, int | None]] = {
-        f"{name} {gamma}": (rig, gamma)
-        for gamma in (2, 3, 4, 6)
-        for name, rig in (("anticipating", rigs.anticipating), ("lockstep", rigs.lockstep))
-    }
-    swept = await measure_in_turns(cases, requests, turns=2)
-    best = {
-        name: max((key for key in swept if key.startswith(name)), key=lambda key: swept[key].rate)
-        for name in ("anticipating", "lockstep")
-    }
-    figures = await measure_in_turns(
-        {name: cases[key] for name, key in best.items()}, requests, turns=turns
-    )
-    anticipating, lockstep = figures["anticipating"], figures["lockstep"]
-    gamma = int(best["lockstep"].split()[1])
-    drafting = mean(
-        seconds for run in lockstep.runs for seconds in run.span_seconds("draft", "draft")
-    )
-    share = drafting / mean(lockstep.verify_seconds)
-    return iter(
-        [
-            f"Anticipation at gamma {best['anticipating'].split()[1]}: "
-            f"{anticipating.spread} tokens/s, "
-            f"hit rate {anticipating.hit_rate:.2f},",
-            f"target busy {anticipating.busy_share:.2f}.",
-            f"Lockstep at gamma {gamma}: {lockstep.spread} tokens/s; drafting takes {share:.2f} "
-            f"of a verification ({drafting * 1e3:.2f} ms).",
-            f"**Ratio {anticipating.ratio_to(lockstep):.3f}**; hiding all of the drafting at "
-            f"lockstep's gamma would give {1 + share:.3f} at most.",
-        ]
-    )
-
-
 async def sweep_gammas(
-    rigs: RigPair, *, turns: int, batches: Sequence[int] = (1, 4, 16, 32)
+    rigs: RigPair, *, turns: int, batches: Sequence[int]
 ) -> tuple[list[str], Rates]:
     """Compare the pacer's choice with fixed gammas, in closed loops with anticipation.
 
@@ -322,8 +251,7 @@ def widen_demo_target(params: int, into: Path) -> Path:
 
 SECTIONS: dict[str, str] = {
     "hidden": "## One stream: is the drafting hidden?",
-    "weighs": "## Where drafting weighs: the target at 30M",
-    "light": "## Where it does not: the target at 200M",
+    "weighs": "## Where drafting weighs: the target at 30M, the draft at 5M",
     "sweep": "## The pacer",
     "switch": "## Off and on again",
     "simulation": "## The simulation against these devices",
@@ -331,7 +259,7 @@ SECTIONS: dict[str, str] = {
 }
 
 
-async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[str]:
+async def measure(options: argparse.Namespace, wide: Path, heavy: tuple[Path, Path]) -> list[str]:
     """Measure the sections that the options name and return their lines."""
     lines: list[str] = []
     prompts, only = held_out_prompts(count=32, length=TOKENS), options.only
@@ -340,7 +268,7 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
         lines.extend(["", SECTIONS[name], "", *body])
         _write(options.out, lines)  # so that a later failure loses no figures
 
-    if {"hidden", "light", "sweep", "switch", "simulation"} & set(only):
+    if {"hidden", "sweep", "switch", "simulation"} & set(only):
         async with open_rigs(wide, DEMO / "draft", prompts) as rigs:
             if "hidden" in only:
                 add_section(
@@ -354,10 +282,10 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
                         make_requests(prompts[:1], *SAMPLINGS[name]), gamma=options.gamma
                     )
                     file.write_text(json.dumps(trace_of(traced)))
-            if "light" in only:
-                add_section("light", await compare_best_gammas(rigs, turns=options.turns))
             if "sweep" in only:
-                table, rates = await sweep_gammas(rigs, turns=options.turns)
+                table, rates = await sweep_gammas(
+                    rigs, turns=options.turns, batches=options.batches
+                )
                 options.plot.write_text(plot(rates))
                 add_section(
                     "sweep",
@@ -380,8 +308,16 @@ async def measure(options: argparse.Namespace, wide: Path, small: Path) -> list[
                     ),
                 )
     if "weighs" in only:
-        async with open_rigs(small, DEMO / "draft", prompts) as rigs:
-            add_section("weighs", await compare_best_gammas(rigs, turns=options.turns))
+        async with open_rigs(*heavy, prompts) as rigs:
+            add_section(
+                "weighs",
+                await compare_with_lockstep(
+                    rigs,
+                    turns=options.turns,
+                    streams=options.streams,
+                    gammas=GAMMAS[:1] if options.quick else GAMMAS,
+                ),
+            )
     return lines
 
 
@@ -399,11 +335,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, default=Path("pacer.svg"))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--gamma", type=int, default=GAMMA)
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 4, 16, 32], help="of the pacer's sweep"
+    )
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=list(STREAMS), help="where drafting weighs"
+    )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--quick", action="store_true", help="a tiny form, to see that it works")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.turns = 1
+        options.turns, options.streams, options.batches = 1, [2], [2]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with tempfile.TemporaryDirectory() as scratch, local_ray(num_cpus=16):
         wide = (
@@ -411,12 +353,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if set(options.only) - {"weighs", "host"}
             else Path()
         )
-        small = (
-            widen_demo_target(30_000_000, Path(scratch) / "30M")
-            if "weighs" in options.only
-            else Path()
-        )
-        lines = run_with_uvloop(measure(options, wide, small))
+        heavy = Path(scratch) / "30M", Path(scratch) / "5M"
+        if "weighs" in options.only:
+            inflate(DEMO / "target", 30_000_000, heavy[0])
+            inflate(DEMO / "draft", 5_000_000, heavy[1])
+        lines = run_with_uvloop(measure(options, wide, heavy))
     if "host" in options.only:
         lines += ["", SECTIONS["host"], "", *overhead_table()]
     _write(options.out, lines)

@@ -11,13 +11,14 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
 from specserve.cluster.group import WorkerGroup
 from specserve.cluster.placement import bundles
-from specserve.config.tree import Config
+from specserve.config.tree import Config, config_from_keys
 from specserve.engine import Coordinator
 from specserve.engine.pacer import Pacer
 from specserve.engine.trace import Exchange, Round, TraceJournal
@@ -26,6 +27,10 @@ from specserve.metrics import Registry
 from specserve.types import Chunk, Request, Stats
 
 T = TypeVar("T")
+
+TARGET_CORE = 0
+DRAFT_CORE = 1
+Prompts = Sequence[tuple[int, ...]]
 
 
 @dataclass(slots=True)
@@ -161,6 +166,35 @@ class Rig:
             remote_workers=True,
             drafts_prompts=self.group.drafts_prompts,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RigPair:
+    """The same target twice: with a drafter that anticipates, and with one in lockstep."""
+
+    anticipating: Rig
+    lockstep: Rig
+    prompts: Prompts
+
+
+@contextlib.asynccontextmanager
+async def open_rigs(target: Path, draft: Path, prompts: Prompts) -> AsyncIterator[RigPair]:
+    """Open both rigs on the same two cores."""
+
+    def config(*, anticipates: bool) -> dict[str, object]:
+        return {
+            "target": {"path": str(target), "threads": 1},
+            "draft": {"path": str(draft), "threads": 1, "placement": "apart"},
+            "cache": {"pages": 2048, "prefix_caching": False},
+            "speculation.anticipation.enabled": anticipates,
+        }
+
+    cores = {"target_core": TARGET_CORE, "draft_core": DRAFT_CORE}
+    async with (
+        Rig.open(config_from_keys(config(anticipates=True)), **cores) as anticipating,
+        Rig.open(config_from_keys(config(anticipates=False)), **cores) as lockstep,
+    ):
+        yield RigPair(anticipating, lockstep, prompts)
 
 
 def trace_of(run: LoopRun) -> dict[str, Any]:
