@@ -294,7 +294,7 @@ async def measure(options: argparse.Namespace, wide: Path, heavy: tuple[Path, Pa
             if "switch" in only:
                 add_section("switch", await switch_off_and_on(rigs))
             if "simulation" in only:
-                requests = make_requests(prompts, *SAMPLINGS["greedy"])
+                requests = make_requests(prompts, *SAMPLINGS["greedy"], tokens=TOKENS // 2)
                 add_section(
                     "simulation",
                     iter(

@@ -25,6 +25,9 @@ from specserve.tools.simulate.run import simulate
 from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
 from specserve.types import Request
 
+LOCKSTEP_STREAMS = (1, 4, 8, 32)
+OTHER_STREAMS = (1, 8, 32)
+
 
 @dataclass(frozen=True, slots=True)
 class FittedDevices:
@@ -41,10 +44,10 @@ async def check_simulation(
 ) -> list[str]:
     """Return a table of measured and simulated rates.
 
-    Passes and overheads are fitted to lockstep with one stream and eight; four streams, plain
-    decoding and anticipation are predicted. Each turn is fitted and predicted by itself, since
-    machines drift. Acceptance and hit rate are each run's own: texts differ, and the simulation
-    does not claim to know them.
+    Passes and overheads are fitted to lockstep with one stream and eight; other numbers of streams,
+    plain decoding and anticipation are predicted. Each turn is fitted and predicted by itself,
+    since machines drift. Acceptance and hit rate are each run's own: texts differ, and the
+    simulation does not claim to know them.
     """
     rates: dict[str, list[tuple[float, float]]] = {}
     for turn in range(-1, turns):
@@ -70,27 +73,29 @@ async def check_simulation(
 async def _run_turn(
     lockstep: Rig, anticipating: Rig, requests: Sequence[Request], *, gamma: int
 ) -> dict[str, tuple[LoopRun, Scenario]]:
-    runs = {
-        batch: await lockstep.run_closed_loop(requests[:batch], gamma=gamma) for batch in (1, 8, 4)
+    lockstep_runs = {
+        batch: await lockstep.run_closed_loop(requests[:batch], gamma=gamma)
+        for batch in LOCKSTEP_STREAMS
     }
-    fitted = fit_devices(runs[1], runs[8])
-    plain, anticipated = (
-        await anticipating.run_closed_loop(requests[:1], gamma=0),
-        await anticipating.run_closed_loop(requests[:1], gamma=gamma),
-    )
-    cases = {
-        f"lockstep, {batch} stream{'s' if batch > 1 else ''}": (
+    fitted = fit_devices(lockstep_runs[1], lockstep_runs[8])
+    runs = {(Mode.LOCKSTEP, batch): run for batch, run in lockstep_runs.items()}
+    for batch in OTHER_STREAMS:
+        for mode in (Mode.PLAIN, Mode.ANTICIPATED):
+            runs[mode, batch] = await anticipating.run_closed_loop(
+                requests[:batch], gamma=0 if mode is Mode.PLAIN else gamma
+            )
+    return {
+        f"{mode.value}, {batch} stream{'s' if batch > 1 else ''}": (
             run,
-            make_scenario(with_measured_acceptance(fitted, run), Mode.LOCKSTEP, gamma, batch),
+            make_scenario(
+                with_measured_acceptance(fitted, run),
+                mode,
+                0 if mode is Mode.PLAIN else gamma,
+                batch,
+            ),
         )
-        for batch, run in sorted(runs.items())
+        for (mode, batch), run in runs.items()
     }
-    cases["plain, 1 stream"] = plain, make_scenario(fitted, Mode.PLAIN, 0, 1)
-    cases["anticipation, 1 stream"] = (
-        anticipated,
-        make_scenario(with_measured_acceptance(fitted, anticipated), Mode.ANTICIPATED, gamma, 1),
-    )
-    return cases
 
 
 def fit_devices(one: LoopRun, many: LoopRun) -> FittedDevices:
