@@ -37,9 +37,7 @@ class HandshakeLimit:
     def on_accepted(self, descriptor: int, endpoint: str) -> None:
         """Shut down a connection that `endpoint` has accepted if its peer has too many."""
         try:
-            # The copy stays the same connection even if ZeroMQ closes its own descriptor now and
-            # another file gets that number.
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
+            with _copy_of(descriptor) as connection:
                 if not _was_accepted_by(connection, endpoint):
                     return
                 peer = _peer_of(connection)
@@ -74,6 +72,19 @@ class HandshakeLimit:
                 peer,
             )
             self._num_refused, self._next_log_time = 0, now + 1
+
+
+def _copy_of(descriptor: int) -> socket.socket:
+    """Return a copy, which stays the same connection even if ZeroMQ closes its own descriptor.
+
+    Raises OSError if it has closed it already, also if another file has got that number.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
 
 
 def _was_accepted_by(connection: socket.socket, endpoint: str) -> bool:

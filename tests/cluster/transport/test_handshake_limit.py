@@ -133,15 +133,20 @@ def accepted_connections() -> Iterator[Callable[[HandshakeLimit], bool]]:
 def test_only_connections_of_the_listening_socket_are_ever_shut_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that a descriptor which belongs to another file by now is left alone."""
+    """Check that a descriptor which belongs to another file by now is left alone, and no copy stays.
+
+    The file may be no socket at all, as an event loop's epoll.
+    """
     monkeypatch.setattr(handshake_limit, "MAX_HANDSHAKES", 0)
     limit = HandshakeLimit(1.0)
     ours, theirs = socket.socketpair()
     with ours, theirs, open(__file__, encoding="utf-8") as file:
+        num_before = psutil.Process().num_fds()
         for endpoint in (f"tcp://{HOST}:5", "ipc://@specserve-0"):
             limit.on_accepted(theirs.fileno(), endpoint)
             limit.on_accepted(file.fileno(), endpoint)
         limit.on_accepted(10**6, f"tcp://{HOST}:5")
         assert num_open([ours]) == 1
+        assert psutil.Process().num_fds() == num_before
     with accepted_connections() as accept:
         assert not accept(limit), "and its own are"
