@@ -96,7 +96,7 @@ NEIGHBOURS = (
 )
 
 
-class Team:
+class TargetProcess:
     """A target in a process of its own, stopped unless it is asked for passes."""
 
     def __init__(self, target: Path, variables: Mapping[str, str]) -> None:
@@ -164,7 +164,7 @@ def measure(
     with ExitStack() as stack:
         teams = {}
         for name in settings:
-            teams[name] = Team(target, SETTINGS[name])
+            teams[name] = TargetProcess(target, SETTINGS[name])
             stack.callback(teams[name].close)
             teams[name].pass_seconds(1, 1)  # until it has started
         for turn in range(-1, turns):

@@ -133,7 +133,7 @@ def accepted_connections() -> Iterator[Callable[[HandshakeLimit], bool]]:
 def test_only_connections_of_the_listening_socket_are_ever_shut_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Check that a descriptor which belongs to another file by now is left alone, and no copy stays.
+    """Check that the descriptor of another file is left alone, and that no copy of it stays.
 
     The file may be no socket at all, as an event loop's epoll.
     """
