@@ -1,7 +1,8 @@
 """Anticipation where drafting weighs, beside lockstep, at several numbers of streams.
 
 Each runs at the best of its fixed gammas, and as the pacer chooses. The passes of the run itself
-say how much faster it would be if all of the drafting were hidden.
+say how much faster it would be if all of the drafting were hidden, or that of the proposals
+that were ready when they were wanted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ TOKENS = 48
 GREEDY = Warp(temperature=0.0)
 HEAD = (
     "| streams | lockstep, tokens/s | anticipating, tokens/s | ratio | pacer's choice, tokens/s "
-    "| ratio to lockstep | drafting / verifying | if all were hidden | target busy |",
-    "|---|---|---|---|---|---|---|---|---|",
+    "| ratio to lockstep | drafting / verifying | if all were hidden | hit rate "
+    "| if hits alone were | target busy |",
+    "|---|---|---|---|---|---|---|---|---|---|---|",
 )
 
 
@@ -47,10 +49,10 @@ class PassShares:
     def ratio(self) -> float:
         return self.draft / self.verify
 
-    @property
-    def bound(self) -> float:
-        """Gain over lockstep if the shorter of the two were hidden behind the longer."""
-        return (self.draft + self.verify) / max(self.draft, self.verify)
+    def bound(self, hidden: float = 1.0) -> float:
+        """Return the gain over lockstep if this share of drafting were hidden behind verifying."""
+        round_seconds = max(hidden * self.draft, self.verify) + (1 - hidden) * self.draft
+        return (self.draft + self.verify) / round_seconds
 
 
 async def compare_with_lockstep(
@@ -124,6 +126,8 @@ def _row(streams: int, found: dict[str, tuple[int | None, list[LoopRun]]]) -> st
         / (run.decode_rounds[-1].end - run.decode_rounds[0].start)
         for run in found["anticipating"][1]
     )
+    hits = [hit for run in found["anticipating"][1] for hit in run.hits]
+    hit_rate = mean(hits) if hits else 0.0
     cells = [
         str(streams),
         f"{_rates(lockstep)}, gamma {found['lockstep'][0]}",
@@ -132,7 +136,9 @@ def _row(streams: int, found: dict[str, tuple[int | None, list[LoopRun]]]) -> st
         _rates(found["auto"][1]),
         _ratio(found["auto"][1], lockstep),
         f"{shares.ratio:.2f} ({shares.draft * 1e3:.1f} / {shares.verify * 1e3:.1f} ms)",
-        f"{shares.bound:.2f}",
+        f"{shares.bound():.2f}",
+        f"{hit_rate:.2f}",
+        f"{shares.bound(hit_rate):.2f}",
         f"{busy:.2f}",
     ]
     return f"| {' | '.join(cells)} |"

@@ -74,13 +74,7 @@ class DecodeFigures:
 
     @property
     def hit_rate(self) -> float:
-        hits = [
-            outcome.anticipated
-            for run in self.runs
-            for round_ in run.decode_rounds
-            for outcome in round_.outcomes
-            if outcome.anticipated is not None
-        ]
+        hits = [hit for run in self.runs for hit in run.hits]
         return mean(hits) if hits else 0.0
 
     @property

@@ -58,6 +58,16 @@ class LoopRun:
         """Rounds without prefill, except the first, whose drafts could not be prepared."""
         return [round_ for round_ in self.rounds if not round_.num_prompt_tokens][1:]
 
+    @property
+    def hits(self) -> list[bool]:
+        """True for each proposal that was ready when it was wanted, False for each other one."""
+        return [
+            outcome.anticipated
+            for round_ in self.decode_rounds
+            for outcome in round_.outcomes
+            if outcome.anticipated is not None
+        ]
+
     def span_seconds(self, role: str, name: str) -> list[float]:
         """Return the seconds of each span of that name during the decode rounds."""
         since, until = self.decode_rounds[0].start, self.decode_rounds[-1].end

@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
+import numpy as np
+
 from benchmarks.rig import LoopRun, Rig, trace_of
 from specserve.config.tree import config_from_keys
 from specserve.engine.trace import Round
@@ -23,10 +25,39 @@ from specserve.tools.simulate.fit import pass_time_from_trace
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.run import simulate
 from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
-from specserve.types import Request
+from specserve.types import Curve, Request
 
 LOCKSTEP_STREAMS = (1, 4, 8, 32)
 OTHER_STREAMS = (1, 8, 32)
+PROMPT = 24
+"""Tokens of a prompt, so few that all streams begin within some rounds and run together."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePassTime:
+    """Passes of a target by rows, as its warm-up measured them for one sequence.
+
+    `scale` is how much slower it runs beside the others, and each further sequence takes
+    `per_sequence` more.
+    """
+
+    curve: Curve
+    scale: float = 1.0
+    per_sequence: float = 0.0
+
+    def seconds(self, rows: int, sequences: int, positions: int) -> float:
+        known, taken = zip(*self.curve, strict=True)
+        beyond: float = max(1.0, rows / known[-1])
+        of_rows: float = float(np.interp(rows, known, taken)) * beyond
+        return self.scale * of_rows + self.per_sequence * (sequences - 1)
+
+    def fitted_to(self, one: LoopRun, many: LoopRun, *, rows: int) -> CurvePassTime:
+        """Return it with the seconds of runs whose passes have so many rows a sequence."""
+        count = len(many.output_ids)
+        of_one, of_many = (median(run.span_seconds("target", "verify")) for run in (one, many))
+        scaled = replace(self, scale=of_one / self.seconds(rows, 1, 0))
+        further = of_many - scaled.seconds(count * rows, 1, 0)
+        return replace(scaled, per_sequence=max(0.0, further) / (count - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +75,14 @@ async def check_simulation(
 ) -> list[str]:
     """Return a table of measured and simulated rates.
 
-    Passes and overheads are fitted to lockstep with one stream and eight; other numbers of streams,
-    plain decoding and anticipation are predicted. Each turn is fitted and predicted by itself,
+    Passes are those of the warm-up, by rows. What they lose beside others, and overheads, are
+    fitted to lockstep with one stream and eight; other numbers of streams, plain decoding and
+    anticipation are predicted. Each turn is fitted and predicted by itself,
     since machines drift. Acceptance and hit rate are each run's own: texts differ, and the
     simulation does not claim to know them.
     """
     rates: dict[str, list[tuple[float, float]]] = {}
+    requests = [replace(request, prompt=request.prompt[-PROMPT:]) for request in requests]
     for turn in range(-1, turns):
         cases = await _run_turn(
             lockstep, anticipating, [*requests[turn:], *requests[:turn]], gamma=gamma
@@ -77,7 +110,9 @@ async def _run_turn(
         batch: await lockstep.run_closed_loop(requests[:batch], gamma=gamma)
         for batch in LOCKSTEP_STREAMS
     }
-    fitted = fit_devices(lockstep_runs[1], lockstep_runs[8])
+    fitted = fit_devices(
+        lockstep_runs[1], lockstep_runs[8], curve=lockstep.group.info.curve, rows=gamma + 1
+    )
     runs = {(Mode.LOCKSTEP, batch): run for batch, run in lockstep_runs.items()}
     for batch in OTHER_STREAMS:
         for mode in (Mode.PLAIN, Mode.ANTICIPATED):
@@ -98,20 +133,22 @@ async def _run_turn(
     }
 
 
-def fit_devices(one: LoopRun, many: LoopRun) -> FittedDevices:
-    """Fit devices to a run of one stream and a run of many.
+def fit_devices(one: LoopRun, many: LoopRun, *, curve: Curve, rows: int) -> FittedDevices:
+    """Fit devices to a run of one stream and a run of many, with so many rows a sequence.
 
-    Passes are fitted by least squares over both runs. The time of an exchange outside its work is
-    the link's; the rest of a round is the host's.
+    Passes of the target are its curve, stretched to both runs; those of the draft are fitted by
+    least squares. The time of an exchange outside its work is the link's; the rest of a round is
+    the host's.
     """
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "trace.json"
         events = [event for run in (one, many) for event in trace_of(run)["traceEvents"]]
         file.write_text(json.dumps({"traceEvents": events}))
-        target, draft = (
-            DeviceGroup(pass_time_from_trace(file, role), link_s=link_seconds(one, role))
-            for role in ("target", "draft")
-        )
+        draft_passes = pass_time_from_trace(file, "draft")
+    target = DeviceGroup(
+        CurvePassTime(curve).fitted_to(one, many, rows=rows), link_s=link_seconds(one, "target")
+    )
+    draft = DeviceGroup(draft_passes, link_s=link_seconds(one, "draft"))
     links = 2 * (target.link_s + draft.link_s)
     host_one, host_many = idle_seconds(one) - links, idle_seconds(many) - links
     per_sequence = max(0.0, (host_many - host_one) / (len(many.output_ids) - 1))
@@ -174,16 +211,10 @@ def measured_acceptance(runs: Sequence[LoopRun], *, hit_rate: float = 1.0) -> Ac
 
 def with_measured_acceptance(fitted: FittedDevices, run: LoopRun) -> FittedDevices:
     """Return the devices with the acceptance of a run, and with its anticipation hit rate."""
-    hits = [
-        outcome.anticipated
-        for round_ in run.decode_rounds
-        for outcome in round_.outcomes
-        if outcome.anticipated is not None
-    ]
     if not any(round_.outcomes for round_ in run.decode_rounds):
         return fitted
     return replace(
-        fitted, acceptance=measured_acceptance([run], hit_rate=mean(hits) if hits else 1.0)
+        fitted, acceptance=measured_acceptance([run], hit_rate=mean(run.hits) if run.hits else 1.0)
     )
 
 

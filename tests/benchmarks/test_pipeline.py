@@ -7,7 +7,13 @@ import pytest
 from benchmarks.gamma_plot import plot
 from benchmarks.pipeline import DecodeFigures
 from benchmarks.rig import LoopRun, trace_of
-from benchmarks.simulation_check import decode_rate, fit_devices, idle_seconds, measured_acceptance
+from benchmarks.simulation_check import (
+    CurvePassTime,
+    decode_rate,
+    fit_devices,
+    idle_seconds,
+    measured_acceptance,
+)
 from specserve.engine.batch import Outcome
 from specserve.engine.pacer import Pacer
 from specserve.engine.trace import Exchange, Round
@@ -100,13 +106,28 @@ def test_simulation_is_fitted_to_passes_acceptance_and_host_time() -> None:
         )
         for n in (1, 8)
     )
-    fitted = fit_devices(one, many)
+    fitted = fit_devices(one, many, curve=((1, 0.007), (40, 0.007)), rows=5)
     assert fitted.target.pass_time.seconds(5, 1, 0) == pytest.approx(0.007, rel=0.02)
     assert fitted.target.pass_time.seconds(40, 8, 0) == pytest.approx(0.014, rel=0.02)
     assert fitted.host.per_round == pytest.approx(0.001, rel=0.05)
     assert fitted.host.per_sequence == pytest.approx(0.0001, rel=0.05)
     assert idle_seconds(one) == pytest.approx(0.0011)
     assert decode_rate(one) == pytest.approx(3 / 0.0101, rel=0.05)
+
+
+def test_passes_of_the_warm_up_are_stretched_to_those_of_the_runs() -> None:
+    curve = ((1, 0.010), (8, 0.010), (16, 0.020), (32, 0.040))
+    passes = CurvePassTime(curve)
+    assert passes.seconds(12, 1, 0) == pytest.approx(0.015)
+    assert passes.seconds(64, 1, 0) == pytest.approx(0.080), "beyond the curve in proportion"
+    one, many = (
+        make_run(verify=verify, draft=0.001, accepted=(1, 2) * 8, streams=n)
+        for n, verify in ((1, 0.011), (8, 0.051))
+    )
+    fitted = passes.fitted_to(one, many, rows=4)
+    assert fitted.seconds(4, 1, 0) == pytest.approx(0.011)
+    assert fitted.seconds(32, 8, 0) == pytest.approx(0.051)
+    assert fitted.seconds(8, 8, 0) == pytest.approx(0.011 + 0.007)
 
 
 def test_link_time_is_the_part_of_an_exchange_outside_its_work_and_not_the_host_s() -> None:
@@ -116,7 +137,7 @@ def test_link_time_is_the_part_of_an_exchange_outside_its_work_and_not_the_host_
         )
         for n in (1, 8)
     )
-    fitted = fit_devices(one, many)
+    fitted = fit_devices(one, many, curve=((1, 0.007), (40, 0.007)), rows=5)
     assert fitted.target.link_s == pytest.approx(0.0005)
     assert fitted.draft.link_s == pytest.approx(0.0005)
     assert fitted.host.per_round == pytest.approx(0.001, rel=0.05)

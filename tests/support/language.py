@@ -12,6 +12,8 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.syntax import parsed
+
 MAX_COLUMNS = 100
 
 # Words that have a plain equivalent, and metaphors that hid what a module does.
@@ -71,7 +73,7 @@ def _wide_lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _python(name: str, text: str) -> Iterator[tuple[int, str]]:
-    tree = ast.parse(text)
+    tree = parsed(text)
     for node in ast.walk(tree):
         documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
         if isinstance(node, documented) and (doc := ast.get_docstring(node)):

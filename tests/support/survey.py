@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.language import MAX_COLUMNS, findings
+from tests.support.syntax import parsed
 
 BESIDE = {
     *("bench", "demo", "doctor", "planning", "reference", "reproduce", "simulate", "tools", "cli"),
@@ -105,7 +106,7 @@ def shared_class_names(root: Path, sources: list[Path]) -> dict[str, list[str]]:
     """Return the public class names that stand in more than one module, each with its modules."""
     modules: dict[str, list[str]] = defaultdict(list)
     for path in sources:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules[node.name].append(str(path.relative_to(root)))
     return {name: where for name, where in sorted(modules.items()) if len(where) > 1}
@@ -127,7 +128,7 @@ def _is_serving(path: Path) -> bool:
 
 def _docstrings(path: Path) -> Iterator[str]:
     documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
         if isinstance(node, documented) and (doc := ast.get_docstring(node)):
             yield doc
 

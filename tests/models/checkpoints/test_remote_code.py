@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import specserve
+from tests.support.syntax import parsed
 
 PACKAGE = Path(specserve.__file__).parent
 LOADERS = ("from_pretrained", "from_config")
@@ -19,7 +20,7 @@ def loads_without_refusal(source: str) -> list[str]:
 
     A `from_config` counts in modules that import transformers, unless it is of a class of ours.
     """
-    tree = ast.parse(source)
+    tree = parsed(source)
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     return [
         f"line {node.lineno}: {ast.unparse(node)}"
@@ -72,7 +73,7 @@ def test_every_call_of_the_package_refuses_remote_code() -> None:
 
 def test_nothing_turns_remote_code_on() -> None:
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
                 assert isinstance(node.value, ast.Constant), path
                 assert node.value.value is False, path
