@@ -14,10 +14,14 @@ from specserve.api.refusal import Refusal
 
 BODY_S = 60.0
 """Seconds within which a body must have arrived."""
-MAX_DRAIN = 64 * 2**20
+MAX_DRAIN = 256 * 2**20
 """Bytes of a refused body that are read and dropped, so that its client comes to the answer."""
-DRAIN_S = 10.0
-"""Seconds for that. Behind either, the connection is closed and the client may see an error."""
+DRAIN_S = 30.0
+"""Seconds for that. Behind either, the connection is closed and the client may see an error.
+
+HAProxy then stops reading now and then without closing its own side: a client that goes on sending,
+and sets no time limit, waits.
+"""
 
 
 class BodyLimit:
