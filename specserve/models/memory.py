@@ -10,7 +10,6 @@ import torch
 
 from specserve.errors import TooLittleMemory
 from specserve.host_memory import available_memory
-from specserve.models.checkpoints.weights import num_weight_bytes
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 KEEP_BYTES, TOP_PAD_BYTES = 2**31 - 1, 2**26
@@ -75,19 +74,12 @@ def free_memory(device: torch.device) -> int:
     return available_memory()
 
 
-def require_room(
-    directory: Path,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    ranks: int,
-    keeps_codes: bool = False,
-) -> None:
-    """Raise TooLittleMemory for a model whose weights cannot fit.
+def require_room(directory: Path, num_bytes: int, *, device: torch.device, ranks: int) -> None:
+    """Raise TooLittleMemory for a model whose weights, `num_bytes` on all ranks, cannot fit.
 
     A system that runs out of memory during loading reports nothing: it kills the process.
     """
-    needed = num_weight_bytes(directory, dtype, keeps_codes=keeps_codes) // ranks
+    needed = num_bytes // ranks
     free = free_memory(device)
     if needed > free:
         share = f", a rank's share of {ranks}," if ranks > 1 else ""

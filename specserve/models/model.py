@@ -37,6 +37,7 @@ from specserve.models.checkpoints.load import (
     is_encoder_decoder,
     load_model,
     longest_context,
+    num_held_bytes,
     read_config,
     register_attention,
 )
@@ -177,6 +178,9 @@ def open_model(
             round_to=options.round_to,
         )
 
+    def weight_bytes() -> int:
+        return num_held_bytes(directory, dtype, keeps_codes=keeps_codes, round_to=options.round_to)
+
     def attention_for(loaded: LoadedModel) -> Attention:
         return _attention(attention_name, options, loaded, dtype, device)
 
@@ -215,9 +219,8 @@ def open_model(
             directory,
             options.weights_directory,
             dtype=dtype,
-            ranks=ranks,
+            num_bytes=lambda: weight_bytes() // ranks,
             kernel=linear_kernel(options.kernel),
-            keeps_codes=keeps_codes,
             part=(
                 None if shard is None else (shard.rank, shard.size, shard.gathers),
                 tuple(skip),
@@ -228,7 +231,7 @@ def open_model(
             build=lambda loaded: build(loaded, make_cache(loaded.spec, 1), attention_for(loaded)),
         )
     if packed is None and not skip:
-        require_room(directory, dtype=dtype, device=device, ranks=ranks, keeps_codes=keeps_codes)
+        require_room(directory, weight_bytes(), device=device, ranks=ranks)
     loaded = load(packed)
     spec = loaded.spec
     context = _context(spec, options)

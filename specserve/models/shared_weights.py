@@ -19,7 +19,7 @@ import torch
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.checkpoints.packed import PackedCheckpoint, PackedWriter
 from specserve.models.checkpoints.store import UnsafeDirectory, WeightStore
-from specserve.models.checkpoints.weights import num_weight_bytes, weight_files
+from specserve.models.checkpoints.weights import weight_files
 from specserve.models.layers import linear_weights
 from specserve.models.linear_kernels import LinearKernel
 from specserve.models.mapped_file import can_map
@@ -36,17 +36,16 @@ def open_shared_weights(
     directory: Path | None,
     *,
     dtype: torch.dtype,
-    ranks: int,
+    num_bytes: Callable[[], int],
     kernel: LinearKernel,
-    keeps_codes: bool,
     part: object,
     load: Callable[[], LoadedModel],
     build: Callable[[LoadedModel], object],
 ) -> PackedCheckpoint | None:
     """Return a checkpoint's packed weights, mapped; None if they have to stay in private memory.
 
-    `part` says which of the weights are meant; `load` and `build` make a network, which is done
-    only if no process has written the file yet.
+    `part` says which of the weights are meant, and `num_bytes` what they take; `load` and `build`
+    make a network, which is done only if no process has written the file yet.
     """
 
     def write(file: BinaryIO) -> None:
@@ -63,8 +62,7 @@ def open_shared_weights(
         store = WeightStore(directory)
         key = weights_key(checkpoint, dtype, (kernel.name, part))
         if not store.has(key):
-            num_bytes = num_weight_bytes(checkpoint, dtype, keeps_codes=keeps_codes)
-            _require_room(store, num_bytes // ranks)
+            _require_room(store, num_bytes())
         return store.get(key, partial(PackedCheckpoint, kernel=kernel), write)
     except (OSError, UnsafeDirectory) as error:
         log.warning("weights are not shared with other processes: %s", error)

@@ -229,13 +229,13 @@ def test_a_cluster_that_is_too_small_is_an_error_that_names_the_key_to_lower() -
 def test_a_model_that_is_too_big_is_refused_before_it_is_loaded(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require_room(model, dtype=torch.float32, device=torch.device("cpu"), ranks=1)
+    require_room(model, 2_000, device=torch.device("cpu"), ranks=1)
     monkeypatch.setattr("specserve.models.memory.free_memory", lambda device: 1000)
     with pytest.raises(
         TooLittleMemory,
         match=r"take 0.0 GiB, and 0.0 GiB of cpu memory are free; use a smaller model",
     ):
-        require_room(model, dtype=torch.float32, device=torch.device("cpu"), ranks=1)
+        require_room(model, 2_000, device=torch.device("cpu"), ranks=1)
 
 
 def test_a_cache_that_holds_no_page_names_the_key() -> None:

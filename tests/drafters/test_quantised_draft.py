@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from specserve import LLM, Sampling
 from specserve.checkpoint_files import find_checkpoints
 from specserve.config.tree import config_from_keys
-from specserve.errors import ConfigError, UnsupportedModel
+from specserve.errors import ConfigError, TooLittleMemory, UnsupportedModel
 from specserve.models.checkpoints.quantize import write_quantized
+from specserve.models.checkpoints.weights import num_weight_bytes
+from specserve.models.linear_kernels import missing_for_compiled
 from specserve.models.model import ModelOptions, open_model
 from specserve.types import Step
 from tests.formats.check import MADE
@@ -66,6 +69,19 @@ def test_rounding_while_loading_gives_the_numbers_of_a_written_copy(
         found.append(runner.run([Step(0, 0, TEXT)], [len(TEXT)]))
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.skipif(missing_for_compiled() is not None, reason=f"it needs {missing_for_compiled()}")
+def test_a_draft_has_room_where_only_its_small_integers_fit(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = num_weight_bytes(target, torch.bfloat16)
+    monkeypatch.setattr("specserve.models.memory.free_memory", lambda device: whole - 1)
+    options = ModelOptions("bfloat16", "cpu", pages=8)
+    with pytest.raises(TooLittleMemory):
+        open_model(target, options)
+    for bits in (8, 4):
+        open_model(target, replace(options, round_to=bits))
 
 
 def test_a_draft_that_is_quantised_already_is_refused_before_it_is_read(target: Path) -> None:

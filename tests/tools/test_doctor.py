@@ -16,12 +16,18 @@ from specserve.cli import main as cli
 from specserve.cluster.checkup import Checkup
 from specserve.config.tree import DEMO, Config, HttpConfig, config_from_keys
 from specserve.errors import ConfigError
+from specserve.models.checkpoints.load import load_model
+from specserve.models.coded_weight import CodedWeight
+from specserve.models.linear_kernels import missing_for_compiled
 from specserve.tools.doctor import cluster, command, machine, models, ports, room, secrets
 from specserve.tools.doctor.findings import Finding, Grade, guarded, ok
 from specserve.tools.doctor.report import DoctorReport
 from specserve.tools.doctor.room import MemoryNeed
 from tests.support.checkpoints import add_tokenizer, make
 
+needs_compiled = pytest.mark.skipif(
+    missing_for_compiled() is not None, reason=f"it needs {missing_for_compiled()}"
+)
 WELL = Checkup("2.60.0", None, (), False, {"CPU": 5.0}, None, "/bin/haproxy", "", {})
 
 
@@ -279,6 +285,23 @@ def test_the_room_of_the_demo_pair_is_the_weights_of_both() -> None:
     assert found.grade is Grade.OK
     alone = room.memory_need(DEMO / "target", config.target, config)
     assert 2 * 6_000_000 < alone.weight_bytes < 4 * 7_000_000
+
+
+@needs_compiled
+def test_a_rounded_draft_takes_the_room_of_its_small_integers(tmp_path: Path) -> None:
+    draft = DEMO / "target"
+    module = load_model(
+        draft, dtype=torch.bfloat16, device="cpu", keeps_codes=True, round_to=4
+    ).module
+    taken = sum(
+        weight.num_bytes if isinstance(weight, CodedWeight) else weight.nbytes
+        for weight in module.parameters()
+    )
+    keys = {"target.device": "cpu", "draft.device": "cpu", "draft.dtype": "bfloat16"}
+    config = config_from_keys(keys | {"draft.kind": "neural", "draft.quantize": "int4"})
+    assert room.memory_need(draft, config.draft, config).weight_bytes == taken
+    whole = room.memory_need(draft, config_from_keys(keys).draft, config_from_keys(keys))
+    assert whole.weight_bytes > 2 * taken
 
 
 def test_what_ray_says_becomes_findings() -> None:

@@ -21,6 +21,7 @@ from specserve.engine.draft_placement import PlacementCosts, choose_placement
 from specserve.models.checkpoints.find import describe
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.widen import _open
+from specserve.models.linear_kernels import missing_for_compiled
 from specserve.tools.plan.cascades import CascadeStage, best_cascades, best_matrix, cascade_factor
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
 from specserve.tools.plan.measure import ModelReader, TableDrafter, overlaps
@@ -35,8 +36,10 @@ from specserve.tools.plan.memory import (
 from specserve.tools.plan.placement import LOADS, TARGET_ROWS, measure_placement
 from specserve.tools.reproduce.family import reader
 from specserve.types import Curve
+from tests.formats.check import MADE
 from tests.support.checkpoints import ARCHITECTURES, add_tokenizer, make, perturb
 
+GPTQ = MADE / "gptq"
 PLAN = MemoryPlan(torch.bfloat16, page_size=16, memory_fraction=0.5, context=8192)
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"],
@@ -257,6 +260,19 @@ def test_plan_measures_a_pair_and_writes_figures_and_a_picture(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(missing_for_compiled() is not None, reason=f"it needs {missing_for_compiled()}")
+def test_plan_counts_a_rounded_draft_as_it_is_held(tmp_path: Path) -> None:
+    figures, taken = tmp_path / "plan.json", {}
+    models = ["--target", str(DEMO / "target"), "--draft", str(DEMO / "target")]
+    for bits in (None, "int8", "int4"):
+        options = [] if bits is None else ["--draft-quantize", bits]
+        assert main(["plan", *models, *options, "--json", str(figures)]) == 0
+        memory = json.loads(figures.read_text())["memory"]
+        taken[bits] = memory["draft"]["weight_bytes"]
+        assert memory["target"]["weight_bytes"] == taken[None]
+    assert taken[None] > 1.5 * taken["int8"] > 1.5 * 1.2 * taken["int4"]
+
+
 @pytest.mark.parametrize(("threads", "is_measured"), [("2", True), ("1", False)])
 def test_plan_measures_the_placement_of_the_draft_where_threads_can_be_divided(
     threads: str,
@@ -351,6 +367,14 @@ def test_without_a_number_or_a_draft_it_says_what_is_missing(
         (["--target", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--target", str(Path(__file__).parent)], "no config.json"),
         (["--draft", str(DEMO / "draft")], "--draft needs --target"),
+        (
+            ["--target", str(DEMO / "target"), "--draft-quantize", "int4"],
+            "--draft-quantize rounds the draft's weights; name it by --draft",
+        ),
+        (
+            ["--target", str(DEMO / "target"), "--draft", str(GPTQ), "--draft-quantize", "int4"],
+            "is quantized already (gptq)",
+        ),
         (["--stages", "0.8:0.1"], "two or more"),
         (["--stages", "0.8", "0.5:0"], "alpha:cost"),
         (["--stages", "0.8,0.9:0.1", "0.5:0"], "reviewed by the target alone"),

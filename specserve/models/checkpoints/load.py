@@ -327,6 +327,28 @@ def check_can_train(directory: Path, config: Any) -> None:
         )
 
 
+def num_held_bytes(
+    directory: Path, dtype: torch.dtype, *, keeps_codes: bool, round_to: int | None
+) -> int:
+    """Return the bytes of a checkpoint's weights in memory, rounded as they are read or not."""
+    num_bytes = num_weight_bytes(directory, dtype, keeps_codes=keeps_codes)
+    if round_to is None or not keeps_codes:
+        return num_bytes
+    return num_bytes - num_bytes_saved_by_rounding(directory, dtype, round_to)
+
+
+def num_bytes_saved_by_rounding(directory: Path, dtype: torch.dtype, bits: int) -> int:
+    """Return how many bytes fewer a checkpoint's weights take once they are rounded.
+
+    Reads config.json only. Raises UnsupportedModel for a checkpoint that cannot be rounded.
+    """
+    config = read_config(directory)
+    check_can_round(directory, config)
+    with quiet_library(), library_errors(directory):
+        module = empty_module(config, dtype=dtype, attention="eager")
+    return Rounding.from_module(module, bits).num_saved_bytes(module, dtype)
+
+
 def _report_quantized(directory: Path, dtype: torch.dtype, size: int, *, keeps_codes: bool) -> None:
     """Log what the weights of a quantised checkpoint take."""
     if read_format(directory) is None:

@@ -40,6 +40,19 @@ class Rounding:
         shapes = {name: module.get_parameter(name).shape[1] for name in sorted(weights)}
         return cls(bits, frozenset(weights), group_for(shapes) if bits == 4 else 0)
 
+    def num_saved_bytes(self, module: Any, dtype: torch.dtype) -> int:
+        """Return how many bytes fewer the rounded weights of a module take than its own.
+
+        The module may have shapes instead of weights.
+        """
+        saved = 0
+        for name in self.weights:
+            outputs, width = module.get_parameter(name).shape
+            num_groups = width // (self.group or width)
+            held = outputs * (width * self.bits // 8 + num_groups * torch.float32.itemsize)
+            saved += outputs * width * dtype.itemsize - held
+        return saved
+
     def apply(self, matrix: Tensor) -> CodedWeight:
         group = self.group or matrix.shape[1]
         return CodedWeight.from_integers(

@@ -11,9 +11,14 @@ import torch
 from specserve.config.tree import Config, DraftConfig, TargetConfig
 from specserve.models.checkpoints.find import describe
 from specserve.models.memory import free_memory
-from specserve.models.model import DEFAULT_MEMORY_FRACTION, DTYPES, resolve_dtype
+from specserve.models.model import (
+    DEFAULT_MEMORY_FRACTION,
+    DTYPES,
+    ModelOptions,
+    resolve_dtype,
+)
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
-from specserve.tools.plan.memory import MemoryShare
+from specserve.tools.plan.memory import MemoryShare, share_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,12 @@ def memory_need(
         else resolve_dtype("auto", torch.device("cuda" if on_gpu(own) else "cpu"))
     )
     share = MemoryShare.from_description(described, dtype, config.cache.page_size)
+    is_as_stored = own is config.draft or (ranks == 1 and config.demo.size is None)
+    if is_as_stored and not on_gpu(own):
+        options = ModelOptions.from_config(own, config)
+        share = share_here(
+            path, share, dtype, device="cpu", kernel=options.kernel, round_to=options.round_to
+        )
     context = min(
         described.spec.max_context, config.limits.max_context or described.spec.max_context
     )

@@ -17,7 +17,13 @@ from specserve.demo.corpus import held_out_tokens
 from specserve.engine.draft_placement import PlacementChoice
 from specserve.errors import BadValue
 from specserve.models.checkpoints.find import describe, find_checkpoint, find_config
-from specserve.models.model import DEFAULT_MEMORY_FRACTION, DTYPES, ModelOptions, open_model
+from specserve.models.model import (
+    DEFAULT_MEMORY_FRACTION,
+    DTYPES,
+    QUANTISED_BITS,
+    ModelOptions,
+    open_model,
+)
 from specserve.progress import ReportProgress, no_progress
 from specserve.theory import walltime_factor
 from specserve.tools.plan.cascades import best_cascades
@@ -99,6 +105,11 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
 
 def _models(options: PlanOptions) -> ModelPaths | None:
     """Return the named models, the demo pair by default, or None if only numbers were given."""
+    if options.draft_quantize is not None and options.target is not None and options.draft is None:
+        raise BadValue(
+            "--draft-quantize rounds the draft's weights; name it by --draft",
+            param="draft_quantize",
+        )
     if options.target is None and options.draft is None:
         numbers = options.alpha is not None or options.cost is not None or options.stages
         return (
@@ -156,7 +167,9 @@ def _measured(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     report_progress("loading target and draft")
-    target, draft = (_reader(models, which) for which in ("target", "draft"))
+    target, draft = (
+        _reader(models, which, options.draft_quantize) for which in ("target", "draft")
+    )
     overlap = overlaps(target, {"draft": draft}, ids, report_progress=report_progress)["draft"]
     taken = seconds(
         {"target": target.pass_seconds(1), "draft": draft.pass_seconds(1)},
@@ -206,9 +219,14 @@ def _text(options: PlanOptions, models: ModelPaths) -> list[int]:
     return list(ids)
 
 
-def _reader(models: ModelPaths, which: str) -> ModelReader:
+def _reader(models: ModelPaths, which: str, draft_quantize: str | None) -> ModelReader:
     config = config_from_keys(
-        {"target.path": str(models.target), "draft.path": str(models.draft), "cache.pages": PAGES}
+        {
+            "target.path": str(models.target),
+            "draft.path": str(models.draft),
+            "draft.quantize": draft_quantize or "none",
+            "cache.pages": PAGES,
+        }
     )
     own = config.target if which == "target" else config.draft
     assert own.path is not None
@@ -230,7 +248,12 @@ def _memory(options: PlanOptions, models: ModelPaths) -> PlannedMemory:
     if not options.gpus:
         target = share_here(models.target, target, memory.dtype)
         if models.draft is not None and draft is not None:
-            draft = share_here(models.draft, draft, memory.dtype)
+            draft = share_here(
+                models.draft,
+                draft,
+                memory.dtype,
+                round_to=QUANTISED_BITS[options.draft_quantize] if options.draft_quantize else None,
+            )
         return PlannedMemory(memory, target, draft)
     groups = [GpuGroup.parse(text) for text in options.gpus]
     found = fits(models.target, groups[0], memory)

@@ -14,6 +14,7 @@ import torch
 
 from specserve.errors import BadValue, NoShardingPlan, TooLittleMemory
 from specserve.models.checkpoints.find import ModelDescription, describe
+from specserve.models.checkpoints.load import num_bytes_saved_by_rounding
 from specserve.models.checkpoints.quantized.formats import read_format
 from specserve.models.checkpoints.weights import num_weight_bytes
 from specserve.models.memory import num_pages_for
@@ -130,16 +131,28 @@ def whole_model_share(model: Path, plan: MemoryPlan) -> MemoryShare:
     return MemoryShare.from_description(describe(model), plan.dtype, plan.page_size)
 
 
-def share_here(model: Path, share: MemoryShare, dtype: torch.dtype) -> MemoryShare:
+def share_here(
+    model: Path,
+    share: MemoryShare,
+    dtype: torch.dtype,
+    *,
+    device: str = "auto",
+    kernel: str = "auto",
+    round_to: int | None = None,
+) -> MemoryShare:
     """Return a whole model's share with what its weights take on this machine.
 
     Where the processor computes with quantised weights as they are, that is less than config.json
-    says. Weights that are not here are counted as widened.
+    says; `round_to` so many bits quantises them as they are read. Weights of quantised files that
+    are not here are counted as widened.
     """
+    if not reads_codes(kernel, dtype, resolve_device(device)):
+        return share
+    if round_to is not None:
+        saved = num_bytes_saved_by_rounding(model, dtype, round_to)
+        return replace(share, weight_bytes=share.weight_bytes - saved)
     has_weights = (model / "config.json").is_file() and any(model.glob("*.safetensors"))
     if not has_weights or read_format(model) is None:
-        return share
-    if not reads_codes("auto", dtype, resolve_device("auto")):
         return share
     return replace(share, weight_bytes=num_weight_bytes(model, dtype, keeps_codes=True))
 

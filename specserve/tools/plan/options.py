@@ -11,6 +11,7 @@ from specserve.errors import BadValue
 from specserve.tools.plan.cascades import CascadeStage
 
 DTYPES = ("bfloat16", "float16", "float32")
+DRAFT_QUANTIZE = ("int8", "int4")
 HIT_RATE = 0.8
 """Between greedy and sampled streams, see docs/measurements/pipeline-speed.md."""
 
@@ -21,6 +22,7 @@ class PlanOptions:
 
     target: str | None
     draft: str | None
+    draft_quantize: str | None
     alpha: float | None
     cost: float | None
     hit_rate: float
@@ -94,6 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory with config.json, with or without weights, or hub name; default: demo pair",
     )
     parser.add_argument("--draft", metavar="M", help="the same for the draft")
+    parser.add_argument(
+        "--draft-quantize",
+        choices=DRAFT_QUANTIZE,
+        help="round the draft's weights as they are read, as draft.quantize does",
+    )
     parser.add_argument(
         "--alpha", type=share, metavar="A", help="how often a draft token is accepted, 0 to 1"
     )
