@@ -30,6 +30,12 @@ FINGERPRINT = "target_fingerprint"
 LAYER_KINDS = ("llama", "qwen3")
 EXTRA_NORMS = ("fc_norm", "norm_output")
 """Variants of the `speculators` format that are not computed here."""
+PARALLEL_MODELS = ("peagle", "PEagleDraftModel", "PEagleSpeculator")
+"""Names of P-EAGLE in a config: as a kind of `speculators`, and as architectures."""
+PARALLEL_KEYS = ("parallel_drafting", "ptd_token_id", "pard_token")
+"""Keys of a config with which vLLM drafts several tokens in one pass."""
+PARALLEL_TENSOR = "mask_hidden"
+"""The hidden state that a P-EAGLE head reads where the target's is not known yet."""
 NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
@@ -92,6 +98,8 @@ class EagleWeights:
         self.directory, self.info = directory, info
         stored = StoredTensors(weight_files(directory))
         self._stored, self._names = stored, {_canonical(name): name for name in stored.names()}
+        if PARALLEL_TENSOR in self:
+            raise _parallel_head(directory)
         self._check_shapes()
 
     def __contains__(self, name: str) -> bool:
@@ -193,6 +201,8 @@ def require_eagle_for(target: Path, directory: Path) -> EagleInfo:
 def _require_supported(
     directory: Path, keys: Mapping[str, Any], layer_keys: Mapping[str, Any]
 ) -> None:
+    if _is_parallel(keys):
+        raise _parallel_head(directory)
     reasons = (
         (
             keys.get("speculators_model_type", "eagle3") != "eagle3",
@@ -225,6 +235,24 @@ def _require_supported(
                 f"{directory} {reason}, and draft.kind eagle runs EAGLE-3 heads only",
                 param="draft.path",
             )
+
+
+def _is_parallel(keys: Mapping[str, Any]) -> bool:
+    """Return whether a config is that of a P-EAGLE head."""
+    names = {keys.get("speculators_model_type"), *(keys.get("architectures") or ())}
+    stated = (keys.get(name) for name in PARALLEL_KEYS)
+    return not names.isdisjoint(PARALLEL_MODELS) or any(
+        value is not None and value is not False for value in stated
+    )
+
+
+def _parallel_head(directory: Path) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{directory} is a P-EAGLE head, which drafts all its tokens in one pass over mask tokens, "
+        "and draft.kind eagle runs EAGLE-3 heads only, which draft one token a pass; name an "
+        "EAGLE-3 head of the target in draft.path",
+        param="draft.path",
+    )
 
 
 def _plain(layer_keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -104,14 +104,14 @@ def test_a_head_of_another_target_is_refused_before_weights_are_read(
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"speculators_model_type": "peagle"}, "a draft of the kind peagle"),
+        ({"speculators_model_type": "mtp"}, "a draft of the kind mtp"),
         ({"num_hidden_layers": 2}, "has 2 layers instead of one"),
         ({"model_type": "deepseek_v3"}, "a layer of deepseek_v3"),
         ({"hidden_act": "gelu"}, "the activation gelu"),
         ({"fc_norm": True}, "norms of a later variant"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "one hidden state instead of three"),
     ],
-    ids=["block drafting", "two layers", "latent attention", "activation", "norms", "EAGLE 1"],
+    ids=["another kind", "two layers", "latent attention", "activation", "norms", "EAGLE 1"],
 )
 def test_a_head_that_is_computed_otherwise_is_refused(
     tmp_path: Path, keys: dict[str, Any], message: str
@@ -119,6 +119,37 @@ def test_a_head_that_is_computed_otherwise_is_refused(
     head = write_specforge(tmp_path / "head", SIZES, **keys)
     with pytest.raises(UnsupportedModel, match=message):
         EagleInfo.from_directory(head)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"speculators_model_type": "peagle", "mask_token_id": 5},
+        {"architectures": ["PEagleDraftModel"]},
+        {"parallel_drafting": True, "num_hidden_layers": 4},
+        {"ptd_token_id": 0},
+        {"pard_token": 288},
+    ],
+    ids=["speculators", "architecture", "layers", "ptd_token_id", "pard_token"],
+)
+def test_a_parallel_head_is_refused_by_its_name(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("specserve.inprocess.open_target", refuse_to_open)
+    head = write_specforge(tmp_path / "head", SIZES, **keys)
+    with pytest.raises(UnsupportedModel, match=r"is a P-EAGLE head.*name an EAGLE-3 head") as found:
+        LLM(target, **KEYS | {"draft.path": str(head)})
+    assert "\n" not in str(found.value)
+
+
+def test_a_parallel_head_is_known_by_its_hidden_state_of_masks(
+    target: Path, tmp_path: Path
+) -> None:
+    head = write_specforge(tmp_path / "head", SIZES, parallel_drafting=False)
+    weights = load_file(head / "model.safetensors")
+    save_file(weights | {"mask_hidden": torch.zeros(1, 192)}, head / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match="is a P-EAGLE head"):
+        require_eagle_for(target, head)
 
 
 def test_files_that_contradict_their_config_are_refused(target: Path, tmp_path: Path) -> None:
