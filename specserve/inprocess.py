@@ -142,6 +142,7 @@ def open_parts(
     every later exchange with the workers. `require` gets what was found before any weights are
     read, and raises to end it there.
     """
+    config.require_one_model()
     if config.target.tensor_parallel > 1:
         degree = config.target.tensor_parallel
         raise ConfigError(

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 PREFIX = "specserve_"
+MODEL_LABEL = "model_name"
+"""Label of all metrics of one of several models, behind those of their family."""
 CONTENT_TYPE = "text/plain; version=0.0.4"
 
-Labels = tuple[str, ...]  # the values, in the order that the family declares
+# the values, in the order that the family declares, and the model's name if there are several
+Labels = tuple[str, ...]
 # counter: (total,); gauge: (sum, how many reported it); histogram: (each bucket's count, ..., sum)
 Sample = tuple[float, ...]
 
@@ -250,6 +253,7 @@ FAMILIES = (
     MetricFamily("round_seconds", MetricKind.HISTOGRAM, "A whole round.", bounds=_ROUND_S),
 )
 
+FAMILY_LABELS = {family.name: family.labels for family in FAMILIES}
 _LASTING = (MetricKind.COUNTER, MetricKind.HISTOGRAM)
 
 
@@ -266,6 +270,35 @@ class Snapshot:
                 family.name: self.samples[family.name]
                 for family in FAMILIES
                 if family.kind in _LASTING and family.name in self.samples
+            }
+        )
+
+    def of_model(self, name: str) -> Snapshot:
+        """Return the samples with the name of their model; without one, as they are."""
+        if not name:
+            return self
+        return Snapshot(
+            {
+                family: {(*labels, name): sample for labels, sample in samples.items()}
+                for family, samples in self.samples.items()
+            }
+        )
+
+    def over_models(self) -> Snapshot:
+        """Return the samples of all models together."""
+        parts = [
+            Snapshot({name: {labels[: len(FAMILY_LABELS.get(name, labels))]: sample}})
+            for name, samples in self.samples.items()
+            for labels, sample in samples.items()
+        ]
+        return merge(parts)
+
+    def counted(self) -> Snapshot:
+        """Return the samples that are not 0."""
+        return Snapshot(
+            {
+                name: {labels: sample for labels, sample in samples.items() if any(sample)}
+                for name, samples in self.samples.items()
             }
         )
 
@@ -393,7 +426,7 @@ def _lines(family: MetricFamily, samples: Mapping[Labels, Sample]) -> Iterator[s
     yield f"# HELP {name} {family.help}"
     yield f"# TYPE {name} {kind}"
     for values, sample in sorted(samples.items()):
-        labels = dict(zip(family.labels, values, strict=True))
+        labels = dict(zip((*family.labels, MODEL_LABEL), values, strict=False))
         match family.kind:
             case MetricKind.HISTOGRAM:
                 yield from _buckets(name, family.bounds, labels, sample)

@@ -118,3 +118,19 @@ def test_undeclared_metrics_and_missing_labels_are_errors() -> None:
         Registry().counter("gamma")  # a gauge
     with pytest.raises(AssertionError):
         Registry().counter("request_failure_total").add(1)
+
+
+def test_the_name_of_a_model_is_a_label_behind_those_of_the_family() -> None:
+    registry = Registry()
+    registry.counter("worker_restarts_total").add(2, "draft")
+    registry.gauge("gamma").set(4)
+    registry.histogram("round_seconds").observe(0.01)
+    small, large = registry.snapshot().of_model("small"), registry.snapshot().of_model("large")
+    lines = render(merge([small, large])).splitlines()
+    assert 'specserve_worker_restarts_total{role="draft",model_name="small"} 2' in lines
+    assert 'specserve_gamma{model_name="large"} 4' in lines
+    assert 'specserve_round_seconds_bucket{model_name="small",le="0.01"} 1' in lines
+    both = merge([small, large]).over_models()
+    assert both.samples["worker_restarts_total"] == {("draft",): (4.0,)}
+    assert both.samples["gamma"] == {(): (8.0, 2.0)}, "two that reported, 4 on average"
+    assert registry.snapshot().of_model("") == registry.snapshot()

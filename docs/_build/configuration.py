@@ -88,6 +88,10 @@ MEANINGS: Mapping[str, str] = {
     "model": "Name shown to clients. The default is the last part of `target.path`.",
     "name": "Name of the application in Ray, for `specserve serve`; files of `serve deploy` say it "
     "themselves. The default is `specserve-<model>-<port>`.",
+    "models": "Several models behind the same gateways: a list of entries with a `name` and any of "
+    "`target`, `draft`, `demo`, `adapters`, `speculation`, `cache`, `weights`, `limits`, "
+    "`replicas` and `faults` ([how](../guides/deploying.md#several-models)). The last six may also "
+    "stand at the top level, for all models; an entry's keys win.",
     "target.path": "Target model: a directory or a hub name. The default is the demo pair.",
     "target.revision": "Revision of a hub name: the 40 digits of a commit, since a branch or a tag "
     "may change ([supply chain](../guides/security.md#supply-chain)).",

@@ -9,12 +9,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
 from docs._build.table import code, table
 from specserve.api import schema
 from specserve.api.app import build
 from specserve.api.dialects import SERVERS, ForeignParameter
+from specserve.api.model_directory import ModelDirectory
 from specserve.api.refusal import (
     BAD_KEY,
     CLIENT_CLOSED_REQUEST,
@@ -24,9 +25,7 @@ from specserve.api.refusal import (
     ErrorKind,
 )
 from specserve.api.response_items import body as response_body
-from specserve.api.service import ServedModel, Service
 from specserve.api.strict_model import StrictModel
-from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import Config
 from specserve.errors import BadValue
 from specserve.metrics import Registry
@@ -65,11 +64,9 @@ def page() -> str:
 
 
 def openapi() -> Mapping[str, Any]:
-    """Return the description of an app without engine and tokenizer: it needs neither."""
-    served = ServedModel("demo", vocab_size=1, max_context=1, max_gamma=1, created=0)
-    description: Mapping[str, Any] = build(
-        cast(Service, None), cast(Tokenizer, None), served, Config(), Registry(), None
-    ).openapi()
+    """Return the description of an app whose model is not open: it needs none."""
+    app = build(ModelDirectory(["demo"]), Config(), Registry(), None)
+    description: Mapping[str, Any] = app.openapi()
     return description
 
 

@@ -38,6 +38,11 @@ class KeyUse:
                 self._end(self._revoked)
 
 
+def may_ask_full_engines(access: ClientAccess | None, use: KeyUse | None) -> bool:
+    """Return whether a request may be sent to engines that refuse others just now."""
+    return access is not None and use is not None and access.has_small_share(use)
+
+
 class ClientAccess:
     """The clients of a server that asks for keys, and their requests under way.
 

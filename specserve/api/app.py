@@ -15,7 +15,6 @@ from starlette.responses import Response
 
 from specserve.api.access import ClientAccess
 from specserve.api.adapter_loading import LOAD, UNLOAD, AdapterLoading
-from specserve.api.adapters import AdapterRegistry
 from specserve.api.body import BODY_S, BodyDecoder, BodyLimit
 from specserve.api.http10 import WholeAnswer
 from specserve.api.metering import RequestMetrics
@@ -30,12 +29,11 @@ from specserve.api.middleware import (
     KeyCheck,
     LoadLimit,
 )
+from specserve.api.model_directory import ModelDirectory
 from specserve.api.playground.page import HOME, PARTS, REFERENCE, Page
 from specserve.api.refusal import Refusal
 from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
-from specserve.api.service import ServedModel, Service
-from specserve.api.tokenizer import Tokenizer
 from specserve.api.unserved import STORED_RESPONSES, TEXT_ONLY_PATHS, nothing_stored, text_only
 from specserve.config.tree import Config, HttpConfig
 from specserve.errors import SpecserveError
@@ -48,27 +46,24 @@ _EXPOSED_HEADERS = (REQUEST_ID, IGNORED, "Retry-After")
 
 
 def build(
-    service: Service,
-    tokenizer: Tokenizer,
-    served: ServedModel,
+    models: ModelDirectory,
     config: Config,
     registry: Registry,
     access: ClientAccess | None,
 ) -> FastAPI:
-    """Return the HTTP server over a service.
+    """Return the HTTP server over one model or several.
 
-    `registry` is that of this process; the service hands out the engines' metrics. With `access`
-    it asks for keys.
+    `registry` is that of this process; the models' services hand out the engines' metrics. With
+    `access` it asks for keys.
     """
     metrics, page = RequestMetrics(registry, time.perf_counter), Page()
-    adapters = AdapterRegistry.from_config(served.name, config.adapters)
     app = FastAPI(
         title="specserve",
         version="v1",  # of the protocol, not of the package
         redirect_slashes=False,
         docs_url=None,  # the framework's pages would load scripts from elsewhere
         redoc_url=None,
-        middleware=_middleware(config, metrics, page, service, access),
+        middleware=_middleware(config, metrics, page, models, access),
         exception_handlers=dict.fromkeys(
             (SpecserveError, RequestValidationError, HTTPException), _refuse
         ),
@@ -76,22 +71,16 @@ def build(
     )
     app.root_path = config.http.root_path  # FastAPI will drop the parameter of that name
     endpoints = Endpoints(
-        service,
-        tokenizer,
-        served,
+        models,
         registry=registry,
         request_metrics=metrics,
-        timeout_s=config.limits.request_timeout_s,
         access=access,
-        adapters=adapters,
         log_prompts=config.logs.prompts,
-        shares_cache=config.cache.shared,
-        min_replicas=config.replicas.min,
         unknown_parameters=config.http.unknown_parameters,
     )
     _add_routes(app, endpoints)
-    if config.adapters.load_from is not None:
-        loading = AdapterLoading(adapters, service, endpoints.model_entry)
+    if any(part.adapters.load_from is not None for part in config.each_model):
+        loading = AdapterLoading(models)
         app.post(LOAD)(loading.load)
         app.post(UNLOAD)(loading.unload)
     for path in TEXT_ONLY_PATHS:
@@ -126,7 +115,7 @@ def _middleware(
     config: Config,
     metrics: RequestMetrics,
     page: Page,
-    service: Service,
+    models: ModelDirectory,
     access: ClientAccess | None,
 ) -> list[Middleware]:
     """Return the middleware, outermost first.
@@ -157,7 +146,7 @@ def _middleware(
         *([_key_check(access, config, page)] if access is not None else []),
         Middleware(
             LoadLimit,
-            service=service,
+            models=models,
             access=access,
             paths=(COMPLETIONS, CHAT_COMPLETIONS, RESPONSES),
         ),

@@ -16,11 +16,12 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.api.access import ClientAccess
+from specserve.api.access import ClientAccess, may_ask_full_engines
 from specserve.api.adapter_loading import LOAD, UNLOAD
 from specserve.api.client_address import client_address
 from specserve.api.keys import ADAPTERS, GENERATE, METRICS, TRACE, ApiClient
 from specserve.api.metering import RequestMetrics
+from specserve.api.model_directory import ModelDirectory
 from specserve.api.refusal import (
     BAD_KEY,
     CLIENT_CLOSED_REQUEST,
@@ -28,7 +29,6 @@ from specserve.api.refusal import (
     Refusal,
     log_redacted,
 )
-from specserve.api.service import Service
 from specserve.errors import Overloaded, RateLimited, Unavailable
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class AccessLog:
         finally:
             status = status if ended else CLIENT_CLOSED_REQUEST
             if status >= 400 and _path(scope).startswith("/v1/"):
-                self._metrics.count_failure(status)
+                scope["state"].get("model_metrics", self._metrics).count_failure(status)
             address = client_address(scope, trusted_proxies=self._trusted_proxies)
             _log_request(scope, status, self._metrics.clock() - start, address)
 
@@ -186,26 +186,26 @@ class LoadLimit:
     """Refusal of generations while every queue is full, before their bodies are read.
 
     A flood of requests must not take the processor's time from those that are served. Clients that
-    have fewer requests under way than another one may ask the engine all the same.
+    have fewer requests under way than another one may ask the engine all the same. Of several
+    models it is the body that says which is meant: a request passes here if one of them has room.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        service: Service,
+        models: ModelDirectory,
         access: ClientAccess | None,
         paths: Collection[str],
     ) -> None:
-        self._app, self._service, self._access, self._paths = app, service, access, paths
+        self._app, self._models, self._access, self._paths = app, models, access, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _path(scope) in self._paths:
             try:
-                self._service.require_room()
+                self._models.require_room()
             except Overloaded as error:
-                use = scope.get("state", {}).get("key_use")
-                if self._access is None or use is None or not self._access.has_small_share(use):
+                if not may_ask_full_engines(self._access, scope.get("state", {}).get("key_use")):
                     await Refusal.from_error(error).response()(scope, receive, send)
                     return
         await self._app(scope, receive, send)

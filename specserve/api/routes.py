@@ -13,14 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specserve import metrics
-from specserve.api.access import ClientAccess
-from specserve.api.adapters import AdapterRegistry
+from specserve.api.access import ClientAccess, may_ask_full_engines
 from specserve.api.choices import CHAT, COMPLETION, ResponseKind
 from specserve.api.constraints import errors_as_sent
 from specserve.api.generation import Generation
 from specserve.api.key_file import KeyTrouble
 from specserve.api.metering import RequestMetrics
-from specserve.api.parse import GenerationRequest, RequestParser
+from specserve.api.model_directory import ModelBackend, ModelDirectory
+from specserve.api.parse import GenerationRequest
 from specserve.api.response_items.answer import RESPONSE, ItemsResponse
 from specserve.api.response_items.body import ResponsesBody, to_chat
 from specserve.api.responses import (
@@ -31,14 +31,12 @@ from specserve.api.responses import (
     json_response,
 )
 from specserve.api.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from specserve.api.service import ServedModel, Service, Status
+from specserve.api.service import ModelStatus, Status
 from specserve.api.strict_model import Body, StrictModel, shown_names
 from specserve.api.template_options import parse_template_options
-from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import IGNORE, REFUSE
-from specserve.errors import BadRequest, BadValue, SpecserveError, Unavailable
+from specserve.errors import BadRequest, BadValue, Overloaded, SpecserveError, Unavailable
 from specserve.metrics import Registry, Snapshot
-from specserve.types import Adapter
 from specserve.wire.version import RELEASE
 
 log = logging.getLogger(__name__)
@@ -48,6 +46,9 @@ Rounds = Annotated[
     int | None,
     Query(ge=1, le=2000, description="How many of the last rounds; left out, all that are kept."),
 ]
+ModelName = Annotated[
+    str | None, Query(description="One of several models; left out, any of them.")
+]
 
 
 class Endpoints:
@@ -55,27 +56,17 @@ class Endpoints:
 
     def __init__(
         self,
-        service: Service,
-        tokenizer: Tokenizer,
-        served: ServedModel,
+        models: ModelDirectory,
         *,
         registry: Registry,
         request_metrics: RequestMetrics,
-        timeout_s: float,
         access: ClientAccess | None = None,
-        adapters: AdapterRegistry | None = None,
         log_prompts: bool = False,
-        shares_cache: bool = False,
-        min_replicas: int = 1,
         unknown_parameters: str = REFUSE,
     ) -> None:
-        self._service, self._tokenizer, self._served = service, tokenizer, served
-        self._registry, self._request_metrics = registry, request_metrics
-        self._timeout_s, self._log_prompts = timeout_s, log_prompts
-        self._shares_cache, self._min_replicas = shares_cache, min_replicas
-        self._unknown_parameters = unknown_parameters
-        self._access, self._adapters = access, adapters or AdapterRegistry(served.name)
-        self._parser = RequestParser(tokenizer, served, self._adapters)
+        self._models, self._registry, self._request_metrics = models, registry, request_metrics
+        self._log_prompts, self._unknown_parameters = log_prompts, unknown_parameters
+        self._access = access
 
     async def completions(self, body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
@@ -83,8 +74,9 @@ class Endpoints:
         self._log_body(body, request)
         self._check_unknown(body, request)
         with errors_as_sent(body):
-            parsed = await self._parser.completion(body)
-        return self._respond(COMPLETION, parsed, request, start)
+            model = self._choose(body.model, request)
+            parsed = await model.parser.completion(body)
+        return self._respond(COMPLETION, model, parsed, request, start)
 
     async def chat_completions(self, body: ChatBody, request: Request) -> Response:
         """Write the assistant's next message."""
@@ -92,63 +84,69 @@ class Endpoints:
         self._log_body(body, request)
         self._check_unknown(body, request)
         with errors_as_sent(body):
-            parsed = await self._parser.chat(body)
-        return self._respond(CHAT, parsed, request, start)
+            model = self._choose(body.model, request)
+            parsed = await model.parser.chat(body)
+        return self._respond(CHAT, model, parsed, request, start)
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         """Answer a text or a list of items with a list of items."""
         start = self._request_metrics.clock()
         self._log_body(body, request)
         self._check_unknown(body, request)
+        model = self._choose(body.model, request)
         try:
-            generation_request = await self._parser.chat(to_chat(body))
+            generation_request = await model.parser.chat(to_chat(body))
         except BadRequest as error:
             if getattr(error, "param", None) == "messages":
                 raise type(error)(str(error), param="input") from error
             raise
         return ItemsResponse(
-            self._generation(generation_request, request, start),
-            self._tokenizer,
+            self._generation(model, generation_request, request, start),
+            model.tokenizer,
             generation_request,
-            self._head(RESPONSE, request, generation_request),
-            self._request_metrics,
+            self._head(RESPONSE, model, request, generation_request),
+            model.metrics,
             body=body,
             log_prompts=self._log_prompts,
         )
 
     async def models(self) -> Response:
-        """Return the model that is served, and its adapters."""
-        served = [None, *map(self._adapters.find, self._adapters.names)]
-        return json_response({"object": "list", "data": [self.model_entry(one) for one in served]})
+        """Return the models that are served, each with its adapters."""
+        data = [entry for model in self._models.backends for entry in model.entries()]
+        return json_response({"object": "list", "data": data})
 
     async def model(self, name: str) -> Response:
-        """Return the model that is served, or an adapter of it, by its name."""
-        return json_response(self.model_entry(self._parser.find_adapter(name)))
+        """Return a model that is served, or an adapter of it, by its name."""
+        model = self._models.find(name)
+        return json_response(model.entry(model.parser.find_adapter(name)))
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Return the ids of a prompt, or of the prompt that messages become."""
         self._check_unknown(body, request)
-        self._parser.find_adapter(body.model)
+        model = self._models.find(body.model)
+        model.parser.find_adapter(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise BadValue("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            options = parse_template_options(body, self._tokenizer)
-            ids = await self._parser.chat_ids(body.messages, options=options)
+            options = parse_template_options(body, model.tokenizer)
+            ids = await model.parser.chat_ids(body.messages, options=options)
         else:
-            ids = await self._parser.text_ids(body.prompt or "", special=body.add_special_tokens)
+            ids = await model.parser.text_ids(body.prompt or "", special=body.add_special_tokens)
         return json_response(
-            {"tokens": ids, "count": len(ids), "max_model_len": self._served.max_context}
+            {"tokens": ids, "count": len(ids), "max_model_len": model.served.max_context}
         )
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Return the text of ids."""
         self._check_unknown(body, request)
-        self._parser.find_adapter(body.model)
-        return json_response({"prompt": await self._parser.decode_ids(body.tokens)})
+        model = self._models.find(body.model)
+        model.parser.find_adapter(body.model)
+        return json_response({"prompt": await model.parser.decode_ids(body.tokens)})
 
-    async def health(self) -> Response:
-        """Return 200 if the workers make progress."""
+    async def health(self, model: ModelName = None) -> Response:
+        """Return 200 if the workers make progress: of one of the models at least, or of `model`."""
         status, trouble = await self._status(), self._key_trouble()
+        self._require_healthy(model, status)
         if not status.healthy:
             raise Unavailable(status.why or "the workers make no progress")
         healthy: dict[str, object] = {"status": "healthy"}
@@ -156,6 +154,8 @@ class Endpoints:
             healthy["draft_placement"] = "; ".join(status.draft_placements)
         if status.device_troubles:
             healthy["devices"] = "; ".join(status.device_troubles)
+        if status.models:
+            healthy["models"] = {one.name: one.why or "healthy" for one in status.models}
         return json_response(healthy | _trouble_member(trouble))
 
     async def ping(self) -> Response:
@@ -166,9 +166,10 @@ class Endpoints:
         """Return the release of specserve."""
         return json_response({"version": RELEASE})
 
-    async def ready(self) -> Response:
-        """Return 200 if requests are taken."""
+    async def ready(self, model: ModelName = None) -> Response:
+        """Return 200 if requests are taken: for one of the models at least, or for `model`."""
         status, trouble = await self._status(), self._key_trouble()
+        self._require_healthy(model, status)
         if not status.ready:
             raise Unavailable(status.why or "the server is starting or stopping")
         if trouble is not None and trouble.is_over_grace:
@@ -180,59 +181,104 @@ class Endpoints:
         status = await self._status()
         self._key_trouble()  # so that its gauge is of this moment
         # Apart, since other gateways sum up what is in this one's registry.
-        counts = {"replicas": status.replicas, "min_replicas": self._min_replicas}
-        engines = Snapshot({name: {(): (float(count), 1.0)} for name, count in counts.items()})
-        snapshots = [self._registry.snapshot(), engines, *status.metrics]
+        snapshots = [
+            self._models.snapshot(self._registry),
+            *(self._replica_counts(model, status) for model in self._models.backends),
+            *status.metrics,
+        ]
         return Response(metrics.render(metrics.merge(snapshots)), media_type=metrics.CONTENT_TYPE)
 
-    async def trace(self, rounds: Rounds = None) -> Response:
+    async def trace(self, rounds: Rounds = None, model: ModelName = None) -> Response:
         """Return the last rounds, for Perfetto."""
-        return json_response(dict(await self._service.trace(rounds)))
+        return json_response(dict(await self._models.find(model).service.trace(rounds)))
+
+    def _choose(self, name: str | None, request: Request) -> ModelBackend:
+        """Return the model that a generation names. Raises Overloaded if its engines are full.
+
+        The middleware asks that of a single model, before it reads the body.
+        """
+        model = self._models.find(name)
+        if not self._models.has_several:
+            return model
+        request.state.model_metrics = model.metrics
+        try:
+            model.service.require_room()
+        except Overloaded:
+            if not may_ask_full_engines(self._access, getattr(request.state, "key_use", None)):
+                raise
+        return model
+
+    def _require_healthy(self, name: str | None, status: Status) -> None:
+        """Raise Unavailable if a probe asks for one of several models, and that is not healthy."""
+        if name is None:
+            return
+        model = self._models.find(name).served.name
+        for one in status.models:
+            if one.name == model and not one.healthy:
+                raise Unavailable(f"{model}: {one.why}")
+
+    def _replica_counts(self, model: ModelBackend, status: Status) -> Snapshot:
+        """Return the numbers of a model's engines, which the gateway knows from the board."""
+        name = model.served.name if self._models.has_several else ""
+        every = ModelStatus("", status.healthy, replicas=status.replicas)
+        found = next((one for one in status.models if one.name == name), every)
+        counts = {"replicas": found.replicas, "min_replicas": model.config.replicas.min}
+        engines = Snapshot({name: {(): (float(count), 1.0)} for name, count in counts.items()})
+        return engines.of_model(name)
 
     def _respond(
         self,
         kind: ResponseKind,
+        model: ModelBackend,
         generation_request: GenerationRequest,
         request: Request,
         start: float,
     ) -> GenerationResponse:
-        generation = self._generation(generation_request, request, start)
-        head = self._head(kind, request, generation_request)
+        generation = self._generation(model, generation_request, request, start)
+        head = self._head(kind, model, request, generation_request)
         if not generation_request.stream:
             return FullResponse(
-                generation, self._tokenizer, generation_request, head, self._request_metrics
+                generation, model.tokenizer, generation_request, head, model.metrics
             )
         origins = request.headers.get("x-specserve-origins") == "1"
         return StreamedResponse(
             generation,
-            self._tokenizer,
+            model.tokenizer,
             generation_request,
             head,
-            self._request_metrics,
+            model.metrics,
             origins=origins,
             log_prompts=self._log_prompts,
         )
 
     def _head(
-        self, kind: ResponseKind, request: Request, generation_request: GenerationRequest
+        self,
+        kind: ResponseKind,
+        model: ModelBackend,
+        request: Request,
+        generation_request: GenerationRequest,
     ) -> ResponseHead:
         """Return the head of an answer; the client may have chosen its id."""
         given = generation_request.request_id or request.state.request_id
-        model = self._adapters.model_name(generation_request.adapter)
-        return ResponseHead(kind, given, int(time.time()), model)
+        name = model.adapters.model_name(generation_request.adapter)
+        return ResponseHead(kind, given, int(time.time()), name)
 
     def _generation(
-        self, generation_request: GenerationRequest, request: Request, start: float
+        self,
+        model: ModelBackend,
+        generation_request: GenerationRequest,
+        request: Request,
+        start: float,
     ) -> Generation:
         return Generation(
-            self._service,
-            self._tokenizer,
+            model.service,
+            model.tokenizer,
             generation_request,
-            timeout_s=self._timeout_s,
-            metrics=self._request_metrics,
+            timeout_s=model.config.limits.request_timeout_s,
+            metrics=model.metrics,
             start=start,
             key_use=getattr(request.state, "key_use", None),
-            shares_cache=self._shares_cache,
+            shares_cache=model.config.cache.shared,
         )
 
     def _log_body(self, body: StrictModel, request: Request) -> None:
@@ -262,18 +308,6 @@ class Endpoints:
             extra={"request_id": request_id},
         )
 
-    def model_entry(self, adapter: Adapter | None) -> dict[str, object]:
-        """Return what `/v1/models` says of the target, or of an adapter of it."""
-        served = self._served
-        parent = {} if adapter is None else {"parent": served.name}
-        return {
-            "id": self._adapters.model_name(adapter),
-            "object": "model",
-            "created": served.created,
-            "owned_by": "specserve",
-            "max_model_len": served.max_context,
-        } | (parent if served.note is None else {**parent, "note": served.note})
-
     def _key_trouble(self) -> KeyTrouble | None:
         return None if self._access is None else self._access.trouble()
 
@@ -281,7 +315,7 @@ class Endpoints:
         """Return the engines' status. An error says that they are not healthy; it is not raised."""
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
-                return await self._service.status()
+                return await self._models.backends[0].service.status()
         except TimeoutError:
             return Status(
                 ready=False,

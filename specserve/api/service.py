@@ -51,6 +51,16 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """Health of the engines of one of several models."""
+
+    name: str
+    healthy: bool
+    why: str = ""  # what is wrong
+    replicas: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """Health of the engines, as the gateway sees it."""
 
@@ -63,6 +73,7 @@ class Status:
     losses: tuple[str, ...] = ()  # why workers were last lost, by role
     draft_placements: tuple[str, ...] = ()  # where the drafts live, and why
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
+    models: tuple[ModelStatus, ...] = ()  # each of several models; () if there is one
 
 
 class Service(Protocol):

@@ -21,7 +21,13 @@ from specserve.cluster.autoscaling import policy
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.logs import logging_config
 from specserve.cluster.model_paths import require_local_models
-from specserve.cluster.placement import COORDINATOR, Bundle, bundles, has_room
+from specserve.cluster.placement import (
+    COORDINATOR,
+    Bundle,
+    bundles,
+    engine_deployments,
+    has_room,
+)
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.cluster.request_router import REPORT_EVERY_S, PrefixRequestRouter
 from specserve.cluster.status_board import Board
@@ -63,39 +69,56 @@ def build(args: Mapping[str, object]) -> Application:
 def application(config: Config, *, engine: type[Any] | None = None) -> Application:
     """Build the application: gateways, engines as the load demands, and a board between them.
 
-    `engine` may be another class with the methods of Engine.
+    Several models have a deployment of engines each. `engine` may be another class with the
+    methods of Engine.
     """
     config = _with_shared_weights(config)
-    wanted = bundles(
-        config, has_gpus=ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    )
-    logs, surge = logging_config(config), _surge_percent(config.replicas, wanted)
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    wanted = {
+        name: bundles(part, has_gpus=has_gpus) for name, part in engine_deployments(config).items()
+    }
+    surges = {
+        name: _surge_percent(part.replicas, wanted[name])
+        for name, part in engine_deployments(config).items()
+    }
+    logs, has_several = logging_config(config), len(config.models) > 1
     board = serve.deployment(
         name="Board",
         ray_actor_options=_http_node_options(config, num_cpus=0),
         logging_config=logs,
-    )(Board).bind(may_sleep=config.replicas.min == 0, watch=PlacementWatch(config))
-    engines = serve.deployment(
-        name="Engine",
-        logging_config=logs,
-        max_surge_percent=surge,
-        **engine_options(config, wanted),
-        **_scaling_options(config.replicas),
-    )(engine or Engine).bind(config, wanted, board)
+    )(Board).bind(
+        may_sleep=config.replicas.min == 0,
+        models={part.model: part.replicas.min == 0 for part in config.models if has_several},
+        watch=PlacementWatch(config),
+    )
+    engines = [
+        serve.deployment(
+            name=name,
+            logging_config=logs,
+            max_surge_percent=surges[name],
+            **engine_options(part, wanted[name]),
+            **_scaling_options(part.replicas),
+        )(engine or Engine).bind(part, wanted[name], board, *([part.model] if has_several else []))
+        for name, part in engine_deployments(config).items()
+    ]
     gateway = serve.deployment(
         name="Gateway",
         logging_config=logs,
-        max_surge_percent=100 if surge else 0,
+        max_surge_percent=100 if all(surges.values()) else 0,
         **_gateway_options(config),
     )(Gateway)
-    application: Application = gateway.bind(config, engines, board)
+    application: Application = gateway.bind(config, board, *engines)
     return application
 
 
 def _with_shared_weights(config: Config) -> Config:
     """Return the config with weights shared unless it says no: a server restarts its workers."""
     shared = config.weights.shared is not False
-    return replace(config, weights=replace(config.weights, shared=shared))
+    return replace(
+        config,
+        weights=replace(config.weights, shared=shared),
+        models=tuple(map(_with_shared_weights, config.models)),
+    )
 
 
 def engine_options(config: Config, wanted: tuple[Bundle, ...]) -> dict[str, Any]:
@@ -157,7 +180,9 @@ def _gateway_options(config: Config) -> dict[str, Any]:
         # One that died is found, and replaced, by its next check.
         "health_check_period_s": 1.0,
         # The streams of a gateway cannot move elsewhere, since their connections end here.
-        "graceful_shutdown_timeout_s": config.limits.request_timeout_s,
+        "graceful_shutdown_timeout_s": max(
+            part.limits.request_timeout_s for part in config.each_model
+        ),
     }
     replicas = config.replicas
     if replicas.min_gateways == replicas.gateways:

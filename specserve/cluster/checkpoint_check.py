@@ -23,21 +23,25 @@ def checkpoint_check(config: Config) -> Iterator[Callable[[], None]]:
     A Ray that is started meanwhile hands the key of the fork server on to its processes.
     """
     key = os.environ[fork_server.KEY_VARIABLE] = uuid.uuid4().hex
-    connection = fork_server.fork(key, list(modelling_modules(config)), parent_pid=os.getpid())
-    connection.send(("find_checkpoints", (config,)))
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.environ.pop, fork_server.KEY_VARIABLE)
+        connections = []
+        for part in config.each_model:
+            modules = list(modelling_modules(part))
+            connection = fork_server.fork(key, modules, parent_pid=os.getpid())
+            stack.callback(connection.close)
+            connection.send(("find_checkpoints", (part,)))
+            connections.append(connection)
 
-    def wait() -> None:
-        try:
-            found = connection.recv()
-        except (EOFError, OSError) as error:
-            raise Unavailable(
-                "the models' files could not be checked; see the lines above"
-            ) from error
-        if isinstance(found, Exception):
-            raise found
+        def wait() -> None:
+            for connection in connections:
+                try:
+                    found = connection.recv()
+                except (EOFError, OSError) as error:
+                    raise Unavailable(
+                        "the models' files could not be checked; see the lines above"
+                    ) from error
+                if isinstance(found, Exception):
+                    raise found
 
-    try:
         yield wait
-    finally:
-        connection.close()
-        del os.environ[fork_server.KEY_VARIABLE]

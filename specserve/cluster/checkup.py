@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from specserve.cluster.cluster_address import running_clusters
-from specserve.cluster.placement import NodeResources, bundles, check_fits, gateway_bundle
+from specserve.cluster.placement import (
+    NodeResources,
+    check_fits,
+    first_bundles,
+    gateway_bundle,
+)
 from specserve.cluster.ray_session import (
     HA_PROXY,
     PROXY_PORTS,
@@ -91,12 +96,10 @@ def _refusal(
     try:
         if serve is not None:
             serve.require_place(config, replace=False)
-        check_fits(
-            bundles(config, has_gpus=any(node.total.get("GPU") for node in nodes)),
-            nodes,
-            replicas=max(1, config.replicas.min),
-            gateway=gateway_bundle(config),
+        wanted, replicas = first_bundles(
+            config, has_gpus=any(node.total.get("GPU") for node in nodes)
         )
+        check_fits(wanted, nodes, replicas=replicas, gateway=gateway_bundle(config))
     except ConfigError as error:
         return str(error)
     return None

@@ -62,7 +62,7 @@ class StatusWindow:
 
     def add(self, status: Status, now: float) -> StatusFigures:
         """Add a status and return the figures of the window that ends with it."""
-        merged = merge(status.metrics)
+        merged = merge(status.metrics).over_models()
         self._snapshots.append((now, merged))
         while len(self._snapshots) > 2 and now - self._snapshots[1][0] >= WINDOW_S:
             self._snapshots.popleft()
@@ -159,7 +159,7 @@ class StatusLine:
         return line
 
     def _work(self, status: Status, now: float) -> str:
-        merged = merge(status.metrics)
+        merged = merge(status.metrics).over_models()
         growth = _growth(self._before or Snapshot({}), merged)
         generated = growth("generation_tokens_total")
         drafted = growth("spec_decode_num_draft_tokens_total")

@@ -37,15 +37,20 @@ from specserve.types import Chunk, ModelInfo, Request
 
 log = logging.getLogger(__name__)
 
+OTHERS_S = 30.0
+"""Time after the first model's engines that a gateway waits for those of the others."""
+
 
 class Engine:
     """Engine replica: a coordinator in this process, and its workers in the placement group."""
 
     # Serve awaits the constructor; type checkers do not know that.
     async def __init__(  # type: ignore[misc]
-        self, config: Config, bundles: Sequence[Bundle], board: Any
+        self, config: Config, bundles: Sequence[Bundle], board: Any, label: str = ""
     ) -> None:
+        """Start the workers; `label` is the model's name where several are served."""
         join_serve(config)
+        self._label = label
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._replies = ReplyStreams()
         self._running_engine = await RunningEngine.start(
@@ -133,11 +138,12 @@ class Engine:
             self._replica,
             ENGINE,
             health.trouble,
-            self._running_engine.snapshot(),
+            self._running_engine.snapshot().of_model(self._label),
             self._group.draft_placement,
             health.device_troubles,
             self._group.losses,
             engine_key=self._replies.public_key,
+            model=self._label,
         )
 
 
@@ -145,62 +151,103 @@ class Engine:
 class Gateway:
     """HTTP server, which sends requests to the engines and receives chunks by its own link."""
 
-    async def __init__(self, config: Config, engine: Any, board: Any) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: Config, board: Any, *engines: Any
+    ) -> None:
+        """Open the tokenizers; `engines` are handles, one for each model in the config's order."""
         # Imported here, since engines and the command line need neither FastAPI nor transformers.
         from specserve.api.access import ClientAccess
-        from specserve.api.tokenizer import Tokenizer, hide_torch
+        from specserve.api.model_directory import ModelDirectory
+        from specserve.api.tokenizer import hide_torch
 
         hide_torch()
         join_serve(config)
         self._config = config
-        self._tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)
-        self._receiver = ChunkReceiver(ray.util.get_node_ip_address())
-        info: ModelInfo = await engine.info.remote()
-        self._model = ServedModel.of(config, info, created=int(time.time()))
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._registry = Registry()
         self._access = ClientAccess.from_config(config.http, self._registry)
-        resumed = self._registry.counter("requests_resumed_total")
-        self._replicas = EngineReplicas(
+        self._replicas: list[EngineReplicas] = []
+        self._models = ModelDirectory([part.model for part in config.each_model])
+        unknown_engine = asyncio.Event()
+        self._opening = [
+            asyncio.create_task(self._open_model(part, engine, board, unknown_engine))
+            for part, engine in zip(config.each_model, engines, strict=True)
+        ]
+        await _await_models(self._opening)
+        self._reports = asyncio.create_task(
+            report_forever(board, self._report, self._on_answer, unknown_engine)
+        )
+
+    async def _open_model(
+        self, config: Config, engine: Any, board: Any, unknown_engine: asyncio.Event
+    ) -> None:
+        """Let requests choose a model once an engine of it runs."""
+        from specserve.api.model_directory import ModelBackend
+        from specserve.api.tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)
+        receiver = ChunkReceiver(ray.util.get_node_ip_address())
+        info: ModelInfo = await engine.info.remote()
+        registry = Registry() if self._models.has_several else self._registry
+        resumed = registry.counter("requests_resumed_total")
+        replicas = EngineReplicas(
             engine,
             board,
-            self._receiver,
+            receiver,
             replica_id=self._replica,
             on_resume=lambda: resumed.add(1),
+            unknown_engine=unknown_engine,
         )
-        self._reports = asyncio.create_task(
-            report_forever(board, self._report, self._on_answer, self._replicas.unknown_engine)
-        )
+        self._replicas.append(replicas)
+        served = ServedModel.of(config, info, created=int(time.time()))
+        self._models.add(ModelBackend.from_config(config, replicas, tokenizer, served, registry))
 
     def __serve_build_asgi_app__(self) -> Any:
         from specserve.api.app import build as build_app
 
-        app = build_app(
-            self._replicas,
-            self._tokenizer,
-            self._model,
-            self._config,
-            self._registry,
-            self._access,
-        )
+        app = build_app(self._models, self._config, self._registry, self._access)
         freeze_objects()
         return app
 
     async def __del__(self) -> None:
         if hasattr(self, "_reports"):
-            self._reports.cancel()
-            self._replicas.close()
+            for task in (self._reports, *self._opening):
+                task.cancel()
+            for replicas in self._replicas:
+                replicas.close()
 
     def _report(self) -> ReplicaReport:
         uses: tuple[ClientUse, ...] = ()
         if self._access is not None:
             self._access.trouble()  # so that its gauge is of this moment, also without requests
             uses = self._access.uses()
-        return ReplicaReport(self._replica, GATEWAY, None, self._registry.snapshot(), uses=uses)
+        snapshot = self._models.snapshot(self._registry)
+        return ReplicaReport(self._replica, GATEWAY, None, snapshot, uses=uses)
 
     def _on_answer(self, answer: GatewayAnswer | None) -> None:
         """Take the board's answer to a report; None while the board is away."""
         if answer is not None:
-            self._replicas.admit_engines(answer.engines)
+            for replicas in self._replicas:
+                replicas.admit_engines(answer.engines)
         if self._access is not None:
             self._access.charge_others({} if answer is None else answer.uses)
+
+
+async def _await_models(opening: Sequence[asyncio.Task[None]]) -> None:
+    """Return when all models are open, or the first is and others still start OTHERS_S later.
+
+    A gateway that replaces a lost one thus serves although the engines of one model are down.
+    Raises the first error.
+    """
+    await asyncio.wait(opening, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(opening, timeout=OTHERS_S, return_when=asyncio.FIRST_EXCEPTION)
+    for task in opening:
+        if task.done():
+            task.result()
+        else:
+            task.add_done_callback(_log_failure)
+
+
+def _log_failure(opening: asyncio.Task[None]) -> None:
+    if not opening.cancelled() and (error := opening.exception()) is not None:
+        log.error("a model cannot be opened: %s", error)

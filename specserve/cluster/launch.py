@@ -70,7 +70,7 @@ def serve_until_ended(
             owns_ray = stack.enter_context(
                 ray_session(config, report, join=join, may_wait=may_wait)
             )
-            for line in (notice, config.demo.note):
+            for line in (notice, *(part.demo.note for part in config.each_model)):
                 if line is not None:
                     report(line)
             stack.enter_context(_signals_as_interrupts())
@@ -84,7 +84,8 @@ def serve_until_ended(
                     require=require_checkpoints,
                 )
             )
-        board, example = handle(config, "Board"), _example(url, config.model)
+        names = [part.model for part in config.each_model]
+        board, example = handle(config, "Board"), _example(url, names[0])
         # A reader of "ready" may end this process at once.
         with contextlib.suppress(KeyboardInterrupt):
             say(f"ready {url}")
@@ -93,7 +94,7 @@ def serve_until_ended(
                 draw_status(
                     board,
                     console,
-                    title=f"specserve   {config.model}   {url}",
+                    title=f"specserve   {', '.join(names)}   {url}",
                     hints=(example, "Ctrl-C ends it"),
                 )
             else:

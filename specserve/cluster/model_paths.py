@@ -56,9 +56,11 @@ def require_local_models(config: Config) -> None:
     Where no such node is up yet, or none answers, nothing is known and nothing is raised.
     """
     nodes = cluster_resources().nodes
-    for model in local_models(config, has_gpus=any(node.total.get("GPU") for node in nodes)):
-        look = partial(_trouble_on, is_checkpoint=model.is_checkpoint)
-        require_on_a_node(model, nodes, look)
+    has_gpus = any(node.total.get("GPU") for node in nodes)
+    for part in config.each_model:
+        for model in local_models(part, has_gpus=has_gpus):
+            look = partial(_trouble_on, is_checkpoint=model.is_checkpoint)
+            require_on_a_node(model, nodes, look)
 
 
 def local_models(config: Config, *, has_gpus: bool) -> Iterator[LocalModel]:

@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from specserve.config.cascade import NGRAM_KINDS
+from specserve.config.model_list import deployment_suffix
 from specserve.config.tree import Config, DraftConfig, TargetConfig
 from specserve.errors import ConfigError
 
 FIRST_GPU = "cuda:0"  # which `auto` and `cuda` mean, too
 GATEWAY_CPUS = 1.0
+ENGINE = "Engine"
+"""Deployment of the engines; that of each of several models has the model's name behind it."""
 COORDINATOR, FIRST_RANK = 0, 1  # bundle numbers; the drafter has the last
 COUNTED = ("GPU", "CPU")
 REMEDY = {
@@ -87,6 +90,28 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
         return wanted
     share = draft.num_gpus if draft.num_gpus is not None else _num_gpus(draft, has_gpus)
     return (*wanted, Bundle("draft", _resources(share, draft.threads), draft.label_selector))
+
+
+def engine_deployments(config: Config) -> dict[str, Config]:
+    """Return the config of each model that is served, by the deployment of its engines."""
+    if not config.models:
+        return {ENGINE: config}
+    return {f"{ENGINE}-{deployment_suffix(part.model)}": part for part in config.models}
+
+
+def first_bundles(config: Config, *, has_gpus: bool) -> tuple[tuple[Bundle, ...], int]:
+    """Return the bundles that must fit at the start, and how many times.
+
+    Those of several models stand together, each with its model's name.
+    """
+    if not config.models:
+        return bundles(config, has_gpus=has_gpus), max(1, config.replicas.min)
+    together = tuple(
+        replace(bundle, name=f"{part.model}: {bundle.name}")
+        for part in config.models
+        for bundle in bundles(part, has_gpus=has_gpus) * max(1, part.replicas.min)
+    )
+    return together, 1
 
 
 def with_devices(config: Config, wanted: Sequence[Bundle]) -> Config:

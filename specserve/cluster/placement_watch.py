@@ -6,7 +6,13 @@ import time
 from collections.abc import Callable
 
 from specserve.cluster.node_resources import ClusterResources, cluster_resources, has_waiting_group
-from specserve.cluster.placement import Bundle, bundles, explain_waiting, gateway_bundle
+from specserve.cluster.placement import (
+    Bundle,
+    bundles,
+    engine_deployments,
+    explain_waiting,
+    gateway_bundle,
+)
 from specserve.config.tree import Config
 
 PATIENCE_S = 5.0
@@ -22,7 +28,7 @@ class PlacementWatch:
         *,
         clock: Callable[[], float] = time.monotonic,
         resources: Callable[[], ClusterResources] = cluster_resources,
-        has_waiting_engine: Callable[[str], bool] = lambda app: has_waiting_group(app, "Engine"),
+        has_waiting_engine: Callable[[str, str], bool] = has_waiting_group,
     ) -> None:
         self._config, self._clock = config, clock
         self._resources, self._has_waiting_engine = resources, has_waiting_engine
@@ -42,10 +48,11 @@ class PlacementWatch:
     def _waiting(self, found: ClusterResources, *, gateway_runs: bool) -> tuple[Bundle, ...]:
         gateway = gateway_bundle(self._config)
         has_gpus = any(node.total.get("GPU") for node in found.nodes)
-        engine = (
-            bundles(self._config, has_gpus=has_gpus)
-            if self._has_waiting_engine(self._config.name)
-            else ()
+        engines = tuple(
+            bundle
+            for deployment, part in engine_deployments(self._config).items()
+            if self._has_waiting_engine(self._config.name, deployment)
+            for bundle in bundles(part, has_gpus=has_gpus)
         )
         waits = not gateway_runs and found.has_waiting_actor(gateway.resources)
-        return (*engine, gateway) if waits else engine
+        return (*engines, gateway) if waits else engines

@@ -80,6 +80,7 @@ def open_parts_on_ray(
     """
     import ray
 
+    config.require_one_model()
     report_progress("finding the models")
     tokenizer = find_checkpoints(config, report_progress).tokenizer
     with ExitStack() as opening:

@@ -16,7 +16,14 @@ from typing import Any
 
 from specserve.cluster import header_encoding
 from specserve.cluster.cluster_address import WAYS, require_answer, resolve, running_clusters
-from specserve.cluster.placement import GATEWAY_CPUS, Bundle, bundles, check_fits, gateway_bundle
+from specserve.cluster.placement import (
+    GATEWAY_CPUS,
+    Bundle,
+    bundles,
+    check_fits,
+    first_bundles,
+    gateway_bundle,
+)
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, Unavailable, first_line
 
@@ -127,12 +134,14 @@ def require_room(config: Config, *, gateway: Bundle) -> None:
     until = time.monotonic() + RELEASE_S
     while True:
         nodes = cluster_resources().nodes
-        wanted = bundles(config, has_gpus=any(node.total.get("GPU") for node in nodes))
+        wanted, replicas = first_bundles(
+            config, has_gpus=any(node.total.get("GPU") for node in nodes)
+        )
         try:
             check_fits(
                 wanted,
                 nodes,
-                replicas=max(1, config.replicas.min),
+                replicas=replicas,
                 gateway=gateway,
             )
         except ConfigError:
@@ -254,7 +263,9 @@ def _proxy_settings(config: Config, directory: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
         # Each gateway that comes or goes replaces HAProxy's process, and the old one keeps its
         # connections for so many seconds; with Serve's two minutes longer streams would break.
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(config.limits.request_timeout_s)),
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(
+            math.ceil(max(part.limits.request_timeout_s for part in config.each_model))
+        ),
     }
     return {
         **{name: os.environ.get(name, value) for name, value in limits.items()},
@@ -303,6 +314,10 @@ def _num_cpus(config: Config) -> int:
 
     Ray only counts CPUs, so a small machine can declare more than it has.
     """
-    each = sum(bundle.resources["CPU"] for bundle in bundles(config, has_gpus=False))
+    engines = sum(
+        part.replicas.max * bundle.resources["CPU"]
+        for part in config.each_model
+        for bundle in bundles(part, has_gpus=False)
+    )
     gateways = config.replicas.gateways * GATEWAY_CPUS
-    return max(os.cpu_count() or 1, int(config.replicas.max * each + gateways) + 1)
+    return max(os.cpu_count() or 1, int(engines + gateways) + 1)

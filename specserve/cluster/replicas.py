@@ -88,15 +88,19 @@ class EngineReplicas:
         *,
         replica_id: str,
         on_resume: Callable[[], None],
+        unknown_engine: asyncio.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep the handles; `on_resume` is called each time that a request is resumed."""
+        """Keep the handles; `on_resume` is called each time that a request is resumed.
+
+        `unknown_engine` is set when an engine with an unknown key connects, until the board names
+        it.
+        """
         self._engine, self._board, self._receiver = engine, board, receiver
         self._replica_id, self._on_resume, self._clock = replica_id, on_resume, clock
         self._calls: dict[int, _OpenCall] = {}  # by random numbers
         self._engine_keys: frozenset[bytes] = frozenset()
-        # Set when an engine with an unknown key connects, until the board names it.
-        self.unknown_engine = asyncio.Event()
+        self.unknown_engine = asyncio.Event() if unknown_engine is None else unknown_engine
         receiver.on_unknown_engine = self.unknown_engine.set
         self._full_until, self._why_full, self._next_probe = 0.0, "", 0.0
         # Streams that have ended since an engine refused a request, less those that began since.

@@ -21,6 +21,7 @@ from ray.util import get_current_placement_group
 from specserve.api.access import ClientAccess
 from specserve.api.app import CHAT_COMPLETIONS, COMPLETIONS, build
 from specserve.api.in_process import Answer, post
+from specserve.api.model_directory import ModelBackend, ModelDirectory
 from specserve.api.service import ServedModel, Status
 from specserve.api.tokenizer import Tokenizer
 from specserve.cluster.app import engine_options
@@ -161,7 +162,8 @@ class SpecserveServer:
         served = ServedModel.of(config, info, created=int(time.time()))
         registry = Registry()
         access = ClientAccess.from_config(config.http, registry)
-        self._app = build(service, tokenizer, served, config, registry, access)
+        model = ModelBackend.from_config(config, service, tokenizer, served, registry)
+        self._app = build(ModelDirectory([served.name], [model]), config, registry, access)
         freeze_objects()
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:

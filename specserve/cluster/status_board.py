@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specserve.api.rates import ClientUse, UseByGateway
-from specserve.api.service import Status
+from specserve.api.service import ModelStatus, Status
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.metrics import Snapshot, merge
 
@@ -29,6 +29,7 @@ SILENT_AFTER_S = 5.0
 MAX_SILENT = 100
 """Replicas that fell silent and may come back; of older ones only the sum is kept."""
 CHECK_PLACEMENT_EVERY_S = 2.0
+NO_ENGINE = "no engine replica reports"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class ReplicaReport:
     losses: tuple[str, ...] = ()  # of an engine: why workers were last lost, by role
     uses: tuple[ClientUse, ...] = ()  # of a gateway by its clients
     engine_key: bytes | None = None  # public key with which an engine sends its chunks
+    model: str = ""  # of an engine of one of several models
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,8 @@ class GatewayAnswer:
 class Board:
     """Reports of all replicas, with the counters of those that are gone, so that sums never fall.
 
-    If `may_sleep`, having no engine is healthy, since the next request starts one. `watch` finds
-    engines that wait for a node.
+    If `may_sleep`, having no engine is healthy, since the next request starts one; `models` says
+    so of each of several models. `watch` finds engines that wait for a node.
     """
 
     def __init__(
@@ -74,9 +76,11 @@ class Board:
         clock: Callable[[], float] = time.monotonic,
         *,
         may_sleep: bool = False,
+        models: Mapping[str, bool] | None = None,
         watch: PlacementWatch | None = None,
     ) -> None:
         self._clock, self._may_sleep, self._watch = clock, may_sleep, watch
+        self._models = models or {}
         self._began = clock()
         self._waits: str | None = None  # why an engine waits for a node
         self._watched_at = clock()
@@ -107,13 +111,27 @@ class Board:
         """
         self._drop_silent()
         engines = [report for _, report in self._reports.values() if report.role == ENGINE]
-        troubles = [report.trouble for report in engines if report.trouble is not None]
-        healthy = len(troubles) < len(engines) or (self._may_sleep and not engines)
+        troubles = [
+            _named(report, report.trouble) for report in engines if report.trouble is not None
+        ]
+        models = tuple(
+            _model_status(name, [one for one in engines if one.model == name], may_sleep=may_sleep)
+            for name, may_sleep in self._models.items()
+        )
+        # One model in trouble takes no gateway away from the others.
+        healthy = (
+            any(model.healthy for model in models)
+            if models
+            else _are_healthy(engines, may_sleep=self._may_sleep)
+        )
+        troubles += [
+            f"{one.name}: {one.why}" for one in models if not one.healthy and one.why == NO_ENGINE
+        ]
         if (waits := self._why_engine_waits()) is not None:
             troubles.append(waits)
         device_troubles = {one for report in engines for one in report.device_troubles}
         troubles += sorted(device_troubles)
-        why = "" if healthy else "; ".join(troubles) or "no engine replica reports"
+        why = "" if healthy else "; ".join(troubles) or NO_ENGINE
         metrics = [
             report.metrics
             for _, report in self._reports.values()
@@ -127,6 +145,7 @@ class Board:
             healthy=healthy,
             why=why,
             metrics=tuple(metrics),
+            models=models,
             replicas=len(engines),
             troubles=tuple(troubles),
             device_troubles=tuple(sorted(device_troubles)),
@@ -154,6 +173,22 @@ class Board:
         while len(self._silent) > MAX_SILENT:
             left = self._silent.pop(next(iter(self._silent)))
             self._departed = left if self._departed is None else merge([self._departed, left])
+
+
+def _are_healthy(engines: Sequence[ReplicaReport], *, may_sleep: bool) -> bool:
+    """Return whether an engine makes progress, or none runs that need not."""
+    return any(one.trouble is None for one in engines) or (may_sleep and not engines)
+
+
+def _model_status(name: str, engines: Sequence[ReplicaReport], *, may_sleep: bool) -> ModelStatus:
+    healthy = _are_healthy(engines, may_sleep=may_sleep)
+    troubles = [one.trouble for one in engines if one.trouble is not None]
+    why = "" if healthy else "; ".join(troubles) or NO_ENGINE
+    return ModelStatus(name, healthy, why, len(engines))
+
+
+def _named(report: ReplicaReport, trouble: str) -> str:
+    return f"{report.model}: {trouble}" if report.model else trouble
 
 
 async def report_forever(

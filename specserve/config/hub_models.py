@@ -45,6 +45,11 @@ def is_hub_name(path: str) -> bool:
 
 def unpinned_models(config: Config) -> Iterator[UnpinnedModel]:
     """Yield the target and the draft models whose commit the hub would choose."""
+    for number, part in enumerate(config.each_model):
+        yield from _unpinned(part, f"models[{number}]." if config.models else "")
+
+
+def _unpinned(config: Config, prefix: str) -> Iterator[UnpinnedModel]:
     named = [("target", config.target.path, config.target.revision)]
     for i, draft in enumerate(config.draft.drafter_configs):
         section = f"draft.stages[{i}]" if config.draft.stages else "draft"
@@ -53,4 +58,4 @@ def unpinned_models(config: Config) -> Iterator[UnpinnedModel]:
     for section, path, revision in named:
         is_local = Path(path).expanduser().exists() or not is_hub_name(path)
         if not is_local and not COMMIT.fullmatch(revision or ""):
-            yield UnpinnedModel(section, path, revision)
+            yield UnpinnedModel(prefix + section, path, revision)

@@ -38,6 +38,7 @@ from specserve.config.fields import (
     subsection,
     text,
 )
+from specserve.config.model_list import check_names, check_top_level, keys_of_each
 from specserve.errors import ConfigError
 from specserve.types import VERIFIERS
 
@@ -276,6 +277,23 @@ class FaultsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """An entry of `models`. Sections that it leaves out, and keys in them, are the top level's."""
+
+    name: str = setting("", text())  # that requests choose it by
+    target: TargetConfig = subsection(TargetConfig)
+    draft: DraftConfig = subsection(DraftConfig)
+    demo: DemoConfig = subsection(DemoConfig)
+    speculation: SpeculationConfig = subsection(SpeculationConfig)
+    cache: CacheConfig = subsection(CacheConfig)
+    weights: WeightsConfig = subsection(WeightsConfig)
+    adapters: AdaptersConfig = subsection(AdaptersConfig)
+    limits: LimitsConfig = subsection(LimitsConfig)
+    replicas: ReplicasConfig = subsection(ReplicasConfig)
+    faults: FaultsConfig = subsection(FaultsConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The whole tree. Its keys are those of the YAML file, `--set` and `LLM(**overrides)`."""
 
@@ -294,6 +312,21 @@ class Config:
     http: HttpConfig = subsection(HttpConfig)
     logs: LogsConfig = subsection(LogsConfig)
     faults: FaultsConfig = subsection(FaultsConfig)
+    # several models behind the same gateways: read as ModelConfig, kept as the config of each
+    models: tuple[Config, ...] = setting((), list_of(section(ModelConfig)))
+
+    @property
+    def each_model(self) -> tuple[Config, ...]:
+        """One config for each model that is served: those of `models`, or this one itself."""
+        return self.models or (self,)
+
+    def require_one_model(self) -> None:
+        """Raise ConfigError if there are several models, for what runs a single one."""
+        if self.models:
+            raise ConfigError(
+                "models lists models for a server, and a single one runs here; give "
+                "target.path and draft.path at the top level instead"
+            )
 
     def rank_threads(self, *, with_draft: bool) -> int | None:
         """Return the threads of a target's rank, which those of a draft beside it join."""
@@ -308,7 +341,27 @@ def config_from_keys(
 ) -> Config:
     """Return the config of these keys, nested or dotted ("speculation.gamma"). `overrides` win."""
     given = _merge(_nest(keys), _nest(overrides or {}))
-    return _validate(_fill_in(read_section(Config, given)))
+    config = read_section(Config, given)
+    if config.models:
+        return _with_models(config, given)
+    return _validate(_fill_in(config))
+
+
+def _with_models(config: Config, given: Mapping[str, object]) -> Config:
+    """Return the config with one of its own for each entry of `models`."""
+    check_top_level(given)
+    names = [entry.name for entry in config.models]  # of ModelConfig, as they are read
+    check_names(names)
+    name = config.name or _default_name("-".join(names), config.http.port)
+    _validate_application(replace(config, name=name))
+    parts = []
+    for index, (shared, own) in enumerate(keys_of_each(given)):
+        try:
+            part = read_section(Config, _merge({**shared, "name": name}, own))
+            parts.append(_validate(_fill_in(part)))
+        except ConfigError as error:
+            raise ConfigError(f"models[{index}] ({names[index]}): {error}") from error
+    return replace(config, name=name, models=tuple(parts))
 
 
 def config_from_file(
@@ -323,7 +376,11 @@ def config_from_file(
     """
     keys = {} if file is None else read_config_file(file)
     given = _merge(_nest(keys), _nest(overrides or {}))
-    names_target = "path" in _section(given, "target") or "size" in _section(given, "demo")
+    names_target = (
+        "path" in _section(given, "target")
+        or "size" in _section(given, "demo")
+        or given.get("models")
+    )
     if demo_size is not None and not names_target:
         given = _merge({"demo": {"size": demo_size}}, given)
     return config_from_keys(given)
@@ -451,15 +508,7 @@ def _validate(config: Config) -> Config:
         config.cache,
         config.replicas,
     )
-    if not NAME.fullmatch(config.name):
-        raise ConfigError(
-            f"name {config.name!r} must begin with a letter or a digit and have nothing but "
-            "letters, digits, '-', '_' and '.', such as my-model-8000"
-        )
-    if (root := config.http.root_path) and not ROOT_PATH.fullmatch(root):
-        raise ConfigError(
-            f"http.root_path {root!r} must begin with / and not end with it, such as /my-model"
-        )
+    _validate_application(config)
     for adapter in config.adapters.paths:
         if not NAME.fullmatch(adapter):
             raise ConfigError(
@@ -495,22 +544,36 @@ def _validate(config: Config) -> Config:
             "adapters.load_from lets clients load adapters into the gateway that they reach, and "
             f"replicas.gateways is {replicas.gateways}; set it to 1, or name them in adapters.paths"
         )
-    if (config.http.tls_cert is None) != (config.http.tls_key is None):
-        raise ConfigError(
-            "http.tls_cert and http.tls_key go together: a certificate and the key that belongs "
-            "to it; give both or neither"
-        )
     if replicas.min > replicas.max:
         raise ConfigError(
             f"replicas.min {replicas.min} is above replicas.max {replicas.max}; "
             "lower the one or raise the other"
+        )
+    return config
+
+
+def _validate_application(config: Config) -> None:
+    """Raise ConfigError for keys of the gateways and the application that contradict another."""
+    replicas = config.replicas
+    if not NAME.fullmatch(config.name):
+        raise ConfigError(
+            f"name {config.name!r} must begin with a letter or a digit and have nothing but "
+            "letters, digits, '-', '_' and '.', such as my-model-8000"
+        )
+    if (root := config.http.root_path) and not ROOT_PATH.fullmatch(root):
+        raise ConfigError(
+            f"http.root_path {root!r} must begin with / and not end with it, such as /my-model"
+        )
+    if (config.http.tls_cert is None) != (config.http.tls_key is None):
+        raise ConfigError(
+            "http.tls_cert and http.tls_key go together: a certificate and the key that belongs "
+            "to it; give both or neither"
         )
     if replicas.min_gateways > replicas.gateways:
         raise ConfigError(
             f"replicas.min_gateways {replicas.min_gateways} is above "
             f"replicas.gateways {replicas.gateways}; lower the one or raise the other"
         )
-    return config
 
 
 def _check_quantize(draft: DraftConfig) -> None:

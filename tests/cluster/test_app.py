@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specserve.cluster.app import application
+from specserve.cluster.app import BURST, application
 from specserve.config.tree import config_from_keys
 
 
@@ -15,3 +15,28 @@ def test_a_server_shares_weights_unless_the_config_says_no(given: object, shared
     app: Any = application(config_from_keys({"weights.shared": given}))
     config = app._bound_deployment.init_args[0]
     assert config.weights.shared is shared
+
+
+def test_several_models_have_engines_of_their_own_and_one_gateway() -> None:
+    from ray.serve._private.build_app import build_app
+
+    models = [
+        {"name": "org/small", "limits": {"max_running": 3, "request_timeout_s": 700}},
+        {"name": "large", "replicas": {"min": 1, "max": 5}},
+    ]
+    config = config_from_keys({"models": models, "limits.max_queued": 7})
+    built: dict[str, Any] = {
+        deployment.name: deployment
+        for deployment in build_app(application(config), name=config.name).deployments
+    }
+    assert set(built) == {"Board", "Engine-org-small", "Engine-large", "Gateway"}
+    small, large = (built[f"Engine-{name}"]._deployment_config for name in ("org-small", "large"))
+    assert (small.max_queued_requests, large.max_queued_requests) == (7 + BURST, 7 + BURST)
+    assert (small.num_replicas, large.autoscaling_config.max_replicas) == (1, 5)
+    assert built["Engine-large"].init_args[0].model == "large"
+    assert built["Engine-large"].init_args[3] == "large"
+    assert [handle.deployment_name for handle in built["Gateway"].init_args[2:]] == [
+        "Engine-org-small",
+        "Engine-large",
+    ]
+    assert built["Gateway"]._deployment_config.graceful_shutdown_timeout_s == 700

@@ -9,13 +9,16 @@ from specserve.cluster.placement import (
     NodeResources,
     bundles,
     check_fits,
+    engine_deployments,
     explain_distance,
     explain_waiting,
+    first_bundles,
     gateway_bundle,
     has_room,
     with_devices,
     with_draft_placement,
 )
+from specserve.cluster.ray_session import default_resources
 from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError
 
@@ -270,3 +273,28 @@ def test_an_update_brings_a_new_replica_first_only_where_it_has_room(
         Bundle("draft", {"CPU": 2.0, "GPU": 1.0}, {}),
     )
     assert has_room(wanted, {"CPU": cpus, "GPU": gpus}) is room
+
+
+def test_the_engines_of_all_models_must_fit_together() -> None:
+    models = [
+        {"name": "small", "target": {"threads": 2}, "draft": {"kind": "none"}},
+        {
+            "name": "large",
+            "target": {"threads": 3},
+            "draft": {"kind": "none"},
+            "replicas": {"min": 2, "max": 2},
+        },
+    ]
+    config = config_from_keys({"models": models})
+    wanted, times = first_bundles(config, has_gpus=False)
+    assert times == 1
+    assert [(bundle.name, bundle.resources["CPU"]) for bundle in wanted] == [
+        ("small: coordinator", 1.0),
+        ("small: target-0", 2.0),
+        *[("large: coordinator", 1.0), ("large: target-0", 3.0)] * 2,
+    ]
+    nodes = [node(11)]
+    with pytest.raises(ConfigError, match=r"needs 12 CPUs .*large: target-0 3.*has 11"):
+        check_fits(wanted, nodes, replicas=times, gateway=gateway_bundle(config))
+    assert set(engine_deployments(config)) == {"Engine-small", "Engine-large"}
+    assert default_resources(config, num_gpus=0)["CPU"] >= 12

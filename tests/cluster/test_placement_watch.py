@@ -29,7 +29,9 @@ class FakeCluster:
             config_from_keys({"target.threads": 2, "draft.threads": 1}),
             clock=lambda: self.now,
             resources=self.resources,
-            has_waiting_engine=lambda app: self.engine_waits and app == "specserve-demo-8000",
+            has_waiting_engine=lambda app, deployment: (
+                self.engine_waits and (app, deployment) == ("specserve-demo-8000", "Engine")
+            ),
         )
 
 

@@ -187,3 +187,26 @@ def test_a_gateway_that_meets_an_unknown_engine_asks_the_board_at_once(
         task.cancel()
 
     asyncio.run(main())
+
+
+def test_a_model_in_trouble_is_named_and_takes_no_gateway_from_the_others() -> None:
+    board = Board(models={"small": False, "large": False, "asleep": True})
+    board.report(ReplicaReport("a", ENGINE, None, snapshot(3).of_model("small"), model="small"))
+    board.report(ReplicaReport("b", ENGINE, "a worker died", Snapshot({}), model="large"))
+    status = board.status()
+    assert (status.ready, status.healthy, status.replicas) == (True, True, 2)
+    assert {one.name: (one.healthy, one.why, one.replicas) for one in status.models} == {
+        "small": (True, "", 1),
+        "large": (False, "a worker died", 1),
+        "asleep": (True, "", 0),
+    }
+    assert status.troubles == ("large: a worker died",)
+    assert merge(status.metrics).samples["generation_tokens_total"] == {("small",): (3.0,)}
+
+
+def test_where_no_model_has_an_engine_that_is_well_each_is_named() -> None:
+    board = Board(models={"small": False, "large": False})
+    board.report(ReplicaReport("b", ENGINE, "a worker died", Snapshot({}), model="large"))
+    status = board.status()
+    assert not status.healthy
+    assert status.why == "large: a worker died; small: no engine replica reports"

@@ -22,6 +22,7 @@ from specserve.errors import ConfigError
 CONTRACT = {
     "model": None,
     "name": None,
+    "models": None,  # beyond the first contract
     "target": {
         "path",
         "revision",

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from specserve.api.access import ClientAccess
 from specserve.api.app import build
+from specserve.api.model_directory import ModelBackend, ModelDirectory
 from specserve.api.service import ServedModel, Status
 from specserve.api.tokenizer import Tokenizer
 from specserve.config.tree import DEMO, config_from_keys
@@ -265,7 +266,10 @@ def app_over(
     )
     settings, registry = config_from_keys({}, config or {}), registry or Registry()
     access = ClientAccess.from_config(settings.http, registry)
-    return build(service, tokenizer or demo_tokenizer(), served, settings, registry, access)
+    backend = ModelBackend.from_config(
+        settings, service, tokenizer or demo_tokenizer(), served, registry
+    )
+    return build(ModelDirectory([served.name], [backend]), settings, registry, access)
 
 
 @contextmanager
@@ -289,6 +293,33 @@ def serving(
         config=config,
         registry=registry,
     )
+    with _running(app) as port:
+        yield RunningServer(port, service, registry)
+
+
+@contextmanager
+def serving_several(
+    services: Mapping[str, FakeService], config: Mapping[str, object]
+) -> Iterator[RunningServer]:
+    """Serve several models, one for each service; those of the config without one are not open."""
+    settings, registry = config_from_keys(config), Registry()
+    models = ModelDirectory([part.model for part in settings.models])
+    for part in settings.models:
+        if part.model in services:
+            served = ServedModel(part.model, 4096, CONTEXT, max_gamma=16, created=1)
+            models.add(
+                ModelBackend.from_config(
+                    part, services[part.model], demo_tokenizer(), served, Registry()
+                )
+            )
+    access = ClientAccess.from_config(settings.http, registry)
+    with _running(build(models, settings, registry, access)) as port:
+        yield RunningServer(port, next(iter(services.values())), registry)
+
+
+@contextmanager
+def _running(app: FastAPI) -> Iterator[int]:
+    """Run the app in a thread of its own, and yield its port."""
     server = uvicorn.Server(
         uvicorn.Config(
             app, log_level="warning", ws="none", lifespan="off", timeout_graceful_shutdown=2
@@ -298,7 +329,7 @@ def serving(
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
-            yield RunningServer(listening.getsockname()[1], service, registry)
+            yield listening.getsockname()[1]
         finally:
             server.should_exit = True
             thread.join()

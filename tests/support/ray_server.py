@@ -32,10 +32,9 @@ def served(
     `engine` replaces the Engine class.
     """
     given = keys or {}
-    # A placement that is measured may come out either way.
-    placement = (
-        {} if {"draft.kind", "draft.placement"} & given.keys() else {"draft.placement": "apart"}
-    )
+    # A placement that is measured may come out either way. Several models say each their own.
+    says = {"draft.kind", "draft.placement", "models"} & given.keys()
+    placement = {} if says else {"draft.placement": "apart"}
     config = config_from_keys({"http.port": free_port(), **placement, **given})
     said: list[str] = []
     with (

@@ -6,6 +6,7 @@ Neither parses the command line nor prints.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -45,11 +46,13 @@ def _findings(
             "config", str(error), "mend the key, and run the doctor again for what depends on it"
         )
         return
-    yield ok("config", f"model {config.model}, draft.kind {config.draft.kind}")
+    for part in config.each_model:
+        yield ok("config", f"model {part.model}, draft.kind {part.draft.kind}")
     report_progress("looking at the models")
     yield from guarded("revisions", lambda: models.revisions(config))
-    yield from guarded("models", lambda: models.pair(config))
-    yield from guarded("memory", lambda: _room(config))
+    for part in config.each_model:
+        yield from guarded("models", partial(models.pair, part))
+        yield from guarded("memory", partial(_room, part))
     yield from guarded("API keys", lambda: secrets.keys(config.http))
     yield from guarded("TLS", lambda: secrets.tls(config.http))
     report_progress("looking for a Ray cluster")
