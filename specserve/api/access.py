@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from specserve.api.key_file import CHECK_EVERY_S, KeyFile, KeyTrouble
-from specserve.api.keys import ApiClient
+from specserve.api.keys import OF_MODEL, ApiClient
 from specserve.api.metering import KeyMetrics
 from specserve.api.rates import Account, Accounts, ClientUse, UseByGateway
 from specserve.config.tree import HttpConfig
 from specserve.errors import KeyRevoked
 from specserve.metrics import Registry
 
+log = logging.getLogger(__name__)
+
 
 class KeyUse:
-    """A request under way: the key that it came with, the client's account, and its end."""
+    """A request under way: the key that it came with, the client's accounts, and its end."""
 
-    def __init__(self, client: ApiClient, account: Account) -> None:
+    def __init__(self, client: ApiClient, account: Account, under_way: ExitStack) -> None:
+        """Count the request on the account until `under_way` is closed. Raises RateLimited."""
         self.client, self.account = client, account
+        self.accounts: list[Account] = []  # that it is charged to
+        self._under_way = under_way
+        self.charge_to(account)
         self._revoked: KeyRevoked | None = None
         self._end: Callable[[KeyRevoked], None] | None = None
+
+    def charge_to(self, account: Account) -> None:
+        """Count the request, and later its tokens, on a further account. Raises RateLimited."""
+        self._under_way.enter_context(account.request())
+        self.accounts.append(account)
 
     def on_revoked(self, end: Callable[[KeyRevoked], None]) -> None:
         """Call `end` when the key is no longer valid, or now if it is not."""
@@ -56,15 +68,23 @@ class ClientAccess:
         self._watch: asyncio.Task[None] | None = None
 
     @classmethod
-    def from_config(cls, http: HttpConfig, registry: Registry) -> ClientAccess | None:
-        """Read the file of keys; without one, return None: every request is served."""
+    def from_config(
+        cls, http: HttpConfig, registry: Registry, models: Collection[str] = ()
+    ) -> ClientAccess | None:
+        """Read the file of keys; without one, return None: every request is served.
+
+        Limits for none of the `models`, if they are given, are logged.
+        """
         if http.api_keys_file is None:
             return None
         metrics = KeyMetrics(registry)
-        return cls(
-            KeyFile(Path(http.api_keys_file), set_valid=metrics.set_keys_valid),
-            Accounts(time.monotonic, metrics.count_rate_limited),
-        )
+        keys = KeyFile(Path(http.api_keys_file), set_valid=metrics.set_keys_valid)
+        if models and (unknown := sorted(keys.limited_models() - set(models))):
+            log.warning(
+                "http.api_keys_file has limits for models that are not served: %s",
+                ", ".join(unknown),
+            )
+        return cls(keys, Accounts(time.monotonic, metrics.count_rate_limited))
 
     def find(self, key: str) -> ApiClient | None:
         """Return the client of a valid key. Raises Unavailable if keys cannot be checked."""
@@ -73,8 +93,8 @@ class ClientAccess:
     @contextmanager
     def request(self, client: ApiClient) -> Iterator[KeyUse]:
         """Count a request of the client while it is under way. Raises RateLimited before that."""
-        use = KeyUse(client, self._accounts.get(client))
-        with use.account.request():
+        with ExitStack() as under_way:
+            use = KeyUse(client, self._accounts.get(client), under_way)
             self._uses.add(use)
             if self._watch is None:
                 self._watch = asyncio.create_task(self._watch_keys())
@@ -82,6 +102,12 @@ class ClientAccess:
                 yield use
             finally:
                 self._uses.remove(use)
+
+    def charge_model(self, use: KeyUse, model: str) -> None:
+        """Count a request on the client's limits for the model too. Raises RateLimited."""
+        client = use.client.for_model(model)
+        if client is not None:
+            use.charge_to(self._accounts.get(client))
 
     def has_small_share(self, use: KeyUse) -> bool:
         """Return whether another client has more requests under way than this request's client.
@@ -96,8 +122,12 @@ class ClientAccess:
 
     def charge_others(self, others: UseByGateway) -> None:
         """Take what clients have used of other gateways from what they may use here."""
-        for client in self._keys.named({use.name for uses in others.values() for use in uses}):
+        names = {use.name.partition(OF_MODEL) for uses in others.values() for use in uses}
+        for client in self._keys.named({name for name, _, _ in names}):
             self._accounts.get(client)  # also of one that has not come here yet
+            for name, _, model in names:
+                if name == client.name and (limited := client.for_model(model)) is not None:
+                    self._accounts.get(limited)
         self._accounts.charge_others(others)
 
     def trouble(self) -> KeyTrouble | None:

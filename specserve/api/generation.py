@@ -12,6 +12,7 @@ from specserve.api.bad_words import bad_word_ids, forbid_words
 from specserve.api.continuation import Continuation, OutputDelta
 from specserve.api.metering import RequestMetrics
 from specserve.api.parse import GenerationRequest
+from specserve.api.rates import Reservation
 from specserve.api.service import Service
 from specserve.api.tokenizer import Tokenizer
 from specserve.errors import NotBegun, Overloaded, TimedOut, Unavailable, WorkerLost
@@ -50,7 +51,7 @@ class Generation:
         self._service, self._metrics, self._start = service, metrics, start
         self.timeout_s = timeout_s
         self._generation_request, self._key_use = generation_request, key_use
-        self._account, self._reserved = None if key_use is None else key_use.account, 0.0
+        self._reservation: Reservation | None = None
         client = "" if key_use is None else key_use.client.name
         tenant = "" if shares_cache else client
         words = bad_word_ids(tokenizer, sampling)
@@ -100,9 +101,10 @@ class Generation:
         return sum(continuation.num_reasoning_tokens for continuation in self.continuations)
 
     async def __aenter__(self) -> Generation:
-        if self._account is not None:
+        if self._key_use is not None:
             max_tokens = self._generation_request.sampling.max_tokens
-            self._reserved = self._account.reserve(
+            self._reservation = Reservation(
+                self._key_use.accounts,
                 self.num_prompt_tokens + len(self._requests) * max_tokens,
                 self._requests[0].grammar,
             )
@@ -123,12 +125,10 @@ class Generation:
         trace: TracebackType | None,
     ) -> None:
         await self._cancel()
-        if self._account is not None:
+        if self._reservation is not None:
             billed = not isinstance(error, UNBILLED_ERRORS) or self.num_completion_tokens > 0
-            self._account.settle(
-                self._reserved,
-                used=self.num_prompt_tokens + self.num_completion_tokens if billed else 0,
-                grammar=self._requests[0].grammar,
+            self._reservation.settle(
+                self.num_prompt_tokens + self.num_completion_tokens if billed else 0
             )
 
     def __aiter__(self) -> Generation:

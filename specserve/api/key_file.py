@@ -86,6 +86,10 @@ class KeyFile:
         """Return the clients of these names, one for each of their keys."""
         return self._keys.named(names)
 
+    def limited_models(self) -> frozenset[str]:
+        """Return the models for which clients have limits of their own."""
+        return self._keys.limited_models()
+
     def trouble(self) -> KeyTrouble | None:
         """Return what is wrong with the file, as of the last second."""
         self._refresh()

@@ -6,10 +6,11 @@ import hashlib
 import hmac
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 
+from specserve.config.model_list import MODEL_NAME
 from specserve.errors import ConfigError
 
 MAX_KEYS = 1000  # each request is compared with all of them, which then takes 0.4 ms
@@ -22,7 +23,21 @@ DEFAULT_SCOPES = (GENERATE, TRACE, METRICS)
 """Scopes of a key that names none: what changes the server for all clients has to be named."""
 ALL_SCOPES = (*DEFAULT_SCOPES, ADAPTERS)
 SCOPES = "scopes"
+OF_MODEL = ":"
+"""Between a limit, or a client's name, and the model that it is for."""
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModelLimit:
+    """A client's limit for one model."""
+
+    model: str
+    limit: str  # of LIMITS
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.limit}:{self.model}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +51,7 @@ class ApiClient:
     concurrent_requests: float | None = None
     expires: date | None = None  # the key's last day, by UTC
     scopes: frozenset[str] = frozenset(DEFAULT_SCOPES)  # what the key may be used for
+    of_models: tuple[ModelLimit, ...] = ()  # limits of single models, beside those of all
     line: int = field(default=0, compare=False)  # of the file
 
     @property
@@ -45,6 +61,21 @@ class ApiClient:
     @property
     def limits(self) -> tuple[float | None, ...]:
         return (*self.rates, self.concurrent_requests)
+
+    def for_model(self, model: str) -> ApiClient | None:
+        """Return the client with its limits for one model alone; None if it has none."""
+        values = {one.limit: one.value for one in self.of_models if one.model == model}
+        if not values:
+            return None
+        requests, tokens, concurrent = map(values.get, LIMITS)
+        return replace(
+            self,
+            name=f"{self.name}{OF_MODEL}{model}",
+            requests_per_minute=requests,
+            tokens_per_minute=tokens,
+            concurrent_requests=concurrent,
+            of_models=(),
+        )
 
     def is_valid_on(self, day: date) -> bool:
         return self.expires is None or day <= self.expires
@@ -73,6 +104,10 @@ class ApiKeys:
 
     def named(self, names: Collection[str]) -> list[ApiClient]:
         return [client for client in self._clients if client.name in names]
+
+    def limited_models(self) -> frozenset[str]:
+        """Return the models for which clients have limits of their own."""
+        return frozenset(one.model for client in self._clients for one in client.of_models)
 
     def find(self, key: str, today: date | None = None) -> ApiClient | None:
         """Return the client of a key that is valid today, by UTC unless another day is given.
@@ -137,29 +172,42 @@ def _parse_line(words: Sequence[str], number: int) -> ApiClient:
             "dashes and underscores"
         )
     limits: dict[str, float] = {}
+    of_models: list[ModelLimit] = []
     expires: date | None = None
     scopes: frozenset[str] | None = None
     for setting in settings:
         limit, _, value = setting.partition("=")
+        kind, _, model = limit.partition(OF_MODEL)
+        is_count = value.isdecimal() and 0 < int(value[:19]) < 10**12
         if limit == EXPIRES and expires is None:
             expires = _day(value, number)
         elif limit == SCOPES and scopes is None:
             scopes = _scopes(value, number)
-        elif (
-            limit in LIMITS
-            and limit not in limits
-            and value.isdecimal()
-            and 0 < int(value[:19]) < 10**12
-        ):
+        elif is_count and limit in LIMITS and limit not in limits:
             limits[limit] = float(value)
+        elif (
+            is_count
+            and kind in LIMITS
+            and MODEL_NAME.fullmatch(model)
+            and limit not in map(str, of_models)
+        ):
+            of_models.append(ModelLimit(model, kind, float(value)))
         else:
             raise ValueError(
                 f"line {number} may say {', '.join(f'{limit}=N' for limit in LIMITS)}, "
                 f"{EXPIRES}=YYYY-MM-DD and {SCOPES}=A,B behind the key, once each, "
-                "N a whole number above 0"
+                "N a whole number above 0; a limit may end with :MODEL"
             )
     allowed = frozenset(DEFAULT_SCOPES) if scopes is None else scopes
-    return ApiClient(name, _hash(key), **limits, expires=expires, scopes=allowed, line=number)
+    return ApiClient(
+        name,
+        _hash(key),
+        **limits,
+        expires=expires,
+        scopes=allowed,
+        of_models=tuple(sorted(of_models)),
+        line=number,
+    )
 
 
 def _day(value: str, number: int) -> date:
@@ -187,12 +235,13 @@ def _conflicts(clients: Sequence[ApiClient]) -> Iterator[str]:
     if len(clients) > MAX_KEYS:
         yield f"it has {len(clients)} keys; {MAX_KEYS} is the most"
     first_use: dict[bytes, int] = {}
-    limits: dict[str, tuple[float | None, ...]] = {}
+    limits: dict[str, object] = {}
     for client in clients:
         line = first_use.setdefault(client.digest, client.line)
         if line != client.line:
             yield f"line {client.line}: a key is there twice; it is that of line {line}"
-        if limits.setdefault(client.name, client.limits) != client.limits:
+        own = client.limits, client.of_models
+        if limits.setdefault(client.name, own) != own:
             yield (
                 f"line {client.line}: the keys of {client.name} have different rates; "
                 "a client's rates and limits are the same for all its keys"

@@ -188,6 +188,29 @@ class Account:
             raise
 
 
+class Reservation:
+    """Tokens reserved of all accounts that an answer is charged to, until it is settled."""
+
+    def __init__(
+        self, accounts: Sequence[Account], num_tokens: int, grammar: Grammar | None = None
+    ) -> None:
+        """Reserve of each account, the first of which counts the grammar. Raises RateLimited."""
+        self._grammar = grammar
+        self._reserved: list[tuple[Account, float]] = []
+        try:
+            for account in accounts:
+                counted = None if self._reserved else grammar
+                self._reserved.append((account, account.reserve(num_tokens, counted)))
+        except RateLimited:
+            self.settle(0)
+            raise
+
+    def settle(self, used: int) -> None:
+        """End the reservation, with the tokens that were used of it."""
+        for number, (account, reserved) in enumerate(self._reserved):
+            account.settle(reserved, used=used, grammar=None if number else self._grammar)
+
+
 class Accounts:
     """Accounts by client name. A new key for a client does not reset its account."""
 

@@ -193,18 +193,21 @@ class Endpoints:
         return json_response(dict(await self._models.find(model).service.trace(rounds)))
 
     def _choose(self, name: str | None, request: Request) -> ModelBackend:
-        """Return the model that a generation names. Raises Overloaded if its engines are full.
+        """Return the model that a generation names, and count it on the client's limits for it.
 
-        The middleware asks that of a single model, before it reads the body.
+        Raises Overloaded if its engines are full, which the middleware asks of a single model
+        before it reads the body, and RateLimited.
         """
-        model = self._models.find(name)
+        model, use = self._models.find(name), getattr(request.state, "key_use", None)
+        if self._access is not None and use is not None:
+            self._access.charge_model(use, model.served.name)
         if not self._models.has_several:
             return model
         request.state.model_metrics = model.metrics
         try:
             model.service.require_room()
         except Overloaded:
-            if not may_ask_full_engines(self._access, getattr(request.state, "key_use", None)):
+            if not may_ask_full_engines(self._access, use):
                 raise
         return model
 

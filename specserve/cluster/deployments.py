@@ -165,9 +165,10 @@ class Gateway:
         self._config = config
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._registry = Registry()
-        self._access = ClientAccess.from_config(config.http, self._registry)
+        names = [part.model for part in config.each_model]
+        self._access = ClientAccess.from_config(config.http, self._registry, names)
         self._replicas: list[EngineReplicas] = []
-        self._models = ModelDirectory([part.model for part in config.each_model])
+        self._models = ModelDirectory(names)
         unknown_engine = asyncio.Event()
         self._opening = [
             asyncio.create_task(self._open_model(part, engine, board, unknown_engine))

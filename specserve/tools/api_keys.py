@@ -113,7 +113,8 @@ def _require_valid(file: Path, problems: list[str]) -> None:
 
 def _limits(client: ApiClient) -> dict[str, float]:
     values = dict(zip(LIMITS, client.limits, strict=True))
-    return {limit: value for limit, value in values.items() if value is not None}
+    of_all = {limit: value for limit, value in values.items() if value is not None}
+    return of_all | {str(one): one.value for one in client.of_models}
 
 
 def _last_day(client: ApiClient) -> str:

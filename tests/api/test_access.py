@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
 
@@ -99,7 +99,8 @@ def test_a_broken_file_ends_no_request_even_behind_the_grace(
 
 def test_a_revocation_before_the_generation_begins_ends_it_all_the_same() -> None:
     ends: list[KeyRevoked] = []
-    use = KeyUse(ApiClient("alice", b"1"), Account("alice", lambda: 0.0, lambda limit: None))
+    account = Account("alice", lambda: 0.0, lambda limit: None)
+    use = KeyUse(ApiClient("alice", b"1"), account, ExitStack())
     use.revoke()
     use.on_revoked(ends.append)
     use.revoke()

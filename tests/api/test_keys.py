@@ -45,6 +45,21 @@ def test_names_and_rates_are_read_and_keys_are_not_kept(tmp_path: Path) -> None:
     assert "secret" not in repr((vars(keys), alice, bob))
 
 
+def test_limits_may_be_those_of_one_model(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text(
+        "alice k requests_per_minute=9 tokens_per_minute:org/large=50 concurrent_requests:small=2\n"
+    )
+    alice = ApiKeys.from_file(file).find("k")
+    assert alice is not None
+    large, small = alice.for_model("org/large"), alice.for_model("small")
+    assert large is not None
+    assert small is not None
+    assert (large.name, large.limits) == ("alice:org/large", (None, 50, None))
+    assert (small.name, small.limits) == ("alice:small", (None, None, 2))
+    assert alice.for_model("other") is None
+    assert alice.limits == (9, None, None)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -68,6 +83,10 @@ def test_names_and_rates_are_read_and_keys_are_not_kept(tmp_path: Path) -> None:
         ("alice k scopes=trace scopes=trace", "line 1 may say"),
         ("alice k concurrent_requests=1\nalice l concurrent_requests=2", "different rates"),
         ("alice k another", "line 1 may say"),
+        ("alice k tokens_per_minute:=1", "line 1 may say"),
+        ("alice k expires:m=2027-01-01", "line 1 may say"),
+        ("alice k tokens_per_minute:m=1 tokens_per_minute:m=2", "line 1 may say"),
+        ("alice k1 tokens_per_minute:m=1\nalice k2", "different rates"),
         ("alice same\nbob same", "a key is there twice"),
         ("alice k1 tokens_per_minute=1\nalice k2", "different rates"),
         ("\n".join(f"key-{number}" for number in range(MAX_KEYS + 1)), "1000 is the most"),

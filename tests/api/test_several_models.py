@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +141,36 @@ def test_a_request_is_refused_unread_only_while_the_engines_of_all_models_are_fu
         assert server.ask(COMPLETIONS, b"not read").status == 429, "before the body is read"
         other.full = False
         assert server.ask(COMPLETIONS, b"not read").status == 400
+
+
+def test_a_key_may_have_limits_for_one_model(tmp_path: Path) -> None:
+    (keys := tmp_path / "keys").write_text("alice k requests_per_minute:large=1\n")
+    models = [{"name": "small"}, {"name": "large"}]
+    services = {"small": FakeService(), "large": FakeService()}
+    config = {"models": models, "http.api_keys_file": str(keys)}
+    with serving_several(services, config) as server:
+
+        def status(model: str) -> int:
+            body = {"model": model, "prompt": "a", "max_tokens": 2}
+            return server.ask(COMPLETIONS, body, headers={"Authorization": "Bearer k"}).status
+
+        assert [status("large"), status("large")] == [200, 429]
+        assert [status("small"), status("small")] == [200, 200]
+
+
+def test_tokens_that_a_model_s_limit_refuses_are_not_taken_from_the_client_s(
+    tmp_path: Path,
+) -> None:
+    (keys := tmp_path / "keys").write_text("a k tokens_per_minute=90 tokens_per_minute:large=40\n")
+    models = [{"name": "small"}, {"name": "large"}]
+    services = {"small": FakeService(), "large": FakeService()}
+    config = {"models": models, "http.api_keys_file": str(keys)}
+    with serving_several(services, config) as server:
+
+        def status(model: str, max_tokens: int) -> int:
+            body = {"model": model, "prompt": [1], "max_tokens": max_tokens, "ignore_eos": True}
+            return server.ask(COMPLETIONS, body, headers={"Authorization": "Bearer k"}).status
+
+        assert status("large", 20) == 200
+        assert status("large", 30) == 429, "of its 40 some 20 are left"
+        assert status("small", 60) == 200, "and of all 90 some 70"

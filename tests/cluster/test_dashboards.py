@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from specserve.config.tree import LimitsConfig
-from specserve.metrics import FAMILIES, PREFIX, MetricKind
+from specserve.metrics import FAMILIES, MODEL_LABEL, PREFIX, MetricKind
 
 ROOT = Path(__file__).parents[2]
 FUNCTIONS = {
@@ -37,11 +37,11 @@ def _series() -> dict[str, set[str]]:
     for family in FAMILIES:
         if family.kind is MetricKind.HISTOGRAM:
             known |= {
-                f"{PREFIX}{family.name}_{part}": {*family.labels, *extra}
+                f"{PREFIX}{family.name}_{part}": {*family.labels, MODEL_LABEL, *extra}
                 for part, extra in (("bucket", {"le"}), ("sum", ()), ("count", ()))
             }
         else:
-            known[PREFIX + family.name] = set(family.labels)
+            known[PREFIX + family.name] = {*family.labels, MODEL_LABEL}
     return known
 
 
@@ -150,6 +150,18 @@ def test_metrics_that_documents_name_exist() -> None:
             text,
         ):
             assert name in names, f"{page} names {name}"
+
+
+def test_the_dashboard_shows_all_models_or_one_of_them() -> None:
+    variables = {one["name"]: one for one in _dashboard()["templating"]["list"]}
+    assert (
+        variables["model"]["query"]["query"] == f"label_values(specserve_replicas, {MODEL_LABEL})"
+    )
+    assert variables["model"]["allValue"] == ".*", "metrics of a single model have no such label"
+    for title, target in TARGETS:
+        if "rate_limited_total" not in target["expr"]:  # which knows no models
+            uses = len(re.findall(rf"{PREFIX}\w+", target["expr"]))
+            assert target["expr"].count(f'{{{MODEL_LABEL}=~"$model"}}') == uses, title
 
 
 def test_the_dashboard_shows_the_documented_metrics() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from specserve.api.access import ClientAccess
+from specserve.api.key_file import KeyFile
 from specserve.api.keys import ApiClient
 from specserve.api.rates import Account, Accounts, ClientUse
 from specserve.cluster import status_board
@@ -214,3 +216,22 @@ def test_each_report_brings_the_others_and_a_board_that_is_away_none(
 
     asyncio.run(main())
     assert taken[:3] == [first, None, second]
+
+
+def test_a_model_s_limit_is_one_for_all_gateways(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("alice k requests_per_minute:large=2\n")
+    clock = Clock()
+    access = ClientAccess(KeyFile(file), Accounts(clock, Counter[str]().update))
+    alice = access.find("k")
+    assert alice is not None
+    used = ClientUse("alice:large", 0, 0, 0)
+    access.charge_others({"other": [used]})
+    access.charge_others({"other": [replace(used, requests=2)]})
+
+    async def charge(model: str) -> None:
+        with access.request(alice) as use:
+            access.charge_model(use, model)
+
+    asyncio.run(charge("small"))
+    with pytest.raises(RateLimited, match="alice:large has used up its 2 requests a minute"):
+        asyncio.run(charge("large"))
