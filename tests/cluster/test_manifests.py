@@ -17,7 +17,7 @@ from ray.util.placement_group import validate_placement_group
 
 from specserve import __version__
 from specserve.cluster import header_encoding
-from specserve.cluster.placement import bundles
+from specserve.cluster.placement import bundles, engine_deployments
 from specserve.config.tree import DEMO, Config, config_from_keys
 
 # A warning of ray.serve's own, when it is imported.
@@ -158,6 +158,19 @@ def test_the_file_builds_the_deployments_that_it_describes(serve_config: dict[st
             config.replicas.min,
             config.replicas.max,
         )
+
+
+def test_the_file_of_two_models_builds_engines_for_each() -> None:
+    serve_config = _load("deploy/two-models.yaml")
+    _schema(serve_config)
+    config = _config(serve_config)
+    assert [part.model for part in config.each_model] == ["demo", "demo-plain"]
+    deployments = _deployments(serve_config["applications"][0]["args"])
+    assert set(deployments) == {"Board", "Engine-demo", "Engine-demo-plain", "Gateway"}
+    for name, part in engine_deployments(config).items():
+        placed = deployments[name]._replica_config
+        wanted = bundles(part, has_gpus=False)
+        assert placed.placement_group_bundles == [dict(one.resources) for one in wanted]
 
 
 def test_the_demo_file_serves_the_demo_pair_on_the_loopback_without_gpus() -> None:

@@ -342,6 +342,35 @@ def test_plan_of_numbers_alone_needs_no_model(capsys: pytest.CaptureFixture[str]
     assert "memory" not in printed
 
 
+def test_plan_of_a_config_adds_up_the_devices_of_all_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "two.yaml").write_text(
+        "models:\n"
+        "  - {name: small, target: {threads: 2, device: cpu}, draft: {kind: none}}\n"
+        "  - name: large\n"
+        "    target: {path: org/large, tensor_parallel: 2}\n"
+        "    draft: {path: org/small, device: cpu, threads: 3}\n"
+        "    replicas: {min: 0, max: 4}\n"
+        "replicas: {gateways: 2}\n"
+    )
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--config", str(file), "--gpus", "8x80", "--json", str(out)]) == 0
+    text = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "small 1 3 0 3 0" in lines
+    assert "large 0 to 4 6 2 0 to 24 0 to 8" in lines
+    assert "gateways 1 to 2 1 0 1 to 2 0" in lines
+    assert "all 4 to 29 0 to 8" in lines
+    assert "tensor parallel" not in text, "the memory of models is planned where they are named"
+    devices = json.loads(out.read_text())["devices"]
+    assert [(one["name"], one["gpus"]) for one in devices] == [
+        ("small", 0),
+        ("large", 2),
+        ("gateways", 0),
+    ]
+
+
 def test_plan_of_a_cascade_names_the_best_k(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--stages", "0.8:0.1", "0.6,0.7:0.01", "--max-gamma", "8"]) == 0
     assert str([list(row) for row in best_matrix("cascade", TWO, 8)]) in capsys.readouterr().out

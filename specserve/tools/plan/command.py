@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from specserve.api.tokenizer import Tokenizer
-from specserve.config.tree import DEMO, config_from_keys
+from specserve.config.tree import DEMO, config_from_file, config_from_keys
 from specserve.demo.corpus import held_out_tokens
 from specserve.engine.draft_placement import PlacementChoice
 from specserve.errors import BadValue
@@ -28,6 +28,7 @@ from specserve.progress import ReportProgress, no_progress
 from specserve.theory import walltime_factor
 from specserve.tools.plan.cascades import best_cascades
 from specserve.tools.plan.curves import Curve, Panel, check_drawable, draw
+from specserve.tools.plan.devices import DeviceDemand, device_demands
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
 from specserve.tools.plan.measure import ModelReader, overlaps, seconds
 from specserve.tools.plan.memory import (
@@ -91,6 +92,7 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
         None if models is None else _memory(options, models),
         tuple(best_cascades(options.stages, options.max_gamma)) if options.stages else (),
         placement,
+        () if options.config is None else _devices(options, options.config),
     )
     if options.json is not None:
         options.json.write_text(json.dumps(report.json(), indent=2) + "\n", encoding="utf-8")
@@ -103,6 +105,12 @@ def plan(options: PlanOptions, report_progress: ReportProgress = no_progress) ->
     return report
 
 
+def _devices(options: PlanOptions, file: Path) -> tuple[DeviceDemand, ...]:
+    """Return what a config asks of Ray; `auto` is a GPU if there are some, here or in --gpus."""
+    has_gpus = bool(options.gpus) or torch.cuda.is_available()
+    return device_demands(config_from_file(file), has_gpus=has_gpus)
+
+
 def _models(options: PlanOptions) -> ModelPaths | None:
     """Return the named models, the demo pair by default, or None if only numbers were given."""
     if options.draft_quantize is not None and options.target is not None and options.draft is None:
@@ -111,6 +119,8 @@ def _models(options: PlanOptions) -> ModelPaths | None:
             param="draft_quantize",
         )
     if options.target is None and options.draft is None:
+        if options.config is not None and not options.measure:
+            return None
         numbers = options.alpha is not None or options.cost is not None or options.stages
         return (
             None

@@ -39,6 +39,7 @@ class PlanOptions:
     threads: int | None
     json: Path | None
     plot: Path | None
+    config: Path | None = None
 
     @classmethod
     def from_arguments(cls, given: argparse.Namespace) -> PlanOptions:
@@ -96,6 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory with config.json, with or without weights, or hub name; default: demo pair",
     )
     parser.add_argument("--draft", metavar="M", help="the same for the draft")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a server's config: the devices that its engines and gateways ask for, by model",
+    )
     parser.add_argument(
         "--draft-quantize",
         choices=DRAFT_QUANTIZE,

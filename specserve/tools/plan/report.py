@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from specserve.engine.draft_placement import PlacementChoice
 from specserve.tools.plan.cascades import CascadeChoice
+from specserve.tools.plan.devices import DeviceDemand, device_rows
 from specserve.tools.plan.gains import GammaAdvice
 from specserve.tools.plan.memory import GIB, MemoryPlan, MemoryShare, PlannedFit, smallest_fit
 
@@ -38,6 +39,7 @@ class PlanReport:
     memory: PlannedMemory | None = None
     cascades: tuple[CascadeChoice, ...] = ()
     placement: PlacementChoice | None = None  # None: not measured
+    devices: tuple[DeviceDemand, ...] = ()  # that a server's config asks for
 
     def text(self) -> str:
         parts = [
@@ -45,6 +47,7 @@ class PlanReport:
             *_gains(self.advice),
             *_cascades(self.cascades),
             *_memory(self.memory),
+            *_devices(self.devices),
         ]
         return "\n\n".join(part for part in parts if part)
 
@@ -56,7 +59,14 @@ class PlanReport:
             "cascades": [asdict(choice) for choice in self.cascades],
             "memory": None if memory is None else _memory_json(memory),
             "placement": None if self.placement is None else asdict(self.placement),
+            "devices": [asdict(one) for one in self.devices],
         }
+
+
+def _devices(demands: Sequence[DeviceDemand]) -> Iterator[str]:
+    if demands:
+        heads = ("model", "replicas", "CPUs each", "GPUs each", "CPUs", "GPUs")
+        yield table(heads, list(device_rows(demands)))
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
