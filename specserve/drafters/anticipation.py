@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from specserve.drafters.base import ForkableDrafter, OutcomeForecast, never
-from specserve.drafters.branches import Branch, Fanout
+from specserve.drafters.branch_budget import MAX_BRANCHES, BranchBudget
+from specserve.drafters.branches import Branch, Fanout, ObservedOutcome
 from specserve.types import DraftStep, PreparedProposal, Proposal
 
 FIRST_BRANCH_ID = 2**61
 """Ids of branches start here; no request ever has one."""
-MIN_BRANCHES = 4
-MAX_BRANCHES = 128
 MIN_ALL_HIT_PROBABILITY = 0.25
 """Prepared proposals are sent in advance if all sequences hit with at least this probability.
 
@@ -31,13 +30,8 @@ The coordinator can skip the wait only if all of them do.
 """
 HIT_RATE_WEIGHT = 0.1
 """Weight of the newest hit or miss in their running mean."""
-MAX_BUSY_FRACTION = 0.75
-"""Fraction of the time between an answer and the next message that is spent on preparing.
-
-With less than all of it, the message seldom waits.
-"""
-MAX_PASS_GROWTH = 1.25
-"""A pass over the branches may take so many times as long as one over the sequences alone."""
+MIN_WIDTH = 8
+"""Next tokens at a position that are looked at, at least."""
 
 
 @dataclass(slots=True)
@@ -62,45 +56,6 @@ class PreparedBranches:
         return accepted, step.tokens[-1]
 
 
-class BranchBudget:
-    """The number of branches to draft at once.
-
-    It grows while there is time to spare. It shrinks when a message arrives before all is done, as
-    long as that makes the passes clearly shorter: where a pass over many branches takes as long as
-    one over few, fewer of them would only miss more often.
-    """
-
-    def __init__(self) -> None:
-        self.num_branches = 16.0
-        self._are_dear = False  # True if passes over the branches take clearly longer than others
-        self._answered_at: float | None = None
-        # None if the work was interrupted.
-        self._prepared_at: float | None = None
-
-    def on_answer(self, now: float) -> None:
-        self._answered_at, self._prepared_at = now, None
-
-    def on_passes(self, forecast_seconds: float, branch_seconds: float) -> None:
-        """Compare a pass over the sequences alone with one over the branches."""
-        self._are_dear = branch_seconds > MAX_PASS_GROWTH * forecast_seconds
-
-    def on_prepared(self, now: float) -> None:
-        self._prepared_at = now
-
-    def on_message(self, now: float) -> None:
-        """Adapt the number of branches when the next message arrives."""
-        if self._answered_at is None:
-            return
-        busy_fraction = (
-            1.0
-            if self._prepared_at is None
-            else (self._prepared_at - self._answered_at) / max(now - self._answered_at, 1e-9)
-        )
-        factor = 1.1 if busy_fraction < MAX_BUSY_FRACTION else 0.9 if self._are_dear else 1.05
-        self.num_branches = min(MAX_BRANCHES, max(MIN_BRANCHES, self.num_branches * factor))
-        self._answered_at = None
-
-
 class Anticipation:
     """A drafter that works between two messages: call `prepare` after every answer.
 
@@ -121,7 +76,7 @@ class Anticipation:
         self._undrafted: list[DraftStep] = []  # steps whose drafts would have come too late
         self._stale: list[int] = []
         # Outcomes that the fan-out learns from when there is time.
-        self._outcomes: list[tuple[OutcomeForecast, int, int]] = []
+        self._outcomes: list[ObservedOutcome] = []
         self.num_hits = self.num_misses = 0
         self._hit_rate = 0.0
 
@@ -174,11 +129,9 @@ class Anticipation:
         steps = {step.seq_id: step for step in (*self._answered, *self._undrafted)}
         if not steps or has_message():
             return
-        start = self._clock()
         forecasts = self._drafter.forecast_outcomes(
-            [step.seq_id for step in self._answered], self._fanout.width, self._undrafted
+            [step.seq_id for step in self._answered], self._width(len(steps)), self._undrafted
         )
-        forecast_seconds = self._clock() - start
         self._answered, self._undrafted = [], []
         self._prepared = {forecast.seq_id: PreparedBranches(forecast) for forecast in forecasts}
         if has_message():
@@ -189,7 +142,8 @@ class Anticipation:
             [(branch, steps[branch.seq_id]) for branch in branches], has_message
         )
         prepared_at = self._clock()
-        self._budget.on_passes(forecast_seconds, (prepared_at - start) / max(1, depth))
+        if depth:
+            self._budget.on_passes(len(branches), (prepared_at - start) / depth)
         if not has_message():
             self._budget.on_prepared(prepared_at)
 
@@ -225,7 +179,7 @@ class Anticipation:
         if prepared is None or outcome is None:
             self._discard(prepared)
             return None
-        self._outcomes.append((prepared.forecast, *outcome))
+        self._outcomes.append(ObservedOutcome(prepared.forecast, *outcome))
         branch = prepared.branches.pop(outcome, None)
         self._hit_rate += HIT_RATE_WEIGHT * ((branch is not None) - self._hit_rate)
         self._discard(prepared)
@@ -240,6 +194,16 @@ class Anticipation:
     def _max_branches(self) -> int:
         """Number of branches to draft; a configured fan-out is kept, busy or not."""
         return int(self._budget.num_branches) if self._fanout.per_position is None else MAX_BRANCHES
+
+    def _width(self, num_sequences: int) -> int:
+        """Return how many next tokens at a position are worth looking at.
+
+        A sequence seldom gets more than some times its share of the branches.
+        """
+        if self._fanout.per_position is not None:
+            return self._fanout.width
+        share = max(MIN_WIDTH, 4 * self._max_branches // num_sequences)
+        return min(self._fanout.width, self._max_branches, share)
 
     def _draft(
         self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
@@ -295,8 +259,7 @@ class Anticipation:
 
     def _update_fanout(self) -> None:
         outcomes, self._outcomes = self._outcomes, []
-        for forecast, accepted, token in outcomes:
-            self._fanout.observe(forecast, accepted, token)
+        self._fanout.observe(outcomes)
 
     def _discard(self, prepared: PreparedBranches | None) -> None:
         if prepared is not None:

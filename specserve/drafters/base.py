@@ -9,10 +9,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specserve.types import DraftStep, Proposal, SparseDistribution
 
 if TYPE_CHECKING:
     from specserve.grammar.matcher import GrammarMatcher
+
+
+NO_TOKEN = -1
+"""Stands where there is no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +35,14 @@ class OutcomeForecast:
     start: int
     """Length of the prefix that the draft tokens continue."""
     drafts: tuple[int, ...]
-    next_tokens: tuple[tuple[int, ...], ...]
-    """[position][rank], likeliest first; there is one position more than there are draft tokens."""
-    confidence: tuple[float, ...] = ()
+    next_tokens: Sequence[Sequence[int]] | NDArray[np.int64]
+    """[position][rank], likeliest first; there is one position more than there are draft tokens.
+
+    In an array, rows end with NO_TOKEN where there are fewer.
+    """
+    confidence: Sequence[float] | NDArray[np.float64] = ()
     """[draft token] estimated probability that it is accepted."""
-    next_probs: tuple[tuple[float, ...], ...] = ()
+    next_probs: Sequence[Sequence[float]] | NDArray[np.float64] = ()
     """[position][rank] estimated probability of each of `next_tokens`."""
     mode: str = ""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import Config
-from specserve.drafters.anticipation import MAX_BRANCHES
+from specserve.drafters.branch_budget import MAX_BRANCHES
 from specserve.drafters.neural.draft_state import DraftState, DraftTask
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.grammar.matcher import GrammarCompiler

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve.drafters.base import NO_TOKEN, OutcomeForecast
 from specserve.sampling.noise import Purpose, row_keys
 from specserve.sampling.noise import exponential as exponential_noise
 from specserve.transfers import to_device, to_host
 from specserve.types import Policy
 
 NUM_CONSIDERED = 2048
-"""Likeliest tokens that are ranked: shared noise lifts one from far down now and then."""
+"""Likeliest tokens that shared noise may lift to the top, one from far down now and then."""
+MIN_REST = 1e-9
+"""A draft token is rejected with at least this probability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +38,30 @@ class PositionLogits:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
-    """The likeliest tokens at a position if its draft token is rejected, which is left out.
+class Rankings:
+    """The likeliest tokens at each position of a sequence, if its draft token is rejected.
 
-    `probs` are conditional on the rejection.
+    The draft token itself is left out, and `probs` are conditional on its rejection.
     """
 
-    tokens: tuple[int, ...]
-    probs: tuple[float, ...]
-    confidence: float
-    """Probability of the draft token itself; 0 at the position behind the last."""
+    tokens: NDArray[np.int64]  # [positions, rank]; NO_TOKEN where a grammar leaves fewer
+    probs: NDArray[np.float64]  # [positions, rank]
+    confidence: NDArray[np.float64]
+    """[positions] probability of the draft token; 0 at the position behind the last."""
+
+    def forecast(
+        self, seq_id: int, start: int, drafts: Sequence[int], policy: Policy
+    ) -> OutcomeForecast:
+        """Return the forecast for these draft tokens, which continue a prefix of that length."""
+        return OutcomeForecast(
+            seq_id,
+            start,
+            tuple(drafts),
+            next_tokens=self.tokens,
+            confidence=self.confidence[:-1],
+            next_probs=self.probs,
+            mode=draw_mode(policy),
+        )
 
 
 def draw_mode(policy: Policy) -> str:
@@ -52,34 +71,41 @@ def draw_mode(policy: Policy) -> str:
     return "coupled" if policy.verifier == "coupled" else "sampled"
 
 
-def rank_next_tokens(positions: Sequence[PositionLogits], width: int) -> list[Ranking]:
-    """Return a ranking of at most `width` tokens for each position."""
+def rank_next_tokens(sequences: Sequence[Sequence[PositionLogits]], width: int) -> list[Rankings]:
+    """Return rankings of at most `width` tokens for the positions of each sequence."""
+    positions = list(chain.from_iterable(sequences))
     logits = torch.stack([each.logits.float() for each in positions])  # [positions, vocab]
-    temperatures = to_device(
-        np.array([each.policy.warp.temperature or 1.0 for each in positions], np.float32),
-        logits.device,
+    device = logits.device
+    temperatures = [each.policy.warp.temperature or 1.0 for each in positions]
+    logits /= to_device(np.array(temperatures, np.float32), device)[:, None]
+    drafts = np.array(
+        [NO_TOKEN if each.draft_token is None else each.draft_token for each in positions]
     )
-    top, ids = (logits / temperatures[:, None]).topk(
-        min(NUM_CONSIDERED, logits.shape[1]), dim=-1
-    )  # both [positions, considered]
-    coupled = [draw_mode(each.policy) == "coupled" for each in positions]
-    if any(coupled):
-        top = torch.where(
-            to_device(np.array(coupled), top.device)[:, None],
-            top - _noise(positions, ids).log(),
-            top,
-        )
-    probs, order = top.softmax(-1).sort(dim=-1, descending=True)
-    ids = ids.gather(1, order)
-    kept = width + 1
-    top_ids, top_probs = to_host(ids[:, :kept], probs[:, :kept])
-    num_possible = (top_probs > 0).sum(-1).tolist()  # a grammar may leave fewer
-    return [
-        _without_draft_token(each.draft_token, tokens[:num], of_tokens[:num], width)
-        for each, tokens, of_tokens, num in zip(
-            positions, top_ids.tolist(), top_probs.tolist(), num_possible, strict=True
-        )
-    ]
+    coupled = np.array([draw_mode(each.policy) == "coupled" for each in positions])
+    kept, of_draft = min(width + 1, logits.shape[1]), to_device(drafts.clip(0), device)[:, None]
+    if coupled.any():
+        considered, ids = logits.topk(min(NUM_CONSIDERED, logits.shape[1]), dim=-1)
+        shared = considered - _noise(positions, ids).log()
+        considered = torch.where(to_device(coupled, device)[:, None], shared, considered)
+        log_sum = considered.logsumexp(-1, keepdim=True)
+        of_draft = torch.where(ids == of_draft, considered, -torch.inf).amax(-1, keepdim=True)
+        top, order = considered.topk(kept, dim=-1)
+        ids = ids.gather(1, order)
+    else:
+        log_sum = logits.logsumexp(-1, keepdim=True)
+        of_draft = logits.gather(1, of_draft)
+        top, ids = logits.topk(kept, dim=-1)
+    tokens, probs, confidence = to_host(ids, (top - log_sum).exp(), (of_draft - log_sum).exp())
+    return _of_sequences(
+        _without_drafts(
+            tokens,
+            probs.astype(np.float64),
+            np.where(drafts == NO_TOKEN, 0.0, confidence[:, 0].astype(np.float64)),
+            drafts,
+            width,
+        ),
+        [len(each) for each in sequences],
+    )
 
 
 def _noise(positions: Sequence[PositionLogits], ids: Tensor) -> Tensor:  # [positions, considered]
@@ -89,13 +115,31 @@ def _noise(positions: Sequence[PositionLogits], ids: Tensor) -> Tensor:  # [posi
     return exponential_noise(keys, ids)
 
 
-def _without_draft_token(
-    draft_token: int | None, tokens: list[int], probs: list[float], width: int
-) -> Ranking:
-    if draft_token is None or draft_token not in tokens:
-        return Ranking(tuple(tokens[:width]), tuple(probs[:width]), 0.0)
-    index = tokens.index(draft_token)
-    confidence = probs.pop(index)
-    del tokens[index]
-    rest = max(1 - confidence, 1e-9)
-    return Ranking(tuple(tokens), tuple(prob / rest for prob in probs), confidence)
+def _without_drafts(
+    tokens: NDArray[np.int64],  # [positions, width + 1], likeliest first
+    probs: NDArray[np.float64],
+    confidence: NDArray[np.float64],  # [positions]
+    drafts: NDArray[np.int64],
+    width: int,
+) -> Rankings:
+    """Return the rankings without each position's draft token, or else without the last one."""
+    order = np.argsort(tokens == drafts[:, None], axis=1, kind="stable")[:, :width]
+    tokens, probs = np.take_along_axis(tokens, order, 1), np.take_along_axis(probs, order, 1)
+    rest = np.maximum(1 - confidence, MIN_REST)[:, None]
+    is_possible = (probs > 0) & (tokens != drafts[:, None])
+    return Rankings(
+        np.where(is_possible, tokens, NO_TOKEN), np.where(is_possible, probs / rest, 0), confidence
+    )
+
+
+def _of_sequences(rankings: Rankings, counts: Sequence[int]) -> list[Rankings]:
+    """Divide the rankings of all positions into those of each sequence."""
+    stops = np.cumsum(counts)
+    return [
+        Rankings(
+            rankings.tokens[stop - count : stop],
+            rankings.probs[stop - count : stop],
+            rankings.confidence[stop - count : stop],
+        )
+        for stop, count in zip(stops, counts, strict=True)
+    ]

@@ -6,13 +6,15 @@ import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from specserve.config.tree import DEMO
 from specserve.drafters.anticipation import Anticipation, PreparedBranches
-from specserve.drafters.base import ForkableDrafter, OutcomeForecast
-from specserve.drafters.branches import Fanout
+from specserve.drafters.base import NO_TOKEN, ForkableDrafter, OutcomeForecast
+from specserve.drafters.branch_budget import BranchBudget
+from specserve.drafters.branches import Fanout, ObservedOutcome
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.models.model import ModelOptions, open_model
 from specserve.types import DraftStep, Policy, Proposal, Warp
@@ -101,7 +103,7 @@ def test_prepared_proposals_equal_those_drafted_later_whenever_interrupted(
     running = texts(chance, warps)
     undrafted: set[int] = set()  # in the round before
     num_hits_after_none = 0
-    for number in range(40):
+    for number in range(50):
         steps = [text.step(chance.randint(0, 5)) for text in running if chance.random() < 0.9]
         deadline = chance.choice((NEVER, LATER, AT_ONCE))
         ready, fresh = ahead.propose(steps, deadline), alone.propose(steps, NEVER)
@@ -134,7 +136,8 @@ def test_prepared_proposals_equal_those_drafted_later_whenever_interrupted(
                 else [
                     token
                     for next_tokens in prepared.forecast.next_tokens
-                    for token in next_tokens[:2]
+                    for token in map(int, next_tokens[:2])
+                    if token != NO_TOKEN
                 ]
             )
             by_id[proposal.seq_id].commit(proposal, likely)
@@ -160,7 +163,7 @@ def test_a_prepared_answer_takes_no_pass() -> None:
     (prepared,) = ahead._prepared.values()
     text.num_cached, text.committed = (
         min(first.num_cached, 22),
-        [*text.committed, *first.tokens[:2], prepared.forecast.next_tokens[2][7]],
+        [*text.committed, *first.tokens[:2], int(prepared.forecast.next_tokens[2][7])],
     )
     model.runner.network = None  # type: ignore[assignment]
     (second,) = ahead.propose([text.step(5)], NEVER)
@@ -269,7 +272,9 @@ def test_the_fanout_learns_how_reliable_a_drafters_confidence_is() -> None:
         "by its own confidence: the first draft token is sure, the second is not"
     )
     for _ in range(200):
-        fanout.observe(forecast, 0, 2)  # its sure drafts are rejected, and its second choice comes
+        fanout.observe(
+            [ObservedOutcome(forecast, 0, 2)]
+        )  # its sure drafts are rejected, and its second choice comes
     (after, *_) = fanout.choose([forecast], 6)
     assert (after.accepted, after.token) == (0, 2)
     assert abs(float(fanout.position_probs(forecast).sum()) - 1) < 1e-9
@@ -329,6 +334,27 @@ def test_a_drafter_without_confidence_gets_its_branches_by_rank() -> None:
     assert len(everywhere) == 6, "a configured fan-out is kept"
 
 
+@pytest.mark.parametrize(
+    ("per_branch", "at_least", "at_most"), [(0.0, 120, 128), (0.1, 18, 34), (1.0, 4, 5)]
+)
+def test_as_many_branches_are_drafted_as_there_is_time_for(
+    per_branch: float, at_least: int, at_most: int
+) -> None:
+    """Prepare in a window of 10 ms, by 4 passes that take 0.1 ms and so many for each branch."""
+    budget, now, reached = BranchBudget(), 0.0, []
+    for _ in range(300):
+        budget.on_answer(now)
+        num_branches = int(budget.num_branches)
+        seconds = 0.1 + per_branch * num_branches + 3.0 * (per_branch == 0)
+        budget.on_passes(num_branches, seconds)
+        if 4 * seconds < 10:
+            budget.on_prepared(now + 4 * seconds)
+        now += 10
+        budget.on_message(now)
+        reached.append(num_branches)
+    assert at_least <= median(reached[150:]) <= at_most
+
+
 def test_prepared_proposals_are_sent_only_while_all_sequences_probably_hit() -> None:
     model = neural()
     ahead = anticipating(model, per_position=8)
@@ -340,7 +366,7 @@ def test_prepared_proposals_are_sent_only_while_all_sequences_probably_hit() -> 
         sent.append(len(ahead.prepared_proposals()) > 0)
         forecast = ahead._prepared[0].forecast
         after = (
-            forecast.next_tokens[1][0]
+            int(forecast.next_tokens[1][0])
             if likely
             else next(token for token in range(VOCAB) if token not in forecast.next_tokens[1])
         )

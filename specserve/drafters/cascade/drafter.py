@@ -21,7 +21,7 @@ from specserve.drafters.cascade.stages import (
 )
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.tables import TrainableTable
-from specserve.drafters.ranking import PositionLogits, Ranking, draw_mode, rank_next_tokens
+from specserve.drafters.ranking import PositionLogits, rank_next_tokens
 from specserve.sampling.distribution import WarpBatch
 from specserve.types import DraftStep, Proposal
 
@@ -134,21 +134,16 @@ class CascadeDrafter:
             [sequence.policy.warp for sequence, _ in fitting], counts, histories
         ).adjust(logits)
         rows = iter(adjusted)
-        rankings = iter(
-            rank_next_tokens(
-                [
-                    position
-                    for sequence, _ in fitting
-                    for position in _position_logits(sequence, rows)
-                ],
-                width,
-            )
+        rankings = rank_next_tokens(
+            [_position_logits(sequence, rows) for sequence, _ in fitting], width
         )
         for sequence, _ in fitting:
             sequence.num_cached[0] = len(sequence)
         return [
-            _forecast(sequence, [next(rankings) for _ in range(count)])
-            for (sequence, _), count in zip(fitting, counts, strict=True)
+            one.forecast(
+                sequence.seq_id, sequence.start, sequence.tokens[sequence.start :], sequence.policy
+            )
+            for (sequence, _), one in zip(fitting, rankings, strict=True)
         ]
 
     def fork(self, seq_id: int, branch_id: int, length: int) -> bool:
@@ -227,15 +222,3 @@ def _position_logits(sequence: CascadeSequence, rows: Iterator[Tensor]) -> list[
         PositionLogits(next(rows), sequence.policy, position, draft)
         for position, draft in enumerate(drafts, sequence.start)
     ]
-
-
-def _forecast(sequence: CascadeSequence, rankings: Sequence[Ranking]) -> OutcomeForecast:
-    return OutcomeForecast(
-        sequence.seq_id,
-        sequence.start,
-        tuple(sequence.tokens[sequence.start :]),
-        next_tokens=tuple(ranking.tokens for ranking in rankings),
-        confidence=tuple(ranking.confidence for ranking in rankings[:-1]),
-        next_probs=tuple(ranking.probs for ranking in rankings),
-        mode=draw_mode(sequence.policy),
-    )

@@ -5,7 +5,6 @@ Knows no model and no cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specserve.drafters.base import OutcomeForecast
 from specserve.drafters.neural.draws import HostDraws
-from specserve.drafters.ranking import PositionLogits, Ranking, draw_mode
+from specserve.drafters.ranking import PositionLogits
 from specserve.types import Policy, SparseDistribution, Step
 
 
@@ -67,17 +65,6 @@ class DraftState:
             for i, (token, (draws, row)) in enumerate(zip(self.tokens, self.rows, strict=True))
         ]
         return [*positions, PositionLogits(last, self.policy, self.stop, None)]
-
-    def forecast(self, seq_id: int, rankings: Sequence[Ranking]) -> OutcomeForecast:
-        return OutcomeForecast(
-            seq_id,
-            self.start,
-            tuple(self.tokens),
-            next_tokens=tuple(ranking.tokens for ranking in rankings),
-            confidence=tuple(ranking.confidence for ranking in rankings[:-1]),
-            next_probs=tuple(ranking.probs for ranking in rankings),
-            mode=draw_mode(self.policy),
-        )
 
 
 @dataclass(frozen=True, slots=True)

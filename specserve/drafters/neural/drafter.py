@@ -134,17 +134,16 @@ class NeuralDrafter:
                 [self.grammar_states.get(task.seq_id) for task in tasks], logits
             )
         )
-        positions = [
-            position
-            for row, task in enumerate(tasks)
-            for position in task.state.position_logits(sampler.draws[0].logits[row])
-        ]
-        rankings = iter(rank_next_tokens(positions, width))
+        rankings = rank_next_tokens(
+            [
+                task.state.position_logits(sampler.draws[0].logits[row])
+                for row, task in enumerate(tasks)
+            ],
+            width,
+        )
         return [
-            task.state.forecast(
-                task.seq_id, [next(rankings) for _ in range(len(task.state.tokens) + 1)]
-            )
-            for task in tasks
+            one.forecast(task.seq_id, task.state.start, task.state.tokens, task.state.policy)
+            for task, one in zip(tasks, rankings, strict=True)
         ]
 
     def fork(self, seq_id: int, branch_id: int, length: int) -> bool:

@@ -16,6 +16,7 @@ from transformers import LlamaConfig
 
 from specserve import theory
 from specserve.config.tree import DEMO, config_from_keys
+from specserve.drafters.base import NO_TOKEN
 from specserve.drafters.cascade.build import build_stages
 from specserve.drafters.cascade.drafter import CascadeDrafter
 from specserve.drafters.cascade.review import ReviewRequest, _lenient_probs, review
@@ -239,7 +240,8 @@ def test_a_proposal_does_not_depend_on_how_it_comes_about(kind: str) -> None:
                 else [
                     token
                     for next_tokens in prepared.forecast.next_tokens
-                    for token in next_tokens[:2]
+                    for token in map(int, next_tokens[:2])
+                    if token != NO_TOKEN
                 ]
             )
             by_id[proposal.seq_id].commit(proposal, likely)

@@ -1,0 +1,70 @@
+"""How many branches are prepared between two messages. Knows no model and no clock."""
+
+from __future__ import annotations
+
+MIN_BRANCHES = 4
+MAX_BRANCHES = 128
+MAX_BUSY_FRACTION = 0.9
+"""Fraction of the time between an answer and the next message that is spent on preparing.
+
+With less than all of it, the message seldom waits.
+"""
+MAX_PASS_GROWTH = 1.1
+"""A pass may take so many times as long as one over half as many branches."""
+PASS_WEIGHT = 0.2
+"""Weight of the newest pass in the running mean of those over as many branches."""
+
+
+class BranchBudget:
+    """The number of branches to draft at once.
+
+    It grows while there is time to spare. It shrinks when a message arrives before all is done, as
+    long as that makes the passes clearly shorter: where a pass over many branches takes as long as
+    one over few, fewer of them would only miss more often.
+    """
+
+    def __init__(self) -> None:
+        self.num_branches = 16.0
+        # Seconds of a pass over the branches, by the power of two that is at most their number.
+        self._pass_seconds: dict[int, float] = {}
+        self._last_size = 0  # of those passes
+        self._answered_at: float | None = None
+        # None if the work was interrupted.
+        self._prepared_at: float | None = None
+
+    def on_answer(self, now: float) -> None:
+        self._answered_at, self._prepared_at = now, None
+
+    def on_passes(self, num_branches: int, seconds: float) -> None:
+        """Record how long one pass over so many branches took."""
+        self._last_size = size = num_branches.bit_length() - 1
+        before = self._pass_seconds.get(size, seconds)
+        self._pass_seconds[size] = before + PASS_WEIGHT * (seconds - before)
+
+    def on_prepared(self, now: float) -> None:
+        self._prepared_at = now
+
+    def on_message(self, now: float) -> None:
+        """Adapt the number of branches when the next message arrives."""
+        if self._answered_at is None:
+            return
+        busy_fraction = (
+            1.0
+            if self._prepared_at is None
+            else (self._prepared_at - self._answered_at) / max(now - self._answered_at, 1e-9)
+        )
+        if busy_fraction < MAX_BUSY_FRACTION:
+            factor = 1.1
+        else:
+            factor = 0.9 if self._would_gain_by_fewer else 1.05
+        self.num_branches = min(MAX_BRANCHES, max(MIN_BRANCHES, self.num_branches * factor))
+        self._answered_at = None
+
+    @property
+    def _would_gain_by_fewer(self) -> bool:
+        """True if passes grow clearly with the branches, or fewer were not tried yet."""
+        for fewer in (self._last_size - 1, self._last_size):
+            few, many = self._pass_seconds.get(fewer), self._pass_seconds.get(fewer + 1)
+            if few is not None and many is not None:
+                return many > MAX_PASS_GROWTH * few
+        return True
