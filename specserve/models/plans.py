@@ -44,6 +44,7 @@ class Style:
     With `once`, a bare parameter belongs to rank 0 alone.
     With `joins`, each rank computes its share of the outputs from all inputs, as a norm over the
     width of all heads does.
+    With `members`, the module is a list with a module for each unit, and a rank keeps its own.
     """
 
     weight: Cut | None = None
@@ -52,6 +53,7 @@ class Style:
     gathers: bool = False
     once: bool = False
     joins: bool = False
+    members: Units | None = None
 
 
 QKV = (HEADS, KV_HEADS, KV_HEADS)
@@ -77,6 +79,8 @@ STYLES: Mapping[str, Style] = {
     "joined": Style(joins=True),
     "head_rows": Style(Cut(-2, (HEADS,))),
     "kv_head_rows": Style(Cut(-2, (KV_HEADS,))),
+    "head_members": Style(members=HEADS),
+    "kv_head_members": Style(members=KV_HEADS),
     "gathered_rowwise": Style(Cut(-2), Cut(-1), gathers=True),
     "transposed_gathered_rowwise": Style(Cut(-1), Cut(-1), gathers=True),
 }
@@ -121,6 +125,32 @@ FUSED_MLP = {
     "layers.*.mlp.gate_up_proj": "packed_colwise",
     "layers.*.mlp.down_proj": "rowwise",
 }
+FALCON_PARTS = {
+    # Queries lie beside the keys and values that they share, so that any even range of the rows
+    # holds whole groups.
+    "h.*.self_attention.query_key_value": "colwise",
+    "h.*.self_attention.dense": "rowwise",
+    "h.*.mlp.dense_h_to_4h": "colwise",
+    "h.*.mlp.dense_4h_to_h": "rowwise",
+}
+LATENT_ATTENTION = {
+    # Latents are computed whole on every rank, and keys and values of its own heads from them.
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+SHARED_EXPERTS = {
+    "layers.*.mlp.shared_experts.gate_proj": "colwise",
+    "layers.*.mlp.shared_experts.up_proj": "colwise",
+    "layers.*.mlp.shared_experts.down_proj": "rowwise",
+}
+EXPERTS = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
+}
+DEEPSEEK = {**LATENT_ATTENTION, **GATED_MLP, **SHARED_EXPERTS, **EXPERTS}
 JOINED_NORMS = {
     "layers.*.self_attn.q_norm": "joined",
     "layers.*.self_attn.k_norm": "joined",
@@ -153,10 +183,24 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
     "olmoe": {
         **ATTENTION,
         **JOINED_NORMS,
-        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-        "layers.*.mlp.experts.down_proj": "rowwise",
-        "layers.*.mlp.experts": "moe_tp_experts",
+        **EXPERTS,
     },
+    "falcon": FALCON_PARTS,  # no plan in the library
+    "stablelm": {  # none either
+        **ATTENTION,
+        "layers.*.self_attn.q_layernorm.norms": "head_members",
+        "layers.*.self_attn.k_layernorm.norms": "kv_head_members",
+        **GATED_MLP,
+    },
+    # The library's plans of the next ones divide experts only, or ask for latents in parts.
+    "granitemoe": {
+        **ATTENTION,
+        "layers.*.block_sparse_moe.experts.gate_up_proj": "packed_colwise",
+        "layers.*.block_sparse_moe.experts.down_proj": "rowwise",
+        "layers.*.block_sparse_moe.experts": "moe_tp_experts",
+    },
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v3": DEEPSEEK,
     "llama4_text": {  # experts are stored transposed
         **ATTENTION,
         "layers.*.feed_forward.gate_proj": "colwise",
@@ -186,7 +230,9 @@ OWN_PLANS: Mapping[str, Mapping[str, str]] = {
         "layers.*.mlp.experts": "moe_tp_experts",
     },
 }
-QUERY_NAMES = ("q_proj", "query_key_value", "qkv_proj", "c_attn", "SelfAttention.q")
+MULTI_QUERY_FALCON = {**FALCON_PARTS, "h.*.self_attention.query_key_value": "colwise_qkv"}
+"""Of a Falcon whose one key and value head lies behind all queries: each rank holds it."""
+QUERY_NAMES = ("q_proj", "q_b_proj", "query_key_value", "qkv_proj", "c_attn", "SelfAttention.q")
 """Modules of which a plan has at least one if it divides attention by heads."""
 KV_NAMES = ("k_proj", "v_proj")
 INNER_SIZES = (
@@ -194,6 +240,7 @@ INNER_SIZES = (
     "intermediate_size_mlp",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
+    "ffn_hidden_size",
     "d_ff",
 )
 
@@ -211,7 +258,7 @@ class HeadCounts:
         if config.model_type == "falcon":
             if config.new_decoder_architecture:
                 return cls(query, config.num_kv_heads)
-            return cls(query, 1 if config.multi_query else query)
+            return cls(query, 1 if _is_multi_query(config) else query)
         return cls(query, getattr(config, "num_key_value_heads", None) or query)
 
     def local(self, size: int) -> HeadCounts:
@@ -227,7 +274,8 @@ def plan_for(config: Any) -> Mapping[str, str]:
 
     In the names, `*` stands for a layer's number. Raises NoShardingPlan.
     """
-    plan = OWN_PLANS.get(config.model_type) or getattr(config, "base_model_tp_plan", None)
+    own = MULTI_QUERY_FALCON if _is_multi_query(config) else OWN_PLANS.get(config.model_type)
+    plan = own or getattr(config, "base_model_tp_plan", None)
     if not plan:
         raise NoShardingPlan(
             f"{config.model_type} models have no tensor-parallel plan; "
@@ -248,6 +296,13 @@ def plan_for(config: Any) -> Mapping[str, str]:
         pattern: "colwise_kv" if style == "colwise" and pattern.endswith(KV_NAMES) else style
         for pattern, style in plan.items()
     }
+
+
+def _is_multi_query(config: Any) -> bool:
+    """Return whether a config is that of a Falcon of the first layout, with one kv head."""
+    return (
+        config.model_type == "falcon" and config.multi_query and not config.new_decoder_architecture
+    )
 
 
 def gathered_plan(config: Any) -> Mapping[str, str]:

@@ -177,6 +177,9 @@ class Division:
         self._resize(module)
         for name, child in list(module.named_modules()):
             style = self._style(name)
+            if style is not None and style.members is not None:
+                ((first, stop),) = self._ranges(name, Cut(0, (style.members,)), len(child))
+                _replace(module, name, child[first:stop])
             wrapper = None if style is None else _wrapper(style)
             if wrapper is not None:
                 _replace(module, name, wrapper(child, self.shard))
@@ -217,7 +220,8 @@ class Division:
         """
         config, local = module.config, self.heads.local(self.shard.size)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads.query
-        config.head_dim = head_dim
+        if not isinstance(getattr(type(config), "head_dim", None), property):
+            config.head_dim = head_dim
         for target in (config, *module.modules()):
             for name, value in _local_sizes(local, head_dim).items():
                 if isinstance(getattr(target, name, None), int):
@@ -328,6 +332,7 @@ def _local_sizes(local: HeadCounts, head_dim: int) -> dict[str, int]:
         "n_heads": local.query,  # of T5
         "num_attention_heads": local.query,
         "num_key_value_heads": local.kv,
+        "num_kv_heads": local.kv,  # of Falcon
         "num_key_value_groups": local.query // local.kv,
         "split_size": local.query * head_dim,  # of GPT-2
     }

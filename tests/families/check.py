@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -105,23 +107,52 @@ def is_close(found: Tensor, expected: Tensor, tolerance: float = 5e-4) -> bool:
 
 
 def ranks_agree(directory: Path, expected: Tensor) -> bool:
-    """Return whether two ranks, which are threads here, compute the model together."""
+    """Return whether two ranks compute the model together."""
+    try:
+        with ranks_of(directory) as run:
+            found, _ = run(logits)
+    except NoShardingPlan:
+        return False
+    return is_close(found, expected)
+
+
+@contextmanager
+def ranks_of(
+    directory: Path, size: int = 2, *, gathers: bool = False
+) -> Iterator[Callable[[Callable[[Runner], Any]], list[Any]]]:
+    """Open a model on ranks, which are threads here; what is yielded runs a function on all."""
     store: Any = cast(Any, dist).HashStore()
 
     def join(rank: int) -> Shard:
-        backend = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
-        group: Any = dist.ProcessGroup(store, rank, 2)
+        backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+        group: Any = dist.ProcessGroup(store, rank, size)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        return Shard(rank, 2, group)
+        return Shard(rank, size, group, gathers)
 
-    with ThreadPoolExecutor(2) as threads:
-        shards = list(threads.map(join, range(2)))
-        try:
-            runners = [open_runner(directory, shard=shard) for shard in shards]
-        except NoShardingPlan:
-            return False
-        found, _ = threads.map(logits, runners)
-    return is_close(found, expected)
+    with ThreadPoolExecutor(size) as threads:
+        shards = list(threads.map(join, range(size)))
+        runners = [open_runner(directory, shard=shard) for shard in shards]
+        yield lambda function: list(threads.map(function, runners))
+
+
+def _last_row(runner: Runner, step: Step) -> Tensor:  # [vocab]
+    return runner.run([step], [1])[0]
+
+
+def ranks_write_the_library_s_texts(directory: Path, size: int, *, gathers: bool = False) -> bool:
+    """Return whether ranks together write greedy texts that are those of generate()."""
+    model = reference(directory)
+    with ranks_of(directory, size, gathers=gathers) as run:
+        for seq_id, prompt in enumerate(prompts()):
+            text, start = list(prompt), 0
+            while len(text) < len(prompt) + MAX_TOKENS:
+                step = Step(seq_id, start, tuple(text[start:]))
+                row, *_ = run(partial(_last_row, step=step))
+                start = len(text)
+                text.append(int(row.argmax()))
+            if tuple(text[len(prompt) :]) != _continued(model, prompt):
+                return False
+    return True
 
 
 def int8_is_widened(directory: Path, root: Path) -> bool:

@@ -126,6 +126,9 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "falcon_40b": lambda: FalconConfig(
         **SIZES, new_decoder_architecture=True, num_kv_heads=2, bias=False
     ),
+    "falcon_per_head": lambda: FalconConfig(
+        **SIZES, multi_query=False, parallel_attn=False, bias=True
+    ),
     "stablelm": lambda: StableLmConfig(**GROUPED, use_qkv_bias=True),
     "stablelm_parallel": lambda: StableLmConfig(
         **GROUPED, qk_layernorm=True, use_parallel_residual=True

@@ -50,8 +50,9 @@ never read, and the log says so. A request with an image is refused.
 NOTES = """
 DeepSeek's latent attention runs in the library's code, and the cache keeps whole keys and values of
 every head, not the latents from which they come: exact, and many times larger than what the
-architecture is known for. Llama 4 is served up to 8,191 positions: beyond those its layers attend
-within chunks of the text and scale queries by position.
+architecture is known for. Ranks compute the latents whole, and share heads and experts. Llama 4 is
+served up to 8,191 positions: beyond those its layers attend within chunks of the text and scale
+queries by position.
 """
 REFUSALS = """
 ## Refused

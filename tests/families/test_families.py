@@ -17,7 +17,13 @@ from specserve.errors import ModelError, UnsupportedModel
 from specserve.models.checkpoints.decoders import REFUSED
 from specserve.models.checkpoints.load import load_model, longest_context, read_config
 from specserve.models.checkpoints.weights import num_stored_parameters
-from tests.families.check import check, is_close, logits, open_runner
+from tests.families.check import (
+    check,
+    is_close,
+    logits,
+    open_runner,
+    ranks_write_the_library_s_texts,
+)
 from tests.families.configs import FAMILIES, MULTIMODAL
 from tests.families.make import write
 from tests.families.page import line
@@ -57,6 +63,31 @@ def test_what_cannot_run_is_refused_by_name_and_reason(kind: str, tmp_path: Path
     with pytest.raises(UnsupportedModel) as refusal:
         read_config(tmp_path)
     assert str(refusal.value) == f"{kind} models cannot be served: {REFUSED[kind]}"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gathers"),
+    [
+        ("falcon_7b", 2, False),
+        ("falcon_7b", 2, True),
+        ("falcon_7b", 4, False),  # which repeats its key and value head
+        ("falcon_40b", 2, False),
+        ("falcon_40b", 2, True),
+        ("falcon_per_head", 4, False),
+        ("stablelm", 2, False),
+        ("stablelm_parallel", 2, True),
+        ("stablelm_parallel", 4, False),  # which repeats key and value heads, and their norms
+        ("granitemoe", 2, False),
+        ("deepseek_v2", 2, False),
+        ("deepseek_v3", 2, False),
+        ("deepseek_v3", 4, False),
+    ],
+)
+def test_ranks_write_the_texts_of_the_library(
+    one_thread: None, name: str, size: int, gathers: bool, tmp_path: Path
+) -> None:
+    directory = write(name, tmp_path)
+    assert ranks_write_the_library_s_texts(directory, size, gathers=gathers)
 
 
 def test_a_falcon_with_alibi_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -40,6 +41,20 @@ GPT_OSS = {
     "model.layers.0.mlp.experts.down_proj_scales": [4, 64, 3],
     "model.layers.0.mlp.experts.down_proj_bias": [4, 64],
 }
+GRANITE_MOE = {
+    "model.layers.0.block_sparse_moe.input_linear.weight": [4, 192, 64],
+    "model.layers.0.block_sparse_moe.output_linear.weight": [4, 64, 96],
+    "model.layers.0.block_sparse_moe.router.layer.weight": [4, 64],
+}
+DEEPSEEK_V3 = {
+    "model.layers.1.self_attn.q_a_proj.weight": [16, 64],
+    "model.layers.1.self_attn.q_b_proj.weight": [96, 16],
+    "model.layers.1.self_attn.kv_a_proj_with_mqa.weight": [24, 64],
+    "model.layers.1.self_attn.kv_b_proj.weight": [112, 16],
+    "model.layers.1.mlp.gate.e_score_correction_bias": [4],
+    "model.layers.1.mlp.experts.3.gate_proj.weight": [16, 64],
+    "model.layers.1.mlp.shared_experts.up_proj.weight": [16, 64],
+}
 BLOCK = 32
 
 
@@ -48,9 +63,15 @@ def shapes(directory: Path) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
-def test_qwen3_moe_as_released_is_shared_by_two_ranks(one_thread: None, tmp_path: Path) -> None:
-    directory = write("qwen3_moe", tmp_path / "qwen3_moe")
-    assert shapes(directory).items() >= QWEN3_MOE.items()
+@pytest.mark.parametrize(
+    ("name", "released"),
+    [("qwen3_moe", QWEN3_MOE), ("granitemoe", GRANITE_MOE), ("deepseek_v3", DEEPSEEK_V3)],
+)
+def test_experts_as_released_are_shared_by_two_ranks(
+    one_thread: None, name: str, released: dict[str, list[int]], tmp_path: Path
+) -> None:
+    directory = write(name, tmp_path / name)
+    assert shapes(directory).items() >= released.items()
     expected = reference_logits(directory)
     assert is_close(logits(open_runner(directory)), expected)
     assert ranks_agree(directory, expected)

@@ -16,11 +16,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import (
-    DeepseekV3Config,
+    FalconConfig,
     GPT2Config,
     LlamaConfig,
     MambaConfig,
     MiniMaxM2Config,
+    PhimoeConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
 )
@@ -247,7 +248,18 @@ def test_ranks_hold_every_row_of_the_vocabulary_head_once(root: Path) -> None:
         ),
         (GPT2Config(n_head=4, n_embd=64), 8, "4 attention heads"),
         (MiniMaxM2Config(), 2, "colwise_gather_output"),
-        (DeepseekV3Config(), 2, "leaves attention whole"),
+        (PhimoeConfig(), 2, "leaves attention whole"),
+        (FalconConfig(num_attention_heads=71, hidden_size=4544), 2, "71 attention heads"),
+        (
+            FalconConfig(num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True),
+            4,
+            "2 key and value heads can be neither shared",
+        ),
+        (
+            FalconConfig(num_attention_heads=4, hidden_size=64, ffn_hidden_size=255),
+            2,
+            "ffn_hidden_size 255",
+        ),
         (MambaConfig(), 2, "no tensor-parallel plan"),
     ],
 )

@@ -13,7 +13,12 @@ from torch import Tensor
 from specserve.errors import ModelError
 
 RENAMES = (
-    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    # Of GraniteMoe.
+    (re.compile(r"(\.block_sparse_moe)\.input_linear\.weight$"), r"\1.experts.gate_up_proj"),
+    (re.compile(r"(\.block_sparse_moe)\.output_linear\.weight$"), r"\1.experts.down_proj"),
+    (re.compile(r"(\.block_sparse_moe\.router)\.layer\.weight$"), r"\1.weight"),
+    # Of others.
+    (re.compile(r"\.block_sparse_moe\.(?!experts\.[a-z]|router\.)"), ".mlp."),
     (re.compile(r"^embed_out\."), "lm_head."),
 )
 """Names in a file, and in the module."""
