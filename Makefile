@@ -37,7 +37,7 @@ MEASURED := docs/measurements
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-quantized bench-serving bench-pipeline bench-placements bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
-	conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
+	simulate-autoscaling conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -159,6 +159,9 @@ bench-quantized: $(VENV)/installed  ## Measure targets and drafts in INT8 and IN
 
 bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and together with its target
 	$(BIN)/python -m benchmarks.placements --out $(MEASURED)/placements.md $(ARGS)
+
+simulate-autoscaling: $(VENV)/installed-for-tests  ## Simulate an hour of autoscaling by first tokens and by requests
+	$(BIN)/python -m benchmarks.autoscaling --out $(MEASURED)/autoscaling.md $(ARGS)
 
 bench-routing: $(VENV)/installed-for-tests  ## Measure routing by prefixes between engines
 	$(BIN)/python -m benchmarks.routing --out $(MEASURED)/routing.md $(ARGS)

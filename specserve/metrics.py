@@ -191,6 +191,13 @@ FAMILIES = (
         ("replica",),
     ),
     MetricFamily(
+        "engine_load_limit",
+        MetricKind.SUMMED,
+        "Requests of one engine up to which first tokens keep to replicas.target_ttft_s; 0 while "
+        "none was too late.",
+        ("replica",),
+    ),
+    MetricFamily(
         "engine_kv_cache_usage_perc",
         MetricKind.AVERAGED,
         "Share of one engine's pages in use, 0 to 1.",

@@ -184,6 +184,10 @@ MEANINGS: Mapping[str, str] = {
     "replicas.min": "Smallest number of engines.",
     "replicas.max": "Largest number of engines.",
     "replicas.target_ongoing_requests": "Requests per engine above which another one starts.",
+    "replicas.target_ttft_s": "Seconds to the first token that at most 5% of the requests may "
+    "exceed. Engines measure up to how many requests they keep to it, and that number takes the "
+    "place of `replicas.target_ongoing_requests` "
+    "([scaling](../guides/operating.md#scaling-and-updates)).",
     "replicas.upscale_delay_s": "How long the load must be higher before an engine starts.",
     "replicas.downscale_delay_s": "How long the load must be lower before an engine stops.",
     "replicas.surge_percent": "Percentage of the engines, at least one, that an update starts "

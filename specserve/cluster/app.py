@@ -17,7 +17,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
-from specserve.cluster.autoscaling import policy
+from specserve.cluster.autoscaling import first_token_policy, policy
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.logs import logging_config
 from specserve.cluster.model_paths import require_local_models
@@ -202,9 +202,10 @@ def _scaling_options(replicas: ReplicasConfig) -> dict[str, Any]:
     # With a look-back longer than the delays the autoscaler oscillates: it would react
     # again to load that it has already scaled for.
     look_back_s = max(1.0, min(LOOK_BACK_S, replicas.upscale_delay_s, replicas.downscale_delay_s))
+    decide = policy if replicas.target_ttft_s is None else first_token_policy
     return {
         "autoscaling_config": {
-            "policy": {"policy_function": f"{policy.__module__}:{policy.__name__}"},
+            "policy": {"policy_function": f"{decide.__module__}:{decide.__name__}"},
             "min_replicas": replicas.min,
             "max_replicas": replicas.max,
             "target_ongoing_requests": replicas.target_ongoing_requests,

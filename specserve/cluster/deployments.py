@@ -81,7 +81,7 @@ class Engine:
         try:
             address.require_same_version()  # the request may be of another shape
             self._replies.connect(address)
-            seq_id = self._coordinator.submit(request)
+            seq_id = self._running_engine.submit(request)
         except SpecserveError as error:
             return error
         reply = self._replies.open(seq_id, number, address)
@@ -104,7 +104,13 @@ class Engine:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the metrics that Serve polls and passes to the autoscaling policy."""
-        return autoscaling_stats(self._coordinator, num_pages=self._group.info.num_pages)
+        running = self._running_engine
+        return autoscaling_stats(
+            self._coordinator,
+            num_pages=self._group.info.num_pages,
+            first_tokens=running.first_tokens,
+            start_seconds=running.start_seconds,
+        )
 
     def record_routing_stats(self) -> dict[str, int]:
         """Return what Serve passes to the routers of all gateways."""

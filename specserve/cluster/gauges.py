@@ -8,6 +8,7 @@ from specserve.cluster.group import WorkerGroup
 from specserve.cluster.pass_watch import RankTimes
 from specserve.cluster.remote import PushedProposals
 from specserve.engine import Coordinator
+from specserve.engine.first_tokens import FirstTokenRecord
 from specserve.learning_progress import LearningProgress
 from specserve.metrics import Registry
 
@@ -61,6 +62,10 @@ class Gauges:
         elapsed, self._last_time = max(now - self._last_time, 1e-9), now
         self._set_busy_fraction(busy, elapsed)
         self._set_ranks(group.target.watch.ranks, elapsed)
+
+    def observe_load_limit(self, first_tokens: FirstTokenRecord) -> None:
+        """Set the load up to which first tokens are on time; 0 while none was too late."""
+        self._registry.gauge("engine_load_limit").set(first_tokens.limit or 0.0, self._replica)
 
     def _observe_learning(self, progress: LearningProgress | None) -> None:
         """Count what a draft has learned; a worker that was replaced counts from 0 again."""

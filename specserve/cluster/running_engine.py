@@ -6,6 +6,7 @@ Knows neither gateways nor the board.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import ray
@@ -18,10 +19,11 @@ from specserve.cluster.placement import Bundle
 from specserve.cluster.remote import RemoteDrafter
 from specserve.config.tree import Config
 from specserve.engine import Coordinator
+from specserve.engine.first_tokens import FirstTokenRecord
 from specserve.engine.trace import TraceJournal
 from specserve.errors import Overloaded, SpecserveError
 from specserve.metrics import Registry, Snapshot
-from specserve.types import Chunk
+from specserve.types import Chunk, Request
 
 DISPLACED = "the queue is full, and this client has most of it; try again later"
 Emit = Callable[[Sequence[Chunk]], None]
@@ -38,9 +40,14 @@ class RunningEngine:
         journal: TraceJournal,
         gauges: Gauges,
         registry: Registry,
+        *,
+        first_tokens: FirstTokenRecord | None = None,
+        start_seconds: float = 0.0,
     ) -> None:
         self.group, self.coordinator, self.journal = group, coordinator, journal
         self._gauges, self._registry = gauges, registry
+        # None if no target for first tokens is set
+        self.first_tokens, self.start_seconds = first_tokens, start_seconds
         self._rounds = asyncio.create_task(coordinator.run())
         node = ray.get_runtime_context().get_node_id()
         drain = DrainWatch(lambda: group.places, node)
@@ -68,29 +75,61 @@ class RunningEngine:
         `emit` gets the chunks of each round, `on_displaced` the id of a waiting sequence that gives
         its place to another client's, and the error that it ends with.
         """
-        registry = Registry()
+        started_at, registry = time.monotonic(), Registry()
         journal = TraceJournal(registry)
         group = await WorkerGroup.start(
             config, wanted, journal.record_exchange, journal.record_event
         )
+        target_s = config.replicas.target_ttft_s
+        first_tokens = None if target_s is None else FirstTokenRecord(target_s, group.info.curve)
+
+        def emit_observed(chunks: Sequence[Chunk]) -> None:
+            if first_tokens is not None:
+                first_tokens.observe(chunks)
+            emit(chunks)
+
+        def displace(seq_id: int) -> None:
+            if first_tokens is not None:
+                first_tokens.drop(seq_id)
+            on_displaced(seq_id, Overloaded(DISPLACED))
+
         coordinator = Coordinator(
             group.target,
             group.drafter,
             info=group.info,
             limits=config.limits,
             speculation=config.speculation,
-            emit=emit,
+            emit=emit_observed,
             draft_context=group.draft_context,
             report=journal.record_round,
             drafts_prompts=group.drafts_prompts,
             remote_workers=isinstance(group.drafter, RemoteDrafter),
-            on_displaced=lambda seq_id: on_displaced(seq_id, Overloaded(DISPLACED)),
+            on_displaced=displace,
         )
-        return cls(config, group, coordinator, journal, Gauges(registry, replica), registry)
+        return cls(
+            config,
+            group,
+            coordinator,
+            journal,
+            Gauges(registry, replica),
+            registry,
+            first_tokens=first_tokens,
+            start_seconds=time.monotonic() - started_at,
+        )
+
+    def submit(self, request: Request) -> int:
+        """Queue the request and return its sequence's id, or raise if it cannot be served."""
+        seq_id = self.coordinator.submit(request)
+        if self.first_tokens is not None:
+            load = self.coordinator.scheduler.num_sequences
+            self.first_tokens.begin(seq_id, request, load=load)
+        return seq_id
 
     def snapshot(self) -> Snapshot:
         """Return the metrics of this moment."""
         self._gauges.observe(self.coordinator, self.group)
+        if self.first_tokens is not None:
+            self._gauges.observe_load_limit(self.first_tokens)
         return self._registry.snapshot()
 
     async def close(self) -> None:

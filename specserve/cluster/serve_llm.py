@@ -81,7 +81,7 @@ class LocalService:
         self._running = running
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        seq_id = self._running.coordinator.submit(request)
+        seq_id = self._running.submit(request)
         reader = self._readers[seq_id] = asyncio.Queue()
         try:
             while True:

@@ -229,6 +229,8 @@ class ReplicasConfig:
     min: int = setting(1, integer(0, 4096))
     max: int = setting(1, integer(1, 4096))
     target_ongoing_requests: float = setting(32.0, number(0, 1e6, above=True))
+    # first tokens that take longer are late, and engines are added until few do; None: no limit
+    target_ttft_s: float | None = setting(None, number(0, 1e6, above=True))
     upscale_delay_s: float = setting(10.0, number(0, 1e6))
     downscale_delay_s: float = setting(120.0, number(0, 1e6))
     # replicas, at least one, that an update starts before it stops old ones; None: if they fit

@@ -16,6 +16,7 @@ MEASURED = ROOT / "docs" / "measurements"
 
 IN_PROCESS = {
     "benchmarks.acceptance_by_position": (),
+    "benchmarks.autoscaling": (),
     "benchmarks.drafters": ("--only", "alpha", "heads", "eagle"),
     "benchmarks.engine": (),
     "benchmarks.first_token": (),

@@ -1,16 +1,29 @@
-"""Replicas that a load asks for, by requests and by pages, without oscillation."""
+"""Replicas that a load asks for, by requests, pages and first tokens, without oscillation."""
 
 from __future__ import annotations
 
+import re
+import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import openai
 import pytest
 
 from benchmarks.fake_engine import PacedEngine
-from specserve.cluster.autoscaling import PAGES_METRIC, policy
+from specserve.cluster.autoscaling import (
+    HIGHEST_METRIC,
+    LIMIT_METRIC,
+    PAGES_METRIC,
+    START_METRIC,
+    first_token_policy,
+    policy,
+)
+from specserve.engine.first_tokens import BUCKET_RATIO, HALF_LIFE_S
 from tests.support.ray_server import served
 
 SCALING_KEYS: dict[str, object] = {
@@ -71,6 +84,81 @@ def test_a_load_between_two_sizes_does_not_make_it_swing() -> None:
     assert policy(context(requests=9.5, pages=[0.1, 0.1], replicas=2))[0] == 2
 
 
+class Load:
+    """Decisions of the policy for first tokens, a second apart, with the state between them."""
+
+    def __init__(self, *, target: float = 32.0) -> None:
+        self.now, self.replicas = 0.0, 1
+        self._target, self._state = target, dict[str, object]()
+
+    def decide(
+        self,
+        requests: float,
+        *,
+        limits: Sequence[float] = (0.0,),
+        highest: float = 0.0,
+        start_s: float = 0.0,
+        seconds: int = 1,
+    ) -> float:
+        for _ in range(seconds):
+            self.now += 1.0
+            asked = SimpleNamespace(
+                target_num_replicas=self.replicas,
+                total_num_requests=requests,
+                current_time=self.now,
+                aggregated_metrics={PAGES_METRIC: {0: 0.0}},
+                raw_metrics={
+                    LIMIT_METRIC: {i: readings(99.0, limit) for i, limit in enumerate(limits)},
+                    HIGHEST_METRIC: {0: readings(highest)},
+                    START_METRIC: {0: readings(start_s)},
+                },
+                policy_state=self._state,
+                config=SimpleNamespace(get_target_ongoing_requests=lambda: self._target),
+            )
+            wanted, self._state = first_token_policy(asked)
+        return wanted
+
+
+def readings(*values: float) -> list[SimpleNamespace]:
+    return [SimpleNamespace(value=value) for value in values]
+
+
+def test_the_limit_that_the_engines_measure_takes_the_place_of_the_target() -> None:
+    assert Load().decide(12.0) < 1
+    assert Load().decide(12.0, limits=[4.0]) == pytest.approx(3.0)
+    assert Load().decide(12.0, limits=[4.0, 8.0, 0.0]) == pytest.approx(2.0)
+
+
+def test_a_load_that_was_served_in_time_is_no_reason_for_another_engine() -> None:
+    assert Load(target=8.0).decide(12.0) == pytest.approx(1.5)
+    assert Load(target=8.0).decide(12.0, highest=16.0) < 1
+
+
+def test_engines_are_asked_for_as_early_as_they_take_to_start() -> None:
+    quick, slow = Load(), Load()
+    for second in range(600):
+        at_once = quick.decide(second / 20, limits=[6.0])
+        early = slow.decide(second / 20, limits=[6.0], start_s=60.0)
+    assert at_once == pytest.approx(30 / 6, rel=0.05)
+    assert early == pytest.approx((30 + 60 / 20) / 6, rel=0.05)
+
+
+def test_a_limit_outlives_the_engine_that_measured_it_and_is_raised_in_steps() -> None:
+    load = Load()
+    load.decide(12.0, limits=[4.0])
+    assert load.decide(12.0, limits=[], seconds=60) == pytest.approx(3.0)
+    load.decide(12.0, limits=[0.0], seconds=int(HALF_LIFE_S))
+    assert load.decide(12.0) == pytest.approx(3.0 / BUCKET_RATIO)
+
+
+def test_an_idle_application_asks_for_no_engine() -> None:
+    load = Load()
+    load.decide(20.0, limits=[4.0], seconds=30)
+    assert load.decide(0.0, limits=[4.0]) <= 1
+    load.replicas = 0
+    assert load.decide(0.0, limits=[], seconds=9) == 0.0
+
+
 @pytest.mark.ray
 def test_a_live_application_grows_under_load_and_shrinks_again() -> None:
     with (
@@ -96,13 +184,64 @@ def test_a_live_application_grows_under_load_and_shrinks_again() -> None:
             assert next(stream).choices[0].text
 
 
+@pytest.mark.ray
+def test_a_live_application_grows_when_first_tokens_are_late() -> None:
+    """Check it with a target that no engine with several requests keeps to.
+
+    The requests are short: each load needs three first tokens before it counts.
+    """
+    keys = {
+        **SCALING_KEYS,
+        "replicas.target_ongoing_requests": 1000,
+        "replicas.target_ttft_s": 1e-4,
+    }
+    with served(keys) as (url, config):
+        with asking(url):
+            wait_until(lambda: num_started(config.name) == 2)
+        with urllib.request.urlopen(f"{url}/metrics") as answer:
+            metrics = answer.read().decode()
+    limits = re.findall(r"^specserve_engine_load_limit{.*} (.*)$", metrics, re.MULTILINE)
+    assert 1 <= max(map(float, limits)) < 2 * NUM_STREAMS
+
+
+@contextmanager
+def asking(url: str) -> Iterator[None]:
+    """Ask for short continuations of long prompts, several at a time, until the block ends."""
+    enough = threading.Event()
+
+    def ask(number: int) -> None:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            while not enough.is_set():
+                prompt = f"# {number} {time.monotonic()}" * 20
+                client.completions.create(model="demo", prompt=prompt, max_tokens=8)
+
+    with ThreadPoolExecutor(2 * NUM_STREAMS) as threads:
+        asked = [threads.submit(ask, number) for number in range(2 * NUM_STREAMS)]
+        try:
+            yield
+        finally:
+            enough.set()
+            for one in asked:
+                one.result()
+
+
 def num_engines(application: str) -> int:
-    """Count the engine replicas that run."""
+    """Count the engine replicas that run, or return 0 while some start or stop."""
+    states = replica_states(application)
+    return states["RUNNING"] if {*states} == {"RUNNING"} else 0
+
+
+def num_started(application: str) -> int:
+    """Count the engine replicas that run or start."""
+    states = replica_states(application)
+    return states.get("STARTING", 0) + states.get("RUNNING", 0)
+
+
+def replica_states(application: str) -> dict[str, int]:
     from ray import serve
 
     deployment = serve.status().applications[application].deployments["Engine"]
-    states = deployment.replica_states
-    return states["RUNNING"] if {*states} == {"RUNNING"} else 0  # type: ignore[index]
+    return {str(state): count for state, count in deployment.replica_states.items()}
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -68,6 +68,7 @@ CONTRACT = {
         "min",
         "max",
         "target_ongoing_requests",
+        "target_ttft_s",
         "upscale_delay_s",
         "downscale_delay_s",
         "surge_percent",

@@ -6,9 +6,12 @@ import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+from specserve.cluster.autoscaling import PAGES_METRIC, first_token_policy, policy
 from specserve.config.tree import ReplicasConfig
 from specserve.errors import Overloaded
 from specserve.tools.simulate.load import Arrival
@@ -23,8 +26,21 @@ _TOLERANCE_S = 1e-6  # for sums of floats
 StartTask = Callable[[Coroutine[Any, Any, None]], object]
 
 
+@dataclass(frozen=True, slots=True)
+class ScalingContext:
+    """The part of a `ray.serve.config.AutoscalingContext` that the policies read."""
+
+    target_num_replicas: int
+    total_num_requests: float
+    current_time: float
+    config: Any
+    raw_metrics: Mapping[str, Mapping[int, Sequence[Any]]] = field(default_factory=dict)
+    aggregated_metrics: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    policy_state: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Autoscaler:
-    """The number of replicas, decided from counts of requests and a clock's readings.
+    """The number of replicas, decided by the policy that Serve would call.
 
     A change is made once it has been wanted without a break for the delay of its direction.
     """
@@ -33,16 +49,28 @@ class Autoscaler:
         self._rules = rules
         # The same as in cluster/app.py.
         self._look_back = max(1.0, min(LOOK_BACK_S, rules.upscale_delay_s, rules.downscale_delay_s))
+        self._policy = policy if rules.target_ttft_s is None else first_token_policy
+        self._policy_state: Mapping[str, Any] = {}
+        target = rules.target_ongoing_requests
+        self._config = SimpleNamespace(get_target_ongoing_requests=lambda: target)
         self._seen: deque[tuple[float, int]] = deque()
         self._direction = 0  # of the wanted change
         self._since = 0.0
 
-    def decide(self, now: float, *, current: int, ongoing: int) -> int:
+    def decide(
+        self,
+        now: float,
+        *,
+        current: int,
+        ongoing: int,
+        stats: Sequence[Mapping[str, float]] = (),
+    ) -> int:
         """Return the number of replicas from now on.
 
-        `ongoing` counts all requests, including those that wait for a replica.
+        `ongoing` counts all requests, including those that wait for a replica; `stats` are what
+        each replica reports.
         """
-        wanted = self._wanted(now, ongoing)
+        wanted = self._wanted(now, current, ongoing, stats)
         direction = (wanted > current) - (wanted < current)
         if direction != self._direction:
             self._direction, self._since = direction, now
@@ -53,15 +81,32 @@ class Autoscaler:
         # The last replica is removed in a step of its own.
         return wanted if direction > 0 or current == 1 else max(1, wanted)
 
-    def _wanted(self, now: float, ongoing: int) -> int:
+    def _wanted(
+        self, now: float, current: int, ongoing: int, stats: Sequence[Mapping[str, float]]
+    ) -> int:
         self._seen.append((now, ongoing))
         while self._seen[0][0] < now - self._look_back:
             self._seen.popleft()
         mean = sum(count for _, count in self._seen) / len(self._seen)
-        return max(
-            self._rules.min,
-            min(self._rules.max, math.ceil(mean / self._rules.target_ongoing_requests)),
+        metrics: dict[str, dict[int, float]] = {}
+        for replica, reported in enumerate(stats):
+            for name, value in reported.items():
+                metrics.setdefault(name, {})[replica] = value
+        wanted, self._policy_state = self._policy(
+            ScalingContext(
+                target_num_replicas=current,
+                total_num_requests=mean,
+                current_time=now,
+                config=self._config,
+                raw_metrics={
+                    name: {replica: [SimpleNamespace(value=value)] for replica, value in by.items()}
+                    for name, by in metrics.items()
+                },
+                aggregated_metrics={PAGES_METRIC: metrics.get(PAGES_METRIC, {})},
+                policy_state=self._policy_state,
+            )
         )
+        return max(self._rules.min, min(self._rules.max, math.ceil(wanted)))
 
 
 class SimulatedDeployment:
@@ -75,6 +120,8 @@ class SimulatedDeployment:
     ) -> None:
         self.replicas: list[SimulatedReplica] = []  # including those that have ended
         self.most = 0
+        # Numbers of replicas that serve or start, each with the time from which it holds.
+        self.replica_counts: list[tuple[float, int]] = [(0.0, scenario.config.replicas.min)]
         self.device_seconds = 0.0
         self._scenario, self._round_totals, self._start_task = scenario, round_totals, start_task
         self._rules = scenario.config.replicas
@@ -116,14 +163,25 @@ class SimulatedDeployment:
 
     async def _scale(self) -> None:
         scaler, loop = Autoscaler(self._rules), asyncio.get_running_loop()
+        schedule = iter(self._scenario.schedule or ())
         while not self._ended:
-            ongoing = sum(replica.ongoing for replica in self.replicas) + len(self._waiting)
-            wanted = scaler.decide(loop.time(), current=len(self._serving), ongoing=ongoing)
+            wanted = (
+                self._decide(scaler, loop.time())
+                if self._scenario.schedule is None
+                else next(schedule, len(self._serving))
+            )
+            if wanted != len(self._serving):
+                self.replica_counts.append((loop.time(), wanted))
             for _ in range(wanted - len(self._serving)):
                 self._add(startup_s=self._scenario.startup_s)
             for _ in range(len(self._serving) - wanted):
                 self._drain()
             await asyncio.sleep(SCALING_PERIOD_S)
+
+    def _decide(self, scaler: Autoscaler, now: float) -> int:
+        ongoing = sum(replica.ongoing for replica in self.replicas) + len(self._waiting)
+        stats = [replica.autoscaling_stats() for replica in self._serving if replica.ready]
+        return scaler.decide(now, current=len(self._serving), ongoing=ongoing, stats=stats)
 
     def _add(self, *, startup_s: float) -> None:
         replica = SimulatedReplica(self._scenario, len(self.replicas), self._round_totals)

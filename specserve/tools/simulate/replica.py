@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import abc
 
+from specserve.cluster.autoscaling import autoscaling_stats
 from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.branches import Fanout
 from specserve.engine import Coordinator
+from specserve.engine.first_tokens import FirstTokenRecord
 from specserve.tools.simulate.acceptance_model import VOCAB, AcceptanceModel
 from specserve.tools.simulate.clock import DeviceClock
 from specserve.tools.simulate.devices import (
@@ -48,6 +50,12 @@ class SimulatedReplica:
             else self._drafter(scenario.draft)
         )
         self.coordinator = self._coordinator(loop.time, self.drafter)
+        target_s = scenario.config.replicas.target_ttft_s
+        self._first_tokens = (
+            None
+            if target_s is None
+            else FirstTokenRecord(target_s, scenario.target.curve, clock=loop.time)
+        )
         self._requests: dict[int, tuple[RequestTimes, asyncio.Future[None]]] = {}
 
     @property
@@ -64,9 +72,21 @@ class SimulatedReplica:
             ignore_eos=True,
         )
         seq_id = self.coordinator.submit(request)
+        if self._first_tokens is not None:
+            load = self.coordinator.scheduler.num_sequences
+            self._first_tokens.begin(seq_id, request, load=load)
         done = asyncio.get_running_loop().create_future()
         self._requests[seq_id] = times, done
         await done
+
+    def autoscaling_stats(self) -> dict[str, float]:
+        """Return the metrics that a replica of Serve reports to the autoscaler."""
+        return autoscaling_stats(
+            self.coordinator,
+            num_pages=self._scenario.target.pages,
+            first_tokens=self._first_tokens,
+            start_seconds=self._scenario.startup_s,
+        )
 
     def end(self) -> None:
         """Free the devices. No request may be under way."""
@@ -119,6 +139,8 @@ class SimulatedReplica:
 
     def _emit(self, chunks: abc.Sequence[Chunk]) -> None:
         now = asyncio.get_running_loop().time()
+        if self._first_tokens is not None:
+            self._first_tokens.observe(chunks)
         for chunk in chunks:
             times, done = self._requests[chunk.seq_id]
             times.add_tokens(len(chunk.tokens), now)

@@ -55,7 +55,10 @@ class SimulationResult:
     time_to_first: Quantiles | None
     time_per_token: Quantiles | None
     replicas: int  # maximum at a time
+    # Numbers of replicas that serve or start, each with the time from which it holds.
+    replica_counts: tuple[tuple[float, int], ...]
     device_seconds: float
+    first_token_seconds: tuple[float, ...]  # of each request that got one
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
@@ -119,6 +122,7 @@ def _result(
     num_hits = sum(one.num_hits for one in anticipations)
     num_prepared = num_hits + sum(one.num_misses for one in anticipations)
     tokens = sum(one.num_tokens for one in requests)
+    first = [one.seconds_to_first for one in requests if one.seconds_to_first is not None]
     return SimulationResult(
         finished=sum(not one.refused and one.failed is None for one in requests),
         refused=sum(one.refused for one in requests),
@@ -136,14 +140,14 @@ def _result(
         hit_rate=num_hits / num_prepared if num_prepared else None,
         target_busy=_share(sum(target.busy for target in targets), lifetime),
         draft_busy=_share(sum(replica.clock.busy for replica in replicas), lifetime),
-        time_to_first=Quantiles.from_values(
-            [one.seconds_to_first for one in requests if one.seconds_to_first is not None]
-        ),
+        time_to_first=Quantiles.from_values(first),
         time_per_token=Quantiles.from_values(
             [one.seconds_per_token for one in requests if one.seconds_per_token is not None]
         ),
         replicas=deployment.most,
+        replica_counts=tuple(deployment.replica_counts),
         device_seconds=deployment.device_seconds,
+        first_token_seconds=tuple(first),
     )
 
 

@@ -55,6 +55,8 @@ class Scenario:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     host: HostConfig = field(default_factory=HostConfig)
     context: int = 32768  # used if the config has no limits.max_context
+    # Numbers of replicas for each second of the load, in place of the autoscaler's; None: its own.
+    schedule: tuple[int, ...] | None = None
     startup_s: float = 0.0  # of replicas that are added later; the first ones are ready at once
     seed: int = 0
 
