@@ -9,6 +9,7 @@ from typing import Protocol
 from specserve.config.tree import Config
 from specserve.metrics import Snapshot
 from specserve.types import Chunk, ModelInfo, Request
+from specserve.wire.version import Versioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class ModelStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class Status(Versioned):
     """Health of the engines, as the gateway sees it."""
 
     ready: bool  # takes requests

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -31,14 +32,23 @@ from specserve.cluster.status_board import (
 from specserve.cluster.transport.chunk_stream import ChunkReceiver
 from specserve.cluster.transport.endpoint import Address
 from specserve.config.tree import Config
-from specserve.errors import SpecserveError
+from specserve.errors import SpecserveError, VersionMismatch
 from specserve.metrics import Registry
 from specserve.types import Chunk, ModelInfo, Request
+from specserve.wire.version import Versioned, require_same_version
 
 log = logging.getLogger(__name__)
 
+ASK_AGAIN_S = 1.0
 OTHERS_S = 30.0
 """Time after the first model's engines that a gateway waits for those of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo(Versioned):
+    """What an engine says to a gateway of the model that it has opened."""
+
+    model: ModelInfo
 
 
 class Engine:
@@ -91,8 +101,8 @@ class Engine:
             if self._replies.discard(seq_id):  # the caller has gone, or its chunks were not sent
                 self._coordinator.cancel(seq_id)
 
-    async def info(self) -> ModelInfo:
-        return self._group.info
+    async def info(self) -> EngineInfo:
+        return EngineInfo(self._group.info)
 
     async def places(self) -> dict[str, Any]:
         """Return the place of each worker, for operators and tests."""
@@ -194,7 +204,7 @@ class Gateway:
 
         tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)
         receiver = ChunkReceiver(ray.util.get_node_ip_address())
-        info: ModelInfo = await engine.info.remote()
+        info = await _info_of(engine)
         registry = Registry() if self._models.has_several else self._registry
         resumed = registry.counter("requests_resumed_total")
         replicas = EngineReplicas(
@@ -238,6 +248,23 @@ class Gateway:
                 replicas.admit_engines(answer.engines)
         if self._access is not None:
             self._access.charge_others({} if answer is None else answer.uses)
+
+
+async def _info_of(engine: Any) -> ModelInfo:
+    """Return what an engine of this release says of its model.
+
+    While an update replaces engines of another release, one of those may answer; it is asked again.
+    """
+    while True:
+        answer = await engine.info.remote()
+        try:
+            require_same_version(getattr(answer, "version", None), getattr(answer, "release", None))
+        except VersionMismatch as error:
+            log.warning("a gateway waits for an engine of its own release: %s", error)
+            await asyncio.sleep(ASK_AGAIN_S)
+            continue
+        info: ModelInfo = answer.model
+        return info
 
 
 async def _await_models(opening: Sequence[asyncio.Task[None]]) -> None:

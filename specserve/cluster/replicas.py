@@ -198,10 +198,13 @@ class EngineReplicas:
         try:
             async with asyncio.timeout(BOARD_ANSWERS_S):
                 status: Status = await self._board.status.remote(self._replica_id)
-        except (RayError, RayServeException, TimeoutError) as error:
+            status.require_same_version()
+        except (RayError, RayServeException, TimeoutError, VersionMismatch) as error:
             if (known := self._known_status(BOARD_AWAY_S)) is not None:
                 return known
             why = f"the engines' board does not answer: {type(error).__name__}"
+            if isinstance(error, VersionMismatch):
+                why = f"the engines' board is of another release: {error}"
             return Status(ready=False, healthy=False, why=why, metrics=(), replicas=0)
         if not status.replicas and (known := self._known_status(BOARD_YOUNG_S)) is not None:
             return known

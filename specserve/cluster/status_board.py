@@ -16,7 +16,9 @@ from typing import Any
 from specserve.api.rates import ClientUse, UseByGateway
 from specserve.api.service import ModelStatus, Status
 from specserve.cluster.placement_watch import PlacementWatch
+from specserve.errors import VersionMismatch
 from specserve.metrics import Snapshot, merge
+from specserve.wire.version import Versioned
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ NO_ENGINE = "no engine replica reports"
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaReport:
+class ReplicaReport(Versioned):
     """Report of one replica about itself."""
 
     replica: str
@@ -57,7 +59,7 @@ class EngineKeys:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayAnswer:
+class GatewayAnswer(Versioned):
     """The board's answer to the report of a gateway."""
 
     engines: EngineKeys
@@ -85,12 +87,23 @@ class Board:
         self._waits: str | None = None  # why an engine waits for a node
         self._watched_at = clock()
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
+        self._other_releases: dict[str, float] = {}  # when each reported last
         self._departed: Snapshot | None = None
         # Lasting metrics of replicas that fell silent, the oldest first: some come back.
         self._silent: dict[str, Snapshot] = {}
 
     def report(self, report: ReplicaReport) -> GatewayAnswer | None:
-        """Keep a replica's report, and answer that of a gateway."""
+        """Keep a replica's report, and answer that of a gateway.
+
+        One of another release gets no answer, and does not count: its report has another shape.
+        """
+        try:
+            report.require_same_version()
+        except VersionMismatch as error:
+            if str(error) not in self._other_releases:
+                log.warning("a replica's report is not counted: %s", error)
+            self._other_releases[str(error)] = self._clock()
+            return None
         self._silent.pop(report.replica, None)  # its own counters go on
         self._reports[report.replica] = (self._clock(), report)
         if report.role != GATEWAY:
@@ -131,6 +144,11 @@ class Board:
             troubles.append(waits)
         device_troubles = {one for report in engines for one in report.device_troubles}
         troubles += sorted(device_troubles)
+        troubles += [
+            f"a replica is not counted: {why}"
+            for why, when in self._other_releases.items()
+            if self._clock() - when <= SILENT_AFTER_S
+        ]
         why = "" if healthy else "; ".join(troubles) or NO_ENGINE
         metrics = [
             report.metrics
@@ -206,6 +224,8 @@ async def report_forever(
         wanted.clear()
         try:
             answer: GatewayAnswer | None = await board.report.remote(make())
+            if answer is not None:
+                answer.require_same_version()
         except Exception:  # the board may be away; the next report will reach it
             log.warning("the board took no report", exc_info=True)
             answer = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from specserve import __version__
 from specserve.errors import VersionMismatch
 
-VERSION = 11
+VERSION = 12
 RELEASE = __version__
 
 
@@ -23,3 +25,18 @@ def require_same_version(version: object, release: object = None) -> None:
         f"the other end of a link speaks {theirs}, and this one version {VERSION} "
         f"(specserve {RELEASE}); run the same release everywhere"
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versioned:
+    """A message in a call by Ray, which pickles it, with the version that its sender speaks.
+
+    These are its first fields, so that other versions can read them whatever the others are.
+    """
+
+    version: int = VERSION
+    release: str = RELEASE
+
+    def require_same_version(self) -> None:
+        """Raise VersionMismatch if the sender runs another release: nothing else may be read."""
+        require_same_version(self.version, self.release)
