@@ -46,9 +46,7 @@ Rounds = Annotated[
     int | None,
     Query(ge=1, le=2000, description="How many of the last rounds; left out, all that are kept."),
 ]
-ModelName = Annotated[
-    str | None, Query(description="One of several models; left out, any of them.")
-]
+ModelName = Annotated[str | None, Query(description="One of several models.")]
 
 
 class Endpoints:
@@ -189,8 +187,9 @@ class Endpoints:
         return Response(metrics.render(metrics.merge(snapshots)), media_type=metrics.CONTENT_TYPE)
 
     async def trace(self, rounds: Rounds = None, model: ModelName = None) -> Response:
-        """Return the last rounds, for Perfetto."""
-        return json_response(dict(await self._models.find(model).service.trace(rounds)))
+        """Return the last rounds of an engine, for Perfetto: of `model`, or of the first one."""
+        backend = self._models.backends[0] if model is None else self._models.find(model)
+        return json_response(dict(await backend.service.trace(rounds)))
 
     def _choose(self, name: str | None, request: Request) -> ModelBackend:
         """Return the model that a generation names, and count it on the client's limits for it.

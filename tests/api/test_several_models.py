@@ -117,6 +117,12 @@ def test_health_names_each_model_and_a_probe_may_ask_for_one(server: RunningServ
         assert server.ask(f"{path}?model=other").status == 404
 
 
+def test_a_trace_is_that_of_the_model_that_is_named_or_of_the_first(server: RunningServer) -> None:
+    assert server.ask("/trace").status == 200
+    assert server.ask("/trace?model=org/large&rounds=3").json["rounds"] == 3
+    assert server.ask("/trace?model=other").status == 404
+
+
 def test_a_label_says_which_model_a_metric_is_of(server: RunningServer) -> None:
     _text(server, "small")
     server.ask(COMPLETIONS, {"model": "org/large", "prompt": ""})
