@@ -46,7 +46,7 @@ OTHERS_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo(Versioned):
-    """What an engine says to a gateway of the model that it has opened."""
+    """Description of the model that an engine has opened, for gateways."""
 
     model: ModelInfo
 

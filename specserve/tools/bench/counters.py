@@ -9,29 +9,35 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specserve.metrics import PREFIX
+from specserve.metrics import MODEL_LABEL, PREFIX
 
 _LINE = re.compile(rf"{PREFIX}(\w+)(?:\{{(.*)\}})? (\S+)")
-_LABEL = re.compile(r'\w+="([^"]*)"')
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
     """Samples of one moment, or their growth since an earlier one."""
 
-    # By name and the value of the label, of which there is at most one.
+    # By name and the value of the label, of which there is at most one beside the model's name.
     samples: Mapping[tuple[str, str], float]
 
     @classmethod
     def parse(cls, text: str) -> Counters:
-        """Parse the samples of specserve, skipping histogram buckets and all other lines."""
-        samples = {}
+        """Parse the samples of specserve, skipping histogram buckets and all other lines.
+
+        Those of several models are added up.
+        """
+        samples: dict[tuple[str, str], float] = {}
         for line in text.splitlines():
             match = _LINE.fullmatch(line)
             if match is None or match[1].endswith("_bucket"):
                 continue
-            labels = _LABEL.findall(match[2] or "")
-            samples[match[1], labels[0] if labels else ""] = float(match[3])
+            labels = [
+                value for name, value in _LABEL.findall(match[2] or "") if name != MODEL_LABEL
+            ]
+            key = match[1], labels[0] if labels else ""
+            samples[key] = samples.get(key, 0.0) + float(match[3])
         return cls(samples)
 
     def since(self, before: Counters) -> Counters:

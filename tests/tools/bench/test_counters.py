@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specserve.metrics import Registry, render
+from specserve.metrics import Registry, merge, render
 from specserve.tools.bench.counters import Counters, ServerSide
 
 
@@ -26,6 +26,16 @@ def test_counts_before_the_load_are_subtracted() -> None:
     assert server.round_s == pytest.approx(0.03)
     assert server.verify_s == pytest.approx(0.01)
     assert server.draft_s is None
+
+
+def test_counts_of_several_models_are_added_up() -> None:
+    registry = Registry()
+    registry.counter("spec_decode_num_accepted_tokens_per_pos_total").add(3, "0")
+    registry.counter("preemptions_total").add(2)
+    both = merge(registry.snapshot().of_model(name) for name in ("small", "large"))
+    counters = Counters.parse(render(both))
+    assert counters.by_label("spec_decode_num_accepted_tokens_per_pos_total") == {"0": 6.0}
+    assert counters.total("preemptions_total") == 4
 
 
 def test_positions_come_in_the_order_of_numbers() -> None:
