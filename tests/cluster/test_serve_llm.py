@@ -85,7 +85,7 @@ class Served:
         self.coordinator = open_coordinator(
             FakeTarget(info), None, info=info, emit=self.service.emit
         )
-        running: Any = SimpleNamespace(coordinator=self.coordinator)
+        running: Any = SimpleNamespace(coordinator=self.coordinator, submit=self.coordinator.submit)
         self.service.attach(running)
 
     async def tokens(self, request: Request = REQUEST) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def test_a_request_that_gives_its_place_or_loses_its_engine_gets_its_error() -> 
             cancel=lambda seq_id: pytest.fail("it has ended"),
             can_resume_elsewhere=True,
         )
-        running: Any = SimpleNamespace(coordinator=coordinator)
+        running: Any = SimpleNamespace(coordinator=coordinator, submit=coordinator.submit)
         service.attach(running)
         tasks = [asyncio.ensure_future(anext(service.generate(REQUEST))) for _ in range(2)]
         await asyncio.sleep(0)
