@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from specserve.api.rates import ClientUse
 from specserve.api.service import ServedModel
@@ -32,7 +34,7 @@ from specserve.cluster.status_board import (
 from specserve.cluster.transport.chunk_stream import ChunkReceiver
 from specserve.cluster.transport.endpoint import Address
 from specserve.config.tree import Config
-from specserve.errors import SpecserveError, VersionMismatch
+from specserve.errors import SpecserveError, VersionMismatch, first_line
 from specserve.metrics import Registry
 from specserve.types import Chunk, ModelInfo, Request
 from specserve.wire.version import Versioned, require_same_version
@@ -204,7 +206,7 @@ class Gateway:
 
         tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)
         receiver = ChunkReceiver(ray.util.get_node_ip_address())
-        info = await _info_of(engine)
+        info = await _info_of(engine, may_fail=not self._models.has_several)
         registry = Registry() if self._models.has_several else self._registry
         resumed = registry.counter("requests_resumed_total")
         replicas = EngineReplicas(
@@ -250,17 +252,24 @@ class Gateway:
             self._access.charge_others({} if answer is None else answer.uses)
 
 
-async def _info_of(engine: Any) -> ModelInfo:
+async def _info_of(engine: Any, *, may_fail: bool = True) -> ModelInfo:
     """Return what an engine of this release says of its model.
 
     While an update replaces engines of another release, one of those may answer; it is asked again.
+    So is a deployment that has failed unless the gateway `may_fail`: it has other models to serve.
     """
     while True:
-        answer = await engine.info.remote()
         try:
+            answer = await engine.info.remote()
             require_same_version(getattr(answer, "version", None), getattr(answer, "release", None))
         except VersionMismatch as error:
             log.warning("a gateway waits for an engine of its own release: %s", error)
+            await asyncio.sleep(ASK_AGAIN_S)
+            continue
+        except (RayError, RayServeException) as error:
+            if may_fail:
+                raise
+            log.warning("a gateway waits for an engine of a model: %s", first_line(error))
             await asyncio.sleep(ASK_AGAIN_S)
             continue
         info: ModelInfo = answer.model

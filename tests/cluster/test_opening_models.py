@@ -1,0 +1,79 @@
+"""A gateway of several models opens, and serves those whose engines are there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from specserve.cluster import deployments
+from specserve.cluster.deployments import EngineInfo, _await_models, _info_of
+from tests.support.fakes import model_info
+
+FAILED = DeploymentUnavailableError(DeploymentID("Engine-large", "app"))
+
+
+class Engine:
+    """A handle whose deployment has failed once, and runs then."""
+
+    def __init__(self) -> None:
+        self.answers: list[EngineInfo | Exception] = [FAILED, EngineInfo(model_info())]
+
+    @property
+    def info(self) -> Engine:
+        return self
+
+    async def remote(self) -> EngineInfo:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_a_failed_deployment_is_asked_again_unless_it_is_that_of_the_only_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deployments, "ASK_AGAIN_S", 0.0)
+    assert asyncio.run(_info_of(Engine(), may_fail=False)) == model_info()
+    with pytest.raises(DeploymentUnavailableError):
+        asyncio.run(_info_of(Engine()))
+
+
+def test_a_gateway_opens_without_a_model_whose_engines_do_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deployments, "OTHERS_S", 0.01)
+
+    async def opening() -> bool:
+        comes, never = asyncio.Event(), asyncio.Event()
+        comes.set()
+        tasks = [asyncio.create_task(_wait(event)) for event in (never, comes)]
+        async with asyncio.timeout(20):
+            await _await_models(tasks)
+        is_waiting = not tasks[0].done()
+        tasks[0].cancel()
+        return is_waiting
+
+    assert asyncio.run(opening())
+
+
+def test_a_model_that_cannot_be_opened_is_an_error_of_the_gateway() -> None:
+    async def fail() -> None:
+        raise ValueError("no tokenizer")
+
+    async def opening() -> None:
+        async with asyncio.timeout(20):
+            never = asyncio.create_task(_wait(asyncio.Event()))
+            try:
+                await _await_models([never, asyncio.create_task(fail())])
+            finally:
+                never.cancel()
+
+    with pytest.raises(ValueError, match="no tokenizer"):
+        asyncio.run(opening())
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
