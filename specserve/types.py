@@ -383,6 +383,8 @@ class Request:
     priority: int = 0  # among the client's own requests; a lower one runs first
     # Whose request it is, for fair shares of a full engine; "": all such requests are one client's.
     client: str = ""
+    # Headers `traceparent` and `tracestate` under which the engine's span belongs; (): no spans.
+    trace_context: tuple[tuple[str, str], ...] = ()
     # Tokens that an engine which is gone generated and the client has received: the text goes on
     # behind them.
     generated: tuple[int, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -32,6 +33,7 @@ from specserve.api.middleware import (
 from specserve.api.model_directory import ModelDirectory
 from specserve.api.playground.page import HOME, PARTS, REFERENCE, Page
 from specserve.api.refusal import Refusal
+from specserve.api.request_spans import RequestSpans
 from specserve.api.routes import Endpoints
 from specserve.api.schema import Error
 from specserve.api.unserved import STORED_RESPONSES, TEXT_ONLY_PATHS, nothing_stored, text_only
@@ -39,8 +41,12 @@ from specserve.config.tree import Config, HttpConfig
 from specserve.errors import SpecserveError
 from specserve.metrics import Registry
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
 COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
 RESPONSES = "/v1/responses"
+GENERATING = (COMPLETIONS, CHAT_COMPLETIONS, RESPONSES)
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _EXPOSED_HEADERS = (REQUEST_ID, IGNORED, "Retry-After")
 
@@ -50,11 +56,12 @@ def build(
     config: Config,
     registry: Registry,
     access: ClientAccess | None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """Return the HTTP server over one model or several.
 
     `registry` is that of this process; the models' services hand out the engines' metrics. With
-    `access` it asks for keys.
+    `access` it asks for keys, with `tracer` it makes spans.
     """
     metrics, page = RequestMetrics(registry, time.perf_counter), Page()
     app = FastAPI(
@@ -63,7 +70,7 @@ def build(
         redirect_slashes=False,
         docs_url=None,  # the framework's pages would load scripts from elsewhere
         redoc_url=None,
-        middleware=_middleware(config, metrics, page, models, access),
+        middleware=_middleware(config, metrics, page, models, access, tracer),
         exception_handlers=dict.fromkeys(
             (SpecserveError, RequestValidationError, HTTPException), _refuse
         ),
@@ -117,6 +124,7 @@ def _middleware(
     page: Page,
     models: ModelDirectory,
     access: ClientAccess | None,
+    tracer: Tracer | None,
 ) -> list[Middleware]:
     """Return the middleware, outermost first.
 
@@ -126,6 +134,7 @@ def _middleware(
     return [
         Middleware(WholeAnswer),
         Middleware(AccessLog, metrics=metrics, trusted_proxies=config.http.trusted_proxies),
+        *([Middleware(RequestSpans, tracer=tracer, paths=GENERATING)] if tracer else []),
         *(
             [
                 Middleware(
@@ -148,7 +157,7 @@ def _middleware(
             LoadLimit,
             models=models,
             access=access,
-            paths=(COMPLETIONS, CHAT_COMPLETIONS, RESPONSES),
+            paths=GENERATING,
         ),
         Middleware(BodyLimit, limit=config.limits.max_body_bytes, seconds=BODY_S),
         Middleware(BodyDecoder, limit=config.limits.max_body_bytes),

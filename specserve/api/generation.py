@@ -16,6 +16,7 @@ from specserve.api.rates import Reservation
 from specserve.api.service import Service
 from specserve.api.tokenizer import Tokenizer
 from specserve.errors import NotBegun, Overloaded, TimedOut, Unavailable, WorkerLost
+from specserve.tracing import TraceContext
 from specserve.types import FinishReason, Request
 
 MAX_BEHIND = 200
@@ -46,6 +47,7 @@ class Generation:
         start: float,
         key_use: KeyUse | None = None,
         shares_cache: bool = False,
+        trace_context: TraceContext = (),
     ) -> None:
         prompts, sampling = generation_request.prompts, generation_request.sampling
         self._service, self._metrics, self._start = service, metrics, start
@@ -56,7 +58,7 @@ class Generation:
         tenant = "" if shares_cache else client
         words = bad_word_ids(tokenizer, sampling)
         self._requests = [
-            replace(request, client=client)
+            replace(request, client=client, trace_context=trace_context)
             for prompt in prompts
             for request in forbid_words(
                 sampling.requests(prompt.ids, tenant=tenant, adapter=generation_request.adapter),

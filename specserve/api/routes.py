@@ -21,6 +21,7 @@ from specserve.api.key_file import KeyTrouble
 from specserve.api.metering import RequestMetrics
 from specserve.api.model_directory import ModelBackend, ModelDirectory
 from specserve.api.parse import GenerationRequest
+from specserve.api.request_spans import TRACE_CONTEXT
 from specserve.api.response_items.answer import RESPONSE, ItemsResponse
 from specserve.api.response_items.body import ResponsesBody, to_chat
 from specserve.api.responses import (
@@ -280,6 +281,7 @@ class Endpoints:
             metrics=model.metrics,
             start=start,
             key_use=getattr(request.state, "key_use", None),
+            trace_context=getattr(request.state, TRACE_CONTEXT, ()),
             shares_cache=model.config.cache.shared,
         )
 

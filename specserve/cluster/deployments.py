@@ -36,6 +36,7 @@ from specserve.cluster.transport.endpoint import Address
 from specserve.config.tree import Config
 from specserve.errors import SpecserveError, VersionMismatch, first_line
 from specserve.metrics import Registry
+from specserve.tracing import tracer_from_environment
 from specserve.types import Chunk, ModelInfo, Request
 from specserve.wire.version import Versioned, require_same_version
 
@@ -224,7 +225,8 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> Any:
         from specserve.api.app import build as build_app
 
-        app = build_app(self._models, self._config, self._registry, self._access)
+        tracer = tracer_from_environment()
+        app = build_app(self._models, self._config, self._registry, self._access, tracer)
         freeze_objects()
         return app
 

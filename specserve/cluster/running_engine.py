@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import ray
 
@@ -20,13 +21,28 @@ from specserve.cluster.remote import RemoteDrafter
 from specserve.config.tree import Config
 from specserve.engine import Coordinator
 from specserve.engine.first_tokens import FirstTokenRecord
-from specserve.engine.trace import TraceJournal
+from specserve.engine.trace import Round, TraceJournal
 from specserve.errors import Overloaded, SpecserveError
 from specserve.metrics import Registry, Snapshot
+from specserve.tracing import EngineSpans, tracer_from_environment
 from specserve.types import Chunk, Request
 
 DISPLACED = "the queue is full, and this client has most of it; try again later"
 Emit = Callable[[Sequence[Chunk]], None]
+
+
+class RequestObserver(Protocol):
+    """A record of requests, from their submission to their last chunk."""
+
+    def begin(self, seq_id: int, request: Request, *, load: int) -> None:
+        """Take a new request, which is one of `load` that the engine has now."""
+        ...
+
+    def observe(self, chunks: Sequence[Chunk]) -> None: ...
+
+    def drop(self, seq_id: int) -> None:
+        """Leave out a sequence that gets no chunk."""
+        ...
 
 
 class RunningEngine:
@@ -42,12 +58,14 @@ class RunningEngine:
         registry: Registry,
         *,
         first_tokens: FirstTokenRecord | None = None,
+        observers: Sequence[RequestObserver] = (),
         start_seconds: float = 0.0,
     ) -> None:
         self.group, self.coordinator, self.journal = group, coordinator, journal
         self._gauges, self._registry = gauges, registry
         # None if no target for first tokens is set
         self.first_tokens, self.start_seconds = first_tokens, start_seconds
+        self._observers = observers
         self._rounds = asyncio.create_task(coordinator.run())
         node = ray.get_runtime_context().get_node_id()
         drain = DrainWatch(lambda: group.places, node)
@@ -80,17 +98,28 @@ class RunningEngine:
         group = await WorkerGroup.start(
             config, wanted, journal.record_exchange, journal.record_event
         )
-        target_s = config.replicas.target_ttft_s
+        target_s, tracer = config.replicas.target_ttft_s, tracer_from_environment()
         first_tokens = None if target_s is None else FirstTokenRecord(target_s, group.info.curve)
+        spans = (
+            None
+            if tracer is None
+            else EngineSpans(tracer, replica=replica, started=lambda: _started(coordinator))
+        )
+        observers: list[RequestObserver] = [one for one in (first_tokens, spans) if one is not None]
 
         def emit_observed(chunks: Sequence[Chunk]) -> None:
-            if first_tokens is not None:
-                first_tokens.observe(chunks)
+            for observer in observers:
+                observer.observe(chunks)
             emit(chunks)
 
+        def report(done: Round) -> None:
+            journal.record_round(done)
+            if spans is not None:
+                spans.record_round(time.perf_counter() - done.start)
+
         def displace(seq_id: int) -> None:
-            if first_tokens is not None:
-                first_tokens.drop(seq_id)
+            for observer in observers:
+                observer.drop(seq_id)
             on_displaced(seq_id, Overloaded(DISPLACED))
 
         coordinator = Coordinator(
@@ -101,7 +130,7 @@ class RunningEngine:
             speculation=config.speculation,
             emit=emit_observed,
             draft_context=group.draft_context,
-            report=journal.record_round,
+            report=report,
             drafts_prompts=group.drafts_prompts,
             remote_workers=isinstance(group.drafter, RemoteDrafter),
             on_displaced=displace,
@@ -114,15 +143,16 @@ class RunningEngine:
             Gauges(registry, replica),
             registry,
             first_tokens=first_tokens,
+            observers=observers,
             start_seconds=time.monotonic() - started_at,
         )
 
     def submit(self, request: Request) -> int:
         """Queue the request and return its sequence's id, or raise if it cannot be served."""
         seq_id = self.coordinator.submit(request)
-        if self.first_tokens is not None:
-            load = self.coordinator.scheduler.num_sequences
-            self.first_tokens.begin(seq_id, request, load=load)
+        load = self.coordinator.scheduler.num_sequences
+        for observer in self._observers:
+            observer.begin(seq_id, request, load=load)
         return seq_id
 
     def snapshot(self) -> Snapshot:
@@ -138,3 +168,9 @@ class RunningEngine:
         self.coordinator.close()
         await asyncio.wait([self._rounds], timeout=5.0)
         await self.group.close()
+
+
+def _started(coordinator: Coordinator) -> Collection[int]:
+    """Return the ids of running sequences that had a pass of the target."""
+    running = coordinator.scheduler.running
+    return {sequence.seq_id for sequence in running if sequence.target_cached}

@@ -32,6 +32,7 @@ from specserve.cluster.running_engine import RunningEngine
 from specserve.config.tree import Config, config_from_keys
 from specserve.errors import ConfigError, SpecserveError, WorkerLost
 from specserve.metrics import Registry
+from specserve.tracing import tracer_from_environment
 from specserve.types import Chunk, FinishReason, Request
 
 DEMO = "demo"
@@ -163,7 +164,8 @@ class SpecserveServer:
         registry = Registry()
         access = ClientAccess.from_config(config.http, registry)
         model = ModelBackend.from_config(config, service, tokenizer, served, registry)
-        self._app = build(ModelDirectory([served.name], [model]), config, registry, access)
+        models = ModelDirectory([served.name], [model])
+        self._app = build(models, config, registry, access, tracer_from_environment())
         freeze_objects()
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:

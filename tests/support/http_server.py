@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 from fastapi import FastAPI
+from opentelemetry.trace import Tracer
 
 from specserve.api.access import ClientAccess
 from specserve.api.app import build
@@ -254,6 +255,7 @@ def app_over(
     is_encoder_decoder: bool = False,
     config: Mapping[str, object] | None = None,
     registry: Registry | None = None,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """Return the app over a service; `config` has keys of the config tree, such as `http.port`."""
     served = ServedModel(
@@ -269,7 +271,7 @@ def app_over(
     backend = ModelBackend.from_config(
         settings, service, tokenizer or demo_tokenizer(), served, registry
     )
-    return build(ModelDirectory([served.name], [backend]), settings, registry, access)
+    return build(ModelDirectory([served.name], [backend]), settings, registry, access, tracer)
 
 
 @contextmanager
