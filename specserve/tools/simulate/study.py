@@ -33,7 +33,9 @@ def _engine_config() -> FieldRule:
 
     def read(value: object, key: str) -> engine.Config:
         if isinstance(value, Mapping):
-            return engine.config_from_keys(value)
+            config = engine.config_from_keys(value)
+            config.require_one_model()
+            return config
         raise ValueError
 
     return FieldRule("the keys of the engine's config", read)

@@ -48,6 +48,7 @@ def write(tmp_path: Path) -> WriteFile:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
+        (f"{SMALL}config: {{models: [{{name: a}}]}}", "a single one runs here"),
         ("devises: {}", "did you mean devices?"),
         (SMALL + "sweep: {mode: [plain]}", "did you mean sweep.modes?"),
         (SMALL + "sweep: {modes: [locked]}", "did you mean lockstep?"),
