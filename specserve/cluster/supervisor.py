@@ -41,6 +41,10 @@ class Worker:
     ready: WorkerReady
     run_call: Awaitable[None]
 
+    def stop(self) -> None:
+        """Ask the worker to end."""
+        self.client.post(Stop())
+
     def kill(self) -> None:
         """Close the link and kill the process by SIGKILL, even if it is dead or stopped."""
         self.client.close()
@@ -95,7 +99,10 @@ class WorkerSupervisor:
         max_restarts: int | None,
         on_failure: OnFailure | None = None,
     ) -> None:
-        """Attach the workers; `on_failure` is called with each one that fails by itself."""
+        """Attach the workers; `on_failure` is called with each one that fails by itself.
+
+        Without workers the first are started at once.
+        """
         self.role, self.workers = role, workers
         self.trouble: str | None = None  # why there are no workers at present
         self.has_given_up = False
@@ -107,7 +114,11 @@ class WorkerSupervisor:
         self._num_failures = 0
         self._lost = asyncio.Event()
         remote.on_lost = self.mark_lost
-        self._attach(workers)
+        if workers:
+            self._attach(workers)
+        else:  # a shared one that is away, which `start` waits for
+            self.trouble = f"the {role} has not been reached yet"
+            self._lost.set()
         self._task = asyncio.create_task(self._supervise())
 
     def mark_lost(self, reason: str, worker: Worker | None = None) -> None:
@@ -134,7 +145,7 @@ class WorkerSupervisor:
         self._task.cancel()
         if not self._lost.is_set():
             for worker in self.workers:
-                worker.client.post(Stop())
+                worker.stop()
             await asyncio.wait(
                 [asyncio.ensure_future(worker.run_call) for worker in self.workers], timeout=1.0
             )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from specserve.drafters.base import ForkableDrafter, OutcomeForecast, never
@@ -59,13 +60,21 @@ class PreparedBranches:
 class Anticipation:
     """A drafter that works between two messages: call `prepare` after every answer.
 
-    Releases are postponed, too, until they delay no answer.
+    Releases are postponed, too, until they delay no answer. With `group_of`, each message is about
+    the sequences of some groups, and what is prepared for those of the others is kept.
     """
 
     def __init__(
-        self, drafter: ForkableDrafter, fanout: Fanout, *, clock: Callable[[], float]
+        self,
+        drafter: ForkableDrafter,
+        fanout: Fanout,
+        *,
+        clock: Callable[[], float],
+        group_of: Callable[[int], int] = lambda seq_id: 0,
     ) -> None:
         self._drafter, self._fanout, self._clock = drafter, fanout, clock
+        self._group_of = group_of
+        self._due: set[int] = set()  # groups that were answered since the last preparation
         self._budget = BranchBudget()
         self._ids = itertools.count(FIRST_BRANCH_ID)
         self._prepared: dict[int, PreparedBranches] = {}
@@ -88,7 +97,9 @@ class Anticipation:
         gamma 0, gets no draft tokens and is prefilled afterwards.
         """
         self._budget.on_message(self._clock())
-        self._prefill_postponed()
+        groups = {self._group_of(step.seq_id) for step in steps} or {0}
+        self._due |= groups
+        self._prefill_postponed(groups)
         ready = {step.seq_id: self._promote_match(step) for step in steps}
         wanted = [step for step in steps if step.gamma]
         if deadline == math.inf or (
@@ -101,12 +112,12 @@ class Anticipation:
                 for step in wanted
                 if (depth := ready[step.seq_id])
             ]
-            self._undrafted = [step for step in wanted if not ready[step.seq_id]]
+            self._undrafted += [step for step in wanted if not ready[step.seq_id]]
         proposals = self._draft(drafting, lambda: self._clock() > deadline)
-        self._answered = [
+        self._answered = self._others(self._answered, groups) + [
             step for step in wanted if step.seq_id in proposals and proposals[step.seq_id].tokens
         ]
-        self._postponed = [step for step in steps if not step.gamma]
+        self._postponed += [step for step in steps if not step.gamma]
         if self._answered or self._undrafted:
             self._budget.on_answer(self._clock())
         return [
@@ -124,7 +135,8 @@ class Anticipation:
         """
         self._prefill(self._postponed)
         self._postponed = []
-        self._release_branches()
+        due, self._due = self._due, set()
+        self._release_branches(due)
         self._update_fanout()
         steps = {step.seq_id: step for step in (*self._answered, *self._undrafted)}
         if not steps or has_message():
@@ -133,7 +145,7 @@ class Anticipation:
             [step.seq_id for step in self._answered], self._width(len(steps)), self._undrafted
         )
         self._answered, self._undrafted = [], []
-        self._prepared = {forecast.seq_id: PreparedBranches(forecast) for forecast in forecasts}
+        self._prepared |= {forecast.seq_id: PreparedBranches(forecast) for forecast in forecasts}
         if has_message():
             return
         branches = self._fanout.choose(forecasts, self._max_branches)
@@ -147,16 +159,21 @@ class Anticipation:
         if not has_message():
             self._budget.on_prepared(prepared_at)
 
-    def prepared_proposals(self) -> tuple[PreparedProposal, ...]:
+    def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
         """Return what has been prepared, for the coordinator to look up instead of asking.
 
-        It is empty if some sequence will probably have to ask anyway.
+        It is empty if some sequence of the group will probably have to ask anyway.
         """
-        if self._hit_rate ** len(self._prepared) < MIN_ALL_HIT_PROBABILITY:
+        of_group = {
+            seq_id: prepared
+            for seq_id, prepared in self._prepared.items()
+            if self._group_of(seq_id) == group
+        }
+        if self._hit_rate ** len(of_group) < MIN_ALL_HIT_PROBABILITY:
             return ()
         return tuple(
             PreparedProposal(token, replace(proposal, seq_id=seq_id, anticipated=True))
-            for seq_id, prepared in self._prepared.items()
+            for seq_id, prepared in of_group.items()
             for (_, token), proposal in prepared.branches.items()
         )
 
@@ -248,10 +265,16 @@ class Anticipation:
                 self._stale.append(proposal.seq_id)
         return max(len(proposal.tokens) for proposal in proposals)
 
-    def _prefill_postponed(self) -> None:
-        """Prefill what there was no time for, before a message builds on it."""
-        self._prefill([*self._postponed, *(replace(step, gamma=0) for step in self._undrafted)])
-        self._postponed, self._undrafted = [], []
+    def _prefill_postponed(self, groups: AbstractSet[int]) -> None:
+        """Prefill what there was no time for, before a message of these groups builds on it."""
+        waiting = [*self._postponed, *(replace(step, gamma=0) for step in self._undrafted)]
+        self._prefill([step for step in waiting if self._group_of(step.seq_id) in groups])
+        self._postponed = self._others(self._postponed, groups)
+        self._undrafted = self._others(self._undrafted, groups)
+
+    def _others(self, steps: Sequence[DraftStep], groups: AbstractSet[int]) -> list[DraftStep]:
+        """Return the steps of other groups than these."""
+        return [step for step in steps if self._group_of(step.seq_id) not in groups]
 
     def _prefill(self, steps: Sequence[DraftStep]) -> None:
         if steps:
@@ -265,10 +288,13 @@ class Anticipation:
         if prepared is not None:
             self._stale += [proposal.seq_id for proposal in prepared.branches.values()]
 
-    def _release_branches(self) -> None:
-        """Release all branches, including those of sequences that were not in the last round."""
-        for prepared in self._prepared.values():
-            self._discard(prepared)
-        self._prepared = {}
+    def _release_branches(self, groups: AbstractSet[int] | None = None) -> None:
+        """Release all branches, or those of these groups.
+
+        It includes those of sequences that were not in the last round.
+        """
+        for seq_id in list(self._prepared):
+            if groups is None or self._group_of(seq_id) in groups:
+                self._discard(self._prepared.pop(seq_id))
         stale, self._stale = self._stale, []
         self._drafter.release(stale)

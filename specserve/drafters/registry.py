@@ -70,11 +70,14 @@ class OpenDrafter:
         runners: Sequence[Runner | TranslatedRunner] = (),
         fanout: Fanout | None,
         learner: DraftLearner | None = None,
+        group_of: Callable[[int], int] = lambda seq_id: 0,
     ) -> None:
         self._drafter, self._runners, self.context = drafter, runners, context
         self.learner = learner
         self._anticipation = (
-            None if fanout is None else Anticipation(drafter, fanout, clock=time.perf_counter)
+            None
+            if fanout is None
+            else Anticipation(drafter, fanout, clock=time.perf_counter, group_of=group_of)
         )
 
     @property
@@ -120,8 +123,9 @@ class OpenDrafter:
         if self._anticipation is not None:
             self._anticipation.prepare(has_message)
 
-    def prepared_proposals(self) -> tuple[PreparedProposal, ...]:
-        return () if self._anticipation is None else self._anticipation.prepared_proposals()
+    def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
+        """Return what is prepared for sequences of a group; all are of group 0 outside a pool."""
+        return () if self._anticipation is None else self._anticipation.prepared_proposals(group)
 
     def release(self, seq_ids: Sequence[int]) -> None:
         (self._anticipation or self._drafter).release(seq_ids)
@@ -147,11 +151,12 @@ def open_drafter(
     grammar_compiler: GrammarCompiler | None = None,
     translation: TokenTranslation | None = None,
     has_own_device: bool = False,
+    group_of: Callable[[int], int] = lambda seq_id: 0,
 ) -> OpenDrafter:
     """Return the drafter of the config, with a `translation` if it has another tokenizer.
 
-    It can anticipate only if it has its device for itself. Raises whatever is wrong with its files,
-    or TooLittleMemory.
+    It can anticipate only if it has its device for itself, and keeps the groups of sequences apart
+    then. Raises whatever is wrong with its files, or TooLittleMemory.
     """
     fanout = _fanout(config) if has_own_device else None
     parts = OPENERS[config.draft.kind](
@@ -163,6 +168,7 @@ def open_drafter(
         runners=parts.runners,
         fanout=fanout,
         learner=parts.learner,
+        group_of=group_of,
     )
 
 

@@ -92,6 +92,14 @@ class CurveAuthenticator:
             self._accept(client.envelope, client.key)
         self.process_events()  # sending consumes the events for which the loop would call us
 
+    def expect(self, client_keys: Collection[bytes]) -> None:
+        """Admit these keys and no others from now on, called by any thread.
+
+        A client must not connect before. Connections that exist stay.
+        """
+        assert self._on_unknown is None, "clients that wait need `admit`"
+        self._keys = frozenset(client_keys)
+
     def has_admitted(self, client_key: bytes) -> bool:
         """Return whether the key is admitted at present."""
         return client_key in self._keys

@@ -61,12 +61,71 @@ async def unknown() -> bool | None:
     return None
 
 
-class Server:
-    """Worker end of a link: blocking, for one thread at a time.
+class Conversation:
+    """One coordinator's messages as its worker knows them: where to answer, and the last answer.
 
     A client that has reconnected sends its last message again, since it cannot know what was lost.
-    Each message is returned by `receive` once all the same: a repeat gets the same answer.
+    Each message is read once all the same: a repeat gets the same answer.
     """
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket = socket
+        # Connection of the last message. A coordinator that has reconnected is answered on its new
+        # connection.
+        self.peer = b""
+        self._number: int | None = None  # of the last message
+        self._answer: list[bytes] | None = None  # to it, None while it is being computed
+
+    def read(self, peer: bytes, frames: list[bytes]) -> Message | None:
+        """Return the message of these frames; None if it is a repeat, refused, or malformed."""
+        try:
+            message = try_unpack(frames)
+        except VersionMismatch as error:
+            self._refuse(peer, error)
+            return None
+        if isinstance(message, (Propose, Verify)) and self._is_repeat(message.number, peer):
+            return None
+        if message is not None:
+            self.peer = peer
+        return message
+
+    def send(self, message: Message) -> None:
+        """Answer the last message. The answer is kept for the case that its sender has gone."""
+        assert self.peer
+        frames = pack(message)
+        if isinstance(message, Answer) and message.number == self._number:
+            self._answer = frames
+        self._socket.send_multipart([self.peer, *frames], zmq.NOBLOCK)
+
+    def has_answered(self, number: int) -> bool:
+        """Return whether the last message has this number and was answered."""
+        return self._number == number and self._answer is not None
+
+    def _refuse(self, peer: bytes, error: VersionMismatch) -> None:
+        """Answer a message of another version, for its sender to see this one's by the answer.
+
+        It understands no more of it than that.
+        """
+        log.error("refused a message: %s", error)
+        frames = pack(Failure.from_error(0, error))
+        self._socket.send_multipart([peer, *frames], zmq.NOBLOCK)
+
+    def _is_repeat(self, number: int, peer: bytes) -> bool:
+        """Return whether a message came before; if it was the last one, send its answer again.
+
+        An older one needs no answer: its sender has gone on without it.
+        """
+        if self._number is not None and number <= self._number:
+            if number == self._number and self._answer is not None:
+                self.peer = peer
+                self._socket.send_multipart([peer, *self._answer], zmq.NOBLOCK)
+            return True
+        self._number, self._answer = number, None
+        return False
+
+
+class Server:
+    """Worker end of a link to one coordinator: blocking, for one thread at a time."""
 
     def __init__(
         self, keys: KeyPair, host: str, client_key: bytes, *, timing: LinkTiming | None = None
@@ -75,11 +134,7 @@ class Server:
         self._context = zmq.Context()
         self._socket = open_socket(self._context, zmq.ROUTER, keys, timing)
         auth = CurveAuthenticator(self._context, self._socket, [client_key], timing=timing)
-        # Connection of the last message. A coordinator that has reconnected is answered on its new
-        # connection.
-        self._peer = b""
-        self._number: int | None = None  # of the last message
-        self._answer: list[bytes] | None = None  # to it, None while it is being computed
+        self._conversation = Conversation(self._socket)
         self.address = listen_on(self._socket, host, keys)
         self._auth = AuthenticatorThread(self._context, auth)
 
@@ -110,11 +165,7 @@ class Server:
 
     def send(self, message: Message) -> None:
         """Answer the last message. The answer is kept for the case that its sender has gone."""
-        assert self._peer
-        frames = pack(message)
-        if isinstance(message, Answer) and message.number == self._number:
-            self._answer = frames
-        self._socket.send_multipart([self._peer, *frames], zmq.NOBLOCK)
+        self._conversation.send(message)
 
     def close(self) -> None:
         self._auth.close()
@@ -124,39 +175,9 @@ class Server:
     def _next_message(self) -> Message | None:
         """Return the next message that has not been returned before."""
         for peer, *frames in drain(self._socket):
-            try:
-                message = try_unpack(frames)
-            except VersionMismatch as error:
-                self._refuse(peer, error)
-                continue
-            if isinstance(message, (Propose, Verify)) and self._is_repeat(message.number, peer):
-                continue
-            if message is not None:
-                self._peer = peer
+            if (message := self._conversation.read(peer, frames)) is not None:
                 return message
         return None
-
-    def _refuse(self, peer: bytes, error: VersionMismatch) -> None:
-        """Answer a message of another version, for its sender to see this one's by the answer.
-
-        It understands no more of it than that.
-        """
-        log.error("refused a message: %s", error)
-        frames = pack(Failure.from_error(0, error))
-        self._socket.send_multipart([peer, *frames], zmq.NOBLOCK)
-
-    def _is_repeat(self, number: int, peer: bytes) -> bool:
-        """Return whether a message came before; if it was the last one, send its answer again.
-
-        An older one needs no answer: its sender has gone on without it.
-        """
-        if self._number is not None and number <= self._number:
-            if number == self._number and self._answer is not None:
-                self._peer = peer
-                self._socket.send_multipart([peer, *self._answer], zmq.NOBLOCK)
-            return True
-        self._number, self._answer = number, None
-        return False
 
 
 class Client:

@@ -268,7 +268,7 @@ def test_an_answer_that_a_busy_loop_finds_with_the_deadline_is_not_late() -> Non
     async def main(thread: threading.Thread) -> None:
         await client.call(verify(1), SECONDS)  # both ends are connected
         call = asyncio.ensure_future(client.call(verify(2), 0.01))
-        assert later(lambda: server._number == 2 and server._answer is not None)
+        assert later(lambda: server._conversation.has_answered(2))
         time.sleep(0.1)  # the loop stands still, and finds both at once
         assert number_of(await call) == 2
         assert not client.is_late, "a drafter that is late is not asked before it answers"
@@ -573,7 +573,7 @@ def test_garbage_from_a_worker_is_ignored(caplog: pytest.LogCaptureFixture) -> N
     server, client = pair()
 
     def respond(message: Round) -> Message:
-        server._socket.send_multipart([server._peer, b"garbage"])
+        server._socket.send_multipart([server._conversation.peer, b"garbage"])
         server.send(Stop())  # well-formed, but no answer
         return answer(message)
 
@@ -809,7 +809,7 @@ def test_an_answer_of_another_version_fails_its_call_at_once_and_the_worker_is_l
     client.on_silence = losses.append
 
     def respond(message: Round) -> None:
-        server._socket.send_multipart([server._peer, *OTHER_VERSION])
+        server._socket.send_multipart([server._conversation.peer, *OTHER_VERSION])
 
     async def main(thread: threading.Thread) -> None:
         for _ in range(2):

@@ -1,0 +1,93 @@
+"""The link of an engine to a draft pool, which serves other engines too and outlives this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+
+from specserve.cluster.process_state import process_runs_on
+from specserve.cluster.supervisor import Worker, Workers
+from specserve.cluster.transport.endpoint import KeyPair
+from specserve.cluster.transport.link import Client
+from specserve.cluster.worker_host import WorkerReady
+from specserve.errors import SpecserveError, WorkerLost, first_line
+from specserve.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class JoiningEngine:
+    """An engine that wants to join a pool: its process, its key, and the target to draft for."""
+
+    node: str
+    pid: int
+    public_key: bytes
+    target: ModelInfo
+
+
+Join = Callable[[JoiningEngine], AsyncIterator[WorkerReady]]
+"""Joins a pool: yields once, and lasts as long as the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLink(Worker):
+    """A draft worker that is shared: an engine leaves it, and never ends its process.
+
+    `run_call` is the membership. It ends with the pool, and cancelling it is leaving.
+    """
+
+    run_call: asyncio.Task[None]
+
+    def stop(self) -> None:
+        """Leave the pool."""
+        self.run_call.cancel()
+
+    def kill(self) -> None:
+        """Close the link and leave the pool."""
+        self.client.close()
+        self.run_call.cancel()
+
+
+async def join_pool(role: str, join: Join, target: ModelInfo) -> Workers:
+    """Join a pool and link to it; raise WorkerLost, or what the pool refuses with."""
+    keys = KeyPair.generate()
+    node = ray.get_runtime_context().get_node_id()
+    members = join(JoiningEngine(node, os.getpid(), keys.public, target))
+    try:
+        ready = await anext(members)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SpecserveError):
+            raise cause from error
+        raise WorkerLost(f"the draft pool failed: {first_line(cause or error)}") from error
+    except (RayError, RayServeException, StopAsyncIteration) as error:
+        raise WorkerLost(f"the draft pool is away: {type(error).__name__}") from error
+    is_running = partial(process_runs_on, ready.place.node, ready.place.pid)
+    membership = asyncio.create_task(_stay(members))
+    await asyncio.sleep(0)  # a task that is cancelled before it runs would leave nothing
+    try:
+        client = Client(keys, ready.address, is_running=is_running)
+    except BaseException:
+        membership.cancel()
+        raise
+    return (PoolLink(role, client, ready, membership),)
+
+
+async def _stay(members: AsyncIterator[WorkerReady]) -> None:
+    """Return when the pool ends the membership; leave it when cancelled."""
+    try:
+        async for _ in members:
+            pass
+    finally:
+        for name in ("cancel", "aclose"):  # of a handle's stream, or of a generator
+            if (close := getattr(members, name, None)) is not None:
+                result = close()
+                if asyncio.iscoroutine(result):
+                    await result
+                break

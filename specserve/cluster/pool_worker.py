@@ -1,0 +1,242 @@
+"""A drafter that several engines share, each over a link of its own. Knows no Ray.
+
+Engines join and leave while it runs. It drafts for all whose requests have arrived in one batch,
+and prepares their next proposals while it has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from specserve.cluster.transport.endpoint import LinkTiming
+from specserve.cluster.transport.link import IsRunning, unknown
+from specserve.cluster.transport.link_set import LinkSet
+from specserve.drafters.pool.drafter import EngineRound, PooledDrafter
+from specserve.drafters.pool.shares import MAX_ENGINES, CacheShares
+from specserve.drafters.registry import OpenDrafter
+from specserve.errors import ConfigError, SpecserveError, WorkerLost
+from specserve.types import ModelInfo, Span
+from specserve.wire.messages import Failure, PreparedProposals, Proposals, Propose
+
+log = logging.getLogger(__name__)
+
+SPIN_S = 0.02
+"""Time after a batch for which it polls for messages without sleeping, as a draft worker does."""
+EXAMINE_ENGINE_S = 1.0
+"""Time between two examinations of an engine's process."""
+POLL_S = 0.25
+"""Longest sleep before it looks whether an engine has left, or whether to stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDraft:
+    """Properties of the pool's drafter once it is loaded."""
+
+    device: str
+    context: int
+    num_pages: int
+
+
+class PoolWorker:
+    """A drafter and its links. `run` lasts for its life; other threads call the other methods."""
+
+    def __init__(
+        self,
+        open_drafter: Callable[[ModelInfo], OpenDrafter],
+        host: str,
+        *,
+        page_size: int,
+        max_places: int,
+        timing: LinkTiming | None = None,
+    ) -> None:
+        """Listen on `host`; the drafter is opened for the target of the first engine.
+
+        A batch has draft tokens for at most `max_places` sequences.
+        """
+        self._open_drafter, self._page_size, self._max_places = open_drafter, page_size, max_places
+        self._links = LinkSet(host, timing=timing)
+        self.address = self._links.address
+        self.opened: Future[OpenedDraft] = Future()
+        self.ended: Future[None] = Future()
+        self.busy_seconds = {"draft": 0.0, "anticipate": 0.0}
+        self.num_batches = self.num_rounds = 0  # of several engines' rounds, and those rounds
+        self._lock = threading.Lock()
+        self._engines: set[int] = set()
+        self._last_engine = 0
+        self._target: ModelInfo | None = None
+        self._targets: queue.SimpleQueue[ModelInfo | None] = queue.SimpleQueue()
+        self._left: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._is_stopping = threading.Event()
+        self._idle_spans: dict[int, tuple[Span, ...]] = {}  # of engines, since their last answer
+        self._numbers: dict[int, int] = {}  # last round of engines that may be sent proposals ahead
+
+    @property
+    def num_engines(self) -> int:
+        return len(self._engines)
+
+    async def membership(
+        self, client_key: bytes, target: ModelInfo, is_running: IsRunning = unknown
+    ) -> AsyncGenerator[OpenedDraft, None]:
+        """Admit an engine, yield once the drafter is loaded, and end with the pool.
+
+        The engine leaves by closing the generator. One that died cannot, so `is_running` examines
+        its process. Raises what `join` and loading do.
+        """
+        engine = self.join(client_key, target)
+        try:
+            # An engine that leaves must not cancel what the others wait for.
+            yield await asyncio.shield(asyncio.wrap_future(self.opened))
+            ended = asyncio.shield(asyncio.wrap_future(self.ended))
+            while not ended.done() and await is_running() is not False:
+                await asyncio.wait([ended], timeout=EXAMINE_ENGINE_S)
+            if ended.done():
+                ended.result()
+        finally:
+            self.leave(engine)
+
+    def join(self, client_key: bytes, target: ModelInfo) -> int:
+        """Admit an engine with this public key, and return its number here.
+
+        Raises ConfigError if its target has another vocabulary than that of the first engine, and
+        WorkerLost if the pool has ended.
+        """
+        with self._lock:
+            if self._is_stopping.is_set() or self.ended.done():
+                raise WorkerLost("the draft pool has ended, and another one replaces it")
+            if self._target is None:
+                self._target = target
+                self._targets.put(target)
+            elif _vocabulary(target) != _vocabulary(self._target):
+                raise ConfigError(
+                    "draft.pool is shared by targets of one vocabulary and the same end tokens, "
+                    f"and one has {target.vocab_size} tokens and another "
+                    f"{self._target.vocab_size}; give each its own draft.pool.name"
+                )
+            self._last_engine += 1
+            engine = self._last_engine
+            if engine >= MAX_ENGINES:
+                raise WorkerLost("the pool has numbered all engines that it can; it is replaced")
+            self._engines.add(engine)
+        self._links.add(client_key, engine)
+        return engine
+
+    def leave(self, engine: int) -> None:
+        """Release all that an engine has here."""
+        with self._lock:
+            self._engines.discard(engine)
+        self._links.remove(engine)
+        self._left.put(engine)
+
+    def stop(self) -> None:
+        """Let `run` return; it closes the links."""
+        self._is_stopping.set()
+        self._targets.put(None)
+
+    def run(self) -> None:
+        """Open the drafter once an engine has joined, and answer rounds until `stop`."""
+        try:
+            target = self._targets.get()
+            if target is not None:
+                self._open_and_serve(target)
+        except BaseException as error:
+            log.exception("the draft pool has failed")
+            if not self.opened.done():
+                self.opened.set_exception(error)
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+        finally:
+            self._links.close()
+
+    def _open_and_serve(self, target: ModelInfo) -> None:
+        drafter = self._open_drafter(target)
+        pooled = PooledDrafter(
+            drafter,
+            CacheShares(drafter.num_pages, self._page_size),
+            max_places=self._max_places,
+        )
+        self.opened.set_result(OpenedDraft(str(drafter.device), drafter.context, drafter.num_pages))
+        spin_s = 0.0
+        while not self._is_stopping.is_set():
+            messages = self._links.receive(POLL_S, spin_s=spin_s)
+            self._release_left(pooled)
+            rounds = {
+                engine: message
+                for engine, message in messages.items()
+                if isinstance(message, Propose) and engine in self._engines
+            }
+            spin_s = SPIN_S if rounds else 0.0
+            if rounds:
+                self._answer(pooled, rounds)
+                self._prepare(drafter, pooled, rounds)
+
+    def _release_left(self, pooled: PooledDrafter) -> None:
+        while not self._left.empty():
+            engine = self._left.get()
+            pooled.remove_engine(engine)
+            self._numbers.pop(engine, None)
+            self._idle_spans.pop(engine, None)
+
+    def _answer(self, pooled: PooledDrafter, rounds: dict[int, Propose]) -> None:
+        """Draft for all rounds at once.
+
+        A drafter that says what it could not do goes on; any other exception ends the worker.
+        """
+        start = time.perf_counter()
+        try:
+            proposals = pooled.propose(
+                [
+                    EngineRound(engine, message.steps, message.released, start + message.deadline)
+                    for engine, message in rounds.items()
+                ]
+            )
+        except SpecserveError as error:
+            log.exception("a batch of %d engines failed", len(rounds))
+            for engine, message in rounds.items():
+                self._links.send(engine, Failure.from_error(message.number, error))
+            return
+        ended = time.perf_counter()
+        for engine, message in rounds.items():
+            self._links.send(
+                engine,
+                Proposals(
+                    message.number,
+                    proposals[engine],
+                    ended - start,
+                    pooled.num_pages_held(engine),
+                    (*self._idle_spans.pop(engine, ()), Span("draft", start, ended)),
+                ),
+            )
+            self._numbers[engine] = message.number
+        self.busy_seconds["draft"] += ended - start
+        self.num_batches += 1
+        self.num_rounds += len(rounds)
+
+    def _prepare(
+        self, drafter: OpenDrafter, pooled: PooledDrafter, rounds: dict[int, Propose]
+    ) -> None:
+        """Prepare next proposals until a message arrives, and send those that are prepared.
+
+        An engine that has sent its next message meanwhile drops them.
+        """
+        start = time.perf_counter()
+        drafter.prepare(self._links.has_message)
+        for engine, number in list(self._numbers.items()):
+            if prepared := pooled.prepared_proposals(engine):
+                self._links.send(engine, PreparedProposals(number, prepared))
+                del self._numbers[engine]
+        ended = time.perf_counter()
+        self.busy_seconds["anticipate"] += ended - start
+        for engine in rounds:
+            self._idle_spans[engine] = (Span("anticipate", start, ended),)
+
+
+def _vocabulary(target: ModelInfo) -> tuple[object, ...]:
+    return target.vocab_size, target.end_ids, target.decoder_start
