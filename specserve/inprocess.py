@@ -16,7 +16,7 @@ import torch
 from specserve.api.tokenizer import Tokenizer
 from specserve.checkpoint_files import Checkpoints, draft_translation, find_checkpoints
 from specserve.config.hub_models import unpinned_models
-from specserve.config.tree import Config
+from specserve.config.tree import Config, require_no_pool
 from specserve.drafters.base import never
 from specserve.drafters.learning.learner import DraftLearner
 from specserve.drafters.registry import open_local_drafter
@@ -150,6 +150,7 @@ def open_parts(
             f"and LLM and generate are one; use `specserve serve --tp {degree}`, "
             "or specserve.open_ray_llm from Python"
         )
+    require_no_pool(config, "LLM and generate are one process")
     if config.draft.placement == APART:
         raise ConfigError(
             "draft.placement apart takes a process of its own, and LLM and generate are one; "

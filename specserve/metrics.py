@@ -179,6 +179,29 @@ FAMILIES = (
         "Devices that engines avoid, since they have failed or were slow in the last ten minutes.",
     ),
     MetricFamily(
+        "pool_engines",
+        MetricKind.SUMMED,
+        "Engines that one device of a draft pool drafts for.",
+        ("pool", "replica"),
+    ),
+    MetricFamily(
+        "pool_busy_fraction",
+        MetricKind.AVERAGED,
+        "Share of the time that a device of a draft pool computes, 0 to 1: proposals that were "
+        "asked for (draft), or likely next ones, for which all the time that is left is used "
+        "(anticipate).",
+        ("pool", "replica", "work"),
+    ),
+    MetricFamily(
+        "pool_batches_total", MetricKind.COUNTER, "Batches that a draft pool drafted.", ("pool",)
+    ),
+    MetricFamily(
+        "pool_rounds_total",
+        MetricKind.COUNTER,
+        "Rounds of engines in those batches; above one a batch, engines have shared it.",
+        ("pool",),
+    ),
+    MetricFamily(
         "engine_num_requests_running",
         MetricKind.SUMMED,
         "Sequences of one engine that take part in rounds.",

@@ -131,6 +131,11 @@ MEANINGS: Mapping[str, str] = {
     "from stage j ([cascades](../design/drafters.md)).",
     "draft.lenience": "Lenience of reviews between stages: one number, or one for each stage "
     "that reviews. The text stays exact.",
+    "draft.pool.name": "Name of a pool of drafts that the engines share, instead of one draft each "
+    "([draft pools](../guides/deploying.md#draft-pools)).",
+    "draft.pool.devices": "Number of drafts in the pool, each on a device of its own.",
+    "draft.pool.targets": "Largest number of engines that share them. The default is "
+    "`replicas.max`.",
     f"{STAGE}.kind": "Drafter of this stage.",
     f"{STAGE}.path": "Its model or its tables.",
     f"{STAGE}.revision": "As `target.revision`.",

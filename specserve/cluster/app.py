@@ -19,6 +19,7 @@ from ray.serve.exceptions import RayServeException
 
 from specserve.cluster.autoscaling import first_token_policy, policy
 from specserve.cluster.deployments import Engine, Gateway
+from specserve.cluster.draft_pool import DraftPool, pool_deployment_name
 from specserve.cluster.logs import logging_config
 from specserve.cluster.model_paths import require_local_models
 from specserve.cluster.placement import (
@@ -27,6 +28,7 @@ from specserve.cluster.placement import (
     bundles,
     engine_deployments,
     has_room,
+    pool_bundles,
 )
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.cluster.request_router import REPORT_EVERY_S, PrefixRequestRouter
@@ -98,7 +100,13 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
             max_surge_percent=surges[name],
             **engine_options(part, wanted[name]),
             **_scaling_options(part.replicas),
-        )(engine or Engine).bind(part, wanted[name], board, *([part.model] if has_several else []))
+        )(engine or Engine).bind(
+            part,
+            wanted[name],
+            board,
+            *([part.model] if has_several else []),
+            **({"pool": _pool(part, board)} if part.draft.is_pooled else {}),
+        )
         for name, part in engine_deployments(config).items()
     ]
     gateway = serve.deployment(
@@ -109,6 +117,34 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     )(Gateway)
     application: Application = gateway.bind(config, board, *engines)
     return application
+
+
+def _pool(config: Config, board: Any) -> Any:
+    """Return the draft pool, which all engines of its name share: one replica a device."""
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    wanted = pool_bundles(config, has_gpus=has_gpus)[0]
+    actor: dict[str, Any] = {
+        "num_cpus": wanted.resources.get("CPU", 0),
+        "num_gpus": wanted.resources.get("GPU", 0),
+    }
+    if wanted.labels:
+        actor["label_selector"] = dict(wanted.labels)
+    return serve.deployment(
+        name=pool_deployment_name(config),
+        logging_config=logging_config(config),
+        num_replicas=config.draft.pool.devices,
+        ray_actor_options=actor,
+        # An engine's call lasts as long as it stays, so Serve spreads engines over devices.
+        max_ongoing_requests=config.engines_per_draft,
+        health_check_period_s=1.0,
+        # Its thread computes for long stretches; an engine finds a drafter that hangs by itself.
+        health_check_timeout_s=60.0,
+        # Engines would stay for ever; they go on without drafts until another replica is there.
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=1.0,
+        max_constructor_retry_count=3,
+        max_surge_percent=0,
+    )(DraftPool).bind(config, board)
 
 
 def _with_shared_weights(config: Config) -> Config:

@@ -16,6 +16,7 @@ from specserve.cluster.placement import (
     check_fits,
     first_bundles,
     gateway_bundle,
+    pool_bundles,
 )
 from specserve.cluster.ray_session import (
     HA_PROXY,
@@ -93,13 +94,18 @@ def _inspect_joined(config: Config, address: str) -> tuple[bool, Mapping[str, fl
 def _refusal(
     config: Config, nodes: tuple[NodeResources, ...], serve: ServeInstance | None
 ) -> str | None:
+    has_gpus = any(node.total.get("GPU") for node in nodes)
     try:
         if serve is not None:
             serve.require_place(config, replace=False)
-        wanted, replicas = first_bundles(
-            config, has_gpus=any(node.total.get("GPU") for node in nodes)
+        wanted, replicas = first_bundles(config, has_gpus=has_gpus)
+        check_fits(
+            wanted,
+            nodes,
+            replicas=replicas,
+            gateway=gateway_bundle(config),
+            pool=pool_bundles(config, has_gpus=has_gpus),
         )
-        check_fits(wanted, nodes, replicas=replicas, gateway=gateway_bundle(config))
     except ConfigError as error:
         return str(error)
     return None

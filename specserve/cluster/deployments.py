@@ -59,7 +59,12 @@ class Engine:
 
     # Serve awaits the constructor; type checkers do not know that.
     async def __init__(  # type: ignore[misc]
-        self, config: Config, bundles: Sequence[Bundle], board: Any, label: str = ""
+        self,
+        config: Config,
+        bundles: Sequence[Bundle],
+        board: Any,
+        label: str = "",
+        pool: Any = None,
     ) -> None:
         """Start the workers; `label` is the model's name where several are served."""
         join_serve(config)
@@ -72,6 +77,7 @@ class Engine:
             replica=self._replica,
             emit=self._emit,
             on_displaced=self._replies.end,
+            join=None if pool is None else pool.join.options(stream=True).remote,
         )
         self._coordinator, self._group = (
             self._running_engine.coordinator,

@@ -20,6 +20,7 @@ from specserve.cluster.placement import (
     with_devices,
     with_draft_placement,
 )
+from specserve.cluster.pool_link import Join, join_pool
 from specserve.cluster.process_state import process_runs_on
 from specserve.cluster.remote import PushedProposals, RemoteDrafter, RemoteTarget, ReportExchange
 from specserve.cluster.supervisor import Worker, Workers, WorkerSupervisor, kill_process
@@ -27,11 +28,11 @@ from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client
 from specserve.cluster.worker_host import WorkerPlace, WorkerReady
 from specserve.cluster.worker_hosts import StartedWorker, WorkerHosts, result_of
-from specserve.config.tree import Config
+from specserve.config.tree import Config, DraftConfig
 from specserve.engine.draft_placement import TOGETHER, PlacementChoice
 from specserve.engine.stragglers import SlowPass
 from specserve.engine.trace import AVOIDED_DEVICE, SLOW_PASS, DeviceEvent
-from specserve.errors import DeviceFault
+from specserve.errors import DeviceFault, WorkerLost
 from specserve.types import Curve, ModelInfo
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 ReportEvent = Callable[[DeviceEvent], None]
 TARGET, DRAFT = "target", "draft"
+POOL_PATIENCE_S = 120.0
+"""Time that an engine waits for its draft pool when it starts."""
 
 
 class WorkerGroup:
@@ -55,8 +58,12 @@ class WorkerGroup:
         keys: KeyPair,
         report: ReportExchange | None,
         report_event: ReportEvent | None,
+        join: Join | None = None,
     ) -> None:
         config = with_devices(config, wanted)
+        self._join, self._pool_name = join, config.draft.pool.name
+        if join is not None:
+            config = replace(config, draft=DraftConfig(kind="none"))  # the ranks know of none
         self._config = with_draft_placement(config, wanted)
         self._draft_config, self._wanted, self._keys = config, wanted, keys
         self._report, self._report_event = report, report_event
@@ -82,12 +89,14 @@ class WorkerGroup:
         wanted: Sequence[Bundle],
         report: ReportExchange | None = None,
         report_event: ReportEvent | None = None,
+        join: Join | None = None,
     ) -> WorkerGroup:
         """Start all workers and load their models; report every exchange, and what devices do.
 
-        Raises the error of the first worker that failed, after killing all workers.
+        With `join` the drafter is a pool's. Raises the error of the first worker that failed, after
+        killing all workers.
         """
-        group = cls(config, wanted, KeyPair.generate(), report, report_event)
+        group = cls(config, wanted, KeyPair.generate(), report, report_event, join)
         # The drafter's process starts while the ranks load their weights.
         drafter = None
         if group._config.draft.may_be_apart:
@@ -99,6 +108,8 @@ class WorkerGroup:
             drafters: Workers = ()
             if group._settle_placement(ranks) and drafter is not None:
                 drafters = await group._open_first_drafter(await drafter)
+            elif join is not None:
+                drafters = await group._join_first_pool()
             elif drafter is not None:
                 group._hosts.kill(await drafter)
         except BaseException:
@@ -122,6 +133,11 @@ class WorkerGroup:
         elif draft.kind != "none" and not draft.may_be_apart:
             draft = replace(draft, placement=TOGETHER)
         self._config = replace(self._config, draft=draft)
+        if self._join is not None:
+            # The times of a pool's batches depend on other engines, so none counts as slow.
+            self.drafter = RemoteDrafter(
+                deadline_s=self._config.faults.round_deadline_s, report=self._report
+            )
         if draft.kind == "none":
             return False
         if draft.placement == TOGETHER:
@@ -147,6 +163,8 @@ class WorkerGroup:
         """Say where the draft lives, and why if that was measured; None without a draft."""
         if self.drafter is None:
             return None
+        if self._pool_name is not None:
+            return f"apart, in the pool {self._pool_name}"
         return self._config.draft.placement if self.choice is None else self.choice.reason
 
     @property
@@ -266,9 +284,9 @@ class WorkerGroup:
                     DRAFT,
                     drafters,
                     self.drafter,
-                    self._restart_drafter,
+                    self._restart_drafter if self._join is None else self._join_pool,
                     max_restarts=None,
-                    on_failure=self._record_loss,
+                    on_failure=self._record_loss if self._join is None else None,
                 ),
             )
 
@@ -313,6 +331,20 @@ class WorkerGroup:
 
     async def _restart_drafter(self) -> Workers:
         return await self._open_drafter(await self._start_drafter())
+
+    async def _join_pool(self) -> Workers:
+        assert self._join is not None
+        return await join_pool(DRAFT, self._join, self.info)
+
+    async def _join_first_pool(self) -> Workers:
+        """Join the pool; go on without after some time, since it may be about to be replaced."""
+        try:
+            return await asyncio.wait_for(self._join_pool(), POOL_PATIENCE_S)
+        except (WorkerLost, TimeoutError):
+            log.warning(
+                "the draft pool is away; rounds go on without draft tokens until it is back"
+            )
+            return ()
 
     async def _start_rank(self, rank: int) -> StartedWorker:
         call = ("TargetWorker", self._config, self._keys.public, rank)

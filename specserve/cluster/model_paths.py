@@ -25,6 +25,7 @@ from specserve.cluster.placement import (
     bundles,
     could_hold,
     gateway_bundle,
+    pool_bundles,
 )
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.hub_models import is_hub_name
@@ -75,7 +76,10 @@ def local_models(config: Config, *, has_gpus: bool) -> Iterator[LocalModel]:
         # Only a draft model and a head may come from the hub.
         may_be_on_hub = draft.kind in ("neural", "eagle")
         if has_files and not (may_be_on_hub and is_hub_name(draft.path or "")):
-            holder = wanted[-1] if config.draft.may_be_apart else wanted[FIRST_RANK]
+            pool = pool_bundles(config, has_gpus=has_gpus)
+            apart = pool[:1] or wanted[-1:]
+            is_apart = config.draft.may_be_apart or config.draft.is_pooled
+            holder = apart[0] if is_apart else wanted[FIRST_RANK]
             is_checkpoint = draft.kind not in (*NGRAM_KINDS, "heads")
             yield LocalModel(key, draft.path or "", holder, is_checkpoint=is_checkpoint)
 

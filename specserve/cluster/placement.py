@@ -114,6 +114,23 @@ def first_bundles(config: Config, *, has_gpus: bool) -> tuple[tuple[Bundle, ...]
     return together, 1
 
 
+def pool_bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
+    """Return what the devices of all draft pools need, one bundle each; none without a pool."""
+    return tuple(
+        Bundle(
+            f"draft pool {draft.pool.name}",
+            _resources(
+                draft.num_gpus if draft.num_gpus is not None else _num_gpus(draft, has_gpus),
+                draft.threads,
+            ),
+            draft.label_selector,
+        )
+        for draft in (part.draft for part in config.each_model)
+        if draft.is_pooled
+        for _ in range(draft.pool.devices)
+    )
+
+
 def with_devices(config: Config, wanted: Sequence[Bundle]) -> Config:
     """Return the config with the devices that the workers of these bundles have.
 
@@ -184,15 +201,17 @@ def check_fits(
     *,
     replicas: int,
     gateway: Bundle,
+    pool: tuple[Bundle, ...] = (),
 ) -> None:
-    """Raise ConfigError if the nodes cannot hold that many replicas and a gateway.
+    """Raise ConfigError if the nodes cannot hold that many replicas, a gateway and a draft pool.
 
     The message says how much is needed and how much is free. Bundles that fit together, but on
     no single node, are found once they wait (`explain_waiting`).
     """
     for kind in COUNTED:
         each = sum(bundle.resources.get(kind, 0.0) for bundle in wanted)
-        needed = replicas * each + gateway.resources.get(kind, 0.0)
+        pooled = sum(bundle.resources.get(kind, 0.0) for bundle in pool)
+        needed = replicas * each + gateway.resources.get(kind, 0.0) + pooled
         free = sum(node.available.get(kind, 0.0) for node in nodes)
         if needed > free:
             total = sum(node.total.get(kind, 0.0) for node in nodes)
@@ -203,12 +222,13 @@ def check_fits(
             )
             times = f"{replicas} x ({parts})" if replicas > 1 else parts
             plus = f" + gateway {gateway.resources[kind]:g}" if gateway.resources.get(kind) else ""
+            plus += f" + draft pools {pooled:g}" if pooled else ""
             rest = "" if free == total else f" free of {total:g}"
             raise ConfigError(
                 f"needs {_amount(kind, needed)} ({times}{plus}), the cluster has {free:g}{rest}; "
                 f"{REMEDY[kind]}"
             )
-    for bundle in (*wanted, gateway):
+    for bundle in (*wanted, gateway, *pool):
         if not any(could_hold(node, bundle) for node in nodes):
             raise ConfigError(_no_node_for(bundle, nodes))
 

@@ -12,6 +12,7 @@ from specserve.cluster.placement import (
     engine_deployments,
     explain_waiting,
     gateway_bundle,
+    pool_bundles,
 )
 from specserve.config.tree import Config
 
@@ -54,5 +55,10 @@ class PlacementWatch:
             if self._has_waiting_engine(self._config.name, deployment)
             for bundle in bundles(part, has_gpus=has_gpus)
         )
+        pool = tuple(
+            bundle
+            for bundle in pool_bundles(self._config, has_gpus=has_gpus)
+            if found.has_waiting_actor(bundle.resources)
+        )
         waits = not gateway_runs and found.has_waiting_actor(gateway.resources)
-        return (*engines, gateway) if waits else engines
+        return (*engines, *pool, gateway) if waits else (*engines, *pool)

@@ -23,7 +23,7 @@ from specserve.cluster.ray_session import (
     require_room,
 )
 from specserve.cluster.remote import RemoteDrafter
-from specserve.config.tree import Config
+from specserve.config.tree import Config, require_no_pool
 from specserve.inprocess import EngineParts
 from specserve.progress import ReportProgress
 
@@ -81,6 +81,7 @@ def open_parts_on_ray(
     import ray
 
     config.require_one_model()
+    require_no_pool(config, "a program has one engine")
     report_progress("finding the models")
     tokenizer = find_checkpoints(config, report_progress).tokenizer
     with ExitStack() as opening:

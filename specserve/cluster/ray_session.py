@@ -23,6 +23,7 @@ from specserve.cluster.placement import (
     check_fits,
     first_bundles,
     gateway_bundle,
+    pool_bundles,
 )
 from specserve.config.tree import Config
 from specserve.errors import ConfigError, Unavailable, first_line
@@ -134,15 +135,15 @@ def require_room(config: Config, *, gateway: Bundle) -> None:
     until = time.monotonic() + RELEASE_S
     while True:
         nodes = cluster_resources().nodes
-        wanted, replicas = first_bundles(
-            config, has_gpus=any(node.total.get("GPU") for node in nodes)
-        )
+        has_gpus = any(node.total.get("GPU") for node in nodes)
+        wanted, replicas = first_bundles(config, has_gpus=has_gpus)
         try:
             check_fits(
                 wanted,
                 nodes,
                 replicas=replicas,
                 gateway=gateway,
+                pool=pool_bundles(config, has_gpus=has_gpus),
             )
         except ConfigError:
             if time.monotonic() > until:
@@ -319,5 +320,6 @@ def _num_cpus(config: Config) -> int:
         for part in config.each_model
         for bundle in bundles(part, has_gpus=False)
     )
+    pools = sum(bundle.resources["CPU"] for bundle in pool_bundles(config, has_gpus=False))
     gateways = config.replicas.gateways * GATEWAY_CPUS
-    return max(os.cpu_count() or 1, int(engines + gateways) + 1)
+    return max(os.cpu_count() or 1, int(engines + gateways + pools) + 1)

@@ -17,6 +17,7 @@ from specserve.cluster.group import WorkerGroup
 from specserve.cluster.health import EngineHealth
 from specserve.cluster.node_drain import DrainWatch
 from specserve.cluster.placement import Bundle
+from specserve.cluster.pool_link import Join
 from specserve.cluster.remote import RemoteDrafter
 from specserve.config.tree import Config
 from specserve.engine import Coordinator
@@ -87,16 +88,17 @@ class RunningEngine:
         replica: str,
         emit: Emit,
         on_displaced: Callable[[int, SpecserveError], None],
+        join: Join | None = None,
     ) -> RunningEngine:
         """Start the workers and begin with rounds.
 
         `emit` gets the chunks of each round, `on_displaced` the id of a waiting sequence that gives
-        its place to another client's, and the error that it ends with.
+        its place to another client's, and the error that it ends with. `join` joins a draft pool.
         """
         started_at, registry = time.monotonic(), Registry()
         journal = TraceJournal(registry)
         group = await WorkerGroup.start(
-            config, wanted, journal.record_exchange, journal.record_event
+            config, wanted, journal.record_exchange, journal.record_event, join
         )
         target_s, tracer = config.replicas.target_ttft_s, tracer_from_environment()
         first_tokens = None if target_s is None else FirstTokenRecord(target_s, group.info.curve)

@@ -29,7 +29,7 @@ from specserve.cluster.logs import join_serve
 from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement import bundles
 from specserve.cluster.running_engine import RunningEngine
-from specserve.config.tree import Config, config_from_keys
+from specserve.config.tree import Config, config_from_keys, require_no_pool
 from specserve.errors import ConfigError, SpecserveError, WorkerLost
 from specserve.metrics import Registry
 from specserve.tracing import tracer_from_environment
@@ -68,7 +68,9 @@ def config_of(llm_config: Any) -> Config:
         defaults["target.path"] = source
     if llm_config.accelerator_type is not None:
         defaults["target.label_selector"] = {ACCELERATOR: str(llm_config.accelerator_type)}
-    return config_from_keys(defaults, {**kwargs, "model": loading.model_id})
+    config = config_from_keys(defaults, {**kwargs, "model": loading.model_id})
+    require_no_pool(config, "Ray Serve LLM runs this one")
+    return config
 
 
 class LocalService:

@@ -29,7 +29,13 @@ from specserve.cluster.worker_host import WorkerHello, WorkerPlace, WorkerReady,
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import Config
 from specserve.drafters.after_verify import DraftAfterVerify
-from specserve.drafters.registry import OpenDrafter, open_apart_drafter, open_local_drafter
+from specserve.drafters.pool.shares import engine_of
+from specserve.drafters.registry import (
+    OpenDrafter,
+    open_apart_drafter,
+    open_drafter,
+    open_local_drafter,
+)
 from specserve.engine.draft_placement import APART, PlacementChoice
 from specserve.errors import DeviceFault
 from specserve.grammar.matcher import GrammarCompiler
@@ -260,7 +266,9 @@ class DraftWorker:
             _check_device(self._site, device)
         _set_num_threads(draft.threads, sharers=self._config.target.tensor_parallel + 1)
         grammar_compiler = GrammarCompiler.from_tokenizer(
-            self._tokenizer, vocab_size=target.vocab_size, end_ids=target.end_ids
+            lambda: _target_tokenizer(self._config),
+            vocab_size=target.vocab_size,
+            end_ids=target.end_ids,
         )
         self._drafter = open_apart_drafter(
             self._config,
@@ -285,13 +293,6 @@ class DraftWorker:
         learning = _learning(self._drafter, self._server)
         _serve(self._server, self._answer, self._prepare, spin_s=SPIN_S, learning=learning)
 
-    def _tokenizer(self) -> str:
-        """Return the target's tokenizer, which a draft model shares if it has one at all."""
-        target = self._config.target
-        return load_tokenizer(
-            find_config(target.path, revision=target.revision, patterns=TOKENIZER_FILES)
-        )
-
     def _answer(self, message: Message) -> Message:
         assert self._drafter is not None
         assert isinstance(message, Propose)
@@ -312,6 +313,36 @@ class DraftWorker:
         if not self._server.has_message() and (prepared := self._drafter.prepared_proposals()):
             self._server.send(PreparedProposals(self._number, prepared))
         self._idle_spans = (Span("anticipate", start, time.perf_counter()),)
+
+
+def open_pooled_drafter(config: Config, site: WorkerSite, target: ModelInfo) -> OpenDrafter:
+    """Load a drafter that several engines share, in the thread that will run it, and warm up."""
+    draft = config.draft
+    _check_device(site, draft.device)
+    _set_num_threads(draft.threads, sharers=config.target.tensor_parallel + 1)
+    drafter = open_drafter(
+        config,
+        target_vocab_size=target.vocab_size,
+        grammar_compiler=GrammarCompiler.from_tokenizer(
+            lambda: _target_tokenizer(config), vocab_size=target.vocab_size, end_ids=target.end_ids
+        ),
+        translation=draft_translation(config),
+        has_own_device=True,
+        group_of=engine_of,
+    )
+    _warm_up_alone(drafter, target)
+    freeze_objects()
+    if drafter.device.type == "cpu":
+        os.nice(NICENESS)  # of this thread, and of those that it starts
+    return drafter
+
+
+def _target_tokenizer(config: Config) -> str:
+    """Return the target's tokenizer, which a draft model shares if it has one at all."""
+    target = config.target
+    return load_tokenizer(
+        find_config(target.path, revision=target.revision, patterns=TOKENIZER_FILES)
+    )
 
 
 def _serve(

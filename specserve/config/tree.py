@@ -6,7 +6,7 @@ An unknown key is an error. It knows the keys and what they may hold, no models 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,15 @@ class TargetConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Draft devices that the engines of an application share, instead of one draft each."""
+
+    name: str | None = setting(None, text())  # None: there is no pool
+    devices: int = setting(1, integer(1, 1024))  # each with a draft of its own
+    targets: int | None = setting(None, integer(1, 4096))  # engines; None: replicas.max
+
+
+@dataclass(frozen=True, slots=True)
 class DraftConfig:
     """The drafter."""
 
@@ -119,10 +128,18 @@ class DraftConfig:
     k: tuple[tuple[int, ...], ...] = setting((), token_matrix())
     # of reviews between stages: one for all, or one for each that reviews
     lenience: tuple[float, ...] = setting((1.0,), leniences())
+    pool: PoolConfig = subsection(PoolConfig)
+
+    @property
+    def is_pooled(self) -> bool:
+        """True if engines share drafts, and have none of their own."""
+        return self.pool.name is not None
 
     @property
     def may_be_apart(self) -> bool:
-        """True if the drafter needs, or may turn out to need, a worker of its own."""
+        """True if each engine's drafter needs, or may turn out to need, a worker of its own."""
+        if self.is_pooled:
+            return False
         if self.kind == "eagle":
             return self.placement == "apart"  # it is cheap, and its states have to be sent there
         return self.kind not in KINDS_WITHOUT_WORKER and self.placement != "together"
@@ -330,10 +347,19 @@ class Config:
                 "target.path and draft.path at the top level instead"
             )
 
+    @property
+    def engines_per_draft(self) -> int:
+        """Number of engines that one draft drafts for at most."""
+        pool = self.draft.pool
+        if not self.draft.is_pooled:
+            return 1
+        return -(-max(pool.targets or 0, self.replicas.max) // pool.devices)
+
     def rank_threads(self, *, with_draft: bool) -> int | None:
         """Return the threads of a target's rank, which those of a draft beside it join."""
         threads, draft = self.target.threads, self.draft
-        if threads is None or self.target.tensor_parallel > 1 or not with_draft:
+        is_alone = self.target.tensor_parallel > 1 or not with_draft or draft.is_pooled
+        if threads is None or is_alone:
             return threads
         return threads + (0 if draft.kind in KINDS_WITHOUT_WORKER else draft.threads or 1)
 
@@ -363,6 +389,7 @@ def _with_models(config: Config, given: Mapping[str, object]) -> Config:
             parts.append(_validate(_fill_in(part)))
         except ConfigError as error:
             raise ConfigError(f"models[{index}] ({names[index]}): {error}") from error
+    _check_pool_names(parts)
     return replace(config, name=name, models=tuple(parts))
 
 
@@ -532,6 +559,7 @@ def _validate(config: Config) -> Config:
     _check_quantize(draft)
     _check_placement(draft, config.target)
     _check_learn(draft)
+    _check_pool(draft, replicas)
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
         raise ConfigError(
             f"speculation.gamma {speculation.gamma} is above "
@@ -595,6 +623,72 @@ def _check_learn(draft: DraftConfig) -> None:
     if draft.learn and draft.quantize is not None:
         raise ConfigError(
             "draft.learn trains whole weights, and draft.quantize rounds them; leave one out"
+        )
+
+
+def _check_pool(draft: DraftConfig, replicas: ReplicasConfig) -> None:
+    pool = draft.pool
+    if pool.name is None:
+        if pool != PoolConfig():
+            raise ConfigError(
+                "draft.pool.devices and draft.pool.targets are of a pool; give it a "
+                "draft.pool.name, such as shared"
+            )
+        return
+    if not NAME.fullmatch(pool.name):
+        raise ConfigError(
+            f"draft.pool.name {pool.name!r} must begin with a letter or a digit and have nothing "
+            "but letters, digits, '-', '_' and '.', such as shared"
+        )
+    if draft.kind != "neural":
+        raise ConfigError(
+            f"draft.pool shares a draft model, and draft.kind is {draft.kind}; name a model with "
+            "draft.path, or leave draft.pool out"
+        )
+    if draft.placement == "together":
+        raise ConfigError(
+            "draft.pool puts drafts on devices of their own, and draft.placement is together; "
+            "leave one out"
+        )
+    if draft.learn:
+        raise ConfigError(
+            "draft.learn trains a draft on the texts of one engine, and draft.pool shares it; "
+            "leave one out"
+        )
+    num_engines = pool.targets or replicas.max
+    if num_engines < replicas.max:
+        raise ConfigError(
+            f"draft.pool.targets {num_engines} is below replicas.max {replicas.max}; "
+            "leave it out, or raise it"
+        )
+    if pool.devices > num_engines:
+        raise ConfigError(
+            f"draft.pool.devices {pool.devices} is above the number of engines, {num_engines}, "
+            "and each drafts on one; lower it, or leave draft.pool out for a draft each"
+        )
+
+
+def _check_pool_names(parts: Sequence[Config]) -> None:
+    """Raise ConfigError if two models name one draft pool."""
+    models: dict[str, str] = {}  # by pool
+    for part in parts:
+        name = part.draft.pool.name
+        if name is None:
+            continue
+        if name in models:
+            raise ConfigError(
+                f"the models {models[name]} and {part.model} both name the draft.pool {name}, "
+                "which drafts for the engines of one model; give each a draft.pool.name of its own"
+            )
+        models[name] = part.model
+
+
+def require_no_pool(config: Config, what: str) -> None:
+    """Raise ConfigError if the draft is in a pool, which `what` cannot use."""
+    if config.draft.is_pooled:
+        raise ConfigError(
+            f"draft.pool is of applications that `specserve serve` or `serve deploy` runs, and "
+            f"{what}; leave it out"
         )
 
 

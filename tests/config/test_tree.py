@@ -51,6 +51,7 @@ CONTRACT = {
         "stages",
         "k",
         "lenience",
+        "pool",
     },
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
     "cache": {"page_size", "memory_fraction", "pages", "prefix_caching", "shared"},

@@ -1,0 +1,139 @@
+"""Serve deployment of a draft pool: each replica is a drafter on a device of its own.
+
+Engines join by a Serve call that lasts as long as they stay. So Serve spreads them over the
+devices, and a call that ends, for whatever reason, is an engine that has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray import serve
+
+from specserve.cluster.logs import join_serve
+from specserve.cluster.placement import FIRST_GPU
+from specserve.cluster.pool_link import JoiningEngine
+from specserve.cluster.process_state import process_runs_on
+from specserve.cluster.status_board import POOL, ReplicaReport, report_forever
+from specserve.cluster.worker_host import WorkerPlace, WorkerReady, WorkerSite
+from specserve.config.tree import MAX_BATCH_TOKENS, Config
+from specserve.errors import WorkerLost, first_line
+from specserve.metrics import Registry
+
+log = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 2.0
+"""Time for the drafter to end its batch when the replica ends."""
+
+
+def pool_deployment_name(config: Config) -> str:
+    """Return the name by which engines find their pool."""
+    return f"DraftPool-{config.draft.pool.name}"
+
+
+def pool_draft_config(config: Config, *, has_gpu: bool) -> Config:
+    """Return the config by which a device's draft is opened: with room for all its engines."""
+    engines, draft, limits, cache = (
+        config.engines_per_draft,
+        config.draft,
+        config.limits,
+        config.cache,
+    )
+    on_gpu = draft.device if draft.device == "auto" else FIRST_GPU
+    device = on_gpu if has_gpu and draft.device != "cpu" else "cpu"
+    return replace(
+        config,
+        draft=replace(draft, device=device),
+        limits=replace(
+            limits,
+            max_running=limits.max_running * engines,
+            max_batch_tokens=(limits.max_batch_tokens or MAX_BATCH_TOKENS) * engines,
+        ),
+        cache=replace(cache, pages=None if cache.pages is None else cache.pages * engines),
+    )
+
+
+class DraftPool:
+    """A replica of the pool: a drafter in a thread of this process, and the engines' calls."""
+
+    # Serve awaits the constructor; type checkers do not know that.
+    async def __init__(self, config: Config, board: Any) -> None:  # type: ignore[misc]
+        # Imported here, since a process that only deploys it needs no torch.
+        from specserve.cluster.pool_worker import PoolWorker
+        from specserve.cluster.workers import open_pooled_drafter
+
+        join_serve(config)
+        context = ray.get_runtime_context()
+        site = WorkerSite(
+            context.get_node_id(),
+            ray.util.get_node_ip_address(),
+            tuple(context.get_accelerator_ids().get("GPU", ())),
+        )
+        own = pool_draft_config(config, has_gpu=bool(site.accelerators))
+        self._site, self._pool = site, str(config.draft.pool.name)
+        self._replica = serve.get_replica_context().replica_id.unique_id
+        self._worker = PoolWorker(
+            lambda target: open_pooled_drafter(own, site, target),
+            site.address,
+            page_size=config.cache.page_size,
+            max_places=config.limits.max_running,
+        )
+        self._thread = threading.Thread(target=self._worker.run, name="draft-pool", daemon=True)
+        self._thread.start()
+        self._registry = Registry()
+        self._last_time = time.monotonic()
+        self._last_busy = dict(self._worker.busy_seconds)
+        self._last_counts = (0, 0)
+        self._reports = asyncio.create_task(report_forever(board, self._report))
+        log.info("draft pool %s: replica %s listens", self._pool, self._replica)
+
+    async def join(self, engine: JoiningEngine) -> AsyncGenerator[WorkerReady, None]:
+        """Admit an engine until it cancels the call or dies; yield once, when loaded."""
+        is_running = partial(process_runs_on, engine.node, engine.pid)
+        members = self._worker.membership(engine.public_key, engine.target, is_running)
+        async with aclosing(members) as membership:
+            async for opened in membership:
+                place = WorkerPlace(
+                    self._site.node, os.getpid(), opened.device, self._site.accelerators
+                )
+                log.info("an engine has joined; there are %d", self._worker.num_engines)
+                yield WorkerReady(self._worker.address, place, opened.context, opened.num_pages)
+
+    def check_health(self) -> None:
+        """Raise WorkerLost when the drafter has ended; Serve then replaces this replica."""
+        if self._worker.ended.done():
+            error = self._worker.ended.exception()
+            why = "it has stopped" if error is None else first_line(error)
+            raise WorkerLost(f"the draft pool has ended: {why}")
+
+    async def __del__(self) -> None:
+        if not hasattr(self, "_reports"):
+            return
+        self._reports.cancel()
+        self._worker.stop()
+        await asyncio.to_thread(self._thread.join, END_TIMEOUT_S)
+
+    def _report(self) -> ReplicaReport:
+        now, busy = time.monotonic(), dict(self._worker.busy_seconds)
+        elapsed, self._last_time = max(now - self._last_time, 1e-9), now
+        labels = self._pool, self._replica
+        for work, seconds in busy.items():
+            share = min(1.0, (seconds - self._last_busy[work]) / elapsed)
+            self._registry.gauge("pool_busy_fraction").set(share, *labels, work)
+        self._last_busy = busy
+        self._registry.gauge("pool_engines").set(self._worker.num_engines, *labels)
+        counts = self._worker.num_batches, self._worker.num_rounds
+        for name, count, last in zip(("batches", "rounds"), counts, self._last_counts, strict=True):
+            self._registry.counter(f"pool_{name}_total").add(count - last, self._pool)
+        self._last_counts = counts
+        return ReplicaReport(self._replica, POOL, None, self._registry.snapshot())
