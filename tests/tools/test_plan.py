@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 
 from specserve import theory
 from specserve.cli.main import main
-from specserve.config.tree import DEMO
+from specserve.config.tree import DEMO, config_from_keys
 from specserve.drafters.ngram.tables import UnigramTable, count_texts
 from specserve.engine.draft_placement import PlacementCosts, choose_placement
 from specserve.models.checkpoints.find import describe
@@ -23,6 +24,7 @@ from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.widen import _open
 from specserve.models.linear_kernels import missing_for_compiled
 from specserve.tools.plan.cascades import CascadeStage, best_cascades, best_matrix, cascade_factor
+from specserve.tools.plan.devices import device_demands
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
 from specserve.tools.plan.measure import ModelReader, TableDrafter, overlaps
 from specserve.tools.plan.memory import (
@@ -34,6 +36,7 @@ from specserve.tools.plan.memory import (
     whole_model_share,
 )
 from specserve.tools.plan.placement import LOADS, TARGET_ROWS, measure_placement
+from specserve.tools.plan.pools import PoolAdvice, pool_advice
 from specserve.tools.reproduce.family import reader
 from specserve.types import Curve
 from tests.formats.check import MADE
@@ -424,3 +427,31 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(
     assert captured.out == ""
     assert complaint in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_a_plan_says_how_many_engines_a_draft_can_serve_and_how_many_devices_that_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A draft of gamma 4 and c 0.02 works 5 and 0.8 passes of a round of 1.016: 11%."""
+    pair = ModelPair("given", 0.7, 0.02, 0.02)
+    advice = replace(GammaAdvice.from_pair(pair, hit_rate=0.8, max_gamma=8), best_hidden=4)
+    pool = PoolAdvice.from_advice(advice)
+    assert pool.busy == pytest.approx(0.02 * 5.8 / 1.016)
+    assert (pool.engines, pool.devices(6), pool.devices(7)) == (6, 1, 2)
+    heavy = replace(advice, pair=replace(pair, c=0.5))
+    assert PoolAdvice.from_advice(heavy).engines == 1, "a draft each"
+    assert pool_advice([replace(advice, best_hidden=0)]) == (), "this draft is not worth running"
+
+    file = tmp_path / "plan.json"
+    assert main(["plan", "--alpha", "0.7", "--cost", "0.02", "--json", str(file)]) == 0
+    assert "engines a draft, below 70%" in capsys.readouterr().out
+    (written,) = json.loads(file.read_text())["pools"]
+    assert written["engines"] >= 2
+
+
+def test_the_devices_of_a_plan_include_those_of_a_pool_once() -> None:
+    keys = {"replicas.min": 2, "replicas.max": 4, "draft.threads": 3, "draft.device": "cpu"}
+    config = config_from_keys({**keys, "draft.pool.name": "shared", "draft.pool.devices": 2})
+    engines, pool, _ = device_demands(config, has_gpus=False)
+    assert (engines.cpus, engines.max_replicas) == (2.0, 4), "coordinator and rank"
+    assert (pool.name, pool.cpus, pool.max_replicas) == ("draft pool shared", 3.0, 2)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 
-from specserve.cluster.placement import bundles, gateway_bundle
+from specserve.cluster.placement import Bundle, bundles, gateway_bundle, pool_bundles
 from specserve.config.tree import Config
 
 KINDS = ("CPU", "GPU")
@@ -15,7 +16,7 @@ GATEWAYS = "gateways"
 
 @dataclass(frozen=True, slots=True)
 class DeviceDemand:
-    """Devices of the engines of one model, or of the gateways."""
+    """Devices of the engines of one model, of a draft pool, or of the gateways."""
 
     name: str
     min_replicas: int
@@ -29,7 +30,7 @@ class DeviceDemand:
 
 
 def device_demands(config: Config, *, has_gpus: bool) -> tuple[DeviceDemand, ...]:
-    """Return what each model's engines ask for, then what the gateways do.
+    """Return what each model's engines ask for, then what draft pools and gateways do.
 
     `has_gpus` says whether a device `auto` is a GPU.
     """
@@ -37,10 +38,14 @@ def device_demands(config: Config, *, has_gpus: bool) -> tuple[DeviceDemand, ...
         DeviceDemand(part.model, part.replicas.min, part.replicas.max, *_sums(part, has_gpus))
         for part in config.each_model
     )
+    pools = (
+        DeviceDemand(name, number, number, *_amounts((bundle,)))
+        for name, (bundle, number) in _pools(config, has_gpus).items()
+    )
     cpus = gateway_bundle(config).resources["CPU"]
     replicas = config.replicas
     gateways = DeviceDemand(GATEWAYS, replicas.min_gateways, replicas.gateways, cpus, 0.0)
-    return (*engines, gateways)
+    return (*engines, *pools, gateways)
 
 
 def device_rows(demands: Sequence[DeviceDemand]) -> Iterator[tuple[str, ...]]:
@@ -68,6 +73,16 @@ def span(low: float, high: float | None = None) -> str:
 
 
 def _sums(config: Config, has_gpus: bool) -> tuple[float, float]:
-    wanted = bundles(config, has_gpus=has_gpus)
+    return _amounts(bundles(config, has_gpus=has_gpus))
+
+
+def _amounts(wanted: Sequence[Bundle]) -> tuple[float, float]:
     cpus, gpus = (sum(bundle.resources.get(kind, 0.0) for bundle in wanted) for kind in KINDS)
     return cpus, gpus
+
+
+def _pools(config: Config, has_gpus: bool) -> dict[str, tuple[Bundle, int]]:
+    """Return what a device of each pool asks for, and how many there are."""
+    wanted = pool_bundles(config, has_gpus=has_gpus)
+    counts = Counter(bundle.name for bundle in wanted)
+    return {bundle.name: (bundle, counts[bundle.name]) for bundle in wanted}

@@ -10,6 +10,7 @@ from specserve.tools.plan.cascades import CascadeChoice
 from specserve.tools.plan.devices import DeviceDemand, device_rows
 from specserve.tools.plan.gains import GammaAdvice
 from specserve.tools.plan.memory import GIB, MemoryPlan, MemoryShare, PlannedFit, smallest_fit
+from specserve.tools.plan.pools import ENGINES, MAX_BUSY, pool_advice, pool_rows
 
 MAX_DETAILED = 2
 """Number of pairs up to which every gamma is shown."""
@@ -45,6 +46,7 @@ class PlanReport:
         parts = [
             "\n".join(self.notes),
             *_gains(self.advice),
+            *_pools(self.advice),
             *_cascades(self.cascades),
             *_memory(self.memory),
             *_devices(self.devices),
@@ -56,6 +58,7 @@ class PlanReport:
         return {
             "notes": list(self.notes),
             "speculation": [_advice(one) for one in self.advice],
+            "pools": [asdict(one) for one in pool_advice(self.advice)],
             "cascades": [asdict(choice) for choice in self.cascades],
             "memory": None if memory is None else _memory_json(memory),
             "placement": None if self.placement is None else asdict(self.placement),
@@ -122,6 +125,18 @@ def _gains(advice: Sequence[GammaAdvice]) -> Iterator[str]:
     yield table(heads, rows)
     if len(advice) <= MAX_DETAILED:
         yield from map(_by_gamma, advice)
+
+
+def _pools(advice: Sequence[GammaAdvice]) -> Iterator[str]:
+    if pools := pool_advice(advice):
+        heads = (
+            "draft.pool",
+            "gamma",
+            "busy, one engine",
+            f"engines a draft, below {MAX_BUSY:.0%}",
+            *(f"devices for {engines}" for engines in ENGINES),
+        )
+        yield table(heads, list(pool_rows(pools)))
 
 
 def _by_gamma(one: GammaAdvice) -> str:

@@ -15,8 +15,9 @@ from specserve.cluster.autoscaling import PAGES_METRIC, first_token_policy, poli
 from specserve.config.tree import ReplicasConfig
 from specserve.errors import Overloaded
 from specserve.tools.simulate.load import Arrival
+from specserve.tools.simulate.pool import SimulatedPool
 from specserve.tools.simulate.replica import SimulatedReplica
-from specserve.tools.simulate.scenario import Scenario
+from specserve.tools.simulate.scenario import Mode, Scenario
 from specserve.tools.simulate.statistics import RequestTimes, RoundTotals
 
 SCALING_PERIOD_S = 1.0
@@ -126,6 +127,8 @@ class SimulatedDeployment:
         self._scenario, self._round_totals, self._start_task = scenario, round_totals, start_task
         self._rules = scenario.config.replicas
         self._rng = random.Random(scenario.seed)
+        num_drafts = scenario.config.draft.pool.devices if scenario.mode is Mode.POOLED else 0
+        self.pools = tuple(SimulatedPool(scenario) for _ in range(num_drafts))
         self._serving: list[SimulatedReplica] = []  # get requests once they are ready
         self._waiting: list[asyncio.Future[None]] = []  # requests while no replica is ready
         self._ended = False
@@ -184,7 +187,9 @@ class SimulatedDeployment:
         return scaler.decide(now, current=len(self._serving), ongoing=ongoing, stats=stats)
 
     def _add(self, *, startup_s: float) -> None:
-        replica = SimulatedReplica(self._scenario, len(self.replicas), self._round_totals)
+        number = len(self.replicas)
+        pool = self.pools[number % len(self.pools)] if self.pools else None
+        replica = SimulatedReplica(self._scenario, number, self._round_totals, pool)
         self.replicas.append(replica)
         self._serving.append(replica)
         self.most = max(self.most, len(self._serving))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from specserve.drafters.base import OutcomeForecast
-from specserve.tools.simulate.acceptance_model import AcceptanceModel
 from specserve.tools.simulate.clock import DeviceClock
 from specserve.tools.simulate.pass_times import PassTime
 from specserve.types import DraftStep, Proposal
@@ -34,6 +34,15 @@ class _Task:
     num_new: int  # draft tokens
 
 
+class DraftedTexts(Protocol):
+    """The texts that are drafted: an `AcceptanceModel`, or those of a pool's engines."""
+
+    def draft_tokens(self, seq_id: int, start: int, stop: int, *, depth: int) -> list[int]: ...
+    def likeliest(
+        self, seq_id: int, position: int, width: int, *, but: int | None
+    ) -> tuple[int, ...]: ...
+
+
 class SimulatedDraftModel:
     """Draws draft tokens from an acceptance model, and advances `clock` by each pass.
 
@@ -42,7 +51,7 @@ class SimulatedDraftModel:
 
     def __init__(
         self,
-        model: AcceptanceModel,
+        model: DraftedTexts,
         pass_time: PassTime,
         clock: DeviceClock,
         *,

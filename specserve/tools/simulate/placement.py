@@ -37,7 +37,7 @@ class SimulatedPlacements:
         rates: dict[str, dict[int, float]] = {TOGETHER: {}, APART: {}}
         for scenario, rate in runs:
             streams, replicas = scenario.concurrency, scenario.config.replicas
-            if scenario.mode is Mode.PLAIN or streams is None or replicas.max > 1:
+            if scenario.mode in (Mode.PLAIN, Mode.POOLED) or streams is None or replicas.max > 1:
                 continue
             placement = TOGETHER if scenario.mode is Mode.TOGETHER else APART
             scenarios[placement] = scenario

@@ -20,6 +20,7 @@ from specserve.tools.simulate.devices import (
 )
 from specserve.tools.simulate.draft_model import SimulatedDraftModel
 from specserve.tools.simulate.load import Arrival
+from specserve.tools.simulate.pool import PooledSimulatedDrafter, SimulatedPool
 from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
 from specserve.tools.simulate.statistics import RequestTimes, RoundTotals
 from specserve.types import Chunk, Drafter, ModelInfo, Request, Warp
@@ -31,7 +32,14 @@ class SimulatedReplica:
     Its devices are occupied from `started` on.
     """
 
-    def __init__(self, scenario: Scenario, number: int, round_totals: RoundTotals) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        number: int,
+        round_totals: RoundTotals,
+        pool: SimulatedPool | None = None,
+    ) -> None:
+        """Create a replica, which drafts on the device of a `pool` if there is one."""
         loop = asyncio.get_running_loop()
         self.started, self.ready, self.ended = loop.time(), False, False
         self.clock = DeviceClock()
@@ -49,6 +57,8 @@ class SimulatedReplica:
             None
             if scenario.mode is Mode.PLAIN or scenario.draft is None
             else self._drafter(scenario.draft)
+            if pool is None
+            else PooledSimulatedDrafter(pool, number + 1, self._model)
         )
         self.coordinator = self._coordinator(loop.time, self.drafter)
         target_s = scenario.config.replicas.target_ttft_s

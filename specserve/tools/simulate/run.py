@@ -79,7 +79,12 @@ async def _simulate(scenario: Scenario) -> SimulationResult:
         seconds = loop.time()
         deployment.end()
     return _result(
-        requests, round_totals, deployment, num_devices=scenario.num_devices, seconds=seconds
+        requests,
+        round_totals,
+        deployment,
+        num_devices=scenario.num_devices,
+        pool_seconds=scenario.num_pool_devices * seconds,
+        seconds=seconds,
     )
 
 
@@ -111,6 +116,7 @@ def _result(
     deployment: SimulatedDeployment,
     *,
     num_devices: int,
+    pool_seconds: float,
     seconds: float,
 ) -> SimulationResult:
     replicas, targets = deployment.replicas, [replica.target for replica in deployment.replicas]
@@ -119,6 +125,10 @@ def _result(
     anticipations = [
         replica.anticipation for replica in replicas if replica.anticipation is not None
     ]
+    anticipations += [pool.anticipation for pool in deployment.pools]
+    draft_lifetime = lifetime if not deployment.pools else seconds * len(deployment.pools)
+    clocks = [replica.clock for replica in replicas]
+    draft_clocks = [pool.clock for pool in deployment.pools] or clocks
     num_hits = sum(one.num_hits for one in anticipations)
     num_prepared = num_hits + sum(one.num_misses for one in anticipations)
     tokens = sum(one.num_tokens for one in requests)
@@ -139,14 +149,14 @@ def _result(
         accepted_share=_share(accepted, sum(target.num_drafted for target in targets)),
         hit_rate=num_hits / num_prepared if num_prepared else None,
         target_busy=_share(sum(target.busy for target in targets), lifetime),
-        draft_busy=_share(sum(replica.clock.busy for replica in replicas), lifetime),
+        draft_busy=_share(sum(clock.busy for clock in draft_clocks), draft_lifetime),
         time_to_first=Quantiles.from_values(first),
         time_per_token=Quantiles.from_values(
             [one.seconds_per_token for one in requests if one.seconds_per_token is not None]
         ),
         replicas=deployment.most,
         replica_counts=tuple(deployment.replica_counts),
-        device_seconds=deployment.device_seconds,
+        device_seconds=deployment.device_seconds + pool_seconds,
         first_token_seconds=tuple(first),
     )
 

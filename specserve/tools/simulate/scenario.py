@@ -20,6 +20,7 @@ class Mode(StrEnum):
     PLAIN = "plain"  # without drafting
     LOCKSTEP = "lockstep"  # target and drafter take turns
     ANTICIPATED = "anticipated"  # the drafter prepares proposals in advance
+    POOLED = "pooled"  # the same, on devices that replicas share (config.draft.pool)
     TOGETHER = "together"  # drafting on the target's device, after each of its passes
 
 
@@ -64,6 +65,13 @@ class Scenario:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of one replica."""
-        draft_apart = None if self.mode in (Mode.PLAIN, Mode.TOGETHER) else self.draft
+        """Number of devices of one replica, without those of a pool."""
+        draft_apart = self.draft if self.mode in (Mode.LOCKSTEP, Mode.ANTICIPATED) else None
         return self.target.num_devices + (0 if draft_apart is None else draft_apart.num_devices)
+
+    @property
+    def num_pool_devices(self) -> int:
+        """Number of devices that all replicas share."""
+        if self.mode is not Mode.POOLED or self.draft is None:
+            return 0
+        return self.config.draft.pool.devices * self.draft.num_devices

@@ -194,6 +194,15 @@ def _checked(study: StudyConfig) -> StudyConfig:
         raise ConfigError("devices.draft_together stands in for devices.draft; give that as well")
     if devices.draft is None and set(sweep.modes) - {Mode.PLAIN}:
         raise ConfigError("sweep.modes other than plain need devices.draft")
+    if Mode.POOLED in sweep.modes and not study.config.draft.is_pooled:
+        raise ConfigError(
+            "sweep.modes pooled needs config.draft.pool, such as {name: shared, devices: 1}"
+        )
+    if study.find is not None and study.config.draft.is_pooled:
+        raise ConfigError(
+            "find searches for replicas with devices of their own, and config.draft.pool shares "
+            "drafts; leave one out, and compare pools by sweep.replicas"
+        )
     if study.load.kind == "recorded" and (sweep.concurrency or sweep.rate):
         raise ConfigError(
             "a recorded load has its own times; leave out sweep.concurrency and sweep.rate"
@@ -210,6 +219,8 @@ def _mode(study: StudyConfig, split: SplitConfig | None) -> Mode:
     config, num_draft = study.config, 1 if split is None else split.draft
     if study.devices.draft is None or config.speculation.gamma == 0 or num_draft == 0:
         return Mode.PLAIN
+    if config.draft.is_pooled and split is None:
+        return Mode.POOLED
     if num_draft is None or (split is None and config.draft.placement == TOGETHER):
         return Mode.TOGETHER
     return Mode.ANTICIPATED if study.config.speculation.anticipation.enabled else Mode.LOCKSTEP
