@@ -36,7 +36,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
-	bench bench-engine bench-linears bench-quantized bench-serving bench-pipeline bench-placements bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
+	bench bench-engine bench-linears bench-quantized bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
 	simulate-autoscaling simulate-prefill conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
@@ -165,6 +165,9 @@ simulate-autoscaling: $(VENV)/installed-for-tests  ## Simulate an hour of autosc
 
 simulate-prefill: $(VENV)/installed  ## Simulate prompts beside decoding and on engines of their own
 	$(BIN)/python -m benchmarks.prefill_elsewhere --out $(MEASURED)/prefill-elsewhere.md $(ARGS)
+
+bench-pool: $(VENV)/installed-for-tests  ## Measure one draft for several engines beside a draft each
+	$(BIN)/python -m benchmarks.pools --out $(MEASURED)/pools.md $(ARGS)
 
 bench-routing: $(VENV)/installed-for-tests  ## Measure routing by prefixes between engines
 	$(BIN)/python -m benchmarks.routing --out $(MEASURED)/routing.md $(ARGS)

@@ -25,6 +25,7 @@ IN_PROCESS = {
     "benchmarks.masks": (),
     "benchmarks.neighbours": (),
     "benchmarks.pacer": ("--texts", "json"),
+    "benchmarks.pools": (),
     "benchmarks.prefill_elsewhere": (),
     "benchmarks.prompts": (),
     "benchmarks.quantized": (),
