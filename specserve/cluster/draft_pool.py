@@ -98,7 +98,11 @@ class DraftPool:
         log.info("draft pool %s: replica %s listens", self._pool, self._replica)
 
     async def join(self, engine: JoiningEngine) -> AsyncGenerator[WorkerReady, None]:
-        """Admit an engine until it cancels the call or dies; yield once, when loaded."""
+        """Admit an engine until it cancels the call or dies; yield once, when loaded.
+
+        Raises VersionMismatch if it runs another release.
+        """
+        engine.require_same_version()
         is_running = partial(process_runs_on, engine.node, engine.pid)
         members = self._worker.membership(engine.public_key, engine.target, is_running)
         async with aclosing(members) as membership:

@@ -32,7 +32,7 @@ from specserve.config.tree import Config, DraftConfig
 from specserve.engine.draft_placement import TOGETHER, PlacementChoice
 from specserve.engine.stragglers import SlowPass
 from specserve.engine.trace import AVOIDED_DEVICE, SLOW_PASS, DeviceEvent
-from specserve.errors import DeviceFault, WorkerLost
+from specserve.errors import DeviceFault, VersionMismatch, WorkerLost
 from specserve.types import Curve, ModelInfo
 
 log = logging.getLogger(__name__)
@@ -340,7 +340,7 @@ class WorkerGroup:
         """Join the pool; go on without after some time, since it may be about to be replaced."""
         try:
             return await asyncio.wait_for(self._join_pool(), POOL_PATIENCE_S)
-        except (WorkerLost, TimeoutError):
+        except (WorkerLost, VersionMismatch, TimeoutError):
             log.warning(
                 "the draft pool is away; rounds go on without draft tokens until it is back"
             )

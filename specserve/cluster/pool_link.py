@@ -19,10 +19,11 @@ from specserve.cluster.transport.link import Client
 from specserve.cluster.worker_host import WorkerReady
 from specserve.errors import SpecserveError, WorkerLost, first_line
 from specserve.types import ModelInfo
+from specserve.wire.version import Versioned
 
 
 @dataclass(frozen=True, slots=True)
-class JoiningEngine:
+class JoiningEngine(Versioned):
     """An engine that wants to join a pool: its process, its key, and the target to draft for."""
 
     node: str

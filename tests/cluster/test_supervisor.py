@@ -60,6 +60,7 @@ class Worker:
         self.run_call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_killed = False
 
+    def stop(self) -> None: ...
     def kill(self) -> None:
         self.is_killed = True
 
