@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from specserve.models.attention import Attention, AttentionVariant
 from specserve.models.cache import PagedCache
@@ -255,7 +256,24 @@ class PagedAttention:
     ) -> Tensor:
         assert self.layout is not None
         i = self._indices[layer]
-        return self.attention.attend(self.layout, self.keys[i], self.values[i], q, k, v, variant)
+        keys, values, width = self.keys[i], self.values[i], v.shape[-1]
+        if k.shape[1:] != keys.shape[1:]:
+            q, k, v = (
+                F.pad(q, (0, keys.shape[-1] - q.shape[-1])),
+                _padded(k, keys),
+                _padded(v, values),
+            )
+        attended = self.attention.attend(self.layout, keys, values, q, k, v, variant)
+        return attended[..., :width]
+
+
+def _padded(own: Tensor, pool: Tensor) -> Tensor:  # [rows, kv_heads, dim] -> as in the pool
+    """Return keys or values of a layer that has fewer or smaller heads than the pool.
+
+    Zeros add nothing to a product, and queries that share a head find it wherever it is repeated.
+    """
+    repeats = pool.shape[1] // own.shape[1]
+    return F.pad(own, (0, pool.shape[-1] - own.shape[-1])).repeat_interleave(repeats, dim=1)
 
 
 def library_attention(

@@ -259,6 +259,8 @@ class HeadCounts:
             if config.new_decoder_architecture:
                 return cls(query, config.num_kv_heads)
             return cls(query, 1 if _is_multi_query(config) else query)
+        if getattr(config, "is_heterogeneous", False):
+            return cls(query, max(layer.num_key_value_heads for layer in config.per_layer_config))
         return cls(query, getattr(config, "num_key_value_heads", None) or query)
 
     def local(self, size: int) -> HeadCounts:
@@ -326,6 +328,11 @@ def check_plan(config: Any, size: int) -> None:
     """
     if size == 1:
         return
+    if getattr(config, "is_heterogeneous", False):
+        raise NoShardingPlan(
+            f"layers of {config.model_type} models differ in their numbers of heads, which ranks "
+            "cannot share; serve them with tensor_parallel 1"
+        )
     plan, heads = plan_for(config), HeadCounts.from_config(config)
     if heads.query % size != 0:
         raise NoShardingPlan(

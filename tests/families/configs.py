@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3Config,
     FalconConfig,
     Gemma3Config,
+    Gemma4Config,
+    Gemma4TextConfig,
     Glm4Config,
     GlmConfig,
     GraniteConfig,
@@ -44,6 +46,7 @@ from tests.support.checkpoints import (
     GEMMA,
     GROUPED,
     SIZES,
+    VOCAB,
     WINDOW,
 )
 
@@ -62,6 +65,45 @@ LATENT: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
+}
+GEMMA4: dict[str, Any] = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "layer_types": 2 * ALTERNATING[:2],
+    "sliding_window": WINDOW,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+    "final_logit_softcapping": 30.0,
+}
+GEMMA4_MOE: dict[str, Any] = {
+    **GROUPED,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "layer_types": ALTERNATING[:2],
+    "sliding_window": WINDOW,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
+GEMMA4_IDS: dict[str, Any] = {"image_token_id": 286, "video_token_id": 287}
+"""Tokens whose embeddings the multimodal model replaces, which no text of the tests contains."""
+GEMMA4_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "position_embedding_size": 16,
 }
 SIGLIP: dict[str, Any] = {
     "hidden_size": 32,
@@ -108,6 +150,8 @@ EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "glm": lambda: GlmConfig(**GROUPED, head_dim=16),
     "glm4": lambda: Glm4Config(**GROUPED, head_dim=16),
+    "gemma4": lambda: Gemma4TextConfig(**GEMMA4),
+    "gemma4_moe": lambda: Gemma4TextConfig(**GEMMA4_MOE),
     "olmo": lambda: OlmoConfig(**GROUPED, clip_qkv=4.0),
     "olmo2": lambda: Olmo2Config(**GROUPED),
     "olmo3": lambda: Olmo3Config(**THREE, sliding_window=WINDOW, layer_types=ALTERNATING),
@@ -150,6 +194,9 @@ FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 MULTIMODAL: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "gemma3_image_text": lambda: Gemma3Config(text_config=GEMMA, vision_config=SIGLIP, **IMAGE),
+    "gemma4_image_text": lambda: Gemma4Config(
+        text_config=GEMMA4, vision_config=GEMMA4_VISION, **GEMMA4_IDS
+    ),
     "mistral3": lambda: Mistral3Config(
         text_config={**GROUPED, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
         vision_config=PIXTRAL,

@@ -52,7 +52,9 @@ DeepSeek's latent attention runs in the library's code, and the cache keeps whol
 every head, not the latents from which they come: exact, and many times larger than what the
 architecture is known for. Ranks compute the latents whole, and share heads and experts. Llama 4 is
 served up to 8,191 positions: beyond those its layers attend within chunks of the text and scale
-queries by position.
+queries by position. Gemma 4's layers differ in the number and size of their heads, and later ones
+share keys and values with earlier ones; the cache keeps all of them, padded to the largest: exact,
+and up to a few times larger than it has to be.
 """
 REFUSALS = """
 ## Refused

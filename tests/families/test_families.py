@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, FalconConfig, Llama4TextConfig
+from transformers import CONFIG_MAPPING, FalconConfig, Gemma4TextConfig, Llama4TextConfig
 
 from specserve.api.tokenizer import Tokenizer
 from specserve.errors import ModelError, UnsupportedModel
@@ -31,6 +31,7 @@ from tests.support import checkpoints
 
 PAGE = Path("docs/measurements/families.md")
 OLDER = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+UNUSED = "language_model.layers.3.self_attn.k_proj"
 EVERY = [
     *FAMILIES,
     *MULTIMODAL,
@@ -96,10 +97,31 @@ def test_a_falcon_with_alibi_is_refused(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_a_falcon_without_some_layers_is_refused(tmp_path: Path) -> None:
-    write("falcon_7b", tmp_path)
+@pytest.mark.parametrize("name", ["falcon_7b", "gemma4"])
+def test_a_model_that_needs_all_its_layers_is_refused_without_some(
+    name: str, tmp_path: Path
+) -> None:
+    write(name, tmp_path)
     with pytest.raises(UnsupportedModel, match="cannot leave layers out"):
         load_model(tmp_path, dtype=torch.float32, device="cpu", skip=(1,))
+
+
+def test_a_gemma_4_that_sees_ahead_is_refused(tmp_path: Path) -> None:
+    Gemma4TextConfig(use_bidirectional_attention="all").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="is no decoder-only language model"):
+        read_config(tmp_path)
+
+
+def test_a_gemma_4_may_hold_keys_that_its_layers_share_with_others(tmp_path: Path) -> None:
+    """Released files have projections of keys and values for layers that use those of others."""
+    directory = write("gemma4_image_text", tmp_path / "plain")
+
+    def add(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+        return name.replace("embed_vision.embedding_projection", UNUSED), tensor
+
+    released = change(directory, tmp_path / "released", add)
+    assert f"{UNUSED}.weight" in str(load_file(released / "model.safetensors").keys())
+    assert is_close(logits(open_runner(released)), logits(open_runner(directory)), 0.0)
 
 
 def test_a_llama_4_ends_before_its_layers_attend_in_chunks_or_scale_queries() -> None:

@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import (
     FalconConfig,
+    Gemma4TextConfig,
     GPT2Config,
     LlamaConfig,
     MambaConfig,
@@ -248,6 +249,7 @@ def test_ranks_hold_every_row_of_the_vocabulary_head_once(root: Path) -> None:
         ),
         (GPT2Config(n_head=4, n_embd=64), 8, "4 attention heads"),
         (MiniMaxM2Config(), 2, "colwise_gather_output"),
+        (Gemma4TextConfig(), 2, "differ in their numbers of heads"),
         (PhimoeConfig(), 2, "leaves attention whole"),
         (FalconConfig(num_attention_heads=71, hidden_size=4544), 2, "71 attention heads"),
         (

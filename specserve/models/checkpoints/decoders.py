@@ -49,11 +49,16 @@ REFUSED: Mapping[str, str] = {
         ),
         STATE,
     ),
-    **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), SIZES_DIFFER),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), SIZES_DIFFER),
     **dict.fromkeys(("bloom", "mpt"), ALIBI),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), SELECTED_KEYS),
 }
 """Decoders that cannot be served, by model_type, and why."""
+PADDED = ("gemma4_text",)
+"""Decoders whose layers differ in their sizes, and are kept in one cache of the largest.
+
+Layers that share keys and values keep them once each.
+"""
 
 
 def check_decoder(config: Any, library_class: str | None) -> None:
@@ -69,7 +74,8 @@ def check_decoder(config: Any, library_class: str | None) -> None:
     if unsupported or not isinstance(getattr(config, "num_attention_heads", None), int):
         named = ", ".join(sorted(unsupported)) or "no heads"
         raise UnsupportedModel(f"{kind} models cannot be served: {STATE} ({named})")
-    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "is_heterogeneous", False):
+    differs = getattr(config, "num_kv_shared_layers", None) or is_heterogeneous(config)
+    if differs and not (kind in PADDED and _can_pad(config)):
         raise UnsupportedModel(f"{kind} models cannot be served: {SIZES_DIFFER}")
     if getattr(config, "alibi", False):
         raise UnsupportedModel(f"this {kind} model cannot be served: {ALIBI}")
@@ -77,11 +83,24 @@ def check_decoder(config: Any, library_class: str | None) -> None:
         raise UnsupportedModel(f"{kind} states no context length (max_position_embeddings)")
 
 
+def is_heterogeneous(config: Any) -> bool:
+    """Return whether layers differ in their sizes."""
+    return bool(getattr(config, "is_heterogeneous", False))
+
+
+def _can_pad(config: Any) -> bool:
+    """Return whether each layer's heads can be repeated to as many as the largest has."""
+    if not is_heterogeneous(config):
+        return True
+    counts = [layer.num_key_value_heads for layer in config.per_layer_config]
+    return all(max(counts) % count == 0 for count in counts)
+
+
 def _check_is_decoder(config: Any, library_class: str | None) -> None:
     stated = set(getattr(config, "architectures", None) or [library_class])
-    sees_ahead = (
-        config.is_encoder_decoder or getattr(config, "use_bidirectional_attention", None) is True
-    )
+    sees_ahead = config.is_encoder_decoder or getattr(
+        config, "use_bidirectional_attention", None
+    ) in (True, "all")
     if library_class in stated and not sees_ahead and config.get_text_config() is config:
         return
     others = ", nor an encoder-decoder of the kinds mt5, t5" if sees_ahead else ""

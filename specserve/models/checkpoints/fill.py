@@ -119,12 +119,20 @@ def _unexpected(module: Any, weights: Weights, ignored: str | None) -> set[str]:
         "|".join(
             (
                 r"rotary_emb\.inv_freq",
-                *(module._keys_to_ignore_on_load_unexpected or ()),
+                *_unused_names(module),
                 *([ignored] if ignored else ()),
             )
         )
     )
     return {name for name in weights.unread() if not known.search(name)}
+
+
+def _unused_names(module: Any) -> set[str]:
+    """Return patterns of tensors that the library's modules state to have no use for."""
+    stated = (
+        getattr(part, "_keys_to_ignore_on_load_unexpected", None) for part in module.modules()
+    )
+    return {pattern for patterns in stated for pattern in patterns or ()}
 
 
 def check_complete(

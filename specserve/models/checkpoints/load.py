@@ -34,7 +34,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import logging as library_logging
 
 from specserve.errors import ModelError, SpecserveError, UnsupportedModel, first_line
-from specserve.models.checkpoints.decoders import check_decoder, decoder_context
+from specserve.models.checkpoints.decoders import (
+    PADDED,
+    check_decoder,
+    decoder_context,
+    is_heterogeneous,
+)
 from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes
 from specserve.models.checkpoints.quantized.formats import method_of, read_format
 from specserve.models.checkpoints.rounding import Rounding
@@ -137,6 +142,9 @@ def read_config(directory: Path) -> Any:
             del config.quantization_config  # weights are widened as they are read
         if not is_encoder_decoder(config):
             check_decoder(config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type))
+        if is_heterogeneous(config):
+            # `architecture` and `HeadCounts` read the layers' own.
+            config.allow_global_per_layer_attribute_access = True
         check_sizes(directory, config)
         return config
 
@@ -261,6 +269,11 @@ def load_model(
         attention = "eager"  # which `falcon` replaces
         if skip:
             raise UnsupportedModel("falcon models cannot leave layers out; use another draft.kind")
+    elif config.model_type in PADDED and skip:
+        raise UnsupportedModel(
+            f"{config.model_type} models cannot leave layers out: later ones share keys and values "
+            "with earlier ones; use another draft.kind"
+        )
     elif attention not in LIBRARY_ATTENTION:
         _check_attention(config)
     with quiet_library(), library_errors(directory):
@@ -391,6 +404,8 @@ def architecture(directory: Path, config: Any, size: int) -> Architecture:
         or getattr(config, "head_dim", None)
         or config.hidden_size // config.num_attention_heads
     )
+    if is_heterogeneous(config):
+        head_dim = max(layer.head_dim for layer in config.per_layer_config)
     return Architecture(
         model_type=config.model_type,
         num_layers=_num_layers(config),

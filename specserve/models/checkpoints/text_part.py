@@ -11,6 +11,7 @@ from pathlib import Path
 
 DECODERS = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen2_vl": "qwen2",
@@ -32,7 +33,8 @@ RENAMES = (
 )
 """Names of the text model in a file, by several versions of the library, and in the decoder."""
 OTHERS = re.compile(
-    r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\."
+    r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision"
+    r"|embed_audio)\."
 )
 
 

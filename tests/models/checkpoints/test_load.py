@@ -237,6 +237,10 @@ def test_a_truncated_file_is_refused(shard: Shard | None, llama: Path, tmp_path:
         load(directory, shard=shard)
 
 
+UNEVEN: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 3}
+"""Of a Gemma 4 with three key and value heads in some layers, and four in others."""
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [
@@ -246,7 +250,7 @@ def test_a_truncated_file_is_refused(shard: Shard | None, llama: Path, tmp_path:
         ),
         (BertConfig(architectures=["BertForMaskedLM"]), "no decoder-only language model"),
         (Gemma3TextConfig(use_bidirectional_attention=True), "no decoder-only language model"),
-        (Gemma4TextConfig(), "differ in their sizes"),
+        (Gemma4TextConfig(**UNEVEN), "differ in their sizes"),
         (Gemma3nTextConfig(), "share keys and values"),
         (JambaConfig(), "not plain attention"),
         (LlamaConfig(**QUANTIZED), "quantized"),
