@@ -36,7 +36,7 @@ MEASURED := docs/measurements
 .DELETE_ON_ERROR:
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
-	bench bench-engine bench-linears bench-quantized bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
+	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
 	simulate-autoscaling simulate-prefill conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
@@ -156,6 +156,9 @@ bench-linears: $(VENV)/installed  ## Measure the kernels of linear layers
 
 bench-quantized: $(VENV)/installed  ## Measure targets and drafts in INT8 and INT4 beside bf16
 	$(BIN)/python -m benchmarks.quantized --out $(MEASURED)/quantized.md $(ARGS)
+
+bench-adapters: $(VENV)/installed-for-tests  ## Measure a target with adapters that requests name, or do not
+	$(BIN)/python -m benchmarks.adapters --out $(MEASURED)/adapters.md $(ARGS)
 
 bench-placements: $(VENV)/installed-for-tests  ## Measure the draft apart and together with its target
 	$(BIN)/python -m benchmarks.placements --out $(MEASURED)/placements.md $(ARGS)

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "docs" / "measurements"
 
 IN_PROCESS = {
+    "benchmarks.adapters": (),
     "benchmarks.acceptance_by_position": (),
     "benchmarks.autoscaling": (),
     "benchmarks.drafters": ("--only", "alpha", "heads", "eagle"),
