@@ -159,7 +159,9 @@ def test_an_engine_without_file_handles_runs_no_request_that_it_could_not_answer
     async def main() -> None:
         streams, submitted = Streams(), list[Any]()
         coordinator = SimpleNamespace(submit=submitted.append, cancel=lambda seq_id: None)
-        engine: Any = SimpleNamespace(_replies=streams, _coordinator=coordinator)
+        engine: Any = SimpleNamespace(
+            _replies=streams, _coordinator=coordinator, _running_engine=coordinator
+        )
         streams.has_handles = False
         request, address = cast("Any", "a request"), Address("127.0.0.1", 1, b"key")
         with pytest.raises(zmq.ZMQError, match="Too many open files"):
