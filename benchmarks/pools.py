@@ -1,7 +1,8 @@
-"""One draft for several engines beside a draft each: `python -m benchmarks.pools`.
+"""One draft for several engines beside a draft of its own: `python -m benchmarks.pools`.
 
 Real coordinators, links and pool workers, in one process. Devices are declared: a pass sleeps for
-as long as it is said to take, so that devices which this machine lacks do not share its cores.
+as long as it is said to take, so that devices which this machine lacks do not share its cores. An
+engine with its own draft runs alone: several drafts would share the interpreter, as none does.
 Texts and accepted tokens are those of `specserve simulate`.
 """
 
@@ -158,20 +159,20 @@ class PoolComparison:
 
     engines: int
     draft_ms: float
-    pairs: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
     pool: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
 
     @property
     def ratios(self) -> list[float]:
-        return [shared / own for shared, own in zip(self.pool, self.pairs, strict=True)]
+        return [shared / own for shared, own in zip(self.pool, self.own, strict=True)]
 
     def row(self) -> str:
         ratios = self.ratios
         counts = median(self.busy) < MAX_BUSY
         verdict = ("yes" if median(ratios) >= GOAL else "no") if counts else "too busy"
         return (
-            f"| {self.engines} | {self.draft_ms:g} | {median(self.pairs):.0f} | "
+            f"| {self.engines} | {self.draft_ms:g} | {median(self.own):.0f} | "
             f"{median(self.pool):.0f} | {median(ratios):.2f} ({min(ratios):.2f} to "
             f"{max(ratios):.2f}) | {median(self.busy):.0%} | {verdict} |"
         )
@@ -181,28 +182,27 @@ def measure(load: PoolLoad, *, engines: int, draft_ms: float, turns: int) -> Poo
     """Measure both ways in turns."""
     found = PoolComparison(engines, draft_ms)
     for _ in range(turns):
-        rate, _ = _run(load, engines, draft_ms / 1e3, num_drafts=engines)
-        found.pairs.append(rate)
-        rate, busy = _run(load, engines, draft_ms / 1e3, num_drafts=1)
+        rate, _ = _run(load, 1, draft_ms / 1e3)
+        found.own.append(rate)
+        rate, busy = _run(load, engines, draft_ms / 1e3)
         found.pool.append(rate)
         found.busy.append(busy)
     return found
 
 
-def _run(load: PoolLoad, engines: int, draft_s: float, *, num_drafts: int) -> tuple[float, float]:
+def _run(load: PoolLoad, engines: int, draft_s: float) -> tuple[float, float]:
     """Return the tokens a second of an engine, and the share of time that a draft worked for it."""
     with ExitStack() as stack:
-        pools = [DraftDevice(draft_s, stack) for _ in range(num_drafts)]
+        device = DraftDevice(draft_s, stack)
 
         async def run_all() -> list[float]:
-            made = [DeclaredEngine(pools[i % num_drafts], i, load) for i in range(engines)]
+            made = [DeclaredEngine(device, seed, load) for seed in range(engines)]
             return list(await asyncio.gather(*(engine.run() for engine in made)))
 
         begun = time.perf_counter()
         rates = asyncio.run(run_all())
         seconds = time.perf_counter() - begun
-        busy = mean(pool.worker.busy_seconds["draft"] for pool in pools)
-        return mean(rates), busy / seconds
+        return mean(rates), device.worker.busy_seconds["draft"] / seconds
 
 
 def report(found: Sequence[PoolComparison], load: PoolLoad, *, turns: int) -> str:
@@ -216,10 +216,10 @@ def report(found: Sequence[PoolComparison], load: PoolLoad, *, turns: int) -> st
             f"process, on declared devices: a pass of a target takes {1e3 * VERIFY_S:g} ms and one "
             f"of a draft what the table says, asleep. {load.streams} streams an engine, "
             f"{load.requests} requests of {load.tokens} tokens each; the pacer chooses gamma. "
-            f"{turns} turns of a draft each and of one draft for all (A B A B), medians with the "
-            "least and the most.",
+            f"{turns} turns of one engine with its own draft and of one draft for all (A B A B), "
+            "medians with the least and the most.",
             "",
-            "| engines | draft pass, ms | tokens/s an engine, a draft each | one for all | "
+            "| engines | draft pass, ms | tokens/s an engine, its own draft | one for all | "
             f"ratio | shared draft busy | at least {GOAL:g} |",
             "|---|---|---|---|---|---|---|",
             *(one.row() for one in found),
