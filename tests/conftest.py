@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from tests.support.http_server import RunningServer
 
-PROOFS = Path(__file__).parent / "proofs"
+PROOFS = {Path(__file__).parent / folder for folder in ("proofs", "families")}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if PROOFS in item.path.parents:
+        if not PROOFS.isdisjoint(item.path.parents):
             item.add_marker("proofs")
 
 
