@@ -13,6 +13,7 @@ from typing import Any
 
 from ray import serve
 
+from specserve.cluster.deployments import EngineInfo
 from specserve.cluster.placement import Bundle
 from specserve.cluster.status_board import ENGINE, ReplicaReport, report_forever
 from specserve.cluster.transport.chunk_stream import ChunkSender
@@ -53,13 +54,15 @@ class PacedEngine:
         self._count = 0
         self._task: asyncio.Task[None] | None = None
 
-    async def info(self) -> ModelInfo:
-        return ModelInfo(
-            vocab_size=VOCAB,
-            max_context=1 << 20,
-            end_ids=frozenset(),
-            page_size=16,
-            num_pages=1 << 20,
+    async def info(self) -> EngineInfo:
+        return EngineInfo(
+            ModelInfo(
+                vocab_size=VOCAB,
+                max_context=1 << 20,
+                end_ids=frozenset(),
+                page_size=16,
+                num_pages=1 << 20,
+            )
         )
 
     async def generate(self, request: Request, number: int, address: Address) -> None:

@@ -123,7 +123,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     log.setLevel(logging.INFO)
-    logging.getLogger("specserve").setLevel(logging.ERROR)
     base = scenario(load_study(options.study), directory=options.study.parent)
     prompts, limits, seconds = PROMPTS, TPOT_S, SECONDS
     if options.quick:
