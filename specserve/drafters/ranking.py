@@ -95,12 +95,14 @@ def rank_next_tokens(sequences: Sequence[Sequence[PositionLogits]], width: int) 
         log_sum = logits.logsumexp(-1, keepdim=True)
         of_draft = logits.gather(1, of_draft)
         top, ids = logits.topk(kept, dim=-1)
-    tokens, probs, confidence = to_host(ids, (top - log_sum).exp(), (of_draft - log_sum).exp())
+    probabilities = torch.cat([of_draft, top], dim=1).sub_(log_sum).exp_()
+    tokens, host_probs = to_host(ids, probabilities)
+    probs = host_probs.astype(np.float64)
     return _of_sequences(
         _without_drafts(
             tokens,
-            probs.astype(np.float64),
-            np.where(drafts == NO_TOKEN, 0.0, confidence[:, 0].astype(np.float64)),
+            probs[:, 1:],
+            np.where(drafts == NO_TOKEN, 0.0, probs[:, 0]),
             drafts,
             width,
         ),
