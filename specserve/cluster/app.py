@@ -76,13 +76,9 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     """
     config = _with_shared_weights(config)
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    wanted = {
-        name: bundles(part, has_gpus=has_gpus) for name, part in engine_deployments(config).items()
-    }
-    surges = {
-        name: _surge_percent(part.replicas, wanted[name])
-        for name, part in engine_deployments(config).items()
-    }
+    parts = engine_deployments(config)
+    wanted = {name: bundles(part, has_gpus=has_gpus) for name, part in parts.items()}
+    surges = {name: _surge_percent(part.replicas, wanted[name]) for name, part in parts.items()}
     logs, has_several = logging_config(config), len(config.models) > 1
     board = serve.deployment(
         name="Board",
@@ -105,9 +101,9 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
             wanted[name],
             board,
             *([part.model] if has_several else []),
-            **({"pool": _pool(part, board)} if part.draft.is_pooled else {}),
+            **({"pool": _pool(part, board, has_gpus=has_gpus)} if part.draft.is_pooled else {}),
         )
-        for name, part in engine_deployments(config).items()
+        for name, part in parts.items()
     ]
     gateway = serve.deployment(
         name="Gateway",
@@ -119,9 +115,8 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     return application
 
 
-def _pool(config: Config, board: Any) -> Any:
+def _pool(config: Config, board: Any, *, has_gpus: bool) -> Any:
     """Return the draft pool, which all engines of its name share: one replica a device."""
-    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     wanted = pool_bundles(config, has_gpus=has_gpus)[0]
     actor: dict[str, Any] = {
         "num_cpus": wanted.resources.get("CPU", 0),
