@@ -15,8 +15,8 @@ export class History {
   #words = document.getElementById("history-words");
   #table = document.querySelector("#history-table .scroll");
 
-  constructor(server) {
-    this.server = server;
+  constructor(server, models) {
+    Object.assign(this, { server, models });
     new ResizeObserver(() => this.#draw()).observe(this.#area);
     document.getElementById("history-table").addEventListener("toggle", () => this.#list());
   }
@@ -31,15 +31,24 @@ export class History {
 
   async #look() {
     try {
-      this.#samples.add(performance.now() / 1000, valuesOf(await this.server.metrics()));
+      const { base } = this.models, text = await this.server.metrics();
+      if (base === this.models.base) this.#samples.add(performance.now() / 1000, valuesOf(text, base));
     } catch (refusal) {
       this.#say(`The metrics cannot be read. ${refusal.message}`);
       return refusal.status === 0 || refusal.status >= 500; // it may come back
     }
-    this.#say(words(this.#samples));
+    this.#say(words(this.#samples, this.models));
     this.#draw();
     this.#list();
     return true;
+  }
+
+  // The figures of another model start anew.
+  clear() {
+    this.#samples = new Samples();
+    this.#area.replaceChildren();
+    this.#table.replaceChildren();
+    this.#say(words(this.#samples, this.models));
   }
 
   #say(text) {
@@ -83,11 +92,11 @@ export class History {
   }
 }
 
-function words(samples) {
+function words(samples, models) {
   if (samples.length < 2) return `Collecting: the first figures come in ${EVERY_S} s.`;
   const minutes = Math.floor(samples.span / 60);
   const since = samples.span > WINDOW_S - 2 * EVERY_S ? "The last ten minutes" : `Since this page was opened, ${minutes ? `${minutes} min` : "less than a minute"} ago`;
-  return `${since}: all requests of the server, read every ${EVERY_S} s.`;
+  return `${since}: all requests of the ${models.several ? "model" : "server"}, read every ${EVERY_S} s.`;
 }
 
 function sumOf(line) {

@@ -5,6 +5,7 @@ import { History } from "./history.js";
 import { Inspector } from "./inspector.js";
 import { Key } from "./key.js";
 import { Lanes } from "./lanes.js";
+import { Models } from "./models.js";
 import { Numbers } from "./numbers.js";
 import { Origins } from "./origins.js";
 import { Panel } from "./panel.js";
@@ -23,25 +24,23 @@ const key = new Key(() => {
 });
 const server = new Server(key);
 const numbers = new Numbers(), origins = new Origins(part("origins")), lanes = new Lanes();
-const watch = new Watch(server, {
+const models = new Models(() => history.clear());
+const watch = new Watch(server, models, {
   show: (scene) => {
     lanes.show(scene);
     numbers.ofRounds(sumOf(scene));
   },
   say: (words) => lanes.say(words),
 });
-const history = new History(server);
+const history = new History(server, models);
 const conversation = new Conversation(part("chat"));
 const drafts = { completion: prompt.value, chat: "" }; // what stands in the box, in either mode
-let model = null, running = null;
+let running = null;
 
 // Finds out what is served, and waits until it is ready.
 async function greet() {
   try {
-    const served = await server.model();
-    model = served.id;
-    part("model").textContent = model;
-    part("model-note").textContent = served.note ?? "";
+    models.offer(await server.models());
     for (let why; (why = await server.unready()) !== null; await pause(2)) setText("state", why);
     setText("state", "Ready");
     part("state").classList.add("ready");
@@ -84,7 +83,7 @@ async function ask({ isRace }) {
 function read(chat, said) {
   say(null);
   try {
-    return question(model, chat ? conversation.with(said) : null);
+    return question(models.chosen, chat ? conversation.with(said) : null);
   } catch (error) {
     say(`The JSON schema is not JSON: ${error.message}.`, "response_format");
     return null;
@@ -153,7 +152,7 @@ function switchButtons(busy) {
   const [from, to] = busy ? [[go, racing], stop] : [[stop], go];
   const moves = from.includes(document.activeElement);
   stop.disabled = !busy;
-  go.disabled = racing.disabled = clear.disabled = busy;
+  go.disabled = racing.disabled = clear.disabled = models.disabled = busy;
   for (const radio of form.elements.mode) radio.disabled = busy;
   if (moves) to.focus();
 }

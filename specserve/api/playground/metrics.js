@@ -17,12 +17,14 @@ export const FIGURES = [
   { name: "Workers restarted", unit: "", counts: true, of: ({ total }) => total("worker_restarts_total") },
 ];
 
-// A sample's values by name, and by name and label.
-export function valuesOf(text) {
+// A sample's values by name, and by name and label. Where models are told apart, those of one.
+export function valuesOf(text, model) {
+  const one = `model_name="${model}"`;
   const values = new Map();
   for (const line of text.split("\n")) {
     const [, name, labels, number] = LINE.exec(line) ?? [];
     if (!name?.startsWith(PREFIX)) continue;
+    if (labels?.includes("model_name=") && !labels.split(",").includes(one)) continue;
     const short = name.slice(PREFIX.length);
     add(values, short, +number);
     for (const one of labels?.split(",") ?? []) add(values, `${short} ${one}`, +number);

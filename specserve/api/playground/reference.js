@@ -28,9 +28,9 @@ async function draw() {
   );
   part("contents").replaceChildren(...operations.map(({ title }) => link(title)));
   part("shape-contents").replaceChildren(...inner.map(link));
-  const model = await server.model().catch(() => null);
-  part("state").textContent = model ? `Model ${model.id}.` : "";
-  part("state").classList.toggle("ready", model !== null);
+  const names = (await server.models().catch(() => [])).map(({ id }) => id);
+  part("state").textContent = names.length ? `Model ${names.join(", ")}.` : "";
+  part("state").classList.toggle("ready", names.length > 0);
 }
 
 function pathCard(title, operation) {

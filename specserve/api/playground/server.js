@@ -16,9 +16,8 @@ export class Server {
     this.#key = key;
   }
 
-  async model() {
-    const { data } = await this.#json("v1/models");
-    return data[0];
+  async models() {
+    return (await this.#json("v1/models")).data;
   }
 
   description() {
@@ -35,8 +34,8 @@ export class Server {
     }
   }
 
-  trace(rounds, signal) {
-    return this.#json(`trace?rounds=${rounds}`, { signal });
+  trace(rounds, model) {
+    return this.#json(`trace?${new URLSearchParams({ rounds, model })}`);
   }
 
   async metrics() {

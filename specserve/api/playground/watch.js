@@ -12,8 +12,8 @@ export class Watch {
   #running = 0;
   #looking = false;
 
-  constructor(server, { show, say }) {
-    Object.assign(this, { server, show, say });
+  constructor(server, models, { show, say }) {
+    Object.assign(this, { server, models, show, say });
     this.#press(!matchMedia("(prefers-reduced-motion: reduce)").matches);
     this.#button.addEventListener("click", () => {
       this.#press(!this.#live);
@@ -51,7 +51,7 @@ export class Watch {
 
   async #look() {
     try {
-      const scene = sceneOf(await this.server.trace(ASKED), SHOWN);
+      const scene = sceneOf(await this.server.trace(ASKED, this.models.chosen), SHOWN);
       if (scene) this.show(scene);
     } catch (refusal) {
       this.#press(false);

@@ -9,10 +9,11 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TextIO
 
-from specserve.errors import SpecserveError
+from specserve.errors import BadValue, SpecserveError
 from specserve.progress import ProgressBar, ReportProgress
 from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.counters import Counters, ServerSide
@@ -81,17 +82,16 @@ async def measure(
     stable_s: float,
 ) -> BenchReport:
     """Load a server and return the report. Cancelled during the load, report what came so far."""
-    client = LoadClient(
-        address, template, model=await served_model(address), timeout_s=options.timeout
-    )
+    model = await find_model(address, options.model)
+    client = LoadClient(address, template, model=model.name, timeout_s=options.timeout)
     warm_up = range(options.requests, options.requests + options.num_warm_up)
     report_progress("warming up")
     await ClosedLoop(options.clients or DEFAULT_WARM_UP).drive(client.send, warm_up)
-    before = await _stable_counters(address, stable_s)
+    before = await _stable_counters(address, model, stable_s)
     started = datetime.now().astimezone()
     client.start()
     interrupted = await _drive(_load(options), client, range(options.requests), report_progress)
-    after = await _stable_counters(address, stable_s)
+    after = await _stable_counters(address, model, stable_s)
     server = (
         None if before is None or after is None else ServerSide.from_counters(after.since(before))
     )
@@ -159,45 +159,66 @@ def _report(client: LoadClient, total: int, report_progress: ReportProgress) -> 
     )
 
 
-async def served_model(address: ServerAddress) -> str:
-    """Return the name of the first model.
+@dataclass(frozen=True, slots=True)
+class ModelUnderLoad:
+    """The model that is loaded: its name in requests, and in the labels of metrics."""
 
-    Raises SpecserveError if no OpenAI-compatible server answers, or it wants an API key.
+    name: str
+    label: str  # an adapter counts as its base
+
+
+async def find_model(address: ServerAddress, name: str | None) -> ModelUnderLoad:
+    """Find a model of the server by name; by default the first.
+
+    Raises SpecserveError if no OpenAI-compatible server answers, or it wants an API key, and
+    BadValue for a model that it does not serve.
     """
     answer = await _get(address, "/v1/models")
     if answer.status == 401:
         raise SpecserveError("the server wants an API key: give --api-key-file")
     try:
-        return str(json.loads(answer.body)["data"][0]["id"])
-    except (ValueError, KeyError, IndexError, TypeError):
+        served = {
+            str(entry["id"]): str(entry.get("parent") or entry["id"])
+            for entry in json.loads(answer.body)["data"]
+        }
+        chosen = next(iter(served)) if name is None else name
+    except (ValueError, KeyError, StopIteration, TypeError, AttributeError):
         raise SpecserveError(
             f"what answers at {address} with status {answer.status} is no OpenAI-compatible server"
         ) from None
+    if chosen not in served:
+        raise BadValue(
+            f"--model {chosen} is not served at {address}; there are {', '.join(served)}",
+            param="model",
+        )
+    return ModelUnderLoad(chosen, served[chosen])
 
 
-async def _stable_counters(address: ServerAddress, stable_s: float) -> Counters | None:
+async def _stable_counters(
+    address: ServerAddress, model: ModelUnderLoad, stable_s: float
+) -> Counters | None:
     """Return the counters once they stop changing, or None if the server shows none."""
     started = changed = time.monotonic()
-    counters = await _counters(address)
+    counters = await _counters(address, model)
     while (
         counters is not None
         and (now := time.monotonic()) - changed < stable_s
         and now - started < _STABLE_WITHIN_S
     ):
         await asyncio.sleep(_POLL_S)
-        earlier, counters = counters, await _counters(address)
+        earlier, counters = counters, await _counters(address, model)
         if counters is not None and counters.work != earlier.work:
             changed = time.monotonic()
     return counters
 
 
-async def _counters(address: ServerAddress) -> Counters | None:
+async def _counters(address: ServerAddress, model: ModelUnderLoad) -> Counters | None:
     try:
         answer = await _get(address, "/metrics")
     except SpecserveError:  # a server that died under the load is still reported
         return None
     counters = (
-        Counters.parse(answer.body.decode(errors="replace"))
+        Counters.parse(answer.body.decode(errors="replace"), model.label)
         if answer.status == 200
         else Counters({})
     )

@@ -23,20 +23,20 @@ class Counters:
     samples: Mapping[tuple[str, str], float]
 
     @classmethod
-    def parse(cls, text: str) -> Counters:
+    def parse(cls, text: str, model: str) -> Counters:
         """Parse the samples of specserve, skipping histogram buckets and all other lines.
 
-        Those of several models are added up.
+        Of a server with several models, whose names are labels, take the model's only.
         """
         samples: dict[tuple[str, str], float] = {}
         for line in text.splitlines():
             match = _LINE.fullmatch(line)
             if match is None or match[1].endswith("_bucket"):
                 continue
-            labels = [
-                value for name, value in _LABEL.findall(match[2] or "") if name != MODEL_LABEL
-            ]
-            key = match[1], labels[0] if labels else ""
+            labels = dict(_LABEL.findall(match[2] or ""))
+            if labels.pop(MODEL_LABEL, model) != model:
+                continue
+            key = match[1], next(iter(labels.values()), "")
             samples[key] = samples.get(key, 0.0) + float(match[3])
         return cls(samples)
 

@@ -20,6 +20,7 @@ class BenchOptions:
     """Checked options. Raises BadValue naming the option that makes no sense."""
 
     url: str
+    model: str | None = None  # the server's first
     concurrency: int | None = None  # DEFAULT_CONCURRENCY without a rate
     rate: float | None = None
     requests: int = 64
@@ -112,6 +113,11 @@ def add_options(parser: argparse.ArgumentParser, *, gamma: Callable[[str], int |
         required=True,
         metavar="U",
         help="URL of a running server, such as http://127.0.0.1:8000",
+    )
+    add(
+        "--model",
+        metavar="NAME",
+        help="model to load, or an adapter; the server's first by default",
     )
     load = parser.add_mutually_exclusive_group()
     load.add_argument(

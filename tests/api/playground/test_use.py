@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support.browser import Slow, expect, finish, tab, written
-from tests.support.http_server import TEXT, RunningServer, demo_tokenizer, serving
+from tests.support.http_server import TEXT, RunningServer, demo_tokenizer, serving, serving_several
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -56,6 +56,26 @@ def test_what_a_model_writes_is_text_and_never_markup(browser: Browser) -> None:
         finish(page)
         assert written(page) == text
         assert page.locator("#answers").locator("img, script, b, i").count() == 0
+
+
+def test_one_of_several_models_is_chosen(browser: Browser) -> None:
+    services = {"small": Slow(output="of the small one"), "large": Slow(output="of the large one")}
+    config = {"models": [{"name": name} for name in services]}
+    with serving_several(services, config) as server, tab(browser, server.url) as page:
+        box = page.get_by_label("Model", exact=True)
+        expect(box.locator("option")).to_have_text(["small", "large"])
+        box.select_option("large")
+        with page.expect_request("**/trace?*") as trace:
+            page.get_by_role("button", name="Continue").click()
+            finish(page)
+        assert written(page) == "of the large one"
+        assert "model=large" in trace.value.url
+        assert not services["small"].requests
+
+
+def test_a_single_model_is_named(page: Page) -> None:
+    expect(page.locator("#model")).not_to_have_text("…")
+    expect(page.get_by_label("Model", exact=True)).to_be_hidden()
 
 
 def test_every_parameter_arrives_and_what_is_empty_is_not_sent(

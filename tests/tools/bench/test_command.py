@@ -28,7 +28,7 @@ from specserve.tools.bench.load import RequestTemplate
 from specserve.tools.bench.options import BenchOptions, read_key
 from specserve.tools.bench.report import BenchReport
 from specserve.types import Chunk, Request
-from tests.support.http_server import FakeService, serving
+from tests.support.http_server import FakeService, serving, serving_several
 from tests.support.scripted_server import Script, scripted_server
 
 WRITTEN = "def f():\n    return 1\n" * 20
@@ -130,6 +130,20 @@ def test_an_open_loop_reports_too(tmp_path: Path) -> None:
         lines, _ = _bench(running.url, concurrency=None, rate=200.0)
     assert "200 requests/s arriving" in lines[0]
     assert lines[1].startswith("requests: 6 ok")
+
+
+def test_one_of_several_models_is_loaded_and_its_counters_are_reported(tmp_path: Path) -> None:
+    services = {"small": Counting(), "large": Counting()}
+    config = {"models": [{"name": name} for name in services]}
+    with serving_several(services, config) as running:
+        _bench(running.url, json=tmp_path / "small.json", requests=2)
+        lines, _ = _bench(running.url, model="large", requests=3)
+        with pytest.raises(BadValue, match=r"--model tiny is not served .* small, large"):
+            _bench(running.url, model="tiny")
+    assert json.loads((tmp_path / "small.json").read_text())["model"] == "small", "the first"
+    assert len(services["small"].requests) == 1 + 2
+    assert len(services["large"].requests) == 1 + 3
+    assert lines[0].startswith("large at ")
 
 
 def test_failed_requests_are_reported_and_end_the_command_with_a_failure(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from specserve.tools.bench.counters import Counters, ServerSide
 
 
 def _read(registry: Registry) -> Counters:
-    return Counters.parse(render(registry.snapshot()))
+    return Counters.parse(render(registry.snapshot()), "any")
 
 
 def test_counts_before_the_load_are_subtracted() -> None:
@@ -28,14 +28,21 @@ def test_counts_before_the_load_are_subtracted() -> None:
     assert server.draft_s is None
 
 
-def test_counts_of_several_models_are_added_up() -> None:
-    registry = Registry()
+def test_counts_of_other_models_are_left_out() -> None:
+    registry, other, common = Registry(), Registry(), Registry()
     registry.counter("spec_decode_num_accepted_tokens_per_pos_total").add(3, "0")
-    registry.counter("preemptions_total").add(2)
-    both = merge(registry.snapshot().of_model(name) for name in ("small", "large"))
-    counters = Counters.parse(render(both))
-    assert counters.by_label("spec_decode_num_accepted_tokens_per_pos_total") == {"0": 6.0}
-    assert counters.total("preemptions_total") == 4
+    other.counter("spec_decode_num_accepted_tokens_per_pos_total").add(5, "0")
+    common.counter("preemptions_total").add(2)
+    both = merge(
+        (
+            registry.snapshot().of_model("small"),
+            other.snapshot().of_model("large"),
+            common.snapshot(),
+        )
+    )
+    counters = Counters.parse(render(both), "small")
+    assert counters.by_label("spec_decode_num_accepted_tokens_per_pos_total") == {"0": 3.0}
+    assert counters.total("preemptions_total") == 2, "what no model is named for is all models'"
 
 
 def test_positions_come_in_the_order_of_numbers() -> None:
@@ -74,4 +81,4 @@ def test_other_text_and_other_metrics_are_skipped() -> None:
         "# HELP x y\nhttp_requests_total 4\nspecserve_preemptions_total 2\n"
         "<html>\nspecserve_broken\n"
     )
-    assert Counters.parse(text).samples == {("preemptions_total", ""): 2.0}
+    assert Counters.parse(text, "any").samples == {("preemptions_total", ""): 2.0}

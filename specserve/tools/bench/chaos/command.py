@@ -10,7 +10,7 @@ from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.chaos.faults import find_pids, parse_roles
 from specserve.tools.bench.chaos.report import lines
 from specserve.tools.bench.chaos.run import ChaosRun, process_faults
-from specserve.tools.bench.command import served_model
+from specserve.tools.bench.command import find_model
 from specserve.tools.bench.options import BenchOptions, read_key
 
 DEFAULT_CLIENTS = 16
@@ -35,7 +35,7 @@ def chaos(options: BenchOptions, say: Callable[[str], None]) -> None:
     async def run() -> None:
         chaos_run = ChaosRun(
             address,
-            await served_model(address),
+            (await find_model(address, options.model)).name,
             options.concurrency or DEFAULT_CLIENTS,
             options.max_tokens,
         )
