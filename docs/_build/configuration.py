@@ -132,10 +132,10 @@ MEANINGS: Mapping[str, str] = {
     "draft.lenience": "Lenience of reviews between stages: one number, or one for each stage "
     "that reviews. The text stays exact.",
     "draft.pool.name": "Name of a pool of drafts that the engines share, instead of one draft each "
-    "([draft pools](../guides/deploying.md#draft-pools)).",
+    "([draft pools](../guides/deploying.md#draft-pools)). Models that name one share it.",
     "draft.pool.devices": "Number of drafts in the pool, each on a device of its own.",
     "draft.pool.targets": "Largest number of engines that share them. The default is "
-    "`replicas.max`.",
+    "`replicas.max`, of all models that name the pool together.",
     f"{STAGE}.kind": "Drafter of this stage.",
     f"{STAGE}.path": "Its model or its tables.",
     f"{STAGE}.revision": "As `target.revision`.",

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from specserve.config.tree import NAME, AdaptersConfig
+from specserve.config.fields import NAME
+from specserve.config.tree import AdaptersConfig
 from specserve.errors import AdapterError, BadValue, NotServed
 from specserve.models.adapters.files import read_adapter
 from specserve.types import Adapter

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from specserve.cluster.placement_watch import PlacementWatch
 from specserve.cluster.request_router import REPORT_EVERY_S, PrefixRequestRouter
 from specserve.cluster.status_board import Board
 from specserve.config.hub_models import unpinned_models
+from specserve.config.pool import pool_sharers, shared_draft_config
 from specserve.config.tree import Config, ReplicasConfig, config_from_keys
 from specserve.errors import SpecserveError
 
@@ -89,6 +90,10 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
         models={part.model: part.replicas.min == 0 for part in config.models if has_several},
         watch=PlacementWatch(config),
     )
+    pools = {
+        name: _pool(sharers, board, has_gpus=has_gpus)
+        for name, sharers in pool_sharers(config).items()
+    }
     engines = [
         serve.deployment(
             name=name,
@@ -101,7 +106,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
             wanted[name],
             board,
             *([part.model] if has_several else []),
-            **({"pool": _pool(part, board, has_gpus=has_gpus)} if part.draft.is_pooled else {}),
+            **({"pool": pools[part.draft.pool.name]} if part.draft.pool.name else {}),
         )
         for name, part in parts.items()
     ]
@@ -115,8 +120,9 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     return application
 
 
-def _pool(config: Config, board: Any, *, has_gpus: bool) -> Any:
-    """Return the draft pool, which all engines of its name share: one replica a device."""
+def _pool(sharers: Sequence[Config], board: Any, *, has_gpus: bool) -> Any:
+    """Return the draft pool, which the engines of these models share: one replica a device."""
+    config = shared_draft_config(sharers)
     wanted = pool_bundles(config, has_gpus=has_gpus)[0]
     actor: dict[str, Any] = {
         "num_cpus": wanted.resources.get("CPU", 0),
@@ -139,7 +145,7 @@ def _pool(config: Config, board: Any, *, has_gpus: bool) -> Any:
         graceful_shutdown_timeout_s=1.0,
         max_constructor_retry_count=3,
         max_surge_percent=0,
-    )(DraftPool).bind(config, board)
+    )(DraftPool).bind(config, board, tuple(part.target for part in sharers[1:]))
 
 
 def _with_shared_weights(config: Config) -> Config:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from specserve.cluster import fork_server
 from specserve.cluster.worker_host import modelling_modules
+from specserve.config.pool import pool_sharers
 from specserve.config.tree import Config
 from specserve.errors import Unavailable
 
@@ -32,6 +33,9 @@ def checkpoint_check(config: Config) -> Iterator[Callable[[], None]]:
             stack.callback(connection.close)
             connection.send(("find_checkpoints", (part,)))
             connections.append(connection)
+        if any(len(sharers) > 1 for sharers in pool_sharers(config).values()):
+            connections.append(connections[-1])  # which answers a second time
+            connections[-1].send(("require_shared_tokenizers", (config,)))
 
         def wait() -> None:
             for connection in connections:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from specserve.cluster.pool_link import JoiningEngine
 from specserve.cluster.process_state import process_runs_on
 from specserve.cluster.status_board import POOL, ReplicaReport, report_forever
 from specserve.cluster.worker_host import WorkerPlace, WorkerReady, WorkerSite
-from specserve.config.tree import MAX_BATCH_TOKENS, Config
+from specserve.config.tree import MAX_BATCH_TOKENS, Config, TargetConfig
 from specserve.errors import WorkerLost, first_line
 from specserve.metrics import Registry
 
@@ -67,7 +67,13 @@ class DraftPool:
     """A replica of the pool: a drafter in a thread of this process, and the engines' calls."""
 
     # Serve awaits the constructor; type checkers do not know that.
-    async def __init__(self, config: Config, board: Any) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: Config, board: Any, other_targets: Sequence[TargetConfig] = ()
+    ) -> None:
+        """Listen for engines of the config's target and of the others.
+
+        The drafter is opened when the first one joins.
+        """
         # Imported here, since a process that only deploys it needs no torch.
         from specserve.cluster.pool_worker import PoolWorker
         from specserve.cluster.workers import open_pooled_drafter
@@ -83,7 +89,7 @@ class DraftPool:
         self._site, self._pool = site, str(config.draft.pool.name)
         self._replica = serve.get_replica_context().replica_id.unique_id
         self._worker = PoolWorker(
-            lambda target: open_pooled_drafter(own, site, target),
+            lambda target: open_pooled_drafter(own, site, target, other_targets),
             site.address,
             page_size=config.cache.page_size,
             max_places=config.limits.max_running,

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
-from specserve.checkpoint_files import find_checkpoints
+from specserve.checkpoint_files import find_checkpoints, require_shared_tokenizers
 from specserve.cluster.workers import DraftWorker, TargetWorker
 from specserve.errors import ModelError, SpecserveError
 from specserve.models.linear_kernels import compile_ahead
@@ -47,6 +47,9 @@ def work(connection: Connection) -> None:
             if method == "find_checkpoints":
                 find_checkpoints(*arguments)
                 result: object = None
+            elif method == "require_shared_tokenizers":
+                require_shared_tokenizers(*arguments)
+                result = None
             elif method in KINDS:
                 worker = KINDS[method](*arguments)
                 result = worker.hello()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.model_list import deployment_suffix
+from specserve.config.pool import pool_sharers
 from specserve.config.tree import Config, DraftConfig, TargetConfig
 from specserve.errors import ConfigError
 
@@ -125,8 +126,7 @@ def pool_bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
             ),
             draft.label_selector,
         )
-        for draft in (part.draft for part in config.each_model)
-        if draft.is_pooled
+        for draft in (sharers[0].draft for sharers in pool_sharers(config).values())
         for _ in range(draft.pool.devices)
     )
 

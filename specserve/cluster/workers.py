@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from specserve.checkpoint_files import draft_translation
+from specserve.checkpoint_files import draft_translation, require_one_tokenizer
 from specserve.cluster.hidden_relay import MAX_SENT_BYTES, newest_states
 from specserve.cluster.idle_learning import IdleLearning
 from specserve.cluster.long_lived import freeze_objects
@@ -27,7 +27,7 @@ from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Server
 from specserve.cluster.worker_host import WorkerHello, WorkerPlace, WorkerReady, WorkerSite
 from specserve.config.cascade import NGRAM_KINDS
-from specserve.config.tree import Config
+from specserve.config.tree import Config, TargetConfig
 from specserve.drafters.after_verify import DraftAfterVerify
 from specserve.drafters.pool.shares import engine_of
 from specserve.drafters.registry import (
@@ -315,9 +315,18 @@ class DraftWorker:
         self._idle_spans = (Span("anticipate", start, time.perf_counter()),)
 
 
-def open_pooled_drafter(config: Config, site: WorkerSite, target: ModelInfo) -> OpenDrafter:
-    """Load a drafter that several engines share, in the thread that will run it, and warm up."""
+def open_pooled_drafter(
+    config: Config,
+    site: WorkerSite,
+    target: ModelInfo,
+    other_targets: Sequence[TargetConfig] = (),
+) -> OpenDrafter:
+    """Load a drafter that several engines share, in the thread that will run it, and warm up.
+
+    Raises TokenizerMismatch if one of the `other_targets` has another tokenizer than the config's.
+    """
     draft = config.draft
+    require_one_tokenizer(str(draft.pool.name), (config.target, *other_targets))
     _check_device(site, draft.device)
     _set_num_threads(draft.threads, sharers=config.target.tensor_parallel + 1)
     drafter = open_drafter(

@@ -6,6 +6,7 @@ The sections of the config and the parameters of a request are declared with it.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 from specserve.errors import ConfigError
 
 T = TypeVar("T")
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it is part of names of files and sockets
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ An unknown key is an error. It knows the keys and what they may hold, no models 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from specserve.config.cascade import (
 )
 from specserve.config.demo import DemoConfig
 from specserve.config.fields import (
+    NAME,
     boolean,
     choice,
     integer,
@@ -39,6 +40,7 @@ from specserve.config.fields import (
     text,
 )
 from specserve.config.model_list import check_names, check_top_level, keys_of_each
+from specserve.config.pool import PoolConfig, check_pool, with_shared_pools
 from specserve.errors import ConfigError
 from specserve.types import VERIFIERS
 
@@ -69,7 +71,6 @@ PLACEMENTS = ("auto", "together", "apart")
 REFUSE, WARN, IGNORE = "refuse", "warn", "ignore"  # of http.unknown_parameters
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # it is part of names of files and sockets
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
@@ -88,15 +89,6 @@ class TargetConfig:
     threads: int | None = setting(None, integer(1, 1024))  # of a CPU; None: torch's own choice
     attention: str = setting("auto", choice(*ATTENTION))
     label_selector: Mapping[str, str] = setting({}, labels())  # where Ray may place it
-
-
-@dataclass(frozen=True, slots=True)
-class PoolConfig:
-    """Draft devices that the engines of an application share, instead of one draft each."""
-
-    name: str | None = setting(None, text())  # None: there is no pool
-    devices: int = setting(1, integer(1, 1024))  # each with a draft of its own
-    targets: int | None = setting(None, integer(1, 4096))  # engines; None: replicas.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +364,7 @@ def config_from_keys(
     config = read_section(Config, given)
     if config.models:
         return _with_models(config, given)
-    return _validate(_fill_in(config))
+    return with_shared_pools(_validate(_fill_in(config)))
 
 
 def _with_models(config: Config, given: Mapping[str, object]) -> Config:
@@ -389,8 +381,7 @@ def _with_models(config: Config, given: Mapping[str, object]) -> Config:
             parts.append(_validate(_fill_in(part)))
         except ConfigError as error:
             raise ConfigError(f"models[{index}] ({names[index]}): {error}") from error
-    _check_pool_names(parts)
-    return replace(config, name=name, models=tuple(parts))
+    return with_shared_pools(replace(config, name=name, models=tuple(parts)))
 
 
 def config_from_file(
@@ -559,7 +550,7 @@ def _validate(config: Config) -> Config:
     _check_quantize(draft)
     _check_placement(draft, config.target)
     _check_learn(draft)
-    _check_pool(draft, replicas)
+    check_pool(draft)
     if speculation.gamma is not None and speculation.gamma > speculation.max_gamma:
         raise ConfigError(
             f"speculation.gamma {speculation.gamma} is above "
@@ -624,63 +615,6 @@ def _check_learn(draft: DraftConfig) -> None:
         raise ConfigError(
             "draft.learn trains whole weights, and draft.quantize rounds them; leave one out"
         )
-
-
-def _check_pool(draft: DraftConfig, replicas: ReplicasConfig) -> None:
-    pool = draft.pool
-    if pool.name is None:
-        if pool != PoolConfig():
-            raise ConfigError(
-                "draft.pool.devices and draft.pool.targets are of a pool; give it a "
-                "draft.pool.name, such as shared"
-            )
-        return
-    if not NAME.fullmatch(pool.name):
-        raise ConfigError(
-            f"draft.pool.name {pool.name!r} must begin with a letter or a digit and have nothing "
-            "but letters, digits, '-', '_' and '.', such as shared"
-        )
-    if draft.kind != "neural":
-        raise ConfigError(
-            f"draft.pool shares a draft model, and draft.kind is {draft.kind}; name a model with "
-            "draft.path, or leave draft.pool out"
-        )
-    if draft.placement == "together":
-        raise ConfigError(
-            "draft.pool puts drafts on devices of their own, and draft.placement is together; "
-            "leave one out"
-        )
-    if draft.learn:
-        raise ConfigError(
-            "draft.learn trains a draft on the texts of one engine, and draft.pool shares it; "
-            "leave one out"
-        )
-    num_engines = pool.targets or replicas.max
-    if num_engines < replicas.max:
-        raise ConfigError(
-            f"draft.pool.targets {num_engines} is below replicas.max {replicas.max}; "
-            "leave it out, or raise it"
-        )
-    if pool.devices > num_engines:
-        raise ConfigError(
-            f"draft.pool.devices {pool.devices} is above the number of engines, {num_engines}, "
-            "and each drafts on one; lower it, or leave draft.pool out for a draft each"
-        )
-
-
-def _check_pool_names(parts: Sequence[Config]) -> None:
-    """Raise ConfigError if two models name one draft pool."""
-    models: dict[str, str] = {}  # by pool
-    for part in parts:
-        name = part.draft.pool.name
-        if name is None:
-            continue
-        if name in models:
-            raise ConfigError(
-                f"the models {models[name]} and {part.model} both name the draft.pool {name}, "
-                "which drafts for the engines of one model; give each a draft.pool.name of its own"
-            )
-        models[name] = part.model
 
 
 def require_no_pool(config: Config, what: str) -> None:

@@ -1,4 +1,4 @@
-"""A draft pool in a real application: two engines, one draft, and the draft killed under load."""
+"""A draft pool in a real application: two models, one draft, and the draft killed under load."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from ray.serve._private.build_app import build_app
 
-from specserve.cluster.draft_pool import (
-    pool_draft_config,
-)
+from specserve.checkpoint_files import require_shared_tokenizers
+from specserve.cluster.app import application
+from specserve.cluster.draft_pool import pool_draft_config
 from specserve.cluster.launch import handle
-from specserve.config.tree import Config, config_from_keys
-from specserve.errors import ConfigError
+from specserve.cluster.placement import pool_bundles
+from specserve.config.pool import shared_draft_config
+from specserve.config.tree import DEMO, Config, config_from_keys
+from specserve.errors import ConfigError, TokenizerMismatch
+from tests.support import checkpoints
 from tests.support.ray_server import served
 
 PATIENCE_S = 120.0
@@ -40,9 +46,9 @@ def get(url: str, body: bytes | None = None) -> bytes:
         return content
 
 
-def complete(url: str, prompt: str) -> tuple[str, int]:
+def complete(url: str, model: str, prompt: str) -> tuple[str, int]:
     """Return the text of a prompt, and how many draft tokens of it were verified."""
-    body = {"prompt": prompt, "max_tokens": 96, "temperature": 0, "model": "demo"}
+    body = {"prompt": prompt, "max_tokens": 96, "temperature": 0, "model": model}
     answer = json.loads(get(f"{url}/v1/completions", json.dumps(body).encode()))
     return answer["choices"][0]["text"], answer["specserve"]["drafted"]
 
@@ -59,21 +65,31 @@ def metric(url: str, name: str) -> float:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_two_engines_share_a_draft_that_is_killed_under_load_and_lose_nothing() -> None:
-    keys = {**POOL, "target.threads": 1, "draft.threads": 1, "speculation.gamma": 4}
+def test_two_models_share_a_draft_that_is_killed_under_load_and_lose_nothing() -> None:
+    own = {"draft": {"path": str(DEMO / "draft"), "threads": 1, "pool": {"name": "shared"}}}
+    models = [
+        {"name": name, "target": {"path": str(DEMO / name), "threads": 1}, **own}
+        for name in ("target", "draft")
+    ]
+    asked = [(model, prompt) for prompt in PROMPTS for model in ("target", "draft")]
+    keys = {"models": models, "speculation.gamma": 4, "cache.pages": 256}
     with served(keys) as (url, config), ThreadPoolExecutor(8) as clients:
-        engine = handle(config, "Engine")
-        places = engine.places.remote().result(timeout_s=PATIENCE_S)
+        places = [
+            handle(config, f"Engine-{name}").places.remote().result(timeout_s=PATIENCE_S)
+            for name in ("target", "draft")
+        ]
+        (pid,) = {each["draft"].pid for each in places}
         until(lambda: metric(url, "pool_engines") == 2)
-        expected = [text for text, _ in clients.map(lambda p: complete(url, p), PROMPTS)]
-        load = [clients.submit(complete, url, PROMPTS[i % len(PROMPTS)]) for i in range(15)]
+        expected = [text for text, _ in clients.map(lambda one: complete(url, *one), asked)]
+        load = [clients.submit(complete, url, *asked[i % len(asked)]) for i in range(20)]
         until(lambda: sum(each.done() for each in load) >= 2)
-        os.kill(places["draft"].pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         texts = [each.result()[0] for each in load]
-        assert texts == [expected[i % len(PROMPTS)] for i in range(15)]
+        assert texts == [expected[i % len(asked)] for i in range(20)]
 
-        until(lambda: complete(url, PROMPTS[0])[1] > 0)
-        assert complete(url, PROMPTS[0])[0] == expected[0]
+        for one, text in zip(asked[:2], expected, strict=False):
+            until(lambda one=one: complete(url, *one)[1] > 0)  # type: ignore[misc]
+            assert complete(url, *one)[0] == text
         until(lambda: metric(url, "pool_engines") == 2)
         assert metric(url, "pool_rounds_total") > 0
         assert metric(url, "request_failure_total") == 0
@@ -112,7 +128,107 @@ def test_a_device_has_room_for_all_engines_that_it_drafts_for() -> None:
     assert auto.draft.device == "cuda:0", "Ray numbers the replica's own GPUs from 0"
 
 
-def test_two_models_that_name_one_pool_are_refused() -> None:
-    own = {"replicas": {"max": 2}, "draft": {"pool": {"name": "shared"}}}
-    with pytest.raises(ConfigError, match=r"models a and b both name the draft\.pool shared"):
-        config_from_keys({"models": [{"name": "a", **own}, {"name": "b", **own}]})
+def two_models(first: dict[str, Any], second: dict[str, Any], **keys: object) -> Config:
+    """Return the config of two models that share a pool, apart from these keys of each."""
+    own = {"draft": {"path": "org/draft", "device": "cpu", "pool": {"name": "shared"}}}
+    models = [
+        {"name": name, "target": {"path": f"org/{name}", "device": "cpu"}, **own, **given}
+        for name, given in (("a", first), ("b", second))
+    ]
+    return config_from_keys({"models": models, **keys})
+
+
+def test_two_models_that_name_one_pool_share_its_devices() -> None:
+    limits = {"max_running": 4, "max_batch_tokens": 100}
+    config = two_models({"replicas": {"max": 2}, "limits": limits}, {"replicas": {"max": 3}})
+    assert [part.engines_per_draft for part in config.models] == [5, 5]
+    (bundle,) = pool_bundles(config, has_gpus=False)
+    assert bundle.name == "draft pool shared"
+    shared = shared_draft_config(config.models)
+    assert shared.limits.max_running == 64, "the larger of both"
+    assert shared.limits.max_batch_tokens is None, "one leaves it to the draft"
+
+    built = {each.name: each for each in build_app(application(config), name="it").deployments}
+    assert set(built) == {"Board", "Engine-a", "Engine-b", "DraftPool-shared", "Gateway"}
+    pool = built["DraftPool-shared"]
+    assert pool._deployment_config.max_ongoing_requests == 5
+    assert [target.path for target in pool.init_args[2]] == ["org/b"]
+    handles = [built[name].init_kwargs["pool"] for name in ("Engine-a", "Engine-b")]
+    assert [each.deployment_name for each in handles] == ["DraftPool-shared"] * 2
+
+
+def test_two_models_may_have_a_pool_each() -> None:
+    own = {"draft": {"path": "org/other", "device": "cpu", "pool": {"name": "own"}}}
+    config = two_models({}, own)
+    assert [part.engines_per_draft for part in config.models] == [1, 1]
+    built = {each.name: each for each in build_app(application(config), name="it").deployments}
+    assert built["Engine-b"].init_kwargs["pool"].deployment_name == "DraftPool-own"
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (
+            {"draft": {"path": "org/x", "device": "cpu", "pool": {"name": "shared"}}},
+            "models a and b share the draft.pool shared, and differ in draft.path: "
+            "org/draft and org/x; give them the same, or each a draft.pool.name of its own",
+        ),
+        (
+            {
+                "draft": {
+                    "path": "org/draft",
+                    "device": "cpu",
+                    "pool": {"name": "shared", "devices": 2},
+                }
+            },
+            "differ in draft.pool.devices: 1 and 2",
+        ),
+        ({"cache": {"page_size": 8}}, "differ in cache.page_size: 16 and 8"),
+        (
+            {"speculation": {"anticipation": {"fanout": 3}}},
+            "differ in speculation.anticipation.fanout: none and 3",
+        ),
+    ],
+)
+def test_models_that_share_a_pool_and_differ_in_its_draft_are_refused(
+    second: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        two_models({}, second)
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        ({"targets": 2}, "draft.pool.targets 2 is below replicas.max of a, b together 3"),
+        ({"devices": 4}, "draft.pool.devices 4 is above the number of engines, 3"),
+    ],
+)
+def test_a_shared_pool_has_as_many_engines_as_its_models_together(
+    pool: dict[str, int], message: str
+) -> None:
+    own = {"draft": {"path": "org/draft", "pool": {"name": "shared", **pool}}}
+    with pytest.raises(ConfigError, match=message):
+        two_models({**own, "replicas": {"max": 2}}, own)
+
+
+def test_targets_of_a_pool_with_different_tokenizers_are_refused(tmp_path: Path) -> None:
+    """Check it for tokens in another order, which an equal number of them would not show."""
+    names = ("a", "b", "c")
+    targets = [checkpoints.make("llama", tmp_path / name) for name in names]
+    for target in targets:
+        checkpoints.add_tokenizer(target)
+    file = targets[2] / "tokenizer.json"
+    described = json.loads(file.read_text())
+    vocab = described["model"]["vocab"]
+    vocab["A"], vocab["B"] = vocab["B"], vocab["A"]
+    file.write_text(json.dumps(described))
+    same, other = (
+        two_models({"target": {"path": str(targets[0])}}, {"target": {"path": str(target)}})
+        for target in targets[1:]
+    )
+    require_shared_tokenizers(same)
+    with (
+        pytest.raises(TokenizerMismatch, match=r"give each model a draft\.pool\.name of its own"),
+    ):
+        require_shared_tokenizers(other)

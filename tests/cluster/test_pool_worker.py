@@ -51,13 +51,15 @@ MAX_TOKENS = 60
 
 
 class Models:
-    """A target's checkpoint, a draft of it, and what the target alone writes."""
+    """Two targets of one family, a draft of both, and what each target alone writes."""
 
     def __init__(self, root: Path) -> None:
-        self.target = checkpoints.make("llama", root / "target")
-        self.draft = checkpoints.perturb(self.target, root / "draft", 0.05)
+        first = checkpoints.make("llama", root / "target")
+        self.targets = [first, checkpoints.perturb(first, root / "other", 0.05, seed=2)]
+        self.draft = checkpoints.perturb(first, root / "draft", 0.05)
+        self.num_opened = 0
         rng = np.random.default_rng(0)
-        vocab = load_target(self.target, model_options()).info.vocab_size
+        vocab = load_target(first, model_options()).info.vocab_size
         prompts = [rng.integers(0, vocab, length).tolist() for length in LENGTHS]
         sampled = [
             Request(tuple(prompt), MAX_TOKENS, Warp(temperature=1.0), seed=seed, seeded=True)
@@ -65,10 +67,12 @@ class Models:
         ]
         self.requests = [[*greedy(prompts, max_tokens=MAX_TOKENS), *sampled], sampled[::-1]]
         self.texts = [
-            Engine(self.target).run(requests, drafts=False).texts for requests in self.requests
+            Engine(target).run(requests, drafts=False).texts
+            for target, requests in zip(self.targets, self.requests, strict=True)
         ]
 
     def open_drafter(self, info: ModelInfo, *, pages: int = 400) -> OpenDrafter:
+        self.num_opened += 1
         opened = open_model(self.draft, model_options(pages=pages))
         neural = load_drafter(opened, info, support=64)
         return OpenDrafter(
@@ -127,7 +131,7 @@ class PooledEngine:
     """A target and a coordinator in this process, with a link to a pool."""
 
     def __init__(self, models: Models, number: int) -> None:
-        self._target = load_target(models.target, model_options())
+        self._target = load_target(models.targets[number], model_options())
         self.drafter = RemoteDrafter(deadline_s=PATIENCE_S)
         self.answers: dict[int, Answer] = {}
         self.coordinator = open_coordinator(
@@ -201,10 +205,11 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("pages", "max_places"), [(400, 64), (24, 64), (400, 3)])
-def test_engines_with_the_same_ids_that_share_a_pool_write_what_each_writes_alone(
+def test_engines_of_two_targets_with_the_same_ids_that_share_a_pool_write_what_each_writes_alone(
     models: Models, pages: int, max_places: int
 ) -> None:
     """A pool of 24 pages holds few of the 18 texts, and one of 3 places drafts for few."""
+    opened_before = models.num_opened
     with pool_of(models, pages=pages, max_places=max_places) as pool:
         engines = [PooledEngine(models, number) for number in range(2)]
 
@@ -218,6 +223,8 @@ def test_engines_with_the_same_ids_that_share_a_pool_write_what_each_writes_alon
         run(main())
         assert [engine.texts for engine in engines] == models.texts
         assert all(engine.drafted for engine in engines)
+        assert models.num_opened == opened_before + 1, "one draft in memory"
+        assert pool.worker.num_batches < pool.worker.num_rounds, "both targets shared batches"
 
 
 def test_a_pool_that_dies_and_returns_loses_nothing_and_drafts_again(models: Models) -> None:
