@@ -128,6 +128,11 @@ def test_a_device_has_room_for_all_engines_that_it_drafts_for() -> None:
     assert auto.draft.device == "cuda:0", "Ray numbers the replica's own GPUs from 0"
 
 
+def built_deployments(config: Config) -> dict[str, Any]:
+    """Return the deployments of the config's application by name."""
+    return {each.name: each for each in build_app(application(config), name="it").deployments}
+
+
 def two_models(first: dict[str, Any], second: dict[str, Any], **keys: object) -> Config:
     """Return the config of two models that share a pool, apart from these keys of each."""
     own = {"draft": {"path": "org/draft", "device": "cpu", "pool": {"name": "shared"}}}
@@ -148,7 +153,7 @@ def test_two_models_that_name_one_pool_share_its_devices() -> None:
     assert shared.limits.max_running == 64, "the larger of both"
     assert shared.limits.max_batch_tokens is None, "one leaves it to the draft"
 
-    built = {each.name: each for each in build_app(application(config), name="it").deployments}
+    built = built_deployments(config)
     assert set(built) == {"Board", "Engine-a", "Engine-b", "DraftPool-shared", "Gateway"}
     pool = built["DraftPool-shared"]
     assert pool._deployment_config.max_ongoing_requests == 5
@@ -161,7 +166,7 @@ def test_two_models_may_have_a_pool_each() -> None:
     own = {"draft": {"path": "org/other", "device": "cpu", "pool": {"name": "own"}}}
     config = two_models({}, own)
     assert [part.engines_per_draft for part in config.models] == [1, 1]
-    built = {each.name: each for each in build_app(application(config), name="it").deployments}
+    built = built_deployments(config)
     assert built["Engine-b"].init_kwargs["pool"].deployment_name == "DraftPool-own"
 
 
