@@ -193,6 +193,13 @@ FAMILIES = (
         ("pool", "replica", "work"),
     ),
     MetricFamily(
+        "pool_load",
+        MetricKind.AVERAGED,
+        "Share of the time that a device of a draft pool would draft if it prepared nothing, by "
+        "which the pool grows and shrinks.",
+        ("pool", "replica"),
+    ),
+    MetricFamily(
         "pool_batches_total", MetricKind.COUNTER, "Batches that a draft pool drafted.", ("pool",)
     ),
     MetricFamily(

@@ -133,7 +133,12 @@ MEANINGS: Mapping[str, str] = {
     "that reviews. The text stays exact.",
     "draft.pool.name": "Name of a pool of drafts that the engines share, instead of one draft each "
     "([draft pools](../guides/deploying.md#draft-pools)). Models that name one share it.",
-    "draft.pool.devices": "Number of drafts in the pool, each on a device of its own.",
+    "draft.pool.devices": "Number of drafts in the pool, each on a device of its own; with "
+    "`max_devices` the fewest.",
+    "draft.pool.max_devices": "Most drafts in the pool, which grows and shrinks with its load. The "
+    "default is `draft.pool.devices`: their number is fixed.",
+    "draft.pool.target_busy": "Share of its time that a draft of a pool should work for; above, "
+    "the pool grows.",
     "draft.pool.targets": "Largest number of engines that share them. The default is "
     "`replicas.max`, of all models that name the pool together.",
     f"{STAGE}.kind": "Drafter of this stage.",

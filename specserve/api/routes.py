@@ -153,6 +153,15 @@ class Endpoints:
             healthy["draft_placement"] = "; ".join(status.draft_placements)
         if status.device_troubles:
             healthy["devices"] = "; ".join(status.device_troubles)
+        if status.pools:
+            healthy["draft_pools"] = {
+                one.name: {
+                    "devices": one.devices,
+                    "engines": one.engines,
+                    "busy": round(one.busy, 3),
+                }
+                for one in status.pools
+            }
         if status.models:
             healthy["models"] = {one.name: one.why or "healthy" for one in status.models}
         return json_response(healthy | _trouble_member(trouble))

@@ -62,6 +62,16 @@ class ModelStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """State of a draft pool, or of one of its devices."""
+
+    name: str
+    devices: int
+    engines: int
+    busy: float  # share of a device's time that it would draft, had it prepared nothing
+
+
+@dataclass(frozen=True, slots=True)
 class Status(Versioned):
     """Health of the engines, as the gateway sees it."""
 
@@ -74,6 +84,7 @@ class Status(Versioned):
     losses: tuple[str, ...] = ()  # why workers were last lost, by role
     draft_placements: tuple[str, ...] = ()  # where the drafts live, and why
     metrics: tuple[Snapshot, ...] = ()  # one of each replica
+    pools: tuple[PoolStatus, ...] = ()  # draft pools of which a device reports
     models: tuple[ModelStatus, ...] = ()  # each of several models; () if there is one
 
 

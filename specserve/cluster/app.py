@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
-from specserve.cluster.autoscaling import first_token_policy, policy
+from specserve.cluster.autoscaling import first_token_policy, policy, pool_policy
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.draft_pool import DraftPool, pool_deployment_name
 from specserve.cluster.logs import logging_config
@@ -39,6 +39,8 @@ from specserve.config.tree import Config, ReplicasConfig, config_from_keys
 from specserve.errors import SpecserveError
 
 log = logging.getLogger(__name__)
+
+Policy = Callable[[Any], tuple[float, dict[str, Any]]]
 
 GATEWAY_STREAMS = 4096
 """Most streams of one gateway; the engines refuse requests long before."""
@@ -133,7 +135,7 @@ def _pool(sharers: Sequence[Config], board: Any, *, has_gpus: bool) -> Any:
     return serve.deployment(
         name=pool_deployment_name(config),
         logging_config=logging_config(config),
-        num_replicas=config.draft.pool.devices,
+        **_pool_scaling_options(config),
         ray_actor_options=actor,
         # An engine's call lasts as long as it stays, so Serve spreads engines over devices.
         max_ongoing_requests=config.engines_per_draft,
@@ -234,15 +236,19 @@ def _gateway_options(config: Config) -> dict[str, Any]:
 
 
 def _scaling_options(replicas: ReplicasConfig) -> dict[str, Any]:
+    decide = policy if replicas.target_ttft_s is None else first_token_policy
+    return _replica_options(replicas, decide)
+
+
+def _replica_options(replicas: ReplicasConfig, decide: Policy) -> dict[str, Any]:
     if replicas.min == replicas.max:
         return {"num_replicas": replicas.min}
     # With a look-back longer than the delays the autoscaler oscillates: it would react
     # again to load that it has already scaled for.
     look_back_s = max(1.0, min(LOOK_BACK_S, replicas.upscale_delay_s, replicas.downscale_delay_s))
-    decide = policy if replicas.target_ttft_s is None else first_token_policy
     return {
         "autoscaling_config": {
-            "policy": {"policy_function": f"{decide.__module__}:{decide.__name__}"},
+            "policy": {"policy_function": f"{decide.__module__}:{decide.__qualname__}"},
             "min_replicas": replicas.min,
             "max_replicas": replicas.max,
             "target_ongoing_requests": replicas.target_ongoing_requests,
@@ -253,6 +259,12 @@ def _scaling_options(replicas: ReplicasConfig) -> dict[str, Any]:
             "metrics_interval_s": look_back_s / REPORTS_PER_LOOK_BACK,
         }
     }
+
+
+def _pool_scaling_options(config: Config) -> dict[str, Any]:
+    """Return how many replicas a draft pool has, with the delays of the first model's engines."""
+    pool, replicas = config.draft.pool, config.replicas
+    return _replica_options(replace(replicas, min=pool.devices, max=pool.most_devices), pool_policy)
 
 
 def _parse_yaml(value: object) -> object:

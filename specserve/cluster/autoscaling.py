@@ -22,6 +22,10 @@ LIMIT_METRIC = "load_limit"
 """Requests up to which a replica's first tokens are on time; 0 while none was too late."""
 HIGHEST_METRIC = "highest_load"
 """Most requests of a replica at which the times of first tokens are known; 0 at first."""
+DRAFTS_METRIC = "drafts_wanted"
+"""Devices that the load of one device of a draft pool would keep as busy as they may be."""
+ENGINES_METRIC = "pool_engines"
+"""Engines that one device of a draft pool drafts for."""
 START_METRIC = "start_seconds"
 """Seconds that a replica needed to start its workers."""
 FULL_SHARE = 0.8
@@ -102,6 +106,18 @@ def first_token_policy(context: Any) -> tuple[float, dict[str, Any]]:
     by_first_tokens = max(load, forecast.upper(lead_s)) / capacity if load else 0.0
     state = {_PLAN: LoadPlan(forecast, limit, limit_since, lead_s)}
     return _steady(context, max(by_first_tokens, _by_pages(context))), state
+
+
+def pool_policy(context: Any) -> tuple[float, dict[str, Any]]:
+    """Return the number of devices that a draft pool's load keeps busy, and no state.
+
+    An engine drafts on one, so more devices than engines would be of no use.
+    """
+    drafts, engines = (
+        sum(context.aggregated_metrics.get(metric, {}).values())
+        for metric in (DRAFTS_METRIC, ENGINES_METRIC)
+    )
+    return _steady(context, min(drafts, engines)), {}
 
 
 def _steady(context: Any, wanted: float) -> float:

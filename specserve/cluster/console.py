@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from specserve.api.service import Status
+from specserve.api.service import PoolStatus, Status
 from specserve.metrics import Snapshot, merge
 
 WINDOW_S = 10.0
@@ -127,6 +127,7 @@ class StatusScreen:
         yield _health(status, missing)
         if status is not None:
             yield from (Text(f"draft {where}", "dim") for where in status.draft_placements)
+            yield from (Text(_pool_line(pool), "dim") for pool in status.pools)
         yield Text()
         if self._figures is not None:
             yield from map(Text, _rows(self._figures))
@@ -274,3 +275,9 @@ def _duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def _pool_line(pool: PoolStatus) -> str:
+    devices = f"{pool.devices} device{'' if pool.devices == 1 else 's'}"
+    engines = f"{pool.engines} engine{'' if pool.engines == 1 else 's'}"
+    return f"draft pool {pool.name}: {devices} for {engines}, {pool.busy:.0%} busy"

@@ -11,24 +11,30 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 
+from specserve.api.service import PoolStatus
+from specserve.cluster.autoscaling import DRAFTS_METRIC, ENGINES_METRIC
 from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import FIRST_GPU
+from specserve.cluster.pool_balance import PoolBalance
 from specserve.cluster.pool_link import JoiningEngine
 from specserve.cluster.process_state import process_runs_on
-from specserve.cluster.status_board import POOL, ReplicaReport, report_forever
+from specserve.cluster.status_board import POOL, PoolAnswer, ReplicaReport, report_forever
 from specserve.cluster.worker_host import WorkerPlace, WorkerReady, WorkerSite
 from specserve.config.tree import MAX_BATCH_TOKENS, Config, TargetConfig
 from specserve.errors import WorkerLost, first_line
 from specserve.metrics import Registry
+
+if TYPE_CHECKING:
+    from specserve.cluster.pool_worker import PoolWorker
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +67,21 @@ def pool_draft_config(config: Config, *, has_gpu: bool) -> Config:
         ),
         cache=replace(cache, pages=None if cache.pages is None else cache.pages * engines),
     )
+
+
+class LoadMeter:
+    """The load of a pool's worker between two readings, as a share of the time."""
+
+    def __init__(self, worker: PoolWorker, clock: Callable[[], float] = time.monotonic) -> None:
+        self._worker, self._clock = worker, clock
+        self._last_time, self._last_seconds = clock(), worker.load.seconds
+
+    def read(self) -> float:
+        """Return the load since the last reading."""
+        now, seconds = self._clock(), self._worker.load.seconds
+        elapsed, self._last_time = max(now - self._last_time, 1e-9), now
+        spent, self._last_seconds = seconds - self._last_seconds, seconds
+        return spent / elapsed
 
 
 class DraftPool:
@@ -100,7 +121,11 @@ class DraftPool:
         self._last_time = time.monotonic()
         self._last_busy = dict(self._worker.busy_seconds)
         self._last_counts = (0, 0)
-        self._reports = asyncio.create_task(report_forever(board, self._report))
+        self._target_busy = config.draft.pool.target_busy
+        # Reports and the autoscaler look at different times.
+        self._reported_load, self._scaling_load = (LoadMeter(self._worker) for _ in range(2))
+        self._balance = PoolBalance(self._replica, time.monotonic)
+        self._reports = asyncio.create_task(report_forever(board, self._report, self._on_answer))
         log.info("draft pool %s: replica %s listens", self._pool, self._replica)
 
     async def join(self, engine: JoiningEngine) -> AsyncGenerator[WorkerReady, None]:
@@ -112,12 +137,18 @@ class DraftPool:
         is_running = partial(process_runs_on, engine.node, engine.pid)
         members = self._worker.membership(engine.public_key, engine.target, is_running)
         async with aclosing(members) as membership:
-            async for opened in membership:
+            async for opened in membership:  # a second time to ask it to move
                 place = WorkerPlace(
                     self._site.node, os.getpid(), opened.device, self._site.accelerators
                 )
-                log.info("an engine has joined; there are %d", self._worker.num_engines)
                 yield WorkerReady(self._worker.address, place, opened.context, opened.num_pages)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the metrics that Serve polls and passes to the autoscaling policy."""
+        return {
+            DRAFTS_METRIC: self._scaling_load.read() / self._target_busy,
+            ENGINES_METRIC: float(self._worker.num_engines),
+        }
 
     def check_health(self) -> None:
         """Raise WorkerLost when the drafter has ended; Serve then replaces this replica."""
@@ -146,4 +177,16 @@ class DraftPool:
         for name, count, last in zip(("batches", "rounds"), counts, self._last_counts, strict=True):
             self._registry.counter(f"pool_{name}_total").add(count - last, self._pool)
         self._last_counts = counts
-        return ReplicaReport(self._replica, POOL, None, self._registry.snapshot())
+        load = self._reported_load.read()
+        self._registry.gauge("pool_load").set(load, *labels)
+        state = PoolStatus(self._pool, 1, self._worker.num_engines, load)
+        return ReplicaReport(self._replica, POOL, None, self._registry.snapshot(), pool=state)
+
+    def _on_answer(self, answer: PoolAnswer | None) -> None:
+        """Take the board's answer to a report; None while the board is away."""
+        if answer is None:
+            return
+        moving = self._balance.engines_to_move(self._worker.engines, answer.engines)
+        if moving:
+            log.info("%d engines are to move to other devices of the pool", len(moving))
+            self._worker.ask_to_move(moving)

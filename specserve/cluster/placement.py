@@ -115,8 +115,11 @@ def first_bundles(config: Config, *, has_gpus: bool) -> tuple[tuple[Bundle, ...]
     return together, 1
 
 
-def pool_bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
-    """Return what the devices of all draft pools need, one bundle each; none without a pool."""
+def pool_bundles(config: Config, *, has_gpus: bool, at_most: bool = False) -> tuple[Bundle, ...]:
+    """Return what the devices of all draft pools need, one bundle each; none without a pool.
+
+    They are those with which pools start, or as many as they grow to.
+    """
     return tuple(
         Bundle(
             f"draft pool {draft.pool.name}",
@@ -127,7 +130,7 @@ def pool_bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
             draft.label_selector,
         )
         for draft in (sharers[0].draft for sharers in pool_sharers(config).values())
-        for _ in range(draft.pool.devices)
+        for _ in range(draft.pool.most_devices if at_most else draft.pool.devices)
     )
 
 

@@ -33,7 +33,7 @@ class JoiningEngine(Versioned):
 
 
 Join = Callable[[JoiningEngine], AsyncIterator[WorkerReady]]
-"""Joins a pool: yields once, and lasts as long as the pool."""
+"""Joins a pool: yields when it is open, and again to ask for a move; lasts as long as the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class PoolLink(Worker):
 async def join_pool(role: str, join: Join, target: ModelInfo) -> Workers:
     """Join a pool and link to it; raise WorkerLost, or what the pool refuses with."""
     keys = KeyPair.generate()
+    exchange = asyncio.Event()
     node = ray.get_runtime_context().get_node_id()
     members = join(JoiningEngine(node, os.getpid(), keys.public, target))
     try:
@@ -69,26 +70,36 @@ async def join_pool(role: str, join: Join, target: ModelInfo) -> Workers:
         raise WorkerLost(f"the draft pool failed: {first_line(cause or error)}") from error
     except (RayError, RayServeException, StopAsyncIteration) as error:
         raise WorkerLost(f"the draft pool is away: {type(error).__name__}") from error
+    except asyncio.CancelledError:
+        await _leave(members)
+        raise
     is_running = partial(process_runs_on, ready.place.node, ready.place.pid)
-    membership = asyncio.create_task(_stay(members))
-    await asyncio.sleep(0)  # a task that is cancelled before it runs would leave nothing
+    membership = asyncio.create_task(_stay(members, exchange))
     try:
+        await asyncio.sleep(0)  # a task that is cancelled before it runs would leave nothing
         client = Client(keys, ready.address, is_running=is_running)
     except BaseException:
         membership.cancel()
         raise
-    return (PoolLink(role, client, ready, membership),)
+    return (PoolLink(role, client, ready, membership, exchange),)
 
 
-async def _stay(members: AsyncIterator[WorkerReady]) -> None:
-    """Return when the pool ends the membership; leave it when cancelled."""
+async def _stay(members: AsyncIterator[WorkerReady], exchange: asyncio.Event) -> None:
+    """Return when the pool ends the membership; leave it when cancelled.
+
+    Sets `exchange` each time that the pool asks the engine to move to another of its devices.
+    """
     try:
         async for _ in members:
-            pass
+            exchange.set()
     finally:
-        for name in ("cancel", "aclose"):  # of a handle's stream, or of a generator
-            if (close := getattr(members, name, None)) is not None:
-                result = close()
-                if asyncio.iscoroutine(result):
-                    await result
-                break
+        await _leave(members)
+
+
+async def _leave(members: AsyncIterator[WorkerReady]) -> None:
+    for name in ("cancel", "aclose"):  # of a handle's stream, or of a generator
+        if (close := getattr(members, name, None)) is not None:
+            result = close()
+            if asyncio.iscoroutine(result):
+                await result
+            break

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from specserve.cluster.transport.endpoint import LinkTiming
 from specserve.cluster.transport.link import IsRunning, unknown
 from specserve.cluster.transport.link_set import LinkSet
 from specserve.drafters.pool.drafter import EngineRound, PooledDrafter
+from specserve.drafters.pool.load import DraftLoad
 from specserve.drafters.pool.shares import MAX_ENGINES, CacheShares
 from specserve.drafters.registry import OpenDrafter
 from specserve.errors import ConfigError, SpecserveError, WorkerLost
@@ -66,9 +67,11 @@ class PoolWorker:
         self.opened: Future[OpenedDraft] = Future()
         self.ended: Future[None] = Future()
         self.busy_seconds = {"draft": 0.0, "anticipate": 0.0}
+        self.load = DraftLoad()
         self.num_batches = self.num_rounds = 0  # of several engines' rounds, and those rounds
         self._lock = threading.Lock()
         self._engines: set[int] = set()
+        self._moving: set[int] = set()  # engines that are to be asked to move
         self._last_engine = 0
         self._target: ModelInfo | None = None
         self._targets: queue.SimpleQueue[ModelInfo | None] = queue.SimpleQueue()
@@ -81,20 +84,35 @@ class PoolWorker:
     def num_engines(self) -> int:
         return len(self._engines)
 
+    @property
+    def engines(self) -> tuple[int, ...]:
+        """Numbers of the engines that are members, in the order in which they joined."""
+        with self._lock:
+            return tuple(sorted(self._engines))
+
+    def ask_to_move(self, engines: Iterable[int]) -> None:
+        """Ask engines to move to another device of the pool; they stay while none takes them."""
+        self._moving.update(engines)
+
     async def membership(
         self, client_key: bytes, target: ModelInfo, is_running: IsRunning = unknown
     ) -> AsyncGenerator[OpenedDraft, None]:
         """Admit an engine, yield once the drafter is loaded, and end with the pool.
 
-        The engine leaves by closing the generator. One that died cannot, so `is_running` examines
-        its process. Raises what `join` and loading do.
+        It yields again each time that the engine is to move to another device. The engine leaves
+        by closing the generator. One that died cannot, so `is_running` examines its process.
+        Raises what `join` and loading do.
         """
         engine = self.join(client_key, target)
         try:
             # An engine that leaves must not cancel what the others wait for.
-            yield await asyncio.shield(asyncio.wrap_future(self.opened))
+            opened = await asyncio.shield(asyncio.wrap_future(self.opened))
+            yield opened
             ended = asyncio.shield(asyncio.wrap_future(self.ended))
             while not ended.done() and await is_running() is not False:
+                if engine in self._moving:
+                    self._moving.discard(engine)
+                    yield opened
                 await asyncio.wait([ended], timeout=EXAMINE_ENGINE_S)
             if ended.done():
                 ended.result()
@@ -131,6 +149,7 @@ class PoolWorker:
         """Release all that an engine has here."""
         with self._lock:
             self._engines.discard(engine)
+        self._moving.discard(engine)
         self._links.remove(engine)
         self._left.put(engine)
 
@@ -216,6 +235,7 @@ class PoolWorker:
             )
             self._numbers[engine] = message.number
         self.busy_seconds["draft"] += ended - start
+        self.load.record(ended - start, [one for each in proposals.values() for one in each])
         self.num_batches += 1
         self.num_rounds += len(rounds)
 

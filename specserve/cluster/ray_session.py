@@ -320,6 +320,8 @@ def _num_cpus(config: Config) -> int:
         for part in config.each_model
         for bundle in bundles(part, has_gpus=False)
     )
-    pools = sum(bundle.resources["CPU"] for bundle in pool_bundles(config, has_gpus=False))
+    pools = sum(
+        bundle.resources["CPU"] for bundle in pool_bundles(config, has_gpus=False, at_most=True)
+    )
     gateways = config.replicas.gateways * GATEWAY_CPUS
     return max(os.cpu_count() or 1, int(engines + gateways + pools) + 1)

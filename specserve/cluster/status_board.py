@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.api.rates import ClientUse, UseByGateway
-from specserve.api.service import ModelStatus, Status
+from specserve.api.service import ModelStatus, PoolStatus, Status
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.errors import VersionMismatch
 from specserve.metrics import Snapshot, merge
@@ -48,6 +48,7 @@ class ReplicaReport(Versioned):
     uses: tuple[ClientUse, ...] = ()  # of a gateway by its clients
     engine_key: bytes | None = None  # public key with which an engine sends its chunks
     model: str = ""  # of an engine of one of several models
+    pool: PoolStatus | None = None  # of a device of a draft pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,16 @@ class GatewayAnswer(Versioned):
 
     engines: EngineKeys
     uses: UseByGateway  # the last reports of the other gateways about their clients
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAnswer(Versioned):
+    """The board's answer to the report of a device of a draft pool."""
+
+    engines: Mapping[str, int]  # of each device of the pool, by its replica
+
+
+Answer = GatewayAnswer | PoolAnswer
 
 
 class Board:
@@ -92,8 +103,8 @@ class Board:
         # Lasting metrics of replicas that fell silent, the oldest first: some come back.
         self._silent: dict[str, Snapshot] = {}
 
-    def report(self, report: ReplicaReport) -> GatewayAnswer | None:
-        """Keep a replica's report, and answer that of a gateway.
+    def report(self, report: ReplicaReport) -> Answer | None:
+        """Keep a replica's report, and answer that of a gateway or of a draft pool.
 
         One of another release gets no answer, and does not count: its report has another shape.
         """
@@ -106,9 +117,11 @@ class Board:
             return None
         self._silent.pop(report.replica, None)  # its own counters go on
         self._reports[report.replica] = (self._clock(), report)
-        if report.role != GATEWAY:
+        if report.role not in (GATEWAY, POOL):
             return None
         self._drop_silent()
+        if report.pool is not None:
+            return PoolAnswer(self._engines_of_pool(report.pool.name))
         reports = [each for _, each in self._reports.values()]
         keys = frozenset(each.engine_key for each in reports if each.engine_key is not None)
         others = [each for each in reports if each.role == GATEWAY and each is not report]
@@ -164,6 +177,9 @@ class Board:
             why=why,
             metrics=tuple(metrics),
             models=models,
+            pools=_sum_pools(
+                [report.pool for _, report in self._reports.values() if report.pool is not None]
+            ),
             replicas=len(engines),
             troubles=tuple(troubles),
             device_troubles=tuple(sorted(device_troubles)),
@@ -172,6 +188,14 @@ class Board:
                 sorted({report.draft_placement for report in engines if report.draft_placement})
             ),
         )
+
+    def _engines_of_pool(self, name: str) -> dict[str, int]:
+        """Return the number of engines of each device of a pool, by its replica."""
+        return {
+            report.replica: report.pool.engines
+            for _, report in self._reports.values()
+            if report.pool is not None and report.pool.name == name
+        }
 
     def _why_engine_waits(self) -> str | None:
         """Return why an engine has no node, as it was found a moment ago."""
@@ -198,6 +222,22 @@ def _are_healthy(engines: Sequence[ReplicaReport], *, may_sleep: bool) -> bool:
     return any(one.trouble is None for one in engines) or (may_sleep and not engines)
 
 
+def _sum_pools(devices: Sequence[PoolStatus]) -> tuple[PoolStatus, ...]:
+    """Return the state of each pool, given that of its devices."""
+    pools: dict[str, list[PoolStatus]] = {}
+    for device in devices:
+        pools.setdefault(device.name, []).append(device)
+    return tuple(
+        PoolStatus(
+            name,
+            sum(one.devices for one in each),
+            sum(one.engines for one in each),
+            sum(one.busy for one in each) / len(each),
+        )
+        for name, each in sorted(pools.items())
+    )
+
+
 def _model_status(name: str, engines: Sequence[ReplicaReport], *, may_sleep: bool) -> ModelStatus:
     healthy = _are_healthy(engines, may_sleep=may_sleep)
     troubles = [one.trouble for one in engines if one.trouble is not None]
@@ -212,7 +252,7 @@ def _named(report: ReplicaReport, trouble: str) -> str:
 async def report_forever(
     board: Any,
     make: Callable[[], ReplicaReport],
-    on_answer: Callable[[GatewayAnswer | None], None] = lambda answer: None,
+    on_answer: Callable[[Any], None] = lambda answer: None,
     wanted: asyncio.Event | None = None,
 ) -> None:
     """Report to the board's handle once a second, and soon after an answer is `wanted`.
@@ -223,7 +263,7 @@ async def report_forever(
     while True:
         wanted.clear()
         try:
-            answer: GatewayAnswer | None = await board.report.remote(make())
+            answer: Answer | None = await board.report.remote(make())
             if answer is not None:
                 answer.require_same_version()
         except Exception:  # the board may be away; the next report will reach it

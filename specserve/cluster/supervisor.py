@@ -40,6 +40,8 @@ class Worker:
     client: Client
     ready: WorkerReady
     run_call: Awaitable[None]
+    # set when a shared worker asks to be exchanged for another one; None: it never does
+    wants_exchange: asyncio.Event | None = None
 
     def stop(self) -> None:
         """Ask the worker to end."""
@@ -113,6 +115,7 @@ class WorkerSupervisor:
         # Consecutive failures: starts that failed, and workers that were lost before any answer.
         self._num_failures = 0
         self._lost = asyncio.Event()
+        self._successors: Workers = ()  # of workers that ask to be exchanged
         remote.on_lost = self.mark_lost
         if workers:
             self._attach(workers)
@@ -149,13 +152,18 @@ class WorkerSupervisor:
             await asyncio.wait(
                 [asyncio.ensure_future(worker.run_call) for worker in self.workers], timeout=1.0
             )
-        for worker in self.workers:
+        for worker in (*self.workers, *self._successors):
             worker.kill()
 
     async def _supervise(self) -> None:
         while not self.has_given_up:
             watchers = [asyncio.create_task(self._watch(worker)) for worker in self.workers]
-            await self._lost.wait()
+            exchanges = [asyncio.create_task(self._exchange(worker)) for worker in self.workers]
+            try:
+                await self._lost.wait()
+            finally:
+                for exchange in exchanges:
+                    exchange.cancel()
             for watcher in watchers:
                 watcher.cancel()
             for worker in self.workers:
@@ -170,8 +178,32 @@ class WorkerSupervisor:
         except RayError as error:
             self.mark_lost(first_line(error), worker)
 
+    async def _exchange(self, worker: Worker) -> None:
+        """Exchange a worker that asks for it, once another one is ready to take its place.
+
+        It serves on while there is none. A round under way ends as if the worker was lost.
+        """
+        while worker.wants_exchange is not None:
+            await worker.wants_exchange.wait()
+            worker.wants_exchange.clear()
+            try:
+                self._successors = await self._start()
+            except Exception as error:  # any failure; the worker asks again
+                log.warning("the %s is not exchanged: %s", self.role, error or type(error).__name__)
+                continue
+            log.info("the %s is exchanged for another one, as it asks", self.role)
+            self._num_failures = 0
+            self._remote.detach()
+            worker.client.fail(WorkerLost(f"the {self.role} has been exchanged"))
+            self._lost.set()
+            return
+
     async def _restart(self) -> None:
         self.workers = ()
+        if self._successors:
+            workers, self._successors = self._successors, ()
+            self._attach(workers)
+            return
         while self._max_restarts is None or self._num_failures <= self._max_restarts:
             if self._num_failures:
                 await asyncio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**self._num_failures))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING
 
-from specserve.config.fields import NAME, integer, setting, text
+from specserve.config.fields import NAME, integer, number, setting, text
 from specserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,9 +31,17 @@ class PoolConfig:
     """Draft devices that the engines of an application share, instead of one draft each."""
 
     name: str | None = setting(None, text())  # None: there is no pool
-    devices: int = setting(1, integer(1, 1024))  # each with a draft of its own
+    devices: int = setting(1, integer(1, 1024))  # each with a draft of its own; at least so many
+    # at most; None: devices. Between the two, the measured load decides
+    max_devices: int | None = setting(None, integer(1, 1024))
+    target_busy: float = setting(0.7, number(0, 1, above=True))  # share of a device's time
     # engines; None: replicas.max, of all models that name the pool together
     targets: int | None = setting(None, integer(1, 4096))
+
+    @property
+    def most_devices(self) -> int:
+        """Number of devices beyond which the pool does not grow."""
+        return self.max_devices or self.devices
 
 
 def check_pool(draft: DraftConfig) -> None:
@@ -42,8 +50,8 @@ def check_pool(draft: DraftConfig) -> None:
     if pool.name is None:
         if pool != PoolConfig():
             raise ConfigError(
-                "draft.pool.devices and draft.pool.targets are of a pool; give it a "
-                "draft.pool.name, such as shared"
+                "the keys of draft.pool are of a pool with a name; give it a draft.pool.name, "
+                "such as shared"
             )
         return
     if not NAME.fullmatch(pool.name):
@@ -76,9 +84,15 @@ def check_pool_size(pool: PoolConfig, most_engines: int, *, of: str = "replicas.
             f"draft.pool.targets {num_engines} is below {of} {most_engines}; "
             "leave it out, or raise it"
         )
-    if pool.devices > num_engines:
+    if pool.most_devices < pool.devices:
         raise ConfigError(
-            f"draft.pool.devices {pool.devices} is above the number of engines, {num_engines}, "
+            f"draft.pool.max_devices {pool.max_devices} is below draft.pool.devices "
+            f"{pool.devices}; leave it out, or raise it"
+        )
+    if pool.most_devices > num_engines:
+        key = "devices" if pool.max_devices is None else "max_devices"
+        raise ConfigError(
+            f"draft.pool.{key} {pool.most_devices} is above the number of engines, {num_engines}, "
             "and each drafts on one; lower it, or leave draft.pool out for a draft each"
         )
 

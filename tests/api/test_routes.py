@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specserve import __version__
 from specserve.api import routes as endpoints
-from specserve.api.service import Status
+from specserve.api.service import PoolStatus, Status
 from specserve.errors import WorkerLost
 from specserve.metrics import Registry
 from tests.support.http_server import (
@@ -98,6 +98,14 @@ def test_health_and_readiness_say_what_is_wrong(status: Status, health: int, rea
             if reply.status == 503:
                 assert reply.error["message"] == status.why
                 assert reply.headers["retry-after"]
+
+
+def test_health_says_how_many_devices_a_draft_pool_has_and_how_busy_they_are() -> None:
+    pools = (PoolStatus("shared", devices=2, engines=3, busy=0.41257),)
+    state = Status(ready=True, healthy=True, pools=pools)
+    with serving(FakeService(state=state)) as server:
+        reply = server.ask("/health")
+    assert reply.json["draft_pools"] == {"shared": {"devices": 2, "engines": 3, "busy": 0.413}}
 
 
 def test_devices_that_are_avoided_stand_in_the_health_of_a_server_that_is_well() -> None:

@@ -1,4 +1,4 @@
-"""A draft pool in a real application: two models, one draft, and the draft killed under load."""
+"""A draft pool in a real application: two models, and drafts that come and die under load."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ from ray.serve._private.build_app import build_app
 
 from specserve.checkpoint_files import require_shared_tokenizers
 from specserve.cluster.app import application
-from specserve.cluster.draft_pool import pool_draft_config
+from specserve.cluster.autoscaling import pool_policy
+from specserve.cluster.draft_pool import LoadMeter, pool_draft_config
 from specserve.cluster.launch import handle
 from specserve.cluster.placement import pool_bundles
 from specserve.config.pool import shared_draft_config
 from specserve.config.tree import DEMO, Config, config_from_keys
+from specserve.drafters.pool.load import DraftLoad
 from specserve.errors import ConfigError, TokenizerMismatch
 from tests.support import checkpoints
 from tests.support.ray_server import served
@@ -53,46 +56,52 @@ def complete(url: str, model: str, prompt: str) -> tuple[str, int]:
     return answer["choices"][0]["text"], answer["specserve"]["drafted"]
 
 
-def metric(url: str, name: str) -> float:
+def readings(url: str, name: str) -> list[float]:
+    """Return all samples of a metric, one for each device of a pool."""
     text = get(f"{url}/metrics").decode()
-    return sum(
+    return [
         sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name == f"specserve_{name}"
-    )
+    ]
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_two_models_share_a_draft_that_is_killed_under_load_and_lose_nothing() -> None:
-    own = {"draft": {"path": str(DEMO / "draft"), "threads": 1, "pool": {"name": "shared"}}}
+def test_two_models_share_a_pool_that_grows_and_is_killed_under_load_and_lose_nothing() -> None:
+    pool = {"name": "shared", "max_devices": 2, "target_busy": 0.01}
+    own = {"draft": {"path": str(DEMO / "draft"), "threads": 1, "pool": pool}}
+    names = ("target", "draft")
     models = [
-        {"name": name, "target": {"path": str(DEMO / name), "threads": 1}, **own}
-        for name in ("target", "draft")
+        {"name": name, "target": {"path": str(DEMO / name), "threads": 1}, **own} for name in names
     ]
-    asked = [(model, prompt) for prompt in PROMPTS for model in ("target", "draft")]
-    keys = {"models": models, "speculation.gamma": 4, "cache.pages": 256}
+    asked = [(model, prompt) for prompt in PROMPTS for model in names]
+    replicas = {"upscale_delay_s": 0.5, "downscale_delay_s": 600}
+    keys = {"models": models, "replicas": replicas, "speculation.gamma": 4, "cache.pages": 256}
     with served(keys) as (url, config), ThreadPoolExecutor(8) as clients:
-        places = [
-            handle(config, f"Engine-{name}").places.remote().result(timeout_s=PATIENCE_S)
-            for name in ("target", "draft")
-        ]
-        (pid,) = {each["draft"].pid for each in places}
-        until(lambda: metric(url, "pool_engines") == 2)
+        until(lambda: readings(url, "pool_engines") == [2.0])
         expected = [text for text, _ in clients.map(lambda one: complete(url, *one), asked)]
-        load = [clients.submit(complete, url, *asked[i % len(asked)]) for i in range(20)]
-        until(lambda: sum(each.done() for each in load) >= 2)
-        os.kill(pid, signal.SIGKILL)
-        texts = [each.result()[0] for each in load]
-        assert texts == [expected[i % len(asked)] for i in range(20)]
 
+        def texts_while(happens: Callable[[], object]) -> list[str]:
+            """Return the texts of all prompts, twice; most are written while it happens."""
+            load = [clients.submit(complete, url, *each) for each in asked * 2]
+            until(lambda: sum(each.done() for each in load) >= 2)
+            happens()
+            return [each.result()[0] for each in load]
+
+        moved = texts_while(lambda: until(lambda: readings(url, "pool_engines") == [1.0, 1.0]))
+        assert moved == expected * 2
+
+        engine = handle(config, "Engine-target")
+        draft = engine.places.remote().result(timeout_s=PATIENCE_S)["draft"]
+        assert texts_while(lambda: os.kill(draft.pid, signal.SIGKILL)) == expected * 2
         for one, text in zip(asked[:2], expected, strict=False):
             until(lambda one=one: complete(url, *one)[1] > 0)  # type: ignore[misc]
             assert complete(url, *one)[0] == text
-        until(lambda: metric(url, "pool_engines") == 2)
-        assert metric(url, "pool_rounds_total") > 0
-        assert metric(url, "request_failure_total") == 0
+        until(lambda: sum(readings(url, "pool_engines")) == 2)
+        assert sum(readings(url, "pool_rounds_total")) > 0
+        assert sum(readings(url, "request_failure_total")) == 0
 
 
 @pytest.mark.parametrize(
@@ -105,6 +114,12 @@ def test_two_models_share_a_draft_that_is_killed_under_load_and_lose_nothing() -
         ({**POOL, "draft.learn": True}, "draft.learn trains"),
         ({**POOL, "draft.pool.targets": 1}, "below replicas.max 2"),
         ({**POOL, "draft.pool.devices": 3}, "above the number of engines, 2"),
+        ({**POOL, "draft.pool.max_devices": 3}, "max_devices 3 is above the number of engines, 2"),
+        (
+            {**POOL, "draft.pool.devices": 2, "draft.pool.max_devices": 1},
+            "draft.pool.max_devices 1 is below draft.pool.devices 2",
+        ),
+        ({**POOL, "draft.pool.target_busy": 0}, "draft.pool.target_busy"),
     ],
 )
 def test_a_pool_that_cannot_work_is_refused_with_the_key_and_the_remedy(
@@ -131,6 +146,27 @@ def test_a_device_has_room_for_all_engines_that_it_drafts_for() -> None:
 def built_deployments(config: Config) -> dict[str, Any]:
     """Return the deployments of the config's application by name."""
     return {each.name: each for each in build_app(application(config), name="it").deployments}
+
+
+def test_a_pool_that_may_grow_is_scaled_by_its_own_policy_between_its_bounds() -> None:
+    config = pooled(**{"replicas.max": 4, "draft.pool.max_devices": 3})
+    pool = built_deployments(config)["DraftPool-shared"]._deployment_config
+    scaling = pool.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 3)
+    assert scaling.policy.policy_function == f"{pool_policy.__module__}:{pool_policy.__name__}"
+    assert pool.max_ongoing_requests == 4, "the fewest devices have room for all engines"
+    assert len(pool_bundles(config, has_gpus=False)) == 1
+    assert len(pool_bundles(config, has_gpus=False, at_most=True)) == 3
+    fixed = built_deployments(pooled())["DraftPool-shared"]._deployment_config
+    assert (fixed.num_replicas, fixed.autoscaling_config) == (1, None)
+
+
+def test_the_load_is_measured_between_two_readings() -> None:
+    times = iter([0.0, 4.0, 6.0])
+    worker: Any = SimpleNamespace(load=DraftLoad())
+    meter = LoadMeter(worker, lambda: next(times))
+    worker.load.seconds = 3.0
+    assert [meter.read(), meter.read()] == [0.75, 0.0]
 
 
 def two_models(first: dict[str, Any], second: dict[str, Any], **keys: object) -> Config:

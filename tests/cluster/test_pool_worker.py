@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -108,7 +108,7 @@ class Pool:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
-    async def join(self, engine: JoiningEngine) -> AsyncIterator[WorkerReady]:
+    async def join(self, engine: JoiningEngine) -> AsyncGenerator[WorkerReady]:
         """Join as a deployment lets engines do: the membership lasts as long as the pool."""
         worker = self.worker
         members = worker.membership(engine.public_key, engine.target)
@@ -145,7 +145,7 @@ class PooledEngine:
         for request in models.requests[number]:
             self.answers[self.coordinator.submit(request)] = Answer()
 
-    async def connect(self, pool: Pool) -> None:
+    async def connect(self, pool: Any) -> None:
         async def start() -> Any:
             return await join_pool("draft", pool.join, self._target.info)
 
@@ -250,6 +250,71 @@ def test_a_pool_that_dies_and_returns_loses_nothing_and_drafts_again(models: Mod
 
         run(main())
         assert [engine.texts for engine in engines] == models.texts
+
+
+def test_an_engine_that_is_asked_to_move_loses_nothing_and_drafts_on_the_other_device(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check also that it stays where it is as long as the other device admits none."""
+    monkeypatch.setattr(pool_worker, "EXAMINE_ENGINE_S", 0.01)
+    refusals = [WorkerLost("the device has no room")]
+
+    with pool_of(models) as old, pool_of(models) as new:
+        engine = PooledEngine(models, 0)
+
+        async def join(joining: JoiningEngine) -> AsyncGenerator[WorkerReady]:
+            device = new if old.worker.num_engines else old
+            if device is new and refusals:
+                raise refusals.pop()
+            async with aclosing(device.join(joining)) as members:
+                async for ready in members:
+                    yield ready
+
+        async def main() -> None:
+            await engine.connect(SimpleNamespace(join=join))
+            await engine.run(lambda: old.worker.num_rounds < 3)
+            old.worker.ask_to_move(old.worker.engines)
+            await until(lambda: not refusals)
+            assert (old.worker.num_engines, new.worker.num_engines) == (1, 0)
+            before = old.worker.num_rounds
+            await engine.run(lambda: old.worker.num_rounds < before + 2)
+            assert engine.coordinator.has_work
+            old.worker.ask_to_move(old.worker.engines)
+            await until(lambda: new.worker.num_engines == 1)
+            await engine.run(lambda: old.worker.num_engines > 0)
+            assert engine.coordinator.has_work, "it has moved under load"
+            await engine.run()
+            assert new.worker.num_rounds, "the other device has drafted"
+            assert (engine.supervisor.num_restarts, engine.supervisor.last_loss) == (0, None)
+            await engine.supervisor.close()
+            await until(lambda: new.worker.num_engines == 0)
+
+        run(main())
+        assert engine.texts == models.texts[0]
+
+
+def test_engines_of_a_device_that_is_removed_join_the_other_one(models: Models) -> None:
+    with pool_of(models) as removed, pool_of(models) as left:
+        engine = PooledEngine(models, 0)
+        devices = [removed]
+
+        async def join(joining: JoiningEngine) -> AsyncGenerator[WorkerReady]:
+            async with aclosing(devices[0].join(joining)) as members:
+                async for ready in members:
+                    yield ready
+
+        async def main() -> None:
+            await engine.connect(SimpleNamespace(join=join))
+            await engine.run(lambda: removed.worker.num_rounds < 3)
+            devices[0] = left
+            await asyncio.to_thread(removed.stop)
+            await until(lambda: left.worker.num_engines == 1 and engine.has_restarted(1))
+            await engine.run()
+            assert left.worker.num_rounds
+            await engine.supervisor.close()
+
+        run(main())
+        assert engine.texts == models.texts[0]
 
 
 def test_an_engine_whose_target_has_another_vocabulary_is_refused_with_the_remedy(

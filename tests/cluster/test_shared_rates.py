@@ -54,7 +54,7 @@ class Gateways:
             str(gateway), GATEWAY, None, Snapshot({}), uses=self.accounts[gateway].uses()
         )
         answer = self.board.report(report)
-        assert answer is not None
+        assert isinstance(answer, GatewayAnswer)
         self.accounts[gateway].charge_others(answer.uses)
 
     def exchange_all(self) -> None:
@@ -175,7 +175,7 @@ def test_engines_are_no_gateways() -> None:
     board.report(ReplicaReport("g", GATEWAY, None, Snapshot({}), uses=(use,)))
     assert board.report(ReplicaReport("e", ENGINE, None, Snapshot({}))) is None
     answer = board.report(ReplicaReport("h", GATEWAY, None, Snapshot({})))
-    assert answer is not None
+    assert isinstance(answer, GatewayAnswer)
     assert answer.uses == {"g": (use,)}
 
 

@@ -6,15 +6,19 @@ import asyncio
 
 import pytest
 
+from specserve.api.service import PoolStatus
 from specserve.cluster import status_board
-from specserve.cluster.console import StatusLine
+from specserve.cluster.console import StatusLine, StatusScreen
 from specserve.cluster.status_board import (
     ENGINE,
     GATEWAY,
+    POOL,
     SILENT_AFTER_S,
+    Answer,
     Board,
     EngineKeys,
     GatewayAnswer,
+    PoolAnswer,
     ReplicaReport,
     report_forever,
 )
@@ -30,6 +34,26 @@ def snapshot(written: int, running: int = 0) -> Snapshot:
 
 def written(board: Board) -> float:
     return merge(board.status().metrics).samples["generation_tokens_total"][()][0]
+
+
+def device(replica: str, pool: str, *, engines: int, busy: float) -> ReplicaReport:
+    return ReplicaReport(replica, POOL, None, Snapshot({}), pool=PoolStatus(pool, 1, engines, busy))
+
+
+def test_a_device_of_a_pool_learns_the_engines_of_the_others_and_a_status_has_the_sum() -> None:
+    board = Board()
+    board.report(device("a", "shared", engines=3, busy=0.75))
+    board.report(device("x", "other", engines=2, busy=0.5))
+    answer = board.report(device("b", "shared", engines=1, busy=0.25))
+    assert isinstance(answer, PoolAnswer)
+    assert answer.engines == {"a": 3, "b": 1}
+    assert board.status().pools == (
+        PoolStatus("other", 1, 2, 0.5),
+        PoolStatus("shared", 2, 4, 0.5),
+    )
+    page = StatusScreen(title="it", hints=()).render(board.status())
+    assert "draft pool shared: 2 devices for 4 engines, 50% busy" in page.plain
+    assert "draft pool other: 1 device for 2 engines, 50% busy" in page.plain
 
 
 class Clock:
@@ -138,7 +162,7 @@ def test_gateways_get_the_keys_of_the_engines_that_report() -> None:
 
     def report(replica: str, role: str, key: bytes | None = None) -> EngineKeys | None:
         answer = board.report(ReplicaReport(replica, role, None, Snapshot({}), engine_key=key))
-        return None if answer is None else answer.engines
+        return answer.engines if isinstance(answer, GatewayAnswer) else None
 
     assert report("a", ENGINE, b"key of a") is None
     assert report("g", GATEWAY) == EngineKeys(frozenset({b"key of a"}), is_complete=False)
@@ -154,7 +178,7 @@ def test_a_gateway_that_meets_an_unknown_engine_asks_the_board_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(status_board, "REPORT_EVERY_S", 1000.0)
-    answers: list[GatewayAnswer | None] = []
+    answers: list[Answer | None] = []
     board = Board(Clock())
 
     class Handle:
@@ -162,7 +186,7 @@ def test_a_gateway_that_meets_an_unknown_engine_asks_the_board_at_once(
         def report(self) -> Handle:
             return self
 
-        async def remote(self, report: ReplicaReport) -> GatewayAnswer | None:
+        async def remote(self, report: ReplicaReport) -> Answer | None:
             return board.report(report)
 
     async def main() -> None:

@@ -451,7 +451,9 @@ def test_a_plan_says_how_many_engines_a_draft_can_serve_and_how_many_devices_tha
 
 def test_the_devices_of_a_plan_include_those_of_a_pool_once() -> None:
     keys = {"replicas.min": 2, "replicas.max": 4, "draft.threads": 3, "draft.device": "cpu"}
-    config = config_from_keys({**keys, "draft.pool.name": "shared", "draft.pool.devices": 2})
+    pool_keys = {"name": "shared", "devices": 2, "max_devices": 3}
+    config = config_from_keys({**keys, "draft": {"pool": pool_keys}})
     engines, pool, _ = device_demands(config, has_gpus=False)
     assert (engines.cpus, engines.max_replicas) == (2.0, 4), "coordinator and rank"
-    assert (pool.name, pool.cpus, pool.max_replicas) == ("draft pool shared", 3.0, 2)
+    assert (pool.name, pool.cpus) == ("draft pool shared", 3.0)
+    assert (pool.min_replicas, pool.max_replicas) == (2, 3)

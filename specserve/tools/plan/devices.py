@@ -39,8 +39,8 @@ def device_demands(config: Config, *, has_gpus: bool) -> tuple[DeviceDemand, ...
         for part in config.each_model
     )
     pools = (
-        DeviceDemand(name, number, number, *_amounts((bundle,)))
-        for name, (bundle, number) in _pools(config, has_gpus).items()
+        DeviceDemand(bundle.name, fewest, most, *_amounts((bundle,)))
+        for bundle, fewest, most in _pools(config, has_gpus)
     )
     cpus = gateway_bundle(config).resources["CPU"]
     replicas = config.replicas
@@ -81,8 +81,12 @@ def _amounts(wanted: Sequence[Bundle]) -> tuple[float, float]:
     return cpus, gpus
 
 
-def _pools(config: Config, has_gpus: bool) -> dict[str, tuple[Bundle, int]]:
-    """Return what a device of each pool asks for, and how many there are."""
-    wanted = pool_bundles(config, has_gpus=has_gpus)
-    counts = Counter(bundle.name for bundle in wanted)
-    return {bundle.name: (bundle, counts[bundle.name]) for bundle in wanted}
+def _pools(config: Config, has_gpus: bool) -> Iterator[tuple[Bundle, int, int]]:
+    """Yield what a device of each pool asks for, and how many there are at least and at most."""
+    fewest, most = (
+        Counter(bundle.name for bundle in pool_bundles(config, has_gpus=has_gpus, at_most=at_most))
+        for at_most in (False, True)
+    )
+    bundles_by_name = {each.name: each for each in pool_bundles(config, has_gpus=has_gpus)}
+    for name, bundle in bundles_by_name.items():
+        yield bundle, fewest[name], most[name]

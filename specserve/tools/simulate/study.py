@@ -203,6 +203,11 @@ def _checked(study: StudyConfig) -> StudyConfig:
             "find searches for replicas with devices of their own, and config.draft.pool shares "
             "drafts; leave one out, and compare pools by sweep.replicas"
         )
+    if study.config.draft.pool.max_devices is not None:
+        raise ConfigError(
+            "a simulated pool keeps config.draft.pool.devices; leave "
+            "config.draft.pool.max_devices out"
+        )
     if study.load.kind == "recorded" and (sweep.concurrency or sweep.rate):
         raise ConfigError(
             "a recorded load has its own times; leave out sweep.concurrency and sweep.rate"

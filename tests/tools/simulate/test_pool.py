@@ -78,6 +78,10 @@ def test_a_pool_of_one_engine_is_a_pair() -> None:
     [
         ("sweep: {modes: [pooled]}", "sweep.modes pooled needs config.draft.pool"),
         ("config: {draft: {pool: {name: shared}}}\nfind: {}", "compare pools by sweep.replicas"),
+        (
+            "config: {replicas: {max: 2}, draft: {pool: {name: shared, max_devices: 2}}}",
+            "a simulated pool keeps config.draft.pool.devices",
+        ),
     ],
 )
 def test_a_study_of_pools_that_lacks_one_says_what_to_write(
