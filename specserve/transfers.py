@@ -33,6 +33,8 @@ def to_host(*tensors: Tensor) -> list[NDArray[Any]]:
     """Return tensors of one device as arrays, after a single wait for it."""
     if tensors[0].is_cpu:
         return [tensor.numpy() for tensor in tensors]
+    if len(tensors) == 1:
+        return [tensors[0].cpu().numpy()]
     parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
     joined = torch.cat(parts).cpu().numpy()
     ends = accumulate((len(part) for part in parts), initial=0)

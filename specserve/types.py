@@ -77,6 +77,11 @@ class Warp:
         return self.needs_history or bool(self.logit_bias)
 
     @property
+    def truncates(self) -> bool:
+        """True if some tokens lose their probability to the likelier ones."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def has_penalties(self) -> bool:
         return (
             self.presence_penalty != 0

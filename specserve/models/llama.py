@@ -26,7 +26,7 @@ from specserve.models.layers import (
     take_linear,
 )
 from specserve.models.layout import Layout
-from specserve.models.shard import Shard
+from specserve.models.shard import GatheredHead, Shard
 
 if TYPE_CHECKING:
     from specserve.models.compiled_layers import CompiledLayers
@@ -142,6 +142,10 @@ class FusedNetwork:
         other.layers = [self.layers[i] for i in kept]
         other.keys, other.values = [self.keys[i] for i in kept], [self.values[i] for i in kept]
         return other
+
+    @property
+    def sharded_head(self) -> GatheredHead | None:
+        return self._head if isinstance(self._head, GatheredHead) else None
 
     def embed(self, ids: Tensor) -> Tensor:
         rows: Tensor = self.embedding.index_select(0, ids)

@@ -266,7 +266,8 @@ def open_model(
     if packed is not None:
         packed.check_finished()
     if isinstance(net, T5Network):
-        return Model(Runner(net, cache, device=device, encoder=net), spec, context)
+        runner = Runner(net, cache, device=device, encoder=net, sharded_head=net.sharded_head)
+        return Model(runner, spec, context)
     adapters = None
     if options.adapter_bytes:
         assert isinstance(net, LibraryNetwork)
@@ -280,7 +281,7 @@ def open_model(
             shard=shard,
             kernel=options.kernel,
         )
-    plain = Runner(net, cache, device=device, adapters=adapters)
+    plain = Runner(net, cache, device=device, adapters=adapters, sharded_head=net.sharded_head)
     if needs_trial:
         taken = largest_pass_bytes(plain, largest)
         cache.resize(1)
@@ -330,9 +331,13 @@ def with_graphs(
         by_rows = RowGraphs(
             network, attention, cache, device=device, max_context=context, shard=shard
         )
-        return Model(Runner(by_rows, cache, device=device), spec, context, by_rows)
+        # Inside a captured pass a head exchanges what it did as it was captured.
+        head = None if isinstance(network, LibraryNetwork) else network.sharded_head
+        runner = Runner(by_rows, cache, device=device, sharded_head=head)
+        return Model(runner, spec, context, by_rows)
     if shard is not None or network.run_rows is not None:  # passes in groups, on one rank alone
-        return Model(Runner(network, cache, device=device), spec, context, network)
+        runner = Runner(network, cache, device=device, sharded_head=network.sharded_head)
+        return Model(runner, spec, context, network)
     graphed = GraphedNetwork(network, device, taps)
     runner = Runner(graphed, cache, device=device, pad_to_bucket=pad_to_bucket)
     return Model(runner, spec, context, graphed)

@@ -22,7 +22,7 @@ from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layers import pack_linears
 from specserve.models.layout import Layout
 from specserve.models.llama import FusedNetwork
-from specserve.models.shard import Shard
+from specserve.models.shard import GatheredHead, Shard
 from specserve.models.skip import layers_of, without_layers
 
 LLAMA_SHAPED = ("llama", "mistral", "qwen2", "qwen3", "granite", "seed_oss", "smollm3")
@@ -73,6 +73,11 @@ class ShareableNetwork(Network, Protocol):
 
 class CapturableNetwork(ShareableNetwork, Protocol):
     """A network whose pass can be captured, up to what is computed for some rows alone."""
+
+    @property
+    def sharded_head(self) -> GatheredHead | None:
+        """The vocabulary head, if each of several ranks has a share of it."""
+        ...
 
     def without_layers(self, skip: Collection[int]) -> CapturableNetwork: ...
 
@@ -156,6 +161,11 @@ class LibraryNetwork:
     def embedding(self) -> Tensor:
         weight: Tensor = self.module.get_input_embeddings().weight
         return weight.detach()
+
+    @property
+    def sharded_head(self) -> GatheredHead | None:
+        head = self.module.get_output_embeddings()
+        return head if isinstance(head, GatheredHead) else None
 
     def logits(self, ids: Tensor, layout: Layout, rows: Tensor | None) -> Tensor:
         self.attention.layout = layout

@@ -19,6 +19,7 @@ from specserve.models.encoder_cache import Encoder, EncoderCache
 from specserve.models.layout import Geometry, Ints, Layout, Writes
 from specserve.models.network import Network
 from specserve.models.planner import Planner, key_block_size
+from specserve.models.shard import GatheredHead
 from specserve.transfers import to_device
 from specserve.types import Step
 
@@ -52,9 +53,11 @@ class Runner:
         pad_to_bucket: Callable[[Writes, Geometry], Writes | None] | None = None,
         encoder: Encoder | None = None,
         adapters: AdapterStore | None = None,
+        sharded_head: GatheredHead | None = None,
     ) -> None:
         self.network, self.cache, self.device = network, cache, device
         self.pad_to_bucket, self.adapters = pad_to_bucket, adapters
+        self.sharded_head = sharded_head
         # Called with the steps of each `run` as they are computed, between room and pass.
         self.on_written: Callable[[Sequence[Step]], None] | None = None
         width = cache.kv_heads * min(cache.keys[0].shape[2], cache.values[0].shape[2])

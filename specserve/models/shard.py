@@ -7,6 +7,8 @@ architectures no more than their plans.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,6 +94,11 @@ class Shard:
         counts = torch.tensor([count], device=device)
         dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self.group)
         return int(counts.item())
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Return the largest of all ranks' values, element by element; `values` is lost."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        return values
 
     def gather(self, part: Tensor) -> list[Tensor] | None:
         """Return all ranks' parts, equal in shape, on rank 0; None on other ranks."""
@@ -291,21 +298,38 @@ class JoinedModule(RowWiseModule):
 class GatheredHead(nn.Module):
     """The vocabulary head, of which each rank has a share.
 
-    Rank 0 returns all logits, the others zeros of the same shape.
+    Rank 0 returns all logits, the others zeros of the same shape. While it is `keeping_shares`,
+    each rank returns its own share, and nothing is exchanged.
     """
 
     def __init__(self, inner: nn.Module, vocab: int, shard: Shard) -> None:
         super().__init__()
         self.inner, self.vocab, self.shard = inner, vocab, shard
+        self.share = -(-vocab // shard.size)  # tokens of each rank; the last ones may have fewer
+        self._keeps_share = False
 
     def forward(self, hidden: Tensor) -> Tensor:  # [..., hidden]
         part: Tensor = self.inner(hidden)
-        share = -(-self.vocab // self.shard.size)
-        # The last rank's share may be smaller.
-        parts = self.shard.gather(F.pad(part, (0, share - part.shape[-1])))
+        return part if self._keeps_share else self.gather(part)
+
+    def gather(self, part: Tensor) -> Tensor:  # [..., own share] -> [..., vocab]
+        parts = self.shard.gather(self.padded(part))
         if parts is None:
             return part.new_zeros(1).expand(*part.shape[:-1], self.vocab)
         return torch.cat(parts, dim=-1)[..., : self.vocab]
+
+    def padded(self, part: Tensor) -> Tensor:  # [..., own share] -> [..., share]
+        """Return a rank's logits padded to the width of all shares by tokens that cannot be."""
+        missing = self.share - part.shape[-1]
+        return F.pad(part, (0, missing), value=-torch.inf) if missing else part
+
+    @contextmanager
+    def keeping_shares(self) -> Iterator[None]:
+        self._keeps_share = True
+        try:
+            yield
+        finally:
+            self._keeps_share = False
 
 
 def _wrapper(style: Style) -> type[RowWiseModule] | None:

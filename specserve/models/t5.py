@@ -32,7 +32,7 @@ from specserve.models.layers import (
     take_linear,
 )
 from specserve.models.layout import AttentionGroup, Layout
-from specserve.models.shard import Shard
+from specserve.models.shard import GatheredHead, Shard
 
 ATTENTION = GroupedAttention(invariant_kernel)
 UNSCALED = AttentionVariant(scaling=1.0)  # the weights include 1/sqrt(dim)
@@ -70,6 +70,10 @@ class T5Network:
             if isinstance(module.lm_head, nn.Linear)
             else module.lm_head
         )
+
+    @property
+    def sharded_head(self) -> GatheredHead | None:
+        return self.head if isinstance(self.head, GatheredHead) else None
 
     def encode(self, ids: Tensor, lengths: Sequence[int], slots: Tensor) -> None:
         """Encode concatenated encoder inputs, and write their keys and values into `slots`."""

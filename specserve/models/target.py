@@ -26,14 +26,15 @@ from specserve.models.hidden_taps import HiddenRows, HiddenTaps
 from specserve.models.model import ModelOptions, open_model, require_context
 from specserve.models.network import ShareableNetwork
 from specserve.models.prompt_scores import PromptScores, reader_of
-from specserve.models.runner import Runner
+from specserve.models.runner import LogitsReader, Runner
 from specserve.models.shard import Shard
+from specserve.models.vocabulary_shares import PassLogits, VocabularyShares, chosen_on_shares
 from specserve.sampling.distribution import WarpBatch, logprobs
 from specserve.sampling.drafts import DraftBatch
 from specserve.sampling.penalties import History
 from specserve.sampling.row_draws import draw_kernel_of
 from specserve.sampling.truncation import renormaliser_of
-from specserve.sampling.verify import RandomStreams, verify, verify_greedy
+from specserve.sampling.verify import RandomStreams, VerifyResult, verify, verify_greedy
 from specserve.transfers import to_device, to_host
 from specserve.types import Logprobs, ModelInfo, Step, Verdict, VerifyStep
 
@@ -70,6 +71,7 @@ class TargetModel:
         self.grammar_states = GrammarStates(grammar_compiler)
         self.latest_hidden: dict[int, LatestHidden] = {}
         self._taps = taps
+        self._shares = VocabularyShares.of_runner(runner)
         self._written: Sequence[Step] = ()  # of the pass under way, without what was cached
         self.on_hidden: Callable[[Sequence[HiddenRows]], None] | None = None
         if taps is not None:
@@ -88,25 +90,27 @@ class TargetModel:
         if not steps:
             return []
         decided = [step for step in steps if step.needs_verdict]
+        chosen = frozenset[int]() if self._shares is None else chosen_on_shares(steps)
+        whole = [step for step in decided if step.seq_id not in chosen]
         self.grammar_states.register(steps)
         # Masks are computed while the pass runs.
         masks = self.grammar_states.submit_masks(
-            decided, self.runner.cache.tokens, has_others=len(decided) < len(steps)
+            whole, self.runner.cache.tokens, has_others=len(whole) < len(steps)
         )
         scores = None
         if any(step.scoring is not None for step in steps):
             scores = PromptScores(steps, self.info.vocab_size)
         try:
-            logits = self.runner.run(
-                _writes(steps), _num_logits(steps), None if scores is None else scores.reader
+            logits = _run_pass(
+                self.runner, self._shares, steps, None if scores is None else scores.reader
             )
         finally:
             masked = None if masks is None else masks.result()
         verdicts: list[Verdict] = []
         if decided:
-            verdicts = self._verdicts(decided, logits[:, : self.info.vocab_size], masked)
+            verdicts = self._verdicts(decided, logits, masked)
             if self._returns_hidden:
-                self._keep_hidden(decided, verdicts, logits[:, self.info.vocab_size :])
+                self._keep_hidden(decided, verdicts, logits.rows[:, self.info.vocab_size :])
         if self.on_hidden is not None:
             self.on_hidden(self._committed_hidden(steps, verdicts))
         return verdicts if scores is None else scores.add_to(verdicts)
@@ -150,35 +154,67 @@ class TargetModel:
 
     @torch.inference_mode()
     def _verdicts(
-        self, steps: Sequence[VerifyStep], unmasked: Tensor, masks: PassMasks | None
+        self, steps: Sequence[VerifyStep], found: PassLogits, masks: PassMasks | None
     ) -> list[Verdict]:
         """Decide on the draft tokens of these steps.
 
-        `unmasked` [rows, vocab] has a row for each draft token of a step and one more. Logprobs
-        are the model's own, without the grammar.
+        A step has a row for each draft token and one more. Logprobs are the model's own, without
+        the grammar.
         """
-        policies, logits = (
-            [step.policy for step in steps],
-            unmasked if masks is None else masks.token_mask.apply(unmasked),
-        )
-        warps = WarpBatch(
-            [policy.warp for policy in policies],
-            [len(step.drafts) + 1 for step in steps],
-            [self._history(step) for step in steps],
-        )
-        outcomes = (
-            verify_greedy(warps.greedy_tokens(logits).tolist(), [step.drafts for step in steps])
-            if warps.all_greedy
-            else _verify_drafts(steps, warps.probabilities(logits))
-        )
-        rows = _logprobs(steps, unmasked, outcomes)
+        whole = [step for step in steps if step.seq_id not in found.chosen]
+        unmasked = found.rows[:, : self.info.vocab_size]
+        logits = unmasked if masks is None else masks.token_mask.apply(unmasked)
+        alone = [step for step in steps if step.seq_id in found.chosen]
+        outcomes = self._outcomes(alone, found.own, whole, logits)
+        rows = _logprobs(whole, unmasked, [outcomes[step.seq_id] for step in whole])
         errors, undecided = ({}, ()) if masks is None else (masks.errors, masks.undecided)
         return [
             Verdict(step.seq_id, 0, 0, None, is_decision=False)
             if step.seq_id in undecided
-            else Verdict(step.seq_id, *outcome, row, errors.get(step.seq_id))
-            for step, outcome, row in zip(steps, outcomes, rows, strict=True)
+            else Verdict(
+                step.seq_id,
+                *outcomes[step.seq_id],
+                rows.get(step.seq_id),
+                errors.get(step.seq_id),
+            )
+            for step in steps
         ]
+
+    def _outcomes(
+        self,
+        alone: Sequence[VerifyStep],
+        own: Tensor | None,
+        whole: Sequence[VerifyStep],
+        logits: Tensor,
+    ) -> dict[int, tuple[int, int]]:
+        """Return how many draft tokens of each sequence are accepted, and the next token.
+
+        The target's `own` tokens decide on some steps alone, and `logits` [rows, vocab] on the
+        whole ones. A device is waited for once.
+        """
+        compared = list(alone)
+        tokens, results = [] if own is None else [own], list[Tensor]()
+        if whole:
+            warps = WarpBatch(
+                [step.policy.warp for step in whole],
+                [len(step.drafts) + 1 for step in whole],
+                [self._history(step) for step in whole],
+            )
+            if warps.all_greedy:
+                compared += whole
+                tokens.append(warps.greedy_tokens(logits))
+            else:
+                result = _verify_drafts(whole, warps, logits)
+                results = [result.accepted, result.next_token]
+        arrays = to_host(*tokens, *results)
+        flat = [token for array in arrays[: len(tokens)] for token in array.tolist()]
+        greedy = verify_greedy(flat, [step.drafts for step in compared])
+        outcomes = {step.seq_id: outcome for step, outcome in zip(compared, greedy, strict=True)}
+        if results:
+            accepted, following = (array.tolist() for array in arrays[len(tokens) :])
+            for step, *outcome in zip(whole, accepted, following, strict=True):
+                outcomes[step.seq_id] = (outcome[0], outcome[1])
+        return outcomes
 
     def _history(self, step: VerifyStep) -> History | None:
         if not step.policy.warp.needs_history:
@@ -196,6 +232,7 @@ class TargetFollower:
         self, runner: Runner, info: ModelInfo, adapters: AdapterStore | None = None
     ) -> None:
         self.runner, self.info, self.adapters = runner, info, adapters
+        self._shares = VocabularyShares.of_runner(runner)
 
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if self.adapters is None:
@@ -207,8 +244,7 @@ class TargetFollower:
     def _run(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if steps:
             # The ranks compute the logits of each slice together.
-            reader = reader_of(steps, lambda logits: None)
-            self.runner.run(_writes(steps), _num_logits(steps), reader)
+            _run_pass(self.runner, self._shares, steps, reader_of(steps, lambda logits: None))
         return ()
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -276,6 +312,20 @@ def eagle_taps(checkpoint: Path, config: Config) -> HiddenTaps | None:
     return HiddenTaps(info.taps(read_config(checkpoint).num_hidden_layers))
 
 
+def _run_pass(
+    runner: Runner,
+    shares: VocabularyShares | None,
+    steps: Sequence[VerifyStep],
+    reader: LogitsReader | None,
+) -> PassLogits:
+    """Run a pass on every rank; the logits stay where they are if nothing reads whole prompts."""
+    if shares is None or any(step.scoring is not None for step in steps):
+        return PassLogits(runner.run(_writes(steps), _num_logits(steps), reader))
+    with shares.kept():
+        part = runner.run(_writes(steps), _num_logits(steps))
+    return shares.exchange(part, [step for step in steps if step.needs_verdict])
+
+
 def _writes(steps: Sequence[VerifyStep]) -> list[Step]:
     return [
         Step(
@@ -295,9 +345,12 @@ def _num_logits(steps: Sequence[VerifyStep]) -> list[int]:
     return [len(step.drafts) + 1 if step.needs_verdict else 0 for step in steps]
 
 
-def _verify_drafts(steps: Sequence[VerifyStep], p: Tensor) -> list[tuple[int, int]]:
-    """Return how many draft tokens of each sequence are accepted, and the next token."""
+def _verify_drafts(steps: Sequence[VerifyStep], warps: WarpBatch, logits: Tensor) -> VerifyResult:
     policies = [step.policy for step in steps]
+    # A draw needs no sum over the vocabulary, and has the bits of one on shares of it.
+    is_draw = np.array([policy.verifier == "coupled" for policy in policies])
+    counts = [len(step.drafts) + 1 for step in steps]
+    p = warps.probabilities(logits, as_weights=is_draw.repeat(counts))
     drafts = DraftBatch.from_tokens(
         [step.drafts for step in steps],
         [step.q for step in steps],
@@ -307,14 +360,12 @@ def _verify_drafts(steps: Sequence[VerifyStep], p: Tensor) -> list[tuple[int, in
     streams = RandomStreams.from_seeds(
         [policy.seed for policy in policies], [step.stop for step in steps]
     )
-    outcome = verify([policy.verifier for policy in policies], p, drafts, streams)
-    accepted, next_tokens = to_host(outcome.accepted, outcome.next_token)
-    return list(zip(accepted.tolist(), next_tokens.tolist(), strict=True))
+    return verify([policy.verifier for policy in policies], p, drafts, streams)
 
 
 def _logprobs(
     steps: Sequence[VerifyStep], logits: Tensor, outcomes: Sequence[tuple[int, int]]
-) -> list[tuple[Logprobs, ...] | None]:
+) -> dict[int, tuple[Logprobs, ...]]:
     """Return the logprobs of each committed token, from the target's row at its position.
 
     They do not depend on who proposed the token.
@@ -325,7 +376,7 @@ def _logprobs(
         if step.policy.logprobs is not None:
             # On a CPU, where there is no device to wait for, each by itself.
             groups.setdefault(i if logits.is_cpu else step.policy.logprobs, []).append(i)
-    found: list[tuple[Logprobs, ...] | None] = [None] * len(steps)
+    found: dict[int, tuple[Logprobs, ...]] = {}
     for group in groups.values():
         counts = [outcomes[i][0] + 1 for i in group]
         rows = [
@@ -339,7 +390,7 @@ def _logprobs(
         assert num_top is not None
         computed = iter(logprobs(logits[where], committed, num_top))
         for i, count in zip(group, counts, strict=True):
-            found[i] = tuple(next(computed) for _ in range(count))
+            found[steps[i].seq_id] = tuple(next(computed) for _ in range(count))
     return found
 
 

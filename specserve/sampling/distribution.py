@@ -69,21 +69,44 @@ class WarpBatch:
         """
         return self._apply_adjustments(logits, drawn) if self._adjustments else logits
 
-    def probabilities(self, logits: Tensor, drawn: Tensor | None = None) -> Tensor:
-        """Return p, float32, [rows, vocab]; the logits are not changed."""
+    def probabilities(
+        self,
+        logits: Tensor,
+        drawn: Tensor | None = None,
+        *,
+        as_weights: NDArray[np.bool_] | None = None,
+    ) -> Tensor:
+        """Return p, float32, [rows, vocab]; the logits are not changed.
+
+        Rows `as_weights` [rows] have weights in proportion to p, which suffice for a draw: those
+        that `weights` returns.
+        """
         x = self._apply_adjustments(logits, drawn)
         if self.all_greedy:
             return _one_hot(x)
         highest = x.amax(-1, keepdim=True)
-        x = x - highest if x is logits else x.sub_(highest)
-        if (self._temperature != 1).any():
-            x.div_(self._column(np.where(self._greedy, 1.0, self._temperature.clip(_COLDEST)), x))
+        x = self._divide(x - highest if x is logits else x.sub_(highest))
         self._truncate(x)
-        p = torch.softmax(x, -1)
+        p = _normalise(x, as_weights)
         if self._greedy.any():
             rows = _indices(self._greedy, x)
             p[rows] = _one_hot(x[rows])
         return p
+
+    def weights(self, logits: Tensor, highest: Tensor) -> Tensor:
+        """Return weights in proportion to p, float32, of a part of the vocabulary.
+
+        `highest` [rows, 1] are the highest logits of the whole rows, whose weight is 1. A weight
+        depends on these and its own logit alone, so that its bits are those of the whole row. For
+        warps that neither adjust nor truncate, and are not greedy.
+        """
+        return self._divide(logits.float() - highest).exp_()
+
+    def _divide(self, x: Tensor) -> Tensor:
+        """Divide by the temperatures, in place."""
+        if (self._temperature != 1).any():
+            x.div_(self._column(np.where(self._greedy, 1.0, self._temperature.clip(_COLDEST)), x))
+        return x
 
     def _apply_adjustments(self, logits: Tensor, drawn: Tensor | None) -> Tensor:
         """Return float32 logits with penalties, bias and rule; a copy if anything changes."""
@@ -203,6 +226,17 @@ def score(logits: Tensor, tokens: Tensor, num_top: int) -> PromptLogprobs:
     return PromptLogprobs(
         1, arrays[0], arrays[1].astype(np.uint32), arrays[2].astype(np.uint32), arrays[3]
     )
+
+
+def _normalise(x: Tensor, as_weights: NDArray[np.bool_] | None) -> Tensor:
+    """Return p of rows with their maximum at 0, or unnormalised weights; `x` may be lost."""
+    if as_weights is None or not as_weights.any():
+        return torch.softmax(x, -1)
+    if as_weights.all():
+        return x.exp_()
+    p, rows = torch.softmax(x, -1), _indices(as_weights, x)
+    p[rows] = x[rows].exp_()
+    return p
 
 
 def _one_hot(logits: Tensor) -> Tensor:

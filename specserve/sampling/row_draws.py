@@ -7,7 +7,7 @@ the same draws.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from specserve.errors import first_line
-from specserve.sampling.distribution import sample
+from specserve.sampling.distribution import argmax, sample
 from specserve.sampling.noise import Purpose, exponential, row_keys, rows_per_chunk
 
 log = logging.getLogger(__name__)
 
-DrawRows = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""See `draw_from_rows`."""
+DrawRows = Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+"""Returns scores and tokens: see `best_of_rows`."""
 TRIAL_ROWS, TRIAL_VOCAB = 16, 5000
 
 
@@ -31,18 +31,46 @@ def draw_from_rows(weights: Tensor, keys: Tensor, rows: Tensor | None = None) ->
     weights [rows, vocab], keys [n, 2]. The weights of a row need not sum to 1.
     """
     kernel = None if weights.is_cpu else draw_kernel_of(weights.device)
-    return (_draw_by_torch if kernel is None else kernel)(weights, keys, rows)
+    if kernel is None:
+        return torch.cat([sample(*part) for part in _noisy_parts(weights, keys, rows, 0)])
+    return kernel(weights, keys, rows, 0)[1]
 
 
-def _draw_by_torch(weights: Tensor, keys: Tensor, rows: Tensor | None) -> Tensor:
-    vocabulary = torch.arange(weights.shape[-1], dtype=torch.int32, device=weights.device)
+def best_of_rows(
+    weights: Tensor, keys: Tensor, *, first_id: int = 0
+) -> tuple[Tensor, Tensor]:  # both [rows]
+    """Return the best score of each row of weights, and the token that has it.
+
+    Column j belongs to token `first_id` + j. Of parts of one row, the one with the best score has
+    the token that is drawn from the whole row; of a tie, the first.
+    """
+    kernel = None if weights.is_cpu else draw_kernel_of(weights.device)
+    return (_draw_by_torch if kernel is None else kernel)(weights, keys, None, first_id)
+
+
+def _draw_by_torch(
+    weights: Tensor, keys: Tensor, rows: Tensor | None, first_id: int
+) -> tuple[Tensor, Tensor]:
+    scores, tokens = [], []
+    for some, noise in _noisy_parts(weights, keys, rows, first_id):
+        noisy = some / noise
+        places = argmax(noisy)
+        scores.append(noisy.gather(1, places[:, None])[:, 0])
+        tokens.append(places + first_id)
+    return torch.cat(scores), torch.cat(tokens)
+
+
+def _noisy_parts(
+    weights: Tensor, keys: Tensor, rows: Tensor | None, first_id: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield weights and noise of some rows at a time."""
+    width = weights.shape[-1]
+    ids = torch.arange(first_id, first_id + width, dtype=torch.int32, device=weights.device)
     step = rows_per_chunk(weights)
-    tokens = []
     for first in range(0, len(keys), step):
         part = slice(first, first + step)
         some = weights[part] if rows is None else weights[rows[part]]
-        tokens.append(sample(some, exponential(keys[part], vocabulary)))
-    return torch.cat(tokens)
+        yield some, exponential(keys[part], ids)
 
 
 @cache
@@ -62,9 +90,9 @@ def draw_kernel_of(device: torch.device) -> DrawRows | None:
         torch.from_numpy(places[::-1].copy()),
         row_keys(range(TRIAL_ROWS), [5], places, Purpose.NEXT),
     )
-    expected = _draw_by_torch(weights, keys, rows)
+    _, expected = _draw_by_torch(weights, keys, rows, 7)
     try:
-        found = draw_rows(weights.to(device), keys.to(device), rows.to(device))
+        _, found = draw_rows(weights.to(device), keys.to(device), rows.to(device), 7)
     except Exception as error:  # compilers and drivers raise whatever they like
         log.warning("Draws by torch's operations: Triton fails: %s", first_line(error))
         return None

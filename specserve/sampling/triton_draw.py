@@ -33,8 +33,18 @@ def exponential_noise(ids, first_key, second_key):
     return (-tl.log(rest)).to(tl.float32)
 
 
-@triton.jit
-def draw_kernel(weights, rows, keys, tokens, stride, vocab: tl.constexpr, block: tl.constexpr):
+@triton.jit(do_not_specialize=["first_id"])  # one build for all ranks
+def draw_kernel(
+    weights,
+    rows,
+    keys,
+    scores,
+    tokens,
+    stride,
+    first_id,
+    vocab: tl.constexpr,
+    block: tl.constexpr,
+):
     draw = tl.program_id(0)
     row = tl.load(rows + draw)
     first_key, second_key = tl.load(keys + 2 * draw), tl.load(keys + 2 * draw + 1)
@@ -42,30 +52,36 @@ def draw_kernel(weights, rows, keys, tokens, stride, vocab: tl.constexpr, block:
     for first in range(0, vocab, block):
         ids = first + tl.arange(0, block)
         is_token = ids < vocab
-        noise = exponential_noise(ids, first_key, second_key)
+        noise = exponential_noise(first_id + ids, first_key, second_key)
         score = tl.load(weights + row * stride + ids, is_token, 0.0) / noise
         score = tl.where(is_token, score, -1.0)
         highest = tl.max(score, 0)
         place = first + tl.argmax(score, 0, tie_break_left=True)
         token = tl.where(highest > best, place, token)
         best = tl.maximum(best, highest)
-    tl.store(tokens + draw, token.to(tl.int64))
+    tl.store(scores + draw, best)
+    tl.store(tokens + draw, (first_id + token).to(tl.int64))
 
 
-def draw_rows(weights: Tensor, keys: Tensor, rows: Tensor | None) -> Tensor:
-    """Return a draw from each of these rows of weights: see `draw_from_rows`."""
+def draw_rows(
+    weights: Tensor, keys: Tensor, rows: Tensor | None, first_id: int
+) -> tuple[Tensor, Tensor]:
+    """Return scores and tokens of a draw from each of these rows: see `best_of_rows`."""
     num = len(keys)
     if rows is None:
         rows = torch.arange(num, device=weights.device)
     tokens = torch.empty(num, dtype=torch.int64, device=weights.device)
+    scores = torch.empty(num, device=weights.device)
     with torch.cuda.device(weights.device):  # kernels go to the current one
         draw_kernel[(num,)](
             weights,
             rows,
             keys.contiguous(),
+            scores,
             tokens,
             weights.stride(0),
+            first_id,
             vocab=weights.shape[1],
             block=BLOCK,
         )
-    return tokens
+    return scores, tokens

@@ -149,10 +149,10 @@ def _time_verifiers(rows: int, vocab: int, scale: Scale) -> dict[str, str]:
 
     found = {rule: str(time_work(partial(decide, rule))) for rule in ("block", "coupled")}
     keys = row_keys(range(rows), [1], np.arange(rows), Purpose.NEXT, device=device)
-    found["draws by torch"] = f"{time_queued(lambda: _draw_by_torch(p, keys, None)):.3f} ms"
+    found["draws by torch"] = f"{time_queued(lambda: _draw_by_torch(p, keys, None, 0)):.3f} ms"
     kernel = draw_kernel_of(device)
     if kernel is not None:
-        found["draws by one kernel"] = f"{time_queued(lambda: kernel(p, keys, None)):.3f} ms"
+        found["draws by one kernel"] = f"{time_queued(lambda: kernel(p, keys, None, 0)):.3f} ms"
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 
 from specserve.sampling import row_draws
 from specserve.sampling.noise import Purpose, row_keys
-from specserve.sampling.row_draws import draw_from_rows, draw_kernel_of
+from specserve.sampling.row_draws import best_of_rows, draw_from_rows, draw_kernel_of
 from tests.support.card import emulated_cards
 from tests.support.card.kernels import interpreted_kernels
 from tests.support.card.noise import count_unequal
@@ -36,6 +36,23 @@ def test_one_kernel_draws_what_the_cpu_draws() -> None:
         assert tokens.tolist() == expected.tolist()
 
 
+def test_parts_of_a_row_have_the_draw_of_the_whole_row() -> None:
+    weights = torch.randn(6, 500, generator=torch.Generator().manual_seed(4)).softmax(-1)
+    keys = row_keys(range(6), [1], np.arange(6), Purpose.COUPLED)
+    expected = draw_from_rows(weights, keys)
+    bounds = ((0, 170), (170, 340), (340, 500))
+    on_cpu = [best_of_rows(weights[:, a:b], keys, first_id=a) for a, b in bounds]
+    with emulated_cards(), interpreted_kernels():
+        on_card = [
+            best_of_rows(weights[:, a:b].to(CARD), keys.to(CARD), first_id=a) for a, b in bounds
+        ]
+        assert draw_kernel_of(CARD) is not None
+        found = [(scores.cpu(), tokens.cpu()) for scores, tokens in on_card]
+    for parts in (on_cpu, found):
+        scores, tokens = (torch.stack(both) for both in zip(*parts, strict=True))
+        assert torch.equal(tokens.gather(0, scores.argmax(0)[None])[0], expected)
+
+
 def test_the_kernels_noise_has_the_bits_of_the_cpus() -> None:
     assert count_unequal(4) == 0
 
@@ -50,8 +67,11 @@ def test_every_row_is_meant_without_numbers() -> None:
 
 
 def test_a_kernel_that_draws_other_tokens_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    def wrong(weights: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor) -> object:
-        return row_draws._draw_by_torch(weights, keys, rows) + 1
+    def wrong(
+        weights: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, first_id: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, tokens = row_draws._draw_by_torch(weights, keys, rows, first_id)
+        return scores, tokens + 1
 
     with (
         emulated_cards(),

@@ -6,8 +6,9 @@ fails, the others are not left waiting.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ from tests.support.card.tensors import CARDS, CardTensor, FactoryMode, Repeated
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
+REDUCTIONS: Mapping[Any, Callable[[Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: lambda parts: parts.sum(0),
+    dist.ReduceOp.MIN: lambda parts: parts.amin(0),
+    dist.ReduceOp.MAX: lambda parts: parts.amax(0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,11 @@ class Collective:
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that each rank gives."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class CardRanks:
@@ -105,7 +116,7 @@ def card_ranks(size: int) -> Iterator[CardRanks]:
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: object = None) -> None:
         def call() -> None:
             parts = torch.stack(ranks.exchange("all_reduce", tensor))
-            tensor.host.copy_(parts.amin(0) if op == dist.ReduceOp.MIN else parts.sum(0))
+            tensor.host.copy_(REDUCTIONS[op](parts))
 
         captured(tensor, call)
 
