@@ -6,8 +6,10 @@ from what was sent to it, and a mistake costs time.
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
+from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,15 @@ QUEUED_COST = 4096
 """The same for a request that has to wait until another one ends."""
 DEFAULT_CACHED_TOKENS = 1 << 18
 """Tokens that an engine is taken to cache before it has said how many."""
+
+MAX_HOLDERS = 16
+"""Engines that are compared since blocks of the prompt were last sent to them."""
+NUM_HASHED = 16
+"""Engines that are compared since the prompt's first block hashes to them, in every gateway."""
+NUM_RANDOM = 32
+"""Engines that are compared by chance, so that a prefix which all requests share spreads."""
+MAX_COMPARED = MAX_HOLDERS + NUM_HASHED + NUM_RANDOM
+"""Up to so many engines all are compared. The time of a choice thus has a bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +58,29 @@ class _SentPrefixes:
 class PrefixAffinity:
     """The prefixes that were sent to each engine, as far as its KV cache may still have them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._rng = rng or random.Random()
         self._sent: dict[str, _SentPrefixes] = {}
+        self._last_holders: dict[int, str] = {}  # block: engine that it was last sent to
+        self._names: frozenset[str] = frozenset()
+        self._ring: list[tuple[int, str]] = []  # engines in the order of their hashes
+
+    def candidates(self, tokens: Sequence[int], salt: bytes) -> list[str]:
+        """Return the engines of `keep` that are worth a comparison; all, if they are few.
+
+        Of many, those that have a part of the prompt, some that its first block hashes to, which
+        are the same ones in every gateway, and some by chance.
+        """
+        ring = self._ring
+        if len(ring) <= MAX_COMPARED:
+            return [name for _, name in ring]
+        start = _start(tokens, salt)
+        first = bisect(ring, (zlib.crc32(start), ""))
+        hashed = (ring[(first + i) % len(ring)][1] for i in range(NUM_HASHED))
+        drawn = (ring[int(self._rng.random() * len(ring))][1] for _ in range(NUM_RANDOM))
+        found = self._holders(tokens, salt)
+        found |= dict.fromkeys(sorted(hashed, key=lambda name: _tie_break(start, name)))
+        return list(found | dict.fromkeys(drawn))
 
     def rank(
         self, tokens: Sequence[int], salt: bytes, engines: Mapping[str, EngineState]
@@ -57,14 +89,16 @@ class PrefixAffinity:
 
         A second copy of a prefix costs its tokens twice: they are computed now, and so is what
         they displace in a full cache when it is next asked for. Of equals, the prefix itself
-        decides, so that several gateways take the same one.
+        decides, so that several gateways take the same one; of many engines, the order of
+        `candidates`, which hashes the prefix as well.
         """
         hashes = block_hashes(tokens, salt)
-        start = array("q", tokens[:BLOCK]).tobytes() + salt
+        start = _start(tokens, salt)
         matched = {
             name: self._num_matched(name, engine, hashes) for name, engine in engines.items()
         }
         longest = max(matched.values(), default=0)
+        is_ordered = len(self._ring) > MAX_COMPARED
 
         def cost(name: str) -> tuple[int, int]:
             engine = engines[name]
@@ -73,7 +107,7 @@ class PrefixAffinity:
             waiting = max(0, engine.requests + 1 - engine.max_running)
             return (
                 computed + displaced + REQUEST_COST * engine.requests + QUEUED_COST * waiting,
-                zlib.crc32(start + name.encode()),
+                0 if is_ordered else _tie_break(start, name),
             )
 
         return sorted(engines, key=cost)
@@ -84,14 +118,35 @@ class PrefixAffinity:
         for block in reversed(block_hashes(tokens, salt)):  # a prefix outlives what follows it
             sent.pop(block, None)
             sent[block] = None
+            self._last_holders[block] = name
         limit = DEFAULT_CACHED_TOKENS if engine.cached_tokens is None else engine.cached_tokens
         while len(sent) > limit // BLOCK:
-            sent.popitem(last=False)
+            self._drop_holder(name, (sent.popitem(last=False)[0],))
 
     def keep(self, names: Iterable[str]) -> None:
-        """Drop what was sent to all other engines: they are gone."""
+        """Set the engines that there are, and drop what was sent to all others: they are gone."""
         kept = frozenset(names)
-        self._sent = {name: sent for name, sent in self._sent.items() if name in kept}
+        if kept == self._names:
+            return
+        for name in self._sent.keys() - kept:
+            self._drop_holder(name, self._sent.pop(name).blocks)
+        self._names = kept
+        self._ring = sorted((zlib.crc32(name.encode()), name) for name in kept)
+
+    def _holders(self, tokens: Sequence[int], salt: bytes) -> dict[str, None]:
+        """Return the engines to which blocks of the prompt were last sent, longest prefix first."""
+        found: dict[str, None] = {}
+        for block in reversed(block_hashes(tokens, salt)):
+            if (holder := self._last_holders.get(block)) is not None:
+                found[holder] = None
+            if len(found) == MAX_HOLDERS:
+                break
+        return found
+
+    def _drop_holder(self, name: str, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if self._last_holders.get(block) == name:
+                del self._last_holders[block]
 
     def _num_matched(self, name: str, engine: EngineState, hashes: Sequence[int]) -> int:
         """Return how many of the first blocks the engine has."""
@@ -102,6 +157,8 @@ class PrefixAffinity:
         """Return the blocks of an engine; none after its target was restarted."""
         sent = self._sent.get(name)
         if sent is None or sent.restarts != engine.restarts:
+            if sent is not None:
+                self._drop_holder(name, sent.blocks)
             sent = self._sent[name] = _SentPrefixes(engine.restarts)
         return sent.blocks
 
@@ -116,3 +173,12 @@ def block_hashes(tokens: Sequence[int], salt: bytes) -> list[int]:
         last = hash((last, tuple(tokens[start : start + BLOCK])))
         hashes.append(last)
     return hashes
+
+
+def _start(tokens: Sequence[int], salt: bytes) -> bytes:
+    """Return the bytes by which all gateways take the same one of equal engines."""
+    return array("q", tokens[:BLOCK]).tobytes() + salt
+
+
+def _tie_break(start: bytes, name: str) -> int:
+    return zlib.crc32(start + name.encode())

@@ -19,7 +19,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from specserve.cluster.prefix_affinity import EngineState, PrefixAffinity
+from specserve.cluster.prefix_affinity import MAX_COMPARED, EngineState, PrefixAffinity
 from specserve.types import Request
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class PrefixRequestRouter(FIFOMixin, RequestRouter):
     # Serve calls it once, with the keyword arguments of the deployment.
     def initialize_state(self, *, max_running: int) -> None:  # type: ignore[override]
         self._affinity, self._max_running = PrefixAffinity(), max_running
+        self._known: dict[ReplicaID, str] = {}  # names of the replicas at the last change
+        self._ids: dict[str, ReplicaID] = {}  # and the reverse
         self._under_way: Counter[str] = Counter()  # sent by this router
         self._calls: Counter[tuple[str, str]] = Counter()  # of these, by HTTP request and engine
         self._routed: WeakKeyDictionary[asyncio.Task[Any], PendingRequest] = WeakKeyDictionary()
@@ -51,12 +53,18 @@ class PrefixRequestRouter(FIFOMixin, RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return all replicas, the best first, those that can take a request before the others."""
+        """Return replicas, the best first, those that can take a request before the others.
+
+        All of a few; of many those that `PrefixAffinity` finds worth a comparison. Serve asks again
+        if none of them takes the request.
+        """
+        request = _generation(pending_request)
+        tokens, salt = ((), b"") if request is None else (_text(request), request.cache_salt)
+        if len(candidate_replicas) > MAX_COMPARED:
+            candidate_replicas = self._compared(tokens, salt) or candidate_replicas
         available = self.select_available_replicas(candidate_replicas)
         by_name = {str(replica.replica_id): replica for replica in available or candidate_replicas}
         engines = {name: self._state(replica) for name, replica in by_name.items()}
-        request = _generation(pending_request)
-        tokens, salt = ((), b"") if request is None else (_text(request), request.cache_salt)
         ranked = self._affinity.rank(tokens, salt, engines)
         task = asyncio.current_task()
         if pending_request is not None and task is not None:
@@ -99,13 +107,26 @@ class PrefixRequestRouter(FIFOMixin, RequestRouter):
         self._under_way[name] -= 1
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Drop what was sent to engines that are gone."""
+        """Drop what was sent to engines that are gone.
+
+        Serve calls it for every report of an engine as well, and then there is nothing to drop.
+        """
         super().update_replicas(replicas)
-        names = {str(replica.replica_id) for replica in replicas}
+        if self._known.keys() == self.curr_replicas.keys():
+            return
+        self._known = {replica_id: str(replica_id) for replica_id in self.curr_replicas}
+        self._ids = {name: replica_id for replica_id, name in self._known.items()}
+        names = self._ids.keys()
         self._affinity.keep(names)
         for name in self._under_way.keys() - names:
             del self._under_way[name]
         self._calls = Counter({call: n for call, n in self._calls.items() if call[1] in names})
+
+    def _compared(self, tokens: Sequence[int], salt: bytes) -> list[RunningReplica]:
+        """Return the replicas that are compared for a prompt, without those that have died."""
+        running, ids = self.curr_replicas, self._ids
+        names = self._affinity.candidates(tokens, salt)
+        return [running[ids[name]] for name in names if ids.get(name) in running]
 
     def _state(self, replica: RunningReplica) -> EngineState:
         """Return what is known of an engine.

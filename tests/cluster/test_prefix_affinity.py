@@ -7,6 +7,8 @@ from collections import Counter
 
 from specserve.cluster.prefix_affinity import (
     BLOCK,
+    MAX_COMPARED,
+    NUM_HASHED,
     REQUEST_COST,
     EngineState,
     PrefixAffinity,
@@ -101,3 +103,75 @@ def test_a_conversation_stays_with_its_engine_while_it_grows() -> None:
         affinity.record(first, said, b"", IDLE)
         said += text(turn, 2 * BLOCK)
         assert affinity.rank(said, b"", engines())[0] == first
+
+
+MANY = tuple(f"engine-{number}" for number in range(10 * MAX_COMPARED))
+
+
+def of_many(seed: int = 0) -> PrefixAffinity:
+    affinity = PrefixAffinity(random.Random(seed))
+    affinity.keep(MANY)
+    return affinity
+
+
+def choose(affinity: PrefixAffinity, prompt: tuple[int, ...], load: Counter[str]) -> str:
+    """Send a prompt to the best of the candidates, and count it."""
+    names = affinity.candidates(prompt, b"")
+    states = {name: EngineState(requests=load[name], max_running=8) for name in names}
+    chosen = affinity.rank(prompt, b"", states)[0]
+    affinity.record(chosen, prompt, b"", IDLE)
+    load[chosen] += 1
+    return chosen
+
+
+def test_few_engines_are_all_candidates_and_of_many_a_bounded_number_is() -> None:
+    affinity = PrefixAffinity()
+    affinity.keep(NAMES)
+    assert set(affinity.candidates(text(0, 100), b"")) == set(NAMES)
+    many, prompt = of_many(), text(0, 40 * BLOCK)
+    for number, name in enumerate(MANY[:35]):
+        many.record(name, prompt[: (36 - number) * BLOCK + 1], b"", IDLE)
+    assert NUM_HASHED < len(many.candidates(prompt, b"")) <= MAX_COMPARED
+
+
+def test_of_many_engines_a_conversation_finds_its_own_and_new_prompts_spread() -> None:
+    affinity, load, said = of_many(), Counter[str](), text(0, 3 * BLOCK)
+    first = choose(affinity, said, load)
+    for seed in range(1, len(MANY)):
+        choose(affinity, text(seed, 3 * BLOCK), load)
+    assert max(load.values()) <= 3  # one each, if all were compared
+    assert choose(affinity, said + text(-1, BLOCK), Counter()) == first
+
+
+def test_of_many_idle_engines_every_gateway_takes_the_same() -> None:
+    prompts = [text(seed, 100) for seed in range(50)]
+    one, other = ([choose(of_many(seed), each, Counter()) for each in prompts] for seed in (1, 2))
+    assert one == other
+    assert len(set(one)) > 40
+
+
+def test_a_prefix_that_all_share_is_not_kept_to_the_engines_it_hashes_to() -> None:
+    affinity, load, prefix = of_many(), Counter[str](), text(0, 2 * BLOCK)
+    for seed in range(2 * len(MANY)):
+        choose(affinity, prefix + text(seed, BLOCK), load)
+    assert len(load) > 0.6 * len(MANY)
+    assert max(load.values()) <= 8
+
+
+def test_of_many_engines_one_that_is_gone_is_no_candidate() -> None:
+    affinity, prefix = of_many(), text(0, 6 * BLOCK)
+    affinity.record(MANY[0], prefix, b"", IDLE)
+    assert affinity.candidates(prefix, b"")[0] == MANY[0]
+    affinity.keep(MANY[1:])
+    assert MANY[0] not in affinity.candidates(prefix, b"")
+    assert not affinity._last_holders
+
+
+def test_holders_are_dropped_with_the_blocks_that_an_engine_has_no_more() -> None:
+    affinity = of_many()
+    small = EngineState(max_running=8, cached_tokens=6 * BLOCK)
+    for seed in range(20):
+        affinity.record(MANY[0], text(seed, 4 * BLOCK + 1), b"", small)
+    assert len(affinity._last_holders) == 6
+    affinity.record(MANY[0], text(0, BLOCK + 1), b"", EngineState(restarts=1))
+    assert len(affinity._last_holders) == 1

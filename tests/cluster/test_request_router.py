@@ -16,7 +16,7 @@ from ray.serve._private.common import (
 )
 from ray.serve.request_router import PendingRequest
 
-from specserve.cluster.prefix_affinity import BLOCK
+from specserve.cluster.prefix_affinity import BLOCK, MAX_COMPARED
 from specserve.cluster.request_router import CACHED_TOKENS, RESTARTS, PrefixRequestRouter
 from specserve.types import Request, Warp
 
@@ -179,3 +179,63 @@ def test_a_call_gets_the_engine_that_was_chosen_for_it_though_it_has_to_be_asked
             assert (await first).replica_id == A
 
     run(scenario, [SlowReplica(A), Replica(B)])
+
+
+@dataclass
+class IdleReplica(Replica):
+    """A replica that says at once that it has nothing to do."""
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        return 0
+
+
+def many(number: int) -> list[Any]:
+    return [IdleReplica(ReplicaID(f"{i:04}", ENGINES)) for i in range(number)]
+
+
+def test_of_many_replicas_a_bounded_number_is_ranked_and_none_that_has_died() -> None:
+    replicas = many(5 * MAX_COMPARED)
+
+    async def scenario(router: PrefixRequestRouter) -> None:
+        router.update_replicas(replicas)
+        call = generation(PROMPT)
+        first = await ranked(router, call)
+        assert 1 < len(first) <= MAX_COMPARED
+        assert (await ranked(router, call))[0] == first[0], "it has the prompt"
+        router.on_replica_actor_died(first[0])
+        assert first[0] not in await ranked(router, call)
+
+    run(scenario, replicas)
+
+
+def test_of_many_replicas_busy_ones_are_left_to_others() -> None:
+    replicas = many(5 * MAX_COMPARED)
+
+    async def scenario(router: PrefixRequestRouter) -> None:
+        router.update_replicas(replicas)
+        taken = set()
+        for i in range(60):
+            replica = (await ranked(router, generation((*PROMPT, i))))[0]
+            router.on_request_routed(generation(PROMPT), replica, None)
+            router.on_new_queue_len_info(replica, 8)
+            taken.add(replica)
+        assert len(taken) == 60, "each of them was full after one request"
+
+    run(scenario, replicas)
+
+
+def test_reports_of_the_same_replicas_drop_nothing_and_a_change_does() -> None:
+    replicas = many(3)
+
+    async def scenario(router: PrefixRequestRouter) -> None:
+        router.update_replicas(replicas)
+        first = (await ranked(router, generation(PROMPT)))[0]
+        router.on_request_routed(generation(PROMPT), first, None)
+        router.update_replicas(replicas)
+        assert router._under_way[str(first)] == 1
+        router.update_replicas([one for one in replicas if one.replica_id != first])
+        assert not router._under_way
+        assert not router._calls
+        assert str(first) not in router._affinity._sent
+
+    run(scenario, replicas)
