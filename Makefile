@@ -37,7 +37,7 @@ MEASURED := docs/measurements
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
-	simulate-autoscaling simulate-prefill conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
+	simulate-autoscaling simulate-prefill simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -168,6 +168,9 @@ simulate-autoscaling: $(VENV)/installed-for-tests  ## Simulate an hour of autosc
 
 simulate-prefill: $(VENV)/installed  ## Simulate prompts beside decoding and on engines of their own
 	$(BIN)/python -m benchmarks.prefill_elsewhere --out $(MEASURED)/prefill-elsewhere.md $(ARGS)
+
+simulate-fleet: $(VENV)/installed  ## Simulate fleets of 1,000 and 10,000 GPUs, and time the scheduler at their size
+	$(BIN)/python -m benchmarks.fleet --out $(MEASURED)/fleet.md $(ARGS)
 
 bench-pool: $(VENV)/installed-for-tests  ## Measure one draft for several engines beside a draft each
 	$(BIN)/python -m benchmarks.pools --out $(MEASURED)/pools.md $(ARGS)

@@ -21,6 +21,7 @@ IN_PROCESS = {
     "benchmarks.drafters": ("--only", "alpha", "heads", "eagle"),
     "benchmarks.engine": (),
     "benchmarks.first_token": (),
+    "benchmarks.fleet": (),
     "benchmarks.linears": (),
     "benchmarks.link": (),
     "benchmarks.masks": (),

@@ -35,6 +35,7 @@ class DeviceClock:
     def __init__(self) -> None:
         self.now = 0.0
         self.busy = 0.0  # total seconds of passes
+        self.asked = 0.0  # of these, seconds of passes that an engine waited for
 
     def __call__(self) -> float:
         return self.now

@@ -14,6 +14,7 @@ from typing import Any
 from specserve.cluster.autoscaling import PAGES_METRIC, first_token_policy, policy
 from specserve.config.tree import ReplicasConfig
 from specserve.errors import Overloaded
+from specserve.tools.simulate.clock import DeviceClock
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.pool import SimulatedPool
 from specserve.tools.simulate.replica import SimulatedReplica
@@ -121,6 +122,7 @@ class SimulatedDeployment:
     ) -> None:
         self.replicas: list[SimulatedReplica] = []  # including those that have ended
         self.most = 0
+        self.requests: list[RequestTimes] = []  # begun
         # Numbers of replicas that serve or start, each with the time from which it holds.
         self.replica_counts: list[tuple[float, int]] = [(0.0, scenario.config.replicas.min)]
         self.device_seconds = 0.0
@@ -137,6 +139,12 @@ class SimulatedDeployment:
         if self._rules.min < self._rules.max:
             start_task(self._scale())
 
+    @property
+    def draft_clocks(self) -> list[DeviceClock]:
+        """Clocks of the devices that draft: those of pools, or one of each replica."""
+        owners = self.pools or self.replicas
+        return [owner.clock for owner in owners]
+
     def end(self) -> None:
         """End all replicas. No request may be under way.
 
@@ -152,6 +160,7 @@ class SimulatedDeployment:
     async def serve(self, arrival: Arrival) -> RequestTimes:
         """Serve one request until it is answered or refused."""
         times = RequestTimes(sent=asyncio.get_running_loop().time())
+        self.requests.append(times)
         while not (ready := [replica for replica in self._serving if replica.ready]):
             self._waiting.append(asyncio.get_running_loop().create_future())
             await self._waiting[-1]

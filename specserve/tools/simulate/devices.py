@@ -159,7 +159,10 @@ class SimulatedDrafter:
         released, self._released = self._released, []
         self._drafter.release(released)
         self._model.release(released)
-        return self._drafter.propose(steps, clock.now + deadline)
+        prepared = clock.busy
+        proposals = self._drafter.propose(steps, clock.now + deadline)
+        clock.asked += clock.busy - prepared
+        return proposals
 
 
 class TogetherDrafter:
@@ -196,6 +199,7 @@ class TogetherDrafter:
         known = [step for step in steps if target.num_known(step.seq_id) >= step.stop]
         clock.now = target.free_at
         drafted = {one.seq_id: one for one in self._model.draft(known, lambda: False)}
+        clock.asked = clock.busy
         target.free_at = clock.now
         return [
             drafted.get(step.seq_id) or Proposal(step.seq_id, step.stop, (), None, step.start)

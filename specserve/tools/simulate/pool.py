@@ -96,7 +96,9 @@ class SimulatedPool:
                 self._prepare_until(loop.time())
                 await asyncio.sleep(clock.now - loop.time())
                 batch, self._waiting = self._waiting, []
+                prepared = clock.busy
                 proposals = self._pooled.propose([each.round for each in batch])
+                clock.asked += clock.busy - prepared
                 self.num_batches += 1
                 self.num_rounds += len(batch)
                 for each in batch:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from specserve.progress import ReportProgress, no_progress
 from specserve.tools.simulate.placement import SimulatedPlacements
-from specserve.tools.simulate.run import Quantiles, SimulationResult, simulate
+from specserve.tools.simulate.run import SimulationResult, simulate
 from specserve.tools.simulate.scenario import Mode
 from specserve.tools.simulate.search import SplitResult, search
+from specserve.tools.simulate.statistics import Quantiles
 from specserve.tools.simulate.study import Case, cases, load_study
 
 

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from specserve.tools.simulate import clock
 from specserve.tools.simulate.deployment import SimulatedDeployment
 from specserve.tools.simulate.load import Arrival
+from specserve.tools.simulate.period import PeriodResult, measure_period
 from specserve.tools.simulate.scenario import Scenario
-from specserve.tools.simulate.statistics import RequestTimes, RoundTotals
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Quantiles of many durations, in seconds."""
-
-    p50: float
-    p90: float
-    p99: float
-
-    @classmethod
-    def from_values(cls, values: Sequence[float]) -> Quantiles | None:
-        """Return the quantiles of the values, or None if there are none."""
-        ordered = sorted(values)
-        if not ordered:
-            return None
-        return cls(*(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99)))
+from specserve.tools.simulate.statistics import Quantiles, RequestTimes, RoundTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +42,7 @@ class SimulationResult:
     replica_counts: tuple[tuple[float, int], ...]
     device_seconds: float
     first_token_seconds: tuple[float, ...]  # of each request that got one
+    period: PeriodResult | None  # figures of the scenario's period
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
@@ -71,6 +55,7 @@ async def _simulate(scenario: Scenario) -> SimulationResult:
     round_totals, loop = RoundTotals(), asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         deployment = SimulatedDeployment(scenario, round_totals, group.create_task)
+        period = scenario.period and group.create_task(measure_period(deployment, *scenario.period))
         requests = await (
             _open_loop(deployment, scenario.arrivals)
             if scenario.concurrency is None
@@ -85,6 +70,7 @@ async def _simulate(scenario: Scenario) -> SimulationResult:
         num_devices=scenario.num_devices,
         pool_seconds=scenario.num_pool_devices * seconds,
         seconds=seconds,
+        period=period.result() if period else None,
     )
 
 
@@ -118,6 +104,7 @@ def _result(
     num_devices: int,
     pool_seconds: float,
     seconds: float,
+    period: PeriodResult | None,
 ) -> SimulationResult:
     replicas, targets = deployment.replicas, [replica.target for replica in deployment.replicas]
     accepted = sum(target.num_accepted for target in targets)
@@ -127,8 +114,6 @@ def _result(
     ]
     anticipations += [pool.anticipation for pool in deployment.pools]
     draft_lifetime = lifetime if not deployment.pools else seconds * len(deployment.pools)
-    clocks = [replica.clock for replica in replicas]
-    draft_clocks = [pool.clock for pool in deployment.pools] or clocks
     num_hits = sum(one.num_hits for one in anticipations)
     num_prepared = num_hits + sum(one.num_misses for one in anticipations)
     tokens = sum(one.num_tokens for one in requests)
@@ -149,7 +134,7 @@ def _result(
         accepted_share=_share(accepted, sum(target.num_drafted for target in targets)),
         hit_rate=num_hits / num_prepared if num_prepared else None,
         target_busy=_share(sum(target.busy for target in targets), lifetime),
-        draft_busy=_share(sum(clock.busy for clock in draft_clocks), draft_lifetime),
+        draft_busy=_share(sum(clock.busy for clock in deployment.draft_clocks), draft_lifetime),
         time_to_first=Quantiles.from_values(first),
         time_per_token=Quantiles.from_values(
             [one.seconds_per_token for one in requests if one.seconds_per_token is not None]
@@ -158,6 +143,7 @@ def _result(
         replica_counts=tuple(deployment.replica_counts),
         device_seconds=deployment.device_seconds + pool_seconds,
         first_token_seconds=tuple(first),
+        period=period,
     )
 
 

@@ -60,6 +60,8 @@ class Scenario:
     schedule: tuple[int, ...] | None = None
     # Prompts come with their pages, computed elsewhere: all but their last tokens take no time.
     prompts_are_computed: bool = False
+    # Seconds between which a `PeriodResult` is measured; the replicas are fixed then.
+    period: tuple[float, float] | None = None
     startup_s: float = 0.0  # of replicas that are added later; the first ones are ready at once
     seed: int = 0
 

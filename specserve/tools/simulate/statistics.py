@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specserve.engine.trace import Round
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Quantiles of many durations, in seconds."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def from_values(cls, values: Sequence[float]) -> Quantiles | None:
+        """Return the quantiles of the values, or None if there are none."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        return cls(*(ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99)))
 
 
 @dataclass(slots=True)
