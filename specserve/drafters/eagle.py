@@ -1,7 +1,8 @@
-"""Draft with an EAGLE-3 head: a layer over the target's hidden states, with a cache of its own.
+"""Draft with an EAGLE-3 head: layers over the target's hidden states, with a cache of its own.
 
-It drafts as a model does, token by token. What it adds is where its rows get their states from, and
-that rows of draft tokens are computed again once the target's own states are there.
+It drafts as a model does, token by token, or in one pass if it is a P-EAGLE head. What it adds is
+where its rows get their states from, and that rows of draft tokens are computed again once the
+target's own states are there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specserve.config.tree import Config
+from specserve.drafters.block_drafts import BlockDrafting, MaskRow, mask_row
 from specserve.drafters.branch_budget import MAX_BRANCHES
 from specserve.drafters.neural.draft_state import DraftState, DraftTask
 from specserve.drafters.neural.drafter import NeuralDrafter
@@ -25,7 +27,7 @@ from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.embedding import load_embedding
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.widened_copy import target_checkpoint
-from specserve.models.eagle.checkpoint import EagleInfo, EagleWeights
+from specserve.models.eagle.checkpoint import MASK_HIDDEN, EagleInfo, EagleWeights
 from specserve.models.eagle.network import KEY_PADDING, EagleNetwork, EagleProjection
 from specserve.models.eagle.states import TargetStates
 from specserve.models.layers import PrivateWeights, linear_weights
@@ -56,10 +58,20 @@ class HeadOptions:
 class EagleDrafter(NeuralDrafter):
     """A drafter that runs a head on the states of a target, which `receive_hidden` brings."""
 
-    def __init__(self, runner: Runner, states: TargetStates, **options: Any) -> None:
-        """Create a drafter; `options` are those of `NeuralDrafter`."""
+    def __init__(
+        self, runner: Runner, states: TargetStates, mask: MaskRow | None = None, **options: Any
+    ) -> None:
+        """Create a drafter; `options` are those of `NeuralDrafter`.
+
+        With a mask row it drafts all tokens in one pass.
+        """
         super().__init__(runner, **options)
         self._target_states = states
+        self._block = (
+            None
+            if mask is None
+            else BlockDrafting(runner, states, mask, self._constrained, support=self.support)
+        )
         self.receive_hidden = states.receive
         # Rows of each sequence that were computed when it had all states that they read.
         self._num_firm: dict[int, int] = {}
@@ -149,7 +161,7 @@ class EagleDrafter(NeuralDrafter):
         info, device = EagleInfo.from_directory(directory), options.device
         weights, dtype = EagleWeights(directory, info), resolve_dtype(options.dtype, device)
         cache = PagedCache(
-            num_layers=1,
+            num_layers=info.num_layers,
             kv_heads=info.layer.num_key_value_heads,
             head_dim=info.layer.head_dim + KEY_PADDING,
             v_head_dim=info.layer.head_dim,
@@ -176,15 +188,28 @@ class EagleDrafter(NeuralDrafter):
                 context=options.context,
             )
             projection = EagleProjection(weights, dtype=dtype, device=device)
+        states, mask = TargetStates(cache, projection), None
+        if info.mask_token is not None:
+            mask = mask_row(info.mask_token, weights.read(MASK_HIDDEN), states)
         return cls(
             Runner(network, cache, device=device),
-            TargetStates(cache, projection),
+            states,
+            mask,
             vocab_size=options.vocab_size,
             target_vocab_size=options.vocab_size,
             context=options.context,
             support=options.support,
             grammar_states=GrammarStates(grammar_compiler),
         )
+
+    @property
+    def can_anticipate(self) -> bool:
+        """True if it can go on behind its own draft tokens.
+
+        A P-EAGLE head cannot: it was trained on draft tokens whose states are the target's, or on
+        masks, and has no states of its own.
+        """
+        return self._block is None
 
     def release(self, seq_ids: Sequence[int]) -> None:
         super().release(seq_ids)
@@ -198,16 +223,31 @@ class EagleDrafter(NeuralDrafter):
         self._num_firm.pop(branch_id, None)
 
     def _on_written(self, steps: Sequence[Step]) -> None:
+        if self._block is not None:
+            self._block.write_states(steps)
+            return
         self._target_states.store(steps)
         for step in steps:
             self._num_firm[step.seq_id] = self._states[step.seq_id].start
 
     def _task(self, step: DraftStep) -> DraftTask | None:
+        state = self._states.get(step.seq_id)
+        if self._block is not None and state is not None and len(state.tokens) < step.gamma:
+            self.drop_drafts([step.seq_id])  # a pass begins at the newest token; it draws the same
         task = super()._task(step)
         return None if task is None else self._with_loose_rows(task)
 
     def _resume_task(self, seq_id: int, state: DraftState, *, num_wanted: int) -> DraftTask:
         return self._with_loose_rows(super()._resume_task(seq_id, state, num_wanted=num_wanted))
+
+    def _draw_tasks(
+        self, tasks: Sequence[DraftTask], should_stop: Callable[[], bool], *, constrained: bool
+    ) -> None:
+        if self._block is None:
+            super()._draw_tasks(tasks, should_stop, constrained=constrained)
+            return
+        looks_back = any(task.state.policy.warp.needs_history for task in tasks)
+        self._block.draw(tasks, constrained=constrained or looks_back)
 
     def _with_loose_rows(self, task: DraftTask) -> DraftTask:
         """Return the task, begun at the first row that the head computed from its own states.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from specserve.models.runner import Runner
 from specserve.models.skip import skipped_layers
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, ModelInfo, PreparedProposal, Proposal
+
+log = logging.getLogger(__name__)
 
 SELF_SPECULATIVE: Mapping[str, Callable[[Config, TargetModel], LayerSkipDrafter | HeadsDrafter]] = {
     "layer_skip": LayerSkipDrafter.from_config,
@@ -182,9 +185,15 @@ def open_apart_drafter(
     """Return the drafter that has a device of its own. Raises as `open_drafter` does."""
     if config.draft.kind == "eagle":
         eagle = EagleDrafter.apart(config, target, grammar_compiler)
-        return OpenDrafter(
-            eagle, context=eagle.context, runners=(eagle.runner,), fanout=_fanout(config)
-        )
+        fanout = _fanout(config)
+        if fanout is not None and not eagle.can_anticipate:
+            log.info(
+                "the P-EAGLE head at %s drafts in one pass and does not anticipate; its proposals "
+                "are made when they are asked for",
+                config.draft.path,
+            )
+            fanout = None
+        return OpenDrafter(eagle, context=eagle.context, runners=(eagle.runner,), fanout=fanout)
     return open_drafter(
         config,
         target_vocab_size=target.vocab_size,

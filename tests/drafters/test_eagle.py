@@ -149,8 +149,15 @@ def test_q_is_the_heads_own_in_every_round(
         HeadSizes(vocab_size=checkpoints.VOCAB, draft_vocab_size=checkpoints.VOCAB, taps=(3, 1, 2)),
         HeadSizes(vocab_size=checkpoints.VOCAB, has_embedding=False, kv_heads=4),
         HeadSizes(vocab_size=checkpoints.VOCAB, hidden_size=32, intermediate_size=64, num_heads=2),
+        HeadSizes(vocab_size=checkpoints.VOCAB, num_layers=3),
     ],
-    ids=["norm before the residual", "whole vocabulary", "the target's embedding", "narrower"],
+    ids=[
+        "norm before the residual",
+        "whole vocabulary",
+        "the target's embedding",
+        "narrower",
+        "three layers",
+    ],
 )
 def test_every_variant_computes_what_its_formulas_say(
     llama: Path, tmp_path: Path, sizes: HeadSizes

@@ -89,7 +89,8 @@ later draft tokens affect the first, and there is no such formula.)
   on the target's own pages; the other with random heads, and, as `top 3 heads`, with a support
   of three. `eagle` is a random EAGLE-3 head of the same target with pages of its own, and a
   second one knows 6 of 8 ids. `eagle apart` is the first one in a draft worker, and `eagle ahead`
-  the second one, which anticipates there. The others are cascades
+  the second one, which anticipates there. `eagle block` is a random P-EAGLE head of two layers,
+  which draws all its draft tokens in one pass. The others are cascades
   ([cascades](../design/drafters.md#cascades)): largest stage first, each smaller one agrees less.
 - **gamma**: `random` is another gamma from 0 to 4 for each sequence in each round.
 - **warps**: `truncated` is temperature 0.7 with top-k and top-p; `mixed` has requests at

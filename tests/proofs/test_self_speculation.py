@@ -51,6 +51,9 @@ CASES = (
     Case("coupled", "eagle apart", 3),
     Case("block", "eagle ahead", 3),
     Case("each", "eagle ahead", None, "mixed"),
+    Case("speculative", "eagle block", 3),
+    Case("block", "eagle block", 4),
+    Case("each", "eagle block", None, "mixed"),
 )
 
 

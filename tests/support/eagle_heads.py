@@ -1,7 +1,9 @@
 """EAGLE-3 heads for tests: files as they are published, and what a head computes, by torch alone.
 
 Nothing here comes from the code under test. The names and keys of the files are those of SpecForge
-(LlamaForCausalLMEagle3) and of speculators 0.3 (Eagle3Speculator).
+(LlamaForCausalLMEagle3) and of speculators 0.3 (Eagle3Speculator). Those of P-EAGLE heads are of
+speculators (its models/peagle at c05b95b, August 2026) and of what vLLM reads besides (its
+models/llama_eagle3.py): `ptd_token_id`, and `mask_hidden` of two dimensions.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+MASK_HIDDEN = "mask_hidden"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class HeadSizes:
     norm_before_residual: bool = False
     has_embedding: bool = True
     logit_scale: float = 3.0  # of the random vocabulary head
+    num_layers: int = 1
+    mask_token: int | None = None  # of a P-EAGLE head
 
 
 def write_specforge(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys: Any) -> Path:
@@ -56,7 +62,7 @@ def write_specforge(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys:
         "mlp_bias": False,
         "model_type": "llama",
         "num_attention_heads": sizes.num_heads,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": sizes.num_layers,
         "num_key_value_heads": sizes.kv_heads,
         "pad_token_id": 0,
         "pretraining_tp": 1,
@@ -70,13 +76,16 @@ def write_specforge(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys:
         "use_cache": True,
         "vocab_size": sizes.vocab_size,
     }
+    if sizes.mask_token is not None:
+        config["ptd_token_id"] = sizes.mask_token
     if sizes.taps is not None:  # which are counted by the layers' outputs
         outputs = [layer - 1 for layer in sizes.taps]
         config["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": outputs,
             "use_aux_hidden_state": True,
         }
-    return _write(directory, config | keys, _tensors(sizes, "midlayer", seed))
+    tensors = _tensors(sizes, "midlayer" if sizes.mask_token is None else "layers.0", seed)
+    return _write(directory, config | keys, tensors)
 
 
 def write_speculators(directory: Path, sizes: HeadSizes, *, seed: int = 1, **keys: Any) -> Path:
@@ -89,13 +98,13 @@ def write_speculators(directory: Path, sizes: HeadSizes, *, seed: int = 1, **key
         "max_position_embeddings": 128,
         "model_type": "llama",
         "num_attention_heads": sizes.num_heads,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": sizes.num_layers,
         "num_key_value_heads": sizes.kv_heads,
         "rms_norm_eps": 1e-05,
         "rope_theta": 10000.0,
         "vocab_size": sizes.vocab_size,
     }
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["Eagle3Speculator"],
         "draft_vocab_size": sizes.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": None if sizes.taps is None else list(sizes.taps),
@@ -122,7 +131,20 @@ def write_speculators(directory: Path, sizes: HeadSizes, *, seed: int = 1, **key
         "transformer_layer_config": layer,
         "transformers_version": "4.57.1",
     }
-    return _write(directory, config | keys, _tensors(sizes, "layers.0", seed))
+    tensors = _tensors(sizes, "layers.0", seed)
+    if sizes.mask_token is not None:
+        config |= {
+            "architectures": ["PEagleSpeculator"],
+            "embed_requires_grad": True,
+            "fc_norm": False,
+            "mask_token_id": sizes.mask_token,
+            "norm_before_fc": False,
+            "norm_output": False,
+            "speculators_config": config["speculators_config"] | {"algorithm": "peagle"},
+            "speculators_model_type": "peagle",
+        }
+        tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN][None]  # of three dimensions
+    return _write(directory, config | keys, tensors)
 
 
 def _write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
@@ -165,6 +187,21 @@ def _tensors(sizes: HeadSizes, layer: str, seed: int) -> dict[str, Tensor]:
         known = known.sort().values
         tensors["d2t"] = known - torch.arange(sizes.draft_vocab_size)  # offsets, not ids
         tensors["t2d"] = torch.zeros(sizes.vocab_size, dtype=torch.bool).index_fill_(0, known, True)
+    for index in range(1, sizes.num_layers):  # plain layers
+        deeper = f"layers.{index}"
+        tensors |= {
+            f"{deeper}.input_layernorm.weight": norm(hidden),
+            f"{deeper}.mlp.down_proj.weight": matrix(hidden, sizes.intermediate_size),
+            f"{deeper}.mlp.gate_proj.weight": matrix(sizes.intermediate_size, hidden),
+            f"{deeper}.mlp.up_proj.weight": matrix(sizes.intermediate_size, hidden),
+            f"{deeper}.post_attention_layernorm.weight": norm(hidden),
+            f"{deeper}.self_attn.k_proj.weight": matrix(sizes.kv_heads * dim, hidden),
+            f"{deeper}.self_attn.o_proj.weight": matrix(hidden, hidden),
+            f"{deeper}.self_attn.q_proj.weight": matrix(hidden, hidden),
+            f"{deeper}.self_attn.v_proj.weight": matrix(sizes.kv_heads * dim, hidden),
+        }
+    if sizes.mask_token is not None:
+        tensors[MASK_HIDDEN] = torch.randn(1, 3 * sizes.target_hidden_size, generator=generator)
     return tensors
 
 
@@ -220,6 +257,21 @@ class ReferenceHead:
             states = torch.cat([states, newest], dim=1)
         return torch.cat(logits, dim=1)
 
+    def draft_block(
+        self, tokens: Sequence[int], taps: Tensor, *, num_drafted: int
+    ) -> Tensor:  # [num_drafted, vocab]
+        """Return the logits of a P-EAGLE head behind a text, all of one pass.
+
+        Behind the newest token are masks, each with the mask's token and the mask's three states.
+        """
+        assert self.sizes.mask_token is not None
+        masks = num_drafted - 1
+        ids = torch.tensor([*tokens[1:], *[self.sizes.mask_token] * masks])[None]
+        hidden = self.weights[MASK_HIDDEN].reshape(1, -1).expand(masks, -1)
+        states = self._linear("fc", torch.cat([taps.to(self.dtype), hidden]))[None]
+        last = self._layer(states, ids)[:, -num_drafted:]
+        return self._to_target(self._linear("lm_head", self._norm("norm", last)))[0]
+
     def _layer(self, states: Tensor, ids: Tensor) -> Tensor:  # [texts, rows, hidden], [texts, rows]
         assert self.embedding is not None
         normed = self._norm("layers.0.hidden_norm", states)
@@ -227,14 +279,21 @@ class ReferenceHead:
         both = torch.cat(
             [self._norm("layers.0.input_layernorm", self.embedding[ids]), normed], dim=-1
         )
-        x = residual + self._linear("layers.0.self_attn.o_proj", self._attend(both))
-        normed = self._norm("layers.0.post_attention_layernorm", x)
-        gate, up = (self._linear(f"layers.0.mlp.{name}_proj", normed) for name in ("gate", "up"))
-        return x + self._linear("layers.0.mlp.down_proj", F.silu(gate) * up)
+        x = self._rest_of_layer("layers.0", both, residual)
+        for index in range(1, self.sizes.num_layers):
+            layer = f"layers.{index}"
+            x = self._rest_of_layer(layer, self._norm(f"{layer}.input_layernorm", x), x)
+        return x
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _rest_of_layer(self, layer: str, normed: Tensor, residual: Tensor) -> Tensor:
+        x = residual + self._linear(f"{layer}.self_attn.o_proj", self._attend(layer, normed))
+        normed = self._norm(f"{layer}.post_attention_layernorm", x)
+        gate, up = (self._linear(f"{layer}.mlp.{name}_proj", normed) for name in ("gate", "up"))
+        return x + self._linear(f"{layer}.mlp.down_proj", F.silu(gate) * up)
+
+    def _attend(self, layer: str, x: Tensor) -> Tensor:
         q, k, v = (
-            self._linear(f"layers.0.self_attn.{name}_proj", x)
+            self._linear(f"{layer}.self_attn.{name}_proj", x)
             .view(*x.shape[:2], heads, -1)
             .transpose(1, 2)
             for name, heads in (

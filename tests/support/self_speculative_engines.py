@@ -6,6 +6,7 @@ The expected q of each kind is computed by the library alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ EAGLES = {
         logit_scale=0.6,
     ),
 }
+EAGLES["eagle block"] = replace(EAGLES["eagle"], num_layers=2, mask_token=3)  # P-EAGLE
 EAGLES["eagle apart"] = EAGLES["eagle"]
 EAGLES["eagle ahead"] = EAGLES["eagle, 6 of 8 ids"]
 APART = ("eagle apart", "eagle ahead")  # the latter anticipates

@@ -20,6 +20,7 @@ from specserve.grammar.matcher import GrammarMatcher
 from specserve.grammar.sequences import GrammarStates
 from specserve.models.runner import Runner
 from specserve.sampling.penalties import History
+from specserve.transfers import to_device
 from specserve.types import Policy, Step
 
 
@@ -79,14 +80,7 @@ class ConstrainedDrafting:
 
         The last token of a sequence, and forced ones before it, are not written to the cache.
         """
-        drafts = [
-            ConstrainedDraft(
-                task,
-                self._grammar_states.get(task.seq_id),
-                len(task.state.tokens) + task.num_wanted,
-            )
-            for task in tasks
-        ]
+        drafts = self._drafts(tasks)
         drawing = self._take_forced(drafts)
         self._pass(
             [draft.first_step(draws=draft in drawing) for draft in drafts],
@@ -103,6 +97,20 @@ class ConstrainedDrafting:
             ]
             self._pass(steps, [1] * len(drawing), drawing)
 
+    def draw_from_rows(self, tasks: Sequence[DraftTask], logits: Tensor) -> None:
+        """Draw the wanted tokens of new drafts from rows that exist already.
+
+        `logits` [sum of num_wanted, vocab] has one row for each token. A forced token leaves its
+        row unused.
+        """
+        first_rows = np.cumsum([0, *(task.num_wanted for task in tasks)]).tolist()
+        rows = dict(zip((task.seq_id for task in tasks), first_rows, strict=False))
+        drawing = self._take_forced(self._drafts(tasks))
+        while drawing:
+            chosen = [rows[draft.task.seq_id] + len(draft.task.state.tokens) for draft in drawing]
+            self._draw(logits.index_select(0, to_device(np.array(chosen), logits.device)), drawing)
+            drawing = self._take_forced(drawing)
+
     def mask_logits(
         self, matchers: Sequence[GrammarMatcher | None], logits: Tensor
     ) -> Tensor:  # [seqs, vocab]
@@ -111,6 +119,16 @@ class ConstrainedDrafting:
             (row, matcher.bits()) for row, matcher in enumerate(matchers) if matcher is not None
         ]
         return TokenMask.from_rows(rows).apply(logits)
+
+    def _drafts(self, tasks: Sequence[DraftTask]) -> list[ConstrainedDraft]:
+        return [
+            ConstrainedDraft(
+                task,
+                self._grammar_states.get(task.seq_id),
+                len(task.state.tokens) + task.num_wanted,
+            )
+            for task in tasks
+        ]
 
     def _take_forced(self, drafts: Sequence[ConstrainedDraft]) -> list[ConstrainedDraft]:
         """Append forced tokens, and return the sequences that have more tokens to draw."""
@@ -152,8 +170,11 @@ class ConstrainedDrafting:
         if not steps:
             return
         logits = self._runner.run(steps, wanted)[:, : self._vocab]
-        if not drawing:
-            return
+        if drawing:
+            self._draw(logits, drawing)
+
+    def _draw(self, logits: Tensor, drawing: Sequence[ConstrainedDraft]) -> None:
+        """Draw one token of each of these sequences, [sequences, vocab]."""
         sampler = DraftSampler(
             [self._draw_spec(draft.task) for draft in drawing],
             support=self._support,
@@ -165,6 +186,9 @@ class ConstrainedDrafting:
             draft.append(draws.tokens[row], draws, row)
 
     def _draw_spec(self, task: DraftTask) -> DrawSpec:
-        state = task.state
-        history = self._history(task.seq_id, self._runner.cache.length(task.seq_id), state.policy)
+        state, num_cached = task.state, self._runner.cache.length(task.seq_id)
+        history = self._history(task.seq_id, num_cached, state.policy)
+        if history is not None and num_cached < state.stop:  # draft tokens of the same pass
+            uncached = state.tokens[num_cached - state.start :]
+            history = replace(history, tokens=np.append(history.tokens, uncached))
         return DrawSpec(state.start, len(state.tokens), 1, state.policy, history)

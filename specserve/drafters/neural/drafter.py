@@ -84,13 +84,9 @@ class NeuralDrafter:
         self.grammar_states.register(steps)
         # The sequences that want most are first, so others drop out from the end.
         tasks = sorted(self._fitting_tasks(steps), key=lambda task: -task.num_wanted)
-        if self._advance_grammars(steps) and tasks:
-            self._constrained.draw(tasks, should_stop)
-        elif tasks:
-            logits = self._prefill(tasks)
-            drawing = [task for task in tasks if task.num_wanted]
-            if drawing:
-                self._draw(drawing, logits, should_stop)
+        constrained = self._advance_grammars(steps)
+        if tasks:
+            self._draw_tasks(tasks, should_stop, constrained=constrained)
         return [self._proposal(step) for step in steps]
 
     def release(self, seq_ids: Sequence[int]) -> None:
@@ -289,6 +285,18 @@ class NeuralDrafter:
         cache = self.runner.cache
         longest = max(task.final_length, len(task.prefill.encoder_input))
         return longest <= self.context and task.max_new_pages(cache.page_size) <= free
+
+    def _draw_tasks(
+        self, tasks: Sequence[DraftTask], should_stop: Callable[[], bool], *, constrained: bool
+    ) -> None:
+        """Prefill, and draw for tasks in falling order of `num_wanted`."""
+        if constrained:
+            self._constrained.draw(tasks, should_stop)
+            return
+        logits = self._prefill(tasks)
+        drawing = [task for task in tasks if task.num_wanted]
+        if drawing:
+            self._draw(drawing, logits, should_stop)
 
     def _prefill(self, tasks: Sequence[DraftTask]) -> Tensor:  # [drawing, vocab]
         """Write committed or last drawn tokens; return logits where draft tokens are wanted."""

@@ -1,13 +1,16 @@
 """The files of EAGLE-3 heads, as SpecForge and `speculators` publish them.
 
-Both hold the weights of one decoder layer over twice the hidden size, of the product that joins
-three hidden states of the target, and of a vocabulary head that may know fewer tokens. They differ
-in their config.json, in the names of the layer, and in how they count the target's layers.
+Both hold the weights of a decoder layer over twice the hidden size, of the product that joins three
+hidden states of the target, and of a vocabulary head that may know fewer tokens. They differ in
+their config.json, in the names of the layer, and in how they count the target's layers. Further
+layers are plain ones of Llama or Qwen 3. A P-EAGLE head (arXiv 2602.01469) also has a mask token
+and `mask_hidden`, three states that its mask rows read in place of the target's.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +33,16 @@ FINGERPRINT = "target_fingerprint"
 LAYER_KINDS = ("llama", "qwen3")
 EXTRA_NORMS = ("fc_norm", "norm_output")
 """Variants of the `speculators` format that are not computed here."""
-PARALLEL_MODELS = ("peagle", "PEagleDraftModel", "PEagleSpeculator")
+HEAD_KINDS = ("eagle3", "peagle")
+"""Kinds of drafts of `speculators` that are opened."""
+PARALLEL_MODELS = ("peagle", "PEagleDraftModel", "PEagleSpeculator", "PeagleLlamaForCausalLM")
 """Names of P-EAGLE in a config: as a kind of `speculators`, and as architectures."""
 PARALLEL_KEYS = ("parallel_drafting", "ptd_token_id", "pard_token")
 """Keys of a config with which vLLM drafts several tokens in one pass."""
-PARALLEL_TENSOR = "mask_hidden"
-"""The hidden state that a P-EAGLE head reads where the target's is not known yet."""
-NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+MASK_TOKEN_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
+"""Keys of a P-EAGLE head's mask token: that of `speculators`, and those that vLLM reads."""
+MASK_HIDDEN = "mask_hidden"
+"""Three hidden states that a P-EAGLE head reads where the target's are not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class EagleInfo:
     norm_before_residual: bool
     norm_before_fc: bool
     target: str | None  # its fingerprint
+    num_layers: int = 1
+    mask_token: int | None = None  # of a P-EAGLE head; None: it drafts one token a pass
 
     @classmethod
     def from_directory(cls, directory: Path) -> EagleInfo:
@@ -79,6 +87,9 @@ class EagleInfo:
                 bool(keys.get("norm_before_residual", speculators)),
                 bool(keys.get("norm_before_fc", False)),
                 keys.get(FINGERPRINT),
+                # The library's config has another default for one that states none.
+                int(layer_keys.get("num_hidden_layers", 1)),
+                _mask_token(directory, keys, layer.vocab_size),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ModelError(f"{file} is no config of an EAGLE-3 head: {error}") from error
@@ -98,8 +109,8 @@ class EagleWeights:
         self.directory, self.info = directory, info
         stored = StoredTensors(weight_files(directory))
         self._stored, self._names = stored, {_canonical(name): name for name in stored.names()}
-        if PARALLEL_TENSOR in self:
-            raise _parallel_head(directory)
+        if MASK_HIDDEN in self and info.mask_token is None:
+            raise _no_mask_token(directory)
         self._check_shapes()
 
     def __contains__(self, name: str) -> bool:
@@ -132,34 +143,48 @@ class EagleWeights:
 
     def _check_shapes(self) -> None:
         """Raise ModelError for tensors of other sizes than config.json states."""
-        layer, hidden = self.info.layer, self.info.layer.hidden_size
-        head_dim = layer.head_dim or hidden // layer.num_attention_heads
-        queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
+        hidden = self.info.layer.hidden_size
         expected = {
             "fc.weight": (hidden, NUM_TAPS * self.info.target_hidden_size),
-            "layers.0.self_attn.q_proj.weight": (queries, 2 * hidden),
-            "layers.0.self_attn.k_proj.weight": (keys, 2 * hidden),
-            "layers.0.self_attn.v_proj.weight": (keys, 2 * hidden),
-            "layers.0.self_attn.o_proj.weight": (hidden, queries),
-            "layers.0.mlp.gate_proj.weight": (layer.intermediate_size, hidden),
-            "layers.0.mlp.up_proj.weight": (layer.intermediate_size, hidden),
-            "layers.0.mlp.down_proj.weight": (hidden, layer.intermediate_size),
-            **{f"layers.0.{norm}.weight": (hidden,) for norm in NORMS},
+            "layers.0.hidden_norm.weight": (hidden,),
             "norm.weight": (hidden,),
             "lm_head.weight": (self.draft_vocab_size, hidden),
         }
+        for index in range(self.info.num_layers):
+            expected |= self._layer_shapes(f"layers.{index}", hidden * (1 if index else 2))
         if self.info.norm_before_fc:
             expected["input_norm.weight"] = (NUM_TAPS * self.info.target_hidden_size,)
         if "d2t" in self or self.draft_vocab_size != self.info.vocab_size:
             expected["d2t"] = (self.draft_vocab_size,)
         if "embed_tokens.weight" in self:
             expected["embed_tokens.weight"] = (self.info.vocab_size, hidden)
+        if self.info.mask_token is not None:  # `speculators` saves it with a dimension more
+            width = NUM_TAPS * self.info.target_hidden_size
+            found = self.shape(MASK_HIDDEN)
+            expected[MASK_HIDDEN] = found if math.prod(found) == width else (1, width)
         for name, shape in expected.items():
             if self.shape(name) != shape:
                 raise ModelError(
                     f"{name} of the EAGLE-3 head at {self.directory} is "
                     f"{_by(self.shape(name))}, and its config.json implies {_by(shape)}"
                 )
+
+    def _layer_shapes(self, name: str, width: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a layer whose attention reads rows of `width` numbers."""
+        layer, hidden = self.info.layer, self.info.layer.hidden_size
+        head_dim = layer.head_dim or hidden // layer.num_attention_heads
+        queries, keys = layer.num_attention_heads * head_dim, layer.num_key_value_heads * head_dim
+        return {
+            f"{name}.self_attn.q_proj.weight": (queries, width),
+            f"{name}.self_attn.k_proj.weight": (keys, width),
+            f"{name}.self_attn.v_proj.weight": (keys, width),
+            f"{name}.self_attn.o_proj.weight": (hidden, queries),
+            f"{name}.mlp.gate_proj.weight": (layer.intermediate_size, hidden),
+            f"{name}.mlp.up_proj.weight": (layer.intermediate_size, hidden),
+            f"{name}.mlp.down_proj.weight": (hidden, layer.intermediate_size),
+            f"{name}.input_layernorm.weight": (hidden,),
+            f"{name}.post_attention_layernorm.weight": (hidden,),
+        }
 
 
 def require_eagle_for(target: Path, directory: Path) -> EagleInfo:
@@ -201,16 +226,14 @@ def require_eagle_for(target: Path, directory: Path) -> EagleInfo:
 def _require_supported(
     directory: Path, keys: Mapping[str, Any], layer_keys: Mapping[str, Any]
 ) -> None:
-    if _is_parallel(keys):
-        raise _parallel_head(directory)
     reasons = (
         (
-            keys.get("speculators_model_type", "eagle3") != "eagle3",
+            keys.get("speculators_model_type", "eagle3") not in HEAD_KINDS,
             f"is a draft of the kind {keys.get('speculators_model_type')}",
         ),
         (
-            layer_keys.get("num_hidden_layers", 1) != 1,
-            f"has {layer_keys.get('num_hidden_layers')} layers instead of one",
+            layer_keys.get("num_hidden_layers", 1) < 1,
+            "has no layer",
         ),
         (
             layer_keys.get("model_type", "llama") not in LAYER_KINDS,
@@ -246,12 +269,26 @@ def _is_parallel(keys: Mapping[str, Any]) -> bool:
     )
 
 
-def _parallel_head(directory: Path) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{directory} is a P-EAGLE head, which drafts all its tokens in one pass over mask tokens, "
-        "and draft.kind eagle runs EAGLE-3 heads only, which draft one token a pass; name an "
-        "EAGLE-3 head of the target in draft.path",
-        param="draft.path",
+def _mask_token(directory: Path, keys: Mapping[str, Any], vocab_size: int) -> int | None:
+    """Return the mask token of a P-EAGLE head's config, or None for another head's."""
+    if not _is_parallel(keys):
+        return None
+    name = next((name for name in MASK_TOKEN_KEYS if keys.get(name) is not None), None)
+    if name is None:
+        raise _no_mask_token(directory)
+    token = int(keys[name])
+    if not 0 <= token < vocab_size:
+        raise ModelError(
+            f"the P-EAGLE head at {directory} has {token} as {name} in config.json, which is no "
+            f"id of its vocabulary of {vocab_size}"
+        )
+    return token
+
+
+def _no_mask_token(directory: Path) -> ModelError:
+    return ModelError(
+        f"{directory} is a P-EAGLE head without a mask token; add the id that it was trained with "
+        f"to its config.json, as {' or '.join(MASK_TOKEN_KEYS)}"
     )
 
 

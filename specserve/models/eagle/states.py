@@ -33,7 +33,7 @@ class TargetStates:
     """
 
     def __init__(self, cache: PagedCache, project: Callable[[Tensor], Tensor]) -> None:
-        self._cache, self._project = cache, project
+        self._cache, self.project = cache, project
         self._arrived: dict[int, list[HiddenRows]] = {}  # of each sequence, by position
         # Own states that the next step of a sequence overwrites and reads.
         self._kept: dict[int, HiddenRows] = {}
@@ -46,7 +46,7 @@ class TargetStates:
         if not hidden:
             return
         projected = F.pad(
-            self._project(torch.cat([each.rows for each in hidden])), (0, 1), value=TARGETS
+            self.project(torch.cat([each.rows for each in hidden])), (0, 1), value=TARGETS
         )
         parts = torch.split(projected, [len(each.rows) for each in hidden])
         for each, rows in zip(hidden, parts, strict=True):
@@ -92,6 +92,19 @@ class TargetStates:
         # In order: what is known replaces what is not.
         for where, rows in zip(slots, states, strict=True):
             self._cache.states.index_copy_(0, where, rows.to(self._cache.states.dtype))
+
+    @torch.inference_mode()
+    def fill(self, ranges: Sequence[tuple[int, range]], state: Tensor) -> None:
+        """Write one state [hidden] behind all of these positions of sequences.
+
+        The pass that reads them replaces them.
+        """
+        slots = [
+            self._cache.slots(seq_id, part.start, part.stop) for seq_id, part in ranges if part
+        ]
+        if slots:
+            where, row = torch.cat(slots), F.pad(state, (0, 1), value=OWN)
+            self._cache.states.index_copy_(0, where, row.expand(len(where), -1))
 
     def _unknown(self, num: int) -> Tensor:
         return self._cache.states.new_full((num, self._cache.states.shape[1]), UNKNOWN)

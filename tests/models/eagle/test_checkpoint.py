@@ -105,13 +105,13 @@ def test_a_head_of_another_target_is_refused_before_weights_are_read(
     ("keys", "message"),
     [
         ({"speculators_model_type": "mtp"}, "a draft of the kind mtp"),
-        ({"num_hidden_layers": 2}, "has 2 layers instead of one"),
+        ({"num_hidden_layers": 0}, "has no layer"),
         ({"model_type": "deepseek_v3"}, "a layer of deepseek_v3"),
         ({"hidden_act": "gelu"}, "the activation gelu"),
         ({"fc_norm": True}, "norms of a later variant"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "one hidden state instead of three"),
     ],
-    ids=["another kind", "two layers", "latent attention", "activation", "norms", "EAGLE 1"],
+    ids=["another kind", "no layer", "latent attention", "activation", "norms", "EAGLE 1"],
 )
 def test_a_head_that_is_computed_otherwise_is_refused(
     tmp_path: Path, keys: dict[str, Any], message: str
@@ -122,34 +122,69 @@ def test_a_head_that_is_computed_otherwise_is_refused(
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("write", "keys"),
     [
-        {"speculators_model_type": "peagle", "mask_token_id": 5},
-        {"architectures": ["PEagleDraftModel"]},
-        {"parallel_drafting": True, "num_hidden_layers": 4},
-        {"ptd_token_id": 0},
-        {"pard_token": 288},
+        (write_speculators, {}),
+        (write_specforge, {}),
+        (write_specforge, {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2}),
+        (write_specforge, {"ptd_token_id": None, "pard_token": 5}),
+        (
+            write_specforge,
+            {"ptd_token_id": None, "parallel_drafting": True, "mask_token_id": "5"},
+        ),
     ],
-    ids=["speculators", "architecture", "layers", "ptd_token_id", "pard_token"],
+    ids=["speculators", "ptd_token_id", "architecture", "pard_token", "mask_token_id"],
 )
-def test_a_parallel_head_is_refused_by_its_name(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+def test_a_parallel_head_names_its_mask_in_every_published_way(
+    target: Path, tmp_path: Path, write: Any, keys: dict[str, Any]
+) -> None:
+    head = write(tmp_path / "head", replace(SIZES, num_layers=2, mask_token=5), **keys)
+    info = require_eagle_for(target, head)
+    assert (info.mask_token, info.num_layers) == (5, 2)
+
+
+@pytest.mark.parametrize("write", [write_specforge, write_speculators])
+def test_a_parallel_head_drafts_and_leaves_the_text_the_targets_own(
+    target: Path, tmp_path: Path, write: Any
+) -> None:
+    head = write(tmp_path / "head", replace(SIZES, num_layers=4, mask_token=5))
+    prompts = [tuple(range(20, 60)), tuple(range(90, 99))]
+    wanted = Sampling(max_tokens=24, temperature=0, ignore_eos=True)
+    with LLM(target, **KEYS | {"draft.kind": "none"}) as plain:
+        expected = [output.token_ids for output in plain.generate(prompts, wanted)]
+    with LLM(target, **KEYS | {"draft.path": str(head)}) as llm:
+        outputs = llm.generate(prompts, wanted)
+    assert [output.token_ids for output in outputs] == expected
+    assert all(output.stats and output.stats.drafted for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "message"),
+    [
+        ({"ptd_token_id": None}, {}, "without a mask token; add .* mask_token_id or ptd_token_id"),
+        ({"ptd_token_id": 289}, {}, "has 289 as ptd_token_id .* no id of its vocabulary of 289"),
+        ({}, {"mask_hidden": torch.zeros(1, 64)}, "mask_hidden .* is 1 x 64, .* implies 1 x 192"),
+        ({}, {"mask_hidden": None}, "has no tensor mask_hidden"),
+        ({"num_hidden_layers": 3}, {}, "has no tensor layers.2.self_attn.q_proj.weight"),
+    ],
+    ids=["no mask token", "not of the vocabulary", "hidden size", "no mask_hidden", "layers"],
+)
+def test_a_parallel_head_whose_files_do_not_fit_is_refused_in_one_sentence(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, Any],
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     monkeypatch.setattr("specserve.inprocess.open_target", refuse_to_open)
-    head = write_specforge(tmp_path / "head", SIZES, **keys)
-    with pytest.raises(UnsupportedModel, match=r"is a P-EAGLE head.*name an EAGLE-3 head") as found:
+    head = write_specforge(tmp_path / "head", replace(SIZES, num_layers=2, mask_token=5), **keys)
+    weights: dict[str, Any] = load_file(head / "model.safetensors") | changes
+    kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    save_file(kept, head / "model.safetensors")
+    with pytest.raises(ModelError, match=message) as found:
         LLM(target, **KEYS | {"draft.path": str(head)})
     assert "\n" not in str(found.value)
-
-
-def test_a_parallel_head_is_known_by_its_hidden_state_of_masks(
-    target: Path, tmp_path: Path
-) -> None:
-    head = write_specforge(tmp_path / "head", SIZES, parallel_drafting=False)
-    weights = load_file(head / "model.safetensors")
-    save_file(weights | {"mask_hidden": torch.zeros(1, 192)}, head / "model.safetensors")
-    with pytest.raises(UnsupportedModel, match="is a P-EAGLE head"):
-        require_eagle_for(target, head)
 
 
 def test_files_that_contradict_their_config_are_refused(target: Path, tmp_path: Path) -> None:
