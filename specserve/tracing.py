@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specserve.types import Chunk, FinishReason, Request
@@ -122,16 +122,35 @@ def set_failed(span: Span, why: str) -> None:
     span.set_status(StatusCode.ERROR, why)
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The work of a worker so far, or since a sequence began."""
+
+    num_answers: int = 0
+    seconds: float = 0.0
+    ended_ns: int = 0
+
+    def __sub__(self, before: _Work) -> _Work:
+        return _Work(
+            self.num_answers - before.num_answers, self.seconds - before.seconds, self.ended_ns
+        )
+
+
 @dataclass(slots=True)
 class _EngineSpan:
     span: Span
     num_tokens: int = 0
-    has_prompt_event: bool = False
-    ended_ns: int | None = None  # if it waits for the event of its prompt
+    # When its first round began, and the work of the workers before that.
+    began_ns: int | None = None
+    work_before: Mapping[str, _Work] = field(default_factory=dict)
+    ended_ns: int | None = None  # if it waits for the report of its first round
 
 
 class EngineSpans:
-    """A span for each sequence of an engine, from `begin` to its last chunk."""
+    """A span for each sequence of an engine, from `begin` to its last chunk.
+
+    It has a child for each role of workers, with their passes while the sequence ran.
+    """
 
     def __init__(
         self,
@@ -145,6 +164,8 @@ class EngineSpans:
         self._tracer, self._replica, self._started = tracer, replica, started
         self._now_ns = now_ns
         self._spans: dict[int, _EngineSpan] = {}
+        self._work: dict[str, _Work] = {}  # by role
+        self._work_before: Mapping[str, _Work] = {}  # at the end of the last round
 
     def begin(self, seq_id: int, request: Request, *, load: int) -> None:
         """Start the span of a request; `load` is the number of the engine's requests."""
@@ -172,32 +193,60 @@ class EngineSpans:
             if chunk.finish is None:
                 continue
             _describe_end(one, chunk)
-            if one.num_tokens and not one.has_prompt_event:
+            if one.num_tokens and one.began_ns is None:
                 one.ended_ns = now  # its only round is yet to be reported
             else:
-                one.span.end(end_time=now)
-                del self._spans[chunk.seq_id]
+                self._end(chunk.seq_id, now)
+
+    def record_exchange(self, role: str, seconds: float, seconds_ago: float) -> None:
+        """Record how long a worker of a role worked for an answer, and how long ago it ended."""
+        before = self._work.get(role, _Work())
+        ended = self._now_ns() - round(seconds_ago * 1e9)
+        self._work[role] = _Work(before.num_answers + 1, before.seconds + seconds, ended)
 
     def record_round(self, seconds_ago: float) -> None:
         """Record that a round, which began so long ago, was the first one of some sequences."""
-        new = {seq_id: one for seq_id, one in self._spans.items() if not one.has_prompt_event}
+        before, self._work_before = self._work_before, dict(self._work)
+        new = {seq_id: one for seq_id, one in self._spans.items() if one.began_ns is None}
         if not new:
             return
         began, started = self._now_ns() - round(seconds_ago * 1e9), self._started()
         for seq_id, one in new.items():
             if one.ended_ns is not None or seq_id in started:
-                one.has_prompt_event = True
+                one.began_ns, one.work_before = began, before
                 one.span.add_event("prompt", timestamp=began)
             if one.ended_ns is not None:
-                one.span.end(end_time=one.ended_ns)
-                del self._spans[seq_id]
+                self._end(seq_id, one.ended_ns)
 
     def drop(self, seq_id: int) -> None:
         """End the span of a sequence that gets no chunk, since another took its place."""
-        one = self._spans.pop(seq_id, None)
+        one = self._spans.get(seq_id)
         if one is not None:
             set_failed(one.span, "displaced from the queue")
-            one.span.end(end_time=self._now_ns())
+            self._end(seq_id, self._now_ns())
+
+    def _end(self, seq_id: int, ended_ns: int) -> None:
+        one = self._spans.pop(seq_id)
+        if one.began_ns is not None:
+            for role, work in self._work.items():
+                done = work - one.work_before.get(role, _Work())
+                if done.num_answers:
+                    self._export_work(one, role, one.began_ns, done)
+        one.span.end(end_time=ended_ns)
+
+    def _export_work(self, parent: _EngineSpan, role: str, began_ns: int, work: _Work) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        child = self._tracer.start_span(
+            role,
+            set_span_in_context(parent.span),
+            start_time=began_ns,
+            attributes={
+                "specserve.answers": work.num_answers,
+                "specserve.busy_seconds": work.seconds,
+            },
+        )
+        child.end(end_time=max(began_ns, work.ended_ns))
 
 
 def _describe_end(one: _EngineSpan, chunk: Chunk) -> None:

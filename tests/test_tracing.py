@@ -70,12 +70,15 @@ def test_the_sdk_is_not_imported_without_a_reason() -> None:
 
 
 class Spans:
-    """Spans of an engine in which no sequence has begun, and what they export."""
+    """Spans of an engine in which a sequence waits, and what they export."""
 
     def __init__(self) -> None:
         self.memory, provider = InMemorySpanExporter(), TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.memory))
-        self.engine = EngineSpans(provider.get_tracer("test"), replica="a1", started=tuple)
+        self.started: set[int] = set()
+        self.engine = EngineSpans(
+            provider.get_tracer("test"), replica="a1", started=lambda: self.started
+        )
         self.engine.begin(0, REQUEST, load=1)
 
 
@@ -95,3 +98,34 @@ def test_a_failed_and_a_displaced_sequence_have_spans_with_errors() -> None:
     failed, displaced = spans.memory.get_finished_spans()
     assert failed.status.description == "it fell over"
     assert displaced.status.status_code is StatusCode.ERROR
+
+
+def test_workers_have_spans_of_the_passes_while_the_sequence_ran() -> None:
+    spans = Spans()
+    engine, started = spans.engine, spans.started
+    engine.record_exchange("target", 5.0, 0.0)  # a round in which it waited
+    engine.record_round(6.0)
+    started.add(0)
+    for _ in range(3):
+        engine.record_exchange("draft", 0.25, 0.0)
+        engine.record_exchange("target", 0.5, 0.0)
+        engine.record_round(1.0)
+    engine.observe([Chunk(0, 0, (1, 2), (), finish=FinishReason.LENGTH)])
+    draft, target, generate = sorted(
+        spans.memory.get_finished_spans(), key=lambda span: "draft target generate".index(span.name)
+    )
+    assert draft.parent == target.parent == generate.context
+    assert draft.attributes == {"specserve.answers": 3, "specserve.busy_seconds": 0.75}
+    assert target.attributes == {"specserve.answers": 3, "specserve.busy_seconds": 1.5}
+    (prompt,) = (event for event in generate.events if event.name == "prompt")
+    assert target.start_time == draft.start_time == prompt.timestamp
+
+
+def test_a_sequence_of_a_single_round_has_its_pass() -> None:
+    spans = Spans()
+    spans.engine.record_exchange("target", 0.5, 0.0)
+    spans.engine.observe([Chunk(0, 0, (1,), (), finish=FinishReason.LENGTH)])
+    spans.engine.record_round(1.0)
+    target, generate = spans.memory.get_finished_spans()
+    assert (target.name, target.parent) == ("target", generate.context)
+    assert target.attributes == {"specserve.answers": 1, "specserve.busy_seconds": 0.5}

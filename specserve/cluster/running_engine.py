@@ -22,7 +22,7 @@ from specserve.cluster.remote import RemoteDrafter
 from specserve.config.tree import Config
 from specserve.engine import Coordinator
 from specserve.engine.first_tokens import FirstTokenRecord
-from specserve.engine.trace import Round, TraceJournal
+from specserve.engine.trace import Exchange, Round, TraceJournal
 from specserve.errors import Overloaded, SpecserveError
 from specserve.metrics import Registry, Snapshot
 from specserve.tracing import EngineSpans, tracer_from_environment
@@ -97,16 +97,22 @@ class RunningEngine:
         """
         started_at, registry = time.monotonic(), Registry()
         journal = TraceJournal(registry)
-        group = await WorkerGroup.start(
-            config, wanted, journal.record_exchange, journal.record_event, join
-        )
-        target_s, tracer = config.replicas.target_ttft_s, tracer_from_environment()
-        first_tokens = None if target_s is None else FirstTokenRecord(target_s, group.info.curve)
+        tracer = tracer_from_environment()
         spans = (
             None
             if tracer is None
             else EngineSpans(tracer, replica=replica, started=lambda: _started(coordinator))
         )
+
+        def record_exchange(exchange: Exchange) -> None:
+            journal.record_exchange(exchange)
+            if spans is not None:
+                seconds_ago = time.perf_counter() - exchange.answered_at
+                spans.record_exchange(exchange.role, exchange.busy_seconds, seconds_ago)
+
+        group = await WorkerGroup.start(config, wanted, record_exchange, journal.record_event, join)
+        target_s = config.replicas.target_ttft_s
+        first_tokens = None if target_s is None else FirstTokenRecord(target_s, group.info.curve)
         observers: list[RequestObserver] = [one for one in (first_tokens, spans) if one is not None]
 
         def emit_observed(chunks: Sequence[Chunk]) -> None:

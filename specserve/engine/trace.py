@@ -45,6 +45,10 @@ class Exchange:
     answered_at: float
     spans: tuple[Span, ...]
 
+    @property
+    def busy_seconds(self) -> float:
+        return sum(span.end - span.start for span in self.spans)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceEvent:
