@@ -1,33 +1,35 @@
-"""One draft for several engines beside a draft of its own: `python -m benchmarks.pools`.
+"""One draft for several engines beside drafts of their own: `python -m benchmarks.pools`.
 
-Real coordinators, links and pool workers, in one process. Devices are declared: a pass sleeps for
-as long as it is said to take, so that devices which this machine lacks do not share its cores. An
-engine with its own draft runs alone: several drafts would share the interpreter, as none does.
-Texts and accepted tokens are those of `specserve simulate`.
+Real coordinators, links and pool workers, each in a process of its own. Devices are declared: a
+pass sleeps for as long as it is said to take, so that devices which this machine lacks do not share
+its cores. Texts and accepted tokens are those of `specserve simulate`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from datetime import date
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, median
 
 from specserve.cluster.pool_worker import PoolWorker
 from specserve.cluster.remote import RemoteDrafter
-from specserve.cluster.transport.endpoint import KeyPair
+from specserve.cluster.transport.endpoint import Address, KeyPair
 from specserve.cluster.transport.link import Client
 from specserve.config.tree import config_from_keys
 from specserve.drafters.branches import Fanout
 from specserve.drafters.pool.shares import engine_of
 from specserve.drafters.registry import OpenDrafter
 from specserve.engine import Coordinator
+from specserve.engine.trace import Round
 from specserve.tools.bench.report import machine
 from specserve.tools.simulate.acceptance_model import VOCAB, AcceptanceConfig, AcceptanceModel
 from specserve.tools.simulate.clock import DeviceClock
@@ -43,6 +45,12 @@ MAX_BUSY = 0.7
 """Share of its time that a pool may draft at the loads where it is to lose little."""
 GOAL = 0.95
 HOST = "127.0.0.1"
+IMPORTED_ONCE = (
+    "specserve.cluster.pool_worker",
+    "specserve.drafters.registry",
+    "specserve.engine",
+    "specserve.tools.simulate.pool",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,124 +93,229 @@ class DeclaredDrafter(OpenDrafter):
         return PAGES
 
 
-class DraftDevice:
-    """A draft device with its worker, in a thread of its own."""
+@dataclass(frozen=True, slots=True)
+class JoinPool:
+    """Asks a draft's process to take an engine whose texts have this seed."""
+
+    public_key: bytes
+    info: ModelInfo
+    seed: int
+
+
+class DraftProcess:
+    """A draft device with its worker, in a process of its own."""
 
     def __init__(self, draft_s: float, stack: ExitStack) -> None:
-        self._texts = EngineTexts()
-        self.worker = PoolWorker(
-            lambda info: DeclaredDrafter(self._texts, LinearPassTime(fixed=draft_s)),
-            HOST,
-            page_size=PAGE_SIZE,
-            max_places=64,
-        )
-        thread = threading.Thread(target=self.worker.run)
-        thread.start()
-        stack.callback(thread.join)
-        stack.callback(self.worker.stop)
+        self._pipe = started(serve_draft, stack, draft_s)
+        stack.callback(self._pipe.send, None)
 
-    def join(self, info: ModelInfo, seed: int) -> Client:
-        """Link an engine whose texts have this seed."""
-        keys = KeyPair.generate()
-        number = self.worker.join(keys.public, info)
-        self._texts.models[number] = AcceptanceModel(seed, AcceptanceConfig())
-        return Client(keys, self.worker.address)
+    def join(self, request: JoinPool) -> Address:
+        self._pipe.send(request)
+        address: Address = self._pipe.recv()
+        return address
+
+    def busy_seconds(self) -> float:
+        """Return the time in which it drafted what was asked for."""
+        self._pipe.send("busy")
+        return float(self._pipe.recv())
 
 
-class DeclaredEngine:
-    """A coordinator over a declared target, with a closed loop of requests."""
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    """Tokens a second of an engine's requests, and what its rounds had of the draft."""
 
-    def __init__(self, pool: DraftDevice, seed: int, load: PoolLoad) -> None:
-        pass_time = LinearPassTime(fixed=VERIFY_S)
-        curve = tuple((rows, VERIFY_S) for rows in (1, 4, 16, 64))
-        info = ModelInfo(VOCAB, CONTEXT, frozenset(), PAGE_SIZE, PAGES, curve)
-        config = config_from_keys({"limits.max_running": load.streams})
-        drafter = RemoteDrafter(deadline_s=30.0)
-        self._client = pool.join(info, seed)
-        drafter.attach([self._client])
-        target = SimulatedTarget(
-            AcceptanceModel(seed, AcceptanceConfig()), pass_time, link_s=0.0, host=HostConfig()
-        )
-        self._coordinator = Coordinator(
-            target,
-            drafter,
-            info=info,
-            limits=config.limits,
-            speculation=config.speculation,
-            emit=self._count,
-            remote_workers=True,
-        )
-        self._load, self._num_tokens = load, 0
+    tokens_per_s: float
+    hits: float  # share of the proposals that were ready when they were asked for
+    accepted: float  # draft tokens of a proposal
+    draft_ms: float  # until a round had its proposals
 
-    async def run(self) -> float:
-        """Return the tokens a second of all requests."""
+
+class EngineProcess:
+    """A coordinator over a declared target, in a process of its own."""
+
+    def __init__(self, draft: DraftProcess, seed: int, load: PoolLoad, stack: ExitStack) -> None:
+        self._pipe = started(run_engine, stack, seed, load)
+        self._pipe.send(draft.join(self._pipe.recv()))
+        assert self._pipe.recv() == "linked"
+
+    def begin(self) -> None:
+        self._pipe.send("go")
+
+    def speed(self) -> EngineSpeed:
+        """Return the speed once all requests are done."""
+        speed: EngineSpeed = self._pipe.recv()
+        return speed
+
+
+def started(main: Callable[..., None], stack: ExitStack, *arguments: object) -> Connection:
+    """Start a process that runs `main(pipe, *arguments)`, and return the other end of its pipe."""
+    forks = multiprocessing.get_context("forkserver")  # which imports once for all
+    forks.set_forkserver_preload(list(IMPORTED_ONCE))
+    pipe, theirs = multiprocessing.Pipe()
+    process = forks.Process(target=main, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    stack.callback(process.join)
+    return pipe
+
+
+def serve_draft(pipe: Connection, draft_s: float) -> None:
+    texts = EngineTexts()
+    worker = PoolWorker(
+        lambda info: DeclaredDrafter(texts, LinearPassTime(fixed=draft_s)),
+        HOST,
+        page_size=PAGE_SIZE,
+        max_places=64,
+    )
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    while (asked := pipe.recv()) is not None:
+        if isinstance(asked, JoinPool):
+            number = worker.join(asked.public_key, asked.info)
+            texts.models[number] = AcceptanceModel(asked.seed, AcceptanceConfig())
+            pipe.send(worker.address)
+        else:
+            pipe.send(worker.busy_seconds["draft"])
+    worker.stop()
+    thread.join()
+
+
+def run_engine(pipe: Connection, seed: int, load: PoolLoad) -> None:
+    curve = tuple((rows, VERIFY_S) for rows in (1, 4, 16, 64))
+    info, keys = ModelInfo(VOCAB, CONTEXT, frozenset(), PAGE_SIZE, PAGES, curve), KeyPair.generate()
+    pipe.send(JoinPool(keys.public, info, seed))
+    client, drafter = Client(keys, pipe.recv()), RemoteDrafter(deadline_s=30.0)
+    drafter.attach([client])
+    config = config_from_keys({"limits.max_running": load.streams})
+    num_tokens, rounds = 0, list[Round]()
+
+    def count(chunks: Sequence[Chunk]) -> None:
+        nonlocal num_tokens
+        num_tokens += sum(len(chunk.tokens) for chunk in chunks)
+
+    coordinator = Coordinator(
+        SimulatedTarget(
+            AcceptanceModel(seed, AcceptanceConfig()),
+            LinearPassTime(fixed=VERIFY_S),
+            link_s=0.0,
+            host=HostConfig(),
+        ),
+        drafter,
+        info=info,
+        limits=config.limits,
+        speculation=config.speculation,
+        emit=count,
+        report=rounds.append,
+        remote_workers=True,
+    )
+
+    async def run() -> float:
         begun = time.perf_counter()
-        for _ in range(self._load.requests):
-            request = Request(
-                (0,) * 16, self._load.tokens, Warp(temperature=0.0), seed=0, ignore_eos=True
+        for _ in range(load.requests):
+            coordinator.submit(
+                Request((0,) * 16, load.tokens, Warp(temperature=0.0), seed=0, ignore_eos=True)
             )
-            self._coordinator.submit(request)
-        while self._coordinator.has_work:
-            await self._coordinator.round()
-        seconds = time.perf_counter() - begun
-        self._client.close()
-        assert self._num_tokens == self._load.requests * self._load.tokens
-        return self._num_tokens / seconds
+        while coordinator.has_work:
+            await coordinator.round()
+        return time.perf_counter() - begun
 
-    def _count(self, chunks: Sequence[Chunk]) -> None:
-        self._num_tokens += sum(len(chunk.tokens) for chunk in chunks)
+    pipe.send("linked")
+    assert pipe.recv() == "go"
+    seconds = asyncio.run(run())
+    assert num_tokens == load.requests * load.tokens
+    outcomes = [outcome for one in rounds for outcome in one.outcomes]
+    pipe.send(
+        EngineSpeed(
+            num_tokens / seconds,
+            mean(outcome.anticipated is True for outcome in outcomes),
+            mean(outcome.accepted for outcome in outcomes),
+            1e3 * mean(one.drafted_at - one.start for one in rounds if one.outcomes),
+        )
+    )
+    client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to draft for engines: so many engines, and drafts that they share."""
+
+    name: str
+    engines: int
+    drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Means over the engines of one run, and how busy a draft was with what was asked for."""
+
+    speed: EngineSpeed
+    busy: float
 
 
 @dataclass(slots=True)
 class PoolComparison:
-    """Tokens a second of an engine in both ways, by turn, and how busy the shared draft was."""
+    """The turns of each way with a draft pass of so many milliseconds."""
 
-    engines: int
     draft_ms: float
-    own: list[float] = field(default_factory=list)
-    pool: list[float] = field(default_factory=list)
-    busy: list[float] = field(default_factory=list)
+    turns: dict[Way, list[Turn]]
 
-    @property
-    def ratios(self) -> list[float]:
-        return [shared / own for shared, own in zip(self.pool, self.own, strict=True)]
+    def rows(self) -> Iterator[str]:
+        """Yield a row for each way; the last shares one draft, and the one before does not."""
+        *_, own, pool = self.turns
+        for way, turns in self.turns.items():
+            speeds = [turn.speed for turn in turns]
+            cells = [
+                f"{self.draft_ms:g}",
+                way.name,
+                f"{median(speed.tokens_per_s for speed in speeds):.0f}",
+                self._ratio(own, pool) if way is pool else "",
+                f"{median(speed.hits for speed in speeds):.2f}",
+                f"{median(speed.accepted for speed in speeds):.2f}",
+                f"{median(speed.draft_ms for speed in speeds):.1f}",
+                f"{median(turn.busy for turn in turns):.0%}",
+            ]
+            yield f"| {' | '.join(cells)} |"
 
-    def row(self) -> str:
-        ratios = self.ratios
-        counts = median(self.busy) < MAX_BUSY
-        verdict = ("yes" if median(ratios) >= GOAL else "no") if counts else "too busy"
-        return (
-            f"| {self.engines} | {self.draft_ms:g} | {median(self.own):.0f} | "
-            f"{median(self.pool):.0f} | {median(ratios):.2f} ({min(ratios):.2f} to "
-            f"{max(ratios):.2f}) | {median(self.busy):.0%} | {verdict} |"
-        )
+    def _ratio(self, own: Way, pool: Way) -> str:
+        ratios = [
+            shared.speed.tokens_per_s / alone.speed.tokens_per_s
+            for shared, alone in zip(self.turns[pool], self.turns[own], strict=True)
+        ]
+        busy = median(turn.busy for turn in self.turns[pool])
+        verdict = "" if busy < MAX_BUSY else ", too busy"
+        return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}){verdict}"
 
 
 def measure(load: PoolLoad, *, engines: int, draft_ms: float, turns: int) -> PoolComparison:
-    """Measure both ways in turns."""
-    found = PoolComparison(engines, draft_ms)
+    """Measure an engine alone, all with drafts of their own, and all with one, in turns."""
+    ways = (
+        Way("an engine alone", 1, 1),
+        Way(f"{engines} engines, a draft each", engines, engines),
+        Way(f"{engines} engines, one draft", engines, 1),
+    )
+    found = PoolComparison(draft_ms, {way: [] for way in ways})
     for _ in range(turns):
-        rate, _ = _run(load, 1, draft_ms / 1e3)
-        found.own.append(rate)
-        rate, busy = _run(load, engines, draft_ms / 1e3)
-        found.pool.append(rate)
-        found.busy.append(busy)
+        for way in ways:
+            found.turns[way].append(_run(load, way, draft_ms / 1e3))
     return found
 
 
-def _run(load: PoolLoad, engines: int, draft_s: float) -> tuple[float, float]:
-    """Return the tokens a second of an engine, and the share of time that a draft worked for it."""
+def _run(load: PoolLoad, way: Way, draft_s: float) -> Turn:
     with ExitStack() as stack:
-        device = DraftDevice(draft_s, stack)
-
-        async def run_all() -> list[float]:
-            made = [DeclaredEngine(device, seed, load) for seed in range(engines)]
-            return list(await asyncio.gather(*(engine.run() for engine in made)))
-
+        drafts = [DraftProcess(draft_s, stack) for _ in range(way.drafts)]
+        engines = [
+            EngineProcess(drafts[seed % way.drafts], seed, load, stack)
+            for seed in range(way.engines)
+        ]
         begun = time.perf_counter()
-        rates = asyncio.run(run_all())
+        for engine in engines:
+            engine.begin()
+        speeds = [engine.speed() for engine in engines]
         seconds = time.perf_counter() - begun
-        return mean(rates), device.worker.busy_seconds["draft"] / seconds
+        means = EngineSpeed(
+            *(mean(getattr(one, name.name) for one in speeds) for name in fields(EngineSpeed))
+        )
+        return Turn(means, mean(draft.busy_seconds() for draft in drafts) / seconds)
 
 
 def report(found: Sequence[PoolComparison], load: PoolLoad, *, turns: int) -> str:
@@ -212,21 +325,23 @@ def report(found: Sequence[PoolComparison], load: PoolLoad, *, turns: int) -> st
             "",
             "`make bench-pool`",
             "",
-            f"{date.today()}, {machine()}. Real coordinators, links and pool workers in one "
+            f"{date.today()}, {machine()}. Real coordinators, links and pool workers, each in a "
             f"process, on declared devices: a pass of a target takes {1e3 * VERIFY_S:g} ms and one "
             f"of a draft what the table says, asleep. {load.streams} streams an engine, "
             f"{load.requests} requests of {load.tokens} tokens each; the pacer chooses gamma. "
-            f"{turns} turns of one engine with its own draft and of one draft for all (A B A B), "
-            "medians with the least and the most.",
+            f"{turns} turns of each way one after the other (A B C A B C), medians.",
             "",
-            "| engines | draft pass, ms | tokens/s an engine, its own draft | one for all | "
-            f"ratio | shared draft busy | at least {GOAL:g} |",
-            "|---|---|---|---|---|---|---|",
-            *(one.row() for one in found),
+            "| draft pass, ms | way | tokens/s an engine | ratio | hits | accepted | "
+            "draft wait, ms | draft busy |",
+            "|---|---|---|---|---|---|---|---|",
+            *(row for one in found for row in one.rows()),
             "",
-            "*Busy* is the share of time in which the shared draft drafts what was asked for; the "
-            f"goal is of loads where that is below {MAX_BUSY:.0%}. What is prepared in the time "
-            "that is left does not count.",
+            "*Ratio* is that of one draft to a draft each, with the least and the most of the "
+            f"turns. The goal is at least {GOAL:g} where the draft is busy for less than "
+            f"{MAX_BUSY:.0%} of its time with what was asked for; what it prepares in the time "
+            "that is left does not count. *Hits* is the share of proposals that were ready, "
+            "*accepted* the draft tokens of a proposal, *draft wait* the time until a round had "
+            "its proposals.",
             "",
         ]
     )

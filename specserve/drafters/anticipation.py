@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -37,11 +37,18 @@ MIN_WIDTH = 8
 
 @dataclass(slots=True)
 class PreparedBranches:
-    """The forecast for one proposal, and the branches that were drafted for its outcomes."""
+    """The forecast for the proposal of a step, and the branches drafted for its outcomes."""
 
     forecast: OutcomeForecast
+    step: DraftStep
     branches: dict[tuple[int, int], Proposal] = field(default_factory=dict)
     """(accepted, next token) to the branch's proposal, under the branch's own id."""
+    unfinished: dict[int, tuple[Branch, DraftStep]] | None = None
+    """Branches to draft for by their ids, and the steps that do it. None: none are forked yet."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.unfinished is not None and not self.unfinished
 
     def infer_outcome(self, step: DraftStep) -> tuple[int, int] | None:
         """Return (accepted, next token) as the following step implies it.
@@ -61,7 +68,8 @@ class Anticipation:
     """A drafter that works between two messages: call `prepare` after every answer.
 
     Releases are postponed, too, until they delay no answer. With `group_of`, each message is about
-    the sequences of some groups, and what is prepared for those of the others is kept.
+    the sequences of some groups; what is prepared for those of the others is kept, and what such a
+    message interrupted goes on after its answer, in the same passes as its own branches.
     """
 
     def __init__(
@@ -96,8 +104,8 @@ class Anticipation:
         while others are drafted for. A step that would be drafted for past the deadline, or with
         gamma 0, gets no draft tokens and is prefilled afterwards.
         """
-        self._budget.on_message(self._clock())
-        groups = {self._group_of(step.seq_id) for step in steps} or {0}
+        groups = self._groups(step.seq_id for step in steps) or {0}
+        self._budget.on_message(groups, self._clock())
         self._due |= groups
         self._prefill_postponed(groups)
         ready = {step.seq_id: self._promote_match(step) for step in steps}
@@ -118,8 +126,8 @@ class Anticipation:
             step for step in wanted if step.seq_id in proposals and proposals[step.seq_id].tokens
         ]
         self._postponed += [step for step in steps if not step.gamma]
-        if self._answered or self._undrafted:
-            self._budget.on_answer(self._clock())
+        answered = self._groups(step.seq_id for step in (*self._answered, *self._undrafted))
+        self._budget.on_answer(answered & groups, self._clock())
         return [
             replace(
                 proposals.get(step.seq_id) or Proposal(step.seq_id, step.stop, (), None, step.stop),
@@ -138,37 +146,28 @@ class Anticipation:
         due, self._due = self._due, set()
         self._release_branches(due)
         self._update_fanout()
-        steps = {step.seq_id: step for step in (*self._answered, *self._undrafted)}
-        if not steps or has_message():
+        if has_message() or not (self._answered or self._undrafted or self._unfinished):
             return
-        forecasts = self._drafter.forecast_outcomes(
-            [step.seq_id for step in self._answered], self._width(len(steps)), self._undrafted
-        )
-        self._answered, self._undrafted = [], []
-        self._prepared |= {forecast.seq_id: PreparedBranches(forecast) for forecast in forecasts}
+        self._forecast()
         if has_message():
             return
-        branches = self._fanout.choose(forecasts, self._max_branches)
-        start = self._clock()
-        depth = self._draft_branches(
-            [(branch, steps[branch.seq_id]) for branch in branches], has_message
-        )
-        prepared_at = self._clock()
-        if depth:
-            self._budget.on_passes(len(branches), (prepared_at - start) / depth)
-        if not has_message():
-            self._budget.on_prepared(prepared_at)
+        self._fork_branches()
+        if self._draft_branches(has_message) and not has_message():
+            self._budget.on_prepared(self._clock())
 
     def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
         """Return what has been prepared, for the coordinator to look up instead of asking.
 
-        It is empty if some sequence of the group will probably have to ask anyway.
+        It is empty if some sequence of the group will probably have to ask anyway, and until all
+        of its branches are finished.
         """
         of_group = {
             seq_id: prepared
             for seq_id, prepared in self._prepared.items()
             if self._group_of(seq_id) == group
         }
+        if not all(prepared.is_finished for prepared in of_group.values()):
+            return ()
         if self._hit_rate ** len(of_group) < MIN_ALL_HIT_PROBABILITY:
             return ()
         return tuple(
@@ -198,6 +197,8 @@ class Anticipation:
             return None
         self._outcomes.append(ObservedOutcome(prepared.forecast, *outcome))
         branch = prepared.branches.pop(outcome, None)
+        if branch is not None and prepared.unfinished:
+            prepared.unfinished.pop(branch.seq_id, None)
         self._hit_rate += HIT_RATE_WEIGHT * ((branch is not None) - self._hit_rate)
         self._discard(prepared)
         if branch is None:
@@ -212,15 +213,19 @@ class Anticipation:
         """Number of branches to draft; a configured fan-out is kept, busy or not."""
         return int(self._budget.num_branches) if self._fanout.per_position is None else MAX_BRANCHES
 
-    def _width(self, num_sequences: int) -> int:
+    def _width(self, num_sequences: int, num_groups: int) -> int:
         """Return how many next tokens at a position are worth looking at.
 
         A sequence seldom gets more than some times its share of the branches.
         """
         if self._fanout.per_position is not None:
             return self._fanout.width
-        share = max(MIN_WIDTH, 4 * self._max_branches // num_sequences)
+        share = max(MIN_WIDTH, 4 * self._max_branches * num_groups // num_sequences)
         return min(self._fanout.width, self._max_branches, share)
+
+    @property
+    def _unfinished(self) -> list[PreparedBranches]:
+        return [prepared for prepared in self._prepared.values() if not prepared.is_finished]
 
     def _draft(
         self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
@@ -237,33 +242,83 @@ class Anticipation:
             }
         return proposals
 
-    def _draft_branches(
-        self, branches: Sequence[tuple[Branch, DraftStep]], has_message: Callable[[], bool]
-    ) -> int:
-        """Fork the branches as far as there is room, and draft for all of them at once.
+    def _forecast(self) -> None:
+        """Forecast the outcomes of what was answered."""
+        steps = {step.seq_id: step for step in (*self._answered, *self._undrafted)}
+        if not steps:
+            return
+        forecasts = self._drafter.forecast_outcomes(
+            [step.seq_id for step in self._answered],
+            self._width(len(steps), len(self._groups(steps))),
+            self._undrafted,
+        )
+        self._answered, self._undrafted = [], []
+        self._prepared |= {
+            forecast.seq_id: PreparedBranches(forecast, steps[forecast.seq_id])
+            for forecast in forecasts
+        }
 
-        Returns the passes that it took.
-        """
-        forked: dict[int, tuple[Branch, DraftStep]] = {}
-        for branch, step in branches:
-            branch_id = next(self._ids)
-            start = self._prepared[branch.seq_id].forecast.start + branch.accepted
+    def _fork_branches(self) -> None:
+        """Fork branches for the forecasts that have none yet, as far as there is room."""
+        new = [prepared for prepared in self._prepared.values() if prepared.unfinished is None]
+        if not new:
+            return
+        num_groups = len(self._groups(prepared.forecast.seq_id for prepared in new))
+        branches = self._fanout.choose(
+            [prepared.forecast for prepared in new], self._max_branches * num_groups
+        )
+        for prepared in new:
+            prepared.unfinished = {}
+        for branch in branches:
+            branch_id, prepared = next(self._ids), self._prepared[branch.seq_id]
+            start, step = prepared.forecast.start + branch.accepted, prepared.step
             if not self._drafter.fork(branch.seq_id, branch_id, start):
                 break
-            forked[branch_id] = (
+            assert prepared.unfinished is not None
+            prepared.unfinished[branch_id] = (
                 branch,
                 DraftStep(branch_id, start, (branch.token,), step.gamma, step.policy),
             )
-        if not forked:
-            return 0
-        proposals = self._drafter.draft([step for _, step in forked.values()], has_message)
-        for proposal in proposals:
-            branch, _ = forked[proposal.seq_id]
-            if proposal.tokens:
-                self._prepared[branch.seq_id].branches[branch.accepted, branch.token] = proposal
-            else:
-                self._stale.append(proposal.seq_id)
-        return max(len(proposal.tokens) for proposal in proposals)
+
+    def _draft_branches(self, has_message: Callable[[], bool]) -> bool:
+        """Draft for all unfinished branches at once; return False if that was interrupted."""
+        unfinished: dict[int, tuple[Branch, DraftStep]] = {}
+        for prepared in self._unfinished:
+            unfinished |= prepared.unfinished or {}
+        was_stopped = False
+
+        def should_stop() -> bool:
+            nonlocal was_stopped
+            was_stopped = was_stopped or has_message()
+            return was_stopped
+
+        start, depth = self._clock(), 0
+        for proposal in (
+            self._drafter.draft([step for _, step in unfinished.values()], should_stop)
+            if unfinished
+            else ()
+        ):
+            branch, _ = unfinished[proposal.seq_id]
+            depth = max(depth, self._keep(branch, proposal, is_final=not was_stopped))
+        if depth:
+            self._budget.on_passes(len(unfinished), (self._clock() - start) / depth)
+        return not was_stopped
+
+    def _keep(self, branch: Branch, proposal: Proposal, *, is_final: bool) -> int:
+        """Keep what was drafted for a branch, and return by how many tokens it has grown."""
+        prepared = self._prepared[branch.seq_id]
+        outcome = branch.accepted, branch.token
+        before = prepared.branches.get(outcome)
+        if proposal.tokens:
+            prepared.branches[outcome] = proposal
+        elif is_final:
+            self._stale.append(proposal.seq_id)
+        if is_final and prepared.unfinished:
+            del prepared.unfinished[proposal.seq_id]
+        return len(proposal.tokens) - (0 if before is None else len(before.tokens))
+
+    def _groups(self, seq_ids: Iterable[int]) -> set[int]:
+        return {self._group_of(seq_id) for seq_id in seq_ids}
 
     def _prefill_postponed(self, groups: AbstractSet[int]) -> None:
         """Prefill what there was no time for, before a message of these groups builds on it."""
@@ -286,7 +341,8 @@ class Anticipation:
 
     def _discard(self, prepared: PreparedBranches | None) -> None:
         if prepared is not None:
-            self._stale += [proposal.seq_id for proposal in prepared.branches.values()]
+            drafted = {proposal.seq_id for proposal in prepared.branches.values()}
+            self._stale += [*drafted, *((prepared.unfinished or {}).keys() - drafted)]
 
     def _release_branches(self, groups: AbstractSet[int] | None = None) -> None:
         """Release all branches, or those of these groups.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 MIN_BRANCHES = 4
 MAX_BRANCHES = 128
 MAX_BUSY_FRACTION = 0.9
@@ -16,7 +18,7 @@ PASS_WEIGHT = 0.2
 
 
 class BranchBudget:
-    """The number of branches to draft at once.
+    """The number of branches to draft for a group of sequences between two of its messages.
 
     It grows while there is time to spare. It shrinks when a message arrives before all is done, as
     long as that makes the passes clearly shorter: where a pass over many branches takes as long as
@@ -28,12 +30,13 @@ class BranchBudget:
         # Seconds of a pass over the branches, by the power of two that is at most their number.
         self._pass_seconds: dict[int, float] = {}
         self._last_size = 0  # of those passes
-        self._answered_at: float | None = None
-        # None if the work was interrupted.
-        self._prepared_at: float | None = None
+        self._answered_at: dict[int, float] = {}  # by group
+        self._prepared_at: dict[int, float] = {}  # of groups whose work is done
 
-    def on_answer(self, now: float) -> None:
-        self._answered_at, self._prepared_at = now, None
+    def on_answer(self, groups: Iterable[int], now: float) -> None:
+        for group in groups:
+            self._answered_at[group] = now
+            self._prepared_at.pop(group, None)
 
     def on_passes(self, num_branches: int, seconds: float) -> None:
         """Record how long one pass over so many branches took."""
@@ -42,23 +45,29 @@ class BranchBudget:
         self._pass_seconds[size] = before + PASS_WEIGHT * (seconds - before)
 
     def on_prepared(self, now: float) -> None:
-        self._prepared_at = now
+        """Record that the work for all groups is done."""
+        for group in self._answered_at:
+            self._prepared_at.setdefault(group, now)
 
-    def on_message(self, now: float) -> None:
-        """Adapt the number of branches when the next message arrives."""
-        if self._answered_at is None:
-            return
-        busy_fraction = (
-            1.0
-            if self._prepared_at is None
-            else (self._prepared_at - self._answered_at) / max(now - self._answered_at, 1e-9)
-        )
+    def on_message(self, groups: Iterable[int], now: float) -> None:
+        """Adapt the number of branches when the next message of some groups arrives."""
+        for group in groups:
+            answered_at = self._answered_at.pop(group, None)
+            prepared_at = self._prepared_at.pop(group, None)
+            if answered_at is None:
+                continue
+            if prepared_at is None:
+                busy_fraction = 1.0
+            else:
+                busy_fraction = (prepared_at - answered_at) / max(now - answered_at, 1e-9)
+            self._adapt(busy_fraction)
+
+    def _adapt(self, busy_fraction: float) -> None:
         if busy_fraction < MAX_BUSY_FRACTION:
             factor = 1.1
         else:
             factor = 0.9 if self._would_gain_by_fewer else 1.05
         self.num_branches = min(MAX_BRANCHES, max(MIN_BRANCHES, self.num_branches * factor))
-        self._answered_at = None
 
     @property
     def _would_gain_by_fewer(self) -> bool:

@@ -203,8 +203,11 @@ def test_prefill_is_postponed_until_after_the_answer_and_always_done() -> None:
 
 
 def test_the_outcome_is_inferred_from_the_step_that_follows() -> None:
-    prepared = PreparedBranches(OutcomeForecast(0, 10, (5, 6, 7), ((1,), (1,), (1,), (1,))))
     policy = Policy(Warp(), "block", 0, 1)
+    prepared = PreparedBranches(
+        OutcomeForecast(0, 10, (5, 6, 7), ((1,), (1,), (1,), (1,))),
+        DraftStep(0, 9, (4,), 3, policy),
+    )
 
     def outcome(start: int, tokens: tuple[int, ...]) -> tuple[int, int] | None:
         return prepared.infer_outcome(DraftStep(0, start, tokens, 3, policy))
@@ -343,14 +346,14 @@ def test_as_many_branches_are_drafted_as_there_is_time_for(
     """Prepare in a window of 10 ms, by 4 passes that take 0.1 ms and so many for each branch."""
     budget, now, reached = BranchBudget(), 0.0, []
     for _ in range(300):
-        budget.on_answer(now)
+        budget.on_answer([0], now)
         num_branches = int(budget.num_branches)
         seconds = 0.1 + per_branch * num_branches + 3.0 * (per_branch == 0)
         budget.on_passes(num_branches, seconds)
         if 4 * seconds < 10:
             budget.on_prepared(now + 4 * seconds)
         now += 10
-        budget.on_message(now)
+        budget.on_message([0], now)
         reached.append(num_branches)
     assert at_least <= median(reached[150:]) <= at_most
 

@@ -19,6 +19,7 @@ from specserve.drafters.pool.shares import (
     pool_seq_id,
     seq_id_of,
 )
+from specserve.models.cache import PagedCache
 from specserve.models.model import ModelOptions, open_model
 from specserve.types import DraftStep, Policy, PreparedProposal, Proposal, Warp
 
@@ -130,11 +131,49 @@ def test_pages_are_taken_from_the_engine_with_most_of_them_not_from_one_within_i
     assert pool_seq_id(1, 4) in drafter.released
 
 
-def test_preparation_for_one_engine_survives_the_messages_of_another() -> None:
+def open_neural() -> tuple[NeuralDrafter, PagedCache]:
     opened = open_model(DEMO / "draft", ModelOptions(dtype="bfloat16", device="cpu", pages=400))
-    neural = NeuralDrafter(
+    drafter = NeuralDrafter(
         opened.runner, vocab_size=VOCAB, target_vocab_size=VOCAB, context=1024, support=16
     )
+    return drafter, opened.runner.cache
+
+
+@pytest.mark.parametrize("num_passes", range(5))
+def test_what_another_engine_interrupts_is_prepared_after_its_answer(num_passes: int) -> None:
+    (neural, cache), gamma = open_neural(), 4
+    ahead = Anticipation(neural, Fanout(width=8), clock=lambda: 0.0, group_of=engine_of)
+    ahead._hit_rate = 1.0
+    first, second = (
+        replace(
+            step(pool_seq_id(engine, 0), 12, gamma=gamma), tokens=tuple(range(engine, 12 + engine))
+        )
+        for engine in (1, 2)
+    )
+    checks = iter([False] * num_passes)
+    ahead.propose([first], float("inf"))
+    ahead.prepare(lambda: next(checks, True))
+    assert not ahead.prepared_proposals(1), "half of it would be sent, and the rest never"
+    ahead.propose([second], float("inf"))
+    ahead.prepare(lambda: False)
+    for engine, asked in enumerate((first, second), 1):
+        branches = ahead._prepared[asked.seq_id].branches
+        assert {len(proposal.tokens) for proposal in branches.values()} == {gamma}
+        assert len(ahead.prepared_proposals(engine)) == len(branches)
+    alone = Anticipation(open_neural()[0], Fanout(width=8), clock=lambda: 0.0)
+    alone.propose([first], float("inf"))
+    alone.prepare(lambda: False)
+    ours, expected = (one._prepared[first.seq_id].branches for one in (ahead, alone))
+    both = ours.keys() & expected.keys()
+    assert len(both) > 8, "the engines' outcomes may have been chosen together"
+    assert all(ours[outcome].tokens == expected[outcome].tokens for outcome in both)
+    ahead.release([first.seq_id, second.seq_id])
+    ahead.prepare(lambda: False)
+    assert cache.num_used == 0
+
+
+def test_preparation_for_one_engine_survives_the_messages_of_another() -> None:
+    neural, cache = open_neural()
     ahead = Anticipation(neural, Fanout(width=8), clock=lambda: 0.0, group_of=engine_of)
     first, second = (
         replace(step(pool_seq_id(engine, 0), 12), tokens=tuple(range(engine, 12 + engine)))
@@ -154,4 +193,4 @@ def test_preparation_for_one_engine_survives_the_messages_of_another() -> None:
     assert hit.anticipated is True
     ahead.release([first.seq_id, second.seq_id])
     ahead.prepare(lambda: False)
-    assert opened.runner.cache.num_used == 0
+    assert cache.num_used == 0

@@ -60,9 +60,9 @@ def test_a_pool_that_is_seldom_busy_serves_engines_almost_as_fast_as_a_draft_eac
 
 
 def test_a_pool_that_is_too_small_slows_its_engines_and_a_second_device_helps() -> None:
-    pooled, pairs = rates(4, draft_s=0.006)
+    pooled, pairs = rates(4, draft_s=0.004)
     assert pooled.tokens_per_second < 0.95 * pairs.tokens_per_second
-    two = simulate(scenario(Mode.POOLED, engines=4, draft_s=0.006, devices=2))
+    two = simulate(scenario(Mode.POOLED, engines=4, draft_s=0.004, devices=2))
     assert two.tokens_per_second > pooled.tokens_per_second
     assert two.draft_busy <= 1.0
 
