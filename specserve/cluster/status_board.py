@@ -22,7 +22,7 @@ from specserve.wire.version import Versioned
 
 log = logging.getLogger(__name__)
 
-ENGINE, GATEWAY, POOL = "engine", "gateway", "pool"
+ENGINE, GATEWAY, POOL, PREFILL = "engine", "gateway", "pool", "prefill"
 REPORT_EVERY_S = 1.0
 MIN_REPORT_S = 0.05
 """Time between two reports of a gateway that meets keys which it does not know."""

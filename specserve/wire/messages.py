@@ -2,7 +2,8 @@
 
 Frame 0, the head, is a stream of msgpack arrays: one that opens the message, then one for each of
 its items (codec.py). Frame 1, if there is one, has all sparse distributions of the message: first
-every id, then every probability. Frame 2, if there is one, has all its hidden states, as they are.
+every id, then every probability. Frame 2, if there is one, has all its hidden states and pages, as
+they are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from specserve import errors
 from specserve.errors import BadFrame, SpecserveError, WorkerLost
 from specserve.hidden_states import HiddenStates
 from specserve.learning_progress import LearningProgress
+from specserve.page_transfers import PageAnswer, PageTransfer
 from specserve.types import (
     Chunk,
     DraftStep,
@@ -36,6 +38,8 @@ from specserve.wire.codec import (
     read_chunk,
     read_draft_step,
     read_hidden_states,
+    read_page_answers,
+    read_page_transfers,
     read_prepared_proposal,
     read_proposal,
     read_span,
@@ -46,6 +50,8 @@ from specserve.wire.codec import (
     write_chunk,
     write_draft_step,
     write_hidden_states,
+    write_page_answers,
+    write_page_transfers,
     write_prepared_proposal,
     write_proposal,
     write_span,
@@ -102,6 +108,7 @@ class Verify:
     number: int
     steps: tuple[VerifyStep, ...]
     released: tuple[int, ...] = ()
+    transfers: tuple[PageTransfer, ...] = ()  # of pages, before the pass
 
     @property
     def wants_drafts(self) -> bool:
@@ -122,6 +129,7 @@ class Verdicts:
     spans: tuple[Span, ...] = ()
     # Of committed positions that the pass computed, where a head in another process reads them.
     hidden: tuple[HiddenStates, ...] = ()
+    transfers: tuple[PageAnswer, ...] = ()  # one for each transfer of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,13 +300,15 @@ def _prepared_proposals(
 
 
 def _verify(fields: Any, steps: tuple[VerifyStep, ...], arrays: ArrayReader) -> Verify:
-    numbers, released = fields
+    numbers, released, transfers = fields
     (number,) = _NUMBER.unpack(numbers)
-    return Verify(number, steps, unpack_column("Q", released))
+    return Verify(
+        number, steps, unpack_column("Q", released), read_page_transfers(transfers, arrays)
+    )
 
 
 def _verdicts(fields: Any, verdicts: tuple[Verdict, ...], arrays: ArrayReader) -> Verdicts:
-    numbers, spans, hidden = fields
+    numbers, spans, hidden, transfers = fields
     number, seconds, pages_used, queries, hits = _VERDICTS.unpack(numbers)
     return Verdicts(
         number,
@@ -309,6 +319,7 @@ def _verdicts(fields: Any, verdicts: tuple[Verdict, ...], arrays: ArrayReader) -
         hits,
         tuple([read_span(span) for span in spans]),
         read_hidden_states(hidden, arrays),
+        read_page_answers(transfers, arrays),
     )
 
 
@@ -386,6 +397,7 @@ _LAYOUTS: dict[type[Any], _Layout] = {
         fields=lambda message, arrays: (
             _NUMBER.pack(message.number),
             pack_column("Q", message.released),
+            write_page_transfers(message.transfers, arrays),
         ),
         build=_verify,
         items=lambda message: message.steps,
@@ -403,6 +415,7 @@ _LAYOUTS: dict[type[Any], _Layout] = {
             ),
             [write_span(span) for span in message.spans],
             write_hidden_states(message.hidden, arrays),
+            write_page_answers(message.transfers, arrays),
         ),
         build=_verdicts,
         items=lambda message: message.verdicts,

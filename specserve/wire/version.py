@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specserve import __version__
 from specserve.errors import VersionMismatch
 
-VERSION = 12
+VERSION = 13
 RELEASE = __version__
 
 

@@ -74,6 +74,8 @@ CONTRACT = {
         "downscale_delay_s",
         "surge_percent",
         "routing",
+        "prefill",
+        "prefill_from",
         "gateways",
         "min_gateways",
     },
