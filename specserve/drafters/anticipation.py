@@ -15,11 +15,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from specserve.drafters.base import ForkableDrafter, OutcomeForecast, never
-from specserve.drafters.branch_budget import MAX_BRANCHES, BranchBudget
+from specserve.drafters.base import ForkableDrafter, never
+from specserve.drafters.branch_budget import BranchBudget
 from specserve.drafters.branches import Branch, Fanout, ObservedOutcome
+from specserve.drafters.prepared_branches import PreparedBranches
 from specserve.types import DraftStep, PreparedProposal, Proposal
 
 FIRST_BRANCH_ID = 2**61
@@ -31,37 +32,6 @@ The coordinator can skip the wait only if all of them do.
 """
 HIT_RATE_WEIGHT = 0.1
 """Weight of the newest hit or miss in their running mean."""
-MIN_WIDTH = 8
-"""Next tokens at a position that are looked at, at least."""
-
-
-@dataclass(slots=True)
-class PreparedBranches:
-    """The forecast for the proposal of a step, and the branches drafted for its outcomes."""
-
-    forecast: OutcomeForecast
-    step: DraftStep
-    branches: dict[tuple[int, int], Proposal] = field(default_factory=dict)
-    """(accepted, next token) to the branch's proposal, under the branch's own id."""
-    unfinished: dict[int, tuple[Branch, DraftStep]] | None = None
-    """Branches to draft for by their ids, and the steps that do it. None: none are forked yet."""
-
-    @property
-    def is_finished(self) -> bool:
-        return self.unfinished is not None and not self.unfinished
-
-    def infer_outcome(self, step: DraftStep) -> tuple[int, int] | None:
-        """Return (accepted, next token) as the following step implies it.
-
-        Returns None if the step continues another text.
-        """
-        drafts, start = self.forecast.drafts, self.forecast.start
-        accepted = step.stop - start - 1
-        if not 0 <= accepted <= len(drafts) or step.start > start + accepted:
-            return None
-        if step.start >= start and step.tokens[:-1] != drafts[step.start - start : accepted]:
-            return None
-        return accepted, step.tokens[-1]
 
 
 class Anticipation:
@@ -83,17 +53,14 @@ class Anticipation:
         self._drafter, self._fanout, self._clock = drafter, fanout, clock
         self._group_of = group_of
         self._due: set[int] = set()  # groups that were answered since the last preparation
-        self._budget = BranchBudget()
+        self._budget = BranchBudget(fanout)
         self._ids = itertools.count(FIRST_BRANCH_ID)
         self._prepared: dict[int, PreparedBranches] = {}
-        # Steps of the last answer that got draft tokens.
-        self._answered: list[DraftStep] = []
-        # Steps that only fill the cache.
-        self._postponed: list[DraftStep] = []
+        self._answered: list[DraftStep] = []  # in the last answer, with draft tokens
+        self._postponed: list[DraftStep] = []  # steps that only fill the cache
         self._undrafted: list[DraftStep] = []  # steps whose drafts would have come too late
         self._stale: list[int] = []
-        # Outcomes that the fan-out learns from when there is time.
-        self._outcomes: list[ObservedOutcome] = []
+        self._outcomes: list[ObservedOutcome] = []  # that the fan-out has yet to learn from
         self.num_hits = self.num_misses = 0
         self._hit_rate = 0.0
 
@@ -145,8 +112,10 @@ class Anticipation:
         self._postponed = []
         due, self._due = self._due, set()
         self._release_branches(due)
-        self._update_fanout()
-        if has_message() or not (self._answered or self._undrafted or self._unfinished):
+        self._fanout.observe(self._outcomes)
+        self._outcomes = []
+        is_finished = all(prepared.is_finished for prepared in self._prepared.values())
+        if has_message() or (is_finished and not self._answered and not self._undrafted):
             return
         self._forecast()
         if has_message():
@@ -197,8 +166,8 @@ class Anticipation:
             return None
         self._outcomes.append(ObservedOutcome(prepared.forecast, *outcome))
         branch = prepared.branches.pop(outcome, None)
-        if branch is not None and prepared.unfinished:
-            prepared.unfinished.pop(branch.seq_id, None)
+        if branch is not None:
+            prepared.drop(branch.seq_id)
         self._hit_rate += HIT_RATE_WEIGHT * ((branch is not None) - self._hit_rate)
         self._discard(prepared)
         if branch is None:
@@ -207,25 +176,6 @@ class Anticipation:
         self._drafter.promote_branch(step.seq_id, branch.seq_id)
         self.num_hits += 1
         return len(branch.tokens)
-
-    @property
-    def _max_branches(self) -> int:
-        """Number of branches to draft; a configured fan-out is kept, busy or not."""
-        return int(self._budget.num_branches) if self._fanout.per_position is None else MAX_BRANCHES
-
-    def _width(self, num_sequences: int, num_groups: int) -> int:
-        """Return how many next tokens at a position are worth looking at.
-
-        A sequence seldom gets more than some times its share of the branches.
-        """
-        if self._fanout.per_position is not None:
-            return self._fanout.width
-        share = max(MIN_WIDTH, 4 * self._max_branches * num_groups // num_sequences)
-        return min(self._fanout.width, self._max_branches, share)
-
-    @property
-    def _unfinished(self) -> list[PreparedBranches]:
-        return [prepared for prepared in self._prepared.values() if not prepared.is_finished]
 
     def _draft(
         self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
@@ -249,7 +199,7 @@ class Anticipation:
             return
         forecasts = self._drafter.forecast_outcomes(
             [step.seq_id for step in self._answered],
-            self._width(len(steps), len(self._groups(steps))),
+            self._budget.width(len(steps), len(self._groups(steps))),
             self._undrafted,
         )
         self._answered, self._undrafted = [], []
@@ -265,25 +215,21 @@ class Anticipation:
             return
         num_groups = len(self._groups(prepared.forecast.seq_id for prepared in new))
         branches = self._fanout.choose(
-            [prepared.forecast for prepared in new], self._max_branches * num_groups
+            [prepared.forecast for prepared in new], self._budget.max_branches * num_groups
         )
         for prepared in new:
             prepared.unfinished = {}
         for branch in branches:
-            branch_id, prepared = next(self._ids), self._prepared[branch.seq_id]
-            start, step = prepared.forecast.start + branch.accepted, prepared.step
-            if not self._drafter.fork(branch.seq_id, branch_id, start):
+            prepared, branch_id = self._prepared[branch.seq_id], next(self._ids)
+            step = prepared.add(branch, branch_id)
+            if not self._drafter.fork(branch.seq_id, branch_id, step.start):
+                prepared.drop(branch_id)
                 break
-            assert prepared.unfinished is not None
-            prepared.unfinished[branch_id] = (
-                branch,
-                DraftStep(branch_id, start, (branch.token,), step.gamma, step.policy),
-            )
 
     def _draft_branches(self, has_message: Callable[[], bool]) -> bool:
         """Draft for all unfinished branches at once; return False if that was interrupted."""
         unfinished: dict[int, tuple[Branch, DraftStep]] = {}
-        for prepared in self._unfinished:
+        for prepared in self._prepared.values():
             unfinished |= prepared.unfinished or {}
         was_stopped = False
 
@@ -299,23 +245,14 @@ class Anticipation:
             else ()
         ):
             branch, _ = unfinished[proposal.seq_id]
-            depth = max(depth, self._keep(branch, proposal, is_final=not was_stopped))
+            prepared = self._prepared[branch.seq_id]
+            depth = max(depth, prepared.keep(branch, proposal))
+            if not was_stopped:
+                prepared.drop(proposal.seq_id)
+                self._stale += [] if proposal.tokens else [proposal.seq_id]
         if depth:
             self._budget.on_passes(len(unfinished), (self._clock() - start) / depth)
         return not was_stopped
-
-    def _keep(self, branch: Branch, proposal: Proposal, *, is_final: bool) -> int:
-        """Keep what was drafted for a branch, and return by how many tokens it has grown."""
-        prepared = self._prepared[branch.seq_id]
-        outcome = branch.accepted, branch.token
-        before = prepared.branches.get(outcome)
-        if proposal.tokens:
-            prepared.branches[outcome] = proposal
-        elif is_final:
-            self._stale.append(proposal.seq_id)
-        if is_final and prepared.unfinished:
-            del prepared.unfinished[proposal.seq_id]
-        return len(proposal.tokens) - (0 if before is None else len(before.tokens))
 
     def _groups(self, seq_ids: Iterable[int]) -> set[int]:
         return {self._group_of(seq_id) for seq_id in seq_ids}
@@ -335,14 +272,9 @@ class Anticipation:
         if steps:
             self._drafter.draft(steps, never)
 
-    def _update_fanout(self) -> None:
-        outcomes, self._outcomes = self._outcomes, []
-        self._fanout.observe(outcomes)
-
     def _discard(self, prepared: PreparedBranches | None) -> None:
         if prepared is not None:
-            drafted = {proposal.seq_id for proposal in prepared.branches.values()}
-            self._stale += [*drafted, *((prepared.unfinished or {}).keys() - drafted)]
+            self._stale += prepared.branch_ids
 
     def _release_branches(self, groups: AbstractSet[int] | None = None) -> None:
         """Release all branches, or those of these groups.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from specserve.drafters.branches import Fanout
+
 MIN_BRANCHES = 4
 MAX_BRANCHES = 128
 MAX_BUSY_FRACTION = 0.9
@@ -11,6 +13,8 @@ MAX_BUSY_FRACTION = 0.9
 
 With less than all of it, the message seldom waits.
 """
+MIN_WIDTH = 8
+"""Next tokens at a position that are looked at, at least."""
 MAX_PASS_GROWTH = 1.1
 """A pass may take so many times as long as one over half as many branches."""
 PASS_WEIGHT = 0.2
@@ -25,13 +29,29 @@ class BranchBudget:
     one over few, fewer of them would only miss more often.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fanout: Fanout) -> None:
+        self._fanout = fanout
         self.num_branches = 16.0
         # Seconds of a pass over the branches, by the power of two that is at most their number.
         self._pass_seconds: dict[int, float] = {}
         self._last_size = 0  # of those passes
         self._answered_at: dict[int, float] = {}  # by group
         self._prepared_at: dict[int, float] = {}  # of groups whose work is done
+
+    @property
+    def max_branches(self) -> int:
+        """Number of branches to draft; a configured fan-out is kept, busy or not."""
+        return int(self.num_branches) if self._fanout.per_position is None else MAX_BRANCHES
+
+    def width(self, num_sequences: int, num_groups: int) -> int:
+        """Return how many next tokens at a position are worth looking at.
+
+        A sequence seldom gets more than some times its share of the branches.
+        """
+        if self._fanout.per_position is not None:
+            return self._fanout.width
+        share = max(MIN_WIDTH, 4 * self.max_branches * num_groups // num_sequences)
+        return min(self._fanout.width, self.max_branches, share)
 
     def on_answer(self, groups: Iterable[int], now: float) -> None:
         for group in groups:

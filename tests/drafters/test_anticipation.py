@@ -11,11 +11,12 @@ from statistics import median
 import pytest
 
 from specserve.config.tree import DEMO
-from specserve.drafters.anticipation import Anticipation, PreparedBranches
+from specserve.drafters.anticipation import Anticipation
 from specserve.drafters.base import NO_TOKEN, ForkableDrafter, OutcomeForecast
 from specserve.drafters.branch_budget import BranchBudget
 from specserve.drafters.branches import Fanout, ObservedOutcome
 from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.drafters.prepared_branches import PreparedBranches
 from specserve.models.model import ModelOptions, open_model
 from specserve.types import DraftStep, Policy, Proposal, Warp
 
@@ -344,7 +345,7 @@ def test_as_many_branches_are_drafted_as_there_is_time_for(
     per_branch: float, at_least: int, at_most: int
 ) -> None:
     """Prepare in a window of 10 ms, by 4 passes that take 0.1 ms and so many for each branch."""
-    budget, now, reached = BranchBudget(), 0.0, []
+    budget, now, reached = BranchBudget(Fanout()), 0.0, []
     for _ in range(300):
         budget.on_answer([0], now)
         num_branches = int(budget.num_branches)
