@@ -28,7 +28,7 @@ from specserve.models.checkpoints.load import (
     read_config,
 )
 from specserve.models.checkpoints.widened_copy import target_checkpoint
-from specserve.models.eagle.checkpoint import require_eagle_for
+from specserve.models.eagle.checkpoint import require_eagle_for, require_trainable
 from specserve.models.heads import require_heads_for
 from specserve.models.model import require_context, resolve_device, resolve_dtype
 from specserve.models.skip import skipped_layers
@@ -208,7 +208,9 @@ def _require_head_of_target(target: Path, draft: DraftConfig) -> None:
     _require_decoder_only(target, draft)
     assert draft.path is not None, "the config has been checked"
     head = find_checkpoint(draft.path, revision=draft.revision, key="draft.path")
-    require_eagle_for(target, head)
+    info = require_eagle_for(target, head)
+    if draft.learn:
+        require_trainable(head, info)
 
 
 def _require_decoder_only(target: Path, draft: DraftConfig) -> None:

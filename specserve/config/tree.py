@@ -65,6 +65,7 @@ DRAFT_KINDS = (
     "none",
 )
 SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own weights
+LEARNING_KINDS = ("neural", "eagle", *NGRAM_KINDS)  # take `draft.learn`
 # draft on a target's rank, where they need no threads of their own
 KINDS_WITHOUT_WORKER = ("heads", "eagle", "none")
 PLACEMENTS = ("auto", "together", "apart")
@@ -105,8 +106,8 @@ class DraftConfig:
     quantize: str | None = setting(None, none_as("none", choice("int8", "int4")))
     # layers that `layer_skip` leaves out; None: about every second
     skip: tuple[int, ...] | None = setting(None, list_of(integer(0, 10_000)))
-    # whether a neural draft is trained on the served texts, or tables are counted from them;
-    # None: tables if there are none to begin with
+    # whether a draft model or an EAGLE-3 head is trained on the served texts, or tables are
+    # counted from them; None: tables if there are none to begin with
     learn: bool | None = setting(None, boolean())
     dtype: str = setting("auto", choice(*DTYPES))
     device: str = setting("auto", device_name())
@@ -611,9 +612,9 @@ def _check_quantize(draft: DraftConfig) -> None:
 
 
 def _check_learn(draft: DraftConfig) -> None:
-    if draft.learn is not None and draft.kind not in ("neural", *NGRAM_KINDS):
+    if draft.learn is not None and draft.kind not in LEARNING_KINDS:
         raise ConfigError(
-            f"draft.learn belongs to the kinds neural, {', '.join(NGRAM_KINDS)}, "
+            f"draft.learn belongs to the kinds {', '.join(LEARNING_KINDS)}, "
             f"and draft.kind is {draft.kind}; leave it out"
         )
     if draft.learn and draft.quantize is not None:

@@ -30,6 +30,7 @@ from specserve.models.checkpoints.widened_copy import target_checkpoint
 from specserve.models.eagle.checkpoint import MASK_HIDDEN, EagleInfo, EagleWeights
 from specserve.models.eagle.network import KEY_PADDING, EagleNetwork, EagleProjection
 from specserve.models.eagle.states import TargetStates
+from specserve.models.hidden_taps import HiddenRows
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.model import resolve_device, resolve_dtype
 from specserve.models.runner import Runner
@@ -55,24 +56,49 @@ class HeadOptions:
     kernel: str = "auto"  # of linear layers on CPUs
 
 
+@dataclass(frozen=True, slots=True)
+class EagleParts:
+    """The network of a head, and the product that joins the target's states."""
+
+    network: EagleNetwork
+    projection: EagleProjection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenHead:
+    """The files of an open head, and how its parts are built of them with other weights."""
+
+    weights: EagleWeights
+    parts: EagleParts  # as they were opened
+    cache: PagedCache
+    embedding: Tensor  # [vocab, hidden]
+    build: Callable[[EagleWeights], EagleParts]
+
+
 class EagleDrafter(NeuralDrafter):
     """A drafter that runs a head on the states of a target, which `receive_hidden` brings."""
 
     def __init__(
-        self, runner: Runner, states: TargetStates, mask: MaskRow | None = None, **options: Any
+        self,
+        runner: Runner,
+        states: TargetStates,
+        head: OpenHead,
+        mask: MaskRow | None = None,
+        **options: Any,
     ) -> None:
         """Create a drafter; `options` are those of `NeuralDrafter`.
 
         With a mask row it drafts all tokens in one pass.
         """
         super().__init__(runner, **options)
-        self._target_states = states
+        self._target_states, self.head = states, head
         self._block = (
             None
             if mask is None
             else BlockDrafting(runner, states, mask, self._constrained, support=self.support)
         )
-        self.receive_hidden = states.receive
+        # Called with all states of the target as they arrive, if somebody reads them besides.
+        self.on_hidden: Callable[[Sequence[HiddenRows]], None] | None = None
         # Rows of each sequence that were computed when it had all states that they read.
         self._num_firm: dict[int, int] = {}
         runner.on_written = self._on_written
@@ -177,23 +203,28 @@ class EagleDrafter(NeuralDrafter):
             if "embed_tokens.weight" in weights
             else target_embedding(dtype).to(device)
         )
-        with linear_weights(PrivateWeights(options.kernel)):
-            network = EagleNetwork(
-                weights,
-                cache,
-                embedding=embedding,
-                attention=GroupedAttention(
-                    sdpa_kernel if device.type == "cuda" else invariant_kernel
-                ),
-                context=options.context,
-            )
-            projection = EagleProjection(weights, dtype=dtype, device=device)
-        states, mask = TargetStates(cache, projection), None
+        attention = GroupedAttention(sdpa_kernel if device.type == "cuda" else invariant_kernel)
+
+        def build(weights: EagleWeights) -> EagleParts:
+            with linear_weights(PrivateWeights(options.kernel)):
+                network = EagleNetwork(
+                    weights,
+                    cache,
+                    embedding=embedding,
+                    attention=attention,
+                    context=options.context,
+                )
+                projection = EagleProjection(weights, dtype=dtype, device=device)
+            return EagleParts(network, projection)
+
+        parts = build(weights)
+        states, mask = TargetStates(cache, parts.projection), None
         if info.mask_token is not None:
             mask = mask_row(info.mask_token, weights.read(MASK_HIDDEN), states)
         return cls(
-            Runner(network, cache, device=device),
+            Runner(parts.network, cache, device=device),
             states,
+            OpenHead(weights, parts, cache, embedding, build),
             mask,
             vocab_size=options.vocab_size,
             target_vocab_size=options.vocab_size,
@@ -210,6 +241,16 @@ class EagleDrafter(NeuralDrafter):
         masks, and has no states of its own.
         """
         return self._block is None
+
+    def receive_hidden(self, hidden: Sequence[HiddenRows]) -> None:
+        """Keep new states of the target, until the steps that read them."""
+        self._target_states.receive(hidden)
+        if self.on_hidden is not None:
+            self.on_hidden(hidden)
+
+    def use(self, parts: EagleParts) -> None:
+        """Draft with these parts from now on; states of the target that came before stay joined."""
+        self.runner.network, self._target_states.project = parts.network, parts.projection
 
     def release(self, seq_ids: Sequence[int]) -> None:
         super().release(seq_ids)

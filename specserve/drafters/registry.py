@@ -22,8 +22,7 @@ from specserve.drafters.eagle import EagleDrafter
 from specserve.drafters.heads import HeadsDrafter
 from specserve.drafters.layer_skip import LayerSkipDrafter
 from specserve.drafters.learning.learner import DraftLearner
-from specserve.drafters.learning.swap import DraftWeights
-from specserve.drafters.learning.trainer import DraftTrainer
+from specserve.drafters.learning.open import eagle_learner, neural_learner
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
 from specserve.drafters.ngram.drafter import NgramDrafter
@@ -193,7 +192,7 @@ def open_apart_drafter(
                 config.draft.path,
             )
             fanout = None
-        return OpenDrafter(eagle, context=eagle.context, runners=(eagle.runner,), fanout=fanout)
+        return _open_eagle(eagle, config, fanout=fanout)
     return open_drafter(
         config,
         target_vocab_size=target.vocab_size,
@@ -210,8 +209,7 @@ def open_local_drafter(
     if config.draft.kind in SELF_SPECULATIVE:
         return SELF_SPECULATIVE[config.draft.kind](config, target)
     if config.draft.kind == "eagle":
-        eagle = EagleDrafter.from_config(config, target)
-        return OpenDrafter(eagle, context=eagle.context, runners=(eagle.runner,), fanout=None)
+        return _open_eagle(EagleDrafter.from_config(config, target), config, fanout=None)
     return open_drafter(
         config,
         target_vocab_size=target.info.vocab_size,
@@ -232,10 +230,15 @@ def _open_neural(draft: DraftConfig, config: Config, vocabulary: TargetVocabular
     neural = _neural_drafter(model, draft, vocabulary)
     learner = None
     if draft.learn:
-        assert model.rebuild is not None, "the files have been checked"
-        trainer = DraftTrainer.from_checkpoint(checkpoint, model.runner.device)
-        learner = DraftLearner(DraftWeights(neural), trainer, model.rebuild)
+        learner = neural_learner(neural, model, checkpoint)
     return DrafterParts(neural, neural.context, (neural.runner,), learner)
+
+
+def _open_eagle(eagle: EagleDrafter, config: Config, *, fanout: Fanout | None) -> OpenDrafter:
+    learner = eagle_learner(eagle) if config.draft.learn else None
+    return OpenDrafter(
+        eagle, context=eagle.context, runners=(eagle.runner,), fanout=fanout, learner=learner
+    )
 
 
 def _open_layer_skip(

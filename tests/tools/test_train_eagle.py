@@ -18,10 +18,9 @@ from specserve.errors import ModelError
 from specserve.models.checkpoints.load import read_config
 from specserve.models.checkpoints.weights import fingerprint
 from specserve.models.eagle.checkpoint import require_eagle_for
+from specserve.models.eagle.trainable_head import DEPTHS, EagleModule
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.tools.train_eagle import (
-    DEPTHS,
-    EagleModule,
     Lesson,
     frequent_ids,
     save_head,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from specserve.drafters.learning.acceptance import (
     MEASURED_TOKENS,
@@ -20,10 +21,9 @@ from specserve.drafters.learning.acceptance import (
 )
 from specserve.drafters.learning.idle_time import IdleTime
 from specserve.drafters.learning.served_texts import ServedTexts, Window
-from specserve.drafters.learning.swap import DraftWeights
+from specserve.drafters.learning.swap import SwappableDraft
 from specserve.drafters.learning.trainer import DraftTrainer, Weights
 from specserve.learning_progress import LearningProgress
-from specserve.models.network import Network
 from specserve.types import DraftStep, Proposal
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class _Comparison:
 class _Earlier:
     """Network and weights before the latest swap, until its acceptance is measured."""
 
-    network: Network
+    network: Any
     weights: Weights
     acceptance: AcceptanceWindow
 
@@ -75,14 +75,15 @@ class _Earlier:
 class DraftLearner:
     """Training beside a drafter, in steps that its worker calls for in idle time.
 
-    `rebuild` returns the draft's network with other weights, over the same KV cache.
+    `rebuild` returns the draft's network with other weights, over the same KV cache: the object
+    that `draft.swap` takes.
     """
 
     def __init__(
         self,
-        draft: DraftWeights,
+        draft: SwappableDraft,
         trainer: DraftTrainer,
-        rebuild: Callable[[Weights], Network],
+        rebuild: Callable[[Weights], Any],
         *,
         options: LearningOptions | None = None,
         texts: ServedTexts | None = None,
@@ -101,7 +102,7 @@ class DraftLearner:
         self._patience = 1  # factor of the steps between two comparisons
         self._num_trained = 0  # windows, with repetitions
         self._candidate: Weights | None = None  # while a network is built of it
-        self._build: Future[Network] | None = None
+        self._build: Future[Any] | None = None
         self._builder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="draft-swap")
         self._earlier: _Earlier | None = None  # while a swap is measured
         # Committed length and salt of each sequence, and those whose keys earlier weights computed.
@@ -244,7 +245,7 @@ class DraftLearner:
         else:
             self._build = self._builder.submit(self._rebuild, self._candidate)
 
-    def _swap(self, network: Network) -> None:
+    def _swap(self, network: Any) -> None:
         assert self._candidate is not None
         self._earlier = _Earlier(self._use(network), self._served, self._acceptance)
         self._before = self._acceptance.rate
@@ -272,7 +273,7 @@ class DraftLearner:
         self._patience = min(2 * self._patience, MAX_PATIENCE)
         self._num_rollbacks += 1
 
-    def _use(self, network: Network) -> Network:
+    def _use(self, network: Any) -> Any:
         """Draft with another network from now on, and return the one until now."""
         earlier = self._draft.swap(network)
         self._stale = list(self._sequences)

@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from specserve.types import DraftStep
 
@@ -75,6 +76,16 @@ class _Text:
         return window
 
 
+class WindowStates(Protocol):
+    """Data that windows of some drafts have beside their tokens."""
+
+    def take(self, seq_id: int, window: Window) -> Window | None:
+        """Return the window of a running text with it; None if it lacks too much."""
+        ...
+
+    def release(self, seq_ids: Sequence[int]) -> None: ...
+
+
 class ServedTexts:
     """The newest windows of served texts, some of them held out.
 
@@ -89,11 +100,12 @@ class ServedTexts:
         max_texts: int = MAX_COLLECTED_TEXTS,
         new_tokens: int = NEW_TOKENS,
         seed: int = 0,
+        states: WindowStates | None = None,
     ) -> None:
         self.windows: deque[Window] = deque(maxlen=max_windows)
         self.held_out: deque[Window] = deque(maxlen=max_held_out)
         self.num_windows = 0  # to learn from, those that were dropped since included
-        self._max_texts, self._new_tokens = max_texts, new_tokens
+        self._max_texts, self._new_tokens, self._states = max_texts, new_tokens, states
         self._texts: dict[int, _Text] = {}
         self._num_texts = 0
         self._random = random.Random(seed)
@@ -116,7 +128,7 @@ class ServedTexts:
             return
         text.write(step.start, step.tokens)
         while text.stop - text.first_new >= self._new_tokens:
-            self._keep(text, text.first_new + self._new_tokens)
+            self._keep(step.seq_id, text, text.first_new + self._new_tokens)
         if text.stop - text.start > 2 * CONTEXT_TOKENS + self._new_tokens and (
             text.stop <= text.first_new
         ):  # a prompt, of which the end alone is context
@@ -129,7 +141,9 @@ class ServedTexts:
         for seq_id in seq_ids:
             text = self._texts.pop(seq_id, None)
             if text is not None and text.stop - text.first_new >= MIN_TOKENS:
-                self._keep(text, text.stop)
+                self._keep(seq_id, text, text.stop)
+        if self._states is not None:
+            self._states.release(seq_ids)
 
     def sample(self, count: int) -> list[Window]:
         """Return windows to learn from, drawn at random."""
@@ -147,8 +161,12 @@ class ServedTexts:
         )
         return text
 
-    def _keep(self, text: _Text, stop: int) -> None:
-        window = text.take(stop)
+    def _keep(self, seq_id: int, text: _Text, stop: int) -> None:
+        window: Window | None = text.take(stop)
+        if self._states is not None and window is not None:
+            window = self._states.take(seq_id, window)
+        if window is None:
+            return
         if text.is_held_out:
             self.held_out.append(window)
         else:

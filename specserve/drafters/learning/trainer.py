@@ -1,6 +1,7 @@
-"""Training of a copy of the draft's weights, in small steps, by the library's modelling code.
+"""Training of a copy of the draft's weights, in small steps, and how well it drafts.
 
-Knows no KV cache and no drafter.
+Knows no KV cache, no drafter, and no kind of draft: a `TrainableDraft` says what a draft predicts
+of a window.
 """
 
 from __future__ import annotations
@@ -8,16 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from specserve.drafters.learning.served_texts import Window
-from specserve.models.checkpoints.load import load_model
 
 LEARNING_RATE = 3e-4
 """Learning rate of AdamW; it is constant, since traffic has no end."""
@@ -35,55 +34,46 @@ STEP_BLEND = 0.1
 Weights = Mapping[str, Tensor]
 
 
-def module_vocab(module: Any) -> int:
-    """Return the number of ids that a module of the library knows."""
-    size: int = module.get_input_embeddings().weight.shape[0]
-    return size
-
-
 @dataclass(frozen=True, slots=True)
-class WindowBatch:
-    """Windows as tensors; padding stands behind, where nothing attends to it."""
+class Predictions:
+    """The tokens that a draft predicts at some positions of windows, and those of the target."""
 
-    ids: Tensor  # [windows, longest]
-    positions: Tensor  # [windows, longest]
-    labels: Tensor  # [windows, longest]: the next token, or -100 where it is not learned
-    is_greedy: Tensor  # [windows]
+    logits: Tensor  # [rows, vocab]
+    labels: Tensor  # [rows]: the target's token, or -100 where it is not learned
+    windows: Tensor  # [rows]: index of the window
 
-    @classmethod
-    def from_windows(cls, windows: Sequence[Window], device: torch.device) -> WindowBatch:
-        longest = max(len(window.tokens) for window in windows) - 1
-        ids = torch.zeros(len(windows), longest, dtype=torch.long)
-        positions = torch.zeros_like(ids)
-        labels = torch.full_like(ids, -100)
-        for row, window in enumerate(windows):
-            tokens = torch.tensor(window.tokens)
-            length = len(tokens) - 1
-            ids[row, :length] = tokens[:-1]
-            positions[row, :length] = window.start + torch.arange(length)
-            labels[row, window.first_new - 1 : length] = tokens[window.first_new :]
-        is_greedy = torch.tensor([window.is_greedy for window in windows])
-        return cls(*(part.to(device) for part in (ids, positions, labels, is_greedy)))
+
+class TrainableDraft(Protocol):
+    """A draft of some kind as it is trained."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Module whose parameters are trained, in fp32."""
+        ...
+
+    def predict(self, windows: Sequence[Window], weights: Weights | None) -> Predictions:
+        """Return what the draft predicts of windows, by other weights than the module's if any."""
+        ...
+
+
+def call_with(module: nn.Module, weights: Weights | None, **inputs: Any) -> Any:
+    """Call a module, with other weights than its own unless they are None."""
+    if weights is None:
+        return module(**inputs)
+    return functional_call(module, dict(weights), kwargs=inputs)
 
 
 class DraftTrainer:
-    """A draft model in fp32 that learns to write what the target has written."""
+    """A draft in fp32 that learns to write what the target has written."""
 
-    def __init__(self, module: torch.nn.Module, *, learning_rate: float = LEARNING_RATE) -> None:
-        """Train this module of the library, whose weights are in fp32."""
-        module.requires_grad_(True)
-        self._module: Any = module
+    def __init__(self, draft: TrainableDraft, *, learning_rate: float = LEARNING_RATE) -> None:
+        self._draft, self._module = draft, draft.module.requires_grad_(True)
         self._learning_rate = learning_rate
-        self._device = next(module.parameters()).device
-        self._vocab = module_vocab(self._module)
+        self._device = next(self._module.parameters()).device
         self.batch_size = MAX_BATCH  # windows to give to `step`
         self.step_seconds = 0.0  # on average
         self.num_steps = 0
         self._new_optimizer()
-
-    @classmethod
-    def from_checkpoint(cls, directory: Path, device: torch.device) -> DraftTrainer:
-        return cls(load_model(directory, dtype=torch.float32, device=device).module)
 
     def weights(self) -> Weights:
         """Return a copy of the weights as they are."""
@@ -101,11 +91,11 @@ class DraftTrainer:
     def step(self, windows: Sequence[Window]) -> None:
         """Learn from these windows once: cross entropy of the target's own tokens."""
         start = time.perf_counter()
-        batch = WindowBatch.from_windows(self._known(windows), self._device)
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate * min(1.0, (self._num_since_reset + 1) / WARM_UP)
-        logits = self._logits(batch, None)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten())
+        found = self._draft.predict(windows, None)
+        loss = F.cross_entropy(found.logits.float(), found.labels, reduction="sum")
+        loss = loss / (found.labels >= 0).sum().clamp(min=1)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
         self._optimizer.step()
@@ -124,14 +114,16 @@ class DraftTrainer:
         is the target's. Sampled text accepts with sum min(p, q) >= sum p q, whose estimate is the
         probability that q gives to the target's token.
         """
-        batch = WindowBatch.from_windows(self._known(windows), self._device)
-        logits = self._logits(batch, weights).float()
-        is_new = batch.labels >= 0
-        labels = batch.labels.clamp(min=0)
+        found = self._draft.predict(windows, weights)
+        logits, is_new = found.logits.float(), (found.labels >= 0).float()
+        labels = found.labels.clamp(min=0)
+        is_greedy = torch.tensor([window.is_greedy for window in windows], device=labels.device)
         agrees = (logits.argmax(-1) == labels).float()
-        probs = logits.softmax(-1).gather(-1, labels[..., None])[..., 0]
-        accepted = torch.where(batch.is_greedy[:, None], agrees, probs) * is_new
-        scores: list[float] = (accepted.sum(-1) / is_new.sum(-1)).tolist()
+        probs = logits.softmax(-1).gather(-1, labels[:, None])[:, 0]
+        accepted = torch.where(is_greedy[found.windows], agrees, probs) * is_new
+        sums = accepted.new_zeros(2, len(windows))
+        sums.index_add_(1, found.windows, torch.stack([accepted, is_new]))
+        scores: list[float] = (sums[0] / sums[1].clamp(min=1)).tolist()
         return scores
 
     def _observe(self, seconds: float) -> None:
@@ -146,31 +138,6 @@ class DraftTrainer:
         elif self.step_seconds < TARGET_STEP_S / 4 and self.batch_size < MAX_BATCH:
             self.batch_size *= 2
             self.step_seconds *= 2
-
-    def _logits(self, batch: WindowBatch, weights: Weights | None) -> Tensor:
-        given = {"input_ids": batch.ids, "position_ids": batch.positions, "use_cache": False}
-        logits: Tensor = (
-            self._module(**given)
-            if weights is None
-            else functional_call(self._module, dict(weights), kwargs=given)
-        ).logits
-        return logits
-
-    def _known(self, windows: Sequence[Window]) -> list[Window]:
-        """Return the windows with those ids replaced that the draft lacks, as in its passes."""
-        return [
-            window
-            if max(window.tokens) < self._vocab
-            else Window(
-                window.start,
-                type(window.tokens)(
-                    "i", [token if token < self._vocab else 0 for token in window.tokens]
-                ),
-                window.first_new,
-                window.is_greedy,
-            )
-            for window in windows
-        ]
 
     def _new_optimizer(self) -> None:
         self._num_since_reset = 0

@@ -18,10 +18,10 @@ from specserve.drafters.learning.idle_time import IdleTime
 from specserve.drafters.learning.learner import DraftLearner, LearningOptions
 from specserve.drafters.learning.served_texts import ServedTexts, Window
 from specserve.drafters.learning.swap import DraftWeights
-from specserve.drafters.learning.trainer import DraftTrainer
+from specserve.drafters.learning.trainable_model import TrainableModel
+from specserve.drafters.learning.trainer import DraftTrainer, TrainableDraft
 from specserve.drafters.registry import OpenDrafter
 from specserve.errors import ConfigError, UnsupportedModel
-from specserve.models.checkpoints.load import load_model
 from specserve.models.model import Model, open_model
 from specserve.types import Request, Step, Warp
 from tests.formats.check import MADE
@@ -58,7 +58,7 @@ class Served:
     """An engine whose draft learns, with a trainer of any kind."""
 
     def __init__(
-        self, target: Path, draft: Path, make: Callable[[torch.nn.Module], DraftTrainer]
+        self, target: Path, draft: Path, make: Callable[[TrainableDraft], DraftTrainer]
     ) -> None:
         self.engine = Engine(target, draft)
         opened = open_model(draft, model_options())
@@ -66,7 +66,7 @@ class Served:
         self.neural = load_drafter(opened, self.engine.target.info, support=64)
         self.engine.drafter = self.neural
         self.first_network = self.neural.runner.network
-        trainer = make(load_model(draft, dtype=torch.float32, device=CPU).module)
+        trainer = make(TrainableModel.from_checkpoint(draft, CPU))
         self.learner = DraftLearner(
             DraftWeights(self.neural),
             trainer,
@@ -90,12 +90,14 @@ class Served:
             run = self.engine.run(requests(), with_drafter=self.drafter, gamma=3, max_gamma=3)
             assert run.texts == plain
             if is_done(run.accepted / run.drafted):
+                # A network that is built meanwhile would meet the models that the next test loads.
+                self.learner._builder.shutdown(wait=True)
                 return
         raise AssertionError(f"after all runs: {self.learner.progress}")
 
 
 def test_acceptance_rises_with_what_is_served(target: Path, draft: Path) -> None:
-    served = Served(target, draft, lambda module: DraftTrainer(module, learning_rate=3e-3))
+    served = Served(target, draft, lambda draft: DraftTrainer(draft, learning_rate=3e-3))
     first = served.engine.run(requests(), gamma=3, max_gamma=3)
     before = first.accepted / first.drafted
     served.serve(lambda rate: rate > before + 0.05)
@@ -193,7 +195,9 @@ def test_texts_of_an_llm_that_learns_are_those_without_a_draft(target: Path, dra
 
 
 def test_what_cannot_learn_is_refused_before_anything_is_loaded(target: Path) -> None:
-    with pytest.raises(ConfigError, match=r"draft.learn belongs to the kinds neural, unigram"):
+    with pytest.raises(
+        ConfigError, match=r"draft.learn belongs to the kinds neural, eagle, unigram"
+    ):
         config_from_keys({"target.path": "x", "draft.kind": "layer_skip", "draft.learn": True})
     neural = {"target.path": str(target), "draft.path": str(target), "draft.learn": True}
     with pytest.raises(ConfigError, match=r"draft.quantize rounds them; leave one out"):
