@@ -1,4 +1,4 @@
-"""What is prepared for one proposal: a forecast of outcomes, and branches drafted for them.
+"""The state behind one prepared proposal: a forecast of outcomes, and branches drafted for them.
 
 Knows no drafter and no clock.
 """
