@@ -189,7 +189,7 @@ def page(
                 ("| texts | before | after |", "|---|---|---|", *measured),
             ),
             f"Texts before, after and without a draft: {'the same' if same else 'NOT THE SAME'}, "
-            f"token for token ({len(plain.texts)} texts). Python shows what is forgotten.",
+            f"token for token ({len(plain.texts)} texts). Python shows what is lost by it.",
             "## While it is served",
             "\n".join(
                 (

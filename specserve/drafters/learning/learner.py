@@ -46,8 +46,8 @@ class LearningOptions:
     """Steps between two comparisons."""
     epochs: int = 4
     """Times that a window is learned from, on average; then training waits for new ones."""
-    min_gain: float = 0.005
-    """Gain in acceptance of held-out windows for which weights are swapped."""
+    min_gain: float = 0.01
+    """Gain in nats a token of held-out windows for which weights are swapped."""
     num_errors: float = 2.0
     """Standard errors by which a gain or a loss must exceed chance."""
     measured_tokens: int = MEASURED_TOKENS
@@ -223,10 +223,10 @@ class DraftLearner:
         gain, error = statistics.fmean(gains), statistics.pstdev(gains) / len(gains) ** 0.5
         if gain >= self._options.min_gain and gain > self._options.num_errors * error:
             log.info(
-                "The draft has learned from served texts: acceptance of held-out ones is %.3f with "
-                "the weights after %d steps, and was %.3f; they are swapped in",
-                *(statistics.fmean(comparison.trained), self._trainer.num_steps),
-                statistics.fmean(comparison.served),
+                "The draft has learned from served texts: a token of held-out ones takes %.3f nats "
+                "with the weights after %d steps, and took %.3f; they are swapped in",
+                *(-statistics.fmean(comparison.trained), self._trainer.num_steps),
+                -statistics.fmean(comparison.served),
             )
             self._start_build()
         elif not gain > -self._options.min_gain:  # worse, or not a number

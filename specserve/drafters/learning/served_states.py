@@ -116,7 +116,7 @@ class ServedStates:
                 first,
                 window.tokens,
                 window.first_new,
-                window.is_greedy,
+                window.temperature,
                 torch.cat([one.rows for one in parts]),
                 tuple(i - first for one in parts for i in range(one.start, one.stop)),
             )

@@ -37,7 +37,7 @@ class Window:
     start: int  # position of the first token in the text
     tokens: array[int]
     first_new: int  # index in `tokens`, at least 1
-    is_greedy: bool
+    temperature: float  # 0: greedy
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Text:
     """The end of a running text, as far as windows may need it."""
 
     prompt_length: int
-    is_greedy: bool
+    temperature: float
     is_held_out: bool
     start: int = 0  # position of the first of `tokens`
     tokens: array[int] = field(default_factory=lambda: array("i"))
@@ -68,7 +68,7 @@ class _Text:
         """Return the window that ends at `stop`, and drop tokens that no later one reads."""
         first = max(self.start, self.first_new - CONTEXT_TOKENS)
         kept = self.tokens[first - self.start : stop - self.start]
-        window = Window(first, kept, self.first_new - first, self.is_greedy)
+        window = Window(first, kept, self.first_new - first, self.temperature)
         self.num_taken = stop
         drop = max(0, stop - CONTEXT_TOKENS - self.start)
         del self.tokens[:drop]
@@ -156,7 +156,7 @@ class ServedTexts:
         self._num_texts += 1
         text = self._texts[step.seq_id] = _Text(
             step.policy.prompt_length,
-            step.policy.warp.temperature == 0,
+            step.policy.warp.temperature,
             self._num_texts % HELD_OUT == 0,
         )
         return text

@@ -45,7 +45,7 @@ class TrainableEagle:
             window.start + cut,
             tokens,
             first_new,
-            window.is_greedy,
+            window.temperature,
             states,
             tuple(range(num_rows)),
         )

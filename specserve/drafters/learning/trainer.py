@@ -18,10 +18,15 @@ from torch.nn import functional as F
 
 from specserve.drafters.learning.served_texts import Window
 
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 1e-4
 """Learning rate of AdamW; it is constant, since traffic has no end."""
 WARM_UP = 20
 """Steps until the learning rate is reached."""
+MIN_TEMPERATURE = 0.5
+"""Texts that are cooler, greedy ones too, are learned as if they had this temperature.
+
+Cooler yet, the draft would learn to be surer of its tokens than the target is.
+"""
 MAX_BATCH = 4
 """Windows in a step, if the step is short enough."""
 TARGET_STEP_S = 0.03
@@ -89,12 +94,16 @@ class DraftTrainer:
         self._new_optimizer()
 
     def step(self, windows: Sequence[Window]) -> None:
-        """Learn from these windows once: cross entropy of the target's own tokens."""
+        """Learn from these windows once: cross entropy of the target's own tokens.
+
+        They are drawn at a text's temperature, so the draft's logits are taken at it, too: they
+        become those of the target, and not those of cooler texts.
+        """
         start = time.perf_counter()
         for group in self._optimizer.param_groups:
             group["lr"] = self._learning_rate * min(1.0, (self._num_since_reset + 1) / WARM_UP)
         found = self._draft.predict(windows, None)
-        loss = F.cross_entropy(found.logits.float(), found.labels, reduction="sum")
+        loss = F.cross_entropy(self._at_temperature(found, windows), found.labels, reduction="sum")
         loss = loss / (found.labels >= 0).sum().clamp(min=1)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
@@ -108,23 +117,27 @@ class DraftTrainer:
 
     @torch.no_grad()
     def scores(self, windows: Sequence[Window], weights: Weights | None) -> list[float]:
-        """Return for each window how likely a draft token is accepted, by these weights at least.
+        """Return for each window the mean log of what q gives to the target's tokens.
 
-        None: by the weights as they are now. Greedy text accepts the draft's likeliest token if it
-        is the target's. Sampled text accepts with sum min(p, q) >= sum p q, whose estimate is the
-        probability that q gives to the target's token.
+        None: by the weights as they are now. It is highest where q is p, as acceptance is. The
+        probability itself is not: it grows with how sure the draft is.
         """
         found = self._draft.predict(windows, weights)
-        logits, is_new = found.logits.float(), (found.labels >= 0).float()
-        labels = found.labels.clamp(min=0)
-        is_greedy = torch.tensor([window.is_greedy for window in windows], device=labels.device)
-        agrees = (logits.argmax(-1) == labels).float()
-        probs = logits.softmax(-1).gather(-1, labels[:, None])[:, 0]
-        accepted = torch.where(is_greedy[found.windows], agrees, probs) * is_new
-        sums = accepted.new_zeros(2, len(windows))
-        sums.index_add_(1, found.windows, torch.stack([accepted, is_new]))
+        is_new = (found.labels >= 0).float()
+        log_q = self._at_temperature(found, windows).log_softmax(-1)
+        of_labels = log_q.gather(-1, found.labels.clamp(min=0)[:, None])[:, 0] * is_new
+        sums = of_labels.new_zeros(2, len(windows))
+        sums.index_add_(1, found.windows, torch.stack([of_labels, is_new]))
         scores: list[float] = (sums[0] / sums[1].clamp(min=1)).tolist()
         return scores
+
+    def _at_temperature(self, found: Predictions, windows: Sequence[Window]) -> Tensor:
+        """Return the logits, divided by the temperatures of their windows' texts."""
+        temperatures = torch.tensor(
+            [max(window.temperature, MIN_TEMPERATURE) for window in windows],
+            device=found.logits.device,
+        )
+        return found.logits.float() / temperatures[found.windows][:, None]
 
     def _observe(self, seconds: float) -> None:
         """Average the time of a step, and choose how many windows the next ones have."""

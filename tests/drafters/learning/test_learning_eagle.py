@@ -239,7 +239,7 @@ def test_states_are_kept_in_bounded_memory_and_leave_with_their_windows() -> Non
         for start in range(1000, 1200, 4):  # draft tokens of two positions come again
             states.receive([HiddenRows(seq_id, start - 2, rows[:6] + start)])
     assert 2 * MAX_ROWS <= states.num_rows < 2 * (MAX_ROWS + 6)
-    window = Window(1100, array("i", range(90)), 30, is_greedy=True)
+    window = Window(1100, array("i", range(90)), 30, temperature=0.0)
     states.take(0, window)
     assert taken[0].indices == tuple(range(90))
     assert taken[0].states[:, 0].tolist()[:6] == [
