@@ -160,7 +160,10 @@ def test_an_engine_without_file_handles_runs_no_request_that_it_could_not_answer
         streams, submitted = Streams(), list[Any]()
         coordinator = SimpleNamespace(submit=submitted.append, cancel=lambda seq_id: None)
         engine: Any = SimpleNamespace(
-            _replies=streams, _coordinator=coordinator, _running_engine=coordinator
+            _replies=streams,
+            _coordinator=coordinator,
+            _running_engine=coordinator,
+            _importer=None,
         )
         streams.has_handles = False
         request, address = cast("Any", "a request"), Address("127.0.0.1", 1, b"key")
