@@ -29,6 +29,7 @@ from specserve.cluster.worker_host import WorkerHello, WorkerPlace, WorkerReady,
 from specserve.config.cascade import NGRAM_KINDS
 from specserve.config.tree import Config, TargetConfig
 from specserve.drafters.after_verify import DraftAfterVerify
+from specserve.drafters.learning.heads_drafter import LearningHeads
 from specserve.drafters.pool.shares import engine_of
 from specserve.drafters.registry import (
     OpenDrafter,
@@ -401,7 +402,7 @@ def _serve(
 
 
 def _learning(drafter: object, server: Server) -> IdleLearning | None:
-    if isinstance(drafter, OpenDrafter) and drafter.learner is not None:
+    if isinstance(drafter, OpenDrafter | LearningHeads) and drafter.learner is not None:
         return IdleLearning(drafter.learner, server)
     return None
 

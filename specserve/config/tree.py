@@ -65,7 +65,7 @@ DRAFT_KINDS = (
     "none",
 )
 SELF_SPECULATIVE_KINDS = ("layer_skip", "heads")  # draft with the target's own weights
-LEARNING_KINDS = ("neural", "eagle", *NGRAM_KINDS)  # take `draft.learn`
+LEARNING_KINDS = ("neural", "eagle", "heads", *NGRAM_KINDS)  # take `draft.learn`
 # draft on a target's rank, where they need no threads of their own
 KINDS_WITHOUT_WORKER = ("heads", "eagle", "none")
 PLACEMENTS = ("auto", "together", "apart")
@@ -106,7 +106,7 @@ class DraftConfig:
     quantize: str | None = setting(None, none_as("none", choice("int8", "int4")))
     # layers that `layer_skip` leaves out; None: about every second
     skip: tuple[int, ...] | None = setting(None, list_of(integer(0, 10_000)))
-    # whether a draft model or an EAGLE-3 head is trained on the served texts, or tables are
+    # whether a draft model, an EAGLE-3 head or heads are trained on the served texts, or tables are
     # counted from them; None: tables if there are none to begin with
     learn: bool | None = setting(None, boolean())
     dtype: str = setting("auto", choice(*DTYPES))

@@ -20,9 +20,10 @@ from specserve.drafters.cascade.drafter import CascadeDrafter
 from specserve.drafters.cascade.stages import PassCounter, StageDrafter
 from specserve.drafters.eagle import EagleDrafter
 from specserve.drafters.heads import HeadsDrafter
-from specserve.drafters.layer_skip import LayerSkipDrafter
+from specserve.drafters.layer_skip import LayerSkipDrafter, shareable_network
+from specserve.drafters.learning.heads_drafter import LearningHeads
 from specserve.drafters.learning.learner import DraftLearner
-from specserve.drafters.learning.open import eagle_learner, neural_learner
+from specserve.drafters.learning.open import eagle_learner, learning_heads, neural_learner
 from specserve.drafters.neural.drafter import NeuralDrafter
 from specserve.drafters.ngram.build import open_ngram_drafter, open_ngram_parts
 from specserve.drafters.ngram.drafter import NgramDrafter
@@ -32,6 +33,7 @@ from specserve.drafters.translated.translation import TokenTranslation
 from specserve.grammar.matcher import GrammarCompiler
 from specserve.grammar.sequences import GrammarStates
 from specserve.hidden_states import HiddenStates
+from specserve.models.checkpoints.embedding import load_vocabulary_head
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import read_config
 from specserve.models.checkpoints.widened_copy import target_checkpoint
@@ -204,8 +206,10 @@ def open_apart_drafter(
 
 def open_local_drafter(
     config: Config, target: TargetModel, translation: TokenTranslation | None = None
-) -> OpenDrafter | LayerSkipDrafter | HeadsDrafter:
+) -> OpenDrafter | LayerSkipDrafter | HeadsDrafter | LearningHeads:
     """Return the drafter that runs in the target's own process. Raises as `open_drafter` does."""
+    if config.draft.kind == "heads" and config.draft.learn:
+        return _open_learning_heads(config, target)
     if config.draft.kind in SELF_SPECULATIVE:
         return SELF_SPECULATIVE[config.draft.kind](config, target)
     if config.draft.kind == "eagle":
@@ -216,6 +220,13 @@ def open_local_drafter(
         grammar_compiler=target.grammar_states.grammar_compiler,
         translation=translation,
     )
+
+
+def _open_learning_heads(config: Config, target: TargetModel) -> LearningHeads:
+    drafter = HeadsDrafter.from_config(config, target)
+    network, weight = shareable_network(target), drafter.heads.weight
+    head = load_vocabulary_head(target_checkpoint(config), dtype=weight.dtype)
+    return learning_heads(drafter, network.embed, head.to(weight.device))
 
 
 def _fanout(config: Config) -> Fanout | None:

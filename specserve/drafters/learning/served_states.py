@@ -6,6 +6,7 @@ the device where they arrive. Knows no network.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ RUNNING_SHARE = 0.25
 MIN_WINDOWS = 40
 """Windows that are kept however wide the states are: fewer are not enough to learn from."""
 MAX_ROWS = CONTEXT_TOKENS + 2 * NEW_TOKENS
-"""States of a running text that are kept, the newest."""
+"""Positions at the end of a running text whose states are kept."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +73,7 @@ class ServedStates:
         self, limits: StateLimits, complete: Callable[[StatesWindow], Window | None]
     ) -> None:
         self._limits, self._complete = limits, complete
-        self._parts: dict[int, list[HiddenRows]] = {}  # of each sequence, by position
+        self._parts: dict[int, deque[HiddenRows]] = {}  # of each sequence, by position
 
     def texts(self, *, new_tokens: int = NEW_TOKENS) -> ServedTexts:
         """Return served texts whose windows have their states."""
@@ -98,18 +99,17 @@ class ServedStates:
                 continue
             newest = each.between(each.stop - MAX_ROWS)
             newest = HiddenRows(each.seq_id, newest.start, newest.rows.clone())
-            known = [one.between(0, each.start) for one in self._parts.get(each.seq_id, [])]
-            self._parts[each.seq_id] = _newest([*(one for one in known if len(one.rows)), newest])
+            _append(self._parts.setdefault(each.seq_id, deque()), newest)
 
     def take(self, seq_id: int, window: Window) -> Window | None:
         """Return the window with its states, and drop those that no later window reads."""
         stop = window.start + len(window.tokens)
-        known = self._parts.get(seq_id, [])
+        known = self._parts.get(seq_id, ())
         parts = [part for one in known if len((part := one.between(window.start, stop)).rows)]
         if not parts:
             return None
         left = [one.between(stop - CONTEXT_TOKENS) for one in known]
-        self._parts[seq_id] = [one for one in left if len(one.rows)]
+        self._parts[seq_id] = deque(one for one in left if len(one.rows))
         first = window.start
         return self._complete(
             StatesWindow(
@@ -127,10 +127,12 @@ class ServedStates:
             self._parts.pop(seq_id, None)
 
 
-def _newest(parts: list[HiddenRows]) -> list[HiddenRows]:
-    """Return the last parts that have MAX_ROWS rows together, or all."""
-    num_rows = sum(len(part.rows) for part in parts)
-    while num_rows - len(parts[0].rows) >= MAX_ROWS:
-        num_rows -= len(parts[0].rows)
-        del parts[0]
-    return parts
+def _append(parts: deque[HiddenRows], newest: HiddenRows) -> None:
+    """Append a part, which replaces later positions, and drop parts that are too far behind it."""
+    while parts and parts[-1].start >= newest.start:
+        parts.pop()
+    if parts and parts[-1].stop > newest.start:
+        parts[-1] = parts[-1].between(0, newest.start)
+    parts.append(newest)
+    while parts[0].stop <= newest.stop - MAX_ROWS:
+        parts.popleft()

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from specserve.drafters.eagle import EagleDrafter, EagleParts
+from specserve.drafters.heads import HeadsDrafter
 from specserve.drafters.neural.drafter import NeuralDrafter
+from specserve.models.heads import Heads
 from specserve.models.network import Network
 from specserve.models.runner import Runner
 from specserve.types import Step
@@ -66,6 +68,25 @@ class EagleSwap:
 
     def recompute(self, seq_id: int, *, committed: int, salt: bytes) -> bool:
         """Return False: the states that this would take are not there any more."""
+        return False
+
+
+class HeadsSwap:
+    """The heads of a `HeadsDrafter`, which cache nothing of their own."""
+
+    def __init__(self, drafter: HeadsDrafter) -> None:
+        self._drafter = drafter
+
+    @property
+    def device(self) -> torch.device:
+        return self._drafter.heads.weight.device
+
+    def swap(self, network: Heads) -> Heads:
+        """Draft with other heads from now on, and return those until now."""
+        return self._drafter.swap(network)
+
+    def recompute(self, seq_id: int, *, committed: int, salt: bytes) -> bool:
+        """Return False: nothing is cached."""
         return False
 
 

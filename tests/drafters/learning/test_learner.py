@@ -196,7 +196,7 @@ def test_texts_of_an_llm_that_learns_are_those_without_a_draft(target: Path, dra
 
 def test_what_cannot_learn_is_refused_before_anything_is_loaded(target: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"draft.learn belongs to the kinds neural, eagle, unigram"
+        ConfigError, match=r"draft.learn belongs to the kinds neural, eagle, heads, unigram"
     ):
         config_from_keys({"target.path": "x", "draft.kind": "layer_skip", "draft.learn": True})
     neural = {"target.path": str(target), "draft.path": str(target), "draft.learn": True}
