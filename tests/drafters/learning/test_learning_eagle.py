@@ -138,7 +138,8 @@ def test_acceptance_rises_with_what_is_served_and_bad_weights_are_dropped(
     assert served.eagle._target_states.project is not opened.projection
 
     learned, swap = served.eagle.runner.network, learner._draft
-    claiming = eagle_learner(served.eagle, options=OPTIONS, new_tokens=48)
+    seldom = replace(OPTIONS, steps_between=400)  # so that one swap is decided before the next
+    claiming = eagle_learner(served.eagle, options=seldom, new_tokens=48)
     claiming._draft, claiming._trainer = swap, ClaimingTrainer(TrainableEagle(served.eagle.head))
     serve_until(served, claiming, lambda _: claiming.progress.rollbacks == 1)
     assert claiming.progress.swaps == 1
