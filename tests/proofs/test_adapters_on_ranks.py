@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +19,12 @@ from specserve.errors import AdapterError
 from specserve.models.adapters import files, store
 from specserve.models.model import open_model
 from specserve.models.shard import Shard
-from specserve.models.target import TargetFollower, TargetModel
-from specserve.types import Adapter, Request, Verdict, VerifyStep
+from specserve.models.target import TargetFollower
+from specserve.types import Adapter, Request
 from tests.proofs.test_adapters import MAX_TOKENS, Adapted, expected, make_adapted, requests
 from tests.support.adapters import MEBIBYTE, write_adapter
 from tests.support.engines import Engine, greedy, model_options
+from tests.support.rank_pairs import BroadcastTarget, follow
 
 RANKS = 2
 LOST = "lost"
@@ -51,32 +51,6 @@ CASES = (
 )
 
 
-class BroadcastTarget:
-    """Rank 0 of a target, which makes the other rank take the same steps."""
-
-    def __init__(self, inner: TargetModel) -> None:
-        self.inner, self.info, self.runner = inner, inner.info, inner.runner
-
-    def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
-        dist.broadcast_object_list([("verify", steps)], src=0)
-        return self.inner.verify(steps)
-
-    def release(self, seq_ids: Sequence[int]) -> None:
-        dist.broadcast_object_list([("release", seq_ids)], src=0)
-        self.inner.release(seq_ids)
-
-
-def follow(target: TargetFollower) -> None:
-    """Take the steps of rank 0 on the other rank, until None arrives."""
-    while True:
-        order: list[Any] = [None]
-        dist.broadcast_object_list(order, src=0)
-        if order[0] is None:
-            return
-        name, argument = order[0]
-        getattr(target, name)(argument)
-
-
 def digest_without_lost(directory: Path) -> bytes:
     if directory.name == LOST:
         raise AdapterError("the disk of this rank is gone")
@@ -99,11 +73,12 @@ def run_case(adapted: Adapted, lost: Adapter, case: RankCase, rank: int) -> Any:
         return None
     engine = Engine(adapted.target, adapted.draft, shard=shard, adapter_bytes=case.adapter_bytes)
     adapters = engine.target.adapters
-    engine.target = BroadcastTarget(engine.target)  # type: ignore[assignment]
+    rank_0 = BroadcastTarget(engine.target)
+    engine.target = rank_0  # type: ignore[assignment]
     (first, *_) = greedy([(5, 6, 7)], max_tokens=MAX_TOKENS)
     asked: list[Request] = [*requests(adapted), replace(first, adapter=lost)]
     run = engine.run(asked, gamma=3, max_batch_tokens=64)
-    dist.broadcast_object_list([None], src=0)
+    rank_0.end()
     assert adapters is not None
     return run.texts[:-1], run.answers[-1].error, adapters.num_loads
 

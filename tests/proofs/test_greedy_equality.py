@@ -18,13 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
 from transformers import GenerationConfig
 
 from specserve.models.network import LLAMA_SHAPED
-from specserve.models.runner import LogitsReader, Runner
 from specserve.models.shard import Shard
-from specserve.types import FinishReason, Step
+from specserve.models.target import TargetFollower
+from specserve.types import FinishReason
 from tests.support import checkpoints
 from tests.support.engines import (
     PAGE_SIZE,
@@ -36,6 +35,7 @@ from tests.support.engines import (
     load_target,
     model_options,
 )
+from tests.support.rank_pairs import BroadcastTarget, follow
 
 # around pages, windows, and rounds of 512 tokens
 LENGTHS = (
@@ -205,39 +205,6 @@ TWO_RANK_CASES = [
 TWO_RANK_TOKENS = 12  # of each text: an all-reduce between two processes takes milliseconds
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastRunner:
-    """Runner of rank 0, which makes the other ranks do the same."""
-
-    inner: Runner
-
-    @property
-    def cache(self) -> Any:
-        return self.inner.cache
-
-    def run(
-        self, steps: Sequence[Step], wanted: Sequence[int], reader: LogitsReader | None = None
-    ) -> Tensor:
-        assert reader is None, "the other rank would not compute what it reads"
-        dist.broadcast_object_list([("run", steps, wanted)], src=0)
-        return self.inner.run(steps, wanted)
-
-    def release(self, seq_ids: Sequence[int]) -> None:
-        dist.broadcast_object_list([("release", seq_ids)], src=0)
-        self.inner.release(seq_ids)
-
-
-def follow(runner: Runner) -> None:
-    """Run the orders of rank 0 on another rank, until None arrives."""
-    while True:
-        order: list[Any] = [None]
-        dist.broadcast_object_list(order, src=0)
-        if order[0] is None:
-            return
-        name, *arguments = order[0]
-        getattr(runner, name)(*arguments)
-
-
 def rank_main(rank: int, root: str) -> None:
     """Serve each target on two ranks in turn.
 
@@ -268,15 +235,17 @@ def rank_main(rank: int, root: str) -> None:
 def shared_texts(target: Path, gammas: Sequence[int], shard: Shard) -> list[Texts]:
     """Return the texts of rank 0 with each gamma; nothing on the other rank."""
     if shard.rank > 0:
-        follow(load_target(target, model_options(), shard=shard).runner)
+        other = load_target(target, model_options(), shard=shard)
+        follow(TargetFollower(other.runner, other.info))
         return []
     engine = Engine(target, draft_of(target), shard=shard)
-    engine.target.runner = BroadcastRunner(engine.target.runner)  # type: ignore[assignment]
+    rank_0 = BroadcastTarget(engine.target)
+    engine.target = rank_0  # type: ignore[assignment]
     requests = greedy(prompts(), max_tokens=TWO_RANK_TOKENS)
     texts = [
         engine.run(requests, gamma=gamma, max_batch_tokens=sum(LENGTHS)).texts for gamma in gammas
     ]
-    dist.broadcast_object_list([None], src=0)
+    rank_0.end()
     return texts
 
 
