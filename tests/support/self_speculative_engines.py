@@ -149,7 +149,7 @@ class EagleApartEngine(Engine):
             self.drafter,
             context=self.drafter.context,
             runners=(self.drafter.runner,),
-            fanout=Fanout() if ahead else None,
+            fanout=Fanout(per_position=4) if ahead else None,
         )
         self.rng = np.random.default_rng(0) if ahead else None
 
