@@ -105,7 +105,7 @@ def test_a_load_between_two_sizes_does_not_make_it_swing() -> None:
         "one fewer would hardly do",
         "one fewer will do",
         "one engine that keeps it busy",
-        "nobody drafts",
+        "no device drafts",
     ],
 )
 def test_a_pool_has_the_devices_that_its_load_keeps_busy_and_no_more_than_engines(

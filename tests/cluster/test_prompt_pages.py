@@ -218,7 +218,7 @@ def dies(number: int, piece: PagePiece) -> PagePiece:
 
 def crashes(number: int, piece: PagePiece) -> PagePiece:
     if number == 3:
-        raise RuntimeError("nobody thought of this")
+        raise RuntimeError("an error of an unknown kind")
     return piece
 
 
