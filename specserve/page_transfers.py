@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HASH_BYTES = 16
-MAX_ROUND_BYTES = 8 * 2**20
-"""Bytes of pages that a rank takes, or sends, in one round. One page goes even if it is larger.
+MAX_MESSAGE_BYTES = 32 * 2**20
+"""Bytes of pages in one message to or from a rank, or one page. It bounds memory, not time.
 
-A round of decoding waits for that much, and never for a whole prompt.
+How long a round may wait for pages is decided in `cluster/import_budget.py`.
 """
 
 

@@ -26,7 +26,10 @@ from specserve.wire.version import Versioned
 log = logging.getLogger(__name__)
 
 PIECE_TIMEOUT_S = 5.0
-"""Longest wait for the next piece; longer, and the engine computes the prompt itself."""
+"""Longest wait for the next pages, from the other engine or into the ranks' caches.
+
+Longer, and the engine computes the prompt itself.
+"""
 BACKOFF_S = 5.0
 """Time after a failure in which prompts are computed here."""
 
@@ -192,10 +195,9 @@ class PromptImporter:
             piece.require_same_version()
             self._require_fits(piece, hashes)
             ranks = [PageData(piece.hashes, data) for data in piece.ranks]
-            async with asyncio.timeout(PIECE_TIMEOUT_S):
-                answers = await self._pages.put(ranks)
-            self._imported.add(answers[0].num_pages)
-            if answers[0].num_pages < len(piece.hashes):
+            imported = await self._pages.put(ranks, timeout_s=PIECE_TIMEOUT_S)
+            self._imported.add(imported)
+            if imported < len(piece.hashes):
                 raise WorkerLost("the cache has no room for more pages")
             hashes = hashes[len(piece.hashes) :]
 

@@ -17,7 +17,7 @@ from typing import Any
 from specserve.cluster.clocks import ClockAlignment
 from specserve.cluster.hidden_relay import HiddenRelay
 from specserve.cluster.page_relay import PageRelay, PendingTransfer
-from specserve.cluster.pass_watch import DraftWatch, PassWatch
+from specserve.cluster.pass_watch import DraftWatch, PassWatch, verify_seconds
 from specserve.cluster.remote_calls import (
     all_answers,
     are_held,
@@ -129,7 +129,7 @@ class RemoteTarget:
         message = Verify(self._number, tuple(steps), tuple(self._released))
         self.pushing_round = self._number if message.wants_drafts else None
         self._released.clear()
-        pending = self.pages.take()
+        pending = self.pages.take(delays_sequences=bool(steps))
         sent = time.perf_counter()
         calls = [
             expect_answer(
@@ -170,6 +170,14 @@ class RemoteTarget:
             for transfer in pending:
                 transfer.fail(WorkerLost(f"pages were lost with a round: {reason_of(error)}"))
             raise self._failure(ranks, error) from error
+        answered = time.perf_counter()
+        # A rank that imports longer is waited for by the others in their passes.
+        pass_s = min(map(verify_seconds, answers))
+        self.pages.observe(
+            pending,
+            pass_s=pass_s if message.steps else None,
+            overhead_s=answered - sent - pass_s,
+        )
         for number, transfer in enumerate(pending):
             transfer.resolve(tuple(answer.transfers[number] for answer in answers))
         first = answers[0]
@@ -183,7 +191,6 @@ class RemoteTarget:
         self.has_answered = True
         self.busy_seconds += first.seconds
         if self._report is not None:
-            answered = time.perf_counter()
             self._report(
                 Exchange(
                     "target",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specserve.errors import BadValue
 from specserve.models.cache import PagedCache
-from specserve.page_transfers import MAX_ROUND_BYTES, PageAnswer, PageData, PageTransfer
+from specserve.page_transfers import MAX_MESSAGE_BYTES, PageAnswer, PageData, PageTransfer
 from specserve.transfers import to_device
 
 
@@ -21,7 +21,7 @@ def page_bytes(cache: PagedCache) -> int:
 
 
 def exchange(
-    cache: PagedCache, transfers: Sequence[PageTransfer], *, max_bytes: int = MAX_ROUND_BYTES
+    cache: PagedCache, transfers: Sequence[PageTransfer], *, max_bytes: int = MAX_MESSAGE_BYTES
 ) -> tuple[PageAnswer, ...]:
     """Answer questions about pages, and import those that have come.
 
