@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from specserve import __version__
-from specserve.cluster.placement import bundles
+from specserve.cluster.placement import bundles, pool_bundles, prefill_bundles
 from specserve.config.tree import config_from_keys
 from tests.support.kubernetes_check import errors, kuberay_definitions, kubernetes_definitions
 from tests.support.kubernetes_fields import schema_of
@@ -29,18 +29,19 @@ FILES = (
     "deploy/kubernetes/network-policy.yaml",
     "deploy/kubernetes/redis.yaml",
 )
+WITH_POOL = "deploy/kuberay-pool.yaml"
 SECRETS = "/etc/specserve/secrets"
 SIGTERM_REMAINDER_S = 10
 """Time that Ray needs to end once its drain is over."""
 
 
+def _load(name: str) -> tuple[Tree, ...]:
+    return tuple(yaml.safe_load_all((ROOT / name).read_text(encoding="utf-8")))
+
+
 @cache
 def _objects() -> tuple[Tree, ...]:
-    return tuple(
-        tree
-        for name in FILES
-        for tree in yaml.safe_load_all((ROOT / name).read_text(encoding="utf-8"))
-    )
+    return tuple(tree for name in FILES for tree in _load(name))
 
 
 def _name(tree: Tree) -> str:
@@ -105,7 +106,7 @@ def _validator(tree: Tree) -> jsonschema.Draft7Validator:
     return jsonschema.Draft7Validator(schema_of(tree["apiVersion"], tree["kind"]))
 
 
-@pytest.mark.parametrize("tree", _objects(), ids=_name)
+@pytest.mark.parametrize("tree", [*_objects(), *_load(WITH_POOL)], ids=_name)
 def test_every_field_exists(tree: Tree) -> None:
     _validator(tree).validate(tree)
 
@@ -123,7 +124,7 @@ def _paths(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from _paths(value, (*path, number))
 
 
-@pytest.mark.parametrize("tree", _objects(), ids=_name)
+@pytest.mark.parametrize("tree", [*_objects(), *_load(WITH_POOL)], ids=_name)
 def test_a_misspelt_field_is_refused_wherever_it_stands(tree: Tree) -> None:
     validator, broken = _validator(tree), copy.deepcopy(tree)
     for *above, key in _paths(tree):
@@ -235,6 +236,92 @@ def test_numbers_are_text_where_kubernetes_takes_nothing_else() -> None:
     assert CLUSTER["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     env = [entry["value"] for name in RAY_PODS for entry in _container(name)["env"]]
     assert all(isinstance(value, str) for value in env)
+
+
+# With a draft pool and prefill engines
+
+
+def _with_pool() -> tuple[Tree, Tree, dict[str, Tree]]:
+    """Return the RayService, its application and its worker groups."""
+    (service,) = [tree for tree in _load(WITH_POOL) if tree["kind"] == "RayService"]
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    return service, application, {group["groupName"]: group for group in groups}
+
+
+def _room(group: Tree) -> dict[str, float]:
+    """Return what Ray may hand out in a pod."""
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    limits = container["resources"]["limits"]
+    return {"CPU": float(limits["cpu"]), "GPU": float(limits["nvidia.com/gpu"])}
+
+
+def test_the_file_with_a_pool_differs_in_pool_prefill_engines_and_their_pods_alone() -> None:
+    others = [tree for tree in _load(WITH_POOL) if tree["kind"] != "RayService"]
+    assert others == [tree for tree in _load(FILES[0]) if tree["kind"] != "RayService"]
+    service, application, groups = _with_pool()
+    cluster = service["spec"].pop("rayClusterConfig")
+    assert service["spec"] | {"rayClusterConfig": 0, "serveConfigV2": 0} == (
+        SERVICE | {"rayClusterConfig": 0, "serveConfigV2": 0}
+    )
+    assert cluster | {"workerGroupSpecs": 0} == CLUSTER | {"workerGroupSpecs": 0}
+    assert groups["gateways"] == GROUPS["gateways"]
+    engines = GROUPS["engines"]["template"]["spec"]
+    for name in set(groups) - {"gateways"}:
+        assert groups[name]["rayStartParams"] == {}
+        assert groups[name]["template"]["metadata"] == GROUPS["engines"]["template"]["metadata"]
+        spec = copy.deepcopy(groups[name]["template"]["spec"])
+        spec["containers"][0]["resources"] = engines["containers"][0]["resources"]
+        if name == "drafts":  # which has fewer weights to share
+            spec["volumes"][1] = engines["volumes"][1]
+        assert spec == engines
+    for section, keys in {
+        "target": ("label_selector",),
+        "draft": ("label_selector", "pool"),
+        "replicas": ("min", "prefill", "prefill_from"),
+    }.items():
+        for key in keys:
+            application["args"][section].pop(key)
+        expected = APPLICATION["args"][section]
+        application["args"][section] |= {key: expected[key] for key in keys if key in expected}
+    assert application == APPLICATION
+
+
+def test_engines_and_prefill_engines_have_a_pod_each_and_the_pool_one_for_each_device() -> None:
+    _, application, groups = _with_pool()
+    config = config_from_keys(application["args"])
+    replicas, pool = config.replicas, config.draft.pool
+    each, prompts = bundles(config, has_gpus=True), prefill_bundles(config, has_gpus=True)
+    assert replicas.prefill > 0
+    for wanted in (each, prompts):
+        for resource, amount in _room(groups["engines"]).items():
+            assert sum(one.resources.get(resource, 0) for one in wanted) <= amount
+    assert (groups["engines"]["minReplicas"], groups["engines"]["maxReplicas"]) == (
+        replicas.min + replicas.prefill,
+        replicas.max + replicas.prefill,
+    )
+    drafts = pool_bundles(config, has_gpus=True, at_most=True)
+    for draft in drafts:
+        assert draft.labels.items() <= groups["drafts"]["labels"].items()
+        assert all(
+            draft.resources.get(key, 0) <= has for key, has in _room(groups["drafts"]).items()
+        )
+    assert (groups["drafts"]["minReplicas"], groups["drafts"]["maxReplicas"]) == (
+        pool.devices,
+        len(drafts),
+    )
+    assert len(drafts) == pool.max_devices
+
+
+def test_no_rank_takes_a_pods_gpu_that_is_the_pools() -> None:
+    _, application, groups = _with_pool()
+    config = config_from_keys(application["args"])
+    wanted = (*bundles(config, has_gpus=True), *prefill_bundles(config, has_gpus=True))
+    for bundle in wanted:
+        if bundle.resources.get("GPU"):
+            assert bundle.labels.items() <= groups["engines"]["labels"].items()
+            assert not bundle.labels.items() <= groups["drafts"]["labels"].items()
 
 
 # Secrets
@@ -461,5 +548,5 @@ def test_the_page_names_every_secret_and_file() -> None:
     password = CLUSTER["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]["secretKeyRef"]
     secrets.add(password["name"])
     assert len(secrets) == 4
-    for name in (*secrets, *FILES):
+    for name in (*secrets, *FILES, WITH_POOL):
         assert name in page, name

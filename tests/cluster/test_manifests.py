@@ -17,7 +17,8 @@ from ray.util.placement_group import validate_placement_group
 
 from specserve import __version__
 from specserve.cluster import header_encoding
-from specserve.cluster.placement import bundles, engine_deployments
+from specserve.cluster.draft_pool import pool_deployment_name
+from specserve.cluster.placement import bundles, engine_deployments, prefill_deployments
 from specserve.config.tree import DEMO, Config, config_from_keys
 
 # A warning of ray.serve's own, when it is imported.
@@ -40,12 +41,8 @@ def _load(name: str) -> dict[str, Any]:
     return tree
 
 
-def _ray_service() -> dict[str, Any]:
-    services = [
-        tree
-        for tree in yaml.safe_load_all(_text("deploy/kuberay.yaml"))
-        if tree["kind"] == "RayService"
-    ]
+def _ray_service(name: str = "deploy/kuberay.yaml") -> dict[str, Any]:
+    services = [tree for tree in yaml.safe_load_all(_text(name)) if tree["kind"] == "RayService"]
     assert len(services) == 1
     service: dict[str, Any] = services[0]
     return service
@@ -53,12 +50,14 @@ def _ray_service() -> dict[str, Any]:
 
 def _serve_configs() -> dict[str, dict[str, Any]]:
     embedded = yaml.safe_load(_ray_service()["spec"]["serveConfigV2"])
+    pooled = yaml.safe_load(_ray_service("deploy/kuberay-pool.yaml")["spec"]["serveConfigV2"])
     apart = yaml.safe_load(SELECTOR.sub(r"\1", _text("deploy/llama-70b.yaml")))
     return {
         "demo": _load("deploy/demo.yaml"),
         "llama-70b": _load("deploy/llama-70b.yaml"),
         "llama-70b, apart": apart,
         "kuberay": embedded,
+        "kuberay-pool": pooled,
     }
 
 
@@ -137,7 +136,14 @@ def test_our_config_takes_the_args(serve_config: dict[str, Any]) -> None:
 def test_the_file_builds_the_deployments_that_it_describes(serve_config: dict[str, Any]) -> None:
     config = _config(serve_config)
     deployments = _deployments(serve_config["applications"][0]["args"])
-    assert set(deployments) == {"Board", "Engine", "Gateway"}
+    pools = {pool_deployment_name(config)} if config.draft.is_pooled else set()
+    assert set(deployments) == {
+        "Board",
+        "Engine",
+        "Gateway",
+        *prefill_deployments(config),
+        *pools,
+    }
     wanted, placed = bundles(config, has_gpus=False), deployments["Engine"]._replica_config
     assert placed.placement_group_bundles == [dict(bundle.resources) for bundle in wanted]
     for name in ("Gateway", "Board"):
@@ -188,7 +194,7 @@ def test_the_demo_file_serves_the_demo_pair_on_the_loopback_without_gpus() -> No
     assert all("GPU" not in bundle.resources for bundle in bundles(config, has_gpus=True))
 
 
-@pytest.mark.parametrize("name", ["llama-70b", "kuberay"])
+@pytest.mark.parametrize("name", ["llama-70b", "kuberay", "kuberay-pool"])
 def test_gateways_on_other_nodes_can_be_reached(name: str) -> None:
     serve_config = _serve_configs()[name]
     assert (serve_config["http_options"]["host"], serve_config["proxy_location"]) == (
@@ -363,6 +369,7 @@ def test_the_page_names_labels_that_ray_start_takes() -> None:
         "deploy/demo.yaml",
         "deploy/llama-70b.yaml",
         "deploy/kuberay.yaml",
+        "deploy/kuberay-pool.yaml",
         "deploy/Dockerfile",
         "cluster.yaml",
     ],
