@@ -23,6 +23,7 @@ from specserve.drafters.registry import open_local_drafter
 from specserve.engine.draft_placement import APART
 from specserve.engine.trace import Exchange
 from specserve.errors import ConfigError
+from specserve.models.model import require_device_for, resolve_device
 from specserve.models.target import TargetModel, open_target
 from specserve.models.warmup import warm_up
 from specserve.progress import ReportProgress, no_progress
@@ -162,6 +163,8 @@ def open_parts(
     checkpoints = find_checkpoints(config, report_progress)
     if require is not None:
         require(checkpoints)
+    if config.draft.quantize is not None:
+        require_device_for(config.draft.quantize, resolve_device(config.draft.device))
     threads = config.target.threads or torch.get_num_threads()
     report_progress("loading the target")
     target = open_target(checkpoints.target, config)

@@ -113,8 +113,9 @@ MEANINGS: Mapping[str, str] = {
     "draft.path": "Draft model, EAGLE-3 head, tables made by `specserve tables`, or heads made by "
     "`specserve heads`. A model may have another tokenizer than the target.",
     "draft.revision": "As `target.revision`.",
-    "draft.quantize": "`int8` or `int4` rounds a neural draft's weights as they are read; the "
-    "text stays the target's ([what it gains](../guides/your-model.md#a-quantised-draft)).",
+    "draft.quantize": "`int8`, `int4`, or `fp8` on GPUs, rounds a neural draft's weights as they "
+    "are read; the text stays the target's "
+    "([what it gains](../guides/your-model.md#a-quantised-draft)).",
     "draft.skip": "Layers that `layer_skip` leaves out. The default is every second one between "
     "the first and the last.",
     "draft.learn": "Whether a draft model, an EAGLE-3 head or heads learn from the served texts "

@@ -78,6 +78,10 @@ def bundles(config: Config, *, has_gpus: bool) -> tuple[Bundle, ...]:
     """
     target, draft = config.target, config.draft
     _check_devices(target, draft)
+    if draft.quantize == "fp8" and not _on_gpu(draft.device, has_gpus):
+        raise ConfigError(
+            "draft.quantize: fp8 needs a GPU, and the cluster has none for the draft; use int8"
+        )
     rank = _resources(
         1.0 if _on_gpu(target.device, has_gpus) else 0.0,
         config.rank_threads(with_draft=not draft.may_be_apart),

@@ -102,8 +102,8 @@ class DraftConfig:
     # of a model, of an EAGLE-3 head, or of what `specserve tables` and `specserve heads` made
     path: str | None = setting(None, text())
     revision: str | None = setting(None, text())  # of a hub name
-    # of a neural draft's weights, as they are read: int8 or int4
-    quantize: str | None = setting(None, none_as("none", choice("int8", "int4")))
+    # of a neural draft's weights, as they are read: int8, int4, or on GPUs fp8
+    quantize: str | None = setting(None, none_as("none", choice("int8", "int4", "fp8")))
     # layers that `layer_skip` leaves out; None: about every second
     skip: tuple[int, ...] | None = setting(None, list_of(integer(0, 10_000)))
     # whether a draft model, an EAGLE-3 head or heads are trained on the served texts, or tables are
@@ -608,6 +608,11 @@ def _check_quantize(draft: DraftConfig) -> None:
         raise ConfigError(
             f"draft.quantize rounds a neural draft's weights, and draft.kind is {draft.kind}; "
             "leave it out, or name a draft model with draft.path"
+        )
+    if draft.quantize == "fp8" and draft.device == "cpu":
+        raise ConfigError(
+            "draft.quantize: fp8 needs a GPU, and draft.device is cpu, which multiplies no FP8; "
+            "use int8"
         )
 
 

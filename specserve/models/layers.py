@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from specserve.models.card_kernels import card_kernels
+from specserve.models.float8_kernels import float8_product
+from specserve.models.float8_weight import SCALES, Float8Weight, join_float8
 from specserve.models.linear_kernels import CompiledKernel, LinearKernel, linear_kernel
 from specserve.models.mapped_file import tensor_address
 from specserve.models.memory import use_huge_pages
@@ -123,10 +125,35 @@ class PlainLinear(nn.Module):
         return residual + F.linear(x, self.weight, self.bias)
 
 
+class Float8Linear(nn.Module):
+    """The product x W^T + b in bf16 with an FP8 weight, on GPUs that have such products.
+
+    Rows are rounded to FP8, too, each with a scale of its own.
+    """
+
+    def __init__(self, weight: Float8Weight, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.codes.shape
+        weights = _linear_weights.get()
+        self.weight, self.scales = weights.keep(weight.codes), weights.keep(weight.scales)
+        self.bias = None if bias is None else weights.keep(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
+        out = float8_product(rows, self.weight, self.scales, self.bias)
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
+
+    def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.forward(x)
+
+
+AnyLinear = PackedLinear | PlainLinear | Float8Linear
+
+
 class ScaledLinear:
     """A linear layer whose output is scaled before it is added to the residual."""
 
-    def __init__(self, linear: PackedLinear | PlainLinear, scale: float) -> None:
+    def __init__(self, linear: AnyLinear, scale: float) -> None:
         self.linear, self.scale = linear, scale
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,10 +180,11 @@ class PackedGate(nn.Module):
 class PlainGate(nn.Module):
     """The interface of `PackedGate` where packing does not apply, or where there is a bias."""
 
-    def __init__(self, both: PackedLinear | PlainLinear) -> None:
+    def __init__(self, both: AnyLinear) -> None:
         super().__init__()
         self.both, weight = both, both.weight
-        self.kernels = card_kernels(weight.device, weight.dtype) if weight.is_cuda else None
+        dtype = torch.bfloat16 if isinstance(both, Float8Linear) else weight.dtype
+        self.kernels = card_kernels(weight.device, dtype) if weight.is_cuda else None
 
     def forward(self, x: Tensor) -> Tensor:
         both = self.both.forward(x)
@@ -170,17 +198,19 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | Pl
     return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
 
 
-def join_linears(parent: Any, *names: str) -> PackedLinear | PlainLinear:
+def join_linears(parent: Any, *names: str) -> AnyLinear:
     """Join several linear layers that have the same input into one.
 
     The originals are dropped, so that memory holds the weights once.
     """
     parts = [getattr(parent, name) for name in names]
-    weight = torch.cat([part.weight.detach() for part in parts])
+    small = [weight for part in parts if (weight := _float8_weight(part)) is not None]
     bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
     for name in names:
         setattr(parent, name, None)
-    return make_linear(weight, bias)
+    if len(small) == len(parts):
+        return Float8Linear(join_float8(small), bias)
+    return make_linear(torch.cat([_plain_weight(part) for part in parts]), bias)
 
 
 def take_gate(parent: Any, gate: str, up: str) -> PackedGate | PlainGate:
@@ -193,15 +223,28 @@ def take_gate(parent: Any, gate: str, up: str) -> PackedGate | PlainGate:
     return PackedGate(*(part.weight.detach() for part in parts))
 
 
-def take_linear(parent: Any, name: str) -> PackedLinear | PlainLinear:
+def take_linear(parent: Any, name: str) -> AnyLinear:
     """Return a linear layer of ours in place of `parent`'s, which is dropped."""
     part = getattr(parent, name)
     setattr(parent, name, None)
-    return make_linear(part.weight, part.bias)
+    small = _float8_weight(part)
+    return make_linear(part.weight, part.bias) if small is None else Float8Linear(small, part.bias)
+
+
+def _float8_weight(part: Any) -> Float8Weight | None:
+    """Return the weight of a linear layer if it is kept in FP8."""
+    scales = getattr(part, SCALES, None)
+    return None if scales is None else Float8Weight(part.weight.detach(), scales)
+
+
+def _plain_weight(part: Any) -> Tensor:
+    small = _float8_weight(part)
+    weight: Tensor = part.weight.detach() if small is None else small.widen(torch.bfloat16)
+    return weight
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every linear layer of a model that can be packed.
+    """Replace every linear layer of a model that can be packed, or whose weight is in FP8.
 
     The originals are freed one by one, so that memory hardly grows.
     """
@@ -211,7 +254,9 @@ def pack_linears(module: nn.Module) -> None:
         if weight is None:
             pack_linears(child)
             continue
-        if can_pack(weight):
+        if (small := _float8_weight(child)) is not None:
+            setattr(module, name, Float8Linear(small, child.bias))
+        elif can_pack(weight):
             setattr(module, name, PackedLinear(weight, child.bias))
 
 

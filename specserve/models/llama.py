@@ -15,9 +15,8 @@ from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layers import (
+    AnyLinear,
     HeadShape,
-    PackedLinear,
-    PlainLinear,
     RMSNorm,
     ScaledLinear,
     join_linears,
@@ -222,7 +221,7 @@ class FusedLayer:
         return out.reshape(-1, query * dim)
 
     def _add_to_residual(
-        self, linear: PackedLinear | PlainLinear | ScaledLinear, x: Tensor, residual: Tensor
+        self, linear: AnyLinear | ScaledLinear, x: Tensor, residual: Tensor
     ) -> Tensor:
         """Add a row-wise layer's output, of all ranks, to the residual."""
         return (
@@ -232,9 +231,7 @@ class FusedLayer:
         )
 
 
-def _scaled(
-    linear: PackedLinear | PlainLinear, scale: float
-) -> PackedLinear | PlainLinear | ScaledLinear:
+def _scaled(linear: AnyLinear, scale: float) -> AnyLinear | ScaledLinear:
     return linear if scale == 1.0 else ScaledLinear(linear, scale)
 
 

@@ -42,11 +42,13 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
+from specserve.models.checkpoints.weights import num_weight_bytes
 from specserve.models.flashinfer_attention import (
     FlashInferAttention,
     FlashInferUnusable,
     open_flashinfer,
 )
+from specserve.models.float8_kernels import float8_fault
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.largest_pass import LargestPass, largest_pass_bytes
@@ -70,13 +72,12 @@ from specserve.models.t5 import T5Network
 log = logging.getLogger(__name__)
 
 FLASHINFER = "flashinfer"
+FP8 = "fp8"
 ATTENTION_NAME = "specserve"
 """Name under which the library's modelling code finds our attention."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_MEMORY_FRACTION = 0.5
 """Fraction of the free memory for one model's pages, unless cache.memory_fraction names another."""
-QUANTISED_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
-"""By what `draft.quantize` names."""
 KERNELS: Mapping[str, Kernel] = {"invariant": invariant_kernel, "sdpa": sdpa_kernel}
 """Attention kernels that run on every device."""
 
@@ -100,7 +101,7 @@ class ModelOptions:
     weights_directory: Path | None = None  # None: in memory
     kernel: str = "auto"  # of linear layers on CPUs
     adapter_bytes: int = 0  # of memory for adapters; 0: the model takes none
-    round_to: int | None = None  # bits of weights that are quantised as they are read
+    round_to: str | None = None  # int8, int4 or fp8: weights are quantised as they are read
 
     @classmethod
     def from_config(cls, own: TargetConfig | DraftConfig, config: Config) -> ModelOptions:
@@ -123,9 +124,7 @@ class ModelOptions:
             else Path(config.weights.directory),
             kernel=config.weights.kernel,
             adapter_bytes=config.adapters.num_bytes if isinstance(own, TargetConfig) else 0,
-            round_to=QUANTISED_BITS[own.quantize]
-            if isinstance(own, DraftConfig) and own.quantize
-            else None,
+            round_to=own.quantize if isinstance(own, DraftConfig) else None,
         )
 
 
@@ -157,10 +156,11 @@ def open_model(
     fits.
     """
     device = resolve_device(options.device)
+    require_device_for(options.round_to, device)
     dtype = resolve_dtype(options.dtype, device)
     attention_name, page_size = _attention_name(options, device, dtype), options.page_size
     ranks = 1 if shard is None else shard.size
-    keeps_codes = reads_codes(options.kernel, dtype, device)
+    keeps_codes = reads_codes(options.kernel, dtype, device, options.round_to)
     if device.type == "cpu":
         keep_freed_memory()
     register_attention(ATTENTION_NAME, library_attention)
@@ -230,6 +230,8 @@ def open_model(
             load=load,
             build=lambda loaded: build(loaded, make_cache(loaded.spec, 1), attention_for(loaded)),
         )
+    if options.round_to == FP8:
+        _report_float8(directory, dtype, device, weight_bytes())
     if packed is None and not skip:
         require_room(directory, weight_bytes(), device=device, ranks=ranks)
     loaded = load(packed)
@@ -399,8 +401,42 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def reads_codes(kernel: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether linear layers read quantised weights as small integers."""
+def require_device_for(round_to: str | None, device: torch.device) -> None:
+    """Raise ConfigError if the device computes with no weights that are rounded to this."""
+    if round_to == FP8 and device.type == "cpu":
+        raise ConfigError(
+            "draft.quantize: fp8 needs a GPU, and the draft's device is the CPU, which multiplies "
+            "no FP8; use int8"
+        )
+
+
+def _report_float8(
+    directory: Path, dtype: torch.dtype, device: torch.device, num_bytes: int
+) -> None:
+    """Log whether FP8 weights are kept as such, and what they take."""
+    whole = num_weight_bytes(directory, dtype)
+    if (fault := float8_fault(device, dtype)) is None:
+        log.info(
+            "%s in FP8: its weights take %.1f GB, and would take %.1f GB whole",
+            *(directory.name, num_bytes / 1e9, whole / 1e9),
+        )
+        return
+    log.warning(
+        "draft.quantize: fp8 gains nothing: %s. Its weights are rounded and widened again, take "
+        "%.1f GB as whole ones do, and a pass reads all of it",
+        *(fault, whole / 1e9),
+    )
+
+
+def reads_codes(
+    kernel: str, dtype: torch.dtype, device: torch.device, round_to: str | None = None
+) -> bool:
+    """Return whether linear layers read quantised weights as they are.
+
+    They are small integers, or what weights are rounded to as they are read.
+    """
+    if round_to == FP8:
+        return device.type == "cuda" and float8_fault(device, dtype) is None
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16

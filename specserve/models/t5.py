@@ -23,9 +23,8 @@ from specserve.models.attention import (
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.layers import (
+    AnyLinear,
     HeadShape,
-    PackedLinear,
-    PlainLinear,
     RMSNorm,
     join_linears,
     pack_linears,
@@ -231,9 +230,7 @@ def _attend_all(
     return torch.bmm(weights.to(v.dtype), v).transpose(0, 1).reshape(len(qkv), -1)
 
 
-def _add_to_residual(
-    out: PackedLinear | PlainLinear, x: Tensor, residual: Tensor, shard: Shard | None
-) -> Tensor:
+def _add_to_residual(out: AnyLinear, x: Tensor, residual: Tensor, shard: Shard | None) -> Tensor:
     """Add a row-wise layer's output, of all ranks, to the residual."""
     if shard is None:
         return out.add_to_residual(x, residual)

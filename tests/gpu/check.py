@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from specserve.models.card_kernels import card_kernels
+from specserve.models.float8_kernels import float8_fault
 from specserve.models.model import ModelOptions, open_model
 from specserve.models.runner import Runner
 from specserve.sampling.distribution import WarpBatch
@@ -80,6 +81,7 @@ def describe_machine(scale: Scale) -> Results:
         "memory": torch.cuda.mem_get_info(device),
         "attention": type(attention).__name__,
         "kernels between products": card_kernels(device, torch.bfloat16) is not None,
+        "FP8 products": float8_fault(device, torch.bfloat16) is None,
         "draws by one kernel": draw_kernel_of(device) is not None,
         "top-k and top-p by FlashInfer": renormaliser_of(device) is not None,
     }

@@ -23,6 +23,7 @@ from specserve.tools.doctor import cluster, command, machine, models, ports, roo
 from specserve.tools.doctor.findings import Finding, Grade, guarded, ok
 from specserve.tools.doctor.report import DoctorReport
 from specserve.tools.doctor.room import MemoryNeed
+from tests.support.card import emulated_cards
 from tests.support.checkpoints import add_tokenizer, make
 
 needs_compiled = pytest.mark.skipif(
@@ -291,7 +292,7 @@ def test_the_room_of_the_demo_pair_is_the_weights_of_both() -> None:
 def test_a_rounded_draft_takes_the_room_of_its_small_integers(tmp_path: Path) -> None:
     draft = DEMO / "target"
     module = load_model(
-        draft, dtype=torch.bfloat16, device="cpu", keeps_codes=True, round_to=4
+        draft, dtype=torch.bfloat16, device="cpu", keeps_codes=True, round_to="int4"
     ).module
     taken = sum(
         weight.num_bytes if isinstance(weight, CodedWeight) else weight.nbytes
@@ -302,6 +303,17 @@ def test_a_rounded_draft_takes_the_room_of_its_small_integers(tmp_path: Path) ->
     assert room.memory_need(draft, config.draft, config).weight_bytes == taken
     whole = room.memory_need(draft, config_from_keys(keys).draft, config_from_keys(keys))
     assert whole.weight_bytes > 2 * taken
+
+
+def test_a_draft_in_fp8_takes_the_room_of_its_small_weights_on_a_gpu_alone() -> None:
+    keys = {"draft.kind": "neural", "draft.device": "cuda", "draft.path": str(DEMO / "target")}
+    config = config_from_keys({**keys, "draft.quantize": "fp8"})
+    whole = config_from_keys(keys)
+    with emulated_cards():
+        small = room.memory_need(DEMO / "target", config.draft, config).weight_bytes
+        assert small < 0.75 * room.memory_need(DEMO / "target", whole.draft, whole).weight_bytes
+        found = {finding.subject: finding.found for finding in machine.cuda()}
+    assert found["FP8"] == "drafts with draft.quantize: fp8 are multiplied as they are"
 
 
 def test_what_ray_says_becomes_findings() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specserve.errors import ModelError
 from specserve.models.checkpoints.rounding import Rounding
 from specserve.models.checkpoints.weights import Weights
+from specserve.models.float8_weight import SCALES, Float8Weight
 from specserve.models.shard import Division
 
 
@@ -29,8 +30,8 @@ def fill(
 ) -> None:
     """Read the weights of an empty module, all of them or a rank's part, onto a device.
 
-    With `keeps_codes`, linear layers get quantised weights as small integers, also those that
-    `rounding` quantises.
+    With `keeps_codes`, linear layers get quantised weights as small integers, or as `rounding`
+    has made them.
 
     Raises ModelError for tensors that are missing, and for tensors that the module has no use for
     unless their names match `ignored`.
@@ -50,7 +51,13 @@ def fill(
                 part = _read_part(weights, stored[name], division, name, empty)
             if rounding is not None and name in rounding.weights:
                 rounded = rounding.apply(part)
-                part = rounded if coded else rounded.widen(empty.dtype)
+                if not coded:
+                    part = rounded.widen(empty.dtype)
+                elif isinstance(rounded, Float8Weight):
+                    _set_float8(module, name, rounded.to(device))
+                    continue
+                else:
+                    part = rounded
             read[key] = part.to(device=device, dtype=empty.dtype)
         set_tensor(module, name, read[key])
     check_complete(weights.directory, unexpected=_unexpected(module, weights, ignored))
@@ -61,6 +68,13 @@ def _is_linear(module: Any, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
     tied = {*module.all_tied_weights_keys, *module.all_tied_weights_keys.values()}
     return leaf == "weight" and name not in tied and type(module.get_submodule(owner)) is nn.Linear
+
+
+def _set_float8(module: Any, name: str, weight: Float8Weight) -> None:
+    """Replace the weight of a linear layer, which gets its scales beside it."""
+    set_tensor(module, name, weight.codes)
+    layer = module.get_submodule(name.rpartition(".")[0])
+    layer.register_buffer(SCALES, weight.scales, persistent=False)
 
 
 def fill_shapes(module: Any, division: Division) -> None:

@@ -244,14 +244,14 @@ def load_model(
     skip: Collection[int] = (),
     packed: PackedState | None = None,
     keeps_codes: bool = False,
-    round_to: int | None = None,
+    round_to: str | None = None,
 ) -> LoadedModel:
     """Load the model of a checkpoint for inference, without the layers to `skip`.
 
     Weights go to the device one tensor at a time, so that a GPU's never fill the host's memory.
     With layers to skip, or with a shard of several ranks, what is left out is never read. With
     packed weights nothing is: they are taken from there. With `keeps_codes`, linear layers hold
-    quantised weights as `CodedWeight`; `round_to` so many bits quantises them as they are read.
+    quantised weights as they are; `round_to` a name of `BITS` quantises them as they are read.
     Raises ModelError.
     """
     config, device = read_config(directory), torch.device(device)
@@ -341,7 +341,7 @@ def check_can_train(directory: Path, config: Any) -> None:
 
 
 def num_held_bytes(
-    directory: Path, dtype: torch.dtype, *, keeps_codes: bool, round_to: int | None
+    directory: Path, dtype: torch.dtype, *, keeps_codes: bool, round_to: str | None
 ) -> int:
     """Return the bytes of a checkpoint's weights in memory, rounded as they are read or not."""
     num_bytes = num_weight_bytes(directory, dtype, keeps_codes=keeps_codes)
@@ -350,7 +350,7 @@ def num_held_bytes(
     return num_bytes - num_bytes_saved_by_rounding(directory, dtype, round_to)
 
 
-def num_bytes_saved_by_rounding(directory: Path, dtype: torch.dtype, bits: int) -> int:
+def num_bytes_saved_by_rounding(directory: Path, dtype: torch.dtype, to: str) -> int:
     """Return how many bytes fewer a checkpoint's weights take once they are rounded.
 
     Reads config.json only. Raises UnsupportedModel for a checkpoint that cannot be rounded.
@@ -359,7 +359,7 @@ def num_bytes_saved_by_rounding(directory: Path, dtype: torch.dtype, bits: int) 
     check_can_round(directory, config)
     with quiet_library(), library_errors(directory):
         module = empty_module(config, dtype=dtype, attention="eager")
-    return Rounding.from_module(module, bits).num_saved_bytes(module, dtype)
+    return Rounding.from_module(module, to).num_saved_bytes(module, dtype)
 
 
 def _report_quantized(directory: Path, dtype: torch.dtype, size: int, *, keeps_codes: bool) -> None:
@@ -495,7 +495,7 @@ def _load_part(
     dtype: torch.dtype,
     attention: str,
     keeps_codes: bool,
-    round_to: int | None,
+    round_to: str | None,
 ) -> Any:
     """Load what belongs to a rank, or what is not skipped, tensor by tensor."""
     module = whole = empty_module(config, dtype=dtype, attention=attention)

@@ -27,16 +27,15 @@ from specserve.models.checkpoints.rounding import (
     group_for,
     linear_layers,
     pack_integers,
+    round_to_float8,
     round_to_integers,
     rounded_layers,
-    usable_scales,
 )
 from specserve.models.checkpoints.tensors import rename
 from specserve.models.checkpoints.text_part import is_multimodal
 from specserve.models.checkpoints.writer import companions, stored_files, write_tensors
 from specserve.progress import ReportProgress, no_progress
 
-LARGEST_FP8 = 448.0
 ENCODED = (torch.bfloat16, torch.float16, torch.float32)
 
 CARD = """# {name} in {to}
@@ -58,9 +57,8 @@ class Scheme:
         numbers = matrix.float()
         bits = self.weights["num_bits"]
         if self.weights["type"] == "float":
-            scales = usable_scales(numbers.abs().amax(1, keepdim=True) / LARGEST_FP8, matrix.dtype)
-            codes = (numbers / scales.float()).clamp(-LARGEST_FP8, LARGEST_FP8)
-            return {name: codes.to(torch.float8_e4m3fn), f"{name}_scale": scales}
+            codes, scales = round_to_float8(numbers, matrix.dtype)
+            return {name: codes, f"{name}_scale": scales}
         integers, scales = round_to_integers(numbers, bits, group or matrix.shape[1], matrix.dtype)
         return {
             f"{name}_packed": pack_integers(integers, bits),

@@ -1,4 +1,4 @@
-"""Round matrices to small integers with scales, and choose which ones. Knows no files."""
+"""Round matrices to small numbers with scales, and choose which ones. Knows no files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 from specserve.errors import UnsupportedModel
 from specserve.models.coded_weight import RANGES, CodedWeight
+from specserve.models.float8_kernels import MULTIPLE
+from specserve.models.float8_weight import FLOAT8, LARGEST_FLOAT8, Float8Weight
+
+BITS: Mapping[str, int] = {"int8": 8, "int4": 4, "fp8": 8}
+"""By what `draft.quantize` and `specserve quantize --to` name."""
 
 GROUPS = (128, 64, 32)
 """Columns that share a scale in 4 bits: the first of these that divides every matrix."""
@@ -25,20 +30,30 @@ ROUTERS = (".gate", ".router")
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Weights of a module that are rounded as they are read, to so many bits."""
+    """Weights of a module that are rounded as they are read, and to what: a name of `BITS`."""
 
-    bits: int
+    to: str
     weights: frozenset[str]
     group: int  # columns that share a scale; 0 for whole rows
 
     @classmethod
-    def from_module(cls, module: Any, bits: int) -> Rounding:
-        """Return what `specserve quantize` would round of a module. Raises UnsupportedModel."""
+    def from_module(cls, module: Any, to: str) -> Rounding:
+        """Return what `specserve quantize` would round of a module, and kernels can multiply.
+
+        Raises UnsupportedModel.
+        """
         weights = {f"{name}.weight" for name in rounded_layers(module)}
         if not weights:
             raise UnsupportedModel("it cannot be quantized: no matrix is in a linear layer")
+        if to == "fp8":
+            weights = {name for name in weights if _is_for_float8(module.get_parameter(name))}
+            if not weights:
+                raise UnsupportedModel(
+                    f"fp8 needs matrices whose rows and columns are multiples of {MULTIPLE}, and "
+                    "it has none; use int8"
+                )
         shapes = {name: module.get_parameter(name).shape[1] for name in sorted(weights)}
-        return cls(bits, frozenset(weights), group_for(shapes) if bits == 4 else 0)
+        return cls(to, frozenset(weights), group_for(shapes) if to == "int4" else 0)
 
     def num_saved_bytes(self, module: Any, dtype: torch.dtype) -> int:
         """Return how many bytes fewer the rounded weights of a module take than its own.
@@ -49,15 +64,22 @@ class Rounding:
         for name in self.weights:
             outputs, width = module.get_parameter(name).shape
             num_groups = width // (self.group or width)
-            held = outputs * (width * self.bits // 8 + num_groups * torch.float32.itemsize)
+            held = outputs * (width * BITS[self.to] // 8 + num_groups * torch.float32.itemsize)
             saved += outputs * width * dtype.itemsize - held
         return saved
 
-    def apply(self, matrix: Tensor) -> CodedWeight:
+    def apply(self, matrix: Tensor) -> CodedWeight | Float8Weight:
+        if self.to == "fp8":
+            codes, scales = round_to_float8(matrix.float(), matrix.dtype)
+            return Float8Weight(codes, scales.float())
         group = self.group or matrix.shape[1]
         return CodedWeight.from_integers(
-            *round_to_integers(matrix.float(), self.bits, group, matrix.dtype)
+            *round_to_integers(matrix.float(), BITS[self.to], group, matrix.dtype)
         )
+
+
+def _is_for_float8(matrix: Tensor) -> bool:
+    return all(size % MULTIPLE == 0 for size in matrix.shape)
 
 
 def linear_layers(module: Any) -> set[str]:
@@ -105,6 +127,13 @@ def round_to_integers(
         best, error = torch.where(is_better, integers, best), torch.where(is_better, own, error)
         scales = torch.where(is_better, scale, scales)
     return best.flatten(1).to(torch.int8), scales.squeeze(-1)
+
+
+def round_to_float8(matrix: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return FP8 numbers [out, in] and scales [out, 1] that are nearest to a matrix."""
+    scales = usable_scales(matrix.abs().amax(1, keepdim=True) / LARGEST_FLOAT8, scale_dtype)
+    codes = (matrix / scales.float()).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return codes.to(FLOAT8), scales
 
 
 def usable_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 import specserve
 from specserve.config.tree import DEMO
 from specserve.models.flashinfer_attention import FlashInferUnusable, find_flashinfer
+from specserve.models.float8_kernels import float8_fault
 from specserve.models.linear_kernels import missing_for_compiled, multiplies_bf16
 from specserve.models.memory import free_memory
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
@@ -135,6 +136,7 @@ def cuda(driver: Path = DRIVER_VERSION) -> Iterator[Finding]:
                 f"CUDA {torch.version.cuda}{_driver(driver)}",
             )
         yield _flashinfer()
+        yield _float8()
     elif driver.is_file():
         cuda = torch.version.cuda
         built = f"torch was built {'for CPUs only' if cuda is None else f'for CUDA {cuda}'}"
@@ -162,6 +164,17 @@ def _flashinfer() -> Finding:
             "pip install 'specserve[gpu]'",
         )
     return ok("attention", "FlashInfer, compared with ours when a model is opened")
+
+
+def _float8() -> Finding:
+    """Say whether GPUs multiply FP8 weights as they are."""
+    faults = {
+        float8_fault(torch.device("cuda", number), torch.bfloat16)
+        for number in range(torch.cuda.device_count())
+    } - {None}
+    if faults:
+        return ok("FP8", f"drafts with draft.quantize: fp8 are widened; {min(map(str, faults))}")
+    return ok("FP8", "drafts with draft.quantize: fp8 are multiplied as they are")
 
 
 def _driver(file: Path) -> str:

@@ -14,6 +14,7 @@ from specserve.models.memory import free_memory
 from specserve.models.model import (
     DEFAULT_MEMORY_FRACTION,
     DTYPES,
+    FP8,
     ModelOptions,
     resolve_dtype,
 )
@@ -60,10 +61,13 @@ def memory_need(
     )
     share = MemoryShare.from_description(described, dtype, config.cache.page_size)
     is_as_stored = own is config.draft or (ranks == 1 and config.demo.size is None)
-    if is_as_stored and not on_gpu(own):
-        options = ModelOptions.from_config(own, config)
+    options = ModelOptions.from_config(own, config)
+    # On GPUs only FP8 is kept small; those of this machine are tried.
+    is_small_on_gpu = options.round_to == FP8 and torch.cuda.is_available()
+    if is_as_stored and (is_small_on_gpu or not on_gpu(own)):
+        device = own.device if on_gpu(own) else "cpu"
         share = share_here(
-            path, share, dtype, device="cpu", kernel=options.kernel, round_to=options.round_to
+            path, share, dtype, device=device, kernel=options.kernel, round_to=options.round_to
         )
     context = min(
         described.spec.max_context, config.limits.max_context or described.spec.max_context

@@ -20,7 +20,6 @@ from specserve.models.checkpoints.find import describe, find_checkpoint, find_co
 from specserve.models.model import (
     DEFAULT_MEMORY_FRACTION,
     DTYPES,
-    QUANTISED_BITS,
     ModelOptions,
     open_model,
 )
@@ -262,7 +261,7 @@ def _memory(options: PlanOptions, models: ModelPaths) -> PlannedMemory:
                 models.draft,
                 draft,
                 memory.dtype,
-                round_to=QUANTISED_BITS[options.draft_quantize] if options.draft_quantize else None,
+                round_to=options.draft_quantize,
             )
         return PlannedMemory(memory, target, draft)
     groups = [GpuGroup.parse(text) for text in options.gpus]

@@ -18,7 +18,7 @@ from specserve.models.checkpoints.load import num_bytes_saved_by_rounding
 from specserve.models.checkpoints.quantized.formats import read_format
 from specserve.models.checkpoints.weights import num_weight_bytes
 from specserve.models.memory import num_pages_for
-from specserve.models.model import reads_codes, resolve_device
+from specserve.models.model import reads_codes, require_device_for, resolve_device
 
 GIB = 2**30
 GPUS = {
@@ -138,15 +138,17 @@ def share_here(
     *,
     device: str = "auto",
     kernel: str = "auto",
-    round_to: int | None = None,
+    round_to: str | None = None,
 ) -> MemoryShare:
     """Return a whole model's share with what its weights take on this machine.
 
-    Where the processor computes with quantised weights as they are, that is less than config.json
-    says; `round_to` so many bits quantises them as they are read. Weights of quantised files that
-    are not here are counted as widened.
+    Where the device computes with quantised weights as they are, that is less than config.json
+    says; `round_to` int8, int4 or fp8 quantises them as they are read. Weights of quantised files
+    that are not here are counted as widened.
     """
-    if not reads_codes(kernel, dtype, resolve_device(device)):
+    there = resolve_device(device)
+    require_device_for(round_to, there)
+    if not reads_codes(kernel, dtype, there, round_to):
         return share
     if round_to is not None:
         saved = num_bytes_saved_by_rounding(model, dtype, round_to)

@@ -86,7 +86,7 @@ class Cards:
         """Return the number of the card that a device is; None: it is no card."""
         if device is None:
             return None
-        device = torch.device(device)
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device.type == "cuda":
             number = self.current if device.index is None else device.index
             if number >= self.count:
