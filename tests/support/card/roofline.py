@@ -349,8 +349,11 @@ def main() -> None:
         f"least {speed.kernel_s * 1e6:.0f} us a kernel; {speed.launch_s * 1e6:.1f} us of the host "
         f"to launch one, {speed.fetch_s * 1e6:.0f} us to fetch a result; a sum over four cards "
         f"{speed.sum_s * 1e6:.0f} us and {speed.sum_bytes_s / 1e9:.0f} GB/s (NCCL, as others "
-        "measured it). *Overhead* is everything but products, attention and sums over ranks. What "
-        "the host does beside launching is not counted, nor are the link and the coordinator.\n"
+        "measured it). *Overhead* is everything but products, attention and sums over ranks. "
+        "Kernels are those that the host launches one by one: a pass of up to "
+        f"{GRAPH_ROWS[-1]} rows is the replay of a graph, whose kernels are in the times alone. "
+        "What the host does beside launching is not counted, nor are the link and the "
+        "coordinator.\n"
     )
     print(text)
     if args.out:
