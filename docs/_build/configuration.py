@@ -212,7 +212,8 @@ MEANINGS: Mapping[str, str] = {
     "fixed; 0: every engine computes its own.",
     "replicas.prefill_from": "With `replicas.prefill`: prompts of which more tokens than this are "
     "not cached go there.",
-    "replicas.gateways": "Largest number of gateways; they scale apart from the engines.",
+    "replicas.gateways": "Largest number of gateways; they scale by streams and CPU, "
+    "apart from the engines.",
     "replicas.min_gateways": "Smallest number of gateways. With two or more, the loss of one "
     "leaves others that answer until it is back.",
     "http.host": "Address for `specserve serve`; files of `serve deploy` say it in `http_options`.",

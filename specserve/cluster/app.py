@@ -17,7 +17,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
-from specserve.cluster.autoscaling import first_token_policy, policy, pool_policy
+from specserve.cluster.autoscaling import first_token_policy, gateway_policy, policy, pool_policy
 from specserve.cluster.deployments import Engine, Gateway
 from specserve.cluster.draft_pool import DraftPool, pool_deployment_name
 from specserve.cluster.logs import logging_config
@@ -255,6 +255,7 @@ def _gateway_options(config: Config) -> dict[str, Any]:
         return options | {"num_replicas": replicas.gateways}
     return options | {
         "autoscaling_config": {
+            "policy": _named(gateway_policy),
             "min_replicas": replicas.min_gateways,
             "max_replicas": replicas.gateways,
             "target_ongoing_requests": GATEWAY_TARGET,
@@ -275,7 +276,7 @@ def _replica_options(replicas: ReplicasConfig, decide: Policy) -> dict[str, Any]
     look_back_s = max(1.0, min(LOOK_BACK_S, replicas.upscale_delay_s, replicas.downscale_delay_s))
     return {
         "autoscaling_config": {
-            "policy": {"policy_function": f"{decide.__module__}:{decide.__qualname__}"},
+            "policy": _named(decide),
             "min_replicas": replicas.min,
             "max_replicas": replicas.max,
             "target_ongoing_requests": replicas.target_ongoing_requests,
@@ -286,6 +287,10 @@ def _replica_options(replicas: ReplicasConfig, decide: Policy) -> dict[str, Any]
             "metrics_interval_s": look_back_s / REPORTS_PER_LOOK_BACK,
         }
     }
+
+
+def _named(decide: Policy) -> dict[str, str]:
+    return {"policy_function": f"{decide.__module__}:{decide.__qualname__}"}
 
 
 def _pool_scaling_options(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Decide how many engine replicas there should be, as policies for Serve's autoscaler.
+"""Decide how many engines, draft pool devices and gateways there should be, for Serve's autoscaler.
 
 The number of requests alone says little about a language model's load: a few long texts fill a KV
 cache that many short ones do not. So requests and pages both count, each as the number of replicas
@@ -26,8 +26,12 @@ DRAFTS_METRIC = "drafts_wanted"
 """Devices that the load of one device of a draft pool would keep as busy as they may be."""
 ENGINES_METRIC = "pool_engines"
 """Engines that one device of a draft pool drafts for."""
+CPU_METRIC = "cpu_share"
+"""Share of a core that a gateway uses."""
 START_METRIC = "start_seconds"
 """Seconds that a replica needed to start its workers."""
+GATEWAY_BUSY = 0.7
+"""Share of its core that a gateway may use; closer to all of it, chunks wait for each other."""
 FULL_SHARE = 0.8
 """Share of the cache beyond which sequences are preempted and recomputed."""
 SHRINK_BELOW = 0.85
@@ -118,6 +122,16 @@ def pool_policy(context: Any) -> tuple[float, dict[str, Any]]:
         for metric in (DRAFTS_METRIC, ENGINES_METRIC)
     )
     return _steady(context, min(drafts, engines)), {}
+
+
+def gateway_policy(context: Any) -> tuple[float, dict[str, Any]]:
+    """Return the number of gateways by streams, or by CPU if that needs more, and no state.
+
+    A gateway's work is by chunks (0.17 ms each), so fast streams fill its core before slow ones do.
+    """
+    by_streams = context.total_num_requests / context.config.get_target_ongoing_requests()
+    used: float = sum(context.aggregated_metrics.get(CPU_METRIC, {}).values())
+    return _steady(context, max(by_streams, used / GATEWAY_BUSY)), {}
 
 
 def _steady(context: Any, wanted: float) -> float:

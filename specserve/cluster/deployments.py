@@ -17,7 +17,8 @@ from ray.serve.exceptions import RayServeException
 
 from specserve.api.rates import ClientUse
 from specserve.api.service import ServedModel
-from specserve.cluster.autoscaling import autoscaling_stats
+from specserve.cluster.autoscaling import CPU_METRIC, autoscaling_stats
+from specserve.cluster.cpu_share import CpuShare
 from specserve.cluster.logs import join_serve
 from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement import Bundle
@@ -254,6 +255,7 @@ class Gateway:
         self._reports = asyncio.create_task(
             report_forever(board, self._report, self._on_answer, unknown_engine)
         )
+        self._cpu_share = CpuShare()  # from here on, without what starting took
 
     async def _open_model(
         self, config: Config, engine: Any, board: Any, unknown_engine: asyncio.Event
@@ -286,6 +288,10 @@ class Gateway:
         app = build_app(self._models, self._config, self._registry, self._access, tracer)
         freeze_objects()
         return app
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the metrics that Serve polls and passes to the autoscaling policy."""
+        return {CPU_METRIC: self._cpu_share.read()}
 
     async def __del__(self) -> None:
         if hasattr(self, "_reports"):

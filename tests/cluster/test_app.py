@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specserve.cluster.app import BURST, application
+from specserve.cluster.autoscaling import gateway_policy
 from specserve.config.tree import config_from_keys
 
 
@@ -40,3 +41,12 @@ def test_several_models_have_engines_of_their_own_and_one_gateway() -> None:
         "Engine-large",
     ]
     assert built["Gateway"]._deployment_config.graceful_shutdown_timeout_s == 700
+
+
+def test_gateways_scale_by_the_policy_for_what_they_report() -> None:
+    app: Any = application(config_from_keys({"replicas.gateways": 3}))
+    gateway = app._bound_deployment
+    scaling = gateway._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 3)
+    assert scaling.policy.get_policy().__name__ == gateway_policy.__name__, "found by its path"
+    assert callable(gateway.func_or_class.record_autoscaling_stats), "Serve polls it by this name"

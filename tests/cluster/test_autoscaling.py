@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.fake_engine import PacedEngine
 from specserve.cluster.autoscaling import (
+    CPU_METRIC,
     DRAFTS_METRIC,
     ENGINES_METRIC,
     HIGHEST_METRIC,
@@ -23,6 +24,7 @@ from specserve.cluster.autoscaling import (
     PAGES_METRIC,
     START_METRIC,
     first_token_policy,
+    gateway_policy,
     policy,
     pool_policy,
 )
@@ -119,6 +121,41 @@ def test_a_pool_has_the_devices_that_its_load_keeps_busy_and_no_more_than_engine
         },
     )
     assert pool_policy(asked)[0] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("streams", "shares", "wanted"),
+    [
+        (128, [0.1], 0.5),
+        (512, [0.3], 2.0),
+        (64, [1.05], 1.5),
+        (64, [0.7, 0.7], 2.0),
+        (64, [0.35, 0.28], 2),
+        (64, [0.2, 0.15], 0.5),
+        (64, [], 0.25),
+        (0, [0.02], 0.02 / 0.7),
+    ],
+    ids=[
+        "light",
+        "many streams",
+        "few streams that fill the core",
+        "both are needed",
+        "one fewer would hardly do",
+        "one fewer will do",
+        "nothing reported yet",
+        "idle",
+    ],
+)
+def test_gateways_are_as_many_as_streams_or_their_cpus_need(
+    streams: float, shares: list[float], wanted: float
+) -> None:
+    asked = SimpleNamespace(
+        target_num_replicas=max(1, len(shares)),
+        total_num_requests=streams,
+        aggregated_metrics={CPU_METRIC: dict(enumerate(shares))} if shares else {},
+        config=SimpleNamespace(get_target_ongoing_requests=lambda: 256.0),
+    )
+    assert gateway_policy(asked)[0] == pytest.approx(wanted)
 
 
 class Load:
