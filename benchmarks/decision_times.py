@@ -11,7 +11,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from benchmarks.coordinator_overhead import measure as measure_rounds
 from specserve.cluster import autoscaling
 from specserve.cluster.prefix_affinity import EngineState, PrefixAffinity
 from specserve.cluster.request_router import CACHED_TOKENS, PrefixRequestRouter
+from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
 from specserve.drafters.pool.drafter import EngineRound, PooledDrafter
 from specserve.drafters.pool.shares import CacheShares
 from specserve.tools.plan.gains import GammaAdvice, ModelPair
@@ -203,7 +204,18 @@ def _policy(policy: Any, engines: int, repeats: int) -> DecisionTimes:
 class RepeatingDrafter:
     """A drafter below a pool that proposes the same tokens in no time."""
 
-    def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
+    def __init__(self) -> None:
+        self._rounds = DraftingRounds(self, clock=lambda: 0.0)
+
+    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
+        return self._rounds.begin(steps, deadline)
+
+    def advance(self, should_stop: Callable[[], bool]) -> Sequence[DraftingRound]:
+        return self._rounds.advance(should_stop)[0]
+
+    def draft(
+        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
+    ) -> Sequence[Proposal]:
         return [Proposal(one.seq_id, one.stop, (3,) * one.gamma, None, one.stop) for one in steps]
 
     def release(self, seq_ids: Sequence[int]) -> None: ...

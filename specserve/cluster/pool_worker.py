@@ -1,7 +1,7 @@
 """A drafter that several engines share, each over a link of its own. Knows no Ray.
 
-Engines join and leave while it runs. It drafts for all whose requests have arrived in one batch,
-and prepares their next proposals while it has none.
+Engines join and leave while it runs. It drafts for all whose requests have arrived in the same
+passes, which later requests join, and prepares their next proposals while it has none.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -23,13 +23,13 @@ from specserve.drafters.pool.load import DraftLoad
 from specserve.drafters.pool.shares import MAX_ENGINES, CacheShares
 from specserve.drafters.registry import OpenDrafter
 from specserve.errors import ConfigError, SpecserveError, WorkerLost
-from specserve.types import ModelInfo, Span
+from specserve.types import ModelInfo, Proposal, Span
 from specserve.wire.messages import Failure, PreparedProposals, Proposals, Propose
 
 log = logging.getLogger(__name__)
 
 SPIN_S = 0.02
-"""Time after a batch for which it polls for messages without sleeping, as a draft worker does."""
+"""Time after an answer for which it polls for messages without sleeping, as a draft worker does."""
 EXAMINE_ENGINE_S = 1.0
 """Time between two examinations of an engine's process."""
 POLL_S = 0.25
@@ -43,6 +43,14 @@ class OpenedDraft:
     device: str
     context: int
     num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A round that is drafted for."""
+
+    number: int
+    since: float
 
 
 class PoolWorker:
@@ -68,7 +76,8 @@ class PoolWorker:
         self.ended: Future[None] = Future()
         self.busy_seconds = {"draft": 0.0, "anticipate": 0.0}
         self.load = DraftLoad()
-        self.num_batches = self.num_rounds = 0  # of several engines' rounds, and those rounds
+        # Stretches of passes between which no round waits, and the rounds that were answered.
+        self.num_batches = self.num_rounds = 0
         self._lock = threading.Lock()
         self._engines: set[int] = set()
         self._moving: set[int] = set()  # engines that are to be asked to move
@@ -78,6 +87,8 @@ class PoolWorker:
         self._left: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._is_stopping = threading.Event()
         self._idle_spans: dict[int, tuple[Span, ...]] = {}  # of engines, since their last answer
+        self._waiting: dict[int, _Waiting] = {}  # rounds without an answer yet, by engine
+        self._unrecorded_s = 0.0  # of drafting since the last answer
         self._numbers: dict[int, int] = {}  # last round of engines that may be sent proposals ahead
 
     @property
@@ -184,78 +195,103 @@ class PoolWorker:
         self.opened.set_result(OpenedDraft(str(drafter.device), drafter.context, drafter.num_pages))
         spin_s = 0.0
         while not self._is_stopping.is_set():
-            messages = self._links.receive(POLL_S, spin_s=spin_s)
+            messages = self._links.receive(0.0 if pooled.is_drafting else POLL_S, spin_s=spin_s)
             self._release_left(pooled)
             rounds = {
                 engine: message
                 for engine, message in messages.items()
                 if isinstance(message, Propose) and engine in self._engines
             }
-            spin_s = SPIN_S if rounds else 0.0
-            if rounds:
-                self._answer(pooled, rounds)
-                self._prepare(drafter, pooled, rounds)
+            spin_s = SPIN_S if rounds or pooled.is_drafting else 0.0
+            if spin_s:
+                num_answered = self.num_rounds
+                self._draft(pooled, rounds)
+                if not pooled.is_drafting:
+                    self._prepare(drafter)
+                elif self.num_rounds > num_answered:
+                    drafter.fork_branches()
+                self._send_prepared(pooled)
 
     def _release_left(self, pooled: PooledDrafter) -> None:
         while not self._left.empty():
             engine = self._left.get()
             pooled.remove_engine(engine)
+            self._waiting.pop(engine, None)
             self._numbers.pop(engine, None)
             self._idle_spans.pop(engine, None)
 
-    def _answer(self, pooled: PooledDrafter, rounds: dict[int, Propose]) -> None:
-        """Draft for all rounds at once.
+    def _draft(self, pooled: PooledDrafter, rounds: Mapping[int, Propose]) -> None:
+        """Take rounds, draft until one can be answered or another message arrives, and answer.
 
         A drafter that says what it could not do goes on; any other exception ends the worker.
         """
         start = time.perf_counter()
+        self.num_batches += not pooled.is_drafting
+        for engine, message in rounds.items():
+            self._waiting[engine] = _Waiting(message.number, start)
+            self._numbers.pop(engine, None)
         try:
-            proposals = pooled.propose(
+            answers = pooled.propose(
                 [
                     EngineRound(engine, message.steps, message.released, start + message.deadline)
                     for engine, message in rounds.items()
-                ]
+                ],
+                self._links.has_message,
             )
         except SpecserveError as error:
-            log.exception("a batch of %d engines failed", len(rounds))
-            for engine, message in rounds.items():
-                self._links.send(engine, Failure.from_error(message.number, error))
+            log.exception("rounds of %d engines failed", len(self._waiting))
+            for engine, waiting in self._waiting.items():
+                self._links.send(engine, Failure.from_error(waiting.number, error))
+            self._waiting.clear()
             return
         ended = time.perf_counter()
-        for engine, message in rounds.items():
+        self.busy_seconds["draft"] += ended - start
+        self._unrecorded_s += ended - start
+        if answers:
+            self._answer(pooled, answers, ended)
+
+    def _answer(
+        self, pooled: PooledDrafter, answers: Mapping[int, tuple[Proposal, ...]], now: float
+    ) -> None:
+        longest = 0.0
+        for engine, proposals in answers.items():
+            waiting = self._waiting.pop(engine)
+            seconds = now - waiting.since
             self._links.send(
                 engine,
                 Proposals(
-                    message.number,
-                    proposals[engine],
-                    ended - start,
+                    waiting.number,
+                    proposals,
+                    seconds,
                     pooled.num_pages_held(engine),
-                    (*self._idle_spans.pop(engine, ()), Span("draft", start, ended)),
+                    (*self._idle_spans.pop(engine, ()), Span("draft", waiting.since, now)),
                 ),
             )
-            self._numbers[engine] = message.number
-        self.busy_seconds["draft"] += ended - start
-        self.load.record(ended - start, [one for each in proposals.values() for one in each])
-        self.num_batches += 1
-        self.num_rounds += len(rounds)
+            self._numbers[engine] = waiting.number
+            longest = max(longest, seconds)
+        drafted = [one for each in answers.values() for one in each]
+        self.load.record(self._unrecorded_s, drafted, waited_s=longest)
+        self._unrecorded_s = 0.0
+        self.num_rounds += len(answers)
 
-    def _prepare(
-        self, drafter: OpenDrafter, pooled: PooledDrafter, rounds: dict[int, Propose]
-    ) -> None:
-        """Prepare next proposals until a message arrives, and send those that are prepared.
-
-        An engine that has sent its next message meanwhile drops them.
-        """
+    def _prepare(self, drafter: OpenDrafter) -> None:
+        """Prepare next proposals until a message arrives."""
         start = time.perf_counter()
         drafter.prepare(self._links.has_message)
+        ended = time.perf_counter()
+        self.busy_seconds["anticipate"] += ended - start
+        for engine in self._numbers:
+            self._idle_spans[engine] = (Span("anticipate", start, ended),)
+
+    def _send_prepared(self, pooled: PooledDrafter) -> None:
+        """Send engines what is prepared for them.
+
+        An engine that has sent its next message meanwhile drops it.
+        """
         for engine, number in list(self._numbers.items()):
             if prepared := pooled.prepared_proposals(engine):
                 self._links.send(engine, PreparedProposals(number, prepared))
                 del self._numbers[engine]
-        ended = time.perf_counter()
-        self.busy_seconds["anticipate"] += ended - start
-        for engine in rounds:
-            self._idle_spans[engine] = (Span("anticipate", start, ended),)
 
 
 def _vocabulary(target: ModelInfo) -> tuple[object, ...]:

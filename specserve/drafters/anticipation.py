@@ -11,7 +11,6 @@ is drafted. That of an EAGLE-3 head is not: it has only its own states to go on 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -19,12 +18,12 @@ from dataclasses import replace
 
 from specserve.drafters.base import ForkableDrafter, never
 from specserve.drafters.branch_budget import BranchBudget
-from specserve.drafters.branches import Branch, Fanout, ObservedOutcome
+from specserve.drafters.branch_set import BranchSet
+from specserve.drafters.branches import Fanout, ObservedOutcome
+from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
 from specserve.drafters.prepared_branches import PreparedBranches
 from specserve.types import DraftStep, PreparedProposal, Proposal
 
-FIRST_BRANCH_ID = 2**61
-"""Ids of branches start here; no request ever has one."""
 MIN_ALL_HIT_PROBABILITY = 0.25
 """Prepared proposals are sent in advance if all sequences hit with at least this probability.
 
@@ -54,26 +53,35 @@ class Anticipation:
         self._group_of = group_of
         self._due: set[int] = set()  # groups that were answered since the last preparation
         self._budget = BranchBudget(fanout)
-        self._ids = itertools.count(FIRST_BRANCH_ID)
-        self._prepared: dict[int, PreparedBranches] = {}
+        self._branches = BranchSet(drafter, fanout, self._budget, clock=clock, group_of=group_of)
+        self._rounds = DraftingRounds(drafter, clock=clock, make_room=self._branches.release)
         self._answered: list[DraftStep] = []  # in the last answer, with draft tokens
         self._postponed: list[DraftStep] = []  # steps that only fill the cache
         self._undrafted: list[DraftStep] = []  # steps whose drafts would have come too late
-        self._stale: list[int] = []
         self._outcomes: list[ObservedOutcome] = []  # that the fan-out has yet to learn from
         self.num_hits = self.num_misses = 0
         self._hit_rate = 0.0
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
-        """Return one proposal for each step; past the deadline they are shorter.
+        """Return one proposal for each step; past the deadline they are shorter."""
+        asked = self.begin(steps, deadline)
+        while asked not in self.advance(never):
+            pass
+        return asked.answer()
 
-        Prepared proposals that are shorter than wanted grow only where there is no deadline, or
-        while others are drafted for. A step that would be drafted for past the deadline, or with
-        gamma 0, gets no draft tokens and is prefilled afterwards.
+    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
+        """Take a message; `advance` drafts for it, and for all that were taken before.
+
+        It replaces one of the same groups that is not answered yet. Prepared proposals that are
+        shorter than wanted grow only where there is no deadline, or while others are drafted for.
+        A step that would be drafted for past the deadline, or with gamma 0, gets no draft tokens
+        and is prefilled afterwards.
         """
         groups = self._groups(step.seq_id for step in steps) or {0}
+        self._rounds.drop(lambda seq_id: self._group_of(seq_id) in groups)
         self._budget.on_message(groups, self._clock())
         self._due |= groups
+        self._answered = self._others(self._answered, groups)
         self._prefill_postponed(groups)
         ready = {step.seq_id: self._promote_match(step) for step in steps}
         wanted = [step for step in steps if step.gamma]
@@ -88,41 +96,59 @@ class Anticipation:
                 if (depth := ready[step.seq_id])
             ]
             self._undrafted += [step for step in wanted if not ready[step.seq_id]]
-        proposals = self._draft(drafting, lambda: self._clock() > deadline)
-        self._answered = self._others(self._answered, groups) + [
-            step for step in wanted if step.seq_id in proposals and proposals[step.seq_id].tokens
-        ]
         self._postponed += [step for step in steps if not step.gamma]
-        answered = self._groups(step.seq_id for step in (*self._answered, *self._undrafted))
-        self._budget.on_answer(answered & groups, self._clock())
-        return [
-            replace(
-                proposals.get(step.seq_id) or Proposal(step.seq_id, step.stop, (), None, step.stop),
-                anticipated=None if (depth := ready[step.seq_id]) is None else depth > 0,
-            )
-            for step in steps
-        ]
+        new = DraftingRound(tuple(steps), drafting, deadline, ready)
+        if all((ready[step.seq_id] or 0) >= step.gamma for step in drafting):
+            # No pass is needed, and none that is for others is waited for.
+            found = self._drafter.draft(drafting, never)
+            new.proposals.update((proposal.seq_id, proposal) for proposal in found)
+        return self._rounds.add(new)
+
+    def advance(self, should_stop: Callable[[], bool]) -> list[DraftingRound]:
+        """Draft for the messages under way, and return those that can be answered.
+
+        It returns when there is one, or once `should_stop`, which is called between passes.
+        Unfinished branches of other groups get draft tokens in the same passes.
+        """
+        self._branches.fork(self._due)  # of forecasts that a message of others has interrupted
+        riders = self._branches.riders(self._due, num_passes=self._rounds.num_passes)
+        done, found = self._rounds.advance(should_stop, riders.steps)
+        riders.keep(found)
+        for each in done:
+            self._end(each)
+        return done
 
     def prepare(self, has_message: Callable[[], bool]) -> None:
         """Prepare the next proposals until nothing is left to do or a message arrives.
 
         `has_message` is called between passes.
         """
+        if not self.fork(has_message):
+            return
+        if self._branches.draft(has_message) and not has_message():
+            self._budget.on_prepared(self._clock())
+
+    def fork(self, has_message: Callable[[], bool] = never) -> bool:
+        """Fork branches for likely outcomes of what was answered; they are not drafted for yet.
+
+        Returns False if there is nothing to draft for, or a message arrives before.
+        """
         self._prefill(self._postponed)
         self._postponed = []
         due, self._due = self._due, set()
-        self._release_branches(due)
+        self._branches.release(due)
         self._fanout.observe(self._outcomes)
         self._outcomes = []
-        is_finished = all(prepared.is_finished for prepared in self._prepared.values())
-        if has_message() or (is_finished and not self._answered and not self._undrafted):
-            return
+        if self._branches.are_finished() and not self._answered and not self._undrafted:
+            self._budget.on_prepared(self._clock())
+            return False
+        if has_message():
+            return False
         self._forecast()
         if has_message():
-            return
-        self._fork_branches()
-        if self._draft_branches(has_message) and not has_message():
-            self._budget.on_prepared(self._clock())
+            return False
+        self._branches.fork()
+        return True
 
     def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
         """Return what has been prepared, for the coordinator to look up instead of asking.
@@ -130,27 +156,18 @@ class Anticipation:
         It is empty if some sequence of the group will probably have to ask anyway, and until all
         of its branches are finished.
         """
-        of_group = {
-            seq_id: prepared
-            for seq_id, prepared in self._prepared.items()
-            if self._group_of(seq_id) == group
-        }
-        if not all(prepared.is_finished for prepared in of_group.values()):
+        num_sequences = self._branches.num_sequences(group)
+        if self._hit_rate**num_sequences < MIN_ALL_HIT_PROBABILITY:
             return ()
-        if self._hit_rate ** len(of_group) < MIN_ALL_HIT_PROBABILITY:
-            return ()
-        return tuple(
-            PreparedProposal(token, replace(proposal, seq_id=seq_id, anticipated=True))
-            for seq_id, prepared in of_group.items()
-            for (_, token), proposal in prepared.branches.items()
-        )
+        return self._branches.proposals(group) if self._branches.are_finished(group) else ()
 
     def release(self, seq_ids: Sequence[int]) -> None:
         self._postponed = [step for step in self._postponed if step.seq_id not in seq_ids]
         self._answered = [step for step in self._answered if step.seq_id not in seq_ids]
         self._undrafted = [step for step in self._undrafted if step.seq_id not in seq_ids]
+        self._rounds.drop(lambda seq_id: seq_id in seq_ids)
         for seq_id in seq_ids:
-            self._discard(self._prepared.pop(seq_id, None))
+            self._branches.discard(self._branches.pop(seq_id))
         self._drafter.release(seq_ids)
 
     def _promote_match(self, step: DraftStep) -> int | None:
@@ -159,17 +176,17 @@ class Anticipation:
         Returns the draft tokens of the branch, 0 if there is none, and None if no outcome of the
         sequence was forecast.
         """
-        prepared = self._prepared.pop(step.seq_id, None)
+        prepared = self._branches.pop(step.seq_id)
         outcome = None if prepared is None else prepared.infer_outcome(step)
         if prepared is None or outcome is None:
-            self._discard(prepared)
+            self._branches.discard(prepared)
             return None
         self._outcomes.append(ObservedOutcome(prepared.forecast, *outcome))
         branch = prepared.branches.pop(outcome, None)
         if branch is not None:
             prepared.drop(branch.seq_id)
         self._hit_rate += HIT_RATE_WEIGHT * ((branch is not None) - self._hit_rate)
-        self._discard(prepared)
+        self._branches.discard(prepared)
         if branch is None:
             self.num_misses += 1
             return 0
@@ -177,82 +194,34 @@ class Anticipation:
         self.num_hits += 1
         return len(branch.tokens)
 
-    def _draft(
-        self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]
-    ) -> dict[int, Proposal]:
-        """Draft for the steps; those that lack room are retried after releasing all branches."""
-        proposals = {
-            proposal.seq_id: proposal for proposal in self._drafter.draft(steps, should_stop)
-        }
-        lacking = [step for step in steps if not proposals[step.seq_id].tokens]
-        if lacking and (self._stale or self._prepared):
-            self._release_branches()
-            proposals |= {
-                proposal.seq_id: proposal for proposal in self._drafter.draft(lacking, should_stop)
-            }
-        return proposals
+    def _end(self, done: DraftingRound) -> None:
+        """Remember what is answered, to prepare what follows it."""
+        self._answered += [
+            step
+            for step in done.drafting
+            if (found := done.proposals.get(step.seq_id)) is not None and found.tokens
+        ]
+        known = self._groups(step.seq_id for step in (*self._answered, *self._undrafted))
+        self._budget.on_answer(
+            known & self._groups(step.seq_id for step in done.steps), self._clock()
+        )
 
     def _forecast(self) -> None:
         """Forecast the outcomes of what was answered."""
         steps = {step.seq_id: step for step in (*self._answered, *self._undrafted)}
         if not steps:
             return
+        messages = self._rounds.carried()
         forecasts = self._drafter.forecast_outcomes(
             [step.seq_id for step in self._answered],
             self._budget.width(len(steps), len(self._groups(steps))),
             self._undrafted,
+            [*messages, *self._branches.unfinished(are_awaited=bool(messages))],
         )
         self._answered, self._undrafted = [], []
-        self._prepared |= {
-            forecast.seq_id: PreparedBranches(forecast, steps[forecast.seq_id])
-            for forecast in forecasts
-        }
-
-    def _fork_branches(self) -> None:
-        """Fork branches for the forecasts that have none yet, as far as there is room."""
-        new = [prepared for prepared in self._prepared.values() if prepared.unfinished is None]
-        if not new:
-            return
-        num_groups = len(self._groups(prepared.forecast.seq_id for prepared in new))
-        branches = self._fanout.choose(
-            [prepared.forecast for prepared in new], self._budget.max_branches * num_groups
+        self._branches.add(
+            PreparedBranches(forecast, steps[forecast.seq_id]) for forecast in forecasts
         )
-        for prepared in new:
-            prepared.unfinished = {}
-        for branch in branches:
-            prepared, branch_id = self._prepared[branch.seq_id], next(self._ids)
-            step = prepared.add(branch, branch_id)
-            if not self._drafter.fork(branch.seq_id, branch_id, step.start):
-                prepared.drop(branch_id)
-                break
-
-    def _draft_branches(self, has_message: Callable[[], bool]) -> bool:
-        """Draft for all unfinished branches at once; return False if that was interrupted."""
-        unfinished: dict[int, tuple[Branch, DraftStep]] = {}
-        for prepared in self._prepared.values():
-            unfinished |= prepared.unfinished or {}
-        was_stopped = False
-
-        def should_stop() -> bool:
-            nonlocal was_stopped
-            was_stopped = was_stopped or has_message()
-            return was_stopped
-
-        start, depth = self._clock(), 0
-        for proposal in (
-            self._drafter.draft([step for _, step in unfinished.values()], should_stop)
-            if unfinished
-            else ()
-        ):
-            branch, _ = unfinished[proposal.seq_id]
-            prepared = self._prepared[branch.seq_id]
-            depth = max(depth, prepared.keep(branch, proposal))
-            if not was_stopped:
-                prepared.drop(proposal.seq_id)
-                self._stale += [] if proposal.tokens else [proposal.seq_id]
-        if depth:
-            self._budget.on_passes(len(unfinished), (self._clock() - start) / depth)
-        return not was_stopped
 
     def _groups(self, seq_ids: Iterable[int]) -> set[int]:
         return {self._group_of(seq_id) for seq_id in seq_ids}
@@ -271,18 +240,3 @@ class Anticipation:
     def _prefill(self, steps: Sequence[DraftStep]) -> None:
         if steps:
             self._drafter.draft(steps, never)
-
-    def _discard(self, prepared: PreparedBranches | None) -> None:
-        if prepared is not None:
-            self._stale += prepared.branch_ids
-
-    def _release_branches(self, groups: AbstractSet[int] | None = None) -> None:
-        """Release all branches, or those of these groups.
-
-        It includes those of sequences that were not in the last round.
-        """
-        for seq_id in list(self._prepared):
-            if groups is None or self._group_of(seq_id) in groups:
-                self._discard(self._prepared.pop(seq_id))
-        stale, self._stale = self._stale, []
-        self._drafter.release(stale)

@@ -43,6 +43,19 @@ class BranchBudget:
         """Number of branches to draft; a configured fan-out is kept, busy or not."""
         return int(self.num_branches) if self._fanout.per_position is None else MAX_BRANCHES
 
+    @property
+    def max_riders(self) -> int:
+        """Number of branches in a pass for a message that make it hardly longer, as measured."""
+        if not self._pass_seconds:
+            return MIN_BRANCHES
+        shortest = self._pass_seconds[min(self._pass_seconds)]
+        sizes = [
+            size
+            for size, seconds in self._pass_seconds.items()
+            if seconds <= MAX_PASS_GROWTH * shortest
+        ]
+        return 1 << max(sizes)
+
     def width(self, num_sequences: int, num_groups: int) -> int:
         """Return how many next tokens at a position are worth looking at.
 

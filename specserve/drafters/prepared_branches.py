@@ -1,11 +1,13 @@
-"""The state behind one prepared proposal: a forecast of outcomes, and branches drafted for them.
+"""The state behind prepared proposals: forecasts of outcomes, and branches drafted for them.
 
 Knows no drafter and no clock.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from specserve.drafters.base import OutcomeForecast
 from specserve.drafters.branches import Branch
@@ -51,6 +53,11 @@ class PreparedBranches:
             self.branches[outcome] = proposal
         return len(proposal.tokens) - (0 if before is None else len(before.tokens))
 
+    def num_drafted(self, branch: Branch) -> int:
+        """Return the number of draft tokens that a branch has."""
+        found = self.branches.get((branch.accepted, branch.token))
+        return 0 if found is None else len(found.tokens)
+
     def drop(self, branch_id: int) -> None:
         """Draft no further for a branch."""
         if self.unfinished:
@@ -68,3 +75,52 @@ class PreparedBranches:
         if step.start >= start and step.tokens[:-1] != drafts[step.start - start : accepted]:
             return None
         return accepted, step.tokens[-1]
+
+
+class UnfinishedBranches:
+    """Branches of some forecasts that are drafted for in the same passes."""
+
+    def __init__(
+        self,
+        prepared: Iterable[PreparedBranches],
+        *,
+        num_passes: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """Take at most `limit` branches, each with as many tokens as `num_passes` give it."""
+        self._owners: dict[int, tuple[PreparedBranches, Branch]] = {}
+        self.steps: list[DraftStep] = []
+        for owner, branch, step in islice(_unfinished(prepared), limit):
+            self._owners[step.seq_id] = owner, branch
+            if num_passes is not None:
+                gamma = min(step.gamma, owner.num_drafted(branch) + num_passes)
+                step = replace(step, gamma=gamma)
+            self.steps.append(step)
+
+    def keep(self, proposals: Sequence[Proposal]) -> int:
+        """Keep what was drafted, and return by how many tokens a branch has grown at most."""
+        depth = 0
+        for proposal in proposals:
+            owner, branch = self._owners[proposal.seq_id]
+            depth = max(depth, owner.keep(branch, proposal))
+            if len(proposal.tokens) >= owner.step.gamma:
+                owner.drop(proposal.seq_id)
+        return depth
+
+    def end(self) -> list[int]:
+        """Draft no further for any, and return the ids of those without draft tokens."""
+        for branch_id, (owner, _) in self._owners.items():
+            owner.drop(branch_id)
+        return [
+            branch_id
+            for branch_id, (owner, branch) in self._owners.items()
+            if not owner.num_drafted(branch)
+        ]
+
+
+def _unfinished(
+    prepared: Iterable[PreparedBranches],
+) -> Iterator[tuple[PreparedBranches, Branch, DraftStep]]:
+    for owner in prepared:
+        for branch, step in (owner.unfinished or {}).values():
+            yield owner, branch, step

@@ -13,11 +13,12 @@ import torch
 from specserve.config.cascade import CASCADE_KINDS, NGRAM_KINDS, stage_token_matrix
 from specserve.config.tree import Config, DraftConfig
 from specserve.drafters.anticipation import Anticipation
-from specserve.drafters.base import ForkableDrafter
+from specserve.drafters.base import ForkableDrafter, never
 from specserve.drafters.branches import Fanout
 from specserve.drafters.cascade.build import build_stages
 from specserve.drafters.cascade.drafter import CascadeDrafter
 from specserve.drafters.cascade.stages import PassCounter, StageDrafter
+from specserve.drafters.drafting_rounds import DraftingRound, DraftingRounds
 from specserve.drafters.eagle import EagleDrafter
 from specserve.drafters.heads import HeadsDrafter
 from specserve.drafters.layer_skip import LayerSkipDrafter, shareable_network
@@ -78,6 +79,7 @@ class OpenDrafter:
     ) -> None:
         self._drafter, self._runners, self.context = drafter, runners, context
         self.learner = learner
+        self._rounds = DraftingRounds(drafter, clock=time.perf_counter)
         self._anticipation = (
             None
             if fanout is None
@@ -110,22 +112,41 @@ class OpenDrafter:
 
     def propose(self, steps: Sequence[DraftStep], deadline: float) -> Sequence[Proposal]:
         """Return one proposal for each step; the deadline is a time of `time.perf_counter`."""
+        asked = self.begin(steps, deadline)
+        while asked not in self.advance(never):
+            pass
+        return asked.answer()
+
+    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
+        """Take a message; `advance` drafts for it, and for all that were taken before."""
         if self.learner is not None:
             self.learner.on_steps(steps)
-        proposals = (
-            self._drafter.draft(steps, lambda: time.perf_counter() > deadline)
-            if self._anticipation is None
-            else self._anticipation.propose(steps, deadline)
-        )
+        return (self._anticipation or self._rounds).begin(steps, deadline)
+
+    def advance(self, should_stop: Callable[[], bool]) -> Sequence[DraftingRound]:
+        """Draft for the messages under way until one can be answered; return those that can be.
+
+        It returns, too, once `should_stop`, which is called between passes.
+        """
+        if self._anticipation is None:
+            done, _ = self._rounds.advance(should_stop)
+        else:
+            done = self._anticipation.advance(should_stop)
         if self.learner is not None:
-            self.learner.on_proposals(proposals)
-        return proposals
+            for each in done:
+                self.learner.on_proposals(each.answer())
+        return done
 
     def prepare(self, has_message: Callable[[], bool]) -> None:
         if self.learner is not None:
             self.learner.refresh_one()  # before branches share its pages
         if self._anticipation is not None:
             self._anticipation.prepare(has_message)
+
+    def fork_branches(self) -> None:
+        """Fork branches for what was answered while others are drafted for; they ride along."""
+        if self._anticipation is not None:
+            self._anticipation.fork()
 
     def prepared_proposals(self, group: int = 0) -> tuple[PreparedProposal, ...]:
         """Return what is prepared for sequences of a group; all are of group 0 outside a pool."""

@@ -327,28 +327,30 @@ def test_an_engine_whose_target_has_another_vocabulary_is_refused_with_the_remed
         assert pool.worker.num_engines == 1
 
 
-class FailingDrafter:
-    """A drafter that says once that it cannot, and then drafts nothing."""
-
-    device, context, num_pages = "cpu", 100, 100
+class FailingModel:
+    """A model that says once that it cannot, and then drafts nothing."""
 
     def __init__(self) -> None:
         self.errors: list[Exception] = [OutOfPages("no room")]
 
-    def propose(self, steps: Sequence[DraftStep], deadline: float) -> list[Proposal]:
+    def draft(self, steps: Sequence[DraftStep], should_stop: Callable[[], bool]) -> list[Proposal]:
         if self.errors:
             raise self.errors.pop()
         return [Proposal(step.seq_id, step.stop, (), None, step.stop) for step in steps]
 
-    def prepare(self, has_message: Callable[[], bool]) -> None: ...
     def release(self, seq_ids: Sequence[int]) -> None: ...
-    def prepared_proposals(self, group: int = 0) -> tuple[()]:
-        return ()
+
+
+class FailingDrafter(OpenDrafter):
+    num_pages = 100
+
+    def __init__(self) -> None:
+        model: Any = FailingModel()
+        super().__init__(model, context=100, fanout=None)
 
 
 def test_links_keep_engines_apart_and_one_that_left_gets_no_answer() -> None:
-    drafter: Any = FailingDrafter()
-    worker = PoolWorker(lambda info: drafter, HOST, page_size=16, max_places=8)
+    worker = PoolWorker(lambda info: FailingDrafter(), HOST, page_size=16, max_places=8)
     thread = threading.Thread(target=worker.run)
     thread.start()
 

@@ -130,7 +130,7 @@ def test_prepared_proposals_equal_those_drafted_later_whenever_interrupted(
         ahead.prepare(partial(next_or_false, messages))
         by_id = {text.seq_id: text for text in running}
         for proposal in ready:
-            prepared = ahead._prepared.get(proposal.seq_id)
+            prepared = ahead._branches.prepared.get(proposal.seq_id)
             likely = (
                 []
                 if prepared is None
@@ -161,7 +161,7 @@ def test_a_prepared_answer_takes_no_pass() -> None:
     text = Text(0, Policy(WARPS[0], "block", 1, 20), random.Random(1))
     (first,) = ahead.propose([text.step(5)], NEVER)
     ahead.prepare(lambda: False)
-    (prepared,) = ahead._prepared.values()
+    (prepared,) = ahead._branches.prepared.values()
     text.num_cached, text.committed = (
         min(first.num_cached, 22),
         [*text.committed, *first.tokens[:2], int(prepared.forecast.next_tokens[2][7])],
@@ -368,7 +368,7 @@ def test_prepared_proposals_are_sent_only_while_all_sequences_probably_hit() -> 
         (proposal,) = ahead.propose([text.step(4)], NEVER)
         ahead.prepare(lambda: False)
         sent.append(len(ahead.prepared_proposals()) > 0)
-        forecast = ahead._prepared[0].forecast
+        forecast = ahead._branches.prepared[0].forecast
         after = (
             int(forecast.next_tokens[1][0])
             if likely
@@ -390,4 +390,4 @@ def test_a_text_that_is_new_to_the_drafter_is_prepared_for_although_it_has_penal
     (proposal,) = ahead.propose([step], -1.0)
     assert not proposal.tokens
     ahead.prepare(lambda: False)
-    assert ahead._prepared[3].branches
+    assert ahead._branches.prepared[3].branches

@@ -57,7 +57,7 @@ class Anticipating:
 
     def prepared(self, accepted: int) -> int:
         """Return a next token for which a proposal is prepared behind so many draft tokens."""
-        branches = self.anticipation._prepared[SEQ].branches
+        branches = self.anticipation._branches.prepared[SEQ].branches
         return next(token for depth, token in branches if depth == accepted)
 
     def check_own(self, proposal: Proposal, known: Sequence[int], more: Sequence[int]) -> None:
@@ -148,7 +148,7 @@ def test_a_hit_that_is_too_short_goes_on_behind_what_was_prepared(head: Anticipa
     calls = iter([False, False, *[True] * 20])
     head.anticipation.prepare(lambda: next(calls))
     token = head.prepared(1)
-    branch = head.anticipation._prepared[SEQ].branches[1, token]
+    branch = head.anticipation._branches.prepared[SEQ].branches[1, token]
     assert len(branch.tokens) < GAMMA
     head.commit(first.tokens[:1], token)
     proposal = head.propose()

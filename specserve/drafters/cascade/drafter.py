@@ -101,7 +101,11 @@ class CascadeDrafter:
 
     @torch.inference_mode()
     def forecast_outcomes(
-        self, seq_ids: Sequence[int], width: int, undrafted: Sequence[DraftStep] = ()
+        self,
+        seq_ids: Sequence[int],
+        width: int,
+        undrafted: Sequence[DraftStep] = (),
+        riders: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         """Return the forecasts of the largest drafter, which takes one pass for all of them."""
         drafted = [

@@ -102,11 +102,16 @@ class NeuralDrafter:
 
     @torch.inference_mode()
     def forecast_outcomes(
-        self, seq_ids: Sequence[int], width: int, undrafted: Sequence[DraftStep] = ()
+        self,
+        seq_ids: Sequence[int],
+        width: int,
+        undrafted: Sequence[DraftStep] = (),
+        riders: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         """Return forecasts, after one pass that writes all last tokens.
 
-        A sequence that does not fit, or has no draft tokens and no step, has no forecast.
+        A sequence that does not fit, or has no draft tokens and no step, has no forecast. Riders
+        under a grammar wait for their own pass.
         """
         tasks = self._undrafted_tasks(undrafted)
         states = {
@@ -123,13 +128,16 @@ class NeuralDrafter:
         ]
         if not tasks:
             return []
-        logits = self._shared(self._prefill(tasks))  # before the history is looked at
-        sampler = self._sampler(tasks)
+        riding = self._riding_tasks(riders, beside=tasks)
+        logits = self._shared(self._prefill([*tasks, *riding]))  # before the history is looked at
+        sampler = self._sampler([*tasks, *riding])
         sampler.draw(
             self._constrained.mask_logits(
-                [self.grammar_states.get(task.seq_id) for task in tasks], logits
+                [self.grammar_states.get(task.seq_id) for task in (*tasks, *riding)], logits
             )
         )
+        if riding:
+            self._store_draws(riding, sampler, first_row=len(tasks))
         rankings = rank_next_tokens(
             [
                 task.state.position_logits(sampler.draws[0].logits[row])
@@ -209,9 +217,23 @@ class NeuralDrafter:
             # Nothing was forked. Steps of the branches leave a gap and get empty proposals.
             return
 
-    def _fitting_tasks(self, steps: Sequence[DraftStep]) -> list[DraftTask]:
-        """Return the tasks with work left that fit into context and pages."""
-        tasks, free, page_size = [], self.runner.cache.num_free, self.runner.cache.page_size
+    def _riding_tasks(
+        self, steps: Sequence[DraftStep], *, beside: Sequence[DraftTask]
+    ) -> list[DraftTask]:
+        """Return the tasks that get one draft token in the pass of others."""
+        page_size = self.runner.cache.page_size
+        fitting = self._fitting_tasks(
+            [step for step in steps if not step.policy.constrained],
+            num_reserved=sum(task.max_new_pages(page_size) for task in beside),
+        )
+        return [replace(task, num_wanted=1) for task in fitting if task.num_wanted]
+
+    def _fitting_tasks(
+        self, steps: Sequence[DraftStep], *, num_reserved: int = 0
+    ) -> list[DraftTask]:
+        """Return the tasks with work left that fit into context and the pages not reserved."""
+        tasks, page_size = [], self.runner.cache.page_size
+        free = self.runner.cache.num_free - num_reserved
         for step in steps:
             task = self._task(step)
             if task is not None and self._fits(task, free):
@@ -337,9 +359,11 @@ class NeuralDrafter:
         ]
         return DraftSampler(specs, support=self.support, device=self.runner.device)
 
-    def _store_draws(self, tasks: Sequence[DraftTask], sampler: DraftSampler) -> None:
+    def _store_draws(
+        self, tasks: Sequence[DraftTask], sampler: DraftSampler, *, first_row: int = 0
+    ) -> None:
         fetched = fetch(sampler.draws)
-        for row, task in enumerate(tasks):
+        for row, task in enumerate(tasks, first_row):
             own = [draws for draws in fetched if row < len(draws.tokens)]
             tokens = [draws.tokens[row] for draws in own]
             self.runner.cache.append(task.seq_id, tokens[:-1])

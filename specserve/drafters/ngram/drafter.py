@@ -120,7 +120,11 @@ class NgramDrafter:
             self._drop(seq_id)
 
     def forecast_outcomes(
-        self, seq_ids: Sequence[int], width: int, undrafted: Sequence[DraftStep] = ()
+        self,
+        seq_ids: Sequence[int],
+        width: int,
+        undrafted: Sequence[DraftStep] = (),
+        riders: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         sequences = {seq_id: self._sequences[seq_id] for seq_id in seq_ids} | {
             step.seq_id: self._commit(replace(step, gamma=0))

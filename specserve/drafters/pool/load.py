@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from specserve.types import Proposal
 
 MEAN_WEIGHT = 0.1
-"""Weight of the newest batch in the mean time of those of which nothing was prepared."""
+"""Weight of the newest answers in the mean wait for those of which nothing was prepared."""
 
 
 class DraftLoad:
@@ -20,15 +20,15 @@ class DraftLoad:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._mean_s: float | None = None  # of batches of which nothing was prepared
+        self._mean_s: float | None = None  # wait for answers of which nothing was prepared
 
-    def record(self, seconds: float, proposals: Sequence[Proposal]) -> None:
-        """Count a batch that took so long."""
+    def record(self, seconds: float, proposals: Sequence[Proposal], *, waited_s: float) -> None:
+        """Count the drafting since the last answers, and proposals that were waited for so long."""
         drafted = [proposal for proposal in proposals if proposal.tokens]
         if any(proposal.anticipated for proposal in drafted):
             self.seconds += max(seconds, self._mean_s or 0.0)
             return
         self.seconds += seconds
         if drafted:
-            mean = seconds if self._mean_s is None else self._mean_s
-            self._mean_s = mean + MEAN_WEIGHT * (seconds - mean)
+            mean = waited_s if self._mean_s is None else self._mean_s
+            self._mean_s = mean + MEAN_WEIGHT * (waited_s - mean)

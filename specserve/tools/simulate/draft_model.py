@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from specserve.drafters.base import OutcomeForecast
+from specserve.drafters.base import OutcomeForecast, never
 from specserve.tools.simulate.clock import DeviceClock
 from specserve.tools.simulate.pass_times import PassTime
 from specserve.types import DraftStep, Proposal
@@ -78,7 +78,11 @@ class SimulatedDraftModel:
                 self._free += self._own_pages(sequence)
 
     def forecast_outcomes(
-        self, seq_ids: Sequence[int], width: int, undrafted: Sequence[DraftStep] = ()
+        self,
+        seq_ids: Sequence[int],
+        width: int,
+        undrafted: Sequence[DraftStep] = (),
+        riders: Sequence[DraftStep] = (),
     ) -> Sequence[OutcomeForecast]:
         tasks = [  # by sequence
             (step.seq_id, task)
@@ -97,7 +101,12 @@ class SimulatedDraftModel:
         ]
         tasks += [(seq_id, _Task(sequence, 1, 0)) for seq_id, sequence in fitting]
         if tasks:
-            self._pass(sum(task.rows for _, task in tasks), [task for _, task in tasks])
+            riding = [task for step in riders if (task := self._start_task(step)) and task.num_new]
+            self._pass(
+                sum(task.rows for _, task in tasks) + sum(task.rows for task in riding),
+                [task for _, task in tasks],
+            )
+            self._draw([replace(task, num_new=1) for task in riding], never)
         return [self._forecast(seq_id, task.sequence, width) for seq_id, task in tasks]
 
     def fork(self, seq_id: int, branch_id: int, length: int) -> bool:

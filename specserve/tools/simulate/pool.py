@@ -43,7 +43,7 @@ class _Waiting:
 
 
 class SimulatedPool:
-    """A draft device that takes all rounds which wait for it as one batch."""
+    """A draft device that takes rounds between its passes."""
 
     def __init__(self, scenario: Scenario) -> None:
         assert scenario.draft is not None
@@ -85,27 +85,32 @@ class SimulatedPool:
         return proposals
 
     async def _draft_all(self) -> None:
-        """Draft in batches until no round waits.
+        """Draft until no round waits.
 
         What was prepared since the last batch is simulated when the first round arrives, as in
-        `SimulatedDrafter`; a pass that is under way then is finished first.
+        `SimulatedDrafter`; a pass that is under way then is finished first. Rounds that arrive
+        during a pass join the next one.
         """
         loop, clock = asyncio.get_running_loop(), self.clock
+        open_rounds: dict[int, _Waiting] = {}
         try:
-            while self._waiting:
-                self._prepare_until(loop.time())
-                await asyncio.sleep(clock.now - loop.time())
-                batch, self._waiting = self._waiting, []
-                prepared = clock.busy
-                proposals = self._pooled.propose([each.round for each in batch])
-                clock.asked += clock.busy - prepared
-                self.num_batches += 1
-                self.num_rounds += len(batch)
-                for each in batch:
-                    each.answer.set_result((proposals[each.round.engine], clock.now))
+            self._prepare_until(loop.time())
+            await asyncio.sleep(clock.now - loop.time())
+            self.num_batches += 1
+            while self._waiting or open_rounds:
+                new, self._waiting = self._waiting, []
+                open_rounds |= {each.round.engine: each for each in new}
+                before = clock.busy
+                answers = self._pooled.propose([each.round for each in new], lambda: True)
+                clock.asked += clock.busy - before
+                self.num_rounds += len(answers)
+                for engine, proposals in answers.items():
+                    open_rounds.pop(engine).answer.set_result((proposals, clock.now))
+                if answers and open_rounds and self._prepares:
+                    self.anticipation.fork()
                 await asyncio.sleep(clock.now - loop.time())
         except Exception as error:
-            for each in self._waiting:
+            for each in (*self._waiting, *open_rounds.values()):
                 each.answer.set_exception(error)
             raise
         finally:

@@ -233,7 +233,7 @@ def test_a_proposal_does_not_depend_on_how_it_comes_about(kind: str) -> None:
         ahead.prepare(partial(next_or_false, messages))
         by_id = {text.seq_id: text for text in running}
         for proposal in ready:
-            prepared = ahead._prepared.get(proposal.seq_id)
+            prepared = ahead._branches.prepared.get(proposal.seq_id)
             likely = (
                 []
                 if prepared is None

@@ -1,0 +1,161 @@
+"""Messages whose steps are drafted for in the same passes, which later messages may join.
+
+Knows no model, and no clock but the one it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from specserve.drafters.base import ResumableDrafter, never
+from specserve.types import DraftStep, Proposal
+
+
+@dataclass(slots=True, eq=False)
+class DraftingRound:
+    """The steps of one message, and what has been drafted for them."""
+
+    steps: tuple[DraftStep, ...]
+    drafting: list[DraftStep]
+    """Those to call the drafter with, by as many tokens as they are to get."""
+    deadline: float
+    num_ready: Mapping[int, int | None] = field(default_factory=dict)
+    """Draft tokens that were prepared for a sequence; None: nothing was known to prepare for."""
+    proposals: dict[int, Proposal] = field(default_factory=dict)
+    num_ahead: int = 0
+    """Passes of something else that have carried it since."""
+
+    @property
+    def lacking(self) -> list[DraftStep]:
+        """Steps that lack draft tokens. One that got none has no room, and gets none later."""
+        return [
+            step
+            for step in self.drafting
+            if (found := self.proposals.get(step.seq_id)) is None
+            or 0 < len(found.tokens) < step.gamma
+        ]
+
+    @property
+    def num_passes(self) -> int:
+        """Number of passes until no step lacks a draft token."""
+        wanted = [
+            step.gamma - len(found.tokens if (found := self.proposals.get(step.seq_id)) else ())
+            for step in self.lacking
+        ]
+        return max(wanted, default=0) - self.num_ahead
+
+    def answer(self) -> list[Proposal]:
+        """Return one proposal for each step, in order."""
+        found = [
+            self.proposals.get(step.seq_id) or Proposal(step.seq_id, step.stop, (), None, step.stop)
+            for step in self.steps
+        ]
+        return [
+            replace(
+                one,
+                anticipated=None if (num := self.num_ready.get(one.seq_id)) is None else num > 0,
+            )
+            for one in found
+        ]
+
+
+class DraftingRounds:
+    """The messages that are drafted for; each is done when its own draft tokens are.
+
+    `make_room` is called when some sequence has no room, and returns whether it has made any.
+    """
+
+    def __init__(
+        self,
+        drafter: ResumableDrafter,
+        *,
+        clock: Callable[[], float],
+        make_room: Callable[[], bool] = never,
+    ) -> None:
+        self._drafter, self._clock, self._make_room = drafter, clock, make_room
+        self._rounds: list[DraftingRound] = []
+
+    @property
+    def num_passes(self) -> int:
+        """Number of passes until all are done."""
+        return max((each.num_passes for each in self._rounds), default=0)
+
+    def begin(self, steps: Sequence[DraftStep], deadline: float) -> DraftingRound:
+        """Take a message all of whose steps are to be drafted for."""
+        return self.add(DraftingRound(tuple(steps), list(steps), deadline))
+
+    def add(self, new: DraftingRound) -> DraftingRound:
+        self._rounds.append(new)
+        return new
+
+    def advance(
+        self, should_stop: Callable[[], bool], riders: Sequence[DraftStep] = ()
+    ) -> tuple[list[DraftingRound], Sequence[Proposal]]:
+        """Draft for all messages until one is past its deadline, or `should_stop`.
+
+        Returns those that are done, past their deadlines, too, and the proposals of `riders`: steps
+        of no message that get draft tokens in the same passes. Where some are done already, there
+        is no pass. After an exception no message is left.
+        """
+        done = [each for each in self._rounds if not each.lacking]
+        if done or not self._rounds:
+            return self._end(done), ()
+        try:
+            return self._draft(should_stop, riders)
+        except Exception:
+            self._rounds.clear()
+            raise
+
+    def carried(self) -> list[DraftStep]:
+        """Return the steps that lack draft tokens, to which another pass gives one each."""
+        for each in self._rounds:
+            each.num_ahead += 1
+        return [step for each in self._rounds for step in each.lacking]
+
+    def drop(self, is_dropped: Callable[[int], bool]) -> None:
+        """Draft no further for these sequences."""
+        for each in self._rounds:
+            each.drafting = [step for step in each.drafting if not is_dropped(step.seq_id)]
+
+    def _draft(
+        self, should_stop: Callable[[], bool], riders: Sequence[DraftStep]
+    ) -> tuple[list[DraftingRound], Sequence[Proposal]]:
+        steps = [step for each in self._rounds for step in each.lacking]
+        deadline = min(each.deadline for each in self._rounds)
+        # The first that is done is answered before the others go on.
+        counts = {each.num_passes for each in self._rounds} if len(self._rounds) > 1 else {0}
+        num_passes, was_stopped = 0, False
+
+        def must_stop() -> bool:
+            nonlocal num_passes, was_stopped
+            num_passes += 1
+            is_first_done = min(counts) <= num_passes < max(counts)
+            was_stopped = was_stopped or is_first_done or should_stop()
+            return was_stopped or self._clock() > deadline
+
+        drafted = list(self._drafter.draft([*steps, *riders], must_stop))
+        proposals = {one.seq_id: one for one in drafted[: len(steps)]}
+        without_room = [step for step in steps if step.gamma and not proposals[step.seq_id].tokens]
+        if without_room and self._make_room():
+            proposals |= {one.seq_id: one for one in self._drafter.draft(without_room, must_stop)}
+        for each in self._rounds:
+            each.num_ahead = 0
+            each.proposals |= {
+                step.seq_id: proposals[step.seq_id]
+                for step in each.drafting
+                if step.seq_id in proposals
+            }
+        now = self._clock()
+        is_over = not was_stopped and now <= deadline
+        return (
+            self._end(
+                each for each in self._rounds if is_over or now > each.deadline or not each.lacking
+            ),
+            drafted[len(steps) :],
+        )
+
+    def _end(self, rounds: Iterable[DraftingRound]) -> list[DraftingRound]:
+        ended = list(rounds)
+        self._rounds = [each for each in self._rounds if each not in ended]
+        return ended
