@@ -149,7 +149,7 @@ def serve(
         until = start + 60 * args.minutes * window / args.windows
         acceptance, i = Acceptance(), 0
         while time.monotonic() < until or not i:
-            sampling = Sampling(max_tokens=args.tokens, temperature=0.8 * (i % 2), ignore_eos=True)
+            sampling = Sampling(max_tokens=args.tokens, temperature=1.0 * (i % 2), ignore_eos=True)
             acceptance.add(llm.generate(list(traffic.batch(rng)), sampling))
             time.sleep(args.pause)
             i += 1
@@ -181,7 +181,7 @@ def page(
             f"`make bench-learning` (`python -m benchmarks.learning --minutes {args.minutes:g}`)",
             f"{date.today()}, {machine()}; the demo pair, the draft apart, a thread each; gamma 4. "
             f"Served for {60 * windows[-1].minutes:.0f} seconds: {STREAMS} streams of "
-            f"{args.tokens} tokens behind prose, greedy and at temperature 0.8 in turns, with a "
+            f"{args.tokens} tokens behind prose, greedy and at temperature 1 in turns, with a "
             f"pause of {args.pause:g} s between batches. The draft was trained on Python's source "
             "code. Accepted share of the drafted tokens.",
             "## Before and after, on prompts that were not served",

@@ -14,6 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from specserve.drafters.learning.acceptance import (
     MEASURED_TOKENS,
     AcceptanceWindow,
@@ -43,7 +45,7 @@ class LearningOptions:
     min_held_out: int = 8
     """Held-out windows that a comparison needs."""
     steps_between: int = 100
-    """Steps between two comparisons."""
+    """Updates of the weights between two comparisons."""
     epochs: int = 4
     """Times that a window is learned from, on average; then training waits for new ones."""
     min_gain: float = 0.01
@@ -219,8 +221,8 @@ class DraftLearner:
         if comparison.windows:
             return
         self._comparison = None
-        gains = [new - old for new, old in zip(comparison.trained, comparison.served, strict=True)]
-        gain, error = statistics.fmean(gains), statistics.pstdev(gains) / len(gains) ** 0.5
+        gains = np.array(comparison.trained) - np.array(comparison.served)
+        gain, error = float(gains.mean()), float(gains.std()) / len(gains) ** 0.5
         if gain >= self._options.min_gain and gain > self._options.num_errors * error:
             log.info(
                 "The draft has learned from served texts: a token of held-out ones takes %.3f nats "
@@ -229,8 +231,8 @@ class DraftLearner:
                 -statistics.fmean(comparison.served),
             )
             self._start_build()
-        elif not gain > -self._options.min_gain:  # worse, or not a number
-            self._trainer.reset(self._served)
+        elif not gain > -max(self._options.min_gain, self._options.num_errors * error):
+            self._trainer.reset(self._served)  # clearly worse, or not a number
 
     def _start_build(self) -> None:
         """Build a network of the weights as they are, beside the rounds.

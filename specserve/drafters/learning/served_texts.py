@@ -107,7 +107,6 @@ class ServedTexts:
         self.num_windows = 0  # to learn from, those that were dropped since included
         self._max_texts, self._new_tokens, self._states = max_texts, new_tokens, states
         self._texts: dict[int, _Text] = {}
-        self._num_texts = 0
         self._random = random.Random(seed)
 
     @property
@@ -153,11 +152,11 @@ class ServedTexts:
         self._texts.pop(step.seq_id, None)
         if len(self._texts) >= self._max_texts:
             return None
-        self._num_texts += 1
         text = self._texts[step.seq_id] = _Text(
             step.policy.prompt_length,
             step.policy.warp.temperature,
-            self._num_texts % HELD_OUT == 0,
+            # By chance: every eighth may be all of one kind, as requests come in batches.
+            self._random.randrange(HELD_OUT) == 0,
         )
         return text
 

@@ -28,7 +28,7 @@ MIN_TEMPERATURE = 0.5
 Cooler yet, the draft would learn to be surer of its tokens than the target is.
 """
 MAX_BATCH = 4
-"""Windows in a step, if the step is short enough."""
+"""Windows that an update of the weights is made of: in one step, or in several shorter ones."""
 TARGET_STEP_S = 0.03
 """Steps that take longer on average are made of fewer windows; far shorter ones of more again."""
 FIRST_STEPS = 3
@@ -77,7 +77,8 @@ class DraftTrainer:
         self._device = next(self._module.parameters()).device
         self.batch_size = MAX_BATCH  # windows to give to `step`
         self.step_seconds = 0.0  # on average
-        self.num_steps = 0
+        self.num_steps = 0  # updates of the weights
+        self._num_timed = 0
         self._new_optimizer()
 
     def weights(self) -> Weights:
@@ -96,23 +97,20 @@ class DraftTrainer:
     def step(self, windows: Sequence[Window]) -> None:
         """Learn from these windows once: cross entropy of the target's own tokens.
 
+        The weights are updated each MAX_BATCH windows; one by one they would follow chance.
         They are drawn at a text's temperature, so the draft's logits are taken at it, too: they
         become those of the target, and not those of cooler texts.
         """
         start = time.perf_counter()
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate * min(1.0, (self._num_since_reset + 1) / WARM_UP)
         found = self._draft.predict(windows, None)
         loss = F.cross_entropy(self._at_temperature(found, windows), found.labels, reduction="sum")
-        loss = loss / (found.labels >= 0).sum().clamp(min=1)
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._num_summed += len(windows)
+        self._num_tokens += (found.labels >= 0).sum()
+        if self._num_summed >= MAX_BATCH:
+            self._update()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._num_since_reset += 1
-        self.num_steps += 1
         self._observe(time.perf_counter() - start)
 
     @torch.no_grad()
@@ -139,9 +137,23 @@ class DraftTrainer:
         )
         return found.logits.float() / temperatures[found.windows][:, None]
 
+    def _update(self) -> None:
+        """Update the weights by the gradients of the steps since the last time."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate * min(1.0, (self._num_since_reset + 1) / WARM_UP)
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= self._num_tokens.clamp(min=1)
+        torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
+        self._optimizer.step()
+        self._forget_gradients()
+        self._num_since_reset += 1
+        self.num_steps += 1
+
     def _observe(self, seconds: float) -> None:
         """Average the time of a step, and choose how many windows the next ones have."""
-        if self.num_steps <= FIRST_STEPS:
+        self._num_timed += 1
+        if self._num_timed <= FIRST_STEPS:
             self.step_seconds = seconds
             return
         self.step_seconds += STEP_BLEND * (seconds - self.step_seconds)
@@ -154,9 +166,15 @@ class DraftTrainer:
 
     def _new_optimizer(self) -> None:
         self._num_since_reset = 0
+        self._forget_gradients()
         self._optimizer = torch.optim.AdamW(
             self._module.parameters(),
             lr=self._learning_rate,
             betas=(0.9, 0.99),
             weight_decay=0.0,
         )
+
+    def _forget_gradients(self) -> None:
+        self._module.zero_grad(set_to_none=True)
+        self._num_summed = 0
+        self._num_tokens = torch.zeros((), dtype=torch.long, device=self._device)

@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,45 @@ def test_weights_that_are_accepted_less_are_rolled_back(target: Path) -> None:
     assert progress.swaps == 1
     assert progress.acceptance_before == 1.0
     assert served.neural.runner.network is served.first_network
+
+
+class ScoredTrainer:
+    """A trainer whose weights are better than the served ones by these gains."""
+
+    batch_size, num_steps = 64, 100
+
+    def __init__(self, gains: Sequence[float]) -> None:
+        self.gains, self.num_resets = gains, 0
+
+    def scores(self, windows: Sequence[Window], weights: object) -> list[float]:
+        return [0.0] * len(windows) if weights is not None else list(self.gains)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {}
+
+    def reset(self, weights: object) -> None:
+        self.num_resets += 1
+
+
+@pytest.mark.parametrize(
+    ("gains", "is_reset"),
+    [
+        ([-0.2, 0.1, -0.3, 0.2], False),  # worse, by less than chance
+        ([-0.2, -0.3, -0.2, -0.3], True),
+        ([float("nan")] * 4, True),
+        ([-0.001] * 4, False),
+    ],
+)
+def test_training_starts_again_where_it_has_clearly_made_a_draft_worse(
+    gains: list[float], is_reset: bool
+) -> None:
+    trainer: Any = ScoredTrainer(gains)
+    draft: Any = None
+    learner = DraftLearner(draft, trainer, lambda weights: None)
+    learner.texts.held_out.extend([Window(0, array("i", [1, 2]), 1, 0.0)] * len(gains))
+    learner._begin_comparison()
+    assert trainer.num_resets == is_reset
+    assert learner.progress.swaps == 0
 
 
 def test_what_is_learned_is_what_was_served_accepted_draft_tokens_included(target: Path) -> None:

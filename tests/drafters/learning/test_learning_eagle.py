@@ -29,7 +29,7 @@ from specserve.drafters.learning.served_states import (
 from specserve.drafters.learning.served_texts import CONTEXT_TOKENS, NEW_TOKENS, Window
 from specserve.drafters.learning.swap import EagleSwap
 from specserve.drafters.learning.trainable_eagle import TrainableEagle
-from specserve.drafters.learning.trainer import DraftTrainer, Weights
+from specserve.drafters.learning.trainer import MAX_BATCH, DraftTrainer, Weights
 from specserve.drafters.registry import OpenDrafter, open_apart_drafter
 from specserve.errors import UnsupportedModel
 from specserve.models.eagle.checkpoint import EagleInfo, EagleWeights
@@ -288,7 +288,7 @@ def test_a_head_apart_learns_from_the_states_that_are_sent(target: Path, head: P
     windows = [*learner.texts.windows, *learner.texts.held_out]
     assert len(windows) == len(requests())
     assert all(isinstance(window, StatesWindow) and window.start == 0 for window in windows)
-    learner._trainer.step(windows[:2])
+    learner._trainer.step(windows[:MAX_BATCH])
     assert learner.progress.steps == 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from specserve.drafters.learning.served_texts import Window
 from specserve.drafters.learning.trainer import (
+    MAX_BATCH,
     MIN_TEMPERATURE,
     DraftTrainer,
     Predictions,
@@ -62,9 +64,23 @@ def written(temperature: float) -> Window:
 def test_sampled_texts_teach_the_distribution_that_they_were_drawn_from(temperature: float) -> None:
     trainer = DraftTrainer(TrainableUnigram(torch.zeros(4)), learning_rate=0.02)
     for _ in range(400):
-        trainer.step([written(temperature)])
+        trainer.step([written(temperature)] * MAX_BATCH)
+    assert trainer.num_steps == 400
     (logits,) = trainer.weights().values()
     assert torch.allclose(logits.softmax(-1), P, atol=0.03)
+
+
+def test_short_steps_make_the_update_of_one_with_all_their_windows() -> None:
+    windows = [replace(written(1.0), tokens=array("i", [token] * 9)) for token in range(MAX_BATCH)]
+    windows[0] = replace(windows[0], tokens=array("i", [0] * 90))  # each token counts as much
+    whole, parts = (DraftTrainer(TrainableUnigram(torch.zeros(4))) for _ in range(2))
+    whole.step(windows)
+    for window in windows:
+        assert parts.num_steps == 0
+        parts.step([window])
+    assert parts.num_steps == whole.num_steps == 1
+    (expected,), (found,) = (trainer.weights().values() for trainer in (whole, parts))
+    assert torch.allclose(found, expected)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
