@@ -98,7 +98,7 @@ class DraftTrainer:
         """Learn from these windows once: cross entropy of the target's own tokens.
 
         The weights are updated each MAX_BATCH windows; one by one they would follow chance.
-        They are drawn at a text's temperature, so the draft's logits are taken at it, too: they
+        Tokens are drawn at a text's temperature, so the draft's logits are taken at it, too: they
         become those of the target, and not those of cooler texts.
         """
         start = time.perf_counter()
@@ -146,7 +146,7 @@ class DraftTrainer:
                 parameter.grad /= self._num_tokens.clamp(min=1)
         torch.nn.utils.clip_grad_norm_(self._module.parameters(), 1.0)
         self._optimizer.step()
-        self._forget_gradients()
+        self._clear_gradients()
         self._num_since_reset += 1
         self.num_steps += 1
 
@@ -166,7 +166,7 @@ class DraftTrainer:
 
     def _new_optimizer(self) -> None:
         self._num_since_reset = 0
-        self._forget_gradients()
+        self._clear_gradients()
         self._optimizer = torch.optim.AdamW(
             self._module.parameters(),
             lr=self._learning_rate,
@@ -174,7 +174,7 @@ class DraftTrainer:
             weight_decay=0.0,
         )
 
-    def _forget_gradients(self) -> None:
+    def _clear_gradients(self) -> None:
         self._module.zero_grad(set_to_none=True)
         self._num_summed = 0
         self._num_tokens = torch.zeros((), dtype=torch.long, device=self._device)
