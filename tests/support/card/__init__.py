@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from transformers import modeling_utils
 
 from specserve.models.model import ModelOptions, open_model
 from tests.support import checkpoints
@@ -190,7 +191,9 @@ def emulated_cards(
         mock.patch.multiple(torch.cuda, **stand_in.names()),
         mock.patch.object(torch, "tensor", stand_in.tensor),
         mock.patch.object(Tensor, "pin_memory", lambda host: stand_in.pin(host)),
-        # The library reads weights in several threads otherwise.
+        # The library reserves memory first, which fails on cards smaller than any real one.
+        mock.patch.object(modeling_utils, "caching_allocator_warmup"),
+        # It reads weights in several threads otherwise.
         mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}),
         no_kernels(),
         FactoryMode(),  # type: ignore[no-untyped-call]
