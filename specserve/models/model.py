@@ -42,7 +42,7 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
-from specserve.models.checkpoints.weights import num_weight_bytes
+from specserve.models.checkpoints.weights import num_training_bytes, num_weight_bytes
 from specserve.models.flashinfer_attention import (
     FlashInferAttention,
     FlashInferUnusable,
@@ -54,7 +54,13 @@ from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.linear_kernels import CompiledKernel, linear_kernel, multiplies_bf16
-from specserve.models.memory import free_memory, keep_freed_memory, num_pages_for, require_room
+from specserve.models.memory import (
+    free_memory,
+    keep_freed_memory,
+    num_pages_for,
+    require_room,
+    require_room_to_train,
+)
 from specserve.models.network import (
     CapturableNetwork,
     LibraryNetwork,
@@ -102,6 +108,7 @@ class ModelOptions:
     kernel: str = "auto"  # of linear layers on CPUs
     adapter_bytes: int = 0  # of memory for adapters; 0: the model takes none
     round_to: str | None = None  # int8, int4 or fp8: weights are quantised as they are read
+    is_trained: bool = False  # a copy of its weights beside it, which later takes their place
 
     @classmethod
     def from_config(cls, own: TargetConfig | DraftConfig, config: Config) -> ModelOptions:
@@ -125,6 +132,7 @@ class ModelOptions:
             kernel=config.weights.kernel,
             adapter_bytes=config.adapters.num_bytes if isinstance(own, TargetConfig) else 0,
             round_to=own.quantize if isinstance(own, DraftConfig) else None,
+            is_trained=isinstance(own, DraftConfig) and own.kind == "neural" and own.learn is True,
         )
 
 
@@ -234,9 +242,16 @@ def open_model(
         _report_float8(directory, dtype, device, weight_bytes())
     if packed is None and not skip:
         require_room(directory, weight_bytes(), device=device, ranks=ranks)
+    if options.is_trained:
+        require_room_to_train(
+            directory, weight_bytes(), num_training_bytes(directory, dtype), device=device
+        )
     loaded = load(packed)
     spec = loaded.spec
     context = _context(spec, options)
+    kept_free = options.adapter_bytes * (ranks if device.type == "cpu" else 1)
+    if options.is_trained:
+        kept_free += num_training_bytes(directory, dtype)
 
     def count_pages(reserved: int = 0) -> int:
         return _num_pages(
@@ -247,7 +262,7 @@ def open_model(
             page_size=page_size,
             dtype=dtype,
             device=device,
-            reserved=reserved + options.adapter_bytes * (ranks if device.type == "cpu" else 1),
+            reserved=reserved + kept_free,
         )
 
     # A GPU's pages are counted once the largest pass has shown what it needs itself.
