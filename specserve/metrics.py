@@ -215,7 +215,10 @@ FAMILIES = (
         ("pool", "replica"),
     ),
     MetricFamily(
-        "pool_batches_total", MetricKind.COUNTER, "Batches that a draft pool drafted.", ("pool",)
+        "pool_batches_total",
+        MetricKind.COUNTER,
+        "Batches of a draft pool: passes in a row, while some round waits for its drafts.",
+        ("pool",),
     ),
     MetricFamily(
         "pool_rounds_total",
