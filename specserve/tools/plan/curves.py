@@ -5,6 +5,7 @@ The only module that knows matplotlib, which the extra `plots` installs.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,9 @@ def draw(panels: Sequence[Panel], file: Path) -> None:
             if panel.counts_across:
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.legend(fontsize="small", frameon=False)
-        figure.savefig(
-            file, dpi=100, metadata={"Date": None} if file.suffix.lower() == ".svg" else None
-        )
+        with warnings.catch_warnings():
+            # The place for a legend takes more than a second to find on a busy machine.
+            warnings.filterwarnings("ignore", 'Creating legend with loc="best"')
+            figure.savefig(
+                file, dpi=100, metadata={"Date": None} if file.suffix.lower() == ".svg" else None
+            )

@@ -163,17 +163,19 @@ def uneven(batch: int) -> list[int]:
 
 
 def table(
-    checkpoint: Path, batch: int, modes: Sequence[str], by_flashinfer: Sequence[str]
+    checkpoint: Path, batches: Sequence[int], modes: Sequence[str], by_flashinfer: Sequence[str]
 ) -> Iterator[str]:
     """Yield the lines of the table."""
     yield "| mode | batch | propose | verify | prepare |"
     yield "|---|---|---|---|---|"
     for name in modes:
-        for gammas, described in (([GAMMA], "1"), (uneven(batch), f"{batch}, uneven")):
+        for batch in batches:
+            gammas, described = uneven(batch), f"{batch}, uneven" if batch > 1 else "1"
             found = count_round(checkpoint, MODES[name], gammas)
             yield f"| {name} | {described} | {' | '.join(map(str, found.values()))} |"
     for name in by_flashinfer:
-        for gammas, described in (([GAMMA], "1"), (uneven(batch), f"{batch}, uneven")):
+        for batch in batches:
+            gammas, described = uneven(batch), f"{batch}, uneven" if batch > 1 else "1"
             with flashinfer.installed(graph_rows=row_graphs.ROWS):
                 found = count_round(checkpoint, MODES[name], gammas, FLASHINFER_OPTIONS)
             counts = " | ".join(map(str, found.values()))
@@ -183,22 +185,23 @@ def table(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--quick", action="store_true", help="a small batch, one mode")
+    parser.add_argument("--quick", action="store_true", help="one sequence in one mode")
     parser.add_argument("--details", choices=MODES, help="waits by their place, of this mode alone")
     parser.add_argument("--out", type=Path, help="write the page here, too")
     args = parser.parse_args()
     modes: Sequence[str] = tuple(MODES)
     by_flashinfer: Sequence[str] = BY_FLASHINFER
-    batch = args.batch
+    batches: Sequence[int] = (1, args.batch)
     if args.quick:
-        batch, modes, by_flashinfer = 2, ("greedy",), ("greedy",)
+        batches, modes, by_flashinfer = (1,), ("greedy",), ("greedy",)
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = checkpoints.make("llama", Path(directory) / "llama")
         if args.details is not None:
-            for stage, found in count_round(checkpoint, MODES[args.details], uneven(batch)).items():
+            counts = count_round(checkpoint, MODES[args.details], uneven(args.batch))
+            for stage, found in counts.items():
                 print(f"{stage}: {found.details}")
             return
-        lines = "\n".join(table(checkpoint, batch, modes, by_flashinfer))
+        lines = "\n".join(table(checkpoint, batches, modes, by_flashinfer))
     text = (
         f"{date.today()}, torch {torch.__version__}, an emulated card. Waits of the host and "
         f"kernels that it launches in one steady round: a Llama of two layers, gamma up to {GAMMA}"
