@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -43,6 +42,7 @@ from specserve.models.checkpoints.decoders import (
 from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes
 from specserve.models.checkpoints.quantized.formats import method_of, read_format
 from specserve.models.checkpoints.rounding import Rounding
+from specserve.models.checkpoints.shapes_only import shapes_only
 from specserve.models.checkpoints.sizes import check_sizes
 from specserve.models.checkpoints.text_part import DECODERS, is_multimodal
 from specserve.models.checkpoints.weights import (
@@ -538,7 +538,7 @@ def _empty_part(
 
 def empty_module(config: Any, *, dtype: torch.dtype, attention: str) -> Any:
     """Return the library's module with shapes instead of weights, which takes no memory."""
-    with init_empty_weights(include_buffers=False):
+    with shapes_only():
         return _library_class(config).from_config(
             copy.deepcopy(config),
             dtype=dtype,
