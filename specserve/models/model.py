@@ -42,7 +42,11 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
-from specserve.models.checkpoints.weights import num_training_bytes, num_weight_bytes
+from specserve.models.checkpoints.weights import (
+    num_head_training_bytes,
+    num_training_bytes,
+    num_weight_bytes,
+)
 from specserve.models.flashinfer_attention import (
     FlashInferAttention,
     FlashInferUnusable,
@@ -50,7 +54,7 @@ from specserve.models.flashinfer_attention import (
 )
 from specserve.models.float8_kernels import float8_fault
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
-from specserve.models.hidden_taps import HiddenTaps
+from specserve.models.hidden_taps import SERVED_STATES_BYTES, HiddenTaps
 from specserve.models.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.layers import PrivateWeights, linear_weights
 from specserve.models.linear_kernels import CompiledKernel, linear_kernel, multiplies_bf16
@@ -109,6 +113,7 @@ class ModelOptions:
     adapter_bytes: int = 0  # of memory for adapters; 0: the model takes none
     round_to: str | None = None  # int8, int4 or fp8: weights are quantised as they are read
     is_trained: bool = False  # a copy of its weights beside it, which later takes their place
+    trained_head: Path | None = None  # of this target, in its process, from states that are kept
 
     @classmethod
     def from_config(cls, own: TargetConfig | DraftConfig, config: Config) -> ModelOptions:
@@ -242,16 +247,14 @@ def open_model(
         _report_float8(directory, dtype, device, weight_bytes())
     if packed is None and not skip:
         require_room(directory, weight_bytes(), device=device, ranks=ranks)
-    if options.is_trained:
-        require_room_to_train(
-            directory, weight_bytes(), num_training_bytes(directory, dtype), device=device
-        )
+    training_bytes = _num_training_bytes(directory, options, dtype)
+    if training_bytes:
+        require_room_to_train(directory, weight_bytes() // ranks, training_bytes, device=device)
     loaded = load(packed)
     spec = loaded.spec
     context = _context(spec, options)
     kept_free = options.adapter_bytes * (ranks if device.type == "cpu" else 1)
-    if options.is_trained:
-        kept_free += num_training_bytes(directory, dtype)
+    kept_free += training_bytes
 
     def count_pages(reserved: int = 0) -> int:
         return _num_pages(
@@ -324,6 +327,15 @@ def open_model(
         else Model(plain, spec, context, net, adapters)
     )
     return replace(model, rebuild=rebuild)
+
+
+def _num_training_bytes(directory: Path, options: ModelOptions, dtype: torch.dtype) -> int:
+    """Return the bytes to keep free for a model that is trained, or for a head beside it."""
+    if options.is_trained:
+        return num_training_bytes(directory, dtype)
+    if options.trained_head is None:
+        return 0
+    return num_head_training_bytes(options.trained_head, dtype) + SERVED_STATES_BYTES
 
 
 def _set_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

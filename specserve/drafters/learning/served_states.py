@@ -23,10 +23,8 @@ from specserve.drafters.learning.served_texts import (
     ServedTexts,
     Window,
 )
-from specserve.models.hidden_taps import HiddenRows
+from specserve.models.hidden_taps import SERVED_STATES_BYTES, HiddenRows
 
-MAX_BYTES = 2**29
-"""Memory for states, of windows and of running texts together."""
 RUNNING_SHARE = 0.25
 """Share of it for running texts."""
 MIN_WINDOWS = 40
@@ -52,7 +50,7 @@ class StateLimits:
     texts: int
 
     @classmethod
-    def from_row_bytes(cls, row_bytes: int, *, max_bytes: int = MAX_BYTES) -> StateLimits:
+    def from_row_bytes(cls, row_bytes: int, *, max_bytes: int = SERVED_STATES_BYTES) -> StateLimits:
         """Return the limits for states of so many bytes each."""
         running = int(max_bytes * RUNNING_SHARE)
         num = (max_bytes - running) // ((CONTEXT_TOKENS + NEW_TOKENS) * row_bytes)

@@ -248,6 +248,12 @@ def num_training_bytes(directory: Path, dtype: torch.dtype) -> int:
     return 7 * num_weight_bytes(directory, torch.float32) + 2 * num_weight_bytes(directory, dtype)
 
 
+def num_head_training_bytes(directory: Path, dtype: torch.dtype) -> int:
+    """Return the same for a head, all of whose files are its weights."""
+    numbers = num_numbers(StoredTensors(sorted(directory.glob("*.safetensors"))), None)[1]
+    return numbers * (7 * torch.float32.itemsize + 2 * dtype.itemsize)
+
+
 def num_stored_parameters(directory: Path) -> int:
     """Return how many numbers all tensors have."""
     return StoredSize.of_files(directory).numbers

@@ -20,7 +20,6 @@ from specserve.drafters.learning.idle_time import IdleTime
 from specserve.drafters.learning.learner import DraftLearner, LearningOptions
 from specserve.drafters.learning.open import eagle_learner
 from specserve.drafters.learning.served_states import (
-    MAX_BYTES,
     MAX_ROWS,
     ServedStates,
     StateLimits,
@@ -34,7 +33,7 @@ from specserve.drafters.registry import OpenDrafter, open_apart_drafter
 from specserve.errors import UnsupportedModel
 from specserve.models.eagle.checkpoint import EagleInfo, EagleWeights
 from specserve.models.eagle.trainable_head import DEPTHS, EagleModule
-from specserve.models.hidden_taps import HiddenRows, HiddenTaps
+from specserve.models.hidden_taps import SERVED_STATES_BYTES, HiddenRows, HiddenTaps
 from specserve.types import DraftStep, Proposal, Request, Warp
 from tests.support import checkpoints
 from tests.support.eagle_heads import HeadSizes, ReferenceHead, write_specforge, write_speculators
@@ -260,7 +259,7 @@ def test_states_are_kept_in_bounded_memory_and_leave_with_their_windows() -> Non
     row_bytes = 3 * 4096 * 2
     limits = StateLimits.from_row_bytes(row_bytes)
     kept = (limits.windows + limits.held_out) * (CONTEXT_TOKENS + NEW_TOKENS)
-    assert (kept + limits.texts * MAX_ROWS) * row_bytes <= MAX_BYTES
+    assert (kept + limits.texts * MAX_ROWS) * row_bytes <= SERVED_STATES_BYTES
     assert limits.windows > LearningOptions().min_windows
     assert limits.held_out >= LearningOptions().min_held_out
 
