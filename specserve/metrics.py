@@ -227,6 +227,13 @@ FAMILIES = (
         ("pool",),
     ),
     MetricFamily(
+        "gateway_cpu_share",
+        MetricKind.AVERAGED,
+        "Share of a core that the process of one gateway uses, by which gateways scale beside "
+        "their streams; above 1 with several threads.",
+        ("replica",),
+    ),
+    MetricFamily(
         "engine_num_requests_running",
         MetricKind.SUMMED,
         "Sequences of one engine that take part in rounds.",

@@ -252,10 +252,12 @@ class Gateway:
             for part, engine in zip(config.each_model, engines, strict=True)
         ]
         await _await_models(self._opening)
+        # From here on, without what starting took. Reports and the autoscaler look at different
+        # times.
+        self._reported_cpu, self._scaling_cpu = CpuShare(), CpuShare()
         self._reports = asyncio.create_task(
             report_forever(board, self._report, self._on_answer, unknown_engine)
         )
-        self._cpu_share = CpuShare()  # from here on, without what starting took
 
     async def _open_model(
         self, config: Config, engine: Any, board: Any, unknown_engine: asyncio.Event
@@ -291,7 +293,7 @@ class Gateway:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the metrics that Serve polls and passes to the autoscaling policy."""
-        return {CPU_METRIC: self._cpu_share.read()}
+        return {CPU_METRIC: self._scaling_cpu.read()}
 
     async def __del__(self) -> None:
         if hasattr(self, "_reports"):
@@ -305,6 +307,7 @@ class Gateway:
         if self._access is not None:
             self._access.trouble()  # so that its gauge is of this moment, also without requests
             uses = self._access.uses()
+        self._registry.gauge("gateway_cpu_share").set(self._reported_cpu.read(), self._replica)
         snapshot = self._models.snapshot(self._registry)
         return ReplicaReport(self._replica, GATEWAY, None, snapshot, uses=uses)
 

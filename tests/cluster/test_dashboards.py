@@ -159,7 +159,7 @@ def test_the_dashboard_shows_all_models_or_one_of_them() -> None:
     )
     assert variables["model"]["allValue"] == ".*", "metrics of a single model have no such label"
     for title, target in TARGETS:
-        if "rate_limited_total" not in target["expr"]:  # which knows no models
+        if not re.search("rate_limited_total|gateway_|pool_", target["expr"]):  # know no models
             uses = len(re.findall(rf"{PREFIX}\w+", target["expr"]))
             assert target["expr"].count(f'{{{MODEL_LABEL}=~"$model"}}') == uses, title
 
@@ -178,6 +178,8 @@ def test_the_dashboard_shows_the_documented_metrics() -> None:
             "kv_cache_usage_perc",
             "worker_restarts_total",
             "request_failure_total",
+            "gateway_cpu_share",
+            "pool_load",
         ),
     ):
         assert name in shown

@@ -90,7 +90,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def engines(url: str) -> set[str]:
     """Return the ids of the engines that the metrics name."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
-        return set(re.findall(r'replica="([^"]+)"', reply.read().decode()))
+        return set(re.findall(r'_engine_.*replica="([^"]+)"', reply.read().decode()))
 
 
 def answer(url: str) -> str:

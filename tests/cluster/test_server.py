@@ -335,6 +335,8 @@ def test_metrics_count_what_was_served(server: Server) -> None:
 
     until(drafted, 30)
     assert server.metrics()["specserve_replicas", ()] == 1
+    (cpu,) = (value for (name, _), value in server.metrics().items() if name.endswith("_cpu_share"))
+    assert cpu > 0, "its gateway has worked since it started"
     (rank,) = (
         dict(labels) for name, labels in server.metrics() if name == "specserve_rank_pass_seconds"
     )
