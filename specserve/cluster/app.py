@@ -50,6 +50,8 @@ GATEWAY_TARGET = 256
 DEFAULT_SURGE_PERCENT = 25
 BURST = 64
 """Requests on their way to an engine that it does not count yet."""
+LEAVE_TIMEOUT_S = 15.0
+"""Time that engines have to leave a device of a draft pool that is removed: it notices in 5 s."""
 LOOK_BACK_S = 30.0
 REPORTS_PER_LOOK_BACK = 4
 """Reports of its load that a replica or gateway sends to the autoscaler during the look-back."""
@@ -169,9 +171,10 @@ def _pool(sharers: Sequence[Config], board: Any, *, has_gpus: bool) -> Any:
         health_check_period_s=1.0,
         # Its thread computes for long stretches; an engine finds a drafter that hangs by itself.
         health_check_timeout_s=60.0,
-        # Engines would stay for ever; they go on without drafts until another replica is there.
+        # Engines that can move to another device do so; others go on without drafts until there is
+        # one.
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=1.0,
+        graceful_shutdown_timeout_s=LEAVE_TIMEOUT_S,
         max_constructor_retry_count=3,
         max_surge_percent=0,
     )(DraftPool).bind(config, board, tuple(part.target for part in sharers[1:]))

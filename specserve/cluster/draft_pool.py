@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from specserve.api.service import PoolStatus
 from specserve.cluster.autoscaling import DRAFTS_METRIC, ENGINES_METRIC
 from specserve.cluster.logs import join_serve
 from specserve.cluster.placement import FIRST_GPU
-from specserve.cluster.pool_balance import PoolBalance
+from specserve.cluster.pool_balance import HealthChecks, PoolBalance
 from specserve.cluster.pool_link import JoiningEngine
 from specserve.cluster.process_state import process_runs_on
 from specserve.cluster.status_board import POOL, PoolAnswer, ReplicaReport, report_forever
@@ -125,6 +125,8 @@ class DraftPool:
         # Reports and the autoscaler look at different times.
         self._reported_load, self._scaling_load = (LoadMeter(self._worker) for _ in range(2))
         self._balance = PoolBalance(self._replica, time.monotonic)
+        self._checks = HealthChecks(time.monotonic)
+        self._devices: Mapping[str, int] = {}  # engines of each device, as the board knows them
         self._reports = asyncio.create_task(report_forever(board, self._report, self._on_answer))
         log.info("draft pool %s: replica %s listens", self._pool, self._replica)
 
@@ -152,6 +154,7 @@ class DraftPool:
 
     def check_health(self) -> None:
         """Raise WorkerLost when the drafter has ended; Serve then replaces this replica."""
+        self._checks.note()
         if self._worker.ended.done():
             error = self._worker.ended.exception()
             why = "it has stopped" if error is None else first_line(error)
@@ -179,14 +182,21 @@ class DraftPool:
         self._last_counts = counts
         load = self._reported_load.read()
         self._registry.gauge("pool_load").set(load, *labels)
-        state = PoolStatus(self._pool, 1, self._worker.num_engines, load)
+        state: PoolStatus | None = PoolStatus(self._pool, 1, self._worker.num_engines, load)
+        if self._checks.have_ended():  # no engine is to move here, as one would to restore balance
+            state = None
         return ReplicaReport(self._replica, POOL, None, self._registry.snapshot(), pool=state)
 
-    def _on_answer(self, answer: PoolAnswer | None) -> None:
+    def _on_answer(self, answer: object) -> None:
         """Take the board's answer to a report; None while the board is away."""
-        if answer is None:
+        is_leaving = self._checks.have_ended()
+        if isinstance(answer, PoolAnswer):
+            self._devices = answer.engines
+        elif not is_leaving:
             return
-        moving = self._balance.engines_to_move(self._worker.engines, answer.engines)
+        moving = self._balance.engines_to_move(
+            self._worker.engines, self._devices, is_leaving=is_leaving
+        )
         if moving:
             log.info("%d engines are to move to other devices of the pool", len(moving))
             self._worker.ask_to_move(moving)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from specserve.cluster.pool_balance import ASK_AGAIN_S, SETTLED, PoolBalance
+from specserve.cluster.pool_balance import (
+    ASK_AGAIN_S,
+    SETTLED,
+    UNCHECKED_S,
+    HealthChecks,
+    PoolBalance,
+)
 
 
 class Device:
@@ -45,3 +51,26 @@ def test_an_engine_that_has_not_moved_is_asked_again_after_a_while_and_no_other_
     assert device.ask([1, 2], {"new": 0}) == [2]
     assert device.ask([1, 2], {"new": 0}, reports=int(ASK_AGAIN_S) - 2) == []
     assert device.ask([1, 2], {"new": 0}, reports=SETTLED + 2) == [2]
+
+
+def test_a_device_that_leaves_gives_up_all_its_engines_at_once_if_there_is_another() -> None:
+    balance = PoolBalance("here", lambda: 0.0)
+    engines = [3, 5, 8]
+    assert balance.engines_to_move(engines, {"here": 3}, is_leaving=True) == ()
+    counts = {"here": 3, "other": 3}
+    assert balance.engines_to_move(engines, counts, is_leaving=True) == (3, 5, 8)
+    assert balance.engines_to_move(engines, counts, is_leaving=True) == (), "they were asked"
+
+
+def test_a_replica_that_is_no_longer_examined_is_being_removed() -> None:
+    now = 0.0
+    checks = HealthChecks(lambda: now)
+    now = 100.0
+    assert not checks.have_ended(), "there was none yet"
+    checks.note()
+    now += UNCHECKED_S
+    assert not checks.have_ended()
+    now += 0.1
+    assert checks.have_ended()
+    checks.note()
+    assert not checks.have_ended(), "the controller was only slow"
