@@ -93,6 +93,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     )(Board).bind(
         may_sleep=config.replicas.min == 0,
         models={part.model: part.replicas.min == 0 for part in config.models if has_several},
+        min_gateways=config.replicas.min_gateways,
         watch=PlacementWatch(config),
     )
     pools = {

@@ -7,13 +7,10 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 
 from specserve.api.rates import ClientUse
 from specserve.api.service import ServedModel
@@ -24,14 +21,16 @@ from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.placement import Bundle
 from specserve.cluster.prefill_link import fetch_from
 from specserve.cluster.prompt_pages import PagePiece, PromptExporter, PromptImporter, WantedPages
+from specserve.cluster.releases import await_gateways, model_of
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.reply_streams import ReplyStreams
-from specserve.cluster.request_router import CACHED_TOKENS, RESTARTS
+from specserve.cluster.request_router import CACHED_TOKENS, PROTOCOL, RESTARTS
 from specserve.cluster.running_engine import RunningEngine
 from specserve.cluster.status_board import (
     ENGINE,
     GATEWAY,
     PREFILL,
+    EngineInfo,
     GatewayAnswer,
     ReplicaReport,
     report_forever,
@@ -39,24 +38,16 @@ from specserve.cluster.status_board import (
 from specserve.cluster.transport.chunk_stream import ChunkReceiver
 from specserve.cluster.transport.endpoint import Address
 from specserve.config.tree import Config
-from specserve.errors import SpecserveError, VersionMismatch, first_line
+from specserve.errors import SpecserveError
 from specserve.metrics import Registry
 from specserve.tracing import tracer_from_environment
-from specserve.types import Chunk, ModelInfo, Request
-from specserve.wire.version import Versioned, require_same_version
+from specserve.types import Chunk, Request
+from specserve.wire.version import VERSION
 
 log = logging.getLogger(__name__)
 
-ASK_AGAIN_S = 1.0
 OTHERS_S = 30.0
 """Time after the first model's engines that a gateway waits for those of the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineInfo(Versioned):
-    """Description of the model that an engine has opened, for gateways."""
-
-    model: ModelInfo
 
 
 class Engine:
@@ -98,6 +89,8 @@ class Engine:
         )
         self._exchange_pages(config, prefill)
         self._reports = asyncio.create_task(report_forever(board, self._report))
+        if role == ENGINE:
+            await await_gateways(board)
         freeze_objects()
         log.info("engine %s is ready: %s", self._replica, self._group.places)
         log.info("draft.placement: %s", self._group.draft_placement)
@@ -161,6 +154,7 @@ class Engine:
         return {
             CACHED_TOKENS: info.num_pages * info.page_size,
             RESTARTS: self._group.restarts["target"],
+            PROTOCOL: VERSION,
         }
 
     async def trace(self, last: int | None = None) -> dict[str, Any]:
@@ -221,6 +215,7 @@ class Engine:
             self._group.losses,
             engine_key=self._replies.public_key,
             model=self._label,
+            info=EngineInfo(self._group.info),
         )
 
 
@@ -268,7 +263,9 @@ class Gateway:
 
         tokenizer = Tokenizer.load(config.target.path, revision=config.target.revision)
         receiver = ChunkReceiver(ray.util.get_node_ip_address())
-        info = await _info_of(engine, may_fail=not self._models.has_several)
+        has_several = self._models.has_several
+        name = config.model if has_several else ""
+        info = await model_of(engine, board, name, may_fail=not has_several)
         registry = Registry() if self._models.has_several else self._registry
         resumed = registry.counter("requests_resumed_total")
         replicas = EngineReplicas(
@@ -318,30 +315,6 @@ class Gateway:
                 replicas.admit_engines(answer.engines)
         if self._access is not None:
             self._access.charge_others({} if answer is None else answer.uses)
-
-
-async def _info_of(engine: Any, *, may_fail: bool = True) -> ModelInfo:
-    """Return what an engine of this release says of its model.
-
-    While an update replaces engines of another release, one of those may answer; it is asked again.
-    So is a deployment that has failed unless the gateway `may_fail`: it has other models to serve.
-    """
-    while True:
-        try:
-            answer = await engine.info.remote()
-            require_same_version(getattr(answer, "version", None), getattr(answer, "release", None))
-        except VersionMismatch as error:
-            log.warning("a gateway waits for an engine of its own release: %s", error)
-            await asyncio.sleep(ASK_AGAIN_S)
-            continue
-        except (RayError, RayServeException) as error:
-            if may_fail:
-                raise
-            log.warning("a gateway waits for an engine of a model: %s", first_line(error))
-            await asyncio.sleep(ASK_AGAIN_S)
-            continue
-        info: ModelInfo = answer.model
-        return info
 
 
 async def _await_models(opening: Sequence[asyncio.Task[None]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -52,10 +53,10 @@ NUMBER_BITS = 64
 """Random bits of the number of a call."""
 BOARD_ANSWERS_S, BOARD_AWAY_S, BOARD_YOUNG_S = 2.0, 60.0, 3.0
 """Seconds that the board has to answer, may be away, and has no reports yet when it is new."""
-# Engines that cannot take a request, as in an update, when some run another release. So many are
-# tried before it is refused.
-MAX_UNSUITABLE = 5
-UNSUITABLE_RETRY_S = 0.05
+# Engines that cannot take a request, as in an update, when some run another release. Others are
+# tried for so long before it is refused: those of its release may only be full or starting.
+UNSUITABLE_S = 10.0
+FIRST_UNSUITABLE_RETRY_S, UNSUITABLE_RETRY_S = 0.05, 0.5
 ChunkQueue = asyncio.Queue[Chunk | SpecserveError]
 
 
@@ -133,7 +134,8 @@ class EngineReplicas:
             self._num_ended -= 1
         else:
             self._next_probe = self._clock() + PROBE_EVERY_S
-        resumable, num_unsuitable = ResumableRequest(request), 0
+        resumable = ResumableRequest(request)
+        unsuitable_until, unsuitable_backoff = math.inf, FIRST_UNSUITABLE_RETRY_S
         while True:
             try:
                 async with aclosing(self._attempt(resumable.request)) as chunks:
@@ -148,12 +150,14 @@ class EngineReplicas:
                 backoff = resumable.on_engine_lost(error)
                 log.warning("a request goes on elsewhere: %s", error)
                 self._on_resume()
+                unsuitable_until, unsuitable_backoff = math.inf, FIRST_UNSUITABLE_RETRY_S
             except UnsuitableEngine as error:
-                num_unsuitable += 1
-                if num_unsuitable >= MAX_UNSUITABLE and not resumable.num_resumed:
+                unsuitable_until = min(unsuitable_until, self._clock() + UNSUITABLE_S)
+                if self._clock() > unsuitable_until:
                     raise
                 log.warning("another engine is tried: %s", error)
-                backoff = UNSUITABLE_RETRY_S if num_unsuitable < MAX_UNSUITABLE else FULL_RETRY_S
+                backoff = unsuitable_backoff
+                unsuitable_backoff = min(2.0 * backoff, UNSUITABLE_RETRY_S)
             except (Overloaded, Unavailable) as error:
                 if isinstance(error, Overloaded):
                     self._full_until, self._why_full = self._clock() + FULL_FOR_S, str(error)

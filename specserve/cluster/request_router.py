@@ -21,11 +21,12 @@ from ray.serve.request_router import (
 
 from specserve.cluster.prefix_affinity import MAX_COMPARED, EngineState, PrefixAffinity
 from specserve.types import Request
+from specserve.wire.version import VERSION
 
 if TYPE_CHECKING:
     from ray.serve._private.common import RequestMetadata
 
-CACHED_TOKENS, RESTARTS = "cached_tokens", "restarts"
+CACHED_TOKENS, RESTARTS, PROTOCOL = "cached_tokens", "restarts", "protocol"
 """What an engine reports to routers every REPORT_EVERY_S."""
 REPORT_EVERY_S = 1.0
 
@@ -62,6 +63,7 @@ class PrefixRequestRouter(FIFOMixin, RequestRouter):
         tokens, salt = ((), b"") if request is None else (_text(request), request.cache_salt)
         if len(candidate_replicas) > MAX_COMPARED:
             candidate_replicas = self._compared(tokens, salt) or candidate_replicas
+        candidate_replicas = _of_this_release(candidate_replicas)
         available = self.select_available_replicas(candidate_replicas)
         by_name = {str(replica.replica_id): replica for replica in available or candidate_replicas}
         engines = {name: self._state(replica) for name, replica in by_name.items()}
@@ -142,6 +144,20 @@ class PrefixRequestRouter(FIFOMixin, RequestRouter):
             cached_tokens=stats.get(CACHED_TOKENS),
             restarts=stats.get(RESTARTS, 0),
         )
+
+
+def _of_this_release(replicas: list[RunningReplica]) -> list[RunningReplica]:
+    """Return the replicas that speak this version of the protocol, if any is known to.
+
+    In an update the others refuse what this gateway sends. One that has not reported yet is only
+    asked if none of this version is there.
+    """
+    versions = [(replica.routing_stats or {}).get(PROTOCOL) for replica in replicas]
+    for wanted in (VERSION, None):
+        chosen = [one for one, version in zip(replicas, versions, strict=True) if version == wanted]
+        if chosen:
+            return chosen
+    return replicas
 
 
 def _generation(pending: PendingRequest | None) -> Request | None:

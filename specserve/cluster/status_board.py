@@ -18,6 +18,7 @@ from specserve.api.service import ModelStatus, PoolStatus, Status
 from specserve.cluster.placement_watch import PlacementWatch
 from specserve.errors import VersionMismatch
 from specserve.metrics import Snapshot, merge
+from specserve.types import ModelInfo
 from specserve.wire.version import Versioned
 
 log = logging.getLogger(__name__)
@@ -28,10 +29,19 @@ MIN_REPORT_S = 0.05
 """Time between two reports of a gateway that meets keys which it does not know."""
 SILENT_AFTER_S = 5.0
 """Time without a report after which a replica counts as gone."""
+YOUNG_S = 2.0
+"""Time in which a new board may not have heard of all gateways that run."""
 MAX_SILENT = 100
 """Replicas that fell silent and may come back; of older ones only the sum is kept."""
 CHECK_PLACEMENT_EVERY_S = 2.0
 NO_ENGINE = "no engine replica reports"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo(Versioned):
+    """Description of the model that an engine has opened, for gateways."""
+
+    model: ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ class ReplicaReport(Versioned):
     engine_key: bytes | None = None  # public key with which an engine sends its chunks
     model: str = ""  # of an engine of one of several models
     pool: PoolStatus | None = None  # of a device of a draft pool
+    info: EngineInfo | None = None  # of an engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +92,8 @@ class Board:
     """Reports of all replicas, with the counters of those that are gone, so that sums never fall.
 
     If `may_sleep`, having no engine is healthy, since the next request starts one; `models` says
-    so of each of several models. `watch` finds engines that wait for a node.
+    so of each of several models. `watch` finds engines that wait for a node. An update ends with
+    `min_gateways` at least.
     """
 
     def __init__(
@@ -90,10 +102,11 @@ class Board:
         *,
         may_sleep: bool = False,
         models: Mapping[str, bool] | None = None,
+        min_gateways: int = 1,
         watch: PlacementWatch | None = None,
     ) -> None:
         self._clock, self._may_sleep, self._watch = clock, may_sleep, watch
-        self._models = models or {}
+        self._models, self._min_gateways = models or {}, min_gateways
         self._began = clock()
         self._waits: str | None = None  # why an engine waits for a node
         self._watched_at = clock()
@@ -129,6 +142,28 @@ class Board:
             EngineKeys(keys, is_complete=self._clock() - self._began >= SILENT_AFTER_S),
             {other.replica: other.uses for other in others},
         )
+
+    def engine_info(self, model: str = "") -> EngineInfo | None:
+        """Return what an engine says of its model; None while none has reported."""
+        self._drop_silent()
+        for _, report in self._reports.values():
+            if report.role == ENGINE and report.model == model and report.info is not None:
+                return report.info
+        return None
+
+    def awaits_gateways(self) -> bool | None:
+        """Return whether an update is to replace gateways of another release, and has not yet.
+
+        None while it is too early to know.
+        """
+        self._drop_silent()
+        gateways = [one for _, one in self._reports.values() if one.role == GATEWAY]
+        if len(gateways) >= self._min_gateways:
+            return False
+        now = self._clock()
+        if any(now - when <= SILENT_AFTER_S for when in self._other_releases.values()):
+            return True
+        return None if now - self._began < YOUNG_S else False
 
     def status(self, excluded_replica: str = "") -> Status:
         """Return the status of all replicas, with the metrics of all but the excluded one.

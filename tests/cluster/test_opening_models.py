@@ -8,8 +8,10 @@ import pytest
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from specserve.cluster import deployments
-from specserve.cluster.deployments import EngineInfo, _await_models, _info_of
+from specserve.cluster import deployments, releases
+from specserve.cluster.deployments import _await_models
+from specserve.cluster.releases import model_of
+from specserve.cluster.status_board import EngineInfo
 from tests.support.fakes import model_info
 
 FAILED = DeploymentUnavailableError(DeploymentID("Engine-large", "app"))
@@ -32,13 +34,24 @@ class Engine:
         return answer
 
 
+class Board:
+    """A handle of a board to which no engine has reported."""
+
+    @property
+    def engine_info(self) -> Board:
+        return self
+
+    async def remote(self, name: str) -> None:
+        return None
+
+
 def test_a_failed_deployment_is_asked_again_unless_it_is_that_of_the_only_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deployments, "ASK_AGAIN_S", 0.0)
-    assert asyncio.run(_info_of(Engine(), may_fail=False)) == model_info()
+    monkeypatch.setattr(releases, "ASK_AGAIN_S", 0.0)
+    assert asyncio.run(model_of(Engine(), Board(), may_fail=False)) == model_info()
     with pytest.raises(DeploymentUnavailableError):
-        asyncio.run(_info_of(Engine()))
+        asyncio.run(model_of(Engine(), Board()))
 
 
 def test_a_gateway_opens_without_a_model_whose_engines_do_not_come(

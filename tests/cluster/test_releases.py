@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from specserve.api.service import Status
-from specserve.cluster import deployments
-from specserve.cluster.deployments import EngineInfo, _info_of
+from specserve.cluster import releases
+from specserve.cluster.releases import await_gateways, model_of
 from specserve.cluster.replicas import EngineReplicas
 from specserve.cluster.status_board import (
     ENGINE,
     GATEWAY,
+    YOUNG_S,
     Board,
+    EngineInfo,
     EngineKeys,
     GatewayAnswer,
     ReplicaReport,
@@ -144,20 +146,64 @@ def test_an_answer_of_another_release_counts_as_none() -> None:
     assert answers == [None, good]
 
 
+class Handle:
+    """A handle whose one method gives answers, the last of them for ever."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = list(answers)
+
+    def __getattr__(self, name: str) -> Handle:
+        return self
+
+    async def remote(self, *arguments: object) -> object:
+        await asyncio.sleep(0)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
 def test_a_new_gateway_waits_for_an_engine_of_its_own_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(deployments, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(releases, "ASK_AGAIN_S", 0.0)
     model = model_info()
-    answers = iter([model, replace(EngineInfo(model), **OTHER), EngineInfo(model)])
+    other = replace(EngineInfo(model), **OTHER)
+    engine, no_report = Handle(model, other, EngineInfo(model)), Handle(None)
+    assert asyncio.run(model_of(engine, no_report)) is model
+    assert len(engine.answers) == 1, "the first two were of other releases"
 
-    class Engine:
-        @property
-        def info(self) -> Engine:
-            return self
 
-        async def remote(self) -> object:
-            return next(answers)
+def test_a_new_gateway_opens_by_the_report_of_an_engine_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(releases, "ASK_AGAIN_S", 0.0)
+    model = model_info()
+    board = Handle(None, replace(EngineInfo(model), **OTHER), EngineInfo(model))
+    assert asyncio.run(model_of(Handle(replace(EngineInfo(model), **OTHER)), board)) is model
 
-    assert asyncio.run(_info_of(Engine())) is model
-    assert next(answers, None) is None, "the first two were of other releases"
+
+def test_a_board_knows_whether_new_gateways_have_replaced_those_of_another_release() -> None:
+    now = 0.0
+    board = Board(lambda: now, min_gateways=2)
+    assert board.awaits_gateways() is None, "none has had time to report"
+    now += YOUNG_S
+    assert board.awaits_gateways() is False, "no update"
+    board.report(replace(GATEWAY_REPORT, **OTHER))
+    board.report(replace(REPORT, info=EngineInfo(model_info())))
+    assert board.awaits_gateways() is True
+    info = board.engine_info()
+    assert info is not None
+    assert board.engine_info("another model") is None
+    board.report(GATEWAY_REPORT)
+    assert board.awaits_gateways() is True, "one of two"
+    board.report(replace(GATEWAY_REPORT, replica="g2"))
+    assert board.awaits_gateways() is False
+
+
+def test_an_engine_serves_once_the_gateways_of_its_release_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(releases, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(releases, "SWITCH_S", 0.0)
+    board = Handle(None, True, True, False)
+    asyncio.run(await_gateways(board))
+    assert board.answers == [False]
+    asyncio.run(await_gateways(Handle(True), wait_s=0.01))

@@ -18,7 +18,7 @@ from specserve.api.refusal import Refusal
 from specserve.api.service import Status
 from specserve.cluster import deployments
 from specserve.cluster import replicas as replicas_module
-from specserve.cluster.replicas import EngineReplicas
+from specserve.cluster.replicas import UNSUITABLE_S, EngineReplicas
 from specserve.cluster.resume import ResumableRequest
 from specserve.cluster.status_board import EngineKeys
 from specserve.cluster.transport.chunk_stream import ChunkReceiver, ChunkSender
@@ -196,21 +196,29 @@ OTHER_RELEASE = VersionMismatch("version 9 (specserve 9.9), and this one version
     ],
     ids=["refused", "failed on the call itself"],
 )
-def test_engines_of_another_release_are_tried_and_then_the_request_is_refused(
-    ending: Callable[[Any], None],
+def test_engines_of_another_release_are_tried_for_a_while_and_then_the_request_is_refused(
+    ending: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = 0.0
+    monkeypatch.setattr("specserve.cluster.replicas.FIRST_UNSUITABLE_RETRY_S", 0.0)
+
     async def scenario(replicas: EngineReplicas, engine: Engine, sender: ChunkSender) -> None:
+        nonlocal now
+        replicas._clock = lambda: now
         waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
-        for life in range(1, 5):
+        for life in range(1, 8):
             await engine.called(life)
             ending(engine.calls[-1].result)
-        await engine.called(5)
+        await engine.called(8)
         sender.send(Chunks((chunk(engine.numbers[-1], 0, 4),)))
-        assert (await waiting).tokens == (4,), "from the fifth"
+        assert (await waiting).tokens == (4,), "from the eighth"
         waiting = asyncio.ensure_future(anext(replicas.generate(REQUEST)))
-        for life in range(6, 11):
+        for life in range(9, 11):
             await engine.called(life)
             ending(engine.calls[-1].result)
+        await engine.called(11)
+        now += UNSUITABLE_S + 0.1
+        ending(engine.calls[-1].result)
         with pytest.raises(Unavailable, match=r"specserve 9\.9\), and this one version 8") as error:
             await waiting
         assert Refusal.from_error(error.value).status == 503

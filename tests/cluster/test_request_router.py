@@ -17,8 +17,9 @@ from ray.serve._private.common import (
 from ray.serve.request_router import PendingRequest
 
 from specserve.cluster.prefix_affinity import BLOCK, MAX_COMPARED
-from specserve.cluster.request_router import CACHED_TOKENS, RESTARTS, PrefixRequestRouter
+from specserve.cluster.request_router import CACHED_TOKENS, PROTOCOL, RESTARTS, PrefixRequestRouter
 from specserve.types import Request, Warp
+from specserve.wire.version import VERSION
 
 ENGINES = DeploymentID("Engine", "app")
 A, B, C = (ReplicaID(name, ENGINES) for name in "abc")
@@ -49,17 +50,21 @@ def generation(prompt: tuple[int, ...], *, generated: tuple[int, ...] = ()) -> A
 
 def run(scenario: Scenario, replicas: list[Any]) -> None:
     async def main() -> None:
-        router = PrefixRequestRouter(  # type: ignore[no-untyped-call]
-            ENGINES,
-            DeploymentHandleSource.REPLICA,
-            use_replica_queue_len_cache=True,
-        )
-        router.initialize_state(max_running=4)
-        router._replicas = {replica.replica_id: replica for replica in replicas}
-        router._replicas_list = list(replicas)
-        await scenario(router)
+        await scenario(open_router(replicas))
 
     asyncio.run(main())
+
+
+def open_router(replicas: list[Any]) -> PrefixRequestRouter:
+    router = PrefixRequestRouter(  # type: ignore[no-untyped-call]
+        ENGINES,
+        DeploymentHandleSource.REPLICA,
+        use_replica_queue_len_cache=True,
+    )
+    router.initialize_state(max_running=4)
+    router._replicas = {replica.replica_id: replica for replica in replicas}
+    router._replicas_list = list(replicas)
+    return router
 
 
 async def ranked(router: PrefixRequestRouter, call: Any) -> list[ReplicaID]:
@@ -118,6 +123,22 @@ def test_reports_of_engines_say_what_is_still_cached() -> None:
         assert (state.cached_tokens, state.restarts, state.max_running) == (4096, 2, 4)
 
     run(scenario, [Replica(A, routing_stats={CACHED_TOKENS: 4096, RESTARTS: 2})])
+
+
+def test_a_gateway_asks_engines_of_another_release_only_where_there_are_no_others() -> None:
+    ours, theirs = {PROTOCOL: VERSION}, {PROTOCOL: VERSION + 1}
+
+    async def chosen(*stats: dict[str, int]) -> set[ReplicaID]:
+        named = zip((A, B, C), stats, strict=False)
+        router = open_router([Replica(name, routing_stats=given) for name, given in named])
+        return set(await ranked(router, generation(PROMPT)))
+
+    async def cases() -> None:
+        assert await chosen(theirs, ours, {}) == {B}, "the third has not reported yet"
+        assert await chosen(theirs, {}) == {B}
+        assert await chosen(theirs, theirs) == {A, B}, "they refuse it, and say why"
+
+    asyncio.run(cases())
 
 
 def test_all_calls_of_one_http_request_are_sent_and_counted() -> None:
