@@ -37,7 +37,7 @@ MEASURED := docs/measurements
 .PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
-	simulate-autoscaling simulate-prefill simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network overload misuse survey docs clean
+	simulate-autoscaling simulate-prefill simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
 
 help:  ## List the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -239,6 +239,9 @@ chaos-gateways: $(VENV)/installed-for-tests  ## Kill, stop and cut off gateways 
 
 chaos-network: $(VENV)/installed-for-tests  ## Break every link of a server under load
 	$(BIN)/python -m tests.chaos.network $(ARGS)
+
+chaos-releases: $(VENV)/installed-for-tests  ## Update a server under load from one release to another and back
+	$(BIN)/python -m tests.chaos.releases $(ARGS)
 
 overload: $(VENV)/installed-for-tests  ## Send five times the load that the server can take
 	$(BIN)/python -m tests.chaos.overload $(ARGS)

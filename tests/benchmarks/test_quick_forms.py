@@ -70,6 +70,7 @@ ELSEWHERE = {
 NO_TINY_FORM = {
     "benchmarks.serving": "needs a server of its own, and its parts are the server's tests",
     "tests.chaos.overload": "needs a server of its own for each part",
+    "tests.chaos.releases": "builds wheels, and each update takes a minute",
     "tests.chaos.table": "needs a server of its own for each role",
 }
 """Commands that only a measurement runs, and why."""

@@ -16,10 +16,8 @@ from typing import Any
 import openai
 import pytest
 import yaml
-from ray.cluster_utils import Cluster
 
-from specserve.cluster.ray_session import SERVE_SETTINGS, proxy_ports
-from tests.support.ray_server import free_port
+from tests.support.ray_server import free_port, ray_with_dashboard
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
@@ -30,22 +28,8 @@ NAME = "specserve"
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    """Start a Ray with a dashboard, which takes what `serve deploy` sends, and yield its URL."""
-    port = free_port()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**SERVE_SETTINGS, **proxy_ports(excluded=port)}.items():
-            patch.setenv(name, value)
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={
-                "num_cpus": 12,
-                "num_gpus": 0,
-                "include_dashboard": True,
-                "dashboard_port": port,
-            },
-        )
-        yield f"http://127.0.0.1:{port}"
-        cluster.shutdown()
+    with ray_with_dashboard(num_cpus=12) as url:
+        yield url
 
 
 def serve(command: str, dashboard: str, *arguments: str) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+from ray.cluster_utils import Cluster
+
 from specserve.cluster.cluster_address import ANY_RUNNING
 from specserve.cluster.launch import deploy
-from specserve.cluster.ray_session import ray_session
+from specserve.cluster.ray_session import SERVE_SETTINGS, proxy_ports, ray_session
 from specserve.config.tree import Config, config_from_keys
 
 
@@ -42,3 +45,30 @@ def served(
         deploy(config, said.append, owns_ray=owns_ray, engine=engine) as url,
     ):
         yield url, config
+
+
+@contextmanager
+def ray_with_dashboard(num_cpus: int, *, without: Sequence[str] = ()) -> Iterator[str]:
+    """Start a Ray with a dashboard, which takes what `serve deploy` sends, and yield its URL.
+
+    `num_cpus` is for Ray's scheduler. `without` names environment variables that it does not get.
+    """
+    port = free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**SERVE_SETTINGS, **proxy_ports(excluded=port)}.items():
+            patch.setenv(name, value)
+        for name in without:
+            patch.delenv(name, raising=False)
+        cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": num_cpus,
+                "num_gpus": 0,
+                "include_dashboard": True,
+                "dashboard_port": port,
+            },
+        )
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            cluster.shutdown()

@@ -46,7 +46,12 @@ class Built:
 def build(into: Path) -> Built:
     """Build the sdist from a copy of the tree and the wheel from the sdist, without network."""
     shutil.copytree(ROOT, into / "tree", ignore=LEFT_OUT)
-    sdist = _build("build_sdist", into / "tree", into)
+    return build_tree(into / "tree", into)
+
+
+def build_tree(tree: Path, into: Path) -> Built:
+    """Build the sdist of a tree, which may leave files in it, and the wheel from the sdist."""
+    sdist = _build("build_sdist", tree, into)
     with tarfile.open(sdist) as archive:
         archive.extractall(into / "unpacked", filter="data")
     (source,) = (into / "unpacked").iterdir()
