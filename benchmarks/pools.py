@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, median
 
+from specserve.cluster.long_lived import freeze_objects
 from specserve.cluster.pool_worker import PoolWorker
 from specserve.cluster.remote import RemoteDrafter
 from specserve.cluster.transport.endpoint import Address, KeyPair
@@ -167,6 +168,7 @@ def serve_draft(pipe: Connection, draft_s: float) -> None:
         page_size=PAGE_SIZE,
         max_places=64,
     )
+    freeze_objects()
     thread = threading.Thread(target=worker.run)
     thread.start()
     while (asked := pipe.recv()) is not None:
@@ -219,6 +221,7 @@ def run_engine(pipe: Connection, seed: int, load: PoolLoad) -> None:
             await coordinator.round()
         return time.perf_counter() - begun
 
+    freeze_objects()
     pipe.send("linked")
     assert pipe.recv() == "go"
     seconds = asyncio.run(run())
