@@ -37,27 +37,29 @@ PROMPT = 24
 class CurvePassTime:
     """Passes of a target by rows, as its warm-up measured them for one sequence.
 
-    `scale` is how much slower it runs beside the others, and each further sequence takes
-    `per_sequence` more.
+    `scale` is how much slower it runs beside the others, and each row of a further sequence takes
+    `per_row` more. A pass is no longer than one of more rows, whatever a warm-up measures.
     """
 
     curve: Curve
     scale: float = 1.0
-    per_sequence: float = 0.0
+    per_row: float = 0.0
 
     def seconds(self, rows: int, sequences: int, positions: int) -> float:
-        known, taken = zip(*self.curve, strict=True)
+        known, measured = zip(*self.curve, strict=True)
+        taken = np.minimum.accumulate(measured[::-1])[::-1]
         beyond: float = max(1.0, rows / known[-1])
         of_rows: float = float(np.interp(rows, known, taken)) * beyond
-        return self.scale * of_rows + self.per_sequence * (sequences - 1)
+        further = rows * (1 - 1 / max(1, sequences))
+        return self.scale * of_rows + self.per_row * further
 
     def fitted_to(self, one: LoopRun, many: LoopRun, *, rows: int) -> CurvePassTime:
         """Return it with the seconds of runs whose passes have so many rows a sequence."""
         count = len(many.output_ids)
-        of_one, of_many = (median(run.span_seconds("target", "verify")) for run in (one, many))
+        of_one, of_many = (median(pass_seconds(run)) for run in (one, many))
         scaled = replace(self, scale=of_one / self.seconds(rows, 1, 0))
         further = of_many - scaled.seconds(count * rows, 1, 0)
-        return replace(scaled, per_sequence=max(0.0, further) / (count - 1))
+        return replace(scaled, per_row=max(0.0, further) / (rows * (count - 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +179,41 @@ def link_seconds(run: LoopRun, role: str) -> float:
 
 
 def idle_seconds(run: LoopRun) -> float:
-    """Return the seconds of a round in which neither device works."""
-    rounds = [
-        later.start - earlier.start
-        for earlier, later in zip(run.decode_rounds, run.decode_rounds[1:], strict=False)
+    """Return the seconds of a round of all streams in which neither device works."""
+    waited = [
+        later.start - earlier.start - sum(_spans(run, earlier, later, "verify", "draft"))
+        for earlier, later in _pairs(run)
     ]
-    return max(
-        0.0,
-        mean(rounds)
-        - mean(run.span_seconds("target", "verify"))
-        - mean(run.span_seconds("draft", "draft")),
-    )
+    return max(0.0, median(waited))
+
+
+def pass_seconds(run: LoopRun) -> list[float]:
+    """Return the seconds of the target's passes over all streams."""
+    return [
+        seconds
+        for earlier, later in _pairs(run)
+        for seconds in _spans(run, earlier, later, "verify")
+    ]
+
+
+def _pairs(run: LoopRun) -> list[tuple[Round, Round]]:
+    """Return each round of all streams with the one behind it, if that is one, too."""
+    return [
+        (earlier, later)
+        for earlier, later in pairwise(full_rounds(run))
+        if later.number == earlier.number + 1
+    ]
+
+
+def _spans(run: LoopRun, earlier: Round, later: Round, *names: str) -> list[float]:
+    """Return the seconds of the spans with these names in the earlier of two rounds."""
+    return [
+        span.end - span.start
+        for exchange in run.exchanges
+        if earlier.start <= exchange.sent_at < later.start
+        for span in exchange.spans
+        if span.name in names
+    ]
 
 
 def measured_acceptance(runs: Sequence[LoopRun], *, hit_rate: float = 1.0) -> AcceptanceConfig:
@@ -237,13 +263,8 @@ def make_scenario(fitted: FittedDevices, mode: Mode, gamma: int, streams: int) -
 
 def decode_rate(run: LoopRun) -> float:
     """Return the tokens per second of the rounds in which all streams ran."""
-    rounds = full_rounds(run)
-    seconds = mean(
-        later.start - earlier.start
-        for earlier, later in pairwise(rounds)
-        if later.number == earlier.number + 1
-    )
-    return mean(round_.num_committed for round_ in rounds) / seconds
+    seconds = mean(later.start - earlier.start for earlier, later in _pairs(run))
+    return mean(round_.num_committed for round_ in full_rounds(run)) / seconds
 
 
 def full_rounds(run: LoopRun) -> list[Round]:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.peers.comparison import GAMMAS, OURS, Entry, Load, Prompts
-from specserve.demo.corpus import held_out_prompts
+from specserve.demo.corpus import held_out_files
 
 ONE, EIGHT, WIDE, PREFILL = "1 stream", "8 streams", "32 streams", "prefill"
 DECODING, ALL = (ONE, EIGHT, WIDE), (ONE, EIGHT, WIDE, PREFILL)
@@ -155,8 +155,8 @@ def text_windows(*, count: int, length: int) -> Prompts:
 
 @cache
 def _held_out_files() -> Prompts:
-    files = held_out_prompts(count=100, length=FILE_TOKENS)
-    return tuple(tokens for tokens in files if len(tokens) == FILE_TOKENS)
+    files = held_out_files()
+    return tuple(tokens[:FILE_TOKENS] for tokens in files if len(tokens) >= FILE_TOKENS)
 
 
 def _grouped(entries: Sequence[Entry]) -> Sequence[Entry]:

@@ -51,16 +51,35 @@ def standard_library() -> Corpus:
 
 
 def held_out_prompts(*, count: int, length: int) -> tuple[tuple[int, ...], ...]:
-    """Return the first tokens of held-out files, after their first lines."""
+    """Return stretches of held-out files, none of which has tokens of another.
+
+    First come the beginnings of the files, behind their first lines; a short file's is shorter.
+    Later ones are as far from one another as they are long. Raises ValueError if there are fewer.
+    """
+    files = held_out_files()
+    found = [tokens[:length] for tokens in files]
+    for start in range(2 * length, max(map(len, files)), 2 * length):
+        stretches = (tokens[start : start + length] for tokens in files)
+        found += [stretch for stretch in stretches if len(stretch) == length]
+    if len(found) < count:
+        raise ValueError(
+            f"the held-out files have {len(found)} prompts of {length} tokens, and not {count}"
+        )
+    return tuple(found[:count])
+
+
+def held_out_files() -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of the held-out files of some length, behind their first lines."""
     tokenizer = Tokenizer.load(DEMO / "target")
     contents = [content[200:] for content in standard_library().held_out if len(content) > 4000]
-    return tuple(tokenizer.encode(content)[:length] for content in contents[:count])
+    return tuple(tokenizer.encode(content) for content in contents)
 
 
 def held_out_tokens(limit: int) -> list[int]:
     """Return up to `limit` tokens of held-out files, concatenated."""
-    prompts = held_out_prompts(count=64, length=MAX_TOKENS_PER_FILE)
-    return list(chain.from_iterable(prompts))[:limit]
+    return list(chain.from_iterable(file[:MAX_TOKENS_PER_FILE] for file in held_out_files()))[
+        :limit
+    ]
 
 
 def write(directory: Path) -> None:
