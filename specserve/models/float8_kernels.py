@@ -6,13 +6,14 @@ its weights does.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from specserve.errors import first_line
-from specserve.models.float8_weight import FLOAT8, LARGEST_FLOAT8
+from specserve.models.float8_weight import FLOAT8, LARGEST_FLOAT8, Float8Weight
 
 MULTIPLE = 16
 """The kernels take matrices whose rows and columns are so many or a multiple of it."""
@@ -26,21 +27,36 @@ TOLERANCE = 2**-6
 """Error of a trial's results, as a share of the largest of its row."""
 
 
-def scale_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def scale_rows(x: Tensor, largest_input: float = math.inf) -> tuple[Tensor, Tensor]:
     """Return rows [n, in] in FP8, and their scales [n, 1]; a row's depend on that row alone."""
     largest = torch.linalg.vector_norm(x, ord=torch.inf, dim=-1, keepdim=True, dtype=torch.float32)
-    scales = largest.div_(LARGEST_FLOAT8).clamp_(min=SMALLEST_SCALE)
-    return (x / scales).to(FLOAT8), scales
+    scales = largest.div_(LARGEST_FLOAT8)
+    scales.clamp_(SMALLEST_SCALE, largest_input / LARGEST_FLOAT8)
+    scaled = x / scales
+    return (scaled if largest_input == math.inf else _cut_off(scaled)).to(FLOAT8), scales
 
 
-def float8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W^T + b in bf16, of rows [n, in] and of a `Float8Weight` [out, in]."""
-    rows, row_scales = scale_rows(x)
+def round_inputs(x: Tensor, weight: Float8Weight) -> tuple[Tensor, Tensor]:
+    """Return a product's inputs [n, in] in FP8 as its weight says, and their scales [n, 1]."""
+    if weight.input_scale is None:
+        return scale_rows(x, weight.largest_input)
+    scales = weight.input_scale.expand(len(x), 1).contiguous()  # the kernel takes one a row
+    return _cut_off(x / weight.input_scale).to(FLOAT8), scales
+
+
+def _cut_off(scaled: Tensor) -> Tensor:
+    """Cut off what FP8 cannot hold, in place: it has no infinity, and torch would round to NaN."""
+    return scaled.clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+
+
+def float8_product(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b in bf16, of rows [n, in]."""
+    rows, row_scales = round_inputs(x, weight)
     return torch._scaled_mm(
         rows,
-        codes.t(),
+        weight.codes.t(),
         scale_a=row_scales,
-        scale_b=scales.t(),
+        scale_b=weight.scales.t(),
         bias=bias,
         out_dtype=torch.bfloat16,
     )
@@ -76,6 +92,6 @@ def _error(num_rows: int, device: torch.device) -> float:
     bias = (1e-3 * torch.randn(OUTPUTS, generator=generator)).bfloat16().to(device)
     rows, row_scales = scale_rows(x)
     widened = (rows.float() * row_scales) @ (codes.float() * scales).t() + bias.float()
-    found = float8_product(x, codes, scales, bias).float()
+    found = float8_product(x, Float8Weight(codes, scales), bias).float()
     errors = (found - widened).abs().amax(-1) / widened.abs().amax(-1)
     return float(errors.max())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from specserve.models.card_kernels import card_kernels
 from specserve.models.float8_kernels import float8_product
-from specserve.models.float8_weight import SCALES, Float8Weight, join_float8
+from specserve.models.float8_weight import Float8Weight, float8_of, join_float8
 from specserve.models.linear_kernels import CompiledKernel, LinearKernel, linear_kernel
 from specserve.models.mapped_file import tensor_address
 from specserve.models.memory import use_huge_pages
@@ -128,19 +128,22 @@ class PlainLinear(nn.Module):
 class Float8Linear(nn.Module):
     """The product x W^T + b in bf16 with an FP8 weight, on GPUs that have such products.
 
-    Rows are rounded to FP8, too, each with a scale of its own.
+    Rows are rounded to FP8, too, as the weight says.
     """
 
     def __init__(self, weight: Float8Weight, bias: Tensor | None = None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.codes.shape
         weights = _linear_weights.get()
-        self.weight, self.scales = weights.keep(weight.codes), weights.keep(weight.scales)
+        self.float8 = replace(
+            weight, codes=weights.keep(weight.codes), scales=weights.keep(weight.scales)
+        )
+        self.weight = self.float8.codes
         self.bias = None if bias is None else weights.keep(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
-        out = float8_product(rows, self.weight, self.scales, self.bias)
+        out = float8_product(rows, self.float8, self.bias)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def add_to_residual(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -204,7 +207,7 @@ def join_linears(parent: Any, *names: str) -> AnyLinear:
     The originals are dropped, so that memory holds the weights once.
     """
     parts = [getattr(parent, name) for name in names]
-    small = [weight for part in parts if (weight := _float8_weight(part)) is not None]
+    small = [weight for part in parts if (weight := float8_of(part)) is not None]
     bias = torch.cat([part.bias.detach() for part in parts]) if parts[0].bias is not None else None
     for name in names:
         setattr(parent, name, None)
@@ -227,18 +230,12 @@ def take_linear(parent: Any, name: str) -> AnyLinear:
     """Return a linear layer of ours in place of `parent`'s, which is dropped."""
     part = getattr(parent, name)
     setattr(parent, name, None)
-    small = _float8_weight(part)
+    small = float8_of(part)
     return make_linear(part.weight, part.bias) if small is None else Float8Linear(small, part.bias)
 
 
-def _float8_weight(part: Any) -> Float8Weight | None:
-    """Return the weight of a linear layer if it is kept in FP8."""
-    scales = getattr(part, SCALES, None)
-    return None if scales is None else Float8Weight(part.weight.detach(), scales)
-
-
 def _plain_weight(part: Any) -> Tensor:
-    small = _float8_weight(part)
+    small = float8_of(part)
     weight: Tensor = part.weight.detach() if small is None else small.widen(torch.bfloat16)
     return weight
 
@@ -254,7 +251,7 @@ def pack_linears(module: nn.Module) -> None:
         if weight is None:
             pack_linears(child)
             continue
-        if (small := _float8_weight(child)) is not None:
+        if (small := float8_of(child)) is not None:
             setattr(module, name, Float8Linear(small, child.bias))
         elif can_pack(weight):
             setattr(module, name, PackedLinear(weight, child.bias))

@@ -42,7 +42,9 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
+from specserve.models.checkpoints.quantized.formats import multiplies_float8
 from specserve.models.checkpoints.weights import (
+    Codes,
     num_head_training_bytes,
     num_training_bytes,
     num_weight_bytes,
@@ -173,7 +175,7 @@ def open_model(
     dtype = resolve_dtype(options.dtype, device)
     attention_name, page_size = _attention_name(options, device, dtype), options.page_size
     ranks = 1 if shard is None else shard.size
-    keeps_codes = reads_codes(options.kernel, dtype, device, options.round_to)
+    keeps = codes_kept(directory, options.kernel, dtype, device, options.round_to)
     if device.type == "cpu":
         keep_freed_memory()
     register_attention(ATTENTION_NAME, library_attention)
@@ -187,12 +189,12 @@ def open_model(
             attention=ATTENTION_NAME,
             skip=skip,
             packed=packed,
-            keeps_codes=keeps_codes,
+            keeps=keeps,
             round_to=options.round_to,
         )
 
     def weight_bytes() -> int:
-        return num_held_bytes(directory, dtype, keeps_codes=keeps_codes, round_to=options.round_to)
+        return num_held_bytes(directory, dtype, keeps=keeps, round_to=options.round_to, ranks=ranks)
 
     def attention_for(loaded: LoadedModel) -> Attention:
         return _attention(attention_name, options, loaded, dtype, device)
@@ -455,15 +457,25 @@ def _report_float8(
     )
 
 
-def reads_codes(
-    kernel: str, dtype: torch.dtype, device: torch.device, round_to: str | None = None
-) -> bool:
-    """Return whether linear layers read quantised weights as they are.
+def codes_kept(
+    directory: Path,
+    kernel: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    round_to: str | None = None,
+) -> Codes | None:
+    """Return which quantised weights linear layers compute with as they are; None: with none.
 
-    They are small integers, or what weights are rounded to as they are read.
+    They are those of the checkpoint, or what its weights are rounded to as they are read.
     """
-    if round_to == FP8:
-        return device.type == "cuda" and float8_fault(device, dtype) is None
+    if device.type == "cpu":
+        return Codes.INTEGERS if _compiles(kernel, dtype, device) else None
+    is_float8 = round_to == FP8 or (round_to is None and multiplies_float8(directory))
+    return Codes.FLOAT8 if is_float8 and float8_fault(device, dtype) is None else None
+
+
+def _compiles(kernel: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether what runs on a device is compiled here."""
     return (
         device.type == "cpu"
         and dtype == torch.bfloat16
@@ -486,7 +498,7 @@ def _attention_name(options: ModelOptions, device: torch.device, dtype: torch.dt
         return name
     if device.type == "cuda":
         return "auto"
-    return "compiled" if reads_codes(options.kernel, dtype, device) else "invariant"
+    return "compiled" if _compiles(options.kernel, dtype, device) else "invariant"
 
 
 def _attention(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specserve.models.checkpoints.load import load_model
-from specserve.models.checkpoints.weights import num_weight_bytes
+from specserve.models.checkpoints.weights import Codes, num_weight_bytes
 from specserve.models.coded_weight import CodedWeight
 from specserve.models.compiled_layers import CompiledLayers
 from specserve.models.linear_kernels import linear_kernel, missing_for_compiled
@@ -176,7 +176,7 @@ def test_a_processor_without_the_kernel_gets_bf16(
 @pytest.mark.parametrize("kind", ["int8-w8a16", "int4-w4a16", "awq", "fp8-dynamic"])
 def test_memory_is_estimated_as_it_is_taken(kind: str) -> None:
     directory = MADE / kind
-    module = load_model(directory, dtype=torch.bfloat16, device="cpu", keeps_codes=True).module
+    module = load_model(directory, dtype=torch.bfloat16, device="cpu", keeps=Codes.INTEGERS).module
     taken = sum(
         weight.num_bytes if isinstance(weight, CodedWeight) else weight.nbytes
         for weight in module.parameters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from specserve.models import float8_kernels
 from specserve.models.checkpoints.load import load_model, num_held_bytes
 from specserve.models.checkpoints.quantize import write_quantized
 from specserve.models.checkpoints.rounding import round_to_float8
+from specserve.models.checkpoints.weights import Codes
 from specserve.models.float8_kernels import float8_fault, float8_product, scale_rows
 from specserve.models.float8_weight import FLOAT8, Float8Weight, join_float8
 from specserve.models.layers import Float8Linear
@@ -66,18 +68,18 @@ def test_a_product_is_that_of_the_widened_numbers() -> None:
     # Three bits behind the first: rounded to the nearest, off by a sixteenth at most.
     assert bool(((widened - x.double()).abs() <= x.double().abs() / 16 + 1e-5 * scales).all())
     expected = widened @ weight.widen(torch.float64).T + bias.double()
-    found = float8_product(x, weight.codes, weight.scales, bias).double()
+    found = float8_product(x, weight, bias).double()
     assert float(((found - expected).abs() / expected.abs().amax(1, keepdim=True)).max()) < 2**-7
 
 
 @pytest.mark.parametrize("count", [2, 5, 33])
 def test_a_row_has_the_same_bits_whatever_shares_its_pass(count: int) -> None:
     weight, x = random_weight(80, 192), random_rows(count, 192)
-    together = float8_product(x, weight.codes, weight.scales, None)
+    together = float8_product(x, weight, None)
     for row in range(count):
         own = scale_rows(x[row : row + 1]), scale_rows(x)
         assert torch.equal(own[0][0].float(), own[1][0][row : row + 1].float())
-        alone = float8_product(x[row : row + 1], weight.codes, weight.scales, None)
+        alone = float8_product(x[row : row + 1], weight, None)
         assert torch.equal(alone[0], together[row])
 
 
@@ -98,12 +100,13 @@ def fails(*_: object, **__: object) -> Tensor:
     raise RuntimeError("no kernel image is available")
 
 
-def without_bias(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    return float8_product(x, codes, scales, None)
+def without_bias(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
+    return float8_product(x, weight, None)
 
 
-def scaled_by_the_first(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    return float8_product(x, codes, scales[:1].expand_as(scales).contiguous(), bias)
+def scaled_by_the_first(x: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
+    scales = weight.scales[:1].expand_as(weight.scales).contiguous()
+    return float8_product(x, replace(weight, scales=scales), bias)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +156,12 @@ def test_a_model_in_fp8_computes_nearly_what_its_widened_copy_does(
 
 def test_weights_are_held_in_eight_bits(card: Ledger, llama: Path) -> None:
     module = load_model(
-        llama, dtype=torch.bfloat16, device=CARD, keeps_codes=True, round_to="fp8"
+        llama, dtype=torch.bfloat16, device=CARD, keeps=Codes.FLOAT8, round_to="fp8"
     ).module
     tensors = [*module.parameters(), *(b for n, b in module.named_buffers() if "scale" in n)]
     taken = sum(tensor.nbytes for tensor in tensors)
-    counted = num_held_bytes(llama, torch.bfloat16, keeps_codes=True, round_to="fp8")
-    assert counted == taken < num_held_bytes(llama, torch.bfloat16, keeps_codes=True, round_to=None)
+    counted = num_held_bytes(llama, torch.bfloat16, keeps=Codes.FLOAT8, round_to="fp8")
+    assert counted == taken < num_held_bytes(llama, torch.bfloat16, keeps=Codes.FLOAT8)
     assert sum(tensor.dtype == FLOAT8 for tensor in tensors) == 2 * 7
 
 

@@ -17,6 +17,7 @@ from specserve.cluster.checkup import Checkup
 from specserve.config.tree import DEMO, Config, HttpConfig, config_from_keys
 from specserve.errors import ConfigError
 from specserve.models.checkpoints.load import load_model
+from specserve.models.checkpoints.weights import Codes
 from specserve.models.coded_weight import CodedWeight
 from specserve.models.linear_kernels import missing_for_compiled
 from specserve.tools.doctor import cluster, command, machine, models, ports, room, secrets
@@ -292,7 +293,7 @@ def test_the_room_of_the_demo_pair_is_the_weights_of_both() -> None:
 def test_a_rounded_draft_takes_the_room_of_its_small_integers(tmp_path: Path) -> None:
     draft = DEMO / "target"
     module = load_model(
-        draft, dtype=torch.bfloat16, device="cpu", keeps_codes=True, round_to="int4"
+        draft, dtype=torch.bfloat16, device="cpu", keeps=Codes.INTEGERS, round_to="int4"
     ).module
     taken = sum(
         weight.num_bytes if isinstance(weight, CodedWeight) else weight.nbytes
@@ -313,7 +314,7 @@ def test_a_draft_in_fp8_takes_the_room_of_its_small_weights_on_a_gpu_alone() -> 
         small = room.memory_need(DEMO / "target", config.draft, config).weight_bytes
         assert small < 0.75 * room.memory_need(DEMO / "target", whole.draft, whole).weight_bytes
         found = {finding.subject: finding.found for finding in machine.cuda()}
-    assert found["FP8"] == "drafts with draft.quantize: fp8 are multiplied as they are"
+    assert found["FP8"] == "checkpoints and drafts in FP8 are multiplied as they are"
 
 
 def test_what_ray_says_becomes_findings() -> None:

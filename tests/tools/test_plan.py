@@ -20,7 +20,8 @@ from specserve.config.tree import DEMO, config_from_keys
 from specserve.drafters.ngram.tables import UnigramTable, count_texts
 from specserve.engine.draft_placement import PlacementCosts, choose_placement
 from specserve.models.checkpoints.find import describe
-from specserve.models.checkpoints.load import load_model
+from specserve.models.checkpoints.load import load_model, num_held_bytes
+from specserve.models.checkpoints.weights import Codes
 from specserve.models.checkpoints.widen import _open
 from specserve.models.linear_kernels import missing_for_compiled
 from specserve.tools.plan.cascades import CascadeStage, best_cascades, best_matrix, cascade_factor
@@ -274,6 +275,34 @@ def test_plan_counts_a_rounded_draft_as_it_is_held(tmp_path: Path) -> None:
         taken[bits] = memory["draft"]["weight_bytes"]
         assert memory["target"]["weight_bytes"] == taken[None]
     assert taken[None] > 1.5 * taken["int8"] > 1.5 * 1.2 * taken["int4"]
+
+
+def weight_bytes(out: Path, *arguments: str) -> tuple[int, int]:
+    """Return the bytes of the target's weights and of the draft's that `specserve plan` counts."""
+    assert main(["plan", *arguments, "--json", str(out)]) == 0
+    memory = json.loads(out.read_text())["memory"]
+    return memory["target"]["weight_bytes"], memory["draft"]["weight_bytes"]
+
+
+def test_plan_counts_fp8_as_it_is_held_on_gpus_that_multiply_it(tmp_path: Path) -> None:
+    figures = tmp_path / "plan.json"
+    models = ["--target", str(MADE / "fp8-dynamic"), "--draft", str(DEMO / "target")]
+    target, draft = weight_bytes(figures, *models, "--gpus", "2xA100")
+    found = weight_bytes(figures, *models, "--gpus", "2xl40s", "--draft-quantize", "fp8")
+    assert found[0] == num_held_bytes(MADE / "fp8-dynamic", torch.bfloat16, keeps=Codes.FLOAT8)
+    assert found[0] < 0.8 * target
+    assert found[1] < 0.75 * draft
+    unknown = weight_bytes(figures, *models, "--gpus", "2x80", "--draft-quantize", "fp8")
+    assert unknown == (target, draft)
+    in_fp16 = replace(PLAN, dtype=torch.float16)
+    [alone] = fits(MADE / "fp8-dynamic", GpuGroup.parse("H100"), in_fp16)
+    assert alone.share is not None
+    assert alone.share.weight_bytes == target
+    [one, two] = fits(MADE / "fp8-dynamic", GpuGroup.parse("2xH200"), PLAN)
+    assert one.share is not None
+    assert two.share is not None
+    assert abs(one.share.weight_bytes - 2 * two.share.weight_bytes) <= 1
+    assert one.share.weight_bytes < 0.8 * target
 
 
 @pytest.mark.parametrize(("threads", "is_measured"), [("2", True), ("1", False)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from specserve.errors import ModelError
-from specserve.models.checkpoints.rounding import Rounding
+from specserve.models.checkpoints.quantized.float8 import StoredFloat8
+from specserve.models.checkpoints.rounding import Rounding, rounded_layers
 from specserve.models.checkpoints.weights import Weights
-from specserve.models.float8_weight import SCALES, Float8Weight
-from specserve.models.shard import Division
+from specserve.models.float8_weight import Float8Weight, set_float8
+from specserve.models.shard import Division, Part
 
 
 def fill(
@@ -26,12 +27,13 @@ def fill(
     *,
     ignored: str | None = None,
     keeps_codes: bool = False,
+    float8: Collection[str] = (),
     rounding: Rounding | None = None,
 ) -> None:
     """Read the weights of an empty module, all of them or a rank's part, onto a device.
 
     With `keeps_codes`, linear layers get quantised weights as small integers, or as `rounding`
-    has made them.
+    has made them. Those named in `float8` stay as the file has them.
 
     Raises ModelError for tensors that are missing, and for tensors that the module has no use for
     unless their names match `ignored`.
@@ -44,6 +46,10 @@ def fill(
     )
     read: dict[str, Tensor] = {}  # tied parameters that are held whole are read once
     for name, empty in wanted.items():
+        if name in float8:
+            weight = _read_float8(weights, division, name, empty)
+            set_float8(_owner(module, name), weight.to(device))
+            continue
         key = stored[name] if division is None or division.part(name, empty.shape) is None else name
         if key not in read:
             coded = keeps_codes and name == key and _is_linear(module, name)
@@ -54,7 +60,7 @@ def fill(
                 if not coded:
                     part = rounded.widen(empty.dtype)
                 elif isinstance(rounded, Float8Weight):
-                    _set_float8(module, name, rounded.to(device))
+                    set_float8(_owner(module, name), rounded.to(device))
                     continue
                 else:
                     part = rounded
@@ -65,16 +71,23 @@ def fill(
 
 def _is_linear(module: Any, name: str) -> bool:
     """Return whether a parameter is the weight of a linear layer alone, and of no embedding."""
-    owner, _, leaf = name.rpartition(".")
     tied = {*module.all_tied_weights_keys, *module.all_tied_weights_keys.values()}
-    return leaf == "weight" and name not in tied and type(module.get_submodule(owner)) is nn.Linear
+    is_weight = name.endswith(".weight") and name not in tied
+    return is_weight and type(_owner(module, name)) is nn.Linear
 
 
-def _set_float8(module: Any, name: str, weight: Float8Weight) -> None:
-    """Replace the weight of a linear layer, which gets its scales beside it."""
-    set_tensor(module, name, weight.codes)
-    layer = module.get_submodule(name.rpartition(".")[0])
-    layer.register_buffer(SCALES, weight.scales, persistent=False)
+def _owner(module: Any, name: str) -> Any:
+    return module.get_submodule(name.rpartition(".")[0])
+
+
+def float8_weights(module: Any, weights: Weights) -> dict[str, StoredFloat8]:
+    """Return the weights that a checkpoint has in FP8 of layers that can compute with them.
+
+    By the names of the module's parameters; head and routers are none of them.
+    """
+    names = sorted(f"{layer}.weight" for layer in rounded_layers(module))
+    found = {name: weights.float8(name) for name in names if _is_linear(module, name)}
+    return {name: weight for name, weight in found.items() if weight is not None}
 
 
 def fill_shapes(module: Any, division: Division) -> None:
@@ -104,13 +117,29 @@ def _read_part(
         if part is None
         else weights.read(stored_name, dim=part.dim, ranges=part.ranges)
     )
-    shape = empty.shape if part is None else part.shape(empty.shape)
-    if tensor.shape != shape:
-        raise ModelError(
-            f"{weights.directory} holds {stored_name} in another shape than config.json implies"
-        )
+    _check_shape(tensor, part, empty, stored_name, weights.directory)
     is_zero = division is not None and division.is_zero(name)
     return torch.zeros_like(tensor) if is_zero else tensor
+
+
+def _read_float8(
+    weights: Weights, division: Division | None, name: str, empty: Tensor
+) -> Float8Weight:
+    part = None if division is None else division.part(name, empty.shape)
+    stored = weights.float8(name)
+    assert stored is not None, f"{name} is not stored in FP8"
+    weight = stored.read() if part is None else stored.read(dim=part.dim, ranges=part.ranges)
+    _check_shape(weight.codes, part, empty, name, weights.directory)
+    return weight
+
+
+def _check_shape(
+    found: Tensor, part: Part | None, empty: Tensor, stored_name: str, directory: Path
+) -> None:
+    if found.shape != (empty.shape if part is None else part.shape(empty.shape)):
+        raise ModelError(
+            f"{directory} holds {stored_name} in another shape than config.json implies"
+        )
 
 
 def set_tensor(module: nn.Module, name: str, value: Tensor) -> None:

@@ -39,18 +39,21 @@ from specserve.models.checkpoints.decoders import (
     decoder_context,
     is_heterogeneous,
 )
-from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes
+from specserve.models.checkpoints.fill import check_complete, fill, fill_shapes, float8_weights
+from specserve.models.checkpoints.quantized.float8 import StoredFloat8
 from specserve.models.checkpoints.quantized.formats import method_of, read_format
 from specserve.models.checkpoints.rounding import Rounding
 from specserve.models.checkpoints.shapes_only import shapes_only
 from specserve.models.checkpoints.sizes import check_sizes
 from specserve.models.checkpoints.text_part import DECODERS, is_multimodal
 from specserve.models.checkpoints.weights import (
+    Codes,
     StoredSize,
     Weights,
     num_weight_bytes,
     weight_files,
 )
+from specserve.models.float8_kernels import float8_fault
 from specserve.models.plans import HeadCounts, check_plan
 from specserve.models.shard import Division, Shard
 from specserve.models.skip import layers_of, without_layers
@@ -243,15 +246,16 @@ def load_model(
     attention: str = "sdpa",
     skip: Collection[int] = (),
     packed: PackedState | None = None,
-    keeps_codes: bool = False,
+    keeps: Codes | None = None,
     round_to: str | None = None,
 ) -> LoadedModel:
     """Load the model of a checkpoint for inference, without the layers to `skip`.
 
     Weights go to the device one tensor at a time, so that a GPU's never fill the host's memory.
     With layers to skip, or with a shard of several ranks, what is left out is never read. With
-    packed weights nothing is: they are taken from there. With `keeps_codes`, linear layers hold
-    quantised weights as they are; `round_to` a name of `BITS` quantises them as they are read.
+    packed weights nothing is: they are taken from there. Linear layers hold quantised weights as
+    they are if those are what it `keeps`; `round_to` a name of `BITS` quantises them as they are
+    read.
     Raises ModelError.
     """
     config, device = read_config(directory), torch.device(device)
@@ -279,7 +283,7 @@ def load_model(
     with quiet_library(), library_errors(directory):
         if packed is None:
             check_fits_files(directory, config)
-            _report_quantized(directory, dtype, size, keeps_codes=keeps_codes)
+            _report_quantized(directory, config, dtype, device, size, keeps=keeps)
             if is_multimodal(directory):
                 log.warning(
                     "%s: the text model alone is opened; what sees images or hears is left out",
@@ -303,7 +307,7 @@ def load_model(
                 device,
                 dtype=dtype,
                 attention=attention,
-                keeps_codes=keeps_codes,
+                keeps=keeps,
                 round_to=round_to,
             )
         else:
@@ -341,13 +345,40 @@ def check_can_train(directory: Path, config: Any) -> None:
 
 
 def num_held_bytes(
-    directory: Path, dtype: torch.dtype, *, keeps_codes: bool, round_to: str | None
+    directory: Path,
+    dtype: torch.dtype,
+    *,
+    keeps: Codes | None,
+    round_to: str | None = None,
+    ranks: int = 1,
 ) -> int:
-    """Return the bytes of a checkpoint's weights in memory, rounded as they are read or not."""
-    num_bytes = num_weight_bytes(directory, dtype, keeps_codes=keeps_codes)
-    if round_to is None or not keeps_codes:
+    """Return the bytes of a checkpoint's weights in the memory of all ranks that share it.
+
+    Linear layers hold what they keep of a quantised checkpoint, or what they are rounded to.
+    """
+    num_bytes = num_weight_bytes(directory, dtype, keeps_codes=keeps is Codes.INTEGERS)
+    if keeps is not None and round_to is not None:
+        return num_bytes - num_bytes_saved_by_rounding(directory, dtype, round_to)
+    if keeps is not Codes.FLOAT8:
         return num_bytes
-    return num_bytes - num_bytes_saved_by_rounding(directory, dtype, round_to)
+    kept = _kept_float8(directory, read_config(directory), ranks)
+    return num_bytes - sum(part.num_numbers * dtype.itemsize - part.num_bytes for part in kept)
+
+
+def _kept_float8(directory: Path, config: Any, ranks: int) -> list[StoredFloat8]:
+    """Return the matrices of a checkpoint that GPUs multiply by as they are."""
+    with quiet_library(), library_errors(directory):
+        module = empty_module(config, dtype=torch.bfloat16, attention="eager")
+        weights = Weights(directory, prefix=base_model_name(module))
+        return list(_float8_weights(module, weights, ranks).values())
+
+
+def _float8_weights(module: Any, weights: Weights, ranks: int) -> dict[str, StoredFloat8]:
+    """Return the weights that stay as they are, by the names of a module's parameters."""
+    if is_encoder_decoder(module.config):
+        return {}
+    found = float8_weights(module, weights)
+    return {name: part for name, part in found.items() if part.refusal(ranks) is None}
 
 
 def num_bytes_saved_by_rounding(directory: Path, dtype: torch.dtype, to: str) -> int:
@@ -362,13 +393,21 @@ def num_bytes_saved_by_rounding(directory: Path, dtype: torch.dtype, to: str) ->
     return Rounding.from_module(module, to).num_saved_bytes(module, dtype)
 
 
-def _report_quantized(directory: Path, dtype: torch.dtype, size: int, *, keeps_codes: bool) -> None:
-    """Log what the weights of a quantised checkpoint take."""
+def _report_quantized(
+    directory: Path,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    size: int,
+    *,
+    keeps: Codes | None,
+) -> None:
+    """Log what the weights of a quantised checkpoint take, and why if they are widened."""
     if read_format(directory) is None:
         return
     name, method = directory.name, method_of(directory)
     stored = sum(path.stat().st_size for path in weight_files(directory)) / size / 1e9
-    kept = num_weight_bytes(directory, dtype, keeps_codes=keeps_codes) / size / 1e9
+    kept = num_held_bytes(directory, dtype, keeps=keeps, ranks=size) / size / 1e9
     widened = num_weight_bytes(directory, dtype) / size / 1e9
     ranks = "" if size == 1 else f" on each of {size} ranks"
     if kept < widened:
@@ -377,10 +416,29 @@ def _report_quantized(directory: Path, dtype: torch.dtype, size: int, *, keeps_c
             *(name, method, kept, ranks, widened, _dtype_name(dtype)),
         )
         return
+    reason = _why_float8_is_widened(directory, config, dtype, device, size)
     log.warning(
-        "%s is quantized (%s): its weights are widened to %s and take %.1f GB instead of %.1f GB%s",
+        "%s is quantized (%s): its weights are widened to %s and take %.1f GB instead of %.1f GB"
+        "%s%s",
         *(name, method, _dtype_name(dtype), widened, stored, ranks),
+        "" if reason is None else f"; FP8 is not multiplied as it is, since {reason}",
     )
+
+
+def _why_float8_is_widened(
+    directory: Path, config: Any, dtype: torch.dtype, device: torch.device, ranks: int
+) -> str | None:
+    """Return why a GPU holds no FP8 matrix of a checkpoint as it is; None if it has none."""
+    if device.type != "cuda":
+        return None
+    module = empty_module(config, dtype=dtype, attention="eager")
+    found = float8_weights(module, Weights(directory, prefix=base_model_name(module)))
+    if not found:
+        return None
+    if is_encoder_decoder(config):
+        return "it is an encoder-decoder"
+    reasons = {part.refusal(ranks) for part in found.values()}
+    return float8_fault(device, dtype) if None in reasons else min(map(str, reasons))
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -494,7 +552,7 @@ def _load_part(
     *,
     dtype: torch.dtype,
     attention: str,
-    keeps_codes: bool,
+    keeps: Codes | None,
     round_to: str | None,
 ) -> Any:
     """Load what belongs to a rank, or what is not skipped, tensor by tensor."""
@@ -506,13 +564,17 @@ def _load_part(
         ignored = rf"(^|\.){name}\.({'|'.join(map(str, skip))})\."
     division = make_division(module, shard) if shard is not None and shard.size > 1 else None
     weights = Weights(directory, prefix=prefix, dtype=dtype)
+    float8: Collection[str] = ()
+    if keeps is Codes.FLOAT8 and round_to is None:
+        float8 = _float8_weights(whole, weights, 1 if shard is None else shard.size)
     fill(
         module,
         weights,
         division,
         device,
         ignored=ignored,
-        keeps_codes=keeps_codes,
+        keeps_codes=keeps is Codes.INTEGERS or (keeps is not None and round_to is not None),
+        float8=float8,
         rounding=None if round_to is None else Rounding.from_module(whole, round_to),
     )
     if division is None:

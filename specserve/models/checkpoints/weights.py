@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from specserve.errors import ModelError
+from specserve.models.checkpoints.quantized.float8 import StoredFloat8
 from specserve.models.checkpoints.quantized.formats import (
     num_numbers,
     num_saved_bytes,
+    read_float8,
     read_format,
 )
 from specserve.models.checkpoints.tensors import StoredTensors, open_file
@@ -49,6 +52,13 @@ EXPERT_MATRICES = {
 }
 
 
+class Codes(Enum):
+    """Small numbers of a quantised checkpoint that linear layers compute with as they are."""
+
+    INTEGERS = "integers"  # on CPUs, by kernels of ours
+    FLOAT8 = "float8"  # on GPUs
+
+
 class Weights:
     """The weights of a checkpoint, by the names of the module's parameters.
 
@@ -59,7 +69,7 @@ class Weights:
         self.directory, self.prefix = directory, prefix
         self.dtype = dtype  # that quantised matrices are widened to
         self._stored = stored_tensors(directory)
-        self._format = read_format(directory)
+        self._format, self._float8 = read_format(directory), read_float8(directory)
         self._keeps_codes = False
         self._may_transpose = model_type(directory) in TRANSPOSED_EXPERTS
 
@@ -87,6 +97,13 @@ class Weights:
         return torch.stack(
             [self._read_joined(matrices, dim, ranges) for matrices in self._find_experts(name)]
         )
+
+    def float8(self, name: str) -> StoredFloat8 | None:
+        """Return a parameter that is stored in FP8; None if it is not."""
+        found = self._find_tensor(name)
+        if self._float8 is None or found is None:
+            return None
+        return self._float8.find(self._stored, found)
 
     @contextmanager
     def keeping_codes(self) -> Iterator[None]:

@@ -173,8 +173,8 @@ def _float8() -> Finding:
         for number in range(torch.cuda.device_count())
     } - {None}
     if faults:
-        return ok("FP8", f"drafts with draft.quantize: fp8 are widened; {min(map(str, faults))}")
-    return ok("FP8", "drafts with draft.quantize: fp8 are multiplied as they are")
+        return ok("FP8", f"checkpoints and drafts in FP8 are widened; {min(map(str, faults))}")
+    return ok("FP8", "checkpoints and drafts in FP8 are multiplied as they are")
 
 
 def _driver(file: Path) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from specserve.config.tree import Config, DraftConfig, TargetConfig
 from specserve.models.checkpoints.find import describe
+from specserve.models.checkpoints.quantized.formats import multiplies_float8
 from specserve.models.memory import free_memory
 from specserve.models.model import (
     DEFAULT_MEMORY_FRACTION,
@@ -60,14 +61,23 @@ def memory_need(
         else resolve_dtype("auto", torch.device("cuda" if on_gpu(own) else "cpu"))
     )
     share = MemoryShare.from_description(described, dtype, config.cache.page_size)
-    is_as_stored = own is config.draft or (ranks == 1 and config.demo.size is None)
+    is_as_stored = own is config.draft or config.demo.size is None
     options = ModelOptions.from_config(own, config)
     # On GPUs only FP8 is kept small; those of this machine are tried.
-    is_small_on_gpu = options.round_to == FP8 and torch.cuda.is_available()
-    if is_as_stored and (is_small_on_gpu or not on_gpu(own)):
-        device = own.device if on_gpu(own) else "cpu"
+    is_small = (
+        torch.cuda.is_available() and (options.round_to == FP8 or multiplies_float8(path))
+        if on_gpu(own)
+        else ranks == 1
+    )
+    if is_as_stored and is_small:
         share = share_here(
-            path, share, dtype, device=device, kernel=options.kernel, round_to=options.round_to
+            path,
+            share,
+            dtype,
+            device=own.device if on_gpu(own) else "cpu",
+            kernel=options.kernel,
+            round_to=options.round_to,
+            ranks=ranks,
         )
     context = min(
         described.spec.max_context, config.limits.max_context or described.spec.max_context

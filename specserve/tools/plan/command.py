@@ -6,7 +6,7 @@ Neither parses the command line nor prints.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ from specserve.tools.plan.memory import (
     PlannedFit,
     fits,
     share_here,
+    share_on,
     smallest_fit,
     whole_model_share,
 )
@@ -265,25 +266,34 @@ def _memory(options: PlanOptions, models: ModelPaths) -> PlannedMemory:
             )
         return PlannedMemory(memory, target, draft)
     groups = [GpuGroup.parse(text) for text in options.gpus]
+    target = share_on(groups[0], models.target, target, memory.dtype)
+    if models.draft is not None and draft is not None:
+        to = options.draft_quantize
+        draft = share_on(groups[-1], models.draft, draft, memory.dtype, round_to=to)
     found = fits(models.target, groups[0], memory)
     return PlannedMemory(
         memory,
         target,
         draft,
         tuple(found),
-        _draft_fit(models, groups, found, memory),
+        _draft_fit(models, groups, found, memory, options.draft_quantize),
         groups[0].count,
     )
 
 
 def _draft_fit(
-    models: ModelPaths, groups: list[GpuGroup], found: list[PlannedFit], memory: MemoryPlan
+    models: ModelPaths,
+    groups: list[GpuGroup],
+    found: list[PlannedFit],
+    memory: MemoryPlan,
+    round_to: str | None,
 ) -> PlannedFit | None:
     """Fit the draft on a GPU of the second group, or on one that the target leaves free."""
     best = smallest_fit(found)
     if models.draft is None or best is None or (len(groups) == 1 and best.ranks == groups[0].count):
         return None
-    return fits(models.draft, GpuGroup(1, groups[-1].gib), memory)[0]
+    alone = replace(groups[-1], count=1)
+    return fits(models.draft, alone, memory, round_to=round_to)[0]
 
 
 def _panels(advice: tuple[GammaAdvice, ...]) -> list[Panel]:

@@ -14,11 +14,11 @@ import torch
 
 from specserve.errors import BadValue, NoShardingPlan, TooLittleMemory
 from specserve.models.checkpoints.find import ModelDescription, describe
-from specserve.models.checkpoints.load import num_bytes_saved_by_rounding
-from specserve.models.checkpoints.quantized.formats import read_format
-from specserve.models.checkpoints.weights import num_weight_bytes
+from specserve.models.checkpoints.load import num_bytes_saved_by_rounding, num_held_bytes
+from specserve.models.checkpoints.quantized.formats import multiplies_float8, read_format
+from specserve.models.checkpoints.weights import Codes
 from specserve.models.memory import num_pages_for
-from specserve.models.model import reads_codes, require_device_for, resolve_device
+from specserve.models.model import FP8, codes_kept, require_device_for, resolve_device
 
 GIB = 2**30
 GPUS = {
@@ -38,6 +38,8 @@ GPUS = {
     "V100-16": 16.0,
 }
 """Memory in GiB, as nvidia-smi and rocm-smi state it."""
+FLOAT8_GPUS = frozenset({"B200", "H100", "H200", "L4", "L40S", "RTX4090"})
+"""Those that multiply FP8 as checkpoints have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class GpuGroup:
 
     count: int
     gib: float
+    has_float8: bool = False
 
     @classmethod
     def parse(cls, text: str) -> GpuGroup:
@@ -55,7 +58,8 @@ class GpuGroup:
             raise BadValue(
                 f"--gpus takes such as 4x80 (GiB each) or 4xH100, not {text!r}", param="gpus"
             )
-        return cls(int(match[1] or 1), _gib(match[2]))
+        name = match[2].upper()
+        return cls(int(match[1] or 1), _gib(name), name in FLOAT8_GPUS)
 
 
 def _gib(text: str) -> float:
@@ -139,8 +143,9 @@ def share_here(
     device: str = "auto",
     kernel: str = "auto",
     round_to: str | None = None,
+    ranks: int = 1,
 ) -> MemoryShare:
-    """Return a whole model's share with what its weights take on this machine.
+    """Return the share of one of `ranks` with what its weights take on this machine.
 
     Where the device computes with quantised weights as they are, that is less than config.json
     says; `round_to` int8, int4 or fp8 quantises them as they are read. Weights of quantised files
@@ -148,20 +153,54 @@ def share_here(
     """
     there = resolve_device(device)
     require_device_for(round_to, there)
-    if not reads_codes(kernel, dtype, there, round_to):
+    keeps = codes_kept(model, kernel, dtype, there, round_to)
+    if keeps is None:
         return share
     if round_to is not None:
         saved = num_bytes_saved_by_rounding(model, dtype, round_to)
         return replace(share, weight_bytes=share.weight_bytes - saved)
+    return _as_kept(model, share, dtype, keeps, ranks)
+
+
+def share_on(
+    gpus: GpuGroup,
+    model: Path,
+    share: MemoryShare,
+    dtype: torch.dtype,
+    *,
+    ranks: int = 1,
+    round_to: str | None = None,
+) -> MemoryShare:
+    """Return the share of one of `ranks` GPUs with what its weights take there.
+
+    Those that multiply FP8 keep it, of checkpoints and of a draft that is rounded to it.
+    """
+    if not gpus.has_float8 or dtype != torch.bfloat16:
+        return share
+    if round_to == FP8:
+        saved = num_bytes_saved_by_rounding(model, dtype, FP8)
+        return replace(share, weight_bytes=share.weight_bytes - saved // ranks)
+    if round_to is not None or not multiplies_float8(model):
+        return share
+    return _as_kept(model, share, dtype, Codes.FLOAT8, ranks)
+
+
+def _as_kept(
+    model: Path, share: MemoryShare, dtype: torch.dtype, keeps: Codes, ranks: int
+) -> MemoryShare:
+    """Return the share of one of `ranks` that hold a quantised checkpoint's weights as they are."""
     has_weights = (model / "config.json").is_file() and any(model.glob("*.safetensors"))
     if not has_weights or read_format(model) is None:
         return share
-    return replace(share, weight_bytes=num_weight_bytes(model, dtype, keeps_codes=True))
+    held = num_held_bytes(model, dtype, keeps=keeps, ranks=ranks)
+    return replace(share, weight_bytes=-(-held // ranks))
 
 
-def fits(model: Path, gpus: GpuGroup, plan: MemoryPlan) -> list[PlannedFit]:
+def fits(
+    model: Path, gpus: GpuGroup, plan: MemoryPlan, *, round_to: str | None = None
+) -> list[PlannedFit]:
     """Return the fit for every degree of tensor parallelism, the smallest first."""
-    return [_fit(model, ranks, gpus.gib, plan) for ranks in range(1, gpus.count + 1)]
+    return [_fit(model, ranks, gpus, plan, round_to) for ranks in range(1, gpus.count + 1)]
 
 
 def smallest_fit(found: Sequence[PlannedFit]) -> PlannedFit | None:
@@ -169,7 +208,9 @@ def smallest_fit(found: Sequence[PlannedFit]) -> PlannedFit | None:
     return next((fit for fit in found if fit.works), None)
 
 
-def _fit(model: Path, ranks: int, gib: float, plan: MemoryPlan) -> PlannedFit:
+def _fit(
+    model: Path, ranks: int, gpus: GpuGroup, plan: MemoryPlan, round_to: str | None
+) -> PlannedFit:
     try:
         described = describe(model, ranks=ranks)
     except NoShardingPlan as error:
@@ -178,7 +219,8 @@ def _fit(model: Path, ranks: int, gib: float, plan: MemoryPlan) -> PlannedFit:
         described.spec,
         MemoryShare.from_description(described, plan.dtype, plan.page_size),
     )
-    free = int(gib * GIB) - share.weight_bytes
+    share = share_on(gpus, model, share, plan.dtype, ranks=ranks, round_to=round_to)
+    free = int(gpus.gib * GIB) - share.weight_bytes
     if free <= 0:
         return PlannedFit(ranks, share, reason="the weights alone are too large")
     try:

@@ -11,7 +11,7 @@ from specserve.errors import BadValue
 from specserve.tools.plan.cascades import CascadeStage
 
 DTYPES = ("bfloat16", "float16", "float32")
-DRAFT_QUANTIZE = ("int8", "int4")
+DRAFT_QUANTIZE = ("int8", "int4", "fp8")
 HIT_RATE = 0.8
 """Between greedy and sampled streams, see docs/measurements/pipeline-speed.md."""
 

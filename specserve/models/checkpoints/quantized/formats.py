@@ -12,6 +12,7 @@ import torch
 
 from specserve.errors import UnsupportedModel
 from specserve.models.checkpoints.quantized.blocks import Format
+from specserve.models.checkpoints.quantized.float8 import Float8Format
 from specserve.models.checkpoints.quantized.floats import Bitsandbytes, Mxfp4
 from specserve.models.checkpoints.quantized.integers import Awq, Gptq
 from specserve.models.checkpoints.quantized.scaled import CompressedTensors, Scaled
@@ -52,10 +53,27 @@ def read_format(directory: Path) -> Format | None:
     return FORMATS[method](stated)
 
 
+def read_float8(directory: Path) -> Float8Format | None:
+    """Return the format of a checkpoint's FP8 matrices; None if it can have none."""
+    layout = read_format(directory)
+    return None if layout is None else Float8Format.from_config(_stated(directory), layout)
+
+
+def multiplies_float8(directory: Path) -> bool:
+    """Return whether a checkpoint's config says that products are those of FP8 numbers."""
+    found = read_float8(directory)
+    return found is not None and found.inputs is not None
+
+
 def method_of(directory: Path) -> str:
     """Return the name of the method by which a checkpoint was quantised."""
-    stated = json.loads((directory / "config.json").read_text())["quantization_config"]
-    return str(stated["quant_method"])
+    return str(_stated(directory)["quant_method"])
+
+
+def _stated(directory: Path) -> dict[str, Any]:
+    stated: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    config: dict[str, Any] = stated["quantization_config"]
+    return config
 
 
 def num_numbers(stored: StoredTensors, layout: Format | None) -> tuple[int, int]:

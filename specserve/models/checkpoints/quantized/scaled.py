@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,18 @@ class Scaled:
         zeros = as_matrix(stored.read(zero_name))[row_of] if zero_name in stored else None
         codes = stored.read(name, rows, columns)
         return Block(codes, scales[row_of], groups, zeros)
+
+    def has_row_scales(self, stored: StoredTensors, name: str) -> bool:
+        """Return whether a matrix has no zero points, and a scale for all of it or for its rows."""
+        scale_name = self._scale_name(stored, name)
+        if scale_name is None or f"{owner_of(name)}.weight_zero_point" in stored:
+            return False
+        shape, num_rows = stored.shape(scale_name), stored.shape(name)[0]
+        if math.prod(shape) == 1:
+            return True
+        is_column = len(shape) == 1 or shape[1:] == (1,)
+        # Fewer than there are rows are those of joined parts, unless blocks are stated.
+        return is_column and (shape[0] == num_rows or not (self.block_rows or num_rows % shape[0]))
 
     def _places(
         self, scales: Tensor, num_rows: int, num_columns: int, rows: slice, columns: slice
