@@ -104,7 +104,11 @@ def describe(directory: Path, *, ranks: int = 1) -> ModelDescription:
         module = empty_module(config, dtype=torch.bfloat16, attention="eager")
         spec = architecture(directory, config, ranks)
         if ranks == 1:
-            counted_twice = module.get_output_embeddings().weight.numel() if spec.tied else 0
+            head, embedding = (
+                part.weight
+                for part in (module.get_output_embeddings(), module.get_input_embeddings())
+            )
+            counted_twice = head.numel() if spec.tied and head is not embedding else 0
             return ModelDescription(
                 spec, sum(parameter.numel() for parameter in module.parameters()) - counted_twice
             )
