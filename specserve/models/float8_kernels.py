@@ -45,7 +45,7 @@ def round_inputs(x: Tensor, weight: Float8Weight) -> tuple[Tensor, Tensor]:
 
 
 def _cut_off(scaled: Tensor) -> Tensor:
-    """Cut off what FP8 cannot hold, in place: it has no infinity, and torch would round to NaN."""
+    """Cut off in place what FP8 cannot hold; not all versions of torch do so as they round."""
     return scaled.clamp_(-LARGEST_FLOAT8, LARGEST_FLOAT8)
 
 
