@@ -27,6 +27,7 @@ from specserve.cluster.status_board import (
 )
 from specserve.cluster.transport.chunk_stream import ChunkReceiver
 from specserve.metrics import Snapshot
+from specserve.types import ModelInfo
 from specserve.wire.version import VERSION
 from tests.support.fakes import model_info
 
@@ -177,7 +178,13 @@ def test_a_new_gateway_opens_by_the_report_of_an_engine_that_waits_for_it(
     monkeypatch.setattr(releases, "ASK_AGAIN_S", 0.0)
     model = model_info()
     board = Handle(None, replace(EngineInfo(model), **OTHER), EngineInfo(model))
-    assert asyncio.run(model_of(Handle(replace(EngineInfo(model), **OTHER)), board)) is model
+    engine = Handle(replace(EngineInfo(model), **OTHER))
+
+    async def opened() -> ModelInfo:
+        async with asyncio.timeout(20):
+            return await model_of(engine, board)
+
+    assert asyncio.run(opened()) is model
 
 
 def test_a_board_knows_whether_new_gateways_have_replaced_those_of_another_release() -> None:
