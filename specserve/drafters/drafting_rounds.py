@@ -38,12 +38,15 @@ class DraftingRound:
 
     @property
     def num_passes(self) -> int:
-        """Number of passes until no step lacks a draft token."""
+        """Number of passes until no step lacks a draft token.
+
+        Passes that carried it may have been more than it needs: it is answered after its own next.
+        """
         wanted = [
             step.gamma - len(found.tokens if (found := self.proposals.get(step.seq_id)) else ())
             for step in self.lacking
         ]
-        return max(wanted, default=0) - self.num_ahead
+        return max(0, max(wanted, default=0) - self.num_ahead)
 
     def answer(self) -> list[Proposal]:
         """Return one proposal for each step, in order."""

@@ -272,6 +272,26 @@ def test_branches_of_one_engine_are_drafted_in_the_passes_of_another() -> None:
     assert sum(after.values()) > sum(before.values())
 
 
+def test_a_round_that_others_have_carried_further_than_it_goes_is_answered() -> None:
+    """Each forecast for an engine that was answered takes the rounds under way along."""
+    pool, ahead = open_pool()
+    prepared = []
+    for engine in (1, 3):
+        first = asked_of(engine, gamma=2)
+        pool.propose([one(engine, first)])
+        ahead.prepare(lambda: False)
+        accepted, token = next(iter(ahead._branches.prepared[pool_seq_id(engine, 0)].branches))
+        prepared.append(one(engine, DraftStep(0, first.stop + accepted, (token,), 2, POLICY)))
+    waiting = asked_of(2, gamma=2)
+    assert not pool.propose([one(2, waiting)], lambda: True), "it lacks one token"
+    for each in prepared:
+        assert list(pool.propose([each])) == [each.engine]
+        ahead.fork()
+    pool.remove_engine(1)  # whose branches have draft tokens already
+    (proposal,) = pool.propose([])[2]
+    assert proposal.tokens == alone(waiting)
+
+
 def test_a_new_round_of_an_engine_replaces_the_one_without_an_answer() -> None:
     pool, _ = open_pool()
     first = asked_of(1, gamma=4)
