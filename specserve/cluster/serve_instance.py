@@ -6,14 +6,22 @@ One Serve has one HTTP address; its applications differ by name and by the path 
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specserve.config.tree import Config
 from specserve.errors import ConfigError
 
 OWNER_NAMESPACE = b"specserve"
+DELETED_WITHIN_S = 30.0
+"""Longest time in which an application is deleted: its engines have 20 s to finish requests."""
+LAST_ANSWERS_S = 2.0
+"""Time for answers to arrive once there is no engine any more."""
+POLL_S = 0.1
+FRONT = ("Gateway", "Board")
+"""Deployments that finish no request by themselves."""
 OTHER_RAY = "or take a Ray of your own (--own-ray and another --port)"
 
 
@@ -108,7 +116,6 @@ def application_ownership(name: str, say: Callable[[str], None]) -> Iterator[Non
 
     It is left alone when somebody else has taken it over since.
     """
-    from ray import serve
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
     key, mark = name.encode(), uuid.uuid4().bytes
@@ -117,9 +124,42 @@ def application_ownership(name: str, say: Callable[[str], None]) -> Iterator[Non
         yield
     finally:
         if _internal_kv_get(key, namespace=OWNER_NAMESPACE) == mark:
-            serve.delete(name)
+            delete_application(name, say)
         else:
             say(f"{name} has been replaced by another `specserve serve`, and is left to it")
+
+
+def delete_application(
+    name: str, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Delete an application, and return once it has gone or can finish no request any more.
+
+    A gateway that is deleted waits for its requests, which wait for an engine that was lost and
+    whose successor does not come. Serve goes on deleting what is left.
+    """
+    from ray import serve
+
+    serve.delete(name, _blocking=False)
+    until = clock() + DELETED_WITHIN_S
+    while (left := _deployments(name)) is not None:
+        if all(deployment in FRONT for deployment in left):
+            until = min(until, clock() + LAST_ANSWERS_S)
+        if clock() > until:
+            say("requests are under way that cannot be finished")
+            return
+        time.sleep(POLL_S)
+
+
+def _deployments(name: str) -> Sequence[str] | None:
+    """Return the deployments that an application still has, or None once it has gone."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    try:
+        application = serve.status().applications.get(name)
+    except RayError:  # the controller is away for a moment, and goes on with it afterwards
+        return ("?",)
+    return None if application is None else tuple(application.deployments)
 
 
 def wait_for_proxies() -> None:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from specserve.cluster.serve_instance import ServeInstance
+import pytest
+from ray import serve
+from ray.exceptions import RayError
+
+from specserve.cluster.serve_instance import (
+    DELETED_WITHIN_S,
+    LAST_ANSWERS_S,
+    ServeInstance,
+    delete_application,
+)
 from specserve.config.tree import config_from_keys
 from specserve.errors import ConfigError
 
@@ -69,3 +78,46 @@ def test_a_taken_name_path_or_port_is_refused_with_the_remedy(
 
 def test_the_address_is_that_of_serve() -> None:
     assert ServeInstance("::1", 8443, has_tls=True).url == "https://[::1]:8443"
+
+
+@pytest.mark.parametrize(
+    ("states", "seconds", "says"),
+    [
+        ([("Engine", "Gateway"), ("Gateway", "Board"), None], 0.2, False),
+        ([("Gateway", "Board")], LAST_ANSWERS_S, True),
+        ([("Engine", "Gateway")], DELETED_WITHIN_S, True),
+        ([("?",), None], 0.1, False),
+    ],
+    ids=[
+        "it goes",
+        "no engine is left for requests",
+        "an engine does not end",
+        "a lost controller",
+    ],
+)
+def test_an_application_is_waited_for_only_while_engines_can_finish_requests(
+    monkeypatch: pytest.MonkeyPatch,
+    states: list[tuple[str, ...] | None],
+    seconds: float,
+    says: bool,
+) -> None:
+    now, said, deleted = 0.0, list[str](), list[str]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def status() -> SimpleNamespace:
+        state = states.pop(0) if len(states) > 1 else states[0]
+        if state == ("?",):
+            raise RayError("the controller died")
+        left = {} if state is None else {"it": SimpleNamespace(deployments=dict.fromkeys(state))}
+        return SimpleNamespace(applications=left)
+
+    monkeypatch.setattr(serve, "status", status)
+    monkeypatch.setattr(serve, "delete", lambda name, _blocking: deleted.append(name))
+    monkeypatch.setattr("time.sleep", sleep)
+    delete_application("it", said.append, clock=lambda: now)
+    assert deleted == ["it"]
+    assert now == pytest.approx(seconds, abs=0.15)
+    assert bool(said) == says
