@@ -168,6 +168,9 @@ MEANINGS: Mapping[str, str] = {
     "cache.prefix_caching": "Whether prompts with the same prefix share pages.",
     "cache.shared": "Whether prompts of different API keys share pages. The time to the first "
     "token then reveals to one client whether another has sent the same prefix.",
+    "cache.dtype": "Number format of the target's pages. `auto` is FP8 on GPUs where the "
+    "checkpoint says so, else the model's; `fp8` is for GPUs, half of bf16's bytes "
+    "([what it does](../guides/your-model.md#a-kv-cache-in-fp8)).",
     "demo.size": "Parameters of the demo's target, which is widened to that size: the same texts "
     "at the cost of a larger model. `none`: as it ships. The commands widen it to 200M where "
     "3 GiB of memory are free.",

@@ -193,6 +193,8 @@ class CacheConfig:
     pages: int | None = setting(None, integer(1, 2**31))
     prefix_caching: bool = setting(True, boolean())
     shared: bool = setting(False, boolean())  # among the clients of all API keys
+    # of the target's pages; auto is what its checkpoint says, else the model's own
+    dtype: str = setting("auto", choice("auto", "fp8"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,6 +555,7 @@ def _validate(config: Config) -> Config:
         )
     _check_self_speculative(draft, tensor_parallel=config.target.tensor_parallel)
     _check_quantize(draft)
+    _check_page_dtype(config)
     _check_placement(draft, config.target)
     _check_learn(draft)
     check_pool(draft)
@@ -613,6 +616,14 @@ def _check_quantize(draft: DraftConfig) -> None:
         raise ConfigError(
             "draft.quantize: fp8 needs a GPU, and draft.device is cpu, which multiplies no FP8; "
             "use int8"
+        )
+
+
+def _check_page_dtype(config: Config) -> None:
+    if config.cache.dtype == "fp8" and config.target.device == "cpu":
+        raise ConfigError(
+            "cache.dtype: fp8 needs a GPU, and target.device is cpu, where pages have the model's "
+            "number format; leave cache.dtype out"
         )
 
 

@@ -43,10 +43,8 @@ class HeadsDrafter:
     @classmethod
     def from_config(cls, config: Config, target: TargetModel) -> HeadsDrafter:
         assert config.draft.path is not None, "the config has been checked"
-        cache = target.runner.cache
-        heads = load_heads(
-            Path(config.draft.path), dtype=cache.keys[0].dtype, device=target.runner.device
-        )
+        dtype = shareable_network(target).embedding.dtype
+        heads = load_heads(Path(config.draft.path), dtype=dtype, device=target.runner.device)
         return cls(target, heads, support=config.draft.support)
 
     @property

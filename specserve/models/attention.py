@@ -7,7 +7,7 @@ On CPU in bf16 it is row-invariant: a row's result has the same bits whatever sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specserve.models.float8_pages import STORED_AS, UNSCALED, PageScales, to_float8
+from specserve.models.float8_weight import FLOAT8
 from specserve.models.layout import AttentionGroup, Layout
 from specserve.models.shape_buckets import BATCH_PIECES, QUERY_PIECES, pieces
 
@@ -30,6 +32,7 @@ class AttentionVariant:
     window: int | None = None  # keys seen, the query's own included
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads] a logit that takes probability and gives no value
+    scales: PageScales = UNSCALED  # of pages in FP8
 
 
 class Kernel(Protocol):
@@ -112,12 +115,21 @@ class GroupedAttention:
         rotation: Rotation | None = None,
     ) -> Tensor:
         assert rotation is None
-        write_cache(layout, keys, values, k, v)
-        return attend_cached(layout.groups, keys, values, q, variant=variant, kernel=self.kernel)
+        scales = variant.scales
+        write_cache(layout, keys, values, k, v, scales)
+        if scales.keys != 1.0:
+            variant = replace(variant, scaling=variant.scaling * scales.keys)
+        out = attend_cached(layout.groups, keys, values, q, variant=variant, kernel=self.kernel)
+        return out if scales.values == 1.0 else out * scales.values
 
 
-def write_cache(layout: Layout, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
+def write_cache(
+    layout: Layout, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, scales: PageScales
+) -> None:
     """Write k and v [rows, kv_heads, dim] of a pass into the pools of a layer."""
+    if keys.dtype == FLOAT8:
+        k, v = to_float8(k, scales.keys), to_float8(v, scales.values)
+        keys, values = keys.view(STORED_AS), values.view(STORED_AS)
     keys.index_copy_(0, layout.slots, k)
     values.index_copy_(0, layout.slots, v)
 
@@ -156,7 +168,8 @@ def invariant_kernel(
     shape may be any: queries and batches are cut into pieces of few sizes, and of MAX_SCORES.
     """
     n, t, heads = group.seqs, group.queries, q.shape[1]
-    k, v, bias = _gather(group, keys), _gather(group, values), group.bias(variant.window)
+    k, v = _gather(group, keys, q.dtype), _gather(group, values, q.dtype)
+    bias = group.bias(variant.window)
     q = q.view(n, t, heads, -1)
     most = max(1, MAX_SCORES // (n * heads * group.context))
     sizes = tuple(size for size in QUERY_PIECES if size <= most)
@@ -282,7 +295,10 @@ def sdpa_kernel(
     if variant.softcap is not None or variant.sinks is not None:
         return invariant_kernel(group, keys, values, q, variant)
     n, t, kv_heads, heads = group.seqs, group.queries, keys.shape[1], q.shape[1]
-    k, v = (_gather(group, pool).view(n, kv_heads, group.context, -1) for pool in (keys, values))
+    k, v = (
+        _gather(group, pool, q.dtype).view(n, kv_heads, group.context, -1)
+        for pool in (keys, values)
+    )
     seen = group.bias(variant.window)[:, :, :, 0] == 0  # [n, 1, t, context]
     q = q.view(n, t, heads, -1).transpose(1, 2)
     out = F.scaled_dot_product_attention(
@@ -291,12 +307,15 @@ def sdpa_kernel(
     return out.transpose(1, 2).reshape(n * t, heads, -1)
 
 
-def _gather(group: AttentionGroup, pool: Tensor) -> Tensor:  # [seqs * kv_heads, context, dim]
-    return (
-        pool.view(-1, pool.shape[2])
-        .index_select(0, group.pages.gather)
-        .view(group.seqs * pool.shape[1], group.context, -1)
-    )
+def _gather(
+    group: AttentionGroup, pool: Tensor, dtype: torch.dtype
+) -> Tensor:  # [seqs * kv_heads, context, dim]
+    """Return the keys or values of a group; those of FP8 pages are widened, and not yet scaled."""
+    shape = group.seqs * pool.shape[1], group.context, pool.shape[2]
+    if pool.dtype != FLOAT8:
+        return pool.view(-1, pool.shape[2]).index_select(0, group.pages.gather).view(shape)
+    stored = pool.view(STORED_AS).view(-1, pool.shape[2])
+    return stored.index_select(0, group.pages.gather).view(FLOAT8).view(shape).to(dtype)
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor, kv_heads: int, queries: int) -> Tensor:

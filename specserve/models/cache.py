@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specserve.errors import OutOfPages
+from specserve.models.float8_pages import STORED_AS, UNSCALED, PageScales
+from specserve.models.float8_weight import FLOAT8
 from specserve.models.pages import BlockTable, PageAllocator, page_hashes
 from specserve.transfers import to_device
 
@@ -74,8 +76,12 @@ class PagedCache:
         v_head_dim: int | None = None,
         prefix_caching: bool = True,
         state_width: int = 0,
+        scales: Sequence[PageScales] = (),
     ) -> None:
-        """Create a cache; with a `state_width` each slot also has a state of so many numbers."""
+        """Create a cache; with a `state_width` each slot also has a state of so many numbers.
+
+        Pages of FP8 numbers have `scales`, one pair a layer; without them all are 1.
+        """
         self.kv_heads, self.page_size = kv_heads, page_size
         self.device, self.prefix_caching = torch.device(device), prefix_caching
         self.prefix_queries = 0  # tokens looked up in the prefix cache
@@ -89,6 +95,7 @@ class PagedCache:
         )
         self._state_width = state_width
         self.states = torch.empty(0)  # [slots, state width], for a network that reads and writes it
+        self.scales = tuple(scales) or (UNSCALED,) * num_layers
         self.keys: list[Tensor] = []  # of each layer, [slots, kv_heads, dim]
         self.values: list[Tensor] = []
         self._pools: list[Tensor] = []
@@ -104,9 +111,10 @@ class PagedCache:
         all_pages = num_pages + num_spare_pages(self.device)
         shape = (self._num_layers, all_pages, self.page_size, self.kv_heads)
         for layers, dim in zip((self.keys, self.values), self._dims, strict=True):
-            pool = torch.zeros(*shape, dim, dtype=self._dtype, device=self.device)
+            stored = STORED_AS if self._dtype == FLOAT8 else self._dtype
+            pool = torch.zeros(*shape, dim, dtype=stored, device=self.device)
             self._pools.append(pool)
-            layers.extend(pool.flatten(1, 2).unbind(0))
+            layers.extend(pool.view(self._dtype).flatten(1, 2).unbind(0))
         if self._state_width:
             pool = torch.zeros(
                 1, *shape[1:3], self._state_width, dtype=self._dtype, device=self.device

@@ -24,6 +24,8 @@ from specserve.models.attention import (
 )
 from specserve.models.card_kernels import CardKernels, card_kernels
 from specserve.models.flashinfer_plans import GraphBuffers, LayerKind, Plans
+from specserve.models.float8_pages import PageScales, to_float8
+from specserve.models.float8_weight import FLOAT8
 from specserve.models.layout import Geometry, Layout, Runs, Writes
 from specserve.models.planner import Planner, key_block_size
 
@@ -43,6 +45,7 @@ TRIAL_LENGTHS, TRIAL_COUNTS = (1300, 421, 17), (1, 5, 17)
 Kernels divide the keys of the first among blocks.
 """
 TRIAL_WINDOW = 8
+TRIAL_SCALES = PageScales(0.5, 3.0)
 
 
 class FlashInferUnusable(Exception):
@@ -83,7 +86,7 @@ class FlashInferAttention:
     ) -> Tensor:
         assert layout.runs is not None
         if rotation is None:
-            write_cache(layout, keys, values, k, v)
+            write_cache(layout, keys, values, k, v, variant.scales)
         else:
             assert self._kernels is not None
             q = self._kernels.rotate_and_write(
@@ -96,12 +99,16 @@ class FlashInferAttention:
             pools[0].shape[3],
             pools[1].shape[3],
             q.dtype,
+            pools[0].dtype,
             variant.scaling,
             variant.window,
             variant.softcap,
         )
         plan = self._plans.get(layout.runs, kind)
-        return plan.wrapper.run(q.contiguous(), pools)  # type: ignore[no-any-return]
+        scales: dict[str, float] = {}
+        if keys.dtype == FLOAT8:  # the plan's are those of all layers
+            scales = {"k_scale": variant.scales.keys, "v_scale": variant.scales.values}
+        return plan.wrapper.run(q.contiguous(), pools, **scales)  # type: ignore[no-any-return]
 
     def make_room(self, *, seqs: int, pages: int, device: torch.device) -> None:
         """Make room for the lists of captured passes of so many sequences and pages."""
@@ -122,9 +129,15 @@ def find_flashinfer() -> Callable[..., Any]:
 
 
 def open_flashinfer(
-    loaded: LoadedModel, page_size: int, dtype: torch.dtype, device: torch.device
+    loaded: LoadedModel,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    page_dtype: torch.dtype | None = None,
 ) -> FlashInferAttention:
     """Return FlashInfer's attention for a model, after a trial.
+
+    Pages have the model's number format unless `page_dtype` is another.
 
     Raises FlashInferUnusable if it is not there, fails, or computes something else.
     """
@@ -133,12 +146,14 @@ def open_flashinfer(
         raise FlashInferUnusable("it computes in bfloat16 and float16 only")
     if loaded.config.model_type in WITH_SINKS:
         raise FlashInferUnusable("its kernels know no sinks")
-    kernels = card_kernels(device, dtype)
+    pages = page_dtype or dtype
+    # Of FP8 pages it reads; ours do not write them.
+    kernels = card_kernels(device, dtype) if pages == dtype else None
     attention = FlashInferAttention(
         make_wrapper, page_size=page_size, device=device, kernels=kernels
     )
     try:
-        error = _error(attention, loaded, page_size, dtype, device)
+        error = _error(attention, loaded, page_size, dtype, device, pages)
     except Exception as raised:  # compilers, drivers and kernels raise whatever they like
         raise FlashInferUnusable(f"{type(raised).__name__}: {raised}") from raised
     if not error <= TOLERANCE:
@@ -152,6 +167,7 @@ def _error(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    page_dtype: torch.dtype,
 ) -> float:
     """Return how far its results are from the invariant ones on a small batch.
 
@@ -176,14 +192,23 @@ def _error(
     def attended(way: Attention, variant: AttentionVariant) -> Tensor:
         geometry = Geometry(page_size, spec.kv_heads, block, device, way.run_rows)
         layout = Planner(geometry).lay_out(writes)
-        return way.attend(layout, keys.clone(), values.clone(), q, k, v, variant).float()
+        own_keys, own_values = (_copy_as(pool, page_dtype) for pool in (keys, values))
+        return way.attend(layout, own_keys, own_values, q, k, v, variant).float()
 
     errors = []
     for variant in _variants(loaded):
+        if page_dtype == FLOAT8:
+            variant = replace(variant, scales=TRIAL_SCALES)
         expected = attended(GroupedAttention(invariant_kernel), variant)
         error = (attended(attention, variant) - expected).abs().max()
         errors.append(float(error / expected.abs().max()))
     return sum(errors)
+
+
+def _copy_as(pool: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype != FLOAT8:
+        return pool.clone()
+    return to_float8(pool, 1.0).view(FLOAT8)
 
 
 def _variants(loaded: LoadedModel) -> tuple[AttentionVariant, ...]:

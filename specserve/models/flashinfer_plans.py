@@ -36,6 +36,7 @@ class LayerKind:
     dim: int
     v_dim: int
     dtype: torch.dtype
+    page_dtype: torch.dtype
     scaling: float
     window: int | None
     softcap: float | None
@@ -117,7 +118,7 @@ class Plan:
             window_left=-1 if kind.window is None else kind.window - 1,
             logits_soft_cap=kind.softcap,
             q_data_type=kind.dtype,
-            kv_data_type=kind.dtype,
+            kv_data_type=kind.page_dtype,
             non_blocking=True,
             seq_lens=lists.lengths,
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from specserve.models.attention import Attention, AttentionVariant, Rotation
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
+from specserve.models.float8_pages import PageScales
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layers import (
     AnyLinear,
@@ -66,10 +67,11 @@ class FusedNetwork:
                 rotates=bool(rotates[i]),
                 scaling=getattr(config, "attention_multiplier", spec.head_dim**-0.5),
                 output_scale=getattr(config, "residual_multiplier", 1.0),
+                scales=scales,
                 attention=attention,
                 shard=shard,
             )
-            for i in loaded.layers
+            for i, scales in zip(loaded.layers, cache.scales, strict=True)
         ]
         self.keys, self.values = cache.keys, cache.values  # of each layer
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps)
@@ -166,13 +168,14 @@ class FusedLayer:
         rotates: bool,
         scaling: float,
         output_scale: float,
+        scales: PageScales,
         attention: Attention,
         shard: Shard | None,
     ) -> None:
         own, mlp = layer.self_attn, layer.mlp
         self.heads, self.attention, self.shard = heads, attention, shard
         self.rotates = rotates
-        self.variant = AttentionVariant(scaling=scaling, window=window)
+        self.variant = AttentionVariant(scaling=scaling, window=window, scales=scales)
         self.qkv = join_linears(own, "q_proj", "k_proj", "v_proj")
         self.out = _scaled(take_linear(own, "o_proj"), output_scale)
         self.gate = take_gate(mlp, "gate_proj", "up_proj")

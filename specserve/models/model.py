@@ -7,7 +7,7 @@ once, before anything runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,11 +43,16 @@ from specserve.models.checkpoints.load import (
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
 from specserve.models.checkpoints.quantized.formats import multiplies_float8
+from specserve.models.checkpoints.quantized.page_scales import (
+    read_page_scales,
+    states_float8_pages,
+)
 from specserve.models.checkpoints.weights import (
     Codes,
     num_head_training_bytes,
     num_training_bytes,
     num_weight_bytes,
+    stored_tensors,
 )
 from specserve.models.flashinfer_attention import (
     FlashInferAttention,
@@ -55,6 +60,8 @@ from specserve.models.flashinfer_attention import (
     open_flashinfer,
 )
 from specserve.models.float8_kernels import float8_fault
+from specserve.models.float8_pages import PageScales
+from specserve.models.float8_weight import FLOAT8
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
 from specserve.models.hidden_taps import SERVED_STATES_BYTES, HiddenTaps
 from specserve.models.largest_pass import LargestPass, largest_pass_bytes
@@ -114,6 +121,7 @@ class ModelOptions:
     kernel: str = "auto"  # of linear layers on CPUs
     adapter_bytes: int = 0  # of memory for adapters; 0: the model takes none
     round_to: str | None = None  # int8, int4 or fp8: weights are quantised as they are read
+    page_dtype: str = "auto"  # or fp8: of the KV cache
     is_trained: bool = False  # a copy of its weights beside it, which later takes their place
     trained_head: Path | None = None  # of this target, in its process, from states that are kept
 
@@ -138,6 +146,7 @@ class ModelOptions:
             else Path(config.weights.directory),
             kernel=config.weights.kernel,
             adapter_bytes=config.adapters.num_bytes if isinstance(own, TargetConfig) else 0,
+            page_dtype=config.cache.dtype if isinstance(own, TargetConfig) else "auto",
             round_to=own.quantize if isinstance(own, DraftConfig) else None,
             is_trained=isinstance(own, DraftConfig) and own.kind == "neural" and own.learn is True,
         )
@@ -174,6 +183,7 @@ def open_model(
     require_device_for(options.round_to, device)
     dtype = resolve_dtype(options.dtype, device)
     attention_name, page_size = _attention_name(options, device, dtype), options.page_size
+    page_dtype = resolve_page_dtype(directory, options.page_dtype, dtype, device)
     ranks = 1 if shard is None else shard.size
     keeps = codes_kept(directory, options.kernel, dtype, device, options.round_to)
     if device.type == "cpu":
@@ -197,7 +207,7 @@ def open_model(
         return num_held_bytes(directory, dtype, keeps=keeps, round_to=options.round_to, ranks=ranks)
 
     def attention_for(loaded: LoadedModel) -> Attention:
-        return _attention(attention_name, options, loaded, dtype, device)
+        return _attention(attention_name, options, loaded, dtype, device, page_dtype)
 
     def build(
         loaded: LoadedModel, cache: PagedCache, attention: Attention
@@ -214,6 +224,8 @@ def open_model(
             is_adaptable=options.adapter_bytes > 0,
         )
 
+    scales: Sequence[PageScales] = ()
+
     def make_cache(spec: Architecture, num_pages: int) -> PagedCache:
         return PagedCache(
             num_layers=spec.num_layers,
@@ -222,8 +234,9 @@ def open_model(
             v_head_dim=spec.v_head_dim,
             num_pages=num_pages,
             page_size=page_size,
-            dtype=dtype,
+            dtype=page_dtype,
             device=device,
+            scales=scales,
             # With an encoder, the keys of a text depend on its encoder input, too.
             prefix_caching=options.prefix_caching and not spec.is_encoder_decoder,
         )
@@ -254,6 +267,9 @@ def open_model(
         require_room_to_train(directory, weight_bytes() // ranks, training_bytes, device=device)
     loaded = load(packed)
     spec = loaded.spec
+    if page_dtype == FLOAT8:
+        scales = read_page_scales(stored_tensors(directory), loaded.layers)
+        log.info("%s: the KV cache is in FP8, with half of the bytes", directory.name)
     context = _context(spec, options)
     kept_free = options.adapter_bytes * (ranks if device.type == "cpu" else 1)
     kept_free += training_bytes
@@ -265,7 +281,7 @@ def open_model(
             shard,
             context=context,
             page_size=page_size,
-            dtype=dtype,
+            dtype=page_dtype,
             device=device,
             reserved=reserved + kept_free,
         )
@@ -430,6 +446,31 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def resolve_page_dtype(
+    directory: Path, name: str, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """Return the number format of a model's pages; `auto` is what its checkpoint says.
+
+    Reads config.json only. Raises ConfigError for FP8 that is asked for where there is none.
+    """
+    is_stated = states_float8_pages(directory)
+    if name == "auto" and not is_stated:
+        return dtype
+    if is_encoder_decoder(read_config(directory)):
+        reason = "an encoder-decoder's keys and values are in the model's"
+    elif device.type == "cpu":
+        reason = "the target's device is the CPU, where pages are in the model's"
+    else:
+        return FLOAT8
+    if name == FP8:
+        raise ConfigError(
+            f"cache.dtype: fp8 cannot be had for {directory}: {reason} number format; "
+            "leave cache.dtype out"
+        )
+    log.info("%s states a KV cache in FP8; %s number format", directory.name, reason)
+    return dtype
+
+
 def require_device_for(round_to: str | None, device: torch.device) -> None:
     """Raise ConfigError if the device computes with no weights that are rounded to this."""
     if round_to == FP8 and device.type == "cpu":
@@ -507,6 +548,7 @@ def _attention(
     loaded: LoadedModel,
     dtype: torch.dtype,
     device: torch.device,
+    page_dtype: torch.dtype,
 ) -> Attention:
     """Return the attention of that name; heads that compiled code cannot take get `invariant`.
 
@@ -515,7 +557,7 @@ def _attention(
     spec = loaded.spec
     if name in ("auto", FLASHINFER):
         try:
-            return open_flashinfer(loaded, options.page_size, dtype, device)
+            return open_flashinfer(loaded, options.page_size, dtype, device, page_dtype)
         except FlashInferUnusable as error:
             if name == FLASHINFER:
                 raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from specserve.models.attention import Attention, AttentionVariant
 from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.load import LoadedModel
 from specserve.models.falcon import attend_by
+from specserve.models.float8_pages import UNSCALED
 from specserve.models.hidden_taps import HiddenTaps
 from specserve.models.layers import pack_linears
 from specserve.models.layout import Layout
@@ -258,6 +260,7 @@ class PagedAttention:
 
     def __init__(self, cache: PagedCache, attention: Attention, layers: Sequence[int]) -> None:
         self.attention, self.keys, self.values = attention, cache.keys, cache.values
+        self._scales = cache.scales
         self._indices = {layer: i for i, layer in enumerate(layers)}  # in the cache
         self.layout: Layout | None = None
 
@@ -273,6 +276,8 @@ class PagedAttention:
                 _padded(k, keys),
                 _padded(v, values),
             )
+        if self._scales[i] != UNSCALED:
+            variant = replace(variant, scales=self._scales[i])
         attended = self.attention.attend(self.layout, keys, values, q, k, v, variant)
         return attended[..., :width]
 

@@ -54,7 +54,7 @@ CONTRACT = {
         "pool",
     },
     "speculation": {"verifier", "gamma", "max_gamma", "anticipation", "lenience"},
-    "cache": {"page_size", "memory_fraction", "pages", "prefix_caching", "shared"},
+    "cache": {"page_size", "memory_fraction", "pages", "prefix_caching", "shared", "dtype"},
     "weights": {"shared", "directory", "kernel"},  # beyond the first contract
     "adapters": {"paths", "memory_mb", "load_from"},  # beyond the first contract
     "limits": {

@@ -20,7 +20,7 @@ from specserve.models.model import (
     resolve_dtype,
 )
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
-from specserve.tools.plan.memory import MemoryShare, share_here
+from specserve.tools.plan.memory import MemoryShare, share_here, with_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,8 @@ def memory_need(
     share = MemoryShare.from_description(described, dtype, config.cache.page_size)
     is_as_stored = own is config.draft or config.demo.size is None
     options = ModelOptions.from_config(own, config)
+    if on_gpu(own) and torch.cuda.is_available():
+        share = with_pages(path, share, dtype, device=own.device, page_dtype=options.page_dtype)
     # On GPUs only FP8 is kept small; those of this machine are tried.
     is_small = (
         torch.cuda.is_available() and (options.round_to == FP8 or multiplies_float8(path))

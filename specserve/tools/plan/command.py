@@ -40,6 +40,7 @@ from specserve.tools.plan.memory import (
     share_on,
     smallest_fit,
     whole_model_share,
+    with_pages,
 )
 from specserve.tools.plan.options import PlanOptions
 from specserve.tools.plan.placement import measure_placement
@@ -257,6 +258,7 @@ def _memory(options: PlanOptions, models: ModelPaths) -> PlannedMemory:
     draft = None if models.draft is None else whole_model_share(models.draft, memory)
     if not options.gpus:
         target = share_here(models.target, target, memory.dtype)
+        target = with_pages(models.target, target, memory.dtype)
         if models.draft is not None and draft is not None:
             draft = share_here(
                 models.draft,

@@ -18,7 +18,13 @@ from specserve.models.checkpoints.load import num_bytes_saved_by_rounding, num_h
 from specserve.models.checkpoints.quantized.formats import multiplies_float8, read_format
 from specserve.models.checkpoints.weights import Codes
 from specserve.models.memory import num_pages_for
-from specserve.models.model import FP8, codes_kept, require_device_for, resolve_device
+from specserve.models.model import (
+    FP8,
+    codes_kept,
+    require_device_for,
+    resolve_device,
+    resolve_page_dtype,
+)
 
 GIB = 2**30
 GPUS = {
@@ -97,6 +103,13 @@ class MemoryShare:
             kv_bytes * page_size,
         )
 
+    def with_pages_of(self, page_dtype: torch.dtype, dtype: torch.dtype) -> MemoryShare:
+        """Return the share with pages in another number format than `dtype`, the model's."""
+        new, old = page_dtype.itemsize, dtype.itemsize
+        return replace(
+            self, kv_bytes=self.kv_bytes * new // old, page_bytes=self.page_bytes * new // old
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedFit:
@@ -162,6 +175,19 @@ def share_here(
     return _as_kept(model, share, dtype, keeps, ranks)
 
 
+def with_pages(
+    model: Path,
+    share: MemoryShare,
+    dtype: torch.dtype,
+    *,
+    device: str = "auto",
+    page_dtype: str = "auto",
+) -> MemoryShare:
+    """Return a share with what pages take on a device, whose number format may be their own."""
+    pages = resolve_page_dtype(model, page_dtype, dtype, resolve_device(device))
+    return share.with_pages_of(pages, dtype)
+
+
 def share_on(
     gpus: GpuGroup,
     model: Path,
@@ -171,10 +197,12 @@ def share_on(
     ranks: int = 1,
     round_to: str | None = None,
 ) -> MemoryShare:
-    """Return the share of one of `ranks` GPUs with what its weights take there.
+    """Return the share of one of `ranks` GPUs with what its weights and pages take there.
 
-    Those that multiply FP8 keep it, of checkpoints and of a draft that is rounded to it.
+    GPUs that multiply FP8 keep it, of checkpoints and of a draft that is rounded to it.
     """
+    pages = resolve_page_dtype(model, "auto", dtype, torch.device("cuda", 0))
+    share = share.with_pages_of(pages, dtype)
     if not gpus.has_float8 or dtype != torch.bfloat16:
         return share
     if round_to == FP8:
@@ -230,7 +258,7 @@ def _fit(
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             v_head_dim=spec.v_head_dim,
-            dtype=plan.dtype,
+            dtype=resolve_page_dtype(model, "auto", plan.dtype, torch.device("cuda", 0)),
             page_size=plan.page_size,
         )
     except TooLittleMemory:

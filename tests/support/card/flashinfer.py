@@ -107,7 +107,7 @@ class FlashInferWrapper:
         assert bool(((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all())
         assert num_qo_heads % num_kv_heads == 0
         assert q_data_type in self.dtypes, "no kernel for this type"
-        assert kv_data_type == q_data_type
+        assert kv_data_type in (q_data_type, torch.float8_e4m3fn)
         assert head_dim_qk in (16, 64, 128, 256), "no kernel for heads of this size"
         assert causal
         how = (sm_scale or head_dim_qk**-0.5, window_left, logits_soft_cap or 0.0)
@@ -116,7 +116,9 @@ class FlashInferWrapper:
         if cards.has_values:
             held = paged_kv_indices
             pages = held.host if isinstance(held, CardTensor) else held
-        plan = Plan(qo_indptr, paged_kv_indptr, pages, paged_kv_last_page_len, how, sizes)
+        plan = Plan(
+            qo_indptr, paged_kv_indptr, pages, paged_kv_last_page_len, how, sizes, kv_data_type
+        )
         if self._buffers is not None:
             self._plan_graph(plan, paged_kv_indices)
         self._plan = plan
@@ -138,7 +140,14 @@ class FlashInferWrapper:
         last.copy_(plan.last, non_blocking=True)
         all_pages[: len(pages)].copy_(pages, non_blocking=True)
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+    ) -> Tensor:
         plan = self._plan
         assert plan is not None, "plan info is not initialized"
         heads, dim, size, kv_heads, v_dim = plan.sizes
@@ -146,15 +155,18 @@ class FlashInferWrapper:
         assert q.is_contiguous()
         rows = int(plan.row_starts[-1]) if self._buffers is None else self._max_rows
         assert q.shape == (rows, heads, dim), "q does not match qo_indptr"
+        assert keys.dtype == values.dtype == plan.page_dtype, "the dtype of the kv_cache"
         assert keys.shape[1:] == (size, kv_heads, dim)
         assert values.shape[1:] == (size, kv_heads, v_dim)
         cards, lists = CARDS[-1], self._buffers
-        kernel = PagedKernel(self)
+        kernel = PagedKernel(self, k_scale or 1.0)
         if lists is None:
             lists = (plan.row_starts, plan.page_starts, plan.pages, plan.last)
             kernel.lists, lists = lists, ()
         cards.ledger.add_paged_attention(*kernel.work(q, keys, values))
         out: Tensor = launch(cards, kernel, (q, keys, values, *lists), {})
+        if v_scale is not None and v_scale != 1.0:
+            out *= v_scale
         return out
 
 
@@ -168,6 +180,7 @@ class Plan:
     last: Tensor
     how: tuple[float, int, float]
     sizes: tuple[int, ...]
+    page_dtype: torch.dtype | None
 
 
 class PagedKernel:
@@ -175,10 +188,12 @@ class PagedKernel:
 
     __name__ = "batch_prefill"
 
-    def __init__(self, wrapper: FlashInferWrapper) -> None:
+    def __init__(self, wrapper: FlashInferWrapper, k_scale: float) -> None:
         self._wrapper, plan = wrapper, wrapper._plan
         assert plan is not None
-        self._how, self.lists = plan.how, ()  # type: tuple[float, int, float], tuple[Tensor, ...]
+        scaling, *others = plan.how
+        self._how: tuple[Any, ...] = (scaling * k_scale, *others)
+        self.lists: tuple[Tensor, ...] = ()
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, *buffers: Tensor) -> Tensor:
         if not CARDS[-1].has_values:
@@ -220,7 +235,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, plan: Any) -> Tensor:
             continue
         length = (len(own) - 1) * keys.shape[1] + size
         k, v = (
-            pool[own].flatten(0, 1)[:length].float().repeat_interleave(shared, 1)
+            pool.float()[own].flatten(0, 1)[:length].repeat_interleave(shared, 1)
             for pool in (keys, values)
         )
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), k) * scaling

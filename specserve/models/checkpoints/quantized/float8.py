@@ -138,7 +138,7 @@ def _stated_inputs(stated: Mapping[str, Any]) -> InputScheme | None:
     schemes = {
         _inputs_of_group(group)
         for group in (stated.get("config_groups") or {}).values()
-        if _is_float8(group.get("weights"))
+        if is_float8(group.get("weights"))
     }
     return schemes.pop() if len(schemes) == 1 else None
 
@@ -152,14 +152,14 @@ _SCHEMES: Mapping[str, InputScheme] = {
 def _inputs_of_group(group: Mapping[str, Any]) -> InputScheme | None:
     """Return how a group of compressed-tensors rounds inputs: by rows where it does as it runs."""
     inputs = group.get("input_activations") or {}
-    if not _is_float8(inputs) or inputs.get("strategy") not in ("token", "tensor"):
+    if not is_float8(inputs) or inputs.get("strategy") not in ("token", "tensor"):
         return None
     if inputs.get("dynamic") is True:
         return InputScheme()
     return InputScheme(is_static=True) if inputs["strategy"] == "tensor" else None
 
 
-def _is_float8(stated: Any) -> bool:
+def is_float8(stated: Any) -> bool:
     return (
         isinstance(stated, Mapping)
         and (stated.get("type"), stated.get("num_bits")) == ("float", 8)

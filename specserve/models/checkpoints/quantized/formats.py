@@ -56,7 +56,7 @@ def read_format(directory: Path) -> Format | None:
 def read_float8(directory: Path) -> Float8Format | None:
     """Return the format of a checkpoint's FP8 matrices; None if it can have none."""
     layout = read_format(directory)
-    return None if layout is None else Float8Format.from_config(_stated(directory), layout)
+    return None if layout is None else Float8Format.from_config(stated_config(directory), layout)
 
 
 def multiplies_float8(directory: Path) -> bool:
@@ -67,10 +67,11 @@ def multiplies_float8(directory: Path) -> bool:
 
 def method_of(directory: Path) -> str:
     """Return the name of the method by which a checkpoint was quantised."""
-    return str(_stated(directory)["quant_method"])
+    return str(stated_config(directory)["quant_method"])
 
 
-def _stated(directory: Path) -> dict[str, Any]:
+def stated_config(directory: Path) -> dict[str, Any]:
+    """Return the quantization_config of a checkpoint that has one."""
     stated: dict[str, Any] = json.loads((directory / "config.json").read_text())
     config: dict[str, Any] = stated["quantization_config"]
     return config
