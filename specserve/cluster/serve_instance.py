@@ -145,7 +145,7 @@ def delete_application(
         if all(deployment in FRONT for deployment in left):
             until = min(until, clock() + LAST_ANSWERS_S)
         if clock() > until:
-            say("requests are under way that cannot be finished")
+            say("not all of the server has ended; the rest is stopped, with any requests under way")
             return
         time.sleep(POLL_S)
 
