@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from locks.lock_file import RUNTIME, TORCH_CUDA
+from locks.lock_file import FLASHINFER, NVCC, RUNTIME, TORCH_CUDA
 
 # torch's builds share their version, and its CPU wheels are on no list.
-AUDITED = (RUNTIME, TORCH_CUDA)
+AUDITED = (RUNTIME, TORCH_CUDA, FLASHINFER, NVCC)
 # Certificates that do not hold are among the failures, since someone may be in between.
 UNREACHABLE = re.compile(
     r"^requests\.exceptions\.(ConnectionError|ProxyError|ConnectTimeout|ReadTimeout)\b"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable
 from importlib import metadata
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -16,9 +17,17 @@ PACKAGED_EXTRAS = ("cpu",)
 
 def runtime_requirements() -> list[str]:
     """Return the package's own dependencies, with those of the extras that images have."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [name for extra in PACKAGED_EXTRAS for name in project["optional-dependencies"][extra]]
-    return [*project["dependencies"], *extras]
+    extras = [name for extra in PACKAGED_EXTRAS for name in extra_requirements(extra)]
+    return [*_project()["dependencies"], *extras]
+
+
+def extra_requirements(extra: str) -> list[str]:
+    return list(_project()["optional-dependencies"][extra])
+
+
+def _project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return dict(project["project"])
 
 
 def closure(requirements: Iterable[str]) -> dict[str, frozenset[str]]:

@@ -22,6 +22,8 @@ from packaging.requirements import Requirement
 import specserve
 from locks.closure import closure, runtime_requirements
 from locks.lock_file import (
+    FLASHINFER,
+    NVCC,
     ROOT,
     RUNTIME,
     TORCH_CPU,
@@ -44,8 +46,10 @@ def locked_packages() -> Iterator[tuple[LockedPackage, str]]:
     (cpu,) = read_lock(TORCH_CPU)
     both = tuple(sorted({*torch.hashes, *cpu.hashes}))
     yield LockedPackage(torch.name, torch.version, both), "required"
-    for package in cuda:
+    for package in (*cuda, *read_lock(FLASHINFER)):
         yield package, "optional"
+    for package in read_lock(NVCC):
+        yield package, "excluded"  # compiles, and is in no image
 
 
 def bill_of_materials(built: Iterable[Path] = ()) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specserve import flashinfer_kernels
 from specserve.models.attention import (
     Attention,
     AttentionVariant,
@@ -119,8 +120,14 @@ class FlashInferAttention:
         self._plans.plan_graph(runs)
 
 
-def find_flashinfer() -> Callable[..., Any]:
+def find_flashinfer(device: torch.device) -> Callable[..., Any]:
     """Return the class of FlashInfer's wrappers. Raises FlashInferUnusable."""
+    compiled, installed = flashinfer_kernels.compiled_kernels(), flashinfer_kernels.version()
+    if compiled is not None:
+        fault = compiled.fault(torch.cuda.get_device_capability(device), installed)
+        if fault is not None:
+            raise FlashInferUnusable(fault)
+    flashinfer_kernels.prepare()
     try:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
     except Exception as error:  # a build for another torch raises whatever it likes
@@ -141,7 +148,7 @@ def open_flashinfer(
 
     Raises FlashInferUnusable if it is not there, fails, or computes something else.
     """
-    make_wrapper = find_flashinfer()
+    make_wrapper = find_flashinfer(device)
     if dtype not in TYPES:
         raise FlashInferUnusable("it computes in bfloat16 and float16 only")
     if loaded.config.model_type in WITH_SINKS:

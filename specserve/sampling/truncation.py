@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specserve import flashinfer_kernels
 from specserve.transfers import to_device
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ def _kept(
 @cache
 def renormaliser_of(device: torch.device) -> Renormalise | None:
     """Return FlashInfer's way on a card, once it has kept what the sort keeps of a small batch."""
+    flashinfer_kernels.prepare()
     try:
         from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs
     except Exception as error:  # a build for another torch raises whatever it likes

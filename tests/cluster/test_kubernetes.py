@@ -415,7 +415,12 @@ def test_the_image_runs_as_the_manifests_user_and_keeps_caches_in_tmp() -> None:
     image = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
     security = PODS["engines"]["securityContext"]
     assert image.rstrip().endswith(f"USER {security['runAsUser']}:{security['runAsGroup']}")
-    for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"):
+    for variable in (
+        "TRITON_CACHE_DIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "CUDA_CACHE_PATH",
+        "FLASHINFER_WORKSPACE_BASE",
+    ):
         assert f"{variable}=/tmp/" in image
 
 

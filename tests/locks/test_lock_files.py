@@ -9,6 +9,8 @@ import pytest
 
 from locks.closure import closure, runtime_requirements
 from locks.lock_file import (
+    FLASHINFER,
+    NVCC,
     ROOT,
     RUNTIME,
     TOOLS,
@@ -19,9 +21,10 @@ from locks.lock_file import (
     read_lock,
     read_pins,
 )
-from locks.write import CUDA, TOOL_NAMES
+from locks.write import CUDA, TOOL_NAMES, without
+from specserve.flashinfer_kernels import ARCHITECTURES
 
-LOCKS = (RUNTIME, TORCH_CPU, TORCH_CUDA, TOOLS)
+LOCKS = (RUNTIME, TORCH_CPU, TORCH_CUDA, FLASHINFER, NVCC, TOOLS)
 IMAGES = ("Dockerfile", "deploy/Dockerfile")
 each_lock = pytest.mark.parametrize("file", LOCKS, ids=lambda file: file.name)
 each_image = pytest.mark.parametrize("image", IMAGES)
@@ -95,6 +98,29 @@ def test_both_builds_of_torch_have_one_version_and_their_own_files() -> None:
     assert not set(cpu.hashes) & set(cuda.hashes)
 
 
+def test_flashinfer_and_nvcc_are_locked_beside_what_images_without_them_have() -> None:
+    runtime = names(RUNTIME, TORCH_CUDA)
+    assert {"flashinfer-python", "apache-tvm-ffi", "ninja"} <= names(FLASHINFER)
+    assert {"nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm"} <= names(NVCC)
+    assert not names(FLASHINFER) & runtime
+    assert not names(NVCC) & (runtime | names(FLASHINFER))
+
+
+def test_nvcc_is_of_the_cuda_that_torch_has() -> None:
+    versions = {each.name: each.version for file in (TORCH_CUDA, NVCC) for each in read_lock(file)}
+    assert (
+        versions["nvidia-cuda-nvcc"].split(".")[:2]
+        == versions["nvidia-cuda-runtime"].split(".")[:2]
+    )
+
+
+def test_a_package_that_two_locks_would_have_at_two_versions_is_refused() -> None:
+    one, other, more = (LockedPackage(*each, ()) for each in (("a", "1"), ("a", "2"), ("b", "1")))
+    assert without([one, more], [one]) == [more]
+    with pytest.raises(ValueError, match="a is resolved to 2 and to 1"):
+        without([one, more], [other])
+
+
 def test_the_tools_are_locked() -> None:
     assert set(TOOL_NAMES) <= names(TOOLS)
 
@@ -122,10 +148,12 @@ def test_an_image_installs_nothing_without_a_hash(image: str) -> None:
     with_hashes = [run for run in runs if "--require-hashes --only-binary :all:" in run]
     without = [run for run in runs if run not in with_hashes]
     assert all("-r locks/" in run or "-r /tmp/locks/" in run for run in with_hashes)
-    *tools, packages = with_hashes
+    *tools, packages, nvcc = with_hashes
     assert all("locks/tools.txt" in run for run in tools)
     assert "locks/runtime.txt" in packages
     assert "locks/torch-" in packages
+    assert "locks/flashinfer.txt" in packages
+    assert "locks/nvcc.txt" in nvcc
     assert all("--no-deps --no-build-isolation" in run for run in without)
     assert all(run.count("pip install") == 1 for run in runs)
 
@@ -134,5 +162,21 @@ def test_an_image_installs_nothing_without_a_hash(image: str) -> None:
 def test_the_base_of_an_image_can_be_named_by_its_digest(image: str) -> None:
     (base,) = [each for each in instructions(image, "ARG") if each.startswith("BASE=")]
     assert base != "BASE="
-    assert {each.split()[0] for each in instructions(image, "FROM")} == {"${BASE}"}
+    stages = [each.split() for each in instructions(image, "FROM")]
+    bases = {stage[0] for stage in stages} - {stage[-1] for stage in stages if "AS" in stage}
+    assert bases == {"${BASE}"}
     assert "--build-arg BASE=" in (ROOT / image).read_text(encoding="utf-8")
+
+
+@each_image
+def test_an_image_has_the_kernels_of_flashinfer_and_leaves_nvcc_behind(image: str) -> None:
+    text = (ROOT / image).read_text(encoding="utf-8")
+    before, kernels = text.split("FROM dependencies AS kernels\n")
+    kernels, _, after = kernels.partition("\nFROM ")
+    assert "nvcc.txt" in kernels
+    assert "nvcc.txt" not in before + after
+    assert "flashinfer_kernels.py" in kernels
+    assert f'ARG GPU_ARCHITECTURES="{" ".join(ARCHITECTURES)}"' in kernels
+    assert "from=kernels" in after
+    assert "/flashinfer/data/aot" in after
+    assert "FLASHINFER_WORKSPACE_BASE=/tmp/" in after, "the root file system may be read-only"

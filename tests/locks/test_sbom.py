@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 import specserve
-from locks.lock_file import RUNTIME, TORCH_CPU, TORCH_CUDA, read_lock
+from locks.lock_file import FLASHINFER, NVCC, RUNTIME, TORCH_CPU, TORCH_CUDA, read_lock
 from locks.sbom import bill_of_materials
 
 HASH = {
@@ -50,7 +50,7 @@ COMPONENT = {
     "required": ["type", "bom-ref", "name", "version", "purl", "hashes"],
     "properties": {
         "type": {"enum": ["application", "library"]},
-        "scope": {"enum": ["required", "optional"]},
+        "scope": {"enum": ["required", "optional", "excluded"]},
         "purl": {"pattern": r"^pkg:pypi/[a-z0-9-]+@\S+$"},
         "hashes": {"type": "array", "items": HASH, "uniqueItems": True},
         "licenses": LICENCES,
@@ -109,12 +109,20 @@ def test_it_has_the_fields_of_cyclonedx(bill: dict[str, Any]) -> None:
 
 
 def test_it_lists_each_locked_package_with_its_hashes(components: dict[str, Any]) -> None:
-    locked = [each for file in (RUNTIME, TORCH_CPU, TORCH_CUDA) for each in read_lock(file)]
+    files = (RUNTIME, TORCH_CPU, TORCH_CUDA, FLASHINFER, NVCC)
+    locked = [each for file in files for each in read_lock(file)]
     assert set(components) == {package.name for package in locked}
     for package in locked:
         component = components[package.name]
         assert component["version"] == package.version
         assert set(package.hashes) <= {each["content"] for each in component["hashes"]}
+
+
+def test_the_compiler_that_images_leave_behind_is_no_part_of_a_server(
+    components: dict[str, Any],
+) -> None:
+    scopes = {name: components[name]["scope"] for name in ("nvidia-cuda-nvcc", "flashinfer-python")}
+    assert scopes == {"nvidia-cuda-nvcc": "excluded", "flashinfer-python": "optional"}
 
 
 def test_every_package_that_a_cpu_needs_has_a_licence(components: dict[str, Any]) -> None:

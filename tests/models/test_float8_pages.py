@@ -152,8 +152,8 @@ def test_flashinfer_that_ignores_a_scale_is_not_used(
     with flashinfer.installed():
         find = flashinfer_attention.find_flashinfer
 
-        def without_scale() -> Any:
-            class Wrapper(find()):  # type: ignore[misc]
+        def without_scale(device: torch.device) -> Any:
+            class Wrapper(find(device)):  # type: ignore[misc]
                 def run(self, q: Tensor, pools: Any, **scales: float) -> Tensor:
                     out: Tensor = super().run(q, pools, k_scale=scales.get("k_scale"))
                     return out

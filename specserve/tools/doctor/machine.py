@@ -16,6 +16,7 @@ import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
 import specserve
+from specserve import flashinfer_kernels
 from specserve.config.tree import DEMO
 from specserve.models.flashinfer_attention import FlashInferUnusable, find_flashinfer
 from specserve.models.float8_kernels import float8_fault
@@ -37,6 +38,7 @@ DEMO_FILES = (
     "draft/model.safetensors",
     "heads/heads.safetensors",
 )
+TORCHS_OWN = "torch's own, which copies all keys and values in each pass"
 FAST_FLAGS = ("amx_tile", "avx512_bf16", "avx512f", "avx2")
 """Instruction sets that matter for speed, the best first."""
 
@@ -135,7 +137,7 @@ def cuda(driver: Path = DRIVER_VERSION) -> Iterator[Finding]:
                 f"{name}, {gib(free)} of {gib(total)} free, "
                 f"CUDA {torch.version.cuda}{_driver(driver)}",
             )
-        yield _flashinfer()
+        yield _attention()
         yield _float8()
     elif driver.is_file():
         cuda = torch.version.cuda
@@ -151,19 +153,38 @@ def cuda(driver: Path = DRIVER_VERSION) -> Iterator[Finding]:
         )
     else:
         yield ok("cuda", "none; models run on CPUs")
+        if flashinfer_kernels.version() is not None:  # an image that was built without a GPU
+            yield flashinfer()
 
 
-def _flashinfer() -> Finding:
+def _attention() -> Finding:
     """Say by which kernels attention on GPUs is computed."""
     try:
-        find_flashinfer()
+        for number in range(torch.cuda.device_count()):
+            find_flashinfer(torch.device("cuda", number))
     except FlashInferUnusable as error:
-        return warn(
-            "attention",
-            f"torch's own, which copies all keys and values in each pass; FlashInfer: {error}",
-            "pip install 'specserve[gpu]'",
-        )
-    return ok("attention", "FlashInfer, compared with ours when a model is opened")
+        is_compiled = flashinfer_kernels.compiled_kernels() is not None
+        again = "python -m specserve.flashinfer_kernels --architectures N.M` compiles them again"
+        remedy = f"`{again}" if is_compiled else "pip install 'specserve[gpu]'"
+        return warn("attention", f"{TORCHS_OWN}; FlashInfer: {error}", remedy)
+    return flashinfer()
+
+
+def flashinfer() -> Finding:
+    """Say where FlashInfer's kernels come from: compiled ahead, or by a compiler that is here."""
+    name = f"FlashInfer {flashinfer_kernels.version()}"
+    compiled, toolkit = flashinfer_kernels.compiled_kernels(), flashinfer_kernels.find_toolkit()
+    tried = "compared with ours when a model is opened"
+    if compiled is not None:
+        architectures = ", ".join(compiled.architectures)
+        found = f"{len(compiled.modules)} modules compiled for GPUs of {architectures}; {tried}"
+        return ok("attention", f"{name}, {found}")
+    missing = flashinfer_kernels.missing_for_compiling()
+    if toolkit is None or missing is not None:
+        found = f"{name} has no compiled kernels here, and compiling them needs {missing}"
+        return warn("attention", f"{TORCHS_OWN}; {found}", flashinfer_kernels.BRING_COMPILER)
+    compiler = f"compiled at the first use by {toolkit.home}/bin/nvcc, which takes minutes"
+    return ok("attention", f"{name}, {compiler}; {tried}")
 
 
 def _float8() -> Finding:

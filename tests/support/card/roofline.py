@@ -208,7 +208,7 @@ def open_shapes(
     attention: Attention = GroupedAttention(sdpa_kernel)
     if has_libraries:
         attention = FlashInferAttention(
-            find_flashinfer(), page_size=PAGE_SIZE, device=device, kernels=KERNELS
+            find_flashinfer(device), page_size=PAGE_SIZE, device=device, kernels=KERNELS
         )
     return assemble(loaded, attention, device, num_pages=NUM_PAGES, shard=shard)
 
