@@ -45,9 +45,9 @@ def setting(default: T, rule: FieldRule) -> T:
     return made
 
 
-def subsection(kind: type[T]) -> T:
-    """Declare a section as a key of the section above."""
-    made: T = field(default_factory=kind, metadata={"rule": section(kind)})
+def subsection(kind: type[T], *, needs: str | None = None) -> T:
+    """Declare a section as a key of the section above. Its keys may need one, as in `section`."""
+    made: T = field(default_factory=kind, metadata={"rule": section(kind, needs=needs)})
     return made
 
 
@@ -147,11 +147,23 @@ def list_of(rule: FieldRule) -> FieldRule:
     return FieldRule("a list", read)
 
 
-def section(kind: type[Any]) -> FieldRule:
+def section(kind: type[Any], *, needs: str | None = None) -> FieldRule:
+    """Accept a group of the keys of `kind`, none of which is given without the one it `needs`.
+
+    A null there is enough, since a config that was written out has all its keys.
+    """
+
     def read(value: object, key: str) -> Any:
-        if isinstance(value, Mapping):
-            return read_section(kind, value, key)
-        raise ValueError
+        if not isinstance(value, Mapping):
+            raise ValueError
+        made = read_section(kind, value, key)
+        given = [name for name, inner in value.items() if inner is not None]
+        if needs is not None and given and needs not in value:
+            raise ConfigError(
+                f"{key}.{given[0]} is given without {key}.{needs}; "
+                f"give it a {key}.{needs}, or leave {key} out"
+            )
+        return made
 
     return FieldRule("a group of keys", read, keys=kind)
 

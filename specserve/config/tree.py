@@ -121,7 +121,7 @@ class DraftConfig:
     k: tuple[tuple[int, ...], ...] = setting((), token_matrix())
     # of reviews between stages: one for all, or one for each that reviews
     lenience: tuple[float, ...] = setting((1.0,), leniences())
-    pool: PoolConfig = subsection(PoolConfig)
+    pool: PoolConfig = subsection(PoolConfig, needs="name")
 
     @property
     def is_pooled(self) -> bool:

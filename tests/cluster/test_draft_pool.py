@@ -108,6 +108,9 @@ def test_two_models_share_a_pool_that_grows_and_is_killed_under_load_and_lose_no
     ("keys", "message"),
     [
         ({"draft.pool.devices": 2}, "give it a draft.pool.name"),
+        ({"draft.pool": {"name": None, "devices": 2}}, "give it a draft.pool.name"),
+        # As many as there are by default.
+        ({"draft.pool": {"devices": 1}}, "draft.pool.devices is given without draft.pool.name"),
         ({**POOL, "draft.pool.name": "a b"}, "draft.pool.name 'a b' must begin"),
         ({**POOL, "draft.kind": "max_gram", "draft.path": None}, "draft.kind is max_gram"),
         ({**POOL, "draft.placement": "together"}, "draft.placement is together"),
