@@ -86,6 +86,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     wanted = {name: bundles(part, has_gpus=has_gpus) for name, part in parts.items()}
     surges = {name: _surge_percent(part.replicas, wanted[name]) for name, part in parts.items()}
     logs, has_several = logging_config(config), len(config.models) > 1
+    labels = {part.model: part.model if has_several else "" for part in config.each_model}
     board = serve.deployment(
         name="Board",
         ray_actor_options=_http_node_options(config, num_cpus=0),
@@ -93,6 +94,11 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
     )(Board).bind(
         may_sleep=config.replicas.min == 0,
         models={part.model: part.replicas.min == 0 for part in config.models if has_several},
+        prefill={
+            labels[part.model]: part.replicas.prefill
+            for part in config.each_model
+            if part.replicas.prefill
+        },
         min_gateways=config.replicas.min_gateways,
         watch=PlacementWatch(config),
     )
@@ -107,7 +113,7 @@ def application(config: Config, *, engine: type[Any] | None = None) -> Applicati
             board,
             has_gpus=has_gpus,
             engine=engine or Engine,
-            label=part.model if has_several else "",
+            label=labels[part.model],
         )
         for name, part in prefill_deployments(config).items()
     }

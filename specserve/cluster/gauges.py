@@ -26,6 +26,12 @@ class Gauges:
         self._last_ranks: dict[int, RankTimes] = {}
         self._last_counts: dict[str, int] = {}
         self._last_learning = LearningProgress()
+        self._last_step_at: float | None = None
+
+    @property
+    def seconds_since_step(self) -> float | None:
+        """Seconds since a draft that learns was seen to have made a step; None before its first."""
+        return None if self._last_step_at is None else time.monotonic() - self._last_step_at
 
     def observe(self, coordinator: Coordinator, group: WorkerGroup) -> None:
         scheduler = coordinator.scheduler
@@ -74,6 +80,8 @@ class Gauges:
         last, self._last_learning = self._last_learning, progress
         if progress.steps < last.steps:
             last = LearningProgress()
+        if progress.steps > last.steps:
+            self._last_step_at = time.monotonic()
         for name in ("steps", "swaps", "rollbacks"):
             self._registry.counter(f"draft_learning_{name}_total").add(
                 getattr(progress, name) - getattr(last, name)

@@ -129,6 +129,11 @@ class DraftConfig:
         return self.pool.name is not None
 
     @property
+    def is_trained(self) -> bool:
+        """True if it is trained on served texts. Tables learn by counting."""
+        return self.learn is True and self.kind not in NGRAM_KINDS
+
+    @property
     def may_be_apart(self) -> bool:
         """True if each engine's drafter needs, or may turn out to need, a worker of its own."""
         if self.is_pooled:

@@ -97,6 +97,26 @@ def test_learning_is_counted_on_when_a_worker_is_replaced(
     assert rates == {("before",): 0.5, ("since",): 0.7}
 
 
+def test_the_last_step_of_learning_is_the_last_that_made_progress(
+    parts: tuple[Any, Any, list[float]],
+) -> None:
+    coordinator, group, now = parts
+    gauges = Gauges(Registry(), "a1")
+    gauges.observe(coordinator, group)
+    group.drafter.learning = LearningProgress(0, 0, 0, None, 0.6)
+    gauges.observe(coordinator, group)
+    assert gauges.seconds_since_step is None
+    group.drafter.learning = LearningProgress(100, 1, 0, 0.5, 0.6)
+    gauges.observe(coordinator, group)
+    now[0] += 30.0
+    group.drafter.learning = LearningProgress(100, 1, 0, 0.5, 0.7)  # another acceptance alone
+    gauges.observe(coordinator, group)
+    assert gauges.seconds_since_step == 30.0
+    group.drafter.learning = LearningProgress(2, 0, 0, None, 0.7)  # of a new worker
+    gauges.observe(coordinator, group)
+    assert gauges.seconds_since_step == 0.0
+
+
 def test_without_a_drafter_gamma_is_zero(parts: tuple[Any, Any, list[float]]) -> None:
     coordinator, group, _ = parts
     group.drafter = group.draft_worker = None

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from specserve.cluster import idle_learning
+from specserve.cluster.group import DRAFT, TARGET, WorkerGroup
 from specserve.cluster.idle_learning import IdleLearning
+from specserve.cluster.placement import bundles
 from specserve.cluster.transport.endpoint import KeyPair
 from specserve.cluster.transport.link import Client, Server
 from specserve.cluster.workers import _serve
+from specserve.config.tree import config_from_keys
 from specserve.learning_progress import LearningProgress
 from specserve.wire.messages import Message, Stop, Verdicts, Verify
 
@@ -81,3 +84,25 @@ def test_a_worker_learns_between_messages_and_the_engine_hears_of_it(
     asyncio.run(limited())
     assert not thread.is_alive()
     assert not learner.left
+
+
+@pytest.mark.parametrize(
+    ("keys", "roles", "learns"),
+    [
+        ({"draft.learn": True, "draft.placement": "apart"}, (TARGET, DRAFT), True),
+        ({"draft.learn": True, "draft.placement": "apart"}, (TARGET,), False),
+        ({"draft.learn": True, "draft.placement": "together"}, (TARGET,), True),
+        ({"draft.learn": True, "draft.placement": "together"}, (), False),
+        ({"draft.placement": "apart"}, (TARGET, DRAFT), False),
+        ({"draft.kind": "bigram", "draft.learn": True}, (TARGET, DRAFT), False),
+    ],
+)
+def test_an_engine_learns_while_the_worker_that_trains_its_draft_is_there(
+    keys: dict[str, object], roles: tuple[str, ...], learns: bool
+) -> None:
+    config = config_from_keys(keys)
+    group = WorkerGroup(config, bundles(config, has_gpus=False), KeyPair.generate(), None, None)
+    workers = tuple(SimpleNamespace(role=role) for role in roles)
+    supervisors: Any = (SimpleNamespace(workers=workers),)
+    group.supervisors = supervisors
+    assert group.learns is learns

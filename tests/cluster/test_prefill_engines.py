@@ -82,6 +82,8 @@ def test_a_prefill_engine_changes_no_text_and_loses_none_when_it_is_killed() -> 
         with_prefill = [one.result() for one in texts("a")]
         until(lambda: metric(url, "prefill_pages_imported_total") > 0)
         assert metric(url, "prefill_fallbacks_total") == 0
+        health = json.loads(get(f"{url}/health"))
+        assert health["prefill_engines"] == {"demo": {"engines": 1, "healthy": 1}}
 
         load = texts("b")
         until(lambda: any(one.done() for one in load))
@@ -111,6 +113,7 @@ def test_each_model_has_prefill_engines_of_its_own_with_their_devices() -> None:
     assert prefill._deployment_config.num_replicas == 2
     assert prefill.init_args[0].draft.kind == "none"
     assert prefill.init_args[3] == "small", "its metrics are those of the model"
+    assert built["Board"].init_kwargs["prefill"] == {"small": 2}
     assert set(prefill_deployments(config)) == {"Prefill-small"}
     gpus = [bundle.resources.get("GPU", 0) for bundle in beside_engines(config, has_gpus=True)]
     assert sum(gpus) == 2
