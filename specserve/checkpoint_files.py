@@ -28,9 +28,10 @@ from specserve.models.checkpoints.load import (
     read_config,
 )
 from specserve.models.checkpoints.widened_copy import target_checkpoint
+from specserve.models.device_formats import resolve_device, resolve_dtype
 from specserve.models.eagle.checkpoint import require_eagle_for, require_trainable
 from specserve.models.heads import require_heads_for
-from specserve.models.model import require_context, resolve_device, resolve_dtype
+from specserve.models.model import require_context
 from specserve.models.skip import skipped_layers
 from specserve.progress import ReportProgress, no_progress
 from specserve.token_translation import SharedVocabulary, make_translation

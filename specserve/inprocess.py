@@ -23,7 +23,7 @@ from specserve.drafters.registry import open_local_drafter
 from specserve.engine.draft_placement import APART
 from specserve.engine.trace import Exchange
 from specserve.errors import ConfigError
-from specserve.models.model import require_device_for, resolve_device
+from specserve.models.device_formats import require_device_for, resolve_device
 from specserve.models.target import TargetModel, open_target
 from specserve.models.warmup import warm_up
 from specserve.progress import ReportProgress, no_progress

@@ -44,8 +44,8 @@ from specserve.models.checkpoints.find import TOKENIZER_FILES, find_config
 from specserve.models.checkpoints.load import load_tokenizer
 from specserve.models.checkpoints.page_version import page_version
 from specserve.models.checkpoints.widened_copy import target_checkpoint
+from specserve.models.device_formats import resolve_device
 from specserve.models.hidden_taps import HiddenRows, pack_hidden
-from specserve.models.model import resolve_device
 from specserve.models.page_exchange import exchange, page_bytes
 from specserve.models.self_test import find_fault
 from specserve.models.shard import Shard

@@ -27,12 +27,12 @@ from specserve.models.cache import PagedCache
 from specserve.models.checkpoints.embedding import load_embedding
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.widened_copy import target_checkpoint
+from specserve.models.device_formats import resolve_device, resolve_dtype
 from specserve.models.eagle.checkpoint import MASK_HIDDEN, EagleInfo, EagleWeights
 from specserve.models.eagle.network import KEY_PADDING, EagleNetwork, EagleProjection
 from specserve.models.eagle.states import TargetStates
 from specserve.models.hidden_taps import HiddenRows
 from specserve.models.layers import PrivateWeights, linear_weights
-from specserve.models.model import resolve_device, resolve_dtype
 from specserve.models.runner import Runner
 from specserve.models.target import TargetModel
 from specserve.types import DraftStep, ModelInfo, Proposal, Step

@@ -25,11 +25,8 @@ from specserve.errors import ConfigError
 from specserve.models.adapters.store import AdapterStore
 from specserve.models.attention import (
     Attention,
-    GroupedAttention,
-    Kernel,
-    invariant_kernel,
-    sdpa_kernel,
 )
+from specserve.models.attention_choice import attention_name, open_attention
 from specserve.models.cache import PagedCache, num_spare_pages
 from specserve.models.checkpoints.load import (
     Architecture,
@@ -42,31 +39,34 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
-from specserve.models.checkpoints.quantized.formats import multiplies_float8
 from specserve.models.checkpoints.quantized.page_scales import (
     read_page_scales,
-    states_float8_pages,
 )
 from specserve.models.checkpoints.weights import (
     Codes,
     num_head_training_bytes,
     num_training_bytes,
-    num_weight_bytes,
     stored_tensors,
+)
+from specserve.models.device_formats import (
+    FP8,
+    codes_kept,
+    report_float8,
+    require_device_for,
+    resolve_device,
+    resolve_dtype,
+    resolve_page_dtype,
 )
 from specserve.models.flashinfer_attention import (
     FlashInferAttention,
-    FlashInferUnusable,
-    open_flashinfer,
 )
-from specserve.models.float8_kernels import float8_fault
 from specserve.models.float8_pages import PageScales
 from specserve.models.float8_weight import FLOAT8
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
 from specserve.models.hidden_taps import SERVED_STATES_BYTES, HiddenTaps
 from specserve.models.largest_pass import LargestPass, largest_pass_bytes
 from specserve.models.layers import PrivateWeights, linear_weights
-from specserve.models.linear_kernels import CompiledKernel, linear_kernel, multiplies_bf16
+from specserve.models.linear_kernels import linear_kernel
 from specserve.models.memory import (
     free_memory,
     keep_freed_memory,
@@ -90,15 +90,10 @@ from specserve.models.t5 import T5Network
 
 log = logging.getLogger(__name__)
 
-FLASHINFER = "flashinfer"
-FP8 = "fp8"
 ATTENTION_NAME = "specserve"
 """Name under which the library's modelling code finds our attention."""
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_MEMORY_FRACTION = 0.5
 """Fraction of the free memory for one model's pages, unless cache.memory_fraction names another."""
-KERNELS: Mapping[str, Kernel] = {"invariant": invariant_kernel, "sdpa": sdpa_kernel}
-"""Attention kernels that run on every device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,181 +174,304 @@ def open_model(
     Raises ModelError for a model that cannot be served, and TooLittleMemory when not one sequence
     fits.
     """
-    device = resolve_device(options.device)
-    require_device_for(options.round_to, device)
-    dtype = resolve_dtype(options.dtype, device)
-    attention_name, page_size = _attention_name(options, device, dtype), options.page_size
-    page_dtype = resolve_page_dtype(directory, options.page_dtype, dtype, device)
-    ranks = 1 if shard is None else shard.size
-    keeps = codes_kept(directory, options.kernel, dtype, device, options.round_to)
+    opening = _Opening.from_options(
+        directory, options, shard=shard, skip=skip, returns_hidden=returns_hidden, taps=taps
+    )
+    device = opening.device
     if device.type == "cpu":
         keep_freed_memory()
     register_attention(ATTENTION_NAME, library_attention)
 
-    def load(packed: PackedCheckpoint | None = None) -> LoadedModel:
-        return load_model(
-            directory,
-            dtype=dtype,
-            device=device,
-            shard=shard,
-            attention=ATTENTION_NAME,
-            skip=skip,
-            packed=packed,
-            keeps=keeps,
-            round_to=options.round_to,
+    packed = opening.shared_weights()
+    opening.require_room(is_shared=packed is not None)
+    loaded = opening.load(packed)
+    spec, context = loaded.spec, opening.context(loaded.spec)
+    scales = opening.page_scales(loaded)
+
+    # A GPU's pages are counted once the largest pass has shown what it needs itself.
+    largest = opening.largest_pass(spec)
+    num_pages = opening.num_pages(spec) if largest is None else largest.num_pages(options.page_size)
+    cache = opening.make_cache(spec, num_pages, scales)
+    with torch.inference_mode(), linear_weights(packed or PrivateWeights(options.kernel)):
+        attention = opening.open_attention(loaded)
+        network = opening.build(loaded, cache, attention)
+    if packed is not None:
+        packed.check_finished()
+    if isinstance(network, T5Network):
+        runner = Runner(
+            network, cache, device=device, encoder=network, sharded_head=network.sharded_head
+        )
+        return Model(runner, spec, context)
+
+    adapters = opening.open_adapters(loaded, network)
+
+    def plain_runner(network: CapturableNetwork) -> Runner:
+        return Runner(
+            network, cache, device=device, adapters=adapters, sharded_head=network.sharded_head
         )
 
-    def weight_bytes() -> int:
-        return num_held_bytes(directory, dtype, keeps=keeps, round_to=options.round_to, ranks=ranks)
+    def finish(network: CapturableNetwork) -> Model:
+        if device.type == "cuda" and adapters is None:  # their products differ by pass
+            return with_graphs(
+                network, attention, cache, spec, context=context, shard=shard, taps=taps
+            )
+        return Model(plain_runner(network), spec, context, network, adapters)
 
-    def attention_for(loaded: LoadedModel) -> Attention:
-        return _attention(attention_name, options, loaded, dtype, device, page_dtype)
+    def rebuild(weights: Mapping[str, Tensor]) -> Network:
+        fresh = opening.load()
+        _set_weights(fresh.module, weights)
+        with torch.inference_mode(), linear_weights(PrivateWeights(options.kernel)):
+            other = opening.build(fresh, cache, attention)
+        assert not isinstance(other, T5Network)
+        return finish(other).runner.network
 
-    def build(
-        loaded: LoadedModel, cache: PagedCache, attention: Attention
-    ) -> CapturableNetwork | T5Network:
-        if loaded.spec.is_encoder_decoder:
-            return T5Network(loaded, cache, shard=shard)
-        return build_network(
-            loaded,
-            cache,
-            attention=attention,
+    if largest is not None:
+        taken = largest_pass_bytes(plain_runner(network), largest)
+        cache.resize(1)
+        torch.cuda.empty_cache()
+        cache.resize(opening.num_pages(spec, reserved=taken))
+    return replace(finish(network), rebuild=rebuild)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """The decisions that are made before a model's weights are read, and its parts by them."""
+
+    directory: Path
+    options: ModelOptions
+    device: torch.device
+    dtype: torch.dtype
+    page_dtype: torch.dtype
+    attention_name: str
+    keeps: Codes | None
+    shard: Shard | None
+    skip: Collection[int]
+    returns_hidden: bool
+    taps: HiddenTaps | None
+
+    @classmethod
+    def from_options(
+        cls,
+        directory: Path,
+        options: ModelOptions,
+        *,
+        shard: Shard | None,
+        skip: Collection[int],
+        returns_hidden: bool,
+        taps: HiddenTaps | None,
+    ) -> _Opening:
+        """Decide what `auto` means here. Raises ConfigError for what does not run."""
+        device = resolve_device(options.device)
+        require_device_for(options.round_to, device)
+        dtype = resolve_dtype(options.dtype, device)
+        return cls(
+            directory,
+            options,
+            device,
+            dtype,
+            attention_name=attention_name(
+                options.attention, kernel=options.kernel, device=device, dtype=dtype
+            ),
+            page_dtype=resolve_page_dtype(directory, options.page_dtype, dtype, device),
+            keeps=codes_kept(directory, options.kernel, dtype, device, options.round_to),
             shard=shard,
+            skip=skip,
             returns_hidden=returns_hidden,
             taps=taps,
-            is_adaptable=options.adapter_bytes > 0,
         )
 
-    scales: Sequence[PageScales] = ()
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.shard is None else self.shard.size
 
-    def make_cache(spec: Architecture, num_pages: int) -> PagedCache:
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, on all ranks together."""
+        return num_held_bytes(
+            self.directory,
+            self.dtype,
+            keeps=self.keeps,
+            round_to=self.options.round_to,
+            ranks=self.num_ranks,
+        )
+
+    @property
+    def training_bytes(self) -> int:
+        """Bytes to keep free for a model that is trained, or for a head beside it."""
+        if self.options.is_trained:
+            return num_training_bytes(self.directory, self.dtype)
+        if self.options.trained_head is None:
+            return 0
+        return num_head_training_bytes(self.options.trained_head, self.dtype) + SERVED_STATES_BYTES
+
+    def shared_weights(self) -> PackedCheckpoint | None:
+        """Return the weights that processes of this node share; None for weights of our own."""
+        options, shard = self.options, self.shard
+        if not options.shares_weights or self.device.type != "cpu":
+            return None
+        return open_shared_weights(
+            self.directory,
+            options.weights_directory,
+            dtype=self.dtype,
+            num_bytes=lambda: self.weight_bytes // self.num_ranks,
+            kernel=linear_kernel(options.kernel),
+            part=(
+                None if shard is None else (shard.rank, shard.size, shard.gathers),
+                tuple(self.skip),
+                options.adapter_bytes > 0,
+                options.round_to,
+            ),
+            load=self.load,
+            build=lambda loaded: self.build(
+                loaded, self.make_cache(loaded.spec, 1), self.open_attention(loaded)
+            ),
+        )
+
+    def require_room(self, *, is_shared: bool) -> None:
+        """Raise TooLittleMemory if weights, or what training takes beside them, cannot fit."""
+        if self.options.round_to == FP8:
+            report_float8(self.directory, self.dtype, self.device, self.weight_bytes)
+        if not is_shared and not self.skip:
+            require_room(
+                self.directory, self.weight_bytes, device=self.device, ranks=self.num_ranks
+            )
+        if training_bytes := self.training_bytes:
+            require_room_to_train(
+                self.directory,
+                self.weight_bytes // self.num_ranks,
+                training_bytes,
+                device=self.device,
+            )
+
+    def load(self, packed: PackedCheckpoint | None = None) -> LoadedModel:
+        return load_model(
+            self.directory,
+            dtype=self.dtype,
+            device=self.device,
+            shard=self.shard,
+            attention=ATTENTION_NAME,
+            skip=self.skip,
+            packed=packed,
+            keeps=self.keeps,
+            round_to=self.options.round_to,
+        )
+
+    def context(self, spec: Architecture) -> int:
+        """Return the longest context.
+
+        Relative positions have no end, so `limits.max_context` may exceed what an encoder-decoder's
+        checkpoint states.
+        """
+        wanted = self.options.max_context or spec.max_context
+        return wanted if spec.is_encoder_decoder else min(spec.max_context, wanted)
+
+    def largest_pass(self, spec: Architecture) -> LargestPass | None:
+        """Return the pass to try before pages are counted; None where they need no trial."""
+        options = self.options
+        if self.device.type != "cuda" or options.pages or spec.is_encoder_decoder:
+            return None
+        return LargestPass.from_limits(
+            max_rows=options.max_rows,
+            max_sequences=options.max_sequences,
+            max_gamma=options.max_gamma,
+            context=self.context(spec),
+        )
+
+    def num_pages(self, spec: Architecture, *, reserved: int = 0) -> int:
+        """Return the configured number of pages, or how many fit beside the reserved bytes.
+
+        They are no more than full contexts could fill, and on all ranks as many as on the one with
+        the least memory.
+        """
+        options, device, shard = self.options, self.device, self.shard
+        if options.pages:
+            return options.pages
+        # Ranks on CPUs may share one memory.
+        sharers = 1 if device.type == "cuda" else self.num_ranks
+        reserved += options.adapter_bytes * (self.num_ranks if device.type == "cpu" else 1)
+        reserved += self.training_bytes
+        pages = num_pages_for(
+            int((free_memory(device) - reserved) * options.memory_fraction) // sharers,
+            num_layers=spec.num_layers,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            dtype=self.page_dtype,
+            page_size=options.page_size,
+        )
+        pages = max(1, pages - num_spare_pages(device))
+        if shard is not None:
+            pages = shard.minimum(pages, device=device)
+        # An encoder-decoder has the encoder input's pages, and the text's.
+        full = -(-self.context(spec) // options.page_size) * (2 if spec.is_encoder_decoder else 1)
+        return min(pages, options.max_sequences * full)
+
+    def page_scales(self, loaded: LoadedModel) -> Sequence[PageScales]:
+        """Return the scales of each layer's pages; none where pages are not in FP8."""
+        if self.page_dtype != FLOAT8:
+            return ()
+        scales = read_page_scales(stored_tensors(self.directory), loaded.layers)
+        log.info("%s: the KV cache is in FP8, with half of the bytes", self.directory.name)
+        return scales
+
+    def make_cache(
+        self, spec: Architecture, num_pages: int, scales: Sequence[PageScales] = ()
+    ) -> PagedCache:
         return PagedCache(
             num_layers=spec.num_layers,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             v_head_dim=spec.v_head_dim,
             num_pages=num_pages,
-            page_size=page_size,
-            dtype=page_dtype,
-            device=device,
+            page_size=self.options.page_size,
+            dtype=self.page_dtype,
+            device=self.device,
             scales=scales,
             # With an encoder, the keys of a text depend on its encoder input, too.
-            prefix_caching=options.prefix_caching and not spec.is_encoder_decoder,
+            prefix_caching=self.options.prefix_caching and not spec.is_encoder_decoder,
         )
 
-    packed = None
-    if options.shares_weights and device.type == "cpu":
-        packed = open_shared_weights(
-            directory,
-            options.weights_directory,
-            dtype=dtype,
-            num_bytes=lambda: weight_bytes() // ranks,
-            kernel=linear_kernel(options.kernel),
-            part=(
-                None if shard is None else (shard.rank, shard.size, shard.gathers),
-                tuple(skip),
-                options.adapter_bytes > 0,
-                options.round_to,
-            ),
-            load=load,
-            build=lambda loaded: build(loaded, make_cache(loaded.spec, 1), attention_for(loaded)),
-        )
-    if options.round_to == FP8:
-        _report_float8(directory, dtype, device, weight_bytes())
-    if packed is None and not skip:
-        require_room(directory, weight_bytes(), device=device, ranks=ranks)
-    training_bytes = _num_training_bytes(directory, options, dtype)
-    if training_bytes:
-        require_room_to_train(directory, weight_bytes() // ranks, training_bytes, device=device)
-    loaded = load(packed)
-    spec = loaded.spec
-    if page_dtype == FLOAT8:
-        scales = read_page_scales(stored_tensors(directory), loaded.layers)
-        log.info("%s: the KV cache is in FP8, with half of the bytes", directory.name)
-    context = _context(spec, options)
-    kept_free = options.adapter_bytes * (ranks if device.type == "cpu" else 1)
-    kept_free += training_bytes
-
-    def count_pages(reserved: int = 0) -> int:
-        return _num_pages(
-            options,
-            spec,
-            shard,
-            context=context,
-            page_size=page_size,
-            dtype=page_dtype,
-            device=device,
-            reserved=reserved + kept_free,
+    def open_attention(self, loaded: LoadedModel) -> Attention:
+        return open_attention(
+            self.attention_name,
+            loaded,
+            kernel=self.options.kernel,
+            page_size=self.options.page_size,
+            dtype=self.dtype,
+            device=self.device,
+            page_dtype=self.page_dtype,
         )
 
-    # A GPU's pages are counted once the largest pass has shown what it needs itself.
-    needs_trial = device.type == "cuda" and not options.pages and not spec.is_encoder_decoder
-    largest = LargestPass.from_limits(
-        max_rows=options.max_rows,
-        max_sequences=options.max_sequences,
-        max_gamma=options.max_gamma,
-        context=context,
-    )
-    if needs_trial:
-        cache = make_cache(spec, largest.num_pages(page_size))
-    else:
-        cache = make_cache(spec, options.pages or count_pages())
-    with torch.inference_mode(), linear_weights(packed or PrivateWeights(options.kernel)):
-        attention = attention_for(loaded)
-        net = build(loaded, cache, attention)
-    if packed is not None:
-        packed.check_finished()
-    if isinstance(net, T5Network):
-        runner = Runner(net, cache, device=device, encoder=net, sharded_head=net.sharded_head)
-        return Model(runner, spec, context)
-    adapters = None
-    if options.adapter_bytes:
-        assert isinstance(net, LibraryNetwork)
-        adapters = AdapterStore(
-            directory,
+    def build(
+        self, loaded: LoadedModel, cache: PagedCache, attention: Attention
+    ) -> CapturableNetwork | T5Network:
+        if loaded.spec.is_encoder_decoder:
+            return T5Network(loaded, cache, shard=self.shard)
+        return build_network(
+            loaded,
+            cache,
+            attention=attention,
+            shard=self.shard,
+            returns_hidden=self.returns_hidden,
+            taps=self.taps,
+            is_adaptable=self.options.adapter_bytes > 0,
+        )
+
+    def open_adapters(self, loaded: LoadedModel, network: CapturableNetwork) -> AdapterStore | None:
+        """Return the store of a network's adapters; None where it takes none."""
+        if not self.options.adapter_bytes:
+            return None
+        assert isinstance(network, LibraryNetwork)
+        return AdapterStore(
+            self.directory,
             loaded.config,
-            net.module,
-            max_bytes=options.adapter_bytes,
-            dtype=dtype,
-            device=device,
-            shard=shard,
-            kernel=options.kernel,
+            network.module,
+            max_bytes=self.options.adapter_bytes,
+            dtype=self.dtype,
+            device=self.device,
+            shard=self.shard,
+            kernel=self.options.kernel,
         )
-    plain = Runner(net, cache, device=device, adapters=adapters, sharded_head=net.sharded_head)
-    if needs_trial:
-        taken = largest_pass_bytes(plain, largest)
-        cache.resize(1)
-        torch.cuda.empty_cache()
-        cache.resize(count_pages(reserved=taken))
-    is_captured = device.type == "cuda" and adapters is None  # whose products differ by pass
-
-    def rebuild(weights: Mapping[str, Tensor]) -> Network:
-        fresh = load()
-        _set_weights(fresh.module, weights)
-        with torch.inference_mode(), linear_weights(PrivateWeights(options.kernel)):
-            other = build(fresh, cache, attention)
-        assert not isinstance(other, T5Network)
-        if not is_captured:
-            return other
-        return with_graphs(
-            other, attention, cache, spec, context=context, shard=shard, taps=taps
-        ).runner.network
-
-    model = (
-        with_graphs(net, attention, cache, spec, context=context, shard=shard, taps=taps)
-        if is_captured
-        else Model(plain, spec, context, net, adapters)
-    )
-    return replace(model, rebuild=rebuild)
-
-
-def _num_training_bytes(directory: Path, options: ModelOptions, dtype: torch.dtype) -> int:
-    """Return the bytes to keep free for a model that is trained, or for a head beside it."""
-    if options.is_trained:
-        return num_training_bytes(directory, dtype)
-    if options.trained_head is None:
-        return 0
-    return num_head_training_bytes(options.trained_head, dtype) + SERVED_STATES_BYTES
 
 
 def _set_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -390,16 +508,6 @@ def with_graphs(
     return Model(runner, spec, context, graphed)
 
 
-def _context(spec: Architecture, options: ModelOptions) -> int:
-    """Return the longest context.
-
-    Relative positions have no end, so `limits.max_context` may exceed what an encoder-decoder's
-    checkpoint states.
-    """
-    wanted = options.max_context or spec.max_context
-    return wanted if spec.is_encoder_decoder else min(spec.max_context, wanted)
-
-
 def require_context(directory: Path, limits: LimitsConfig) -> int:
     """Return the longest context of a target.
 
@@ -415,198 +523,3 @@ def require_context(directory: Path, limits: LimitsConfig) -> int:
         f"limits.max_context {wanted} is beyond the context of the target {directory}, which has "
         f"{stated} positions; lower it, or leave it out"
     )
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device of that name, with its number if it is a CUDA device.
-
-    Raises ConfigError for one that is not there.
-    """
-    count = torch.cuda.device_count()
-    if name == "auto":
-        name = "cuda" if count else "cpu"
-    device = torch.device(name)
-    if device.type != "cuda":
-        return device
-    number = device.index or 0
-    if number >= count:
-        there = f"only {count} can be seen" if count else "no CUDA device is visible"
-        raise ConfigError(
-            f"device {name} was asked for, and {there}; set target.device or draft.device to cpu "
-            "(`specserve doctor` says more)."
-        )
-    return torch.device("cuda", number)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the number format `name`; `auto` is the one that the device computes fast."""
-    if name != "auto":
-        return DTYPES[name]
-    fast = device.type == "cuda" or multiplies_bf16()
-    return torch.bfloat16 if fast else torch.float32
-
-
-def resolve_page_dtype(
-    directory: Path, name: str, dtype: torch.dtype, device: torch.device
-) -> torch.dtype:
-    """Return the number format of a model's pages; `auto` is what its checkpoint says.
-
-    Reads config.json only. Raises ConfigError for FP8 that is asked for where there is none.
-    """
-    is_stated = states_float8_pages(directory)
-    if name == "auto" and not is_stated:
-        return dtype
-    if is_encoder_decoder(read_config(directory)):
-        reason = "an encoder-decoder's keys and values are in the model's"
-    elif device.type == "cpu":
-        reason = "the target's device is the CPU, where pages are in the model's"
-    else:
-        return FLOAT8
-    if name == FP8:
-        raise ConfigError(
-            f"cache.dtype: fp8 cannot be had for {directory}: {reason} number format; "
-            "leave cache.dtype out"
-        )
-    log.info("%s states a KV cache in FP8; %s number format", directory.name, reason)
-    return dtype
-
-
-def require_device_for(round_to: str | None, device: torch.device) -> None:
-    """Raise ConfigError if the device computes with no weights that are rounded to this."""
-    if round_to == FP8 and device.type == "cpu":
-        raise ConfigError(
-            "draft.quantize: fp8 needs a GPU, and the draft's device is the CPU, which multiplies "
-            "no FP8; use int8"
-        )
-
-
-def _report_float8(
-    directory: Path, dtype: torch.dtype, device: torch.device, num_bytes: int
-) -> None:
-    """Log whether FP8 weights are kept as such, and what they take."""
-    whole = num_weight_bytes(directory, dtype)
-    if (fault := float8_fault(device, dtype)) is None:
-        log.info(
-            "%s in FP8: its weights take %.1f GB, and would take %.1f GB whole",
-            *(directory.name, num_bytes / 1e9, whole / 1e9),
-        )
-        return
-    log.warning(
-        "draft.quantize: fp8 gains nothing: %s. Its weights are rounded and widened again, take "
-        "%.1f GB as whole ones do, and a pass reads all of it",
-        *(fault, whole / 1e9),
-    )
-
-
-def codes_kept(
-    directory: Path,
-    kernel: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    round_to: str | None = None,
-) -> Codes | None:
-    """Return which quantised weights linear layers compute with as they are; None: with none.
-
-    They are those of the checkpoint, or what its weights are rounded to as they are read.
-    """
-    if device.type == "cpu":
-        return Codes.INTEGERS if _compiles(kernel, dtype, device) else None
-    is_float8 = round_to == FP8 or (round_to is None and multiplies_float8(directory))
-    return Codes.FLOAT8 if is_float8 and float8_fault(device, dtype) is None else None
-
-
-def _compiles(kernel: str, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether what runs on a device is compiled here."""
-    return (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and isinstance(linear_kernel(kernel), CompiledKernel)
-    )
-
-
-def _attention_name(options: ModelOptions, device: torch.device, dtype: torch.dtype) -> str:
-    """Return which attention is wanted: on GPUs `auto` until the model is there to try it with.
-
-    Raises ConfigError for one that does not run here.
-    """
-    name = options.attention
-    if name not in ("auto", FLASHINFER, *KERNELS):
-        known = ", ".join(("auto", FLASHINFER, *KERNELS))
-        raise ConfigError(f"attention: {name} is none of {known}.")
-    if name == FLASHINFER and device.type != "cuda":
-        raise ConfigError("attention: flashinfer needs a CUDA device; use attention: auto.")
-    if name != "auto":
-        return name
-    if device.type == "cuda":
-        return "auto"
-    return "compiled" if _compiles(options.kernel, dtype, device) else "invariant"
-
-
-def _attention(
-    name: str,
-    options: ModelOptions,
-    loaded: LoadedModel,
-    dtype: torch.dtype,
-    device: torch.device,
-    page_dtype: torch.dtype,
-) -> Attention:
-    """Return the attention of that name; heads that compiled code cannot take get `invariant`.
-
-    On a GPU, `auto` is FlashInfer's if it is there and computes the right numbers, else torch's.
-    """
-    spec = loaded.spec
-    if name in ("auto", FLASHINFER):
-        try:
-            return open_flashinfer(loaded, options.page_size, dtype, device, page_dtype)
-        except FlashInferUnusable as error:
-            if name == FLASHINFER:
-                raise ConfigError(
-                    f"attention: flashinfer cannot be used: {error}; use auto."
-                ) from error
-            log.info("Attention: torch's own (sdpa); FlashInfer cannot be used: %s", error)
-            return GroupedAttention(sdpa_kernel)
-    if name != "compiled":
-        return GroupedAttention(KERNELS[name])
-    from specserve.models.compiled_attention import CompiledAttention, fits
-
-    kernel = linear_kernel(options.kernel)
-    assert isinstance(kernel, CompiledKernel)
-    if not fits(spec):
-        return GroupedAttention(invariant_kernel)
-    shared = spec.num_heads // spec.kv_heads
-    return CompiledAttention(kernel.functions.attention, shared=shared, page_size=options.page_size)
-
-
-def _num_pages(
-    options: ModelOptions,
-    spec: Architecture,
-    shard: Shard | None,
-    *,
-    context: int,
-    page_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    reserved: int,
-) -> int:
-    """Return how many pages fit into memory beside the reserved bytes.
-
-    They are no more than full contexts could fill, and on all ranks as many as on the one with the
-    least memory.
-    """
-    # Ranks on CPUs may share one memory.
-    sharers = 1 if shard is None or device.type == "cuda" else shard.size
-    pages = num_pages_for(
-        int((free_memory(device) - reserved) * options.memory_fraction) // sharers,
-        num_layers=spec.num_layers,
-        kv_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        dtype=dtype,
-        page_size=page_size,
-    )
-    pages = max(1, pages - num_spare_pages(device))
-    if shard is not None:
-        pages = shard.minimum(pages, device=device)
-    # An encoder-decoder has the encoder input's pages, and the text's.
-    full = -(-context // page_size) * (2 if spec.is_encoder_decoder else 1)
-    return min(pages, options.max_sequences * full)

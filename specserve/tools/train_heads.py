@@ -20,8 +20,8 @@ from specserve.errors import BadValue
 from specserve.models.checkpoints.find import find_checkpoint
 from specserve.models.checkpoints.load import load_model
 from specserve.models.checkpoints.weights import fingerprint
+from specserve.models.device_formats import resolve_dtype
 from specserve.models.heads import Heads, HeadsInfo, save_heads
-from specserve.models.model import resolve_dtype
 from specserve.progress import ReportProgress
 from specserve.tools.count_ngrams import read_text
 

@@ -11,14 +11,9 @@ import torch
 from specserve.config.tree import Config, DraftConfig, TargetConfig
 from specserve.models.checkpoints.find import describe
 from specserve.models.checkpoints.quantized.formats import multiplies_float8
+from specserve.models.device_formats import DTYPES, FP8, resolve_dtype
 from specserve.models.memory import free_memory
-from specserve.models.model import (
-    DEFAULT_MEMORY_FRACTION,
-    DTYPES,
-    FP8,
-    ModelOptions,
-    resolve_dtype,
-)
+from specserve.models.model import DEFAULT_MEMORY_FRACTION, ModelOptions
 from specserve.tools.doctor.findings import Finding, bad, gib, ok, warn
 from specserve.tools.plan.memory import MemoryShare, share_here, with_pages
 

@@ -17,12 +17,8 @@ from specserve.demo.corpus import held_out_tokens
 from specserve.engine.draft_placement import PlacementChoice
 from specserve.errors import BadValue
 from specserve.models.checkpoints.find import describe, find_checkpoint, find_config
-from specserve.models.model import (
-    DEFAULT_MEMORY_FRACTION,
-    DTYPES,
-    ModelOptions,
-    open_model,
-)
+from specserve.models.device_formats import DTYPES
+from specserve.models.model import DEFAULT_MEMORY_FRACTION, ModelOptions, open_model
 from specserve.progress import ReportProgress, no_progress
 from specserve.theory import walltime_factor
 from specserve.tools.plan.cascades import best_cascades

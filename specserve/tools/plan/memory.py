@@ -17,14 +17,14 @@ from specserve.models.checkpoints.find import ModelDescription, describe
 from specserve.models.checkpoints.load import num_bytes_saved_by_rounding, num_held_bytes
 from specserve.models.checkpoints.quantized.formats import multiplies_float8, read_format
 from specserve.models.checkpoints.weights import Codes
-from specserve.models.memory import num_pages_for
-from specserve.models.model import (
+from specserve.models.device_formats import (
     FP8,
     codes_kept,
     require_device_for,
     resolve_device,
     resolve_page_dtype,
 )
+from specserve.models.memory import num_pages_for
 
 GIB = 2**30
 GPUS = {
