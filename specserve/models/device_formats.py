@@ -119,8 +119,14 @@ def codes_kept(
     """
     if device.type == "cpu":
         return Codes.INTEGERS if runs_compiled(kernel, dtype, device) else None
-    is_float8 = round_to == FP8 or (round_to is None and multiplies_float8(directory))
-    return Codes.FLOAT8 if is_float8 and float8_fault(device, dtype) is None else None
+    if not is_for_float8(directory, round_to) or float8_fault(device, dtype) is not None:
+        return None
+    return Codes.FLOAT8
+
+
+def is_for_float8(directory: Path, round_to: str | None) -> bool:
+    """Return whether a GPU that multiplies FP8 keeps a checkpoint's weights, as rounded, in it."""
+    return round_to == FP8 or (round_to is None and multiplies_float8(directory))
 
 
 def runs_compiled(kernel: str, dtype: torch.dtype, device: torch.device) -> bool:

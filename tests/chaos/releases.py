@@ -14,7 +14,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
@@ -32,7 +31,7 @@ from specserve.tools.bench.address import ServerAddress
 from specserve.tools.bench.chaos.faults import Fault
 from specserve.tools.bench.chaos.report import TABLE_HEAD, lines, table_row
 from specserve.tools.bench.chaos.run import ChaosRun
-from tests.support.ray_server import free_port, ray_with_dashboard
+from tests.support.ray_server import free_port, ray_with_dashboard, serve_command
 from tests.support.wheel import LEFT_OUT, ROOT, build_tree, clean
 
 CLIENTS, TOKENS = 4, 24
@@ -158,16 +157,7 @@ class Deployment:
         return bool(application.get("status") == "RUNNING")
 
     def _serve(self, command: str, *arguments: str) -> str:
-        done = subprocess.run(
-            [str(Path(sys.executable).parent / "serve"), command, *arguments, "-a", self.dashboard],
-            env=clean(),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=WITHIN_S,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return serve_command(self.dashboard, command, *arguments, env=clean())
 
 
 def updated(deployment: Deployment, first: Release, second: Release, number: int) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -17,7 +15,7 @@ import openai
 import pytest
 import yaml
 
-from tests.support.ray_server import free_port, ray_with_dashboard
+from tests.support.ray_server import free_port, ray_with_dashboard, serve_command
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
@@ -32,22 +30,9 @@ def dashboard() -> Iterator[str]:
         yield url
 
 
-def serve(command: str, dashboard: str, *arguments: str) -> str:
-    """Run the command line of Ray Serve and return what it prints."""
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "serve"), command, *arguments, "-a", dashboard],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def any_status(dashboard: str) -> dict[str, Any]:
     """Return the status of our application, which may have failed; empty if there is none."""
-    applications = yaml.safe_load(serve("status", dashboard))["applications"]
+    applications = yaml.safe_load(serve_command(dashboard, "status"))["applications"]
     found: dict[str, Any] = applications.get(NAME, {})
     return found
 
@@ -94,7 +79,7 @@ def test_the_demo_file_is_deployed_updated_under_load_and_deleted(
 
     def deploy() -> None:
         file.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        serve("deploy", dashboard, str(file))
+        serve_command(dashboard, "deploy", str(file))
 
     deploy()
     wait_until(lambda: status(dashboard).get("status") == "RUNNING")
@@ -152,4 +137,4 @@ def test_the_demo_file_is_deployed_updated_under_load_and_deleted(
     wait_until(lambda: not status(dashboard))
     with pytest.raises(openai.NotFoundError):
         answer(url)
-    serve("shutdown", dashboard, "-y")
+    serve_command(dashboard, "shutdown", "-y")

@@ -34,10 +34,8 @@ NAMES = ("llama", "qwen2", "gemma2")  # fused, fused with biases, and the librar
 
 @pytest.fixture
 def card() -> Iterator[Ledger]:
-    float8_fault.cache_clear()
     with emulated_cards() as ledger:
         yield ledger
-    float8_fault.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from specserve.cluster.cluster_address import ANY_RUNNING
 from specserve.cluster.launch import deploy
 from specserve.cluster.ray_session import SERVE_SETTINGS, proxy_ports, ray_session
 from specserve.config.tree import Config, config_from_keys
+
+SERVE_COMMAND_S = 400.0
 
 
 def free_port() -> int:
@@ -45,6 +50,22 @@ def served(
         deploy(config, said.append, owns_ray=owns_ray, engine=engine) as url,
     ):
         yield url, config
+
+
+def serve_command(
+    dashboard: str, command: str, *arguments: str, env: Mapping[str, str] | None = None
+) -> str:
+    """Run the command line of Ray Serve and return what it prints. Raises AssertionError."""
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "serve"), command, *arguments, "-a", dashboard],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=SERVE_COMMAND_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @contextmanager

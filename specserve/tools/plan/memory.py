@@ -15,11 +15,11 @@ import torch
 from specserve.errors import BadValue, NoShardingPlan, TooLittleMemory
 from specserve.models.checkpoints.find import ModelDescription, describe
 from specserve.models.checkpoints.load import num_bytes_saved_by_rounding, num_held_bytes
-from specserve.models.checkpoints.quantized.formats import multiplies_float8, read_format
+from specserve.models.checkpoints.quantized.formats import read_format
 from specserve.models.checkpoints.weights import Codes
 from specserve.models.device_formats import (
-    FP8,
     codes_kept,
+    is_for_float8,
     require_device_for,
     resolve_device,
     resolve_page_dtype,
@@ -167,12 +167,7 @@ def share_here(
     there = resolve_device(device)
     require_device_for(round_to, there)
     keeps = codes_kept(model, kernel, dtype, there, round_to)
-    if keeps is None:
-        return share
-    if round_to is not None:
-        saved = num_bytes_saved_by_rounding(model, dtype, round_to)
-        return replace(share, weight_bytes=share.weight_bytes - saved)
-    return _as_kept(model, share, dtype, keeps, ranks)
+    return _as_kept(model, share, dtype, keeps, ranks, round_to)
 
 
 def with_pages(
@@ -203,20 +198,24 @@ def share_on(
     """
     pages = resolve_page_dtype(model, "auto", dtype, torch.device("cuda", 0))
     share = share.with_pages_of(pages, dtype)
-    if not gpus.has_float8 or dtype != torch.bfloat16:
-        return share
-    if round_to == FP8:
-        saved = num_bytes_saved_by_rounding(model, dtype, FP8)
-        return replace(share, weight_bytes=share.weight_bytes - saved // ranks)
-    if round_to is not None or not multiplies_float8(model):
-        return share
-    return _as_kept(model, share, dtype, Codes.FLOAT8, ranks)
+    has_float8 = gpus.has_float8 and dtype == torch.bfloat16 and is_for_float8(model, round_to)
+    return _as_kept(model, share, dtype, Codes.FLOAT8 if has_float8 else None, ranks, round_to)
 
 
 def _as_kept(
-    model: Path, share: MemoryShare, dtype: torch.dtype, keeps: Codes, ranks: int
+    model: Path,
+    share: MemoryShare,
+    dtype: torch.dtype,
+    keeps: Codes | None,
+    ranks: int,
+    round_to: str | None,
 ) -> MemoryShare:
-    """Return the share of one of `ranks` that hold a quantised checkpoint's weights as they are."""
+    """Return the share of one of `ranks` that hold quantised weights as they are, if they do."""
+    if keeps is None:
+        return share
+    if round_to is not None:
+        saved = num_bytes_saved_by_rounding(model, dtype, round_to)
+        return replace(share, weight_bytes=share.weight_bytes - saved // ranks)
     has_weights = (model / "config.json").is_file() and any(model.glob("*.safetensors"))
     if not has_weights or read_format(model) is None:
         return share

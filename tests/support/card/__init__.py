@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import modeling_utils
 
+from specserve.models.float8_kernels import float8_fault
 from specserve.models.model import ModelOptions, open_model
 from tests.support import checkpoints
 from tests.support.card.kernels import no_kernels
@@ -199,7 +200,9 @@ def emulated_cards(
         FactoryMode(),  # type: ignore[no-untyped-call]
     ):
         CARDS.append(cards)
+        float8_fault.cache_clear()  # what it has found of a device was of other cards
         try:
             yield cards.ledger
         finally:
             CARDS.pop()
+            float8_fault.cache_clear()
