@@ -19,8 +19,18 @@ from statistics import mean, median
 from benchmarks.coordinator_overhead import report as overhead_table
 from benchmarks.gamma_plot import CHOICES, Rates, in_turn, plot, table
 from benchmarks.heavy_drafting import GAMMAS, STREAMS, compare_with_lockstep
-from benchmarks.rig import LoopRun, Prompts, Rig, RigPair, open_rigs, run_with_uvloop, trace_of
-from benchmarks.simulation_check import check_simulation
+from benchmarks.rig import (
+    LoopRun,
+    Prompts,
+    Rig,
+    RigPair,
+    open_rigs,
+    open_together,
+    run_with_uvloop,
+    trace_of,
+)
+from benchmarks.simulation_check import STREAMS as CHECKED_STREAMS
+from benchmarks.simulation_check import CheckedRigs, check_simulation
 from specserve.cluster.ray_session import local_ray
 from specserve.config.tree import DEMO
 from specserve.demo.corpus import held_out_prompts
@@ -288,19 +298,16 @@ async def measure(options: argparse.Namespace, wide: Path, heavy: tuple[Path, Pa
             if "switch" in only:
                 add_section("switch", await switch_off_and_on(rigs))
             if "simulation" in only:
-                requests = make_requests(prompts, *SAMPLINGS["greedy"], tokens=TOKENS // 2)
-                add_section(
-                    "simulation",
-                    iter(
-                        await check_simulation(
-                            rigs.lockstep,
-                            rigs.anticipating,
-                            requests,
-                            gamma=options.gamma,
-                            turns=options.turns,
-                        )
-                    ),
-                )
+                tokens = TOKENS // 4 if options.quick else TOKENS
+                async with open_together(wide, DEMO / "draft") as together:
+                    checked = await check_simulation(
+                        CheckedRigs(rigs.lockstep, rigs.anticipating, together),
+                        make_requests(prompts, *SAMPLINGS["greedy"], tokens=tokens),
+                        gamma=options.gamma,
+                        turns=options.turns,
+                        streams=(1, 8) if options.quick else CHECKED_STREAMS,
+                    )
+                add_section("simulation", iter(checked))
     if "weighs" in only:
         async with open_rigs(*heavy, prompts) as rigs:
             add_section(

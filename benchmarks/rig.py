@@ -92,8 +92,11 @@ class Rig:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, config: Config, *, target_core: int, draft_core: int) -> AsyncIterator[Rig]:
-        """Start the workers and pin them to the cores; Ray must be running."""
+    async def open(cls, config: Config, cores: tuple[int, int] | None) -> AsyncIterator[Rig]:
+        """Start the workers and pin target and draft to the cores; Ray must be running.
+
+        The coordinator has the draft's core. With None they have all.
+        """
         before = _worker_processes()
         rig: Rig
 
@@ -102,12 +105,10 @@ class Rig:
 
         group = await WorkerGroup.start(config, bundles(config, has_gpus=False), record_exchange)
         rig = cls(config, group)
-        for process in _worker_processes() - before:
-            _pin(
-                process,
-                target_core if "TargetWorker" in " ".join(process.cmdline()) else draft_core,
-            )
-        _pin(psutil.Process(), draft_core)
+        if cores is not None:
+            for process in _worker_processes() - before:
+                _pin(process, cores["TargetWorker" not in " ".join(process.cmdline())])
+            _pin(psutil.Process(), cores[1])
         try:
             yield rig
         finally:
@@ -190,21 +191,33 @@ class RigPair:
 @contextlib.asynccontextmanager
 async def open_rigs(target: Path, draft: Path, prompts: Prompts) -> AsyncIterator[RigPair]:
     """Open both rigs on the same two cores."""
-
-    def config(*, anticipates: bool) -> dict[str, object]:
-        return {
-            "target": {"path": str(target), "threads": 1},
-            "draft": {"path": str(draft), "threads": 1, "placement": "apart"},
-            "cache": {"pages": 2048, "prefix_caching": False},
-            "speculation.anticipation.enabled": anticipates,
-        }
-
-    cores = {"target_core": TARGET_CORE, "draft_core": DRAFT_CORE}
+    cores = TARGET_CORE, DRAFT_CORE
+    apart: dict[str, object] = {"target.threads": 1, "draft.threads": 1, "draft.placement": "apart"}
+    lockstep = {"speculation.anticipation.enabled": False}
     async with (
-        Rig.open(config_from_keys(config(anticipates=True)), **cores) as anticipating,
-        Rig.open(config_from_keys(config(anticipates=False)), **cores) as lockstep,
+        Rig.open(_rig_config(target, draft, apart), cores) as anticipating,
+        Rig.open(_rig_config(target, draft, apart | lockstep), cores) as in_lockstep,
     ):
-        yield RigPair(anticipating, lockstep, prompts)
+        yield RigPair(anticipating, in_lockstep, prompts)
+
+
+@contextlib.asynccontextmanager
+async def open_together(target: Path, draft: Path) -> AsyncIterator[Rig]:
+    """Open a rig whose draft is in the target's process, on all cores."""
+    config = _rig_config(target, draft, {"draft.placement": "together"})
+    async with Rig.open(config, None) as rig:
+        yield rig
+
+
+def _rig_config(target: Path, draft: Path, more: Mapping[str, object]) -> Config:
+    return config_from_keys(
+        {
+            "target.path": str(target),
+            "draft.path": str(draft),
+            "cache": {"pages": 2048, "prefix_caching": False},
+            **more,
+        }
+    )
 
 
 def trace_of(run: LoopRun) -> dict[str, Any]:

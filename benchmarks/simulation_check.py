@@ -6,29 +6,30 @@ Passes, acceptance and overheads are fitted to some runs, and the rates of other
 from __future__ import annotations
 
 import asyncio
-import json
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean, median
 
 import numpy as np
 
-from benchmarks.rig import LoopRun, Rig, trace_of
+from benchmarks.rig import LoopRun, Rig
 from specserve.config.tree import config_from_keys
+from specserve.engine.budget import TokenBudget
 from specserve.engine.trace import Round
 from specserve.tools.simulate.acceptance_model import AcceptanceConfig
 from specserve.tools.simulate.devices import HostConfig
-from specserve.tools.simulate.fit import pass_time_from_trace
+from specserve.tools.simulate.fit import MeasuredPass, fit_pass_time
 from specserve.tools.simulate.load import Arrival
 from specserve.tools.simulate.run import simulate
 from specserve.tools.simulate.scenario import DeviceGroup, Mode, Scenario
 from specserve.types import Curve, Request
 
-LOCKSTEP_STREAMS = (1, 4, 8, 32)
-OTHER_STREAMS = (1, 8, 32)
+STREAMS = (1, 4, 8, 32)
+FITTED_STREAMS = 8
+MODES = (Mode.LOCKSTEP, Mode.PLAIN, Mode.ANTICIPATED, Mode.TOGETHER)
+LEAST_REQUESTS = 4
+"""Requests of a run, also where fewer run at the same time: one alone would be too short."""
 PROMPT = 24
 """Tokens of a prompt, so few that all streams begin within some rounds and run together."""
 
@@ -55,8 +56,8 @@ class CurvePassTime:
 
     def fitted_to(self, one: LoopRun, many: LoopRun, *, rows: int) -> CurvePassTime:
         """Return it with the seconds of runs whose passes have so many rows a sequence."""
-        count = len(many.output_ids)
-        of_one, of_many = (median(pass_seconds(run)) for run in (one, many))
+        count = num_streams(many)
+        of_one, of_many = (median(one.seconds for one in target_passes(run)) for run in (one, many))
         scaled = replace(self, scale=of_one / self.seconds(rows, 1, 0))
         further = of_many - scaled.seconds(count * rows, 1, 0)
         return replace(scaled, per_row=max(0.0, further) / (rows * (count - 1)))
@@ -64,7 +65,7 @@ class CurvePassTime:
 
 @dataclass(frozen=True, slots=True)
 class FittedDevices:
-    """Parameters of the simulation, fitted to runs in lockstep."""
+    """Parameters of the simulation, fitted to runs of one process."""
 
     target: DeviceGroup
     draft: DeviceGroup
@@ -72,90 +73,193 @@ class FittedDevices:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedRates:
+    """Tokens a second of a run, and of two simulations of it.
+
+    One simulation has passes that were fitted to other runs, the other those of the run itself.
+    """
+
+    measured: float
+    predicted: float
+    composed: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRigs:
+    """The same target in three processes: with each of the ways to draft."""
+
+    lockstep: Rig
+    anticipating: Rig
+    together: Rig
+
+    def rig(self, mode: Mode) -> Rig:
+        return {Mode.ANTICIPATED: self.anticipating, Mode.TOGETHER: self.together}.get(
+            mode, self.lockstep
+        )
+
+
 async def check_simulation(
-    lockstep: Rig, anticipating: Rig, requests: Sequence[Request], *, gamma: int, turns: int
+    rigs: CheckedRigs,
+    requests: Sequence[Request],
+    *,
+    gamma: int,
+    turns: int,
+    streams: Sequence[int] = STREAMS,
 ) -> list[str]:
     """Return a table of measured and simulated rates.
 
-    Passes are those of the warm-up, by rows. What they lose beside others, and overheads, are
-    fitted to lockstep with one stream and eight; other numbers of streams, plain decoding and
-    anticipation are predicted. Each turn is fitted and predicted by itself,
-    since machines drift. Acceptance and hit rate are each run's own: texts differ, and the
-    simulation does not claim to know them.
+    Passes are those of the warm-up, by rows. What they lose beside others is fitted to lockstep
+    with one stream and eight, and where both models are together to those runs. Overheads are
+    fitted to one stream and eight of each way to draft but anticipation, which has lockstep's.
+    Other numbers of streams, the passes of plain decoding, and anticipation are predicted. Since
+    machines drift from one run to the next, each run is also simulated with its own passes: how
+    far that is off is the simulation's own error. Each turn is fitted and predicted by itself.
+    Acceptance and hit rate are each run's own: texts differ, and the simulation does not claim to
+    know them.
     """
-    rates: dict[str, list[tuple[float, float]]] = {}
+    compared: dict[str, list[CheckedRates]] = {}
     requests = [replace(request, prompt=request.prompt[-PROMPT:]) for request in requests]
     for turn in range(-1, turns):
-        cases = await _run_turn(
-            lockstep, anticipating, [*requests[turn:], *requests[:turn]], gamma=gamma
+        runs = await _run_turn(
+            rigs, [*requests[turn:], *requests[:turn]], gamma=gamma, numbers=streams
         )
-        for name, (run, scenario) in cases.items() if turn >= 0 else ():
-            # In a thread, since the simulation has an event loop of its own.
-            predicted = await asyncio.to_thread(simulate, scenario)
-            rates.setdefault(name, []).append((decode_rate(run), predicted.tokens_per_second))
+        if turn < 0:
+            continue
+        # In a thread, since the simulation has an event loop of its own.
+        for name, one in (await asyncio.to_thread(_compare, rigs, runs, gamma)).items():
+            compared.setdefault(name, []).append(one)
     lines = [
-        "| | measured, tokens/s | simulated | simulated / measured, turn by turn |",
-        "|---|---|---|---|",
+        "| | measured, tokens/s | simulated | simulated / measured, turn by turn "
+        "| the same with the run's own passes |",
+        "|---|---|---|---|---|",
     ]
-    for name, pairs in rates.items():
-        measured, simulated = zip(*pairs, strict=True)
-        ratios = [predicted / real for real, predicted in pairs]
-        spread = f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        lines.append(f"| {name} | {median(measured):.1f} | {median(simulated):.1f} | {spread} |")
+    for name, turns_of in compared.items():
+        lines.append(
+            f"| {name} | {median(one.measured for one in turns_of):.1f} "
+            f"| {median(one.predicted for one in turns_of):.1f} "
+            f"| {_spread([one.predicted / one.measured for one in turns_of])} "
+            f"| {_spread([one.composed / one.measured for one in turns_of])} |"
+        )
     return lines
 
 
+Runs = dict[tuple[Mode, int], LoopRun]
+"""Runs of a turn by mode and number of streams."""
+
+
 async def _run_turn(
-    lockstep: Rig, anticipating: Rig, requests: Sequence[Request], *, gamma: int
-) -> dict[str, tuple[LoopRun, Scenario]]:
-    lockstep_runs = {
-        batch: await lockstep.run_closed_loop(requests[:batch], gamma=gamma)
-        for batch in LOCKSTEP_STREAMS
-    }
-    fitted = fit_devices(
-        lockstep_runs[1], lockstep_runs[8], curve=lockstep.group.info.curve, rows=gamma + 1
-    )
-    runs = {(Mode.LOCKSTEP, batch): run for batch, run in lockstep_runs.items()}
-    for batch in OTHER_STREAMS:
-        for mode in (Mode.PLAIN, Mode.ANTICIPATED):
-            runs[mode, batch] = await anticipating.run_closed_loop(
-                requests[:batch], gamma=0 if mode is Mode.PLAIN else gamma
-            )
+    rigs: CheckedRigs, requests: Sequence[Request], *, gamma: int, numbers: Sequence[int]
+) -> Runs:
+    """Run all modes at each number of streams, those with as many streams one after the other."""
     return {
-        f"{mode.value}, {batch} stream{'s' if batch > 1 else ''}": (
-            run,
-            make_scenario(
-                with_measured_acceptance(fitted, run),
-                mode,
-                0 if mode is Mode.PLAIN else gamma,
-                batch,
-            ),
+        (mode, streams): await rigs.rig(mode).run_closed_loop(
+            requests[: max(streams, LEAST_REQUESTS)],
+            gamma=0 if mode is Mode.PLAIN else gamma,
+            concurrency=streams,
         )
-        for (mode, batch), run in runs.items()
+        for streams in numbers
+        for mode in MODES
     }
 
 
-def fit_devices(one: LoopRun, many: LoopRun, *, curve: Curve, rows: int) -> FittedDevices:
-    """Fit devices to a run of one stream and a run of many, with so many rows a sequence.
+def _compare(rigs: CheckedRigs, runs: Runs, gamma: int) -> dict[str, CheckedRates]:
+    compared = {}
+    for (mode, streams), run in runs.items():
+        fitted = _fitted_to(mode, rigs, runs, gamma=gamma)
+        curve, drafted = rigs.rig(mode).group.info.curve, 0 if mode is Mode.PLAIN else gamma
+        keys = {
+            "speculation.gamma": drafted,
+            "limits.max_batch_tokens": TokenBudget.from_curve(None, curve).tokens,
+        }
+        predicted, composed = (
+            simulate(make_scenario(devices, mode, keys, streams)).tokens_per_second
+            for devices in (
+                with_measured_acceptance(fitted, run),
+                with_measured_acceptance(with_own_passes(fitted, run, mode, gamma), run),
+            )
+        )
+        name = f"{mode.value}, {streams} stream{'s' if streams > 1 else ''}"
+        compared[name] = CheckedRates(decode_rate(run), predicted, composed)
+    return compared
+
+
+def _fitted_to(mode: Mode, rigs: CheckedRigs, runs: Runs, *, gamma: int) -> FittedDevices:
+    together = mode is Mode.TOGETHER
+    asked = Mode.TOGETHER if together else Mode.LOCKSTEP
+    fitted = fit_devices(
+        runs[asked, 1],
+        runs[asked, FITTED_STREAMS],
+        curve=rigs.rig(asked).group.info.curve,
+        gamma=gamma,
+        is_apart=not together,
+    )
+    if mode is not Mode.PLAIN:
+        return fitted
+    links = 2 * fitted.target.link_s
+    return replace(fitted, host=fit_host(runs[mode, 1], runs[mode, FITTED_STREAMS], links))
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def fit_devices(
+    one: LoopRun, many: LoopRun, *, curve: Curve, gamma: int, is_apart: bool = True
+) -> FittedDevices:
+    """Fit devices to a run of one stream and a run of many, with a draft that is apart or not.
 
     Passes of the target are its curve, stretched to both runs; those of the draft are fitted by
     least squares. The time of an exchange outside its work is the link's; the rest of a round is
     the host's.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "trace.json"
-        events = [event for run in (one, many) for event in trace_of(run)["traceEvents"]]
-        file.write_text(json.dumps({"traceEvents": events}))
-        draft_passes = pass_time_from_trace(file, "draft")
-    target = DeviceGroup(
-        CurvePassTime(curve).fitted_to(one, many, rows=rows), link_s=link_seconds(one, "target")
+    target_link = link_seconds(one, "target")
+    draft_link = link_seconds(one, "draft") if is_apart else 0.0
+    draft_pass = fit_pass_time([*draft_passes(one, gamma), *draft_passes(many, gamma)])
+    return FittedDevices(
+        DeviceGroup(CurvePassTime(curve).fitted_to(one, many, rows=gamma + 1), link_s=target_link),
+        DeviceGroup(draft_pass, link_s=draft_link),
+        fit_host(one, many, 2 * (target_link + draft_link)),
     )
-    draft = DeviceGroup(draft_passes, link_s=link_seconds(one, "draft"))
-    links = 2 * (target.link_s + draft.link_s)
-    host_one, host_many = idle_seconds(one) - links, idle_seconds(many) - links
-    per_sequence = max(0.0, (host_many - host_one) / (len(many.output_ids) - 1))
-    host = HostConfig(per_round=max(0.0, host_one - per_sequence), per_sequence=per_sequence)
-    return FittedDevices(target, draft, host)
+
+
+def fit_host(one: LoopRun, many: LoopRun, link_seconds: float) -> HostConfig:
+    """Return what of a round is neither work nor, for `link_seconds`, on its way."""
+    host_one, host_many = (idle_seconds(run) - link_seconds for run in (one, many))
+    per_sequence = max(0.0, (host_many - host_one) / (num_streams(many) - 1))
+    return HostConfig(max(0.0, host_one - per_sequence), per_sequence)
+
+
+def with_own_passes(fitted: FittedDevices, run: LoopRun, mode: Mode, gamma: int) -> FittedDevices:
+    """Return the devices with the passes of a run, those of its drafts where all were asked for."""
+    target = replace(fitted.target, pass_time=fit_pass_time(target_passes(run)))
+    if mode not in (Mode.LOCKSTEP, Mode.TOGETHER):
+        return replace(fitted, target=target)
+    draft = replace(fitted.draft, pass_time=fit_pass_time(draft_passes(run, gamma)))
+    return replace(fitted, target=target, draft=draft)
+
+
+def target_passes(run: LoopRun) -> list[MeasuredPass]:
+    """Return the target's passes over all streams."""
+    return [
+        MeasuredPass(earlier.num_positions, earlier.num_sequences, seconds)
+        for earlier, later in _pairs(run)
+        for seconds in _spans(run, earlier, later, "verify")
+    ]
+
+
+def draft_passes(run: LoopRun, gamma: int) -> list[MeasuredPass]:
+    """Return the draft's passes over all streams, a `gamma`th of each proposal."""
+    return [
+        MeasuredPass(earlier.num_sequences, earlier.num_sequences, seconds / gamma)
+        for earlier, later in _pairs(run)
+        for seconds in _spans(run, earlier, later, "draft")
+    ]
+
+
+def num_streams(run: LoopRun) -> int:
+    """Return the number of sequences that ran at the same time."""
+    return max(round_.num_sequences for round_ in run.decode_rounds)
 
 
 def link_seconds(run: LoopRun, role: str) -> float:
@@ -171,7 +275,9 @@ def link_seconds(run: LoopRun, role: str) -> float:
         median(
             exchange.answered_at
             - exchange.sent_at
-            - sum(span.end - span.start for span in exchange.spans)
+            - sum(
+                span.end - span.start for span in exchange.spans if span.start >= exchange.sent_at
+            )
             for exchange in exchanges
         )
         / 2,
@@ -185,15 +291,6 @@ def idle_seconds(run: LoopRun) -> float:
         for earlier, later in _pairs(run)
     ]
     return max(0.0, median(waited))
-
-
-def pass_seconds(run: LoopRun) -> list[float]:
-    """Return the seconds of the target's passes over all streams."""
-    return [
-        seconds
-        for earlier, later in _pairs(run)
-        for seconds in _spans(run, earlier, later, "verify")
-    ]
 
 
 def _pairs(run: LoopRun) -> list[tuple[Round, Round]]:
@@ -244,7 +341,9 @@ def with_measured_acceptance(fitted: FittedDevices, run: LoopRun) -> FittedDevic
     )
 
 
-def make_scenario(fitted: FittedDevices, mode: Mode, gamma: int, streams: int) -> Scenario:
+def make_scenario(
+    fitted: FittedDevices, mode: Mode, keys: Mapping[str, object], streams: int
+) -> Scenario:
     """Return a load of long texts, so that chance evens out.
 
     Prompts have one token, since only decoding is compared.
@@ -255,7 +354,7 @@ def make_scenario(fitted: FittedDevices, mode: Mode, gamma: int, streams: int) -
         arrivals=(Arrival(0.0, 1, 4000),) * streams,
         concurrency=streams,
         mode=mode,
-        config=config_from_keys({"speculation.gamma": gamma}),
+        config=config_from_keys(keys),
         acceptance=fitted.acceptance,
         host=fitted.host,
     )
@@ -272,5 +371,5 @@ def full_rounds(run: LoopRun) -> list[Round]:
 
     In the end the streams with most rejections run alone, and do not represent the others.
     """
-    most = max(round_.num_sequences for round_ in run.decode_rounds)
+    most = num_streams(run)
     return [round_ for round_ in run.decode_rounds if round_.num_sequences == most]

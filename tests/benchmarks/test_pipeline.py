@@ -13,10 +13,12 @@ from benchmarks.simulation_check import (
     fit_devices,
     idle_seconds,
     measured_acceptance,
+    with_own_passes,
 )
 from specserve.engine.batch import Outcome
 from specserve.engine.pacer import Pacer
 from specserve.engine.trace import Exchange, Round
+from specserve.tools.simulate.scenario import Mode
 from specserve.tools.timeline import COLOURS, LEGEND, draw, select_rounds
 from specserve.types import Span
 
@@ -30,10 +32,12 @@ def make_run(
     gamma: int = 4,
     host: float = 0.001,
     link: float = 0.0,
+    is_apart: bool = True,
 ) -> LoopRun:
     """Return a run of a prompt and rounds that take `draft` and `verify` seconds.
 
-    Each of the two takes `link` seconds each way, and everything else in a round takes `host`.
+    Each of the two takes `link` seconds each way, and everything else in a round takes `host`. A
+    draft that is not apart is in the target's worker, which reports on both.
     """
     run, start = LoopRun(0.0), 0.0
     decision = Pacer(gamma, max_gamma=8).decision
@@ -63,14 +67,12 @@ def make_run(
                 decision,
             )
         )
-        run.exchanges.append(
-            Exchange("draft", start, drafted, (Span("draft", start + link, drafted - link),))
-        )
-        run.exchanges.append(
-            Exchange(
-                "target", drafted, verified, (Span("verify", drafted + link, verified - link),)
-            )
-        )
+        draft_span = Span("draft", start + link, drafted - link)
+        if is_apart:
+            run.exchanges.append(Exchange("draft", start, drafted, (draft_span,)))
+        earlier = () if is_apart else (draft_span,)
+        verify_span = Span("verify", drafted + link, verified - link)
+        run.exchanges.append(Exchange("target", drafted, verified, (*earlier, verify_span)))
         start = verified + host
     num_tokens = sum(num_accepted + 1 for num_accepted in accepted)
     run.output_ids, run.end = {i: [0] * num_tokens for i in range(streams)}, start
@@ -106,7 +108,7 @@ def test_simulation_is_fitted_to_passes_acceptance_and_host_time() -> None:
         )
         for n in (1, 8)
     )
-    fitted = fit_devices(one, many, curve=((1, 0.007), (40, 0.007)), rows=5)
+    fitted = fit_devices(one, many, curve=((1, 0.007), (40, 0.007)), gamma=4)
     assert fitted.target.pass_time.seconds(5, 1, 0) == pytest.approx(0.007, rel=0.02)
     assert fitted.target.pass_time.seconds(40, 8, 0) == pytest.approx(0.014, rel=0.02)
     assert fitted.host.per_round == pytest.approx(0.001, rel=0.05)
@@ -145,10 +147,43 @@ def test_link_time_is_the_part_of_an_exchange_outside_its_work_and_not_the_host_
         )
         for n in (1, 8)
     )
-    fitted = fit_devices(one, many, curve=((1, 0.007), (40, 0.007)), rows=5)
+    fitted = fit_devices(one, many, curve=((1, 0.007), (40, 0.007)), gamma=4)
     assert fitted.target.link_s == pytest.approx(0.0005)
     assert fitted.draft.link_s == pytest.approx(0.0005)
     assert fitted.host.per_round == pytest.approx(0.001, rel=0.05)
+
+
+def test_a_draft_in_the_target_s_process_is_fitted_to_what_that_reports() -> None:
+    one, many = (
+        make_run(
+            verify=0.006 + 0.001 * n,
+            draft=0.004,
+            accepted=(3, 1, 2) * 4,
+            streams=n,
+            link=0.0005,
+            is_apart=False,
+        )
+        for n in (1, 8)
+    )
+    fitted = fit_devices(one, many, curve=((1, 0.007), (40, 0.007)), gamma=4, is_apart=False)
+    assert fitted.target.link_s == pytest.approx(0.0005), "drafting is no part of the exchange"
+    assert fitted.draft.link_s == 0
+    assert fitted.draft.pass_time.seconds(1, 1, 0) == pytest.approx(0.001)
+    # The run has the links of a draft apart, of which a draft together has half.
+    assert fitted.host.per_round == pytest.approx(0.001 + 0.001, rel=0.05)
+
+
+def test_a_run_is_simulated_with_its_own_passes_of_all_that_waits_for_drafts() -> None:
+    one, many, slow = (
+        make_run(verify=verify, draft=draft, accepted=(3, 1, 2) * 4, streams=n)
+        for n, verify, draft in ((1, 0.007, 0.002), (8, 0.014, 0.002), (8, 0.028, 0.004))
+    )
+    fitted = fit_devices(one, many, curve=((1, 0.007), (40, 0.007)), gamma=4)
+    for mode, draft in ((Mode.LOCKSTEP, 0.001), (Mode.ANTICIPATED, 0.0005), (Mode.PLAIN, 0.0005)):
+        own = with_own_passes(fitted, slow, mode, 4)
+        assert own.target.pass_time.seconds(40, 8, 0) == pytest.approx(0.028)
+        assert own.draft.pass_time.seconds(8, 8, 0) == pytest.approx(draft)
+        assert own.host == fitted.host
 
 
 def test_acceptance_at_a_position_counts_the_tokens_verified_there() -> None:

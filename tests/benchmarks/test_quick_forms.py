@@ -49,7 +49,7 @@ WITH_RAY = {
     "benchmarks.demo_race": (),
     "benchmarks.first_minutes": (),
     "benchmarks.learning": (),
-    "benchmarks.pipeline": ("--only", "sweep", "weighs"),
+    "benchmarks.pipeline": ("--only", "sweep", "weighs", "simulation"),
     "benchmarks.placements": (),
     "benchmarks.routing": (),
     "benchmarks.start": (),
