@@ -33,6 +33,8 @@ HOPPER = "9.0a"
 MANIFEST = "specserve.json"
 SAMPLING = "sampling"
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
+TOOLKIT_FILES = ("bin/nvcc", "include/cuda_runtime.h", "include/curand_kernel.h")
+"""Files that compiling needs; some toolkits are without the last."""
 BRING_COMPILER = "pip install 'specserve[gpu]' brings nvcc; g++ is a package of the system"
 
 
@@ -50,25 +52,29 @@ class AttentionModule:
         variant = "".join([", window" * self.window, ", softcap" * self.softcap])
         return f"heads of {self.dim}, {self.dtype}, pages in {self.page_dtype}{variant}"
 
-    def backends(self, architectures: Sequence[str]) -> tuple[str, ...]:
-        """Return FlashInfer's choices: fa3 on Hopper, unless pages are in FP8, and else fa2."""
+    def targets(self, architectures: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Return the backends that FlashInfer chooses, each with its architectures.
+
+        Hopper has fa3, unless pages are in FP8; all others have fa2.
+        """
         if self.page_dtype != self.dtype or HOPPER not in architectures:
-            return ("fa2",)
-        return ("fa3",) if set(architectures) == {HOPPER} else ("fa2", "fa3")
+            return {"fa2": tuple(architectures)}
+        others = tuple(each for each in architectures if each != HOPPER)
+        return {"fa3": (HOPPER,), **({"fa2": others} if others else {})}
 
 
-MODULES = tuple(
-    AttentionModule(dim, window, softcap, page_dtype)
-    for page_dtype in ("bfloat16", "float8_e4m3fn")
-    for dim, window, softcap in (
-        (64, False, False),
-        (128, False, False),
-        (128, True, False),
-        (256, False, False),
-        (256, True, False),
-        (256, False, True),
-        (256, True, True),
-    )
+FP8 = "float8_e4m3fn"
+MODULES = (
+    AttentionModule(64),
+    AttentionModule(128),
+    AttentionModule(128, window=True),
+    AttentionModule(256),
+    AttentionModule(256, window=True),
+    AttentionModule(256, softcap=True),
+    AttentionModule(256, window=True, softcap=True),
+    AttentionModule(64, page_dtype=FP8),
+    AttentionModule(128, page_dtype=FP8),
+    AttentionModule(128, window=True, page_dtype=FP8),
 )
 """Compiled ahead of time. Those of other models are compiled at their first use, by nvcc if any."""
 
@@ -85,9 +91,7 @@ class Toolkit:
 
     @property
     def is_complete(self) -> bool:
-        return (self.home / "bin/nvcc").is_file() and (
-            self.home / "include/cuda_runtime.h"
-        ).is_file()
+        return all((self.home / name).is_file() for name in TOOLKIT_FILES)
 
 
 def find_toolkit(
@@ -120,7 +124,7 @@ def missing_for_compiling(environ: MutableMapping[str, str] = os.environ) -> str
     """Return what is missing to compile kernels at their first use, or None."""
     stated = environ.get("CUDA_HOME") or environ.get("CUDA_PATH")
     if find_toolkit(environ) is None:
-        return "nvcc" if stated is None else f"nvcc and CUDA's headers in CUDA_HOME={stated}"
+        return ", ".join(TOOLKIT_FILES) + f" in {stated or 'a CUDA toolkit'}"
     if shutil.which(environ.get("CXX", "c++"), path=environ.get("PATH", "")) is None:
         return "a C++ compiler"
     return None
@@ -257,10 +261,18 @@ class _Found(Exception):
     """Carries the module that FlashInfer is about to compile."""
 
 
-def collect_specs(architectures: Sequence[str]) -> dict[str, Any]:
-    """Return FlashInfer's descriptions of what to compile, by what they are for.
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """A module of kernels as FlashInfer describes it, and the architectures to compile it for."""
 
-    They are those that its wrappers ask for: each is taken where FlashInfer would compile it.
+    spec: Any
+    architectures: tuple[str, ...]
+
+
+def collect(architectures: Sequence[str]) -> dict[str, Compilation]:
+    """Return the modules to compile, by their descriptions.
+
+    They are those that FlashInfer's wrappers ask for: each is taken where it would be compiled.
     """
     import torch
     from flashinfer import prefill, sampling
@@ -278,11 +290,12 @@ def collect_specs(architectures: Sequence[str]) -> dict[str, Any]:
 
     build_and_load, JitSpec.build_and_load = JitSpec.build_and_load, stop
     try:
-        specs = {SAMPLING: find(sampling.get_sampling_module)}
+        spec = find(sampling.get_sampling_module)
+        found = {SAMPLING: Compilation(spec, tuple(architectures))}
         for module in MODULES:
             dtype, page_dtype = (getattr(torch, x) for x in (module.dtype, module.page_dtype))
-            for backend in module.backends(architectures):
-                specs[f"{module}, {backend}"] = find(
+            for backend, targets in module.targets(architectures).items():
+                spec = find(
                     prefill.get_batch_prefill_module,
                     backend,
                     dtype,
@@ -296,9 +309,10 @@ def collect_specs(architectures: Sequence[str]) -> dict[str, Any]:
                     module.softcap,
                     False,  # sums of queries and keys in fp32
                 )
+                found[f"{module}, {backend}"] = Compilation(spec, targets)
     finally:
         JitSpec.build_and_load = build_and_load
-    return specs
+    return found
 
 
 def compile_kernels(architectures: Sequence[str], out: Path, only: str = "") -> CompiledKernels:
@@ -307,15 +321,18 @@ def compile_kernels(architectures: Sequence[str], out: Path, only: str = "") -> 
     from flashinfer.jit import cpp_ext
     from flashinfer.jit.core import build_jit_specs
 
-    specs = {key: spec for key, spec in collect_specs(architectures).items() if only in key}
-    build_jit_specs(list(specs.values()), skip_prebuilt=False)
-    for spec in specs.values():
-        (out / spec.name).mkdir(parents=True, exist_ok=True)
-        shutil.copy2(spec.jit_library_path, out / spec.name)
+    chosen = {key: each for key, each in collect(architectures).items() if only in key}
+    for targets in sorted({each.architectures for each in chosen.values()}):
+        os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(targets)
+        specs = [each.spec for each in chosen.values() if each.architectures == targets]
+        build_jit_specs(specs, skip_prebuilt=False)  # reads the variable
+        for spec in specs:
+            (out / spec.name).mkdir(parents=True, exist_ok=True)
+            shutil.copy2(spec.jit_library_path, out / spec.name)
     installed = version()
     assert installed is not None
     cuda = str(cpp_ext.get_cuda_version())
-    compiled = CompiledKernels(installed, cuda, tuple(architectures), tuple(specs))
+    compiled = CompiledKernels(installed, cuda, tuple(architectures), tuple(chosen))
     (out / MANIFEST).write_text(json.dumps(asdict(compiled), indent=1) + "\n", encoding="utf-8")
     return compiled
 
@@ -334,8 +351,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     architectures = options.architectures.split()
     if options.list:
         for module in MODULES:
-            print(module, *module.backends(architectures), sep=", ")
-        print(SAMPLING)
+            for backend, targets in module.targets(architectures).items():
+                print(f"{module}, {backend}: {' '.join(targets)}")
+        print(f"{SAMPLING}: {' '.join(architectures)}")
         return
     out = options.out or flashinfer_folder()
     if out is None:

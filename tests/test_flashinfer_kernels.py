@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +47,8 @@ def program(file: Path, text: str = "exit 0") -> Path:
 def toolkit(home: Path) -> Path:
     program(home / "bin/nvcc")
     (home / "include").mkdir()
-    (home / "include/cuda_runtime.h").touch()
+    for header in ("cuda_runtime.h", "curand_kernel.h"):
+        (home / "include" / header).touch()
     return home
 
 
@@ -83,19 +84,19 @@ def test_an_installed_toolkit_is_taken_before_that_of_the_package_index(
     assert find_toolkit({}, nowhere, []) is None
 
 
-def test_a_program_named_nvcc_beside_which_there_are_no_headers_is_no_toolkit(
-    tmp_path: Path, wheels: Path
-) -> None:
+def test_an_nvcc_without_all_headers_is_no_toolkit(tmp_path: Path, wheels: Path) -> None:
     program(tmp_path / "local/bin/nvcc", "exec /usr/local/cuda/bin/nvcc")
-    found = find_toolkit({"PATH": str(tmp_path / "local/bin")}, tmp_path, [str(wheels)])
+    without_random = toolkit(tmp_path / "cuda")
+    (without_random / "include/curand_kernel.h").unlink()
+    path = {"PATH": str(tmp_path / "local/bin")}
+    found = find_toolkit(path, without_random, [str(wheels)])
     assert found == Toolkit(wheels / "nvidia/cu13", is_of_wheels=True)
 
 
 def test_what_is_missing_for_compiling_is_named(tmp_path: Path) -> None:
     stated = {"CUDA_HOME": str(tmp_path / "empty"), "PATH": ""}
-    assert missing_for_compiling(stated) == (
-        f"nvcc and CUDA's headers in CUDA_HOME={tmp_path}/empty"
-    )
+    named = "bin/nvcc, include/cuda_runtime.h, include/curand_kernel.h"
+    assert missing_for_compiling(stated) == f"{named} in {tmp_path}/empty"
     home = str(toolkit(tmp_path / "cuda"))
     assert missing_for_compiling({"CUDA_HOME": home, "PATH": ""}) == "a C++ compiler"
     path = str(program(tmp_path / "bin/c++").parent)
@@ -194,15 +195,20 @@ class Planned:
         self.options = options | {"head_dim_qk": dim}
 
 
-@pytest.mark.parametrize("page_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+FP8 = torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize(
-    ("dim", "window", "softcap"),
+    ("dim", "window", "softcap", "page_dtype"),
     [
-        pytest.param(64, None, None, id="llama-3.2-1b"),
-        pytest.param(128, None, None, id="llama-3-8b-and-qwen"),
-        pytest.param(128, 4096, None, id="mistral"),
-        pytest.param(256, 512, None, id="gemma-3"),
-        pytest.param(256, 4096, 50.0, id="gemma-2"),
+        pytest.param(64, None, None, torch.bfloat16, id="llama-3.2-1b"),
+        pytest.param(64, None, None, FP8, id="llama-3.2-1b-fp8-pages"),
+        pytest.param(128, None, None, torch.bfloat16, id="llama-3-8b-and-qwen"),
+        pytest.param(128, None, None, FP8, id="llama-3-8b-and-qwen-fp8-pages"),
+        pytest.param(128, 4096, None, torch.bfloat16, id="mistral"),
+        pytest.param(128, 4096, None, FP8, id="mistral-fp8-pages"),
+        pytest.param(256, 512, None, torch.bfloat16, id="gemma-3"),
+        pytest.param(256, 4096, 50.0, torch.bfloat16, id="gemma-2"),
     ],
 )
 def test_kernels_of_common_models_are_compiled_ahead(
@@ -235,10 +241,10 @@ def test_kernels_of_common_models_are_compiled_ahead(
 
 def test_on_hopper_alone_attention_in_bf16_has_the_kernels_of_hopper_alone() -> None:
     bf16, fp8 = AttentionModule(128), AttentionModule(128, page_dtype="float8_e4m3fn")
-    assert bf16.backends(["9.0a"]) == ("fa3",)
-    assert bf16.backends(["8.0", "9.0a"]) == ("fa2", "fa3")
-    assert bf16.backends(["8.0"]) == ("fa2",)
-    assert fp8.backends(["8.0", "9.0a"]) == ("fa2",)
+    assert bf16.targets(["9.0a"]) == {"fa3": ("9.0a",)}
+    assert bf16.targets(["8.0", "9.0a", "10.0f"]) == {"fa3": ("9.0a",), "fa2": ("8.0", "10.0f")}
+    assert bf16.targets(["8.0"]) == {"fa2": ("8.0",)}
+    assert fp8.targets(["8.0", "9.0a"]) == {"fa2": ("8.0", "9.0a")}
 
 
 class Spec:
@@ -258,8 +264,7 @@ class Spec:
 class FakeFlashInfer:
     """A record of the modules that were compiled, and of their GPUs."""
 
-    architectures: str = ""
-    specs: tuple[str, ...] = ()
+    architectures: dict[str, str] = field(default_factory=dict)  # by module
 
 
 @pytest.fixture
@@ -270,9 +275,9 @@ def flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeFlashInfe
 
     def build(specs: list[Spec], *, skip_prebuilt: bool) -> None:
         assert not skip_prebuilt
-        fake.architectures = os.environ["FLASHINFER_CUDA_ARCH_LIST"]
-        fake.specs = tuple(spec.name for spec in specs)
         for spec in specs:
+            assert spec.name not in fake.architectures, "it is compiled once"
+            fake.architectures[spec.name] = os.environ["FLASHINFER_CUDA_ARCH_LIST"]
             spec.jit_library_path.write_text(spec.name)
 
     def batch_prefill(backend: str, *chosen: Any) -> Any:
@@ -305,10 +310,13 @@ def test_modules_are_compiled_where_flashinfer_asks_for_them_and_said_in_a_manif
     out = tmp_path / "out"
     found = compile_kernels(["8.0", "9.0a"], out)
     assert Spec.build_and_load is asked, "it was put back"
-    assert flashinfer.architectures == "8.0 9.0a"
-    assert len(set(flashinfer.specs)) == 1 + sum(len(m.backends(["8.0", "9.0a"])) for m in MODULES)
-    for name in flashinfer.specs:
+    targets = [module.targets(["8.0", "9.0a"]) for module in MODULES]
+    assert len(flashinfer.architectures) == 1 + sum(map(len, targets))
+    for name, architectures in flashinfer.architectures.items():
         assert (out / name / f"{name}.so").read_text() == name
+        is_hoppers = name.startswith("fa3")
+        is_others = name.startswith("fa2") and "float8" not in name
+        assert architectures == ("9.0a" if is_hoppers else "8.0" if is_others else "8.0 9.0a")
     assert compiled_kernels(out) == found
     assert found.architectures == ("8.0", "9.0a")
     assert found.fault((8, 6), INSTALLED) is None
@@ -324,8 +332,8 @@ def test_the_file_alone_lists_what_it_would_compile(tmp_path: Path) -> None:
         text=True,
     ).stdout.splitlines()
     assert len(listed) == len(MODULES) + 1
-    assert "heads of 128, bfloat16, pages in bfloat16, fa3" in listed
-    assert "heads of 128, bfloat16, pages in float8_e4m3fn, window, fa2" in listed
+    assert "heads of 128, bfloat16, pages in bfloat16, fa3: 9.0a" in listed
+    assert "heads of 128, bfloat16, pages in float8_e4m3fn, window, fa2: 9.0a" in listed
 
 
 # The doctor
@@ -348,5 +356,6 @@ def test_the_doctor_says_where_flashinfers_kernels_come_from(
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     found = machine.flashinfer()
     assert found.grade is Grade.WARN
-    assert f"compiling them needs nvcc and CUDA's headers in CUDA_HOME={tmp_path}" in found.found
+    assert "compiling them needs bin/nvcc, " in found.found
+    assert f" in {tmp_path}" in found.found
     assert "pip install 'specserve[gpu]' brings nvcc" in found.remedy
