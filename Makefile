@@ -12,6 +12,7 @@ VLLM := .venv-vllm
 VLLM_PINNED := benchmarks/peers/requirements-vllm.txt
 CONFORMANCE := .venv-conformance
 RAY_LLM := .venv-ray-llm
+KERNELS := .venv-kernels
 LLAMA := .venv-llama
 LLAMA_PINNED := benchmarks/peers/requirements-llama.txt
 LLAMA_BUILD := -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
@@ -34,7 +35,7 @@ MEASURED := docs/measurements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels format lint check dist test-wheel wheel-times \
+.PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
 	simulate-autoscaling simulate-prefill simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
@@ -78,11 +79,25 @@ gpu-speed: $(WHEELS)/site  ## Time passes, sampling and rounds on a card
 gpu-texts: $(WHEELS)/site  ## Write whole texts on a card
 	PYTHONPATH=$(WHEELS)/site $(GPU_PYTHON) -m tests.gpu texts $(ARGS)
 
+FOR_THERE := --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	--platform manylinux_2_28_x86_64 --platform manylinux_2_31_x86_64 \
+	--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $(WHEELS)
+
 gpu-wheels: $(VENV)/installed-for-tests  ## Bring what a machine with its own torch may lack
-	$(BIN)/python -m pip download --no-deps --only-binary=:all: --python-version 3.12 \
-		--implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_31_x86_64 \
-		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-		-c constraints.txt -d $(WHEELS) llguidance msgpack pyzmq psutil
+	$(BIN)/python -m pip download $(FOR_THERE) -c constraints.txt llguidance msgpack pyzmq psutil
+
+# Compiled here, for the card that is to come; MAX_JOBS bounds the compilers that run at a time. Without -P
+# specserve/types.py would be taken for the library's.
+GPU_ARCHITECTURES ?= 9.0a
+comma := ,
+locked = $(1)==$(shell sed -n 's/^$(1)==\([^ ]*\).*/\1/p' locks/$(2).txt)
+
+gpu-kernels: $(VENV)/installed-for-tests $(KERNELS)/installed  ## Compile FlashInfer's kernels for such a machine: GPU_ARCHITECTURES="9.0a"
+	$(KERNELS)/bin/python -P specserve/flashinfer_kernels.py --architectures "$(GPU_ARCHITECTURES)" --out $(KERNELS)/compiled $(ARGS)
+	rm -rf $(KERNELS)/whole
+	$(KERNELS)/bin/python -m pip download --no-deps -d $(KERNELS)/whole $(call locked,flashinfer-python,flashinfer)
+	$(BIN)/python -m tests.gpu.flashinfer_wheel $(KERNELS)/whole/flashinfer_python-*.whl $(KERNELS)/compiled $(WHEELS)
+	$(BIN)/python -m pip download $(FOR_THERE) $(call locked,apache-tvm-ffi,flashinfer) $(call locked,nvidia-ml-py,flashinfer)
 
 # Nothing is downloaded here.
 $(WHEELS)/site:
@@ -276,6 +291,12 @@ $(BUILDER)/installed: locks/tools.txt
 	$(BUILDER)/bin/python -m pip install --require-hashes --only-binary :all: -r locks/tools.txt
 	touch $@
 
+$(KERNELS)/installed: locks/flashinfer.txt locks/nvcc.txt
+	$(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/bin/python -m pip install $(TORCH_FROM) -c constraints.txt torch numpy \
+		$(call locked,flashinfer-python,flashinfer) $(subst toolkit,toolkit[cccl$(comma)curand$(comma)nvcc],$(call locked,cuda-toolkit,torch-cuda))
+	touch $@
+
 $(VENV)/installed-for-docs: $(PINNED)
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(TORCH_FROM) -c constraints.txt -e '.[cpu,docs]'
@@ -311,4 +332,4 @@ $(LLAMA)/installed: $(LLAMA_PINNED)
 	touch $@
 
 clean:  ## Remove environments, builds and caches
-	rm -rf $(VENV) $(BUILDER) $(PEERS) $(VLLM) $(RAY_LLM) $(LLAMA) $(CONFORMANCE) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(BUILDER) $(PEERS) $(VLLM) $(RAY_LLM) $(LLAMA) $(KERNELS) $(CONFORMANCE) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
