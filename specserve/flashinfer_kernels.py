@@ -20,7 +20,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -316,11 +316,23 @@ def collect(architectures: Sequence[str]) -> dict[str, Compilation]:
 
 
 def compile_kernels(architectures: Sequence[str], out: Path, only: str = "") -> CompiledKernels:
-    """Compile the modules whose descriptions have `only` in them, and copy them to `out`."""
+    """Compile the modules whose descriptions have `only` in them, and copy them to `out`.
+
+    Others that were compiled into it before with the same settings are kept.
+    """
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(architectures)
     from flashinfer.jit import cpp_ext
     from flashinfer.jit.core import build_jit_specs
 
+    installed = version()
+    assert installed is not None
+    cuda = str(cpp_ext.get_cuda_version())
+    earlier = compiled_kernels(out) or CompiledKernels(installed, cuda, tuple(architectures), ())
+    if replace(earlier, modules=()) != CompiledKernels(installed, cuda, tuple(architectures), ()):
+        sys.exit(
+            f"{out} has kernels of FlashInfer {earlier.flashinfer} and CUDA {earlier.cuda} for "
+            f"{', '.join(earlier.architectures)}; remove them, or give another folder (--out)"
+        )
     chosen = {key: each for key, each in collect(architectures).items() if only in key}
     for targets in sorted({each.architectures for each in chosen.values()}):
         os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(targets)
@@ -329,10 +341,7 @@ def compile_kernels(architectures: Sequence[str], out: Path, only: str = "") -> 
         for spec in specs:
             (out / spec.name).mkdir(parents=True, exist_ok=True)
             shutil.copy2(spec.jit_library_path, out / spec.name)
-    installed = version()
-    assert installed is not None
-    cuda = str(cpp_ext.get_cuda_version())
-    compiled = CompiledKernels(installed, cuda, tuple(architectures), tuple(chosen))
+    compiled = replace(earlier, modules=tuple(dict.fromkeys([*earlier.modules, *chosen])))
     (out / MANIFEST).write_text(json.dumps(asdict(compiled), indent=1) + "\n", encoding="utf-8")
     return compiled
 

@@ -322,6 +322,18 @@ def test_modules_are_compiled_where_flashinfer_asks_for_them_and_said_in_a_manif
     assert found.fault((8, 6), INSTALLED) is None
 
 
+@pytest.mark.usefixtures("is_installed", "flashinfer")
+def test_modules_are_added_to_those_of_the_same_settings_and_to_no_others(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = compile_kernels(["9.0a"], out, only="sampling")
+    both = compile_kernels(["9.0a"], out, only="heads of 64, bfloat16, pages in bfloat16")
+    assert both.modules == (*first.modules, "heads of 64, bfloat16, pages in bfloat16, fa3")
+    assert compiled_kernels(out) == both
+    with pytest.raises(SystemExit, match=r"for 9\.0a; remove them, or give another folder"):
+        compile_kernels(["8.0"], out)
+    assert compiled_kernels(out) == both
+
+
 def test_the_file_alone_lists_what_it_would_compile(tmp_path: Path) -> None:
     """A stage of the images has nothing else of specserve."""
     file = shutil.copy(flashinfer_kernels.__file__, tmp_path)

@@ -23,9 +23,7 @@ from specserve.config.tree import (
 )
 from specserve.errors import ConfigError
 from specserve.models.adapters.store import AdapterStore
-from specserve.models.attention import (
-    Attention,
-)
+from specserve.models.attention import Attention
 from specserve.models.attention_choice import attention_name, open_attention
 from specserve.models.cache import PagedCache, num_spare_pages
 from specserve.models.checkpoints.load import (
@@ -39,9 +37,7 @@ from specserve.models.checkpoints.load import (
     register_attention,
 )
 from specserve.models.checkpoints.packed import PackedCheckpoint
-from specserve.models.checkpoints.quantized.page_scales import (
-    read_page_scales,
-)
+from specserve.models.checkpoints.quantized.page_scales import read_page_scales
 from specserve.models.checkpoints.weights import (
     Codes,
     num_head_training_bytes,
@@ -57,9 +53,7 @@ from specserve.models.device_formats import (
     resolve_dtype,
     resolve_page_dtype,
 )
-from specserve.models.flashinfer_attention import (
-    FlashInferAttention,
-)
+from specserve.models.flashinfer_attention import FlashInferAttention
 from specserve.models.float8_pages import PageScales
 from specserve.models.float8_weight import FLOAT8
 from specserve.models.graphs import GraphedNetwork, pad_to_bucket
