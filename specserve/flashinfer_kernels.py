@@ -318,7 +318,7 @@ def collect(architectures: Sequence[str]) -> dict[str, Compilation]:
 def compile_kernels(architectures: Sequence[str], out: Path, only: str = "") -> CompiledKernels:
     """Compile the modules whose descriptions have `only` in them, and copy them to `out`.
 
-    Others that were compiled into it before with the same settings are kept.
+    With `only`, those that were compiled into it before with the same settings are kept.
     """
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(architectures)
     from flashinfer.jit import cpp_ext
@@ -326,12 +326,13 @@ def compile_kernels(architectures: Sequence[str], out: Path, only: str = "") -> 
 
     installed = version()
     assert installed is not None
-    cuda = str(cpp_ext.get_cuda_version())
-    earlier = compiled_kernels(out) or CompiledKernels(installed, cuda, tuple(architectures), ())
-    if replace(earlier, modules=()) != CompiledKernels(installed, cuda, tuple(architectures), ()):
+    empty = CompiledKernels(installed, str(cpp_ext.get_cuda_version()), tuple(architectures), ())
+    earlier = (compiled_kernels(out) if only else None) or empty
+    if replace(earlier, modules=()) != empty:
         sys.exit(
             f"{out} has kernels of FlashInfer {earlier.flashinfer} and CUDA {earlier.cuda} for "
-            f"{', '.join(earlier.architectures)}; remove them, or give another folder (--out)"
+            f"{', '.join(earlier.architectures)}; compile all modules again (without --only), "
+            "or give another folder (--out)"
         )
     chosen = {key: each for key, each in collect(architectures).items() if only in key}
     for targets in sorted({each.architectures for each in chosen.values()}):

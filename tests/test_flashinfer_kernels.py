@@ -329,9 +329,22 @@ def test_modules_are_added_to_those_of_the_same_settings_and_to_no_others(tmp_pa
     both = compile_kernels(["9.0a"], out, only="heads of 64, bfloat16, pages in bfloat16")
     assert both.modules == (*first.modules, "heads of 64, bfloat16, pages in bfloat16, fa3")
     assert compiled_kernels(out) == both
-    with pytest.raises(SystemExit, match=r"for 9\.0a; remove them, or give another folder"):
-        compile_kernels(["8.0"], out)
+    with pytest.raises(SystemExit, match=r"for 9\.0a; compile all modules again"):
+        compile_kernels(["8.0"], out, only="sampling")
     assert compiled_kernels(out) == both
+
+
+@pytest.mark.usefixtures("is_installed")
+def test_all_modules_take_the_place_of_those_for_other_gpus(
+    flashinfer: FakeFlashInfer, tmp_path: Path
+) -> None:
+    """The doctor advises it where a GPU cannot run those that are there."""
+    compile_kernels(["9.0a"], tmp_path, only="sampling")
+    flashinfer.architectures.clear()
+    found = compile_kernels(["8.0"], tmp_path)
+    assert compiled_kernels(tmp_path) == found
+    assert found.architectures == ("8.0",)
+    assert len(found.modules) == len(MODULES) + 1
 
 
 def test_the_file_alone_lists_what_it_would_compile(tmp_path: Path) -> None:
