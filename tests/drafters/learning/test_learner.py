@@ -109,12 +109,18 @@ def test_acceptance_rises_with_what_is_served(target: Path, draft: Path) -> None
 
 
 class ClaimingTrainer(DraftTrainer):
-    """A trainer that returns random weights, and scores them best."""
+    """A trainer that returns random weights, and scores them best until they are dropped."""
+
+    claims = True
 
     def scores(
         self, windows: Sequence[Window], weights: Mapping[str, Tensor] | None
     ) -> list[float]:
-        return [float(weights is None)] * len(windows)
+        return [float(weights is None and self.claims)] * len(windows)
+
+    def reset(self, weights: Mapping[str, Tensor]) -> None:
+        self.claims = False
+        super().reset(weights)
 
     def weights(self) -> Mapping[str, Tensor]:
         return {name: torch.randn_like(value) for name, value in super().weights().items()}
