@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 ARCHITECTURES = ("8.0", "9.0a", "10.0f", "12.0f")
 """Of images: Ampere and Ada, Hopper, Blackwell of data centres and of workstations."""
-HOPPER = "9.0a"
+BACKEND = "fa2"
+"""For every GPU: on Hopper fa3, which FlashInfer would choose, divides no keys among blocks."""
 MANIFEST = "specserve.json"
 SAMPLING = "sampling"
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
@@ -51,16 +52,6 @@ class AttentionModule:
     def __str__(self) -> str:
         variant = "".join([", window" * self.window, ", softcap" * self.softcap])
         return f"heads of {self.dim}, {self.dtype}, pages in {self.page_dtype}{variant}"
-
-    def targets(self, architectures: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Return the backends that FlashInfer chooses, each with its architectures.
-
-        Hopper has fa3, unless pages are in FP8; all others have fa2.
-        """
-        if self.page_dtype != self.dtype or HOPPER not in architectures:
-            return {"fa2": tuple(architectures)}
-        others = tuple(each for each in architectures if each != HOPPER)
-        return {"fa3": (HOPPER,), **({"fa2": others} if others else {})}
 
 
 FP8 = "float8_e4m3fn"
@@ -261,16 +252,8 @@ class _Found(Exception):
     """Carries the module that FlashInfer is about to compile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compilation:
-    """A module of kernels as FlashInfer describes it, and the architectures to compile it for."""
-
-    spec: Any
-    architectures: tuple[str, ...]
-
-
-def collect(architectures: Sequence[str]) -> dict[str, Compilation]:
-    """Return the modules to compile, by their descriptions.
+def collect() -> dict[str, Any]:
+    """Return the modules to compile as FlashInfer describes them, by our own descriptions.
 
     They are those that FlashInfer's wrappers ask for: each is taken where it would be compiled.
     """
@@ -290,26 +273,23 @@ def collect(architectures: Sequence[str]) -> dict[str, Compilation]:
 
     build_and_load, JitSpec.build_and_load = JitSpec.build_and_load, stop
     try:
-        spec = find(sampling.get_sampling_module)
-        found = {SAMPLING: Compilation(spec, tuple(architectures))}
+        found = {SAMPLING: find(sampling.get_sampling_module)}
         for module in MODULES:
             dtype, page_dtype = (getattr(torch, x) for x in (module.dtype, module.page_dtype))
-            for backend, targets in module.targets(architectures).items():
-                spec = find(
-                    prefill.get_batch_prefill_module,
-                    backend,
-                    dtype,
-                    page_dtype,
-                    dtype,
-                    torch.int32,
-                    module.dim,
-                    module.dim,
-                    0,  # positions are not encoded
-                    module.window,
-                    module.softcap,
-                    False,  # sums of queries and keys in fp32
-                )
-                found[f"{module}, {backend}"] = Compilation(spec, targets)
+            found[str(module)] = find(
+                prefill.get_batch_prefill_module,
+                BACKEND,
+                dtype,
+                page_dtype,
+                dtype,
+                torch.int32,
+                module.dim,
+                module.dim,
+                0,  # positions are not encoded
+                module.window,
+                module.softcap,
+                False,  # sums of queries and keys in fp32
+            )
     finally:
         JitSpec.build_and_load = build_and_load
     return found
@@ -334,14 +314,11 @@ def compile_kernels(architectures: Sequence[str], out: Path, only: str = "") -> 
             f"{', '.join(earlier.architectures)}; compile all modules again (without --only), "
             "or give another folder (--out)"
         )
-    chosen = {key: each for key, each in collect(architectures).items() if only in key}
-    for targets in sorted({each.architectures for each in chosen.values()}):
-        os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(targets)
-        specs = [each.spec for each in chosen.values() if each.architectures == targets]
-        build_jit_specs(specs, skip_prebuilt=False)  # reads the variable
-        for spec in specs:
-            (out / spec.name).mkdir(parents=True, exist_ok=True)
-            shutil.copy2(spec.jit_library_path, out / spec.name)
+    chosen = {key: spec for key, spec in collect().items() if only in key}
+    build_jit_specs(list(chosen.values()), skip_prebuilt=False)
+    for spec in chosen.values():
+        (out / spec.name).mkdir(parents=True, exist_ok=True)
+        shutil.copy2(spec.jit_library_path, out / spec.name)
     compiled = replace(earlier, modules=tuple(dict.fromkeys([*earlier.modules, *chosen])))
     (out / MANIFEST).write_text(json.dumps(asdict(compiled), indent=1) + "\n", encoding="utf-8")
     return compiled
@@ -360,10 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     architectures = options.architectures.split()
     if options.list:
-        for module in MODULES:
-            for backend, targets in module.targets(architectures).items():
-                print(f"{module}, {backend}: {' '.join(targets)}")
-        print(f"{SAMPLING}: {' '.join(architectures)}")
+        for name in (*map(str, MODULES), SAMPLING):
+            print(f"{name}: {' '.join(architectures)}")
         return
     out = options.out or flashinfer_folder()
     if out is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -68,6 +69,19 @@ def test_flashinfer_keeps_the_tokens_that_a_sort_keeps(monkeypatch: pytest.Monke
     with emulated_cards() as ledger, flashinfer.installed():
         assert texts("cuda", SAMPLINGS["warped"], **keys) == expected
         assert ledger.kernels["renormalised"] > 20
+
+
+def test_kernels_that_are_not_compiled_hold_no_start_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"speculation.gamma": 4}
+    expected = texts("cpu", SAMPLINGS["warped"], **keys)
+    monkeypatch.setattr(truncation, "SORTED_WIDTH", 0)
+    without = flashinfer.installed(sampling_is_compiled=False)
+    with emulated_cards() as ledger, without, caplog.at_level(logging.INFO):
+        assert texts("cuda", SAMPLINGS["warped"], **keys) == expected
+        assert not ledger.kernels["renormalised"]
+    assert "--only sampling" in caplog.text
 
 
 def test_flashinfer_that_keeps_other_tokens_is_not_used(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class FlashInferAttention:
         device: torch.device,
         kernels: CardKernels | None = None,
     ) -> None:
-        """Attend with wrappers of that class; with `kernels`, also rotate and write."""
+        """Attend with wrappers that `make_wrapper` makes; with `kernels`, also rotate and write."""
         self.page_size, self._kernels = page_size, kernels
         self._plans = Plans(make_wrapper, page_size, device)
 
@@ -121,7 +122,7 @@ class FlashInferAttention:
 
 
 def find_flashinfer(device: torch.device) -> Callable[..., Any]:
-    """Return the class of FlashInfer's wrappers. Raises FlashInferUnusable."""
+    """Return what makes FlashInfer's wrappers. Raises FlashInferUnusable."""
     compiled, installed = flashinfer_kernels.compiled_kernels(), flashinfer_kernels.version()
     if compiled is not None:
         fault = compiled.fault(torch.cuda.get_device_capability(device), installed)
@@ -132,7 +133,7 @@ def find_flashinfer(device: torch.device) -> Callable[..., Any]:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
     except Exception as error:  # a build for another torch raises whatever it likes
         raise FlashInferUnusable(f"{type(error).__name__}: {error}") from error
-    return BatchPrefillWithPagedKVCacheWrapper  # type: ignore[no-any-return]
+    return partial(BatchPrefillWithPagedKVCacheWrapper, backend=flashinfer_kernels.BACKEND)
 
 
 def open_flashinfer(

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 SORTED_WIDTH = 4096
 """Width of rows up to which a sort is as cheap."""
+COMPILE = "`python -m specserve.flashinfer_kernels --only sampling`"
 MAX_DIFFERING = 4
 """Tokens of a trial at the edge, which another order of adding may keep or not."""
 Renormalise = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -84,9 +85,13 @@ def renormaliser_of(device: torch.device) -> Renormalise | None:
     """Return FlashInfer's way on a card, once it has kept what the sort keeps of a small batch."""
     flashinfer_kernels.prepare()
     try:
+        from flashinfer.jit.sampling import gen_sampling_module
         from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs
     except Exception as error:  # a build for another torch raises whatever it likes
         log.info("Top-k and top-p by sorting; FlashInfer: %s: %s", type(error).__name__, error)
+        return None
+    if not gen_sampling_module().is_compiled:  # it takes minutes, and most requests do not need it
+        log.info("Top-k and top-p by sorting, until %s compiles FlashInfer's kernels", COMPILE)
         return None
 
     def renormalise(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

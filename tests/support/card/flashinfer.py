@@ -37,6 +37,7 @@ class FlashInferWrapper:
         float_workspace_buffer: Tensor,
         kv_layout: str = "NHD",
         *,
+        backend: str = "auto",
         use_cuda_graph: bool = False,
         qo_indptr_buf: Tensor | None = None,
         paged_kv_indptr_buf: Tensor | None = None,
@@ -46,6 +47,7 @@ class FlashInferWrapper:
         assert isinstance(float_workspace_buffer, CardTensor)
         assert float_workspace_buffer.dtype == torch.uint8
         assert kv_layout == "NHD"
+        assert backend == "fa2", "on Hopper another one is chosen"
         self._plan: Plan | None = None
         self._buffers: Any = None
         self._max_rows: int | None = None
@@ -290,6 +292,7 @@ def installed(
     error: float = 0.0,
     dtypes: tuple[torch.dtype, ...] = FlashInferWrapper.dtypes,
     graph_rows: tuple[int, ...] = FEW_ROWS,
+    sampling_is_compiled: bool = True,
 ) -> Iterator[None]:
     """Let `import flashinfer` find the stand-in, and graphs be captured for so many rows."""
 
@@ -305,7 +308,14 @@ def installed(
         top_p_renorm_probs,
     )
     renormaliser_of.cache_clear()
-    modules = {"flashinfer": module, "flashinfer.sampling": sampling}
+    jit: Any = types.ModuleType("flashinfer.jit.sampling")
+    jit.gen_sampling_module = lambda: types.SimpleNamespace(is_compiled=sampling_is_compiled)
+    modules = {
+        "flashinfer": module,
+        "flashinfer.jit": types.ModuleType("flashinfer.jit"),
+        "flashinfer.jit.sampling": jit,
+        "flashinfer.sampling": sampling,
+    }
     try:
         with (
             mock.patch.dict(sys.modules, modules),
