@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 ROWS, HEADS, KV_HEADS, DIM, SLOTS, WIDTH = 5, 4, 2, 48, 40, 1100
 """Sizes of a trial; neither dimension is a power of two."""
+EPS = 1e-5
 TOLERANCE = 2**-6
 
 
@@ -31,19 +32,21 @@ class CardKernels:
 
     rotate_and_write: Callable[..., Tensor]  # as in `triton_kernels`
     gated: Callable[[Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
 
 
 @cache
 def card_kernels(device: torch.device, dtype: torch.dtype) -> CardKernels | None:
     """Return the kernels for a GPU; None where Triton is missing, fails, or is wrong."""
     try:
-        from specserve.models.triton_kernels import gated, rotate_and_write
+        from specserve.models.triton_kernels import gated, rms_norm, rotate_and_write
     except ImportError as missing:
         log.info("Small operations by torch: %s", missing)
         return None
-    kernels = CardKernels(rotate_and_write, gated)
+    kernels = CardKernels(rotate_and_write, gated, rms_norm)
     try:
-        error = max(_rotation_error(kernels, device, dtype), _gate_error(kernels, device, dtype))
+        trials = (_rotation_error, _gate_error, _norm_error)
+        error = max(trial(kernels, device, dtype) for trial in trials)
     except Exception as raised:  # compilers and drivers raise whatever they like
         log.warning("Small operations by torch: Triton fails: %s", first_line(raised))
         return None
@@ -79,3 +82,13 @@ def _gate_error(kernels: CardKernels, device: torch.device, dtype: torch.dtype) 
     both = (3 * torch.rand((ROWS, 2 * WIDTH), generator=generator) - 1.5).to(dtype).to(device)
     gate, up = both.chunk(2, dim=-1)
     return float((kernels.gated(both) - F.silu(gate) * up).abs().max())
+
+
+def _norm_error(kernels: CardKernels, device: torch.device, dtype: torch.dtype) -> float:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (
+        torch.rand(shape, generator=generator).to(dtype).to(device)
+        for shape in ((ROWS, WIDTH), (WIDTH,))
+    )
+    expected = F.rms_norm(x, (WIDTH,), weight, EPS)
+    return float((kernels.rms_norm(x, weight, EPS) - expected).abs().max())

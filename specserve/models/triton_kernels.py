@@ -68,6 +68,17 @@ def gate_kernel(both, out, width: tl.constexpr, block: tl.constexpr):
     tl.store(out + row * width + lanes, (silu * up).to(gate.dtype), is_lane)
 
 
+@triton.jit
+def rms_norm_kernel(x, weight, out, stride, eps, width: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, block)
+    is_lane = lanes < width
+    own = tl.load(x + row * stride + lanes, is_lane, 0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(own * own, 0) / width + eps)
+    weights = tl.load(weight + lanes, is_lane, 0.0).to(tl.float32)
+    tl.store(out + row * width + lanes, (own * scale * weights).to(out.dtype.element_ty), is_lane)
+
+
 def rotate_and_write(
     q: Tensor,
     k: Tensor,
@@ -116,5 +127,24 @@ def gated(both: Tensor) -> Tensor:
     with torch.cuda.device(both.device):
         gate_kernel[(rows, triton.cdiv(width, GATE_BLOCK))](
             both, out, width=width, block=GATE_BLOCK
+        )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight of rows [rows, width], each of them contiguous."""
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(width)
+    with torch.cuda.device(x.device):
+        rms_norm_kernel[(rows,)](
+            x,
+            weight,
+            out,
+            x.stride(0),
+            eps,
+            width=width,
+            block=block,
+            num_warps=min(16, max(1, block // 512)),
         )
     return out

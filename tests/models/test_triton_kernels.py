@@ -61,6 +61,19 @@ def test_the_gate_is_the_product_of_silu_and_up(width: int) -> None:
     torch.testing.assert_close(found, F.silu(gate) * up)
 
 
+@pytest.mark.parametrize("width", [7, 1024, 1500])
+def test_the_norm_divides_by_the_root_of_the_mean_square(width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    both = torch.randn(3, 2 * width, generator=generator)
+    weight = torch.randn(width, generator=generator)
+    expected = F.rms_norm(both[:, :width], (width,), weight, 1e-5)
+    with emulated_cards(), interpreted_kernels():
+        kernels = card_kernels(CARD, torch.float32)
+        assert kernels is not None
+        found = kernels.rms_norm(both.to(CARD)[:, :width], weight.to(CARD), 1e-5).cpu()
+    torch.testing.assert_close(found, expected)
+
+
 def test_wrong_kernels_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     wrong = lambda both: both[:, : both.shape[1] // 2] + 1  # noqa: E731
     with (
@@ -82,4 +95,4 @@ def test_kernels_compile_for_three_generations_of_cards() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sm_") == 9
+    assert done.stdout.count("sm_") == 12

@@ -13,7 +13,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from specserve.models.triton_kernels import gate_kernel, rotate_and_write_kernel
+from specserve.models.triton_kernels import (
+    gate_kernel,
+    rms_norm_kernel,
+    rotate_and_write_kernel,
+)
 from specserve.sampling.triton_draw import draw_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -60,6 +64,11 @@ SIGNATURES = (
         {"heads": 16, "kv_heads": 2, "dim": 128, "block": 128},
     ),
     KernelSignature(gate_kernel, {"both": "*bf16", "out": "*bf16"}, {"width": 7168, "block": 1024}),
+    KernelSignature(
+        rms_norm_kernel,
+        {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "stride": "i32", "eps": "fp32"},
+        {"width": 4096, "block": 4096},
+    ),
 )
 
 

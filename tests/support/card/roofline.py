@@ -66,7 +66,9 @@ PRODUCTS = ("linear", "mm", "bmm", "addmm")
 ATTENTION = ("paged attention", "scaled_dot_product_attention")
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "gather")
 NEEDED = (*PRODUCTS, *ATTENTION, *COLLECTIVES)
-KERNELS = CardKernels(triton_kernels.rotate_and_write, triton_kernels.gated)
+KERNELS = CardKernels(
+    triton_kernels.rotate_and_write, triton_kernels.gated, triton_kernels.rms_norm
+)
 
 
 @dataclass(frozen=True, slots=True)
