@@ -163,11 +163,13 @@ class PagedCache:
         return self._num_missing(self._sequences.get(seq_id), length) <= self._allocator.num_free
 
     def reserve(self, seq_id: int, length: int) -> None:
-        """Make room up to `length` in pages that this sequence alone may write.
+        """Make room up to `length`, in whole pages that this sequence alone may write.
 
         Raises OutOfPages; nothing has changed then.
         """
         sequence = self._sequences.get(seq_id)
+        if sequence is not None and length <= sequence.reserved:
+            return
         missing = self._num_missing(sequence, length)
         if missing > self._allocator.num_free:
             raise OutOfPages(
@@ -176,13 +178,11 @@ class PagedCache:
             )
         if sequence is None:
             sequence = self._add_sequence(seq_id)
-        if length <= sequence.reserved:
-            return
         if sequence.reserved % self.page_size:
             self._make_tail_writable(sequence)
         if missing:
             self._allocate_pages(sequence, length)
-        sequence.reserved = length
+        sequence.reserved = self._num_pages(length) * self.page_size
 
     def append(self, seq_id: int, tokens: Sequence[int]) -> None:
         """Record tokens whose keys and values are about to be written into reserved room."""

@@ -287,7 +287,7 @@ def test_appending_without_room_is_a_bug_of_the_caller() -> None:
     cache = small_cache()
     cache.reserve(1, 3)
     with pytest.raises(AssertionError, match="append without reserve"):
-        cache.append(1, text(4))
+        cache.append(1, text(PAGE + 1))
     assert cache.length(1) == 0
 
 
