@@ -419,6 +419,7 @@ class ModelInfo:
     # The token that every text of an encoder-decoder begins with, its prompt being the encoder
     # input; None: there is no encoder.
     decoder_start: int | None = None
+    runs_ahead: bool = False  # plain rounds do not wait for the host
 
 
 class Target(Protocol):

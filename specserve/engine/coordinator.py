@@ -85,7 +85,9 @@ class Coordinator:
             max_gamma=0 if drafter is None else max_gamma,
             drafts_prompts=drafts_prompts,
         )
-        self.pacer = Pacer(gamma, max_gamma=max_gamma, curve=info.curve)
+        self.pacer = Pacer(
+            gamma, max_gamma=max_gamma, curve=info.curve, runs_ahead=info.runs_ahead
+        )
         self._verifier_choice = VerifierChoice()
         self.num_rounds = 0  # started so far
         self.in_round_since: float | None = None  # by the clock; None between rounds
@@ -101,6 +103,7 @@ class Coordinator:
         self._live: dict[int, Sequence] = {}
         self._outbox: list[Chunk] = []  # of the last round
         self._last_round: Round | None = None  # not reported yet
+        self._verified_at: float | None = None  # when the last verdicts came
         self._cancelled: list[int] = []
         self._closed, self._wake = False, asyncio.Event()
 
@@ -262,7 +265,9 @@ class Coordinator:
             outcomes,
             draft_seconds=drafted.drafted_at - drafted.started_at,
             verify_seconds=verified_at - drafted.drafted_at,
+            round_seconds=None if self._verified_at is None else verified_at - self._verified_at,
         )
+        self._verified_at = verified_at
         if self._report is not None:
             self._last_round = Round(
                 self.num_rounds,

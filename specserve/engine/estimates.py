@@ -129,6 +129,9 @@ class CostEstimate:
         self._slope = np.array([_SLOPE_PRIOR, _SLOPE_PRIOR])
         # Draft passes over target passes of as many rows, in the last rounds that waited.
         self._draft_costs: deque[float] = deque(maxlen=_MAX_WAITS)
+        # Seconds of plain rounds over the warm-up's passes of as many rows; None: none was seen.
+        self._plain_ratio: float | None = None
+        self.host_seconds = 0.0  # of a round with drafts, before and behind its passes
         self.hit_wait = 0.0  # seconds until prepared proposals arrive
         self.hit_rate = 0.0  # share of the proposals that were prepared in advance
 
@@ -144,6 +147,12 @@ class CostEstimate:
             0.1, 1 + slope * (self._curve(positions) / self._curve(self._mean_positions) - 1)
         )
         return seconds
+
+    def plain_seconds(self, count: int) -> float:
+        """Return the seconds of a round without drafts for so many sequences."""
+        if self._plain_ratio is None:
+            return float(self.verify_seconds(count)) + self.host_seconds
+        return self._plain_ratio * float(self._curve(count))
 
     def draft_pass_seconds(self, count: int) -> float:
         """Return the seconds of one more draft token for so many sequences.
@@ -179,6 +188,16 @@ class CostEstimate:
         )
         self._mean_positions += _BLEND * (positions - self._mean_positions)
         self._mean_seconds += _BLEND * (seconds - self._mean_seconds)
+
+    def observe_plain(self, count: int, seconds: float) -> None:
+        """Include a plain round that ran ahead: the seconds from one verdict to the next."""
+        ratio = max(seconds, 1e-9) / float(self._curve(count))
+        known = ratio if self._plain_ratio is None else self._plain_ratio
+        self._plain_ratio = known + _BLEND * (ratio - known)
+
+    def observe_host(self, seconds: float) -> None:
+        """Include the seconds of a round with drafts in which neither worker was busy."""
+        self.host_seconds += _BLEND * (max(0.0, seconds) - self.host_seconds)
 
     def observe_draft(self, seconds: float, *, passes: int, count: int) -> None:
         """Include a round that waited for `passes` of the drafter, for `count` sequences."""

@@ -36,6 +36,7 @@ _FIRST_BACKOFF = 64  # rounds without drafts before the first trial
 _MAX_BACKOFF = 1024
 _TRIAL_ROUNDS = 6
 _MAX_TRIAL_SHARE = 0.03  # of the time, for the drafting of trials
+_PLAIN_TRIAL_ROUNDS = 8  # at the start, of a target whose plain rounds run ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,16 @@ class Pacer:
     """
 
     def __init__(
-        self, gamma: int | None, *, max_gamma: int, curve: abc.Sequence[tuple[int, float]] = ()
+        self,
+        gamma: int | None,
+        *,
+        max_gamma: int,
+        curve: abc.Sequence[tuple[int, float]] = (),
+        runs_ahead: bool = False,
     ) -> None:
+        """Choose for a target; one that `runs_ahead` hides the host in plain rounds alone."""
+        self._runs_ahead, self._was_plain = runs_ahead, False
+        self._plain_trials = _PLAIN_TRIAL_ROUNDS if runs_ahead and gamma is None else 0
         self._fixed = gamma
         self._max_gamma = max_gamma
         self.acceptance, self.costs = AcceptanceEstimate(max_gamma), CostEstimate(curve)
@@ -123,13 +132,22 @@ class Pacer:
         *,
         draft_seconds: float,
         verify_seconds: float,
+        round_seconds: float | None = None,
     ) -> None:
-        """Update the estimates from a round."""
+        """Update the estimates from a round; its own seconds are those since the last verdict."""
         self.acceptance.observe(outcomes)
+        proposals = batch.wanted_proposals
+        was_plain, self._was_plain = self._was_plain, batch.is_steady and not proposals
         if not batch.is_steady:
             return
+        if self._runs_ahead and round_seconds is not None:
+            if self._was_plain and was_plain:
+                # The target was waited for less than it took.
+                self.costs.observe_plain(batch.num_positions, round_seconds)
+                return
+            if proposals:
+                self.costs.observe_host(round_seconds - draft_seconds - verify_seconds)
         self.costs.observe_verify(batch.num_positions, verify_seconds)
-        proposals = batch.wanted_proposals
         if not proposals:
             return
         missed = [len(proposal.tokens) for proposal in proposals if not proposal.anticipated]
@@ -148,6 +166,9 @@ class Pacer:
         gamma = self.decision.gamma
         if self._fixed is not None:
             return [gamma] * len(sequences)
+        if self._plain_trials:
+            self._plain_trials -= 1
+            return [0] * len(sequences)
         if not gamma:
             return self._trial_gammas(len(sequences))
         if len(sequences) == 1:
@@ -251,7 +272,9 @@ class Pacer:
         waiting = self.costs.hit_wait * (wanted > 0) + (
             1 - hit**count
         ) * miss * self.costs.draft_pass_seconds(_num_missing(count, hit))
-        rates: Table = count * tokens / (self.costs.verify_seconds(count * rows) + waiting)
+        busy = self.costs.verify_seconds(count * rows) + waiting
+        rates: Table = count * tokens / (busy + self.costs.host_seconds)
+        rates[0, 0] = count / self.costs.plain_seconds(count)
         can_skip = (miss > 0) | (wanted == 0) | (hit > _MIN_HIT_RATE)
         return np.where((miss <= wanted) & can_skip, rates, 0.0)
 
@@ -268,7 +291,7 @@ class Pacer:
     def _decision(self, num_sequences: int, gamma: int, miss: int, gain: float) -> Decision:
         costs, count = self.costs, max(1, num_sequences)
         positions = count * (1 + costs.hit_rate * gamma + (1 - costs.hit_rate) * miss)
-        plain = float(costs.verify_seconds(count))
+        plain = costs.plain_seconds(count)
         pass_seconds = costs.draft_pass_seconds(_num_missing(count, costs.hit_rate))
         return Decision(
             gamma,

@@ -26,6 +26,7 @@ from specserve.models.hidden_taps import HiddenRows, HiddenTaps
 from specserve.models.model import ModelOptions, open_model, require_context
 from specserve.models.network import ShareableNetwork
 from specserve.models.prompt_scores import PromptScores, reader_of
+from specserve.models.run_ahead import RunAhead
 from specserve.models.runner import LogitsReader, Runner
 from specserve.models.shard import Shard
 from specserve.models.vocabulary_shares import PassLogits, VocabularyShares, chosen_on_shares
@@ -67,6 +68,9 @@ class TargetModel:
     ) -> None:
         self.runner, self.info, self.network = runner, info, network
         self.adapters = adapters
+        self._run_ahead: RunAhead | None = None
+        if info.runs_ahead:
+            self._run_ahead = RunAhead(runner, max_context=info.max_context)
         self._returns_hidden = returns_hidden
         self.grammar_states = GrammarStates(grammar_compiler)
         self.latest_hidden: dict[int, LatestHidden] = {}
@@ -84,6 +88,8 @@ class TargetModel:
     def verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
         if self.adapters is not None:
             return self.adapters.verify(steps, self._verify)
+        if self._run_ahead is not None:
+            return self._run_ahead.verify(steps, self._verify)
         return self._verify(steps)
 
     def _verify(self, steps: Sequence[VerifyStep]) -> Sequence[Verdict]:
@@ -285,6 +291,12 @@ def open_target(
         num_pages=cache.num_pages,
         prefix_caching=cache.prefix_caching,
         decoder_start=spec.decoder_start,
+        runs_ahead=cache.device.type == "cuda"
+        and shard is None
+        and opened.runner.encoder_cache is None
+        and opened.adapters is None
+        and not returns_hidden
+        and taps is None,
     )
     if not is_first:
         return TargetFollower(opened.runner, info, opened.adapters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from specserve.progress import ReportProgress, no_progress
@@ -74,7 +75,6 @@ def _seconds(model: WarmupTarget, rows: int, clock: Callable[[], float]) -> floa
     encoder_input = () if model.info.decoder_start is None else (0,)
     start = clock()
     drafts = (0,) * (rows - 1)
-    model.verify(
-        [VerifyStep(WARMUP_SEQ_ID, 0, (0,), drafts, None, POLICY, encoder_input=encoder_input)]
-    )
+    step = VerifyStep(WARMUP_SEQ_ID, 0, (0,), drafts, None, POLICY, encoder_input=encoder_input)
+    model.verify([replace(step, gamma=1)])  # no pass behind it is enqueued before it is read
     return clock() - start

@@ -116,6 +116,8 @@ def verify(
     names: Sequence[str], p: Tensor, drafts: DraftBatch, streams: RandomStreams
 ) -> VerifyResult:
     """Verify each sequence under its own rule: `names` [seqs], p [rows, vocab]."""
+    if names and not drafts.host_lengths.any():
+        return VerifyResult(drafts.lengths, draw_next(names, p, streams))
     present = set(names)
     if len(present) == 1:
         return VERIFIERS[present.pop()](p, drafts, streams)
@@ -128,6 +130,20 @@ def verify(
         result.accepted[where] = part.accepted
         result.next_token[where] = part.next_token
     return result
+
+
+def draw_next(names: Sequence[str], p: Tensor, streams: RandomStreams) -> Tensor:  # [seqs]
+    """Return the next token of sequences without draft tokens: a draw from p [seqs, vocab].
+
+    All rules come down to it, and `coupled` draws with its own noise.
+    """
+    is_coupled = np.array([name == "coupled" for name in names])
+    purpose = Purpose.COUPLED if is_coupled.all() else Purpose.NEXT
+    keys = streams.keys(purpose, 1, p.device)[:, 0]
+    if is_coupled.any() and not is_coupled.all():
+        of_coupled = streams.keys(Purpose.COUPLED, 1, p.device)[:, 0]
+        keys = torch.where(to_device(is_coupled[:, None], p.device), of_coupled, keys)
+    return draw_from_rows(p, keys)
 
 
 def verify_greedy(own: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

@@ -89,6 +89,31 @@ def test_drafting_that_does_not_pay_stops_except_for_short_trials() -> None:
     assert gammas[320:].count(1) < gammas[64:320].count(1), "trials become rarer"
 
 
+@pytest.mark.parametrize(("plain_seconds", "is_plain"), [(0.005, True), (0.015, False)])
+def test_plain_rounds_that_hide_the_host_are_compared_by_whole_rounds(
+    plain_seconds: float, is_plain: bool
+) -> None:
+    """Two of three draft tokens pass: a round with drafts writes 3 tokens in 20 ms."""
+    pacer = Pacer(None, max_gamma=3, curve=((1, 0.010), (4, 0.010)), runs_ahead=True)
+    gammas = []
+    for _ in range(400):
+        (gamma,) = pacer.choose([sequence()])
+        proposal = Proposal(1, 3, (5,) * gamma, None, 3) if gamma else None
+        batch = Batch(
+            [BatchEntry(sequence(), 3, needs_verdict=True, gamma=gamma, proposal=proposal)]
+        )
+        pacer.observe(
+            batch,
+            batch.outcomes([Verdict(1, min(2, gamma), 6, None)]),
+            draft_seconds=0.001 * gamma,
+            verify_seconds=0.010 if gamma else 0.001,
+            round_seconds=0.017 + 0.001 * gamma if gamma else plain_seconds,
+        )
+        gammas.append(gamma)
+    assert not any(gammas[:3]), "plain rounds are seen first"
+    assert (gammas[200:].count(0) > 170) is is_plain
+
+
 def test_drafting_is_resumed_when_it_pays_again() -> None:
     pacer = Pacer(None, max_gamma=16)
     feed(pacer, accepted=0.0, pass_seconds=0.005)
