@@ -35,7 +35,7 @@ MEASURED := docs/measurements
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
+.PHONY: help serve image first-minutes test test-fast test-long test-browser test-gpu gpu gpu-check gpu-speed gpu-texts gpu-decode gpu-wheels gpu-kernels format lint check dist test-wheel wheel-times \
 	lock sbom audit \
 	bench bench-engine bench-linears bench-quantized bench-adapters bench-serving bench-pipeline bench-placements bench-pool bench-routing bench-neighbours bench-pacer bench-demo bench-drafters bench-learning bench-peers \
 	simulate-autoscaling simulate-prefill simulate-fleet conformance families proofs structured fuzz chaos chaos-gateways chaos-network chaos-releases overload misuse survey docs clean
@@ -67,7 +67,7 @@ test-gpu: $(VENV)/installed-for-tests  ## Run the tests that need a GPU
 GPU_PYTHON ?= $(BIN)/python
 WHEELS := .wheels
 
-gpu: gpu-check gpu-speed gpu-texts  ## Run all that needs a GPU, in three steps, and write its page
+gpu: gpu-check gpu-speed gpu-texts gpu-decode  ## Run all that needs a GPU, in four steps, and write its page
 	PYTHONPATH=$(WHEELS)/site $(GPU_PYTHON) -m tests.gpu page $(ARGS)
 
 gpu-check: $(WHEELS)/site  ## Compare a card's results with the CPU's
@@ -78,6 +78,9 @@ gpu-speed: $(WHEELS)/site  ## Time passes, sampling and rounds on a card
 
 gpu-texts: $(WHEELS)/site  ## Write whole texts on a card
 	PYTHONPATH=$(WHEELS)/site $(GPU_PYTHON) -m tests.gpu texts $(ARGS)
+
+gpu-decode: $(WHEELS)/site  ## Decode with models of true shapes on a card
+	PYTHONPATH=$(WHEELS)/site $(GPU_PYTHON) -m tests.gpu decode $(ARGS)
 
 FOR_THERE := --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 	--platform manylinux_2_28_x86_64 --platform manylinux_2_31_x86_64 \

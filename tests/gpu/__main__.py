@@ -1,6 +1,7 @@
 """Run a step on the first day with a GPU, or write the page of all steps.
 
-`python -m tests.gpu check`, `speed`, `texts`, each under ten minutes on one card; then `page`.
+`python -m tests.gpu check`, `speed`, `texts`, `decode`, each under ten minutes on one card; then
+`page`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.gpu import check, speed, texts
+from tests.gpu import check, decoding, speed, texts
 from tests.gpu.page import write_page
 from tests.gpu.sections import Scale, Section, run_sections
 
@@ -18,6 +19,7 @@ STEPS: Mapping[str, Mapping[str, Section]] = {
     "check": check.SECTIONS,
     "speed": speed.SECTIONS,
     "texts": texts.SECTIONS,
+    "decode": decoding.SECTIONS,
 }
 
 

@@ -16,7 +16,11 @@ def write_page(results: Path, steps: Sequence[str], out: Path) -> None:
 def _lines(results: Path, steps: Sequence[str]) -> Iterator[str]:
     yield "# On a GPU"
     yield ""
-    yield f"{date.today()}; `make gpu`. Random weights unless a section says otherwise."
+    yield f"{date.today()}; `make gpu`. The models of `decode` have the shapes of Llama 3.1 8B and of a 1B"
+    yield "model with heads of 128, and compute what the demo pair computes (`tests/gpu/true_shapes.py`):"
+    yield "128 tokens of a prompt, 256 of text, greedy unless T is named, median of three runs (and all)."
+    yield "Texts of drafts differ from those without by near ties, which other kernels decide otherwise."
+    yield "Other steps have random weights unless a section says otherwise."
     for step in steps:
         file = results / f"{step}.json"
         yield ""
