@@ -151,8 +151,7 @@ MEANINGS: Mapping[str, str] = {
     f"{STAGE}.support": "The default is the draft's.",
     f"{STAGE}.learn": "As `draft.learn`.",
     "speculation.verifier": "How draft tokens are verified ([exactness](../design/exactness.md)). "
-    "`auto` is `coupled` for requests with a seed, and for others `block` or `coupled`, whichever "
-    "gives more tokens a second.",
+    "`auto` is `coupled` for requests with a seed, and `block` for others.",
     "speculation.gamma": "Draft tokens a round. `auto` lets the pacer choose; 0 is plain decoding.",
     "speculation.max_gamma": "Largest gamma that the pacer or a request may choose.",
     "speculation.anticipation.enabled": "Whether the draft prepares proposals while the target "

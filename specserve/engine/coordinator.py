@@ -28,7 +28,6 @@ from specserve.engine.pacer import Pacer
 from specserve.engine.scheduler import Scheduler
 from specserve.engine.sequence import Sequence
 from specserve.engine.trace import Round
-from specserve.engine.verifier_choice import VerifierChoice
 from specserve.engine.workers import WorkerPair, ignore_failure
 from specserve.errors import (
     BadValue,
@@ -86,7 +85,6 @@ class Coordinator:
             drafts_prompts=drafts_prompts,
         )
         self.pacer = Pacer(gamma, max_gamma=max_gamma, curve=info.curve)
-        self._verifier_choice = VerifierChoice()
         self.num_rounds = 0  # started so far
         self.in_round_since: float | None = None  # by the clock; None between rounds
         self.can_resume_elsewhere = False  # True if requests that end with an error may do so
@@ -119,7 +117,6 @@ class Coordinator:
             draft_limit=self._draft_limit,
             end_ids=self._info.end_ids,
             decoder_start=self._info.decoder_start,
-            is_verifier_open=self._draft_limit > 0 and self.admission.is_verifier_open(request),
         )
         self._next_id += 1
         self._live[sequence.seq_id] = sequence
@@ -221,7 +218,6 @@ class Coordinator:
     def _schedule(self) -> Batch:
         self.scheduler.select_running()
         running = self.scheduler.running
-        self._verifier_choice.assign(running, self.pacer)
         gammas = self.pacer.choose(running)  # what would pay
         isolated = self._crash_tracker.next_to_isolate(running)
         return self.scheduler.next_batch(gammas, isolated=isolated)  # what fits
@@ -254,7 +250,6 @@ class Coordinator:
     def _commit(self, drafted: DraftedBatch, verdicts: abc.Sequence[Verdict]) -> None:
         verified_at = self._clock()
         batch, outcomes = drafted.batch, drafted.batch.outcomes(verdicts)
-        self._verifier_choice.observe(batch, outcomes)
         self._outbox = self._drop_finished(batch.commit(verdicts))
         self._crash_tracker.record_success()
         self.pacer.observe(
@@ -376,6 +371,5 @@ class Coordinator:
         for seq_id in finished:
             del self._live[seq_id]
         if finished:
-            self._verifier_choice.drop(finished)
             self.scheduler.remove_finished()
         return chunks
